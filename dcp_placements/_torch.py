@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import wraps
 from types import ModuleType
 from typing import Any, TypeVar
@@ -57,6 +56,7 @@ __all__ = [
     "rehearsed",
     "set_element",
     "state_dicts_of_statefuls",
+    "traverse_state_dict",
 ]
 
 T = TypeVar("T")
@@ -65,34 +65,22 @@ R = TypeVar("R")
 layout_named: Callable[[str], torch.layout] = _get_layout
 """Returns the layout of a name such as ``torch.strided``."""
 
+Seam = tuple[ModuleType, str]
+"""A global of one of torch's modules, which the functions there look up at each call."""
 
-@dataclass(frozen=True, slots=True)
-class Seam:
-    """A global of one of torch's modules, which the functions there look up at each call."""
-
-    module: ModuleType
-    name: str
-
-    def get(self) -> Any:
-        """Return what is there."""
-        return getattr(self.module, self.name)
-
-    def set(self, value: Any) -> None:
-        """Put another value there."""
-        setattr(self.module, self.name, value)
-
-
-SAVE = Seam(state_dict_saver, "_save_state_dict")
+SAVE: Seam = (state_dict_saver, "_save_state_dict")
 """Behind ``save`` and ``save_state_dict``; takes ``planner`` and ``storage_writer``."""
-LOAD = Seam(state_dict_loader, "_load_state_dict")
+LOAD: Seam = (state_dict_loader, "_load_state_dict")
 """Behind ``load`` and ``load_state_dict``; takes ``planner`` and ``storage_reader``."""
 HAS_CHECKPOINTABLE_TENSOR = hasattr(dcp, "CheckpointableTensor")
 """Whether torch's default planners place tensors by their own attributes."""
-ASYNC_EXECUTORS = (
-    Seam(state_dict_saver, "_ThreadBasedAsyncCheckpointExecutor"),
-    Seam(state_dict_saver, "_ProcessBasedAsyncCheckpointExecutor"),
+ASYNC_EXECUTORS: tuple[Seam, ...] = (
+    (state_dict_saver, "_ThreadBasedAsyncCheckpointExecutor"),
+    (state_dict_saver, "_ProcessBasedAsyncCheckpointExecutor"),
 )
 """Behind ``async_save``: classes whose ``execute_save`` takes ``planner``."""
+HUGGING_FACE_DATA = {"fqn_to_index_mapping", "shard_index"}
+"""What ``HuggingFaceStorageWriter`` puts into a plan's ``storage_data``."""
 ASYNC_THREAD = "AsyncCheckpointExecutor"
 """How the names of the threads begin in which ``async_save`` calls ``save``."""
 
@@ -133,13 +121,6 @@ def dtensor_facts(value: Any) -> tuple[torch.Tensor, Any, tuple[Any, ...], torch
     return local_tensor(value), value.device_mesh, tuple(value.placements), shape
 
 
-def leaves(state_dict: dict[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """Yield ``(path, value)`` of a nested state dict in the order of DCP's flattening."""
-    pairs: list[tuple[tuple[str | int, ...], Any]] = []
-    traverse_state_dict(state_dict, lambda path, value: pairs.append((path, value)))
-    return iter(pairs)
-
-
 def without_class(data: Any) -> Any:
     """Return a tensor as a plain one if it has a class of its own and elements as any other.
 
@@ -150,11 +131,6 @@ def without_class(data: Any) -> Any:
     if has_class and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
         return data.as_subclass(torch.Tensor)
     return data
-
-
-def is_in_group() -> bool:
-    """Whether this process has a process group."""
-    return dist.is_available() and dist.is_initialized()
 
 
 _REHEARSED: ContextVar[tuple[int, int] | None] = ContextVar("rehearsed", default=None)
@@ -174,14 +150,14 @@ def global_rank() -> int:
     """Return this process's rank; 0 without a process group."""
     if (one := _REHEARSED.get()) is not None:
         return one[0]
-    return dist.get_rank() if is_in_group() else 0
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
     """Return the number of processes; 1 without a process group."""
     if (one := _REHEARSED.get()) is not None:
         return one[1]
-    return dist.get_world_size() if is_in_group() else 1
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def named_axes(mesh: Any) -> dict[str, tuple[int, int]]:
@@ -205,14 +181,6 @@ def agreeing_device(group: dist.ProcessGroup | None) -> torch.device:
     if accelerator is not None and backends.get(accelerator.type, "gloo") != "gloo":
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
     return torch.device("cpu")
-
-
-def is_of_hugging_face_writer(storage_data: Any) -> bool:
-    """Whether ``HuggingFaceStorageWriter`` put ``storage_data`` into a plan."""
-    return isinstance(storage_data, dict) and storage_data.keys() <= _HUGGING_FACE
-
-
-_HUGGING_FACE = {"fqn_to_index_mapping", "shard_index"}
 
 
 def logged_where_torch_drops_it(read_metadata: Callable[..., T]) -> Callable[..., T]:

@@ -86,17 +86,15 @@ def format_faults(
         noun: What the first line counts.
         ranks: The ranks that the first line names: a fault on all of them does not repeat them.
     """
-    ordered = sorted(set(faults), key=lambda fault: (fault.fqn, fault.headline, fault.details))
-    alike: dict[tuple[str, tuple[str, ...]], list[Fault]] = {}
-    for fault in ordered:
-        alike.setdefault((fault.headline, fault.details), []).append(fault)
-    groups = list(alike.values())
-    count = len({(fault.fqn, fault.headline, fault.details) for fault in ordered})
-    lines = [f"{opening} ({count} {noun}{'s' if count != 1 else ''})"]
+    alike: dict[tuple[str, tuple[str, ...]], dict[Fault, None]] = {}
+    for fault in sorted(faults, key=lambda fault: (fault.fqn, fault.headline, fault.details)):
+        alike.setdefault((fault.headline, fault.details), {})[fault] = None
+    groups = [list(group) for group in alike.values()]
+    count = sum(len({fault.fqn for fault in group}) for group in groups)
+    lines = [f"{opening} ({format_count(count, noun)})"]
     lines += [_format_entry(group, ranks) for group in groups[:MAX_FAULTS]]
-    rest = [fault.fqn for group in groups[MAX_FAULTS:] for fault in group]
-    if rest:
-        lines.append(f"... and {len(rest)} more, at: {format_names(list(dict.fromkeys(rest)))}")
+    if rest := dict.fromkeys(fault.fqn for group in groups[MAX_FAULTS:] for fault in group):
+        lines.append(f"... and {len(rest)} more, at: {format_names(list(rest))}")
     return "\n".join(lines)
 
 
@@ -139,14 +137,11 @@ class RankFaults(PlacementError):
     def __reduce__(self) -> tuple[Any, ...]:
         return PlacementError, (str(self),)
 
-    def packed(self) -> bytes:
-        """Return the faults as they travel: the first ``MAX_SENT``."""
-        return packed_faults(sorted(self.faults, key=lambda fault: fault.fqn)[:MAX_SENT])
-
 
 def packed_faults(faults: Sequence[Fault]) -> bytes:
-    """Return faults packed, as they travel; those of most keys have the same text."""
-    return zlib.compress(pickle.dumps(faults), 1) if faults else b""
+    """Return faults as they travel: the first ``MAX_SENT``. Those of most keys have one text."""
+    sent = sorted(faults, key=lambda fault: fault.fqn)[:MAX_SENT]
+    return zlib.compress(pickle.dumps(sent), 1) if sent else b""
 
 
 def unpacked_faults(packed: bytes) -> Sequence[Fault]:
@@ -171,7 +166,7 @@ def raise_faults_of_ranks(
     for rank, packed in sorted(sent.items()):
         if packed:
             by_content.setdefault(packed, []).append(rank)
-    merged: dict[tuple[str, str, tuple[str, ...]], tuple[Fault, list[int]]] = {}
+    merged: dict[tuple[Any, ...], tuple[Fault, list[int]]] = {}
     are_more = False
     for packed, members in by_content.items():
         of_rank = unpacked_faults(packed)
@@ -179,18 +174,18 @@ def raise_faults_of_ranks(
         for fault in of_rank:
             key = fault.fqn, fault.headline, fault.details
             merged.setdefault(key, (fault, []))[1].extend(members)
-    faults = []
+    if not merged:
+        return
+    faults = list(mistakes)
     for fault, ranks in merged.values():
         place = fault.place
         if place and len(ranks) > 1:
             place = (f"{place[0]} on {format_ranks(ranks[:1])}", *place[1:])
         faults.append(replace(fault, place=place, ranks=tuple(sorted(ranks))))
-    if faults:
-        refusing = tuple(sorted(rank for ranks in by_content.values() for rank in ranks))
-        opening = f"{format_ranks(refusing)} {refused}"
-        if are_more:
-            opening += f"; the first {MAX_SENT:,} faults of each rank"
-        raise PlacementError(format_faults(opening, [*faults, *mistakes], ranks=refusing))
+    refusing = tuple(sorted(rank for ranks in by_content.values() for rank in ranks))
+    more = f"; the first {MAX_SENT:,} faults of each rank" if are_more else ""
+    opening = f"{format_ranks(refusing)} {refused}{more}"
+    raise PlacementError(format_faults(opening, faults, ranks=refusing))
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
@@ -204,11 +199,11 @@ def format_ranks(ranks: Iterable[int]) -> str:
     ordered = sorted(set(ranks))
     runs: list[list[int]] = []
     for rank in ordered:
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
         else:
-            runs.append([rank, rank])
-    texts = [f"{a}" if a == b else f"{a}-{b}" for a, b in runs[:12]]
+            runs.append([rank])
+    texts = ["-".join(map(str, run)) for run in runs[:12]]
     if len(runs) > 12:
         texts.append(f"... ({len(ordered)} in all)")
     return ("rank " if len(ordered) == 1 else "ranks ") + ", ".join(texts)

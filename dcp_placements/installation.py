@@ -12,7 +12,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from threading import RLock, current_thread
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
@@ -55,14 +55,12 @@ class installed:
             )
         self._placements = placements
         self._strict = strict
-        self._was_entered = False
 
     def __enter__(self) -> None:
         with _lock:
             if not _entered:
                 _replace_seams()
             _entered.append(self)
-        self._was_entered = True
 
     def __exit__(self, *_: object) -> None:
         with _lock:
@@ -72,30 +70,18 @@ class installed:
             if not _entered:
                 _restore_seams()
 
-    def __del__(self) -> None:
-        if not getattr(self, "_was_entered", True):
-            warnings.warn(
-                "installed(placements) was called and never entered: it changed nothing\n"
-                "    way out:     with installed(placements): ..., around the calls of the "
-                "framework",
-                stacklevel=2,
-            )
-
-    def _planner(self, side: _Side, planner: Any) -> Any:
+    def _planner(self, call: str, planner: Any) -> Any:
         """Return the planner of a call that was made with ``planner``, which may be None."""
-        if planner is None or type(planner) is side.default:
-            options = (
-                {} if planner is None else {name: getattr(planner, name) for name in side.options}
-            )
-            return getattr(self._placements, f"{side.call}_planner")(**options)
+        default, names = _DEFAULTS[call]
+        if planner is None or type(planner) is default:
+            options = {name: getattr(planner, name) for name in names if planner is not None}
+            return getattr(self._placements, f"{call}_planner")(**options)
         if isinstance(planner, PlacementSavePlanner | PlacementLoadPlanner):
             return planner
         kind = type(planner)
         text = (
-            f"dcp.{side.call} was called with planner={kind.__module__}.{kind.__qualname__}, which "
+            f"dcp.{call} was called with planner={kind.__module__}.{kind.__qualname__}, which "
             "installed() does not replace\n"
-            "    likely:      the framework has a planner of its own, and the Placements do not "
-            "apply to this call\n"
             "    way out:     pass placements.save_planner() or placements.load_planner() where "
             "the framework lets you"
         )
@@ -105,42 +91,35 @@ class installed:
         return planner
 
 
-class _Side(NamedTuple):
-    """What is served."""
-
-    call: str
-    default: type  # torch's planner
-    options: tuple[str, ...]  # of torch's planner, carried over
-
-
-_SAVE = _Side(
-    "save",
-    DefaultSavePlanner,
-    ("flatten_state_dict", "flatten_sharded_tensors", "dedup_save_to_lowest_rank"),
-)
-_LOAD = _Side(
-    "load",
-    DefaultLoadPlanner,
-    ("flatten_state_dict", "flatten_sharded_tensors", "allow_partial_load"),
-)
+_DEFAULTS: dict[str, tuple[type, tuple[str, ...]]] = {
+    "save": (
+        DefaultSavePlanner,
+        ("flatten_state_dict", "flatten_sharded_tensors", "dedup_save_to_lowest_rank"),
+    ),
+    "load": (
+        DefaultLoadPlanner,
+        ("flatten_state_dict", "flatten_sharded_tensors", "allow_partial_load"),
+    ),
+}
+"""By call torch's planner, and those of its options that are carried over."""
 
 
-def _served(function: Callable[..., Any], side: _Side) -> Callable[..., Any]:
+def _served(function: Callable[..., Any], call: str) -> Callable[..., Any]:
     """Return a function that is called with the planner of the innermost context."""
     signature = inspect.signature(function)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def served(*args: Any, **kwargs: Any) -> Any:
         with _lock:
             innermost = _entered[-1] if _entered else None
         # In its thread async_save has the planner of its call, perhaps outside of this context.
-        in_thread = side is _SAVE and current_thread().name.startswith(ASYNC_THREAD)
+        in_thread = call == "save" and current_thread().name.startswith(ASYNC_THREAD)
         if innermost is None or in_thread:
             return function(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
-        bound.arguments["planner"] = innermost._planner(side, bound.arguments.get("planner"))
+        bound.arguments["planner"] = innermost._planner(call, bound.arguments.get("planner"))
         return function(*bound.args, **bound.kwargs)
 
-    return call
+    return served
 
 
 _replaced: list[tuple[Seam, Any, Any]] = []
@@ -149,14 +128,14 @@ _replaced: list[tuple[Seam, Any, Any]] = []
 
 def _replace_seams() -> None:
     for seam in (SAVE, LOAD, *ASYNC_EXECUTORS):
-        original = seam.get()
+        original = getattr(*seam)
         if seam in ASYNC_EXECUTORS:
             # Its saves have their planner when they are started.
-            execute_save = _served(original.execute_save, _SAVE)
+            execute_save = _served(original.execute_save, "save")
             ours: Any = type(original.__name__, (original,), {"execute_save": execute_save})
         else:
-            ours = _served(original, _SAVE if seam is SAVE else _LOAD)
-        seam.set(ours)
+            ours = _served(original, "save" if seam is SAVE else "load")
+        setattr(*seam, ours)
         _replaced.append((seam, original, ours))
 
 
@@ -167,5 +146,5 @@ def _restore_seams() -> None:
     """
     while _replaced:
         seam, original, ours = _replaced.pop()
-        if seam.get() is ours:
-            seam.set(original)
+        if getattr(*seam) is ours:
+            setattr(*seam, original)

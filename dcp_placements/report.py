@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
-from typing import Any
 
 from dcp_placements.errors import format_count, format_names, format_nbytes
 
@@ -20,7 +18,7 @@ class KeyReport:
         chunks: Distinct boxes that it is stored as.
         unique_nbytes: Bytes of those boxes, each counted once.
         whole_nbytes: Bytes of the whole tensor; equal to ``unique_nbytes`` in a sound save.
-        copies: Bytes that the ranks hold of it, as a multiple of the whole.
+        held_nbytes: Bytes that the ranks hold of it, replicas included.
     """
 
     shape: tuple[int, ...]
@@ -28,17 +26,7 @@ class KeyReport:
     chunks: int
     unique_nbytes: int
     whole_nbytes: int
-    copies: float
-
-
-def key_report(
-    shape: tuple[int, ...], dtype: Any, chunks: int, unique: int, held: int
-) -> KeyReport:
-    """Return the report on one tensor, with the elements of its distinct boxes and those held."""
-    whole, size = prod(shape), dtype.itemsize
-    name = str(dtype).removeprefix("torch.")
-    copies = held / whole if whole else 1.0
-    return KeyReport(shape, name, chunks, unique * size, whole * size, copies)
+    held_nbytes: int
 
 
 @dataclass(slots=True)
@@ -87,8 +75,7 @@ class SaveReport:
     @property
     def replica_nbytes(self) -> int:
         """Bytes that the ranks hold beyond the first copy, and that are not written."""
-        held = sum(round(key.copies * key.whole_nbytes) for key in self.keys.values())
-        return max(held - self.unique_nbytes, 0)
+        return sum(key.held_nbytes - key.unique_nbytes for key in self.keys.values())
 
     def __str__(self) -> str:
         if not self.planned:
@@ -98,14 +85,9 @@ class SaveReport:
             ("unique", f"{format_nbytes(self.unique_nbytes)} of {whole} in the whole tensors"),
             ("replicas", f"{held} held beyond that"),
             *[("rule", f"{rule} for {format_count(n, 'key')}") for rule, n in self.rules.items()],
+            *_named("partial", tuple(self.partial_keys)),
+            *_named("stateless", self.stateless),
         ]
-        if self.unmatched:
-            rows.append(("unmatched", format_names(self.unmatched)))
-        if self.partial_keys:
-            count = format_count(len(self.partial_keys), "key")
-            rows.append(("partial", f"{count} on some ranks only"))
-        if self.stateless:
-            rows.append(("stateless", f"no optimizer state for {format_names(self.stateless)}"))
         opening = (
             f"save of {format_count(len(self.keys), 'tensor')} and "
             f"{format_count(len(self.objects), 'object')} from {format_count(self.ranks, 'rank')}"
@@ -153,8 +135,6 @@ class LoadReport:
         unchecked: Records that were read whole and have no checksum to compare, as
             ``PlacementFileSystemReader`` counts them.
         traffic: What this rank read and received, as ``PlacementFileSystemReader`` counts it.
-        all_traffic: The same for all ranks, a file counted once per rank that opens it. Only
-            after an exchange; other loads do not send it.
         compared: Whether this load is declared as the save was, with the number of keys that
             both shard; ``"no record"`` if the checkpoint has no record of its save.
         waived: Patterns of keys whose differences are waived, with the reason given.
@@ -174,7 +154,6 @@ class LoadReport:
     casts: Mapping[str, str] = field(default_factory=dict)
     unchecked: int = 0
     traffic: Traffic = Traffic()
-    all_traffic: Traffic | None = None
     compared: str = "no record"
     waived: Mapping[str, str] = field(default_factory=dict)
     unmatched: tuple[str, ...] = ()
@@ -184,31 +163,23 @@ class LoadReport:
     def __str__(self) -> str:
         if not self.planned:
             return "load: not planned yet"
-        rows = []
-        for name, keys in (
-            ("missing", self.missing),
-            ("stateless", self.stateless),
-            ("not asked", self.unread),
-            ("padded", tuple(self.padded)),
-            ("alone", self.alone),
-        ):
-            if keys:
-                rows.append((name, f"{len(keys)}: {format_names(keys, 4)}"))
-        if self.padded:
-            kept = format_count(sum(self.padded.values()), "element")
-            rows[-1] = ("padded", f"{rows[-1][1]}; {kept} of padding kept")
-        for cast in sorted(set(self.casts.values())):
-            names = [key for key, of_key in self.casts.items() if of_key == cast]
-            rows.append(("cast", f"{cast} for {len(names)}: {format_names(names, 4)}"))
-        rows.append(("compared", self.compared))
-        if self.unmatched:
-            rows.append(("unmatched", format_names(self.unmatched)))
+        kept = format_count(sum(self.padded.values()), "element")
+        by_cast: dict[str, list[str]] = {}
+        for key, cast in sorted(self.casts.items()):
+            by_cast.setdefault(cast, []).append(key)
+        rows = [
+            *_named("missing", self.missing),
+            *_named("stateless", self.stateless),
+            *_named("not asked", self.unread),
+            *_named("padded", tuple(self.padded), f"; {kept} of padding kept"),
+            *_named("alone", self.alone),
+            *[row for cast, keys in by_cast.items() for row in _named("cast", keys, f": {cast}")],
+            ("compared", self.compared),
+        ]
         if self.unchecked:
             rows.append(("unchecked", f"{format_count(self.unchecked, 'record')}, no checksums"))
         if self.traffic != Traffic():
             rows.append(("moved", str(self.traffic)))
-        if self.all_traffic is not None:
-            rows.append(("all ranks", str(self.all_traffic)))
         opening = (
             f"load of {format_count(self.items, 'item')}: {format_nbytes(self.read_nbytes)} read "
             f"for {format_nbytes(self.wanted_nbytes)} wanted"
@@ -216,9 +187,13 @@ class LoadReport:
         return _format(opening, rows, self)
 
 
+def _named(label: str, names: Sequence[str], what: str = "") -> list[tuple[str, str]]:
+    return [(label, f"{len(names)}: {format_names(names, 4)}{what}")] if names else []
+
+
 def _format(opening: str, rows: Sequence[tuple[str, str]], report: SaveReport | LoadReport) -> str:
     """Return the text of a report: an opening line, then labelled rows, waivers and warnings."""
-    waived = [("waived", f"{name}: {reason}") for name, reason in report.waived.items()]
-    warned = [("warning", warning.splitlines()[0]) for warning in report.warnings]
-    lines = [f"    {label + ':':<11}{text}" for label, text in (*rows, *waived, *warned)]
-    return "\n".join([opening, *lines])
+    rows = [*rows, *_named("unmatched", report.unmatched)]
+    rows += [("waived", f"{name}: {reason}") for name, reason in report.waived.items()]
+    rows += [("warning", warning.splitlines()[0]) for warning in report.warnings]
+    return "\n".join([opening, *[f"    {label + ':':<11}{text}" for label, text in rows]])

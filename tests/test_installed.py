@@ -240,15 +240,6 @@ def test_what_somebody_else_put_over_ours_stays(
     assert calls == [1]
 
 
-def test_a_call_without_with_is_warned_of(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="never entered"):
-        installed(PLACEMENTS)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "(?s).*installed")
-        with installed(PLACEMENTS):
-            dcp.save(STATE, checkpoint_id=tmp_path)
-
-
 def test_rules_that_are_no_placements_are_refused() -> None:
     rules: Any = {"w": MeshCoordinate}
     with pytest.raises(PlacementError, match="Placements"), installed(rules):

@@ -421,7 +421,7 @@ class Exchange:
         )
         opens, nbytes = report.traffic.opens, report.traffic.storage_nbytes
         try:
-            failed, *totals = self._summed(error is not None, opens, nbytes, received)
+            (failed,) = self._summed(error is not None)
             failures = self._failures(error) if failed else []
         except Exception as cause:
             raise self._broken(cause, error) from cause
@@ -435,7 +435,6 @@ class Exchange:
         except Exception as cause:
             raise self._broken(cause, None) from cause
         report.traffic = Traffic(opens, nbytes, received)
-        report.all_traffic = Traffic(*totals)
 
     def _send(self, of_set: _Set, lookup: Lookup) -> None:
         """Send this rank's share of a set to the others, and receive theirs.

@@ -28,7 +28,13 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
-from dcp_placements._torch import global_rank, is_dtensor_like, leaves, local_tensor, world_size
+from dcp_placements._torch import (
+    global_rank,
+    is_dtensor_like,
+    local_tensor,
+    traverse_state_dict,
+    world_size,
+)
 from dcp_placements.bind.checks import equal_values
 from dcp_placements.bind.place import optimizer_faults, place
 from dcp_placements.bind.placed import Placing
@@ -567,11 +573,13 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
 
     def _set_up_by_torch(self, load: RankLoad, state_dict: dict[str, Any]) -> None:
         """Take a state dict; values of types that torch does not know stay, where it drops them."""
-        objects = [
-            (path, value)
-            for path, value in leaves(_without_tensors(state_dict))
-            if value is not None and not isinstance(value, torch.Tensor)
-        ]
+        objects: list[tuple[Path, Any]] = []
+
+        def keep(path: Path, value: Any) -> None:
+            if value is not None and not isinstance(value, torch.Tensor):
+                objects.append((path, value))
+
+        traverse_state_dict(_without_tensors(state_dict), keep)
         stock = DefaultLoadPlanner(
             flatten_state_dict=self.flatten_state_dict,
             flatten_sharded_tensors=self.flatten_sharded_tensors,
@@ -595,7 +603,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
                 message = self._planned(rank)
         except RankFaults as refusal:
             load.refusal = refusal
-            message = LoadMessage(rank, declared=load.declared, faults=refusal.packed())
+            message = LoadMessage(
+                rank, declared=load.declared, faults=packed_faults(refusal.faults)
+            )
         return LoadPlan(ItemsToCome(), planner_data=message)  # type: ignore[arg-type]
 
     def _policy(self) -> Policy:

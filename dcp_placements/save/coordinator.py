@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import BytesStorageMetadata, SavePlan, TensorStorageMetadata
 
-from dcp_placements._torch import is_in_group
 from dcp_placements.errors import (
     Fault,
     format_faults,
@@ -35,7 +35,7 @@ from dcp_placements.errors import (
     raise_faults_of_ranks,
 )
 from dcp_placements.layout.sharding import Cuts
-from dcp_placements.report import SaveReport, key_report
+from dcp_placements.report import KeyReport, SaveReport
 from dcp_placements.rules.patterns import compile_pattern
 from dcp_placements.rules.unmatched import matched_nowhere, unmatched_faults
 from dcp_placements.save import messages
@@ -264,7 +264,14 @@ class Coordinator:
             metadata.update(dict.fromkeys(piece.fqns, stored))
             unique = prod(group.shape) if self.complete else int(cover.numel.sum())
             held = int(cover.numel[cover.box_of].sum())
-            report = key_report(group.shape, group.dtype, len(lists[key]), unique, held)
+            report = KeyReport(
+                shape=group.shape,
+                dtype=str(group.dtype).removeprefix("torch."),
+                chunks=len(lists[key]),
+                unique_nbytes=unique * group.itemsize,
+                whole_nbytes=prod(group.shape) * group.itemsize,
+                held_nbytes=held * group.itemsize,
+            )
             self.report.keys.update(dict.fromkeys(piece.fqns, report))
         self.report.objects, self.report.partial_keys = tuple(objects), partial
         return metadata
@@ -335,7 +342,7 @@ class Coordinator:
         """Return who saves without others that may hold more; empty where all take part."""
         rank, ranks, size = self.plans[0].rank, len(self.plans), self._size
         started = os.environ.get("WORLD_SIZE", "")
-        if size == 1 and started.isdigit() and int(started) > 1 and not is_in_group():
+        if size == 1 and started.isdigit() and int(started) > 1 and not dist.is_initialized():
             return f"one process saves by itself, but the launcher started {started} (WORLD_SIZE)"
         if self.complete:
             return f"{ranks} of {size} ranks take part" if 1 < ranks < size else ""

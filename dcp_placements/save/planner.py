@@ -11,6 +11,7 @@ import uuid
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from dcp_placements._torch import (
+    HUGGING_FACE_DATA,
     ShardedTensor,
     global_rank,
-    is_of_hugging_face_writer,
     named_axes,
     without_class,
     world_size,
@@ -30,14 +31,14 @@ from dcp_placements._torch import (
 from dcp_placements.bind.checks import lint, meta_faults
 from dcp_placements.bind.place import optimizer_faults, place
 from dcp_placements.bind.placed import Placed, Placing
-from dcp_placements.errors import PlacementError, RankFaults
+from dcp_placements.errors import PlacementError, RankFaults, packed_faults
 from dcp_placements.layout.sharding import Chunk
 from dcp_placements.names.flat import Path, Reshaped, checkpoint_path, rename_keys
 from dcp_placements.names.optimizer_state import stateless_parameters
 from dcp_placements.names.renames import Step, recorded
 from dcp_placements.names.target import Rename
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.report import SaveReport, key_report
+from dcp_placements.report import KeyReport, SaveReport
 from dcp_placements.rules.mesh import mesh_axes, mesh_state
 from dcp_placements.rules.patterns import PlacementRules, Rules, check_declaration, compile_pattern
 from dcp_placements.rules.unmatched import Matches, rule_matches
@@ -130,7 +131,15 @@ class RankSave:
             else:
                 boxes = set(held.boxes)
                 numel = sum(box.numel for box in boxes)
-                key = key_report(held.group.shape, held.group.dtype, len(boxes), numel, numel)
+                shape, dtype, size = held.group.shape, held.group.dtype, held.group.itemsize
+                key = KeyReport(
+                    shape=shape,
+                    dtype=str(dtype).removeprefix("torch."),
+                    chunks=len(boxes),
+                    unique_nbytes=numel * size,
+                    whole_nbytes=prod(shape) * size,
+                    held_nbytes=numel * size,
+                )
                 report.keys.update(dict.fromkeys(held.fqns, key))
         report.objects, report.planned = tuple(objects), self.holding is not None
         return report
@@ -317,7 +326,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 local_plan = self._local_plan(save, save.holding)
         except RankFaults as refusal:
             save.refusal = refusal
-            local_plan = LocalPlan(rank, faults=refusal.packed())
+            local_plan = LocalPlan(rank, faults=packed_faults(refusal.faults))
         return SavePlan(ItemsToCome(), planner_data=local_plan)  # type: ignore[arg-type]
 
     def _local_plan(self, save: RankSave, holding: Holding) -> LocalPlan:
@@ -422,7 +431,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
         is_assigned = isinstance(assignment, Assignment) and isinstance(new_plan.items, ItemsToCome)
         if not is_assigned or holding is None:
             raise PlacementError(NOT_FINISHED)
-        if is_of_hugging_face_writer(new_plan.storage_data):
+        data = new_plan.storage_data
+        if isinstance(data, dict) and data.keys() <= HUGGING_FACE_DATA:
             raise PlacementError(
                 "HuggingFaceStorageWriter knows a tensor by its name alone, and cannot hold a "
                 "tensor in several chunks, or an object\n"

@@ -718,7 +718,7 @@ def test_m48_a_pattern_that_matches_nothing_on_any_rank_is_warned_of_once(tmp_pa
     assert "'expert.w': no key on any rank matches" in text
     assert "way out:" in text
     assert reports[0].unmatched == ("'expert.w'",)
-    assert "unmatched: 'expert.w'" in str(reports[0])
+    assert "unmatched: 1: 'expert.w'" in str(reports[0])
     assert reports[1].unmatched == ()
 
 

@@ -89,7 +89,6 @@ def facts(planner: PlacementLoadPlanner, reader: Any, state: State, wanted: Stat
         "opens": reader.opens,
         "counted": [report.traffic.storage_nbytes, report.traffic.opens],
         "exchanged": report.traffic.exchanged_nbytes,
-        "all": None if report.all_traffic is None else report.all_traffic.storage_nbytes,
         "wanted": report.wanted_nbytes,
         "text": str(report),
         "alone": list(report.alone),
