@@ -101,7 +101,7 @@ class Flaky(MemoryFileSystem):
 def flaky(monkeypatch: pytest.MonkeyPatch) -> type[Flaky]:
     """Give the flaky file system, empty and in order; nobody waits before another try."""
     fsspec.register_implementation("flaky", Flaky, clobber=True)
-    monkeypatch.setattr("dcp_placements.storage.remote.requests.PAUSE_S", 0.0)
+    monkeypatch.setattr("dcp_placements.storage.remote.PAUSE_S", 0.0)
     monkeypatch.setattr(Flaky, "store", {})
     monkeypatch.setattr(Flaky, "failures", [])
     monkeypatch.setattr(Flaky, "calls", [])
@@ -244,7 +244,7 @@ def proxy(
     monkeypatch.setattr(Proxy, "backend", s3_server.removeprefix("http://"))
     monkeypatch.setattr(Proxy, "faults", [])
     monkeypatch.setattr(Proxy, "seen", [])
-    monkeypatch.setattr("dcp_placements.storage.remote.requests.PAUSE_S", 0.0)
+    monkeypatch.setattr("dcp_placements.storage.remote.PAUSE_S", 0.0)
     with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()

@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from dcp_placements import __version__
-from dcp_placements.cli.arguments import STORAGE_OPTIONS, parse_nbytes
+from dcp_placements.cli.arguments import STORAGE_OPTIONS, default_options, parse_nbytes
 from dcp_placements.cli.commands.differing import diff_command
 from dcp_placements.cli.commands.doctoring import doctor_command
 from dcp_placements.cli.commands.drawing import draw_command
@@ -33,7 +33,7 @@ from dcp_placements.cli.commands.verifying import verify_command
 from dcp_placements.cli.memory import default_limit, limited_memory
 from dcp_placements.cli.printing import print_error, print_json_error, readers_may_stop
 from dcp_placements.errors import CannotLook, PlacementError, format_name
-from dcp_placements.storage.remote.urls import default_options, is_url
+from dcp_placements.storage.remote import is_url
 
 PROGRAM = "dcp-placements"
 DEBUG = "DCP_PLACEMENTS_DEBUG"

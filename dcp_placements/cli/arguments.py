@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dcp_placements.errors import PlacementError, format_nbytes
+from dcp_placements.errors import CannotLook, PlacementError, format_nbytes
 from dcp_placements.offline.declared import parse_mesh, resolve
 from dcp_placements.transfer.world import MeshAxes
 
@@ -146,3 +147,28 @@ Fsdp = Annotated[
 def rename_option(help_text: str) -> Any:
     """Return the option ``--rename``, a function of a key."""
     return typer.Option("--rename", metavar="MODULE:FUNC", parser=_parser(resolve), help=help_text)
+
+
+@contextmanager
+def default_options(urls: list[str], options: Mapping[str, Any]) -> Iterator[None]:
+    """Within the block, pass options to the file systems of these URLs.
+
+    Raises:
+        CannotLook: fsspec is not installed.
+    """
+    if not options:
+        yield
+        return
+    try:
+        from fsspec.config import conf
+    except ModuleNotFoundError as error:
+        raise CannotLook("--storage-option needs fsspec: pip install fsspec") from error
+    before = {protocol: conf.get(protocol) for protocol in {u.partition("://")[0] for u in urls}}
+    conf.update({protocol: {**(held or {}), **options} for protocol, held in before.items()})
+    try:
+        yield
+    finally:
+        for protocol, held in before.items():
+            del conf[protocol]
+            if held is not None:
+                conf[protocol] = held

@@ -9,14 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from dcp_placements.errors import CannotLook, format_name, format_names
 from dcp_placements.storage.file_reads import open_inside, why_barred
-from dcp_placements.storage.remote.urls import is_url, local_or_url
-
-if TYPE_CHECKING:
-    from dcp_placements.storage.remote.filesystem import RemoteFileSystem
+from dcp_placements.storage.remote import RemoteFileSystem, is_url, local_or_url
 
 MARKER = ".unfinished-"
 """How the names of markers of unfinished outputs begin; the number of the attempt follows."""
@@ -39,8 +36,6 @@ class Directory:
         self._root = self.path.rstrip("/") or "/"
         self._sizes: dict[str, int | None] = {}
         if is_url(self.path):
-            from dcp_placements.storage.remote.filesystem import RemoteFileSystem
-
             self._remote = RemoteFileSystem()
             self._root = self._remote.init_path(self.path)
             kind = self._remote.kind(self._root)

@@ -22,8 +22,7 @@ from dcp_placements.errors import CannotLook, format_name, format_names
 from dcp_placements.offline.atomic_output import Folder, Output, is_there
 from dcp_placements.offline.directory import MARKER
 from dcp_placements.offline.holder import Holder, busy
-from dcp_placements.storage.remote.filesystem import RemoteFileSystem
-from dcp_placements.storage.remote.urls import is_url, local_or_url
+from dcp_placements.storage.remote import RemoteFileSystem, is_url, local_or_url
 
 logger = logging.getLogger(__name__)
 
@@ -257,8 +256,7 @@ class RemoteOutput:
 
     def _files(self) -> frozenset[str]:
         """Return the names of all files but the markers, those in directories too."""
-        urls = self._fs.find(self.path)
-        names = [url.removeprefix(self._url("")) for url in urls]
+        names = self._fs.sizes(self.path, below=True)
         return frozenset([name for name in names if not _number(name)])
 
     def _remove(self, names: Sequence[str]) -> None:

@@ -58,12 +58,13 @@ from dcp_placements.storage.metadata.save_ids import (
 )
 from dcp_placements.storage.protocols import AfterReads, WantsReader
 from dcp_placements.storage.record_contents import DAMAGED, Record
-from dcp_placements.storage.remote.filesystem import (
+from dcp_placements.storage.remote import (
     URL_THREADS,
     RemoteFileSystem,
     UrlPath,
+    is_url,
+    local_or_url,
 )
-from dcp_placements.storage.remote.urls import is_url, local_or_url
 from dcp_placements.storage.tensor_record import load_plain
 
 

@@ -59,11 +59,12 @@ from dcp_placements.storage.metadata.table import RowsBuilder, join
 from dcp_placements.storage.metadata.write_results import WriteResults, rows_written
 from dcp_placements.storage.record_writer import errors_of
 from dcp_placements.storage.records.data_file import DataFile, split_by_chunk
-from dcp_placements.storage.remote.filesystem import (
+from dcp_placements.storage.remote import (
     RemoteFileSystem,
     UrlPath,
+    is_url,
+    local_or_url,
 )
-from dcp_placements.storage.remote.urls import is_url, local_or_url
 
 logger = logging.getLogger(__name__)
 

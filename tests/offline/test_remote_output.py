@@ -17,7 +17,7 @@ from dcp_placements import PlacementFileSystemReader
 from dcp_placements.errors import CannotLook
 from dcp_placements.offline import Checkpoint, diff, export_safetensors, merge_metadata
 from dcp_placements.offline.remote_output import MARKER, RemoteOutput
-from dcp_placements.storage.remote.filesystem import RemoteFileSystem
+from dcp_placements.storage.remote import RemoteFileSystem
 from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
 from tests.remote_scenes import contents, memory, names
 from tests.storage_scenes import load, same

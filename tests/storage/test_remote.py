@@ -21,14 +21,15 @@ from dcp_placements import (
     PlacementFileSystemWriter,
     PlacementLoadPlanner,
 )
+from dcp_placements.cli.arguments import default_options
 from dcp_placements.errors import CannotLook
 from dcp_placements.offline import Checkpoint, export_safetensors
-from dcp_placements.storage.remote.filesystem import (
+from dcp_placements.storage.remote import (
     BUFFER_NBYTES,
+    TRIES,
+    RangeReader,
     RemoteFileSystem,
 )
-from dcp_placements.storage.remote.requests import TRIES, RangeReader
-from dcp_placements.storage.remote.urls import default_options
 from tests.remote_scenes import Flaky, FsspecReader, failures_of, flaky, memory, names, save
 from tests.storage_scenes import all_kinds, blank, load, same
 
@@ -169,7 +170,7 @@ def test_a_request_that_fails_is_repeated(
     with pytest.raises(OSError, match="flaky://bucket/ckpt"):
         reader.read_metadata()
     assert len(flaky.failures) == 100 - TRIES
-    monkeypatch.setattr("dcp_placements.storage.remote.requests.PATIENCE_S", -1.0)
+    monkeypatch.setattr("dcp_placements.storage.remote.PATIENCE_S", -1.0)
     with pytest.raises(OSError, match="flaky://bucket/ckpt"):
         reader.read_metadata()
     assert len(flaky.failures) == 100 - TRIES - 1, "a library has waited long enough"
@@ -237,7 +238,7 @@ def test_small_metadata_are_read_with_one_request(
     flaky: type[Flaky], whole_nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another save may replace them meanwhile; all of what is read is then of one save."""
-    monkeypatch.setattr("dcp_placements.storage.remote.filesystem.WHOLE_NBYTES", whole_nbytes)
+    monkeypatch.setattr("dcp_placements.storage.remote.WHOLE_NBYTES", whole_nbytes)
     url = "flaky://bucket/ckpt"
     state = {f"layers.{n}.weight.{'x' * 900}": torch.arange(4.0) for n in range(1500)}
     save(url, state)

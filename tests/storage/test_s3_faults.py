@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_placements import (
     PlacementFileSystemReader,
 )
-from dcp_placements.storage.remote.filesystem import RemoteFileSystem
+from dcp_placements.storage.remote import RemoteFileSystem
 from tests.offline_scenes import Run, run
 from tests.remote_scenes import Proxy, failures_of, names, proxy, s3, s3_server, save
 from tests.storage_scenes import load, same

@@ -57,7 +57,7 @@ from dcp_placements.storage.metadata.provenance import (
 from dcp_placements.storage.metadata.record import merged_record
 from dcp_placements.storage.metadata.save_ids import id_records
 from dcp_placements.storage.metadata.table import place_of, rows_of_places
-from dcp_placements.storage.remote.urls import is_url
+from dcp_placements.storage.remote import is_url
 
 MAX_LISTED = 200
 """Directories beside a path that a message is derived from."""

@@ -1,0 +1,443 @@
+"""Checkpoints at URLs: torch's interface of a file system, over fsspec.
+
+On an object store a file appears whole when its upload completes, so nothing is renamed and
+nothing is synced: what completes a checkpoint is put last, in one request.
+
+fsspec and the libraries below it retry some of what a service answers. A connection that is reset
+or times out is not among it everywhere. So what can be repeated is repeated here: a range of bytes,
+a whole object, a question about one. Other processes write to the same place: fsspec's memory of
+directories is not used.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import IO, Any, TypeVar
+
+from dcp_placements.errors import CannotLook, format_name
+from dcp_placements.storage.file_reads import SeekableRaw
+
+OBJECT_STORES = frozenset(
+    ["abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss", "r2", "s3", "s3a", "tos"]
+)
+"""Protocols without directories, on which an upload appears whole, and replaces what was there."""
+
+BUFFER_NBYTES = 1 << 20
+"""Read in one request where less is wanted: at 20 ms a request and 100 MB/s it costs as much."""
+
+REQUEST_NBYTES = 64 << 20
+"""The largest range of one request: it is in memory beside the tensor."""
+
+WHOLE_NBYTES = 16 << 20
+"""A file that is opened again and again is downloaded as a whole up to this size."""
+
+URL_THREADS = 8
+"""Files that are read at once from a URL, where nobody says otherwise."""
+
+TRIES = 4
+PAUSE_S = 0.1
+"""Before the second try; twice as long before each further one."""
+
+PATIENCE_S = 60.0
+"""No further try begins after so long: libraries with retries of their own wait in each try."""
+
+T = TypeVar("T")
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+://")
+_ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+_LOCAL = ("file://", "local://")
+
+_ANSWERS: dict[type[OSError], int] = {
+    FileNotFoundError: errno.ENOENT,
+    PermissionError: errno.EACCES,
+    FileExistsError: errno.EEXIST,
+    IsADirectoryError: errno.EISDIR,
+    NotADirectoryError: errno.ENOTDIR,
+}
+"""Errors that another try would only repeat."""
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a URL that is read through fsspec.
+
+    >>> is_url("s3://bucket/checkpoint"), is_url("/tmp/a://b"), is_url("file:///tmp")
+    (True, False, False)
+    """
+    text = os.fspath(path)
+    return _URL.match(text) is not None and not text.startswith(_LOCAL)
+
+
+def local_or_url(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """Return a path as it is, and of a ``file://`` URL the local path.
+
+    Raises:
+        CannotLook: A relative path begins as a URL does, as ``pathlib.Path`` leaves one.
+    """
+    text = os.fspath(path)
+    if text.startswith(_LOCAL):
+        return text.partition("://")[2] or "/"
+    if is_url(path) or not _ONE_SLASH.match(text):
+        return path
+    scheme, _, rest = text.partition(":/")
+    raise CannotLook(
+        f"{format_name(text)}: this is neither a URL nor an absolute path\n"
+        "    likely:      pathlib.Path made it of a URL, of which it joins the slashes\n"
+        f"    way out:     give the URL as a str: {format_name(f'{scheme}://{rest}')}; for a "
+        "local directory an absolute path"
+    )
+
+
+def request(url: str, call: Callable[[], T], *, tries: int = TRIES) -> T:
+    """Return the result of a call that can be repeated.
+
+    Args:
+        url: What the call is about, for messages.
+        call: The request.
+        tries: The most calls.
+
+    Raises:
+        OSError: With the URL, whatever was raised; missing credentials, too.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    for attempt in range(1, tries + 1):
+        try:
+            return call()
+        except OSError as error:
+            number = next((n for kind, n in _ANSWERS.items() if isinstance(error, kind)), None)
+            if number is not None:
+                raise OSError(number, _reason(error), url) from error
+            if attempt == tries or time.monotonic() > deadline:
+                raise OSError(f"{url}: {_reason(error)}") from error
+            time.sleep(PAUSE_S * 2 ** (attempt - 1))
+        except Exception as error:
+            # Of the service's own library, which has its own retries: no credentials, no route.
+            raise OSError(f"{url}: {type(error).__name__}: {_reason(error)}") from error
+    raise AssertionError("unreachable")
+
+
+def _reason(error: BaseException) -> str:
+    text = getattr(error, "strerror", None) or str(error)
+    return " ".join(str(text).split()) or type(error).__name__
+
+
+def _download(fs: Any, url: str, nbytes: int | None = None, **span: int) -> bytes:
+    """Return a file's contents, or those from ``start`` to ``end``; a caller repeats it."""
+    try:
+        data = bytes(fs.cat_file(url, **span))
+    except OSError:
+        raise
+    except Exception as error:
+        # The service has answered before, so it is not the credentials: a checksum that differs.
+        raise OSError(f"{type(error).__name__}: {_reason(error)}") from error
+    if nbytes is not None and len(data) != nbytes:
+        # What is longer or shorter may be of something else.
+        place = " for the range {start}-{end}".format(**span) if span else f" of {nbytes}"
+        raise OSError(f"the service returned {len(data)} bytes{place}")
+    return data
+
+
+class RangeReader(SeekableRaw):
+    """A remote file that is read by ranges, one request each.
+
+    fsspec's own files read ahead by up to 50 MB, whatever is asked for, and give up at the first
+    error that their library does not retry.
+
+    Args:
+        fs: Of fsspec.
+        url: The file.
+        nbytes: Its length.
+
+    Raises:
+        OSError: On a read, that the service does not return what was requested.
+    """
+
+    def __init__(self, fs: Any, url: str, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self._fs = fs
+        self._url = url
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        start = self._position
+        nbytes = min(view.nbytes, REQUEST_NBYTES, self._nbytes - start)
+        if nbytes <= 0:
+            return 0
+        read = partial(_download, self._fs, self._url, nbytes, start=start, end=start + nbytes)
+        view[:nbytes] = request(self._url, read)
+        self._position += nbytes
+        return nbytes
+
+
+class _Upload(io.RawIOBase):
+    """A file that is being uploaded: the errors of its requests name the URL."""
+
+    def __init__(self, stream: Any, url: str) -> None:
+        super().__init__()
+        self._stream = stream
+        self._url = url
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return int(self._stream.tell())
+
+    def write(self, data: Any) -> int:
+        # Not repeated: a part of it may be in the stream already.
+        return int(request(self._url, lambda: self._stream.write(data), tries=1))
+
+
+class RemoteFileSystem:
+    """The file system of a URL, as torch's writers and readers use it.
+
+    Args:
+        options: What fsspec passes to the file system: ``key``, ``endpoint_url`` and such.
+    """
+
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+        self.is_object_store = False
+        self._options = dict(options or {})
+        self._url = ""
+        self._fs: Any = None
+        self._process = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process connects by itself.
+        return {**vars(self), "_fs": None, "_process": 0}
+
+    @property
+    def fs(self) -> Any:
+        """The file system of fsspec, connected in this process: none survives a fork."""
+        if self._process != os.getpid():
+            self._fs = self._connected()
+            self._process = os.getpid()
+        return self._fs
+
+    def init_path(self, path: str | os.PathLike[str]) -> str:
+        """Connect to the file system of a URL; return the URL without a slash at its end.
+
+        Raises:
+            CannotLook: fsspec, or its library for this protocol, is not installed; or it knows no
+                such protocol.
+        """
+        head, scheme, rest = os.fspath(path).partition("://")
+        self._url = f"{head}{scheme}{rest.rstrip('/') or '/'}"
+        self._fs = self._connected()
+        self._process = os.getpid()
+        self.is_object_store = head in OBJECT_STORES
+        return self._url
+
+    def _connected(self) -> Any:
+        try:
+            from fsspec.core import url_to_fs
+
+            return url_to_fs(self._url, **self._options)[0]
+        except Exception as error:
+            # Of the protocol's library by its options, beside what fsspec raises.
+            reason = str(error)
+            if isinstance(error, ModuleNotFoundError) and error.name == "fsspec":
+                reason = "a URL needs fsspec\n    way out:     pip install fsspec"
+            elif not isinstance(error, ImportError | ValueError):
+                reason = f"{type(error).__name__}: {error}"
+            raise CannotLook(f"{format_name(self._url)}: {reason}") from error
+
+    def _ask(self, method: str, path: str | os.PathLike[str], **options: Any) -> Any:
+        """Ask the service, not fsspec's memory of it."""
+        url = os.fspath(path)
+
+        def ask() -> Any:
+            self.fs.invalidate_cache()
+            return getattr(self.fs, method)(url, **options)
+
+        return request(url, ask)
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """Yield a file. What is written appears when the block ends, and not if it raises."""
+        url = os.fspath(path)
+        if mode == "rb":
+            with self.open(url) as stream:
+                yield stream
+            return
+        stream = request(url, lambda: self.fs.open(url, mode))
+        try:
+            yield _Upload(stream, url)
+            # Not repeated: a second close does nothing, and the file would be missing.
+            request(url, stream.close, tries=1)
+        except BaseException:
+            self._abandon(stream, url)
+            raise
+
+    def _abandon(self, stream: Any, url: str) -> None:
+        """Give up a file that is being written."""
+        from fsspec.spec import AbstractBufferedFile
+
+        with suppress(Exception):
+            if isinstance(stream, AbstractBufferedFile):
+                # close() would complete the upload of a part of the file.
+                stream.closed = True
+                stream.discard()
+            else:
+                stream.close()
+                self.fs.rm_file(url)
+
+    def open(self, url: str) -> io.BufferedReader:
+        """Return a file, open for reading by position.
+
+        Raises:
+            OSError: There is none, or it cannot be reached.
+        """
+        info = self._ask("info", url)
+        if info["type"] == "directory":
+            raise IsADirectoryError(errno.EISDIR, "this is a directory", url)
+        return io.BufferedReader(RangeReader(self.fs, url, int(info["size"])), BUFFER_NBYTES)
+
+    def opener(self, url: str) -> Callable[[], IO[bytes]]:
+        """Return a function that opens a file, any number of times.
+
+        Up to 16 MiB the file is downloaded now, in one request: all that is read of it is of one
+        save, even if another process replaces it.
+        """
+
+        def whole() -> bytes | None:
+            self.fs.invalidate_cache()
+            nbytes = int(self.fs.info(url)["size"])
+            return None if nbytes > WHOLE_NBYTES else _download(self.fs, url, nbytes)
+
+        data = request(url, whole)
+        return partial(self.open, url) if data is None else partial(io.BytesIO, data)
+
+    def read(self, url: str) -> bytes:
+        """Return a file, read in one request."""
+        return request(url, lambda: _download(self.fs, url))
+
+    def put(self, url: str, data: bytes) -> None:
+        """Write a file in one request, or replace it."""
+        request(url, lambda: self.fs.pipe_file(url, data))
+
+    def create(self, url: str, data: bytes) -> bool:
+        """Write a file in one request, unless there is one; return whether it was written.
+
+        S3, GCS and Azure decide it. Where a service cannot, two processes may both succeed.
+        """
+        if self.exists(url):
+            return False
+        try:
+            request(url, lambda: self.fs.pipe_file(url, data, mode="create"))
+        except FileExistsError:
+            # By another process; or by a request of this one whose answer was lost.
+            try:
+                return self.read(url) == data
+            except FileNotFoundError:
+                return False  # removed meanwhile
+        return True
+
+    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
+        """Return the URL of a file."""
+        return f"{os.fspath(path).rstrip('/')}/{suffix}"
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Move a file."""
+        source, target = os.fspath(path), os.fspath(new_path)
+        # Not repeated: it may have moved, though the answer was lost.
+        request(source, lambda: self.fs.mv(source, target), tries=1)
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        """Make a directory; on an object store nothing: s3fs would create a missing bucket."""
+        if not self.is_object_store:
+            request(os.fspath(path), lambda: self.fs.makedirs(os.fspath(path), exist_ok=True))
+
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        """Remove a file."""
+        request(os.fspath(path), lambda: self.fs.rm_file(os.fspath(path)))
+
+    def rm_files(self, path: str | os.PathLike[str], names: Iterable[str]) -> None:
+        """Remove files of a directory, in as few requests as the service allows."""
+        urls = [self.concat_path(path, name) for name in names]
+        if urls:
+            request(os.fspath(path), lambda: self.fs.rm(urls))
+
+    def exists(self, path: str | os.PathLike[str]) -> bool:
+        """Whether there is such a file or directory."""
+        return self._info(path) is not None
+
+    def kind(self, path: str | os.PathLike[str]) -> str | None:
+        """Return ``"file"`` or ``"directory"`` (on an object store: files below); None for none."""
+        return (self._info(path) or {}).get("type")
+
+    def size(self, url: str) -> int | None:
+        """Return the bytes of a file; None where there is none."""
+        return _nbytes(self._info(url) or {})
+
+    def version(self, url: str) -> str:
+        """Return fsspec's key of a file's contents, which most services change with them."""
+        return str(self._ask("ukey", url))
+
+    def _info(self, path: str | os.PathLike[str]) -> Any:
+        # fsspec's own exists() takes any error for the answer no.
+        with suppress(FileNotFoundError):
+            return self._ask("info", path)
+        return None
+
+    def sizes(self, path: str | os.PathLike[str], *, below: bool = False) -> dict[str, int | None]:
+        """Return the names in a directory, with the bytes of each file; None for what is none.
+
+        Args:
+            path: The directory.
+            below: Whether to return all files below it in place of what is in it.
+        """
+        root = str(self.fs._strip_protocol(os.fspath(path))).rstrip("/")
+        try:
+            found = self._ask("find" if below else "ls", path, detail=True)
+        except FileNotFoundError:
+            return {}
+        entries = {
+            str(entry["name"]).rstrip("/"): entry for entry in (found.values() if below else found)
+        }
+        entries.pop(root, None)  # the object that a console creates for a folder
+        return {name.removeprefix(f"{root}/"): _nbytes(entry) for name, entry in entries.items()}
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        """Return the URLs of what is in a directory."""
+        return [self.concat_path(path, name) for name in self.sizes(path)]
+
+
+def _nbytes(info: Mapping[str, Any]) -> int | None:
+    return int(info["size"]) if info.get("type") == "file" else None
+
+
+class UrlPath:
+    """A torch reader or writer of files, whose path may also be a URL."""
+
+    fs: Any
+    path: Any
+    _storage_options: Mapping[str, Any]
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another save or load, at this path if one is given. Called on every rank."""
+        if checkpoint_id:
+            checkpoint_id = local_or_url(checkpoint_id)
+            if is_url(checkpoint_id) != isinstance(self.fs, RemoteFileSystem):
+                self._use(checkpoint_id)
+        super().reset(checkpoint_id)  # type: ignore[misc]
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this is a URL, or a path that torch's own class accepts."""
+        checkpoint_id = local_or_url(checkpoint_id)
+        if is_url(checkpoint_id):
+            return True
+        return bool(super().validate_checkpoint_id(checkpoint_id))  # type: ignore[misc]
+
+    def _use(self, path: str | os.PathLike[str]) -> None:
+        from torch.distributed.checkpoint.filesystem import FileSystem
+
+        self.fs = RemoteFileSystem(self._storage_options) if is_url(path) else FileSystem()
+        self.path = self.fs.init_path(path)

@@ -1,1 +1,0 @@
-"""Checkpoints at a URL: single requests, and torch's interface of a file system over fsspec."""
