@@ -123,10 +123,11 @@ def answers(wishes: Sequence[Wish | None], ranks: Sequence[int]) -> list[Answer]
     rank_of = np.array([ranks[at] for at in with_tables], np.int64)
     packed = [packed_ints(rank_of[one]) for one in holders]
     answer_of = [Answer(True) for _ in wishes]
-    for cohort, of_cohort in zip(world.cohorts, sets, strict=True):
+    for cohort in world.cohorts:
         splits = [world.split[table] for table in cohort.tables]
         split = tuple([packed_ints(pieces) if pieces else b"" for pieces in splits])
-        for position, numbers in zip(cohort.ranks.tolist(), of_cohort, strict=True):
+        for position in cohort.ranks.tolist():
+            numbers = sets[position]
             own = {int(n): packed[n - 1] for n in np.unique(numbers) if n}
             answer_of[with_tables[position]] = Answer(True, packed_ints(numbers), split, own)
     return answer_of
@@ -154,7 +155,7 @@ def _hash(ranks: Sequence[int]) -> int:
 
 
 def _sets(world: World) -> tuple[list[Ints], list[Ints]]:
-    """Return the ranks of each set; and for each cohort, by rank, the set of each of its boxes."""
+    """Return the ranks of each set; and by rank the set of each of its boxes."""
     numbers: dict[bytes, int] = {}
     sets = world.by_rank([_sets_of_rows(piece, numbers) for piece in world.pieces])
     return [np.frombuffer(ranks, np.int64) for ranks in numbers], sets

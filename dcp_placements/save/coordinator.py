@@ -39,7 +39,7 @@ from dcp_placements.report import KeyReport, SaveReport
 from dcp_placements.rules.patterns import compile_pattern
 from dcp_placements.rules.unmatched import matched_nowhere, unmatched_faults
 from dcp_placements.save import messages
-from dcp_placements.save.digests import Contents, held_beside_its_own, may_have_replicas
+from dcp_placements.save.digests import Contents, may_have_replicas
 from dcp_placements.save.items import Assignment, tensor_properties
 from dcp_placements.save.local_plan import LocalPlan, Statement
 from dcp_placements.save.numbers import numbering_faults
@@ -210,11 +210,11 @@ class Coordinator:
             self._faults += self._messages.tiling(piece, complete=self.complete)
         if not cover.has_replicas:
             return
-        if not all(may_have_replicas(source.group, self._size) for source in piece.sources):
-            box = held_beside_its_own(piece, self._size)
-            if box is not None and 0 not in group.shape:
-                self._faults += self._messages.same_coordinate(piece, box)
-                return
+        # A mesh with a part for every rank: of such a group there are no digests.
+        has_own = not all(may_have_replicas(source.group, self._size) for source in piece.sources)
+        if has_own and 0 not in group.shape:
+            self._faults += self._messages.same_coordinate(piece)
+            return
         for fqn in piece.fqns if self._undigested else ():
             if fqn in self._undigested:
                 self._notes.append(self._messages.undigested(fqn, self._undigested[fqn]))
@@ -294,11 +294,13 @@ class Coordinator:
         pack = cache(lambda row: packed_ints(np.frombuffer(row, np.int64)))
         split = [packed_ints(pieces) if pieces else b"" for pieces in world.split]
         assignments: list[Any] = [None] * len(self.plans)
-        for cohort, matrix in zip(world.cohorts, world.by_rank(runs), strict=True):
+        by_rank = world.by_rank(runs)
+        for cohort in world.cohorts:
             pieces = tuple([split[table] for table in cohort.tables])
             pieces = pieces if any(pieces) else ()
-            for rank, row in zip(cohort.ranks.tolist(), matrix, strict=True):
-                assignments[rank] = Assignment(pack(row.tobytes()), pieces, save_id)
+            for rank in cohort.ranks.tolist():
+                runs_of_rank = pack(by_rank[rank].tobytes())
+                assignments[rank] = Assignment(runs_of_rank, pieces, save_id)
         return assignments
 
     def record(self, keys: Collection[str]) -> dict[str, Any]:

@@ -203,19 +203,13 @@ class Contents:
     def __init__(self, world: World, sent: Sequence[SentDigests], size: int) -> None:
         self.is_folded = any(one.is_folded for one in sent)
         self._world = world
-        # By cohort, table and group: by row and key of the group the digests; of a group whose
-        # digests are folded, those of the keys without a number, then the folded one.
-        self._digests: dict[tuple[int, int, int], Digests] = {}
-        for at, cohort in enumerate(world.cohorts):
-            members = [sent[rank] for rank in cohort.ranks.tolist()]
-            if not members[0].packed:
-                continue
+        parts: dict[tuple[int, int], list[Digests]] = {}
+        for cohort in world.cohorts if any(one.packed for one in sent) else ():
+            members, first = [sent[rank] for rank in cohort.ranks.tolist()], 0
             joined = b"".join([one.packed for one in members])
-            digests, first = np.frombuffer(joined, np.uint64).reshape(len(members), -1), 0
-            for (table, number, group), count in zip(
-                world.groups_of(cohort), cohort.counts, strict=True
-            ):
-                if not count or not may_have_replicas(group, size):
+            digests = np.frombuffer(joined, np.uint64).reshape(len(members), -1)
+            for table, number, count in cohort.groups:
+                if not count or not may_have_replicas(world.tables[table].groups[number], size):
                     continue
                 fqns = world.tables[table].keys[number]
                 folds = sum(map(has_number, fqns)) - 1 if members[0].is_folded else 0
@@ -224,8 +218,17 @@ class Contents:
                 mine = by_rank.transpose(0, 2, 1).reshape(-1, width)
                 if self.is_folded and not members[0].is_folded:
                     mine = folded(mine.T, fqns).T
-                self._digests[at, table, number] = mine
+                parts.setdefault((table, number), []).append(mine)
                 first += width * count
+        # By table and group, by row and key of the group the digests; where digests are folded,
+        # those of the keys without a number, then the folded one. And the column of each key.
+        self._digests = {key: np.concatenate(of_group) for key, of_group in parts.items()}
+        self._columns = {
+            (table, number): np.cumsum([not (self.is_folded and has_number(fqn)) for fqn in fqns])
+            - 1
+            for table, number in self._digests
+            for fqns in [world.tables[table].keys[number]]
+        }
 
     def compared(self, piece: Piece) -> list[int]:
         """Return positions of the keys of a piece that have digests of their own."""
@@ -239,19 +242,18 @@ class Contents:
             Their positions in the piece, and their digests by row and key.
         """
         positions = self.compared(piece) if self._digests else []
-        parts = []
-        for source in piece.sources:
-            keys = np.array([source.positions[position] for position in positions], np.int64)
-            if self.is_folded:
-                fqns = self._world.tables[source.table].keys[source.number]
-                keys = (np.cumsum([not has_number(fqn) for fqn in fqns]) - 1)[keys]
-            for rows in source.rows:
-                mine = self._digests.get((rows.cohort, source.table, source.number))
-                none = np.zeros((len(rows.ranks), len(positions)), np.uint64)
-                parts.append(none if mine is None else mine[:, keys])
+        parts = [np.zeros((0, len(positions)), np.uint64)]
+        for source in piece.sources if positions else ():
+            group = source.table, source.number
+            if group in self._digests:
+                keys = self._columns[group][[source.positions[at] for at in positions]]
+                parts.append(self._digests[group][:, keys])
+            else:
+                parts.append(np.zeros((len(source.ranks), len(positions)), np.uint64))
         digests = np.concatenate(parts)
-        differing = np.flatnonzero(_differing(digests, piece.cover).any(axis=0)).tolist()
-        return [positions[at] for at in differing], digests[:, differing]
+        differing = _differing(digests, piece.cover).any(axis=0) if positions else positions
+        found = np.flatnonzero(differing).tolist()
+        return [positions[at] for at in found], digests[:, found]
 
     def uncompared(self, piece: Piece) -> int:
         """Return how many keys of a piece are folded with other keys on some ranks than on others.
@@ -269,31 +271,14 @@ class Contents:
 
     def folded_conflicts(self) -> Iterator[tuple[Group, list[str], list[int]]]:
         """Yield each group whose folded digests differ: its folded keys, and ranks that differ."""
-        for table, of_table in enumerate(self._world.rows):
-            for number, all_rows in enumerate(of_table):
-                held = [one for one in all_rows if (one.cohort, table, number) in self._digests]
-                fqns = list(filter(has_number, self._world.tables[table].keys[number]))
-                if not held or not fqns:
-                    continue
-                ranks = np.concatenate([rows.ranks for rows in held])
-                cover = cover_of(ranks, np.concatenate([rows.boxes for rows in held]))
-                columns = [self._digests[rows.cohort, table, number][:, -1:] for rows in held]
-                differing = _differing(np.concatenate(columns), cover)
-                if differing.any():
-                    holders = cover.holders(int(differing.argmax())).tolist()
-                    yield self._world.tables[table].groups[number], fqns, holders
-
-
-def held_beside_its_own(piece: Piece, world: int) -> int | None:
-    """Return a box that several ranks hold, one of them by a mesh with a part for every rank.
-
-    Of such a group there are no digests.
-    """
-    cover = piece.cover
-    alone = [not may_have_replicas(source.group, world) for source in piece.sources]
-    is_alone = np.maximum.reduceat(piece.by_row(alone)[cover.order], cover.starts[:-1]) > 0
-    boxes = np.flatnonzero(is_alone & (np.diff(cover.starts) > 1))
-    return int(boxes[0]) if len(boxes) else None
+        sources = {(s.table, s.number): s for one in self._world.pieces for s in one.sources}
+        for (table, number), digests in self._digests.items():
+            source = sources[table, number]
+            fqns = list(filter(has_number, self._world.tables[table].keys[number]))
+            cover = cover_of(source.ranks, source.boxes)
+            differing = _differing(digests[:, -1:], cover)
+            if fqns and differing.any():
+                yield source.group, fqns, cover.holders(int(differing.argmax())).tolist()
 
 
 def _differing(digests: Digests, cover: Cover) -> Bools:

@@ -282,8 +282,9 @@ class Messages:
             ("way out:     make sure that its copies are equal, or store its plain tensors",),
         )
 
-    def same_coordinate(self, piece: Piece, box: int) -> list[Fault]:
+    def same_coordinate(self, piece: Piece) -> list[Fault]:
         """Return that ranks hold equal boxes though the mesh has a part for each of them."""
+        box = int(np.diff(piece.cover.starts).argmax())
         headline = (
             f"{self._holders(piece, box)} hold the same part, {self._box(piece, box)} of "
             f"{piece.group.shape}, though its mesh has a part for every rank"

@@ -8,10 +8,10 @@ pipeline stage, say). Everything that holds for one key of a piece holds for all
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,57 +19,48 @@ from dcp_placements.layout.boxes import Boxes, Ints
 from dcp_placements.table.cover import NOTHING, Cover
 from dcp_placements.table.table import Group, Sent, Table, unpacked_ints
 
+_MOST_PIECES = 1 << 32
+"""More pieces than any table has."""
+
 
 class Cohort(NamedTuple):
     """Ranks that differ in the numbers of their boxes only.
 
     Attributes:
         tables: Positions of their tables in ``World.tables``, in their order.
-        ranks: The ranks (positions in ``World.sent``), ascending.
-        counts: Of each group of each table, the number of boxes on each rank.
+        ranks: The ranks (positions among those that sent), ascending.
+        groups: Table, position there and number of boxes of each group, in the order of the boxes.
     """
 
     tables: tuple[int, ...]
     ranks: Ints
-    counts: list[int]
-
-
-class Rows(NamedTuple):
-    """What one cohort holds of a group: a row per rank and box.
-
-    Of an expert weight of shape ``(4, 3)`` on two ep ranks::
-
-        Rows(0, [0, 1], [[[0, 0], [2, 3]], [[2, 0], [2, 3]]])
-
-    Attributes:
-        cohort: Position of the cohort in ``World.cohorts``.
-        ranks: By row, the rank.
-        boxes: By row, the box.
-    """
-
-    cohort: int
-    ranks: Ints
-    boxes: Boxes
+    groups: list[tuple[int, int, int]]
 
 
 class Source(NamedTuple):
-    """Where one table has the keys of a piece.
+    """Where one table has the keys of a piece, and what ranks hold of them: a row per rank and box.
+
+    Of an expert weight of shape ``(4, 3)`` on two ep ranks::
+
+        Source(0, 0, group, [0], [0, 0], [0, 1], [[[0, 0], [2, 3]], [[2, 0], [2, 3]]])
 
     Attributes:
         table: Position in ``World.tables``.
         number: Position of their group there.
         group: What they have in common there.
         positions: Of the piece's keys among those of the group, in the piece's order.
-        piece: Which piece of the table it is.
-        rows: What each cohort holds of the group.
+        slots: By row, where the piece stands among those of the rank.
+        ranks: By row, cohort after cohort, the rank.
+        boxes: By row, the box.
     """
 
     table: int
     number: int
     group: Group
     positions: Sequence[int]
-    piece: int
-    rows: Sequence[Rows]
+    slots: Ints
+    ranks: Ints
+    boxes: Boxes
 
 
 @dataclass(slots=True)
@@ -80,7 +71,7 @@ class Piece:
         fqns: The keys.
         sources: The tables that have them.
         group: That of the first source.
-        ranks: By row, source after source and cohort after cohort within each, the rank.
+        ranks: By row, source after source, the rank.
         boxes: By row, the box; none where the groups differ in their number of dims.
         cover: Which ranks hold which box; of no rows before that is asked.
     """
@@ -94,8 +85,7 @@ class Piece:
 
     def by_row(self, values: Sequence[int]) -> Ints:
         """Return values, one per source, by row."""
-        counts = [sum(len(rows.ranks) for rows in source.rows) for source in self.sources]
-        return np.repeat(np.array(values, np.int64), counts)
+        return np.repeat(np.array(values, np.int64), [len(one.ranks) for one in self.sources])
 
 
 class World:
@@ -108,7 +98,6 @@ class World:
     Attributes:
         tables: The different tables.
         cohorts: The cohorts.
-        rows: By table and group, what each cohort holds.
         members: By table, the ranks that have it, ascending.
         pieces: In the order of the tables.
         split: By table, the piece of each key; empty where every group is a piece by itself.
@@ -116,7 +105,6 @@ class World:
 
     def __init__(self, sent: Sequence[Sent], like: Sequence[Hashable] = ()) -> None:
         self.tables: list[Table] = []
-        self.rows: list[list[list[Rows]]] = []
         self.cohorts: list[Cohort] = []
         unpacked = cache(unpacked_ints)
         numbers: dict[bytes, int] = {}
@@ -124,6 +112,8 @@ class World:
         for rank, one in enumerate(sent):
             kind = one.tables, one.counts, like[rank] if like else None
             alike.setdefault(kind, []).append(rank)
+        # By table and group, of each cohort the ranks, boxes and slots by row.
+        rows: dict[tuple[int, int], list[tuple[Ints, Boxes, Ints]]] = {}
         having: list[list[Ints]] = []
         for members in alike.values():
             ranks, first = np.array(members, np.int64), sent[members[0]]
@@ -131,42 +121,44 @@ class World:
                 if packed not in numbers:
                     numbers[packed] = len(numbers)
                     self.tables.append(Table.unpacked(packed))
-                    self.rows.append([[] for _ in self.tables[-1].groups])
                     having.append([])
-            tables = tuple([numbers[packed] for packed in first.tables])
-            cohort = Cohort(tables, ranks, unpacked(first.counts).tolist())
+            cohort = Cohort(tuple([numbers[packed] for packed in first.tables]), ranks, [])
+            counts = iter(unpacked(first.counts).tolist())
             boxes, at = np.stack([unpacked(sent[rank].boxes) for rank in members]), 0
-            for (table, number, group), count in zip(
-                self.groups_of(cohort), cohort.counts, strict=True
-            ):
-                ndim = len(group.shape)
-                held = boxes[:, at : at + count * 2 * ndim].reshape(len(ranks) * count, 2, ndim)
-                rows = Rows(len(self.cohorts), np.repeat(ranks, count), held)
-                self.rows[table][number].append(rows)
-                at += count * 2 * ndim
-            for table in tables:
+            for place, table in enumerate(cohort.tables):
                 having[table].append(ranks)
+                for number, group in enumerate(self.tables[table].groups):
+                    count, ndim = next(counts), len(group.shape)
+                    held = boxes[:, at : at + count * 2 * ndim].reshape(len(ranks) * count, 2, ndim)
+                    at += count * 2 * ndim
+                    of_row = np.repeat(ranks, count)
+                    slots = np.full(len(of_row), place * _MOST_PIECES)
+                    rows.setdefault((table, number), []).append((of_row, held, slots))
+                    cohort.groups.append((table, number, count))
             self.cohorts.append(cohort)
         self.members: list[Ints] = [np.sort(np.concatenate(parts)) for parts in having]
-        self.pieces, self.split = self._pieces()
+        joined = {
+            key: [np.concatenate(column) for column in zip(*parts, strict=True)]
+            for key, parts in rows.items()
+        }
+        self.pieces, self.split = self._pieces(joined)
 
-    def groups_of(self, cohort: Cohort) -> list[tuple[int, int, Group]]:
-        """Return table, number and group of all groups of a cohort, in the order of its boxes."""
-        return [
-            (table, number, group)
-            for table in cohort.tables
-            for number, group in enumerate(self.tables[table].groups)
-        ]
+    def _pieces(
+        self, rows: Mapping[tuple[int, int], list[Any]]
+    ) -> tuple[list[Piece], list[list[int]]]:
+        """Return the pieces of all tables, and by table the piece of each key where it is split.
 
-    def _pieces(self) -> tuple[list[Piece], list[list[int]]]:
-        """Return the pieces of all tables, and by table the piece of each key where it is split."""
-        shared = _shared_keys(self.tables)
+        Args:
+            rows: By table and group, the ranks, boxes and slots by row.
+        """
+        shared = _shared_keys(self.tables) if len(self.tables) > 1 else {}
         made: dict[Hashable, tuple[list[str], list[Source]]] = {}
         split: list[list[int]] = []
         for at, table in enumerate(self.tables):
             piece_of: list[int] = []
             count = 0
             for number, fqns in enumerate(table.keys):
+                ranks, boxes, slots = rows[at, number]
                 positions_of: dict[Hashable, Sequence[int]] = {(at, number): range(len(fqns))}
                 if not shared.keys().isdisjoint(fqns):
                     kinds: dict[Hashable, list[int]] = {}
@@ -175,55 +167,38 @@ class World:
                     positions_of = {**kinds}
                 of_group = [0] * len(fqns)
                 for kind, positions in positions_of.items():
-                    if kind not in made:
-                        made[kind] = [fqns[position] for position in positions], []
-                    rows, group = self.rows[at][number], table.groups[number]
-                    made[kind][1].append(Source(at, number, group, positions, count, rows))
+                    _, sources = made.setdefault(kind, ([fqns[one] for one in positions], []))
+                    group = table.groups[number]
+                    sources.append(
+                        Source(at, number, group, positions, slots + count, ranks, boxes)
+                    )
                     for position in positions:
                         of_group[position] = count
                     count += 1
                 piece_of += of_group
             split.append(piece_of if count > len(table.groups) else [])
-        return [_piece(*one) for one in made.values()], split
+        pieces = []
+        for fqns, sources in made.values():
+            ranks = np.concatenate([one.ranks for one in sources])
+            alike = len({len(one.group.shape) for one in sources}) == 1
+            boxes = np.concatenate([one.boxes for one in sources]) if alike else NOTHING.boxes
+            pieces.append(Piece(fqns, sources, sources[0].group, ranks, boxes))
+        return pieces, split
 
     def by_rank(self, values: Sequence[Ints]) -> list[Ints]:
-        """Return what pieces have by row as one row per rank, cohort by cohort.
+        """Return by rank what pieces have by row: table after table, piece after piece.
 
         Args:
             values: By piece, the values of its rows.
-
-        Returns:
-            By cohort, of each of its ranks the values, table after table, piece after piece.
         """
-        # By cohort and table, the column of each piece of the table.
-        columns: dict[tuple[int, int], dict[int, Ints]] = {}
-        for piece, of_rows in zip(self.pieces, values, strict=True):
-            start = 0
-            for source in piece.sources:
-                for rows in source.rows:
-                    stop = start + len(rows.ranks)
-                    of_table = columns.setdefault((rows.cohort, source.table), {})
-                    of_table[source.piece] = of_rows[start:stop]
-                    start = stop
-        found = []
-        for at, cohort in enumerate(self.cohorts):
-            ranks = len(cohort.ranks)
-            in_order = [
-                column.reshape(ranks, -1)
-                for table in cohort.tables
-                for _, column in sorted(columns[at, table].items())
-            ]
-            found.append(np.concatenate(in_order or [np.zeros((ranks, 0), np.int64)], axis=1))
-        return found
-
-
-def _piece(fqns: list[str], sources: list[Source]) -> Piece:
-    rows = [rows for source in sources for rows in source.rows]
-    boxes = NOTHING.boxes
-    if len({len(source.group.shape) for source in sources}) == 1:
-        boxes = np.concatenate([one.boxes for one in rows])
-    ranks = np.concatenate([one.ranks for one in rows])
-    return Piece(fqns, sources, sources[0].group, ranks, boxes)
+        count = sum(len(cohort.ranks) for cohort in self.cohorts)
+        if not self.pieces:
+            return [np.zeros(0, np.int64)] * count
+        ranks = np.concatenate([piece.ranks for piece in self.pieces])
+        slots = [source.slots for piece in self.pieces for source in piece.sources]
+        order = np.lexsort((np.concatenate(slots), ranks))
+        ends = np.cumsum(np.bincount(ranks, minlength=count))
+        return np.split(np.concatenate(values)[order], ends[:-1])
 
 
 def _shared_keys(tables: Sequence[Table]) -> dict[str, Hashable]:

@@ -383,11 +383,7 @@ class _Held(NamedTuple):
 
 def _held(sent: Asked) -> list[_Held]:
     """Return the groups that a rank sends, in its order."""
-    world = World([sent.sent])
-    return [
-        _Held(group, world.tables[table].keys[number][0], world.rows[table][number][0].boxes)
-        for table, number, group in world.groups_of(world.cohorts[0])
-    ]
+    return [_Held(one.group, one.fqns[0], one.boxes) for one in World([sent.sent]).pieces]
 
 
 def _boxes(lot: Lot, held: _Held) -> list[Boxes] | None:
