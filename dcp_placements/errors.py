@@ -75,6 +75,30 @@ class Fault:
         return _format_entry([self])
 
 
+class CannotPlace(PlacementError):
+    """Why one tensor has no place in the checkpoint; becomes a ``Fault`` with its key.
+
+    Args:
+        headline: What does not fit.
+        details: Causes and the way out.
+        place: Facts about this rank alone.
+    """
+
+    def __init__(self, headline: str, *details: str, place: tuple[str, ...] = ()) -> None:
+        super().__init__(headline, *details)
+        self.headline = headline
+        self.details = details
+        self.place = place
+
+    def __str__(self) -> str:
+        return "\n    ".join(self.args)
+
+    def fault(self, fqn: str, rule: str | None = None) -> Fault:
+        """Return it as the fault of a key, which a rule matches."""
+        by_rule = () if rule is None else (f"by rule:     {rule}",)
+        return Fault(fqn, self.headline, (*self.details, *by_rule), self.place)
+
+
 def format_faults(
     opening: str, faults: Iterable[Fault], noun: str = "fault", *, ranks: tuple[int, ...] = ()
 ) -> str:

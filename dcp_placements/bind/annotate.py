@@ -19,8 +19,8 @@ from dcp_placements._torch import (
     global_rank,
     set_element,
 )
+from dcp_placements.bind.binding import Placed
 from dcp_placements.bind.place import optimizer_faults, place
-from dcp_placements.bind.placed import Placed
 from dcp_placements.errors import Fault, PlacementError, raise_faults
 from dcp_placements.names.flat import checkpoint_path, rename_keys
 from dcp_placements.names.target import Rename

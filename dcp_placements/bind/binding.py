@@ -3,30 +3,26 @@
 Two sources describe how a tensor is cut. The rule speaks for the axes that the tensor's own DTensor
 does not shard; the DTensor for those that it does. The rule's cuts come first, because FSDP cuts
 the model-parallel part: that holds whatever position its axis has in the checkpoint's mesh.
+
+What comes out is a ``Place``, and with a tensor a ``Placed``. Nothing is copied: every chunk is a
+view. The chunks of a stack are views of several local tensors.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
 
-from dcp_placements.bind.placed import Place
-from dcp_placements.errors import Fault, PlacementError
-from dcp_placements.layout.sharding import (
-    Chunk,
-    Cut,
-    Kind,
-    LayoutError,
-    Position,
-    Sharding,
-    unknown_kind,
-)
-from dcp_placements.names.target import RenameError
+import torch
+
+from dcp_placements.errors import CannotPlace, Fault, PlacementError
+from dcp_placements.layout.sharding import Chunk, Cut, Kind, Position, Sharding, unknown_kind
+from dcp_placements.names.flat import Path
 from dcp_placements.rules.mesh import Axis, Mesh, format_mesh, mesh_axes
 from dcp_placements.rules.placement import (
     CheckpointPlacement,
-    FusedShard,
     cut_of,
     format_placement,
     format_placements,
@@ -36,116 +32,206 @@ from dcp_placements.rules.placement import (
 )
 
 
-class BindError(Exception):
-    """Why a tensor and its rule do not fit together; becomes a ``Fault`` with the key.
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where tensors of one layout lie in the checkpoint.
 
-    Args:
-        headline: What does not fit.
-        details: Causes and the way out.
-        place: Facts about this rank alone.
-    """
+    Of expert weights of shape ``(2, 3)`` on the second of two ep ranks, as ``{"ep": Shard(0)}``::
 
-    def __init__(self, headline: str, *details: str, place: tuple[str, ...] = ()) -> None:
-        super().__init__(headline)
-        self.headline = headline
-        self.details = details
-        self.place = place
+        Place(Sharding((4, 3), (Cut(0, "ep", 2),)), (Axis("ep", 2, 1, ...),),
+              (Chunk((0, 0), (2, 0), (2, 3)),), (1,))
 
-
-def fault_of(error: BindError | RenameError, fqn: str, rule: str | None) -> Fault:
-    """Return the fault that ``error`` is at key ``fqn``."""
-    details = error.details if rule is None else (*error.details, f"by rule:     {rule}")
-    place = error.place if isinstance(error, BindError) else ()
-    return Fault(fqn, error.headline, details, place)
-
-
-class Own(NamedTuple):
-    """What a tensor says of itself.
+    Tensors of one layout have one object, which is the key of many tables.
 
     Attributes:
-        shape: The shape over ``mesh``; a plain tensor's own shape.
-        mesh: The DTensor's mesh; None for a plain tensor.
-        placements: One per mesh axis.
+        sharding: How the whole tensor is cut.
+        axes: Those that the rule and the DTensor name, the rule's first, seen from this rank.
+        chunks: The non-empty boxes that this rank holds, in C order of the local tensor. A rank may
+            hold a row several times.
+        positions: This rank's in each of the cuts.
+        replicating: The axes of the DTensor's own mesh that cut nothing.
+        is_exact: Whether ``sharding`` and the rows that are listed determine what each rank holds;
+            false for a part of a fused dim that an axis cuts.
     """
 
-    shape: tuple[int, ...]
-    mesh: Mesh | None = None
-    placements: tuple[Any, ...] = ()
+    sharding: Sharding
+    axes: tuple[Axis, ...]
+    chunks: tuple[Chunk, ...]
+    positions: tuple[Position, ...] = ()
+    replicating: tuple[Axis, ...] = ()
+    is_exact: bool = True
 
-    def format(self) -> str:
-        """Return it as short text."""
-        if self.mesh is None:
-            return f"plain tensor of shape {tuple(self.shape)}"
-        return (
-            f"DTensor of shape {tuple(self.shape)}, {format_placements(self.placements)} "
-            f"on mesh {format_mesh(self.mesh)}"
-        )
+
+@dataclass(slots=True)
+class Placed:
+    """One tensor of the checkpoint, as far as this rank holds it.
+
+    Attributes:
+        fqn: The checkpoint's key.
+        tensor: The local tensor itself, no copy; of several the first.
+        place: Where it lies; shared by all tensors of the same layout.
+        rule: The name of its rule for messages; None if no rule matches.
+        parts: The rows of a stack, or the copies of a row that this rank holds several times, as
+            views with the checkpoint's dims; ``Chunk.part`` is an index in it. Empty where
+            ``tensor`` is all.
+        has_own_key: Whether other ranks of its mesh may not have the key at all: a row, or a part
+            of a row, of a local tensor.
+        chunks: The non-empty boxes, in C order of the local tensor.
+        global_shape: Shape of the checkpoint's tensor.
+    """
+
+    fqn: str
+    tensor: torch.Tensor
+    place: Place
+    rule: str | None = None
+    parts: Sequence[torch.Tensor] = ()
+    has_own_key: bool = False
+    chunks: tuple[Chunk, ...] = field(init=False)
+    global_shape: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.chunks, self.global_shape = self.place.chunks, self.place.sharding.global_shape
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The local tensors that it stands for."""
+        return self.parts or (self.tensor,)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds the whole tensor, as one chunk."""
+        shape = self.global_shape
+        return 0 in shape or (len(self.chunks) == 1 and self.chunks[0].sizes == shape)
+
+    def view(self, chunk: Chunk) -> torch.Tensor:
+        """Return the elements of a chunk: a view of a local tensor, with the checkpoint's dims."""
+        tensor = (self.parts[chunk.part] if self.parts else self.tensor).detach()
+        for dim, size in enumerate(chunk.sizes):
+            if size != tensor.shape[dim]:
+                tensor = tensor.narrow(dim, chunk.local_offsets[dim], size)
+        return tensor
+
+
+@dataclass(slots=True)
+class Placing:
+    """A rank's flat state dict, bound, with one value per key of the checkpoint.
+
+    Attributes:
+        placed: By key, the tensors that have a place. Keys that are neither here nor in
+            ``absent`` are left to torch's default planner.
+        absent: Keys whose DTensor mesh does not include this rank: nothing to save or load here.
+        faults: Of tensors that do not fit.
+        matched: The number of keys per rule that matched.
+        state_dict: The values.
+        mappings: The path of each key in the nested dict.
+        copies: Further paths of an object that several local keys have as one.
+        shared: The name of a scalar or an object whose one value stands for several keys.
+        totals: The number of rows of each tensor that is unstacked, by their key with ``{}``.
+    """
+
+    placed: dict[str, Placed] = field(default_factory=dict)
+    absent: set[str] = field(default_factory=set)
+    faults: list[Fault] = field(default_factory=list)
+    matched: dict[str, int] = field(default_factory=dict)
+    state_dict: dict[str, Any] = field(default_factory=dict)
+    mappings: dict[str, Path] = field(default_factory=dict)
+    copies: dict[str, list[Path]] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
+    totals: dict[str, int] = field(default_factory=dict)
+
+    def add(self, fqn: str, value: Any, path: Path | None) -> None:
+        """Note a value under its key in the checkpoint."""
+        if fqn in self.state_dict:
+            headline = "rename= gives this one name to a row and to another value"
+            way_out = "way out:     map every key of a rank to a key of its own"
+            self.faults.append(Fault(fqn, headline, (way_out,)))
+        self.state_dict[fqn] = value
+        if path is not None:
+            self.mappings[fqn] = path
 
 
 def bind(
-    own: Own, local_shape: tuple[int, ...], placement: CheckpointPlacement | None
+    shape: tuple[int, ...],
+    local_shape: tuple[int, ...],
+    placement: CheckpointPlacement | None = None,
+    mesh: Mesh | None = None,
+    placements: Sequence[Any] = (),
 ) -> Place | None:
     """Return where a local tensor lies in the checkpoint, or None on a rank that holds no part.
 
     Args:
-        own: The tensor's own description.
+        shape: The tensor's over its own mesh; a plain tensor's own shape.
         local_shape: The shape of this rank's local tensor, in elements.
         placement: The placement of its rule; None keeps the tensor's own mesh and placements.
+        mesh: The DTensor's mesh; None for a plain tensor.
+        placements: The DTensor's, one per axis of ``mesh``.
 
     Raises:
-        BindError: The two contradict each other, or do not yield ``local_shape``.
+        CannotPlace: The two contradict each other, or do not yield ``local_shape``.
     """
-    own_axes = () if own.mesh is None else mesh_axes(own.mesh)
+    own_axes = () if mesh is None else mesh_axes(mesh)
     if own_axes is None:
         return None
-    own_cuts = _own_cuts(own, own_axes)
-    rule_axes = () if placement is None else _rule_axes(placement.mesh)
-    # For each axis of the rule, the number of the tensor's own axis that it is.
-    same = [
-        next((i for i, one in enumerate(own_axes) if one.is_same(axis)), None) for axis in rule_axes
-    ]
-    rule_cuts, replaced = _rule_cuts(own, own_axes, own_cuts, placement, rule_axes, same)
-    factors: dict[int, int] = {}
-    for j, (cut, _) in rule_cuts.items():
-        if cut.kind is not Kind.LISTED and same[j] not in replaced:
-            factors[cut.dim] = factors.get(cut.dim, 1) * cut.size
-    kept = _without(own_cuts, replaced)
-    sharding = _sharding(own, placement, [cut for cut, _ in rule_cuts.values()], kept, factors)
-    positions = [position for _, position in rule_cuts.values()]
-    positions += [own_axes[i].position for i in kept]
+    own_cuts = _own_cuts(len(shape), own_axes, placements)
+    rule_axes: tuple[Axis, ...] = ()
+    by_rule: list[tuple[Cut, Position, int | None]] = []
+    if placement is not None:
+        rule_axes = _rule_axes(placement.mesh)
+        by_rule = list(_rule_cuts(len(shape), placement, rule_axes, own_axes, own_cuts))
+    whole, padded = list(shape), None
+    replaced = {at for cut, _, at in by_rule if cut.kind is Kind.FUSED and at in own_cuts}
+    for cut, _, at in by_rule:
+        if cut.kind is not Kind.LISTED and at not in replaced:
+            whole[cut.dim] *= cut.size
+    if placement is not None and placement.global_shape is not None:
+        whole, padded = list(placement.global_shape), placement.padded_shape
+    kept = _without(own_cuts, replaced) if replaced else own_cuts
+    cuts = [*[cut for cut, _, _ in by_rule], *kept.values()]
+    positions = *[one for _, one, _ in by_rule], *[own_axes[i].position for i in kept]
+    sharding = Sharding(tuple(whole), tuple(cuts), padded)
+    others = [axis for axis in own_axes if not any(map(axis.is_same, rule_axes))]
+    axes = (*rule_axes, *others)  # an axis that both sources have stands once
+    try:
+        if len(whole) != len(shape):
+            given = f"global_shape={tuple(whole)} has {len(whole)}"
+            raise CannotPlace(f"the tensor has {len(shape)} dims, but {given}")
+        expected = sharding.local_shape(positions)
+        # FSDP may leave (0, 0) of a parameter of shape (0, 8): neither has an element to place.
+        is_empty = len(local_shape) == len(shape) and not prod(expected) and not prod(local_shape)
+        if expected != local_shape and not is_empty:
+            raise CannotPlace(f"holds a {local_shape} tensor where {expected} was declared")
+        chunks = sharding.chunks(positions)
+    except CannotPlace as error:
+        own = format_own(shape, mesh, placements)
+        raise _misfit(error.headline, own, placement, sharding, positions, axes) from None
+    cutting = {*kept, *[at for _, _, at in by_rule]}
+    replicating = [axis for i, axis in enumerate(own_axes) if i not in cutting]
+    return Place(sharding, axes, chunks, positions, tuple(replicating))
 
-    # An axis that both sources have stands once.
-    others = [i for i in range(len(own_axes)) if i not in same]
-    axes = (*rule_axes, *[own_axes[i] for i in others])
-    cutting = {j for j, i in enumerate(same) if j in rule_cuts or i in kept}
-    replicating = [axis for j, axis in enumerate(rule_axes) if j not in cutting]
-    replicating += [own_axes[i] for i in others if i not in kept]
-    chunks = _chunks(sharding, positions, axes, own, local_shape, placement)
-    return Place(sharding, axes, tuple(replicating), chunks, tuple(positions))
 
-
-def _own_cuts(own: Own, axes: Sequence[Axis]) -> dict[int, Cut]:
+def _own_cuts(ndim: int, axes: Sequence[Axis], placements: Sequence[Any]) -> dict[int, Cut]:
     """Return the cuts of a DTensor by the numbers of their axes."""
     cuts = {}
-    try:
-        for i, (axis, placement) in enumerate(zip(axes, own.placements, strict=True)):
-            if shards(placement):
-                cuts[i] = cut_of(placement, len(own.shape), axis.name, axis.size)
-            elif placement.is_partial():
-                raise BindError(
-                    f"holds a partial sum over axis {axis} ({placement})",
-                    "way out:     redistribute it to Replicate or Shard before saving",
-                )
-    except PlacementError as error:
-        headline, *details = str(error).splitlines()
-        raise BindError(f"its own DTensor: {headline}", *map(str.strip, details)) from None
+    for i, (axis, placement) in enumerate(zip(axes, placements, strict=True)):
+        try:
+            cut = cut_of(placement, ndim, axis.name, axis.size) if shards(placement) else None
+        except PlacementError as error:
+            headline, *details = str(error).splitlines()
+            raise CannotPlace(f"its own DTensor: {headline}", *map(str.strip, details)) from None
+        if cut is not None:
+            cuts[i] = cut
+        elif placement.is_partial():
+            raise CannotPlace(
+                f"holds a partial sum over axis {axis} ({placement})",
+                "way out:     redistribute it to Replicate or Shard before saving",
+            )
     return cuts
 
 
 def _rule_axes(mesh: Mesh) -> tuple[Axis, ...]:
     axes = mesh_axes(mesh)
     if axes is None:
-        raise BindError(
+        raise CannotPlace(
             f"the rank is not part of the rule's mesh {format_mesh(mesh)}",
             "way out:     a rule must name a mesh of the ranks that hold the tensor; on the other "
             "ranks give another rule, or None",
@@ -154,215 +240,123 @@ def _rule_axes(mesh: Mesh) -> tuple[Axis, ...]:
 
 
 def _rule_cuts(
-    own: Own,
+    ndim: int,
+    placement: CheckpointPlacement,
+    axes: Sequence[Axis],
     own_axes: Sequence[Axis],
     own_cuts: Mapping[int, Cut],
-    placement: CheckpointPlacement | None,
-    rule_axes: Sequence[Axis],
-    same: Sequence[int | None],
-) -> tuple[dict[int, tuple[Cut, Position]], set[int]]:
-    """Return the rule's cuts, and the own axes whose cut the rule describes more exactly.
+) -> Iterator[tuple[Cut, Position, int | None]]:
+    """Yield the cuts for which the rule speaks: not those that the DTensor describes as exactly.
 
-    Returns:
-        By the number of the rule's axis, its cut and this rank's position in it. An axis that the
-        DTensor describes is not among them.
+    Each with this rank's position in it, and the number of the DTensor's axis that it is over.
     """
-    cuts: dict[int, tuple[Cut, Position]] = {}
-    replaced: set[int] = set()
-    if placement is None:
-        return cuts, replaced
-    ndim = len(own.shape)
-    for j, (axis, entry) in enumerate(zip(rule_axes, placement.placements, strict=True)):
-        at = same[j]
-        own_cut = None if at is None else own_cuts.get(at)
-        if at is not None:
-            _check_axis(axis, own_axes[at], is_cut=shards(entry) or own_cut is not None)
+    for axis, entry in zip(axes, placement.placements, strict=True):
+        at = next((i for i, one in enumerate(own_axes) if one.is_same(axis)), None)
+        own, own_cut = (None, None) if at is None else (own_axes[at], own_cuts.get(at))
+        if own is not None and own.size != axis.size:
+            raise _contradiction(axis, f"of size {own.size}", f"of size {axis.size}")
+        if own is not None and own.position != axis.position and (own_cut or shards(entry)):
+            here, there = f"with this rank at {own.position}", f"at {axis.position}"
+            raise _contradiction(axis, here, there)
         if not shards(entry):
             continue
         if not -ndim <= entry.dim < ndim:
-            raise BindError(
+            raise CannotPlace(
                 f"holds a tensor of {ndim} {'dim' if ndim == 1 else 'dims'}, but "
                 f"{format_placement(entry)} over axis {axis} names dim {entry.dim}",
                 "way out:     a more specific pattern above this rule, with its own placement or "
                 "None",
             )
         cut = cut_of(entry, ndim, axis.name, axis.size)
-        if own_cut is not None and axis.size > 1:
-            _check_both_cut(axis, entry, cut, own_cut)
+        is_other = own_cut is not None and own_cut.dim != cut.dim
         match cut.kind:
             case Kind.LISTED:
-                pass
+                speaks, fits = True, own_cut is None
             case Kind.FUSED:
-                if own_cut is not None and own_cut.dim != cut.dim:
-                    continue
-                if own_cut is not None and at is not None:
-                    replaced.add(at)
+                speaks, fits = not is_other, not is_other
             case Kind.PLAIN | Kind.STRIDED:
-                if own_cut is not None:
-                    continue
+                speaks, fits = own_cut is None, not is_other
             case _:
                 raise unknown_kind(cut.kind)
-        cuts[j] = cut, position_of(entry, axis.position)
-    return cuts, replaced
+        if own_cut is not None and not fits and axis.size > 1:
+            raise _contradiction(
+                axis, f"sharded on dim {own_cut.dim}", f"as {format_placement(entry)}"
+            )
+        if speaks:
+            yield cut, position_of(entry, axis.position), at
 
 
-def _check_axis(axis: Axis, own: Axis, *, is_cut: bool) -> None:
-    """Refuse one axis that the rule's mesh and the tensor's own have differently."""
-    if own.size != axis.size:
-        raise BindError(
-            f"has axis {axis} of size {own.size} in the tensor's own mesh, but of size "
-            f"{axis.size} in the rule's",
-            "way out:     name a mesh of this model-parallel setup in the rule",
-        )
-    if is_cut and own.position != axis.position:
-        raise BindError(
-            f"the rank is at {own.position} of axis {axis} in the tensor's own mesh, "
-            f"but at {axis.position} in the rule's",
-            "likely:      two meshes of the same axis names that lay out the ranks differently",
-            "way out:     in the rule the mesh that the tensor's was sliced from; or other "
-            "names, where the two axes are not the same",
-        )
+def _contradiction(axis: Axis, own: str, declared: str) -> CannotPlace:
+    """Return the refusal of an axis that the tensor's own DTensor has otherwise than its rule."""
+    return CannotPlace(
+        f"has axis {axis} {own} by its own DTensor, but {declared} by the rule",
+        "likely:      an axis that the DTensor shards, and so speaks for; or two meshes of the "
+        "same axis names that lay out the ranks differently",
+        "way out:     leave it out of the rule, whose mesh is the one that the tensor's was sliced "
+        "from; or other names, where the two axes are not the same",
+    )
 
 
-def _check_both_cut(axis: Axis, entry: Any, cut: Cut, own_cut: Cut) -> None:
-    """Refuse a rule that cuts an axis in another way than the tensor's own DTensor."""
-    if cut.kind is Kind.LISTED:
-        raise BindError(
-            f"has axis {axis} sharded by its own DTensor on dim {own_cut.dim}, "
-            f"but the rule says {format_placement(entry)}",
-            "way out:     the DTensor speaks for that axis: leave it out of the rule; or "
-            "hold a plain tensor, or a DTensor over the other axes alone, and let the rule "
-            "speak",
-        )
-    if own_cut.dim != cut.dim:
-        raise BindError(
-            f"has axis {axis} sharded on dim {own_cut.dim} by its own DTensor, but "
-            f"on dim {cut.dim} by the rule",
-            "way out:     the DTensor speaks for that axis; leave it out of the rule",
-        )
-
-
-def _without(own_cuts: Mapping[int, Cut], replaced: set[int]) -> dict[int, Cut]:
+def _without(own_cuts: Mapping[int, Cut], replaced: Container[int | None]) -> dict[int, Cut]:
     """Return the own cuts that remain when the rule replaces those of axes ``replaced``.
 
     ``_StridedShard(dim, split_factor=k)`` cuts inside the k parts that axes further right make.
     Where the rule makes one of those axes cut first, the factor is divided by its size.
     """
-    kept = {}
-    for i, cut in own_cuts.items():
-        if i in replaced:
-            continue
+    kept = {i: cut for i, cut in own_cuts.items() if i not in replaced}
+    for i, cut in kept.items():
         if cut.kind is Kind.STRIDED:
             factor = cut.parts
             assert isinstance(factor, int)
-            for j in replaced:
-                if j > i and own_cuts[j].dim == cut.dim and factor % own_cuts[j].size == 0:
-                    factor //= own_cuts[j].size
-            cut = strided_cut(cut, factor)
-        kept[i] = cut
+            for j, other in own_cuts.items():
+                is_first = j in replaced and j > i and other.dim == cut.dim
+                if is_first and factor % other.size == 0:
+                    factor //= other.size
+            kept[i] = strided_cut(cut, factor)
     return kept
 
 
-def _sharding(
-    own: Own,
+def _misfit(
+    headline: str,
+    own: str,
     placement: CheckpointPlacement | None,
-    rule_cuts: Sequence[Cut],
-    own_cuts: Mapping[int, Cut],
-    factors: Mapping[int, int],
-) -> Sharding:
-    """Return how the whole is cut, whose shape a rule gives, or the axes that it shards.
-
-    Args:
-        own: The tensor's own description.
-        placement: Of its rule.
-        rule_cuts: Those of the rule, which come first.
-        own_cuts: Those of its DTensor.
-        factors: By dim, how many times the whole is as long as the tensor, where it is longer.
-    """
-    shape = tuple([size * factors.get(dim, 1) for dim, size in enumerate(own.shape)])
-    padded_shape = None
-    if placement is not None and placement.global_shape is not None:
-        shape, padded_shape = placement.global_shape, placement.padded_shape
-    if len(shape) != len(own.shape):
-        raise BindError(
-            f"the tensor has {len(own.shape)} dims, but global_shape={shape} has {len(shape)}",
-            "way out:     global_shape= of the whole tensor, with all its dims; or a more "
-            "specific pattern above this rule",
-        )
-    return Sharding(shape, (*rule_cuts, *own_cuts.values()), padded_shape)
-
-
-def _chunks(
     sharding: Sharding,
     positions: Sequence[Position],
     axes: Sequence[Axis],
-    own: Own,
-    local_shape: tuple[int, ...],
-    placement: CheckpointPlacement | None,
-) -> tuple[Chunk, ...]:
-    """Return this rank's chunks, whose layout must have the local shape.
-
-    Raises:
-        BindError: A cut that does not fit, or another local shape.
-    """
-    place = (f"coordinate:  ({', '.join(f'{axis}={axis.position}' for axis in axes)})",)
-    try:
-        layout = sharding.at(positions)
-    except LayoutError as error:
-        details = *_sources(own, placement), *_parts_advice(placement)
-        raise BindError(str(error), *details, place=place) from None
-    # FSDP may leave (0, 0) of a parameter of shape (0, 8): neither has an element to place.
-    empty = not math.prod(layout.local_shape) and not math.prod(local_shape)
-    if layout.local_shape != local_shape and not (empty and len(local_shape) == len(own.shape)):
-        cuts = ", then ".join(map(_cut_text, sharding.cuts, positions)) or "nothing"
-        raise BindError(
-            f"holds a {local_shape} tensor where {layout.local_shape} was declared",
-            *_sources(own, placement),
-            f"that makes:  whole tensor {sharding.cut_shape}, cut by {cuts}",
-            *_mismatch_advice(own, placement),
-            place=place,
-        )
-    return layout.chunks()
-
-
-def _cut_text(cut: Cut, position: Position) -> str:
-    if not isinstance(position, int):
-        return f"{len(position)} listed rows on dim {cut.dim}"
-    axis = f"of size {cut.size}" if cut.axis is None else cut.axis
-    inside = "" if cut.kind is Kind.PLAIN else f" inside parts {cut.parts}"
-    return f"{axis} (x{cut.size}) on dim {cut.dim}{inside}"
-
-
-def _sources(own: Own, placement: CheckpointPlacement | None) -> tuple[str, ...]:
-    lines = []
+) -> CannotPlace:
+    """Return the refusal of a local tensor that is not what its sources make of the whole."""
+    cuts = []
+    for cut, position in zip(sharding.cuts, positions, strict=True):
+        axis = f"of size {cut.size}" if cut.axis is None else cut.axis
+        inside = "" if cut.parts == 1 else f" inside parts {cut.parts}"
+        rows = "" if isinstance(position, int) else f", {len(position)} listed rows"
+        cuts.append(f"{axis} (x{cut.size}) on dim {cut.dim}{inside}{rows}")
+    declared = []
     if placement is not None:
-        whole = placement.global_shape
+        whole, padded = placement.global_shape, placement.padded_shape
         shape = "" if whole is None else f" of global_shape {whole}"
-        padded = "" if placement.padded_shape is None else f", padded {placement.padded_shape}"
-        lines.append(f"declared:    {placement.format()}{shape}{padded}")
-    lines.append(f"the tensor:  {own.format()}")
-    return tuple(lines)
+        shape += "" if padded is None else f", padded {padded}"
+        declared.append(f"declared:    {placement.format()}{shape}")
+    return CannotPlace(
+        headline,
+        *declared,
+        f"the tensor:  {own}",
+        f"that makes:  whole tensor {sharding.cut_shape}, "
+        f"cut by {', then '.join(cuts) or 'nothing'}",
+        "likely:      a wrong global_shape= (padded_shape=) or parts= of FusedShard, which are of "
+        "the whole over all axes; or shards that torch.chunk would not make, "
+        "by DTensor.from_local()",
+        "way out:     correct these in the rule; or IndexShard(dim, rows) with global_shape= there "
+        "says which rows this rank holds",
+        place=(f"coordinate:  ({', '.join(f'{axis}={axis.position}' for axis in axes)})",),
+    )
 
 
-def _mismatch_advice(own: Own, placement: CheckpointPlacement | None) -> tuple[str, ...]:
-    rows = "IndexShard(dim, rows) with global_shape= in the rule says which rows this rank holds"
-    if own.mesh is not None:
-        rows += ", for a plain tensor or a DTensor over the other axes alone"
-    has_shape = placement is not None and placement.global_shape is not None
-    parts = _parts_advice(placement)
-    if own.mesh is None and not has_shape:
-        return parts or (f"way out:     global_shape= in the rule; or {rows}",)
-    causes = ["a wrong global_shape= (padded_shape=), which is the whole over all axes"] * has_shape
-    made_by = "" if own.mesh is None else "DTensor.from_local() with "
-    causes.append(f"{made_by}shards that torch.chunk would not make")
-    correct = "correct global_shape=" if has_shape else "shard as torch.chunk does"
-    return f"likely:      {'; or '.join(causes)}", f"way out:     {correct}; or {rows}"
-
-
-def _parts_advice(placement: CheckpointPlacement | None) -> tuple[str, ...]:
-    if placement is None or not any(isinstance(p, FusedShard) for p in placement.placements):
-        return ()
-    text = "the number of equal tensors in the dim, or the rows of each, over all ranks together"
+def format_own(shape: tuple[int, ...], mesh: Mesh | None, placements: Sequence[Any]) -> str:
+    """Return what a tensor says of itself as short text."""
+    if mesh is None:
+        return f"plain tensor of shape {tuple(shape)}"
     return (
-        f"way out:     parts= of FusedShard: {text}; global_shape= where ranks hold unequal rows",
+        f"DTensor of shape {tuple(shape)}, {format_placements(placements)} "
+        f"on mesh {format_mesh(mesh)}"
     )

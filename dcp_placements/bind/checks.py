@@ -9,152 +9,106 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import combinations
 from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from dcp_placements._torch import has_hooks
-from dcp_placements.bind.placed import Place, Placed, Placing
+from dcp_placements.bind.binding import Place, Placed
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Cut, Kind
+from dcp_placements.rules.mesh import Axis
 
 _PLAIN = torch.Tensor, torch.nn.Parameter
 
 
-def storage_faults(state_dict: Mapping[str, Any], placed: Mapping[str, Placed]) -> list[Fault]:
-    """Return a fault for each tensor whose storage was freed, or has two different places.
+def tensor_faults(
+    tensors: Iterable[tuple[str, torch.Tensor]], placed: Mapping[str, Placed], *, is_save: bool
+) -> list[Fault]:
+    """Return a fault for each tensor without contents, and for each storage with two places.
 
     Args:
-        state_dict: Flat, with the checkpoint's keys.
-        placed: The places of its tensors; a tensor without one is whole.
+        tensors: Local tensors by the checkpoint's key; a stack has several.
+        placed: The places of those that have one; a tensor without one is whole.
+        is_save: Whether a meta tensor, which has no contents, is a fault.
     """
-    tensors = {
-        fqn: placed[fqn].tensor if fqn in placed else value
-        for fqn, value in state_dict.items()
-        if fqn in placed or (isinstance(value, torch.Tensor) and not has_hooks(value))
-    }
-    if freed := freed_faults(tensors.items()):
-        return freed
-    at: dict[int, list[str]] = {}
-    for fqn, tensor in tensors.items():
-        at.setdefault(data_pointer(tensor), []).append(fqn)
     faults = []
-    for pointer, fqns in at.items():
-        names: dict[Any, str] = {}
-        for fqn in fqns if pointer and len(fqns) > 1 else ():
-            first = names.setdefault(_view_of(tensors[fqn]), fqn)
-            if not _lie_alike(placed.get(fqn), placed.get(first)):
-                faults.append(_alias_fault(first, fqn, placed))
+    starts: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for fqn, tensor in tensors:
+        is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        if is_save and tensor.is_meta:
+            faults.append(Fault(fqn, "is a meta tensor, which has no contents to save", _META))
+        elif is_plain and tensor.numel() and not tensor.untyped_storage().nbytes():
+            headline = f"the storage of this {tuple(tensor.shape)} {tensor.dtype} tensor was freed"
+            faults.append(Fault(fqn, headline, _FREED))
+        elif not is_plain and _is_around_dtensors(tensor):
+            kind = type(tensor).__name__
+            headline = f"is a {kind} around DTensors, of which every rank has another part"
+            faults.append(Fault(fqn, headline, _AROUND))
+        else:
+            start = tensor.data_ptr() if is_plain else data_pointer(tensor)
+            starts.setdefault(start, []).append((fqn, tensor))
+    for start, named in starts.items():
+        if start and len(named) > 1:
+            faults += _alias_faults(named, placed)
     return faults
 
 
-def _alias_fault(first: str, second: str, placed: Mapping[str, Placed]) -> Fault:
-    """Return the fault of two names of one storage with different places."""
-    one, other = placed.get(first), placed.get(second)
-    speaks = one is None or (one.rule is None and other is not None)
-    ruled, missed = (second, first) if speaks else (first, second)
-    rule = placed[ruled].rule
-    likely = f"rule {rule} speaks for {ruled} and misses {missed}"
-    way_out = "name both in the rules, with one placement"
-    if rule is None:
-        likely = (
-            f"{missed} is a view of {ruled}, without its DTensor or its attributes, or cut anew"
-        )
-        way_out = f"the same tensor under both names; or no {missed} in the state dict"
-    return Fault(
-        missed,
-        f"it is in one storage with {ruled}, but the two lie differently in the checkpoint",
-        (
-            f"{ruled}: {_place_text(placed.get(ruled))}",
-            f"{missed}: {_place_text(placed.get(missed))}",
-            f"likely:      {likely}",
-            f"way out:     {way_out}",
-        ),
-    )
+_META = (
+    "likely:      a model made under torch.device('meta') of which to_empty() and the "
+    "initialisation left some parameters or buffers out",
+    "way out:     materialise it before the save, or leave this key out",
+)
+_FREED = (
+    "likely:      this is an unsharded parameter of FSDP, or a view of one, that was taken from "
+    "the model during a step",
+    "way out:     take the state dict from the model anew, or leave this key out",
+)
+_AROUND = (
+    "reason:      it would be stored as one object, the part of one rank",
+    "way out:     a DTensor around such a tensor; or its DTensors under keys of their own",
+)
 
 
-def meta_faults(state_dict: Mapping[str, Any], placing: Placing) -> list[Fault]:
-    """Return a fault for each tensor of a save that has no contents.
-
-    Args:
-        state_dict: Flat, with the checkpoint's keys.
-        placing: The places of its tensors.
-    """
-    faults = []
-    for fqn, value in state_dict.items():
-        placed = placing.placed.get(fqn)
-        tensors = (value,) if placed is None else placed.tensors
-        if fqn not in placing.absent and any(
-            isinstance(tensor, torch.Tensor) and tensor.is_meta for tensor in tensors
-        ):
-            faults.append(
-                Fault(
-                    fqn,
-                    "is a meta tensor, which has no contents to save",
-                    (
-                        "likely:      a model made under torch.device('meta') of which to_empty() "
-                        "and the initialisation left some parameters or buffers out",
-                        "way out:     materialise it before the save, or leave this key out",
-                    ),
-                )
-            )
-    return faults
-
-
-def nested_faults(state_dict: Mapping[str, Any]) -> list[Fault]:
-    """Return a fault for each tensor that is made of DTensors: no rank has the whole of it."""
-    return [
-        Fault(
-            fqn,
-            f"is a {type(value).__name__} around DTensors, of which every rank has another part",
-            (
-                "reason:      it would be stored as one object, the part of one rank",
-                f"way out:     a DTensor around {type(value).__name__}; or its DTensors under keys "
-                "of their own",
-            ),
-        )
-        for fqn, value in state_dict.items()
-        if type(value) not in (*_PLAIN, DTensor)
-        and isinstance(value, torch.Tensor)
-        and _has_dtensor(value)
-    ]
-
-
-def _has_dtensor(tensor: torch.Tensor) -> bool:
+def _is_around_dtensors(tensor: torch.Tensor) -> bool:
     if isinstance(tensor, DTensor) or not hasattr(tensor, "__tensor_flatten__"):
         return False
     parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    return any(isinstance(part, DTensor) or _has_dtensor(part) for part in parts)
+    return any(isinstance(part, DTensor) or _is_around_dtensors(part) for part in parts)
 
 
-def freed_faults(named: Iterable[tuple[str, torch.Tensor]]) -> list[Fault]:
-    """Return a fault for each tensor whose storage has no memory any more: to use it is a crash."""
-    return [
-        Fault(
-            fqn,
-            f"the storage of this {tuple(tensor.shape)} {tensor.dtype} tensor was freed",
+def _alias_faults(
+    named: Sequence[tuple[str, torch.Tensor]], placed: Mapping[str, Placed]
+) -> Iterator[Fault]:
+    """Yield the faults of tensors of one storage whose equal views have different places."""
+    names: dict[Any, str] = {}
+    for fqn, tensor in named:
+        first = names.setdefault(_view_of(tensor), fqn)
+        one, other = placed.get(first), placed.get(fqn)
+        if fqn == first or _lie_alike(one, other):
+            continue
+        ruled, missed = (
+            (fqn, first) if one is None or (one.rule is None and other) else (first, fqn)
+        )
+        yield Fault(
+            missed,
+            f"it is in one storage with {ruled}, but the two lie differently in the checkpoint",
             (
-                "likely:      this is an unsharded parameter of FSDP, or a view of one, that was "
-                "taken from the model during a step",
-                "way out:     take the state dict from the model anew, or leave this key out",
+                *[f"{name}: {_place_text(placed.get(name))}" for name in (ruled, missed)],
+                "likely:      a rule speaks for one of them and misses the other; or one is a view "
+                "without the DTensor or the attributes of the other",
+                "way out:     name both in the rules, with one placement; or the same tensor under "
+                "both names",
             ),
         )
-        for fqn, tensor in named
-        if type(tensor) in _PLAIN
-        and tensor.layout is torch.strided
-        and tensor.numel()
-        and not tensor.untyped_storage().nbytes()
-    ]
 
 
 def _lie_alike(one: Placed | None, other: Placed | None) -> bool:
     if one is None or other is None:
         placed = one or other
         return placed is None or (
-            placed.place.is_whole and tuple(placed.tensor.shape) == placed.global_shape
+            placed.is_whole and tuple(placed.tensor.shape) == placed.global_shape
         )
     return (one.global_shape, one.chunks) == (other.global_shape, other.chunks)
 
@@ -178,11 +132,6 @@ def _view_of(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
     strides: Sequence[int] = tensor.stride() if tensor.layout is torch.strided else tensor.shape
     dims = zip(tensor.shape, strides, strict=True)
     return tuple([(size, 0 if size == 1 else stride) for size, stride in dims])
-
-
-def data_pointers(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return where the elements of each tensor begin in memory; 0 where it has none."""
-    return list(map(data_pointer, tensors))
 
 
 def data_pointer(tensor: torch.Tensor) -> int:
@@ -213,28 +162,72 @@ def equal_values(one: Any, other: Any) -> bool:
         return False
 
 
-# Projections that join several in one tensor; Megatron's linear_qkv and Megatron Lite's qkv.linear
-# are not among them, since they are laid out per query group and may be cut plainly.
-FUSED_NAME = re.compile(
-    r"(?:^|\.)(?:gate_up(?:_proj)?|qkv(?!\.linear)(?:_proj)?|query_key_value|linear_fc1|in_proj"
-    r"|c_attn|wqkv|W_pack|w13)(?:_weight|_bias)?(?:\.|$)"
-)
-# Those that join three: Q, K and V. The in_proj.weight of a mixer is none of them.
-QKV_NAME = re.compile(r"(?:^|\.)(?:w?qkv|query_key_value|c_attn|W_pack|in_proj_(?:weight|bias))")
-EXPERT_NAME = re.compile(r"(?:^|\.)(?:local_|routed_|inner_)?experts(?:\.|$)")
-# One tensor per expert: distinct by its number, if names are renamed to global ones.
 NUMBERED_EXPERT = re.compile(r"experts\.(?:\d+|[\w.]*(?:weight|bias)\d+)(?:\.|$)")
+"""One tensor per expert: distinct by its number, if names are renamed to global ones."""
+_EXPERTS = re.compile(r"(?:^|\.)(?:local_|routed_|inner_)?experts(?:\.|$)")
+# Megatron's linear_qkv and Megatron Lite's qkv.linear are laid out per query group: not among them.
+_QKV = re.compile(
+    r"(?:^|\.)(?:qkv(?!\.linear)(?:_proj)?|query_key_value|c_attn|wqkv|W_pack"
+    r"|in_proj(?=_weight|_bias))(?:_weight|_bias)?(?:\.|$)"
+)
+_GATE_UP = re.compile(
+    r"(?:^|\.)(?:gate_up(?:_proj)?|linear_fc1|in_proj(?!_weight|_bias)|w13)(?:_weight|_bias)?(?:\.|$)"
+)
 # Parameters of which every expert-parallel rank has a copy.
-COPIED_NAME = re.compile(
+_COPIED = re.compile(
     r"(?:^|\.)(?:router|gate|(?:self_)?att(?:n|ention)|(?:\w+_)?(?:layer)?norm\d*)(?:\.|$)"
 )
-TENSOR_AXIS = re.compile(r"^(?:e?tp|tensor(?:_.*)?|model_parallel)$")
-EXPERT_AXIS = re.compile(r"^(?:ep|expert(?:_parallel|_model_parallel)?)$")
-DATA_AXIS = re.compile(r"^(?:.*fsdp.*|e?dp(?:_.*)?|data(?:_.*)?)$")
+_TENSOR_AXIS = re.compile(r"^(?:e?tp|tensor(?:_.*)?|model_parallel)$")
+_EXPERT_AXIS = re.compile(r"^(?:ep|expert(?:_parallel|_model_parallel)?)$")
+_DATA_AXIS = re.compile(r"^(?:.*fsdp.*|e?dp(?:_.*)?|data(?:_.*)?)$")
 
-
-Finding = tuple[str, ...]
-"""A headline and details."""
+_ORDER = (
+    "is declared as cut by {outer.axis!r} first and by {axis!r} inside that",
+    "found:       Shard({cut.dim}) over {outer.axis!r} left of Shard({cut.dim}) over {axis!r}",
+    "reason:      FSDP cuts what {axis!r} has left, so {axis!r} comes first; with the order "
+    "reversed the rows come out permuted in another topology",
+    "way out:     _StridedShard({cut.dim}, split_factor={size}) over {outer.axis!r}; or "
+    "waive={{pattern: reason}} where the order is right",
+)
+_FUSED = (
+    "its name says several tensors in one, but {axis!r} cuts it {how}",
+    "found:       {cut}",
+    "reason:      a rank that holds {held} pieces of the whole; taken otherwise, the rows come out "
+    "permuted in another topology",
+    "way out:     FusedShard({cut.dim}, {parts}; or waive={{pattern: reason}} where this cut is "
+    "right, as with parts that alternate row by row",
+)
+_IS_GATE_UP = {"held": "[its gate; its up] has two", "parts": "2), or the sizes of the parts"}
+_IS_QKV = {
+    "held": "[its Q; its K; its V] has three",
+    "parts": "(rows of Q, rows of K, rows of V)), or 3 where they are equal",
+}
+_OTHER_DIM = (
+    "{axis!r} cuts dim {cut.dim}, and stacked experts lie along dim 0",
+    "found:       {cut}, of a {shape} tensor",
+    "reason:      expert-parallel ranks hold whole experts; joined along another dim, parts of "
+    "different experts become one",
+    'way out:     {{"{axis}": Shard(0)}}; or waive={{pattern: reason}} where dim {cut.dim} numbers '
+    "the experts",
+)
+_REPLICAS = (
+    "its name says expert, but it is declared equal along {axis!r}",
+    "found:       Replicate() over {axis!r} of size {size}",
+    "reason:      expert-parallel ranks hold different experts; as replicas all but one of them "
+    "would be dropped",
+    'way out:     rename=Renumber("experts.{{}}", this rank\'s experts, total=) where the number '
+    'in the name is local; {{"{axis}": Shard(0)}} for a part of each; or waive={{pattern: reason}} '
+    "where they are equal",
+)
+_NO_EXPERTS = (
+    "its name is not that of experts, but {axis!r} cuts it",
+    "found:       {cut}, which makes a {shape} tensor",
+    "reason:      expert-parallel ranks have equal copies of routers, attention and norms; as "
+    "parts, the copies become one tensor that is too large",
+    "likely:      a pattern that matches more than the experts",
+    "way out:     a pattern such as 'experts'; or waive={{pattern: reason}} where the ranks hold "
+    "different parts",
+)
 
 
 def lint(
@@ -245,135 +238,76 @@ def lint(
 ) -> Iterator[Fault]:
     """Yield a finding for each tensor whose declaration is likely wrong.
 
+    All are about a tensor- or expert-parallel axis, so that most tensors need no look at their
+    names.
+
     Args:
         placed: The tensors of one ``Placing``, with the checkpoint's keys.
         renamed: Whether they differ from the rank's own, so that a number in them is global.
         waived: Patterns of keys without findings.
     """
-    cuts_of: dict[Place, list[Cut] | None] = {}
+    doubts_of: dict[Place, list[Doubt]] = {}
     for one in placed:
-        if one.place not in cuts_of:
-            cuts_of[one.place] = _cuts_in_doubt(one.place)
-        cuts = cuts_of[one.place]
-        if cuts is None:
+        if one.place not in doubts_of:
+            doubts_of[one.place] = _doubts(one.place)
+        for doubt in doubts_of[one.place]:
+            for texts, facts in _findings(one, *doubt, renamed=renamed):
+                if not any(pattern.search(f".{one.fqn}") for pattern in waived):
+                    headline, *details = [text.format_map(facts) for text in texts]
+                    rule = f"by rule:     {one.rule or 'no rule, its own DTensor'}"
+                    yield Fault(one.fqn, headline, (*details, rule))
+
+
+Doubt = tuple[Axis, Cut | None, Cut | None]
+"""An axis, the cut over it, and the data-parallel cut of the same dim that comes before that."""
+
+
+def _doubts(place: Place) -> list[Doubt]:
+    """Return the tensor- and expert-parallel axes of a place along which ranks list no rows."""
+    doubts: list[Doubt] = []
+    for axis in place.axes:
+        name = axis.name or ""
+        if axis.size == 1 or not (_TENSOR_AXIS.match(name) or _EXPERT_AXIS.match(name)):
             continue
-        findings = [*_wrong_order(cuts), *_fused(one, cuts), *_experts(one, cuts, renamed)]
-        findings += _copied(one, cuts)
-        if findings and any(pattern.search(f".{one.fqn}") for pattern in waived):
+        outer: dict[int, Cut] = {}
+        for cut in place.sharding.cuts:
+            if cut.axis == name:
+                break
+            if cut.kind is Kind.PLAIN and cut.size > 1 and _DATA_AXIS.match(cut.axis or ""):
+                outer.setdefault(cut.dim, cut)
+        else:
+            doubts.append((axis, None, None))
             continue
-        rule = f"by rule:     {one.rule or 'no rule, its own DTensor'}"
-        for headline, *details in findings:
-            yield Fault(one.fqn, headline, (*details, rule))
+        if cut.kind is not Kind.LISTED:
+            doubts.append((axis, cut, outer.get(cut.dim)))
+    return doubts
 
 
-def _cuts_in_doubt(place: Place) -> list[Cut] | None:
-    """Return the cuts that may be wrong; None without a tensor- or expert-parallel axis.
-
-    All findings are about such an axis, so that most tensors need no look at their names.
-    """
-    names = [axis.name for axis in place.axes if axis.name is not None and axis.size > 1]
-    if not any(TENSOR_AXIS.match(name) or EXPERT_AXIS.match(name) for name in names):
-        return None
-    return [
-        cut
-        for cut in place.sharding.cuts
-        if cut.kind is not Kind.LISTED and cut.axis is not None and cut.size > 1
-    ]
-
-
-def _wrong_order(cuts: Sequence[Cut]) -> Iterator[Finding]:
-    for outer, inner in combinations(cuts, 2):
-        if (
-            outer.dim == inner.dim
-            and outer.kind is inner.kind is Kind.PLAIN
-            and _over(outer, DATA_AXIS)
-            and (_over(inner, TENSOR_AXIS) or _over(inner, EXPERT_AXIS))
-        ):
-            yield (
-                f"is declared as cut by {outer.axis!r} first and by {inner.axis!r} inside that",
-                f"found:       Shard({outer.dim}) over {outer.axis!r} left of "
-                f"Shard({inner.dim}) over {inner.axis!r}",
-                f"reason:      FSDP cuts what {inner.axis!r} has left, so {inner.axis!r} "
-                "comes first; with the order reversed the rows come out permuted in another "
-                "topology",
-                f"way out:     _StridedShard({outer.dim}, split_factor={inner.size}) over "
-                f"{outer.axis!r}; or waive={{pattern: reason}} where the order is right",
-            )
-
-
-def _fused(placed: Placed, cuts: Sequence[Cut]) -> Iterator[Finding]:
-    is_qkv = QKV_NAME.search(placed.fqn) is not None
-    held, parts = "[its gate; its up] has two", "2), or the sizes of the parts"
-    if is_qkv:
-        held = "[its Q; its K; its V] has three"
-        parts = "(rows of Q, rows of K, rows of V)), or 3 where they are equal"
-    for cut in cuts if FUSED_NAME.search(placed.fqn) is not None else ():
-        headline = ""
-        if cut.kind is Kind.PLAIN:
-            headline = f"its name says several tensors in one, but {cut.axis!r} cuts it plainly"
-        elif is_qkv and cut.kind is Kind.FUSED and cut.parts == 2:
-            headline = f"its name says Q, K and V in one, but {cut.axis!r} cuts it as two parts"
-        if headline and _over(cut, TENSOR_AXIS):
-            yield (
-                headline,
-                f"found:       {cut}",
-                f"reason:      a rank that holds {held} pieces of the "
-                "whole; taken otherwise, the rows come out permuted in another topology",
-                f"way out:     FusedShard({cut.dim}, {parts}; or "
-                "waive={pattern: reason} where this cut is right, as with parts that "
-                "alternate row by row",
-            )
-
-
-def _copied(placed: Placed, cuts: Sequence[Cut]) -> Iterator[Finding]:
-    for cut in cuts if placed.rule is not None and "expert" not in placed.fqn else ():
-        if _over(cut, EXPERT_AXIS) and COPIED_NAME.search(placed.fqn) is not None:
-            yield (
-                f"its name is not that of experts, but {cut.axis!r} cuts it",
-                f"found:       {cut}, which makes a {placed.global_shape} tensor",
-                "reason:      expert-parallel ranks have equal copies of routers, attention and "
-                "norms; as parts, the copies become one tensor that is too large",
-                "likely:      a pattern that matches more than the experts",
-                "way out:     a pattern such as 'experts'; or waive={pattern: reason} where the "
-                "ranks hold different parts",
-            )
-
-
-def _experts(placed: Placed, cuts: Sequence[Cut], renamed: bool) -> Iterator[Finding]:
-    numbered = NUMBERED_EXPERT.search(placed.fqn) is not None
-    all_cuts, shape = placed.place.sharding.cuts, placed.global_shape
-    # Rows that no axis shards are those of a stack, whose names are distinct.
-    if (renamed and numbered) or any(cut.axis is None for cut in all_cuts):
-        return
-    if EXPERT_NAME.search(placed.fqn) is None:
-        return
-    for cut in cuts:
-        if len(shape) == 3 and cut.dim and _over(cut, EXPERT_AXIS) and not numbered:
-            yield (
-                f"{cut.axis!r} cuts dim {cut.dim}, and stacked experts lie along dim 0",
-                f"found:       {cut}, of a {shape} tensor",
-                "reason:      expert-parallel ranks hold whole experts; joined along another "
-                "dim, parts of different experts become one",
-                f'way out:     {{"{cut.axis}": Shard(0)}}; or waive={{pattern: reason}} where '
-                f"dim {cut.dim} numbers the experts",
-            )
-    cutting = {cut.axis for cut in all_cuts}
-    for axis in placed.place.axes:
-        if axis.size > 1 and axis.name not in cutting and EXPERT_AXIS.match(axis.name or ""):
-            shard = f'{{"{axis.name}": Shard(0)}}'
-            local = (
-                'rename=Renumber("experts.{}", this rank\'s experts, total=) where the number in '
-                "the name is local; "
-            )
-            yield (
-                f"its name says expert, but it is declared equal along {axis.name!r}",
-                f"found:       Replicate() over {axis.name!r} of size {axis.size}",
-                "reason:      expert-parallel ranks hold different experts; as replicas "
-                "all but one of them would be dropped",
-                f"way out:     {f'{local}{shard} for a part of each' if numbered else shard}; or "
-                "waive={pattern: reason} where they are equal",
-            )
-
-
-def _over(cut: Cut, axes: re.Pattern[str]) -> bool:
-    return cut.axis is not None and axes.match(cut.axis) is not None
+def _findings(
+    placed: Placed, axis: Axis, cut: Cut | None, outer: Cut | None, *, renamed: bool
+) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """Yield the texts of what is likely wrong along one axis, and what they tell."""
+    fqn, name = placed.fqn, axis.name or ""
+    is_numbered = NUMBERED_EXPERT.search(fqn) is not None
+    facts = {"axis": name, "size": axis.size, "cut": cut, "outer": outer}
+    facts["shape"] = placed.global_shape
+    is_plain = cut is not None and cut.kind is Kind.PLAIN
+    if is_plain and outer is not None:
+        yield _ORDER, facts
+    if cut is not None and _TENSOR_AXIS.match(name):
+        is_two = cut.kind is Kind.FUSED and cut.parts == 2
+        how = "plainly" if is_plain else "as two parts"
+        if (is_plain or is_two) and _QKV.search(fqn):
+            yield _FUSED, {**facts, **_IS_QKV, "how": how}
+        elif is_plain and _GATE_UP.search(fqn):
+            yield _FUSED, {**facts, **_IS_GATE_UP, "how": how}
+    elif _EXPERTS.search(fqn):
+        # Rows that no axis shards are those of a stack, whose names are distinct.
+        if any(one.axis is None for one in placed.place.sharding.cuts):
+            return
+        if cut is None and not (renamed and is_numbered):
+            yield _REPLICAS, facts
+        if cut is not None and cut.dim and len(placed.global_shape) == 3 and not is_numbered:
+            yield _OTHER_DIM, facts
+    elif cut is not None and placed.rule and "expert" not in fqn and _COPIED.search(fqn):
+        yield _NO_EXPERTS, facts

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from dcp_placements.bind.placed import Placed
+from dcp_placements.bind.binding import Placed
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Cut, Cuts, Kind, part_sizes, unknown_kind
 from dcp_placements.storage.metadata.record import SaveRecord

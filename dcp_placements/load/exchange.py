@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from dcp_placements._torch import agreeing_device, global_rank
-from dcp_placements.bind.placed import Placing
+from dcp_placements.bind.binding import Placing
 from dcp_placements.errors import Fault, PlacementError, format_faults, format_ranks
 from dcp_placements.layout.boxes import Ints
 from dcp_placements.layout.sharding import Box
@@ -516,7 +516,7 @@ def _can_be_sent(value: Any, placing: Placing, fqn: str) -> bool:
         # A tensor of stacked rows is no single piece of memory; of a row that a rank has twice
         # each is filled.
         offsets = {chunk.offsets for chunk in placed.chunks}
-        if placed.is_stack or placed.has_own_key or len(offsets) < len(placed.chunks):
+        if placed.parts or placed.has_own_key or len(offsets) < len(placed.chunks):
             return False
     return (
         type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)

@@ -28,7 +28,7 @@ import torch
 from torch.distributed.checkpoint import TensorStorageMetadata
 
 from dcp_placements._torch import ShardedTensor, has_hooks, is_dtensor_like, local_tensor
-from dcp_placements.bind.placed import Placing
+from dcp_placements.bind.binding import Placing
 from dcp_placements.errors import Fault, PlacementError, format_names
 from dcp_placements.load.tied import overlaps_of
 from dcp_placements.names.flat import Path, put_at

@@ -35,9 +35,9 @@ from dcp_placements._torch import (
     traverse_state_dict,
     world_size,
 )
+from dcp_placements.bind.binding import Placing
 from dcp_placements.bind.checks import equal_values
 from dcp_placements.bind.place import optimizer_faults, place
-from dcp_placements.bind.placed import Placing
 from dcp_placements.errors import (
     Fault,
     PlacementError,

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.tensor import DTensor
 
 from dcp_placements._torch import chunk_list, has_hooks, is_dtensor_like, local_tensor
-from dcp_placements.bind.placed import Placed, Placing
+from dcp_placements.bind.binding import Placed, Placing
 from dcp_placements.errors import Fault
 from dcp_placements.layout.boxes import (
     Index,
@@ -384,7 +384,7 @@ class Request:
             tensor = value
             if placed is not None:
                 tensor = placed.tensor
-                key = placed.place, tensor.dtype, placed.rule, placed.is_stack
+                key = placed.place, tensor.dtype, placed.rule
             elif fqn in absent:
                 continue
             elif type(value) in _PLAIN and not has_hooks(value):

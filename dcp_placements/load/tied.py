@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint import ReadItem
 
-from dcp_placements.bind.checks import data_pointers
+from dcp_placements.bind.checks import data_pointer
 from dcp_placements.errors import Fault, format_names, raise_faults
 from dcp_placements.storage.hashing import full_digest
 
@@ -105,7 +105,7 @@ def overlaps_of(destinations: Destinations, excluded: Container[str] = ()) -> Ov
     """
     fqns, tensors = destinations
     # Of tensors that have no memory, or none that can be seen, the start is 0.
-    starts = data_pointers(tensors)
+    starts = list(map(data_pointer, tensors))
     held = [
         at
         for at, (fqn, tensor) in enumerate(zip(fqns, tensors, strict=True))
@@ -154,7 +154,7 @@ def _share_memory(tensors: Sequence[torch.Tensor]) -> bool:
     >>> _share_memory([torch.ones(3).expand(2, 3)]), _share_memory([*torch.ones(4, 6).split(3, 1)])
     (True, False)
     """
-    starts = data_pointers(tensors)
+    starts = list(map(data_pointer, tensors))
     first = min(starts)
     views: list[tuple[int, int, list[int], list[int]]] = []
     unit = 0

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from dcp_placements.errors import Fault, RankFaults
+from dcp_placements.errors import CannotPlace, Fault, RankFaults
 from dcp_placements.names.renames import apply, steps
-from dcp_placements.names.target import Parts, Rename, RenameError, Row, Rows
+from dcp_placements.names.target import Parts, Rename, Row, Rows
 from dcp_placements.rules.unmatched import Matches
 
 Path = tuple[str | int, ...]
@@ -113,8 +113,8 @@ def rename_keys(
         try:
             new = apply(its_steps, key, matches)
             if not isinstance(new, str | Row | Rows | Parts):
-                raise RenameError(f"rename() gave {new!r}, which is no name, Row, Rows or Parts")
-        except RenameError as error:
+                raise CannotPlace(f"rename() gave {new!r}, which is no name, Row, Rows or Parts")
+        except CannotPlace as error:
             faults.append(error.fault(key))
             continue
         name = new if isinstance(new, str) else new.fqn

@@ -23,8 +23,8 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
-from dcp_placements.errors import PlacementError
-from dcp_placements.names.target import Parts, Rename, Renamed, RenameError, Row, Rows
+from dcp_placements.errors import CannotPlace, PlacementError
+from dcp_placements.names.target import Parts, Rename, Renamed, Row, Rows
 from dcp_placements.rules.patterns import compile_pattern
 
 Ids = Sequence[int]
@@ -173,12 +173,12 @@ class Renumber(ReadyRename):
             return key
         ids = self.by_selector.get(found.by)
         if ids is None:
-            raise RenameError(
+            raise CannotPlace(
                 f"{self.pattern} has no ids for {found.by}, only for {', '.join(self.by_selector)}",
                 "way out:     give ids for it, an empty list where this rank has none",
             )
         if found.number >= len(ids):
-            raise RenameError(
+            raise CannotPlace(
                 f"local number {found.number} of {self.pattern} is none of the {len(ids)} of this "
                 "rank",
                 f"ids:         {', '.join(map(str, ids)) or 'none'}",
@@ -256,7 +256,7 @@ class Stack(ReadyRename):
         if found is None:
             return key
         if found.number >= self.total:
-            raise RenameError(
+            raise CannotPlace(
                 f"number {found.number} of {self.pattern} is beyond the {self.total} rows of the "
                 "stack",
                 "way out:     total= of the whole model",
@@ -512,7 +512,7 @@ def _renamed(step: Rename, name: Renamed) -> Renamed:
 
 def _one_name(new: Renamed, name: str, step: Rename) -> str:
     if not isinstance(new, str):
-        raise RenameError(
+        raise CannotPlace(
             f"{step!r} would stack or unstack {name}, which already is stacked or unstacked"
         )
     return new

@@ -14,28 +14,12 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TypeVar
 
-from dcp_placements.errors import Fault, PlacementError
+from dcp_placements.errors import CannotPlace
 from dcp_placements.layout.boxes import common
 from dcp_placements.layout.sharding import Box, Chunk
 
 Shape = tuple[int, ...]
 T = TypeVar("T")
-
-
-class RenameError(PlacementError):
-    """Why a key has no name in the checkpoint; becomes a ``Fault`` with the key."""
-
-    def __init__(self, headline: str, *details: str) -> None:
-        super().__init__(headline, *details)
-        self.headline = headline
-        self.details = details
-
-    def __str__(self) -> str:
-        return "\n    ".join(self.args)
-
-    def fault(self, fqn: str) -> Fault:
-        """Return it as the fault of a key."""
-        return Fault(fqn, self.headline, self.details)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +49,7 @@ class Row:
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.total:
-            raise RenameError(f"rename() gave row {self.index} of {self.total} for it")
+            raise CannotPlace(f"rename() gave row {self.index} of {self.total} for it")
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -220,7 +204,7 @@ def renamed_boxes(name: Renamed, shape: Shape, *, rows: int = 1) -> list[Target]
         outermost. The boxes tile the source and, except for a ``Row``, each target.
 
     Raises:
-        RenameError: The tensor does not have the dims of ``name``, or the parts do not fit it.
+        CannotPlace: The tensor does not have the dims of ``name``, or the parts do not fit it.
     """
     if isinstance(name, str):
         return [_equal_target(name, shape)]
@@ -241,7 +225,7 @@ def row_target(row: Row, shape: Shape) -> Target:
     """Return the stack that a tensor is a row of, and the box of that row.
 
     Raises:
-        RenameError: A stack along a dim that it does not have.
+        CannotPlace: A stack along a dim that it does not have.
     """
     rows = dict(zip(stack_dims(row, shape), row.rows, strict=True))
     sources = iter(range(len(shape)))
@@ -264,14 +248,14 @@ def stack_dims(row: Row, shape: Shape) -> tuple[int, ...]:
     (1, 0)
 
     Raises:
-        RenameError: A stack along a dim that it does not have.
+        CannotPlace: A stack along a dim that it does not have.
     """
     dims: list[int] = []
     for one in row.rows:
         ndim = len(shape) + len(dims) + 1
         dim = one.dim if shape else min(max(one.dim, -ndim), ndim - 1)
         if not -ndim <= dim < ndim:
-            raise RenameError(f"cannot stack rows of shape {shape} on dim {dim}")
+            raise CannotPlace(f"cannot stack rows of shape {shape} on dim {dim}")
         dims = [*[inner + (inner >= dim % ndim) for inner in dims], dim % ndim]
     return tuple(dims)
 
@@ -280,13 +264,13 @@ def row_dim(name: Rows | Parts, shape: Shape) -> int | None:
     """Return the dim that the rows of a tensor lie along, from 0; None where it has no rows.
 
     Raises:
-        RenameError: The tensor does not have that dim.
+        CannotPlace: The tensor does not have that dim.
     """
     dim = name.dim if isinstance(name, Rows) else name.rows
     if dim is None or not shape:
         return None if dim is None else 0
     if not -len(shape) <= dim < len(shape):
-        raise RenameError(f"cannot be unstacked on dim {dim}: its shape is {shape}")
+        raise CannotPlace(f"cannot be unstacked on dim {dim}: its shape is {shape}")
     return dim % len(shape)
 
 
@@ -298,16 +282,16 @@ def part_targets(name: Rows | Parts, shape: Shape) -> list[Target]:
         shape: The whole shape of the row.
 
     Raises:
-        RenameError: The parts do not fit ``shape``.
+        CannotPlace: The parts do not fit ``shape``.
     """
     if isinstance(name, Rows):
         return [_equal_target(fqn, shape) for fqn in name.fqns]
     if not -len(shape) <= name.dim < len(shape):
-        raise RenameError(f"cannot be split: there is no dim {name.dim}, the shape is {shape}")
+        raise CannotPlace(f"cannot be split: there is no dim {name.dim}, the shape is {shape}")
     dim = name.dim % len(shape)
     unit, rest = divmod(shape[dim], sum(name.sizes) * name.groups)
     if rest:
-        raise RenameError(
+        raise CannotPlace(
             f"cannot be split: {shape[dim]} on dim {name.dim} cannot be cut into {name.groups} x "
             f"{name.sizes}"
         )

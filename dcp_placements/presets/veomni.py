@@ -18,8 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from dcp_placements.bind.binding import BindError
-from dcp_placements.errors import PlacementError
+from dcp_placements.errors import CannotPlace, PlacementError
 from dcp_placements.placements import Placements
 from dcp_placements.presets.preset import axis_sizes, rules_of
 from dcp_placements.rules.mesh import Mesh
@@ -85,7 +84,7 @@ class RawState:
         ]
         dims = [dim for _, dim in cuts]
         if len(set(dims)) < len(dims) and ruled & {name for name, _ in cuts}:
-            raise BindError(
+            raise CannotPlace(
                 f"holds a DTensor whose dim {max(dims, key=dims.count)} is cut by "
                 + " and by ".join(repr(name) for name, _ in cuts),
                 "likely:      restore_extra_parallel_dim has run: it puts FSDP before "

@@ -14,7 +14,7 @@ from functools import lru_cache
 from traceback import extract_tb
 from typing import Any
 
-from dcp_placements.errors import PlacementError
+from dcp_placements.errors import CannotPlace, PlacementError
 from dcp_placements.rules.placement import CheckpointPlacement
 
 Rules = Callable[[str, Any], CheckpointPlacement | None]
@@ -172,7 +172,6 @@ def asked(
     tensor: Any,
     *,
     rank: int | None = None,
-    refusals: tuple[type[Exception], ...] = (),
 ) -> CheckpointPlacement | None:
     """Return the placement that rules give to a tensor.
 
@@ -181,14 +180,13 @@ def asked(
         fqn: The tensor's key.
         tensor: It, or one like it.
         rank: For messages; None where no rank asks.
-        refusals: Errors by which rules refuse a tensor; they are raised as they are.
 
     Raises:
         PlacementError: The function of the user's raises an error, which is its cause.
     """
     try:
         return rules(fqn, tensor)
-    except refusals:
+    except CannotPlace:  # by which rules refuse a tensor
         raise
     except Exception as error:
         at = extract_tb(error.__traceback__)[-1]

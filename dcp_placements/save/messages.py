@@ -23,8 +23,8 @@ from typing import TypeVar
 
 import numpy as np
 
+from dcp_placements.bind.binding import Placed
 from dcp_placements.bind.checks import NUMBERED_EXPERT
-from dcp_placements.bind.placed import Placed
 from dcp_placements.errors import Fault, format_names, format_nbytes, format_ranks
 from dcp_placements.layout.boxes import (
     as_boxes,

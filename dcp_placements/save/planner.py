@@ -28,9 +28,9 @@ from dcp_placements._torch import (
     without_class,
     world_size,
 )
-from dcp_placements.bind.checks import lint, meta_faults
+from dcp_placements.bind.binding import Placed, Placing
+from dcp_placements.bind.checks import lint
 from dcp_placements.bind.place import optimizer_faults, place
-from dcp_placements.bind.placed import Placed, Placing
 from dcp_placements.errors import PlacementError, RankFaults, packed_faults
 from dcp_placements.layout.sharding import Chunk
 from dcp_placements.names.flat import Path, Reshaped, checkpoint_path, rename_keys
@@ -39,7 +39,7 @@ from dcp_placements.names.renames import Step, recorded
 from dcp_placements.names.target import Rename
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import KeyReport, SaveReport
-from dcp_placements.rules.mesh import mesh_axes, mesh_state
+from dcp_placements.rules.mesh import mesh_state
 from dcp_placements.rules.patterns import PlacementRules, Rules, check_declaration, compile_pattern
 from dcp_placements.rules.unmatched import Matches, rule_matches
 from dcp_placements.runs import NOT_FINISHED, ItemsToCome, RunAttribute, Runs
@@ -319,7 +319,6 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 save.state_dict, save.mappings = save.placing.state_dict, save.placing.mappings
                 faults = save.placing.faults
                 faults += optimizer_faults(save.state_dict, save.placing, self.rename)
-                faults += meta_faults(save.state_dict, save.placing)
                 if faults:
                     raise RankFaults(f"rank {rank} {REFUSED}", faults)
                 save.holding = save.hold(self.rename, flat=self.flatten_state_dict)
@@ -530,13 +529,4 @@ def _left_to_others(placed: Iterable[Placed]) -> set[str]:
     writes. Of other axes, those of a rule or of the mesh that its own was sliced from, nothing is
     known: along ``pp`` and ``ep`` other ranks may have other keys.
     """
-    left = set()
-    for tensor in placed:
-        own = () if tensor.mesh is None else mesh_axes(tensor.mesh) or ()
-        if any(
-            axis.position
-            for axis in tensor.place.replicating
-            if any(axis.is_same(other) for other in own)
-        ):
-            left.add(tensor.fqn)
-    return left
+    return {one.fqn for one in placed if any(axis.position for axis in one.place.replicating)}

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 from dcp_placements._torch import default_write_items, has_hooks
-from dcp_placements.bind.placed import Placed
+from dcp_placements.bind.binding import Placed
 from dcp_placements.layout.boxes import Ints
-from dcp_placements.layout.sharding import Box, Chunk, Cuts
+from dcp_placements.layout.sharding import Box, Chunk, Cuts, Kind
 from dcp_placements.names.flat import Path
 
 HeldBoxes = tuple[Box, ...]
@@ -273,7 +273,7 @@ def group_of(fqn: str, value: Any) -> tuple[Group, HeldBoxes]:
         sharding, is_exact = value.place.sharding, value.place.is_exact
         names = tuple([axis.name for axis in value.place.axes])
         parts = None
-        if is_exact and sharding.is_uniform:
+        if is_exact and not any(cut.kind is Kind.LISTED for cut in sharding.cuts):
             parts = prod([cut.size for cut in sharding.cuts])
         look = *_LOOK(value.tensor), names, sharding.cuts, sharding.padded_shape, is_exact, parts
         boxes = tuple([Box(chunk.offsets, chunk.sizes) for chunk in held_chunks(value)])

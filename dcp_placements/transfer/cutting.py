@@ -157,7 +157,7 @@ def held_boxes(
         listed: By the number of a listed cut, the rows.
 
     Raises:
-        LayoutError: A cut that does not fit what is left to cut.
+        CannotPlace: A cut that does not fit what is left to cut.
     """
     held = []
     for dim, size in zip(tensor.rule_dims, tensor.shape, strict=True):

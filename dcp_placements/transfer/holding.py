@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dcp_placements.errors import Fault, PlacementError
-from dcp_placements.layout.sharding import LayoutError
 from dcp_placements.names.renames import Renames, Renumber, apply, number_in
 from dcp_placements.names.target import Rename, Target
 from dcp_placements.rules.patterns import PlacementRules, Rules, asked, rule_name
@@ -269,7 +268,7 @@ def _held(
                 at = np.column_stack([at, np.ravel_multi_index(of_own, sizes)])
             listed = listed_rows(placement, columns)
             found.append(held_boxes(first, sharding, at, places, listed))
-        except (PlacementError, LayoutError) as error:
+        except PlacementError as error:
             rule = rule_name(ranks[all_places[0]].rules, first.rule_name)
             detail = f"by rule:     {rule}, on rank {world.global_ranks[all_places[0]]}"
             faults += [Fault(tensor.key, str(error), (detail,)) for tensor in tensors]

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from dcp_placements.errors import Fault, PlacementError
+from dcp_placements.errors import CannotPlace, Fault, PlacementError
 from dcp_placements.names.renames import Renames, Renumber, Replace, Split, Stack, Unstack, steps
-from dcp_placements.names.target import Rename, RenameError, Row, Target, renamed_boxes, row_target
+from dcp_placements.names.target import Rename, Row, Target, renamed_boxes, row_target
 
 Shape = tuple[int, ...]
 
@@ -92,7 +92,7 @@ def named_tensors(
                 rule_dims = tuple(d for d, origin in enumerate(stack.dims) if origin is not None)
             rule_name = seen if isinstance(seen, str) else getattr(seen, "stacked", seen.fqn)
             targets = tuple(renamed_boxes(whole(key), shape))
-        except RenameError as error:
+        except CannotPlace as error:
             faults.append(error.fault(key))
             continue
         found.append(Named(key, shape, tensor.dtype, rule_name, rule_shape, rule_dims, targets))

@@ -156,11 +156,11 @@ def test_state_that_names_a_listed_parameter_by_number_is_refused(tmp_path: Path
         ([((0,), (0,), (4,))], "lists a chunk of other dims than global_shape=(8, 6)"),
         (
             [(("a", 0), (0, 0), (4, 6))],
-            "has global_offsets[0]=('a', 0), which is no tuple",
+            "has global_offsets=(('a', 0),), which is no list",
         ),
         (
             [((0.5, 0), (0, 0), (4, 6))],
-            "has global_offsets[0]=(0.5, 0), which is no tuple",
+            "has global_offsets=((0.5, 0),), which is no list",
         ),
         (
             [((0, 0), (0, 0), (4, 6)), ((0, 0), (2, 0), (2, 6))],

@@ -22,7 +22,8 @@ from dcp_placements import (
     transfer_plan,
 )
 from dcp_placements.bind import binding
-from dcp_placements.layout.sharding import Cut, LayoutError, Sharding
+from dcp_placements.errors import CannotPlace
+from dcp_placements.layout.sharding import Cut, Sharding
 from dcp_placements.load.cuts import canonical
 from dcp_placements.offline import rehearse, reshard
 from dcp_placements.testing import FakeDTensor, World
@@ -82,7 +83,7 @@ CYCLIC = Cut(0, "ep", 2, NEW)
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda: Sharding((8, 3), (CYCLIC,)).at((0,)),
+        lambda: Sharding((8, 3), (CYCLIC,)).chunks((0,)),
         lambda: str(CYCLIC),
         lambda: canonical([CYCLIC]),
     ],
@@ -91,7 +92,7 @@ CYCLIC = Cut(0, "ep", 2, NEW)
 def test_m97_a_kind_of_cut_that_a_place_does_not_handle_is_refused_there(
     ask: Callable[[], Any],
 ) -> None:
-    with pytest.raises(LayoutError, match="a cut of kind cyclic is not supported here"):
+    with pytest.raises(CannotPlace, match="a cut of kind cyclic is not supported here"):
         ask()
 
 

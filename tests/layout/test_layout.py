@@ -7,15 +7,14 @@ import sys
 
 import pytest
 
+from dcp_placements.errors import CannotPlace
 from dcp_placements.layout.sharding import (
     Chunk,
     Cut,
     Intervals,
     Kind,
-    LayoutError,
     Sharding,
-    pick_intervals,
-    shard_intervals,
+    cut_intervals,
 )
 
 LISTED = Cut(0, "ep", 2, Kind.LISTED)
@@ -26,7 +25,7 @@ def rows(intervals: Intervals) -> list[int]:
 
 
 def table_of(sharding: Sharding) -> dict[tuple[int, ...], list[int]]:
-    return {each: rows(sharding.at(each).intervals[0]) for each in sharding.positions()}
+    return {each: rows(sharding.dim_at(0, each)) for each in sharding.positions()}
 
 
 def test_cuts_apply_in_their_order() -> None:
@@ -43,55 +42,50 @@ def test_parts_of_a_part_are_chunked_from_what_is_left() -> None:
 
 
 def test_adjacent_intervals_merge_into_one_chunk() -> None:
-    whole = Sharding((6,), (Cut(0, "tp", 1, Kind.FUSED, 3),)).at((0,))
-    assert whole.intervals == (((0, 6),),)
-    assert whole.chunks() == (Chunk((0,), (0,), (6,)),)
-    # What a pick has left apart stays apart.
-    assert shard_intervals(((0, 2), (2, 4)), 1, 0, 2) == ((0, 2), (2, 4))
+    fused = Cut(0, "tp", 1, Kind.FUSED, 3)
+    assert Sharding((6,), (fused,)).chunks((0,)) == (Chunk((0,), (0,), (6,)),)
+    # What a list of rows has left apart stays apart.
+    assert cut_intervals(((0, 2), (2, 4)), Cut(0, "tp", 1, Kind.FUSED, 2), 0) == ((0, 2), (2, 4))
 
 
 def test_last_rank_of_uneven_shard_is_empty() -> None:
-    layout = Sharding((5, 3), (Cut(0, "ep", 4),)).at((3,))
-    assert layout.local_shape == (0, 3)
-    assert layout.chunks() == ()
+    sharding = Sharding((5, 3), (Cut(0, "ep", 4),))
+    assert sharding.local_shape((3,)) == (0, 3)
+    assert sharding.chunks((3,)) == ()
 
 
 def test_listed_rows_keep_their_order_and_stay_apart() -> None:
     """A row is one chunk wherever it is held, whatever lies beside it on that rank."""
     sharding = Sharding((6, 2), (LISTED,))
-    layout = sharding.at([(4, 1, 2)])
-    assert layout.intervals == (((4, 5), (1, 2), (2, 3)), ((0, 2),))
-    assert layout.chunks() == (
+    assert sharding.chunks([(4, 1, 2)]) == (
         Chunk((0, 0), (4, 0), (1, 2)),
         Chunk((1, 0), (1, 0), (1, 2)),
         Chunk((2, 0), (2, 0), (1, 2)),
     )
-    assert not sharding.is_uniform
-    assert Sharding((6,), (Cut(0, "ep", 2),)).is_uniform
 
 
 def test_listed_rows_stay_apart_where_parts_of_them_are_cut() -> None:
     sharding = Sharding((6,), (LISTED, Cut(0, "tp", 1, Kind.FUSED, 2)))
-    assert sharding.at([(1, 2, 3, 4), 0]).intervals == (((1, 2), (2, 3), (3, 4), (4, 5)),)
+    assert sharding.dim_at(0, [(1, 2, 3, 4), 0]) == ((1, 2), (2, 3), (3, 4), (4, 5))
 
 
 def test_padding_in_the_middle_of_a_local_tensor_is_left_out() -> None:
     """Parts of a padded tensor: local rows 2 and 3 are rows 6 and 7, beyond the real ones."""
-    layout = Sharding((6,), (Cut(0, "tp", 2, Kind.FUSED, 2),), padded_shape=(8,)).at((1,))
-    assert layout.local_shape == (4,)
-    assert layout.chunks() == (Chunk((0,), (2,), (2,)),)
+    sharding = Sharding((6,), (Cut(0, "tp", 2, Kind.FUSED, 2),), padded_shape=(8,))
+    assert sharding.local_shape((1,)) == (4,)
+    assert sharding.chunks((1,)) == (Chunk((0,), (2,), (2,)),)
 
 
 def test_padding_before_real_rows_moves_them_on_in_the_local_tensor() -> None:
-    layout = Sharding((5,), (LISTED,), padded_shape=(8,)).at([(6, 1, 7, 4)])
-    assert layout.local_shape == (4,)
-    assert layout.chunks() == (Chunk((1,), (1,), (1,)), Chunk((3,), (4,), (1,)))
+    sharding, rows = Sharding((5,), (LISTED,), padded_shape=(8,)), [(6, 1, 7, 4)]
+    assert sharding.local_shape(rows) == (4,)
+    assert sharding.chunks(rows) == (Chunk((1,), (1,), (1,)), Chunk((3,), (4,), (1,)))
 
 
 @pytest.mark.parametrize("index", [-1, 6, 100])
 def test_index_beyond_the_dim_is_refused_with_the_numbers(index: int) -> None:
-    with pytest.raises(LayoutError, match=rf"index {index} .*6 rows"):
-        pick_intervals(((0, 6),), (0, index))
+    with pytest.raises(CannotPlace, match=rf"index {index} .*6 rows"):
+        Sharding((6,), (LISTED,)).chunks([(0, index)])
 
 
 def test_sixteen_thousand_coordinates_are_laid_out() -> None:
@@ -101,7 +95,7 @@ def test_sixteen_thousand_coordinates_are_laid_out() -> None:
     chunks = {
         chunk.offsets: chunk.sizes
         for positions in sharding.positions()
-        for chunk in sharding.at(positions).chunks()
+        for chunk in sharding.chunks(positions)
     }
     assert len(chunks) == 16 * 64 * 16
     assert set(chunks.values()) == {(16, 2, 7168)}

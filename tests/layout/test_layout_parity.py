@@ -45,10 +45,10 @@ def assert_parity(case: Case) -> int:
     compared = 0
     sharding = sharding_of(case)
     for coordinate in coordinates(case.sizes):
-        layout = sharding.at(positions(case, coordinate))
+        at = positions(case, coordinate)
         shape, offset = torch_says(case, coordinate)
-        assert layout.local_shape == shape
-        chunks = layout.chunks()
+        assert sharding.local_shape(at) == shape
+        chunks = sharding.chunks(at)
         if len(chunks) == 1:
             assert (chunks[0].offsets, chunks[0].sizes) == (offset, shape)
             compared += 1

@@ -25,16 +25,15 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dcp_placements import CheckpointPlacement, FusedShard, IndexShard, MeshCoordinate
-from dcp_placements.bind.binding import Own, bind
-from dcp_placements.bind.placed import Place
-from dcp_placements.layout.sharding import Chunk, Cut, Kind, Layout, Sharding
+from dcp_placements.bind.binding import Place, bind
+from dcp_placements.layout.sharding import Chunk, Cut, Kind, Sharding
 from dcp_placements.testing import FakeMesh, cut
 
 
 def layout_of(
     case: Case, coordinate: Sequence[int], logical_shape: tuple[int, ...] | None = None
-) -> Layout:
-    """Return the layout of a coordinate, by cuts as a reader of the docstrings would make them."""
+) -> tuple[tuple[int, ...], tuple[Chunk, ...]]:
+    """Return local shape and chunks, by cuts as a reader of the docstrings would make them."""
     cuts, positions = [], []
     for placement, size, at in zip(case.placements, case.sizes, coordinate, strict=True):
         if isinstance(placement, Replicate):
@@ -47,7 +46,8 @@ def layout_of(
             cuts.append(Cut(placement.dim, None, size, Kind.STRIDED, placement.split_factor))
         positions.append(at)
     padded = None if logical_shape is None else case.shape
-    return Sharding(logical_shape or case.shape, tuple(cuts), padded).at(positions)
+    sharding = Sharding(logical_shape or case.shape, tuple(cuts), padded)
+    return sharding.local_shape(positions), sharding.chunks(positions)
 
 
 def slices(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:
@@ -69,17 +69,17 @@ def assembled(
 def test_chunks_put_every_element_where_slicing_finds_it(case: Case) -> None:
     whole = arange(case.shape)
     for coordinate in coordinates(case.sizes):
-        layout = layout_of(case, coordinate)
+        shape, chunks = layout_of(case, coordinate)
         expected = cut(whole, case.placements, case.sizes, coordinate)
-        local = assembled(whole, layout.local_shape, layout.chunks())
+        local = assembled(whole, shape, chunks)
         assert local.shape == expected.shape
         assert torch.equal(local, expected)
-        filled = torch.zeros(layout.local_shape, dtype=torch.long)
-        for chunk in layout.chunks():
+        filled = torch.zeros(shape, dtype=torch.long)
+        for chunk in chunks:
             assert 0 not in chunk.sizes
             filled[slices(chunk.local_offsets, chunk.sizes)] += 1
         assert bool((filled == 1).all())
-        assert bool((count(case.shape, [chunk.box for chunk in layout.chunks()]) <= 1).all())
+        assert bool((count(case.shape, [chunk.box for chunk in chunks]) <= 1).all())
 
 
 @given(cases())
@@ -88,7 +88,7 @@ def test_distinct_chunks_of_all_coordinates_tile_the_whole(case: Case) -> None:
     boxes = {
         chunk.box
         for coordinate in coordinates(case.sizes)
-        for chunk in layout_of(case, coordinate).chunks()
+        for chunk in layout_of(case, coordinate)[1]
     }
     assert bool((count(case.shape, sorted(boxes)) == 1).all())
 
@@ -121,9 +121,9 @@ def test_listed_rows_are_those_that_index_select_gives(
         cuts = Cut(dim, "ep", 4, Kind.LISTED), Cut(fsdp_dim, "fsdp", fsdp)
         sharding = Sharding(shape, cuts)
         for position in range(fsdp):
-            layout = sharding.at([tuple(listed), position])
+            at = [tuple(listed), position]
             expected = cut(whole, placements, (4, fsdp), (0, position))
-            local = assembled(whole, layout.local_shape, layout.chunks())
+            local = assembled(whole, sharding.local_shape(at), sharding.chunks(at))
             assert local.shape == expected.shape
             assert torch.equal(local, expected)
 
@@ -139,10 +139,10 @@ def test_padding_is_in_no_chunk(case: Case, data: st.DataObject) -> None:
     whole = padded[inside]
     boxes = set()
     for coordinate in coordinates(case.sizes):
-        layout = layout_of(case, coordinate, logical)
+        shape, chunks = layout_of(case, coordinate, logical)
         expected = cut(padded, case.placements, case.sizes, coordinate)
-        assert torch.equal(assembled(whole, layout.local_shape, layout.chunks()), expected)
-        boxes |= {chunk.box for chunk in layout.chunks()}
+        assert torch.equal(assembled(whole, shape, chunks), expected)
+        boxes |= {chunk.box for chunk in chunks}
     assert bool((count(logical, sorted(boxes)) == 1).all())
 
 
@@ -154,12 +154,8 @@ def bound(
     local: torch.Tensor,
     placement: CheckpointPlacement | None,
 ) -> Place:
-    own = (
-        Own(tuple(part.shape), mesh[own_names], own_placements)
-        if own_names
-        else Own(tuple(part.shape))
-    )
-    place = bind(own, tuple(local.shape), placement)
+    own_mesh = mesh[own_names] if own_names else None
+    place = bind(tuple(part.shape), tuple(local.shape), placement, own_mesh, own_placements)
     assert place is not None
     return place
 
@@ -196,7 +192,7 @@ def test_rule_cuts_first_then_the_tensor_s_own_placements(data: st.DataObject) -
             mesh, {**dict(zip(rule_names, rule, strict=True)), **twice}, global_shape=given_shape
         )
         place = bound(part, mesh, own_names, own, local, placement)
-        assert place.global_shape == shape
+        assert place.sharding.global_shape == shape
         assert torch.equal(assembled(whole, local.shape, place.chunks), local)
 
 
@@ -209,7 +205,7 @@ def test_without_a_rule_the_tensor_s_own_placements_speak(case: Case) -> None:
         mesh = FakeMesh(case.sizes, names, rank=rank)
         local = cut(whole, case.placements, case.sizes, mesh.get_coordinate() or ())
         place = bound(whole, mesh, names, case.placements, local, None)
-        assert place.global_shape == case.shape
+        assert place.sharding.global_shape == case.shape
         assert torch.equal(assembled(whole, local.shape, place.chunks), local)
 
 
@@ -221,17 +217,16 @@ def test_a_mesh_is_seen_alike_by_coordinate_and_by_rank(case: Case) -> None:
     whole = arange(case.shape)
     for rank, coordinate in enumerate(itertools.product(*map(range, case.sizes))):
         local = cut(whole, case.placements, case.sizes, coordinate)
-        own = Own(tuple(local.shape))
         places = []
         for mesh in (
             FakeMesh(case.sizes, names, rank=rank),
             MeshCoordinate(names, case.sizes, coordinate),
         ):
             placement = CheckpointPlacement(mesh, case.placements, global_shape=case.shape)
-            place = bind(own, tuple(local.shape), placement)
+            place = bind(tuple(local.shape), tuple(local.shape), placement)
             assert place is not None
             places.append(place.chunks)
-        assert places[0] == places[1] == layout_of(case, coordinate).chunks()
+        assert places[0] == places[1] == layout_of(case, coordinate)[1]
 
 
 @given(st.data())
@@ -252,5 +247,5 @@ def test_fused_rule_makes_the_tensor_s_own_cut_of_that_axis_more_exact(data: st.
         local = cut(cut(whole, [fused], [tp], [at_tp]), [Shard(0)], [fsdp], [at_fsdp])
         placement = CheckpointPlacement(mesh, {"tp": fused})
         place = bound(whole, mesh, ("fsdp", "tp"), own, local, placement)
-        assert place.global_shape == tuple(whole.shape)
+        assert place.sharding.global_shape == tuple(whole.shape)
         assert torch.equal(assembled(whole, local.shape, place.chunks), local)

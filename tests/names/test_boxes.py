@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_placements import Parts, Row, Rows
+from dcp_placements.errors import CannotPlace
 from dcp_placements.layout.boxes import as_array, tile
 from dcp_placements.layout.sharding import Box, Cut, Sharding
-from dcp_placements.names.target import RenameError, Target, renamed_boxes
+from dcp_placements.names.target import Target, renamed_boxes
 from tests.strategies import arange, examples
 
 
@@ -105,11 +106,11 @@ def test_chunks_of_a_rank_are_moved_with_the_boxes(
     shape, name = case
     whole = arange(shape)
     dim = data.draw(st.integers(0, len(shape) - 1))
-    layouts = [Sharding(shape, (Cut(dim, "ep", ranks),)).at([rank]) for rank in range(ranks)]
+    sharding = Sharding(shape, (Cut(dim, "ep", ranks),))
     for target in renamed_boxes(name, shape):
         tensor = torch.full(target.shape, -1, dtype=whole.dtype)
-        for layout in layouts:
-            for chunk in target.chunks(layout.chunks()):
+        for rank in range(ranks):
+            for chunk in target.chunks(sharding.chunks([rank])):
                 assert all(size > 0 for size in chunk.sizes)
                 ((source, put),) = (
                     pair
@@ -153,5 +154,5 @@ def test_a_scalar_goes_to_every_row_and_part_and_is_stacked_on_the_dim_that_ther
     ],
 )
 def test_a_shape_that_does_not_fit_is_refused(name: Row | Rows | Parts, text: str) -> None:
-    with pytest.raises(RenameError, match=text):
+    with pytest.raises(CannotPlace, match=text):
         renamed_boxes(name, (4, 6))

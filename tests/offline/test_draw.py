@@ -25,7 +25,7 @@ def pieces(shape: tuple[int, ...], sizes: tuple[int, ...]) -> list[Piece]:
     return [
         Piece(chunk.box, rank)
         for rank, positions in enumerate(sharding.positions())
-        for chunk in sharding.at(positions).chunks()
+        for chunk in sharding.chunks(positions)
     ]
 
 

@@ -15,14 +15,13 @@ from typing import NamedTuple
 
 import torch
 
-from dcp_placements.errors import Fault, format_names
+from dcp_placements.errors import CannotPlace, Fault, format_names
 from dcp_placements.layout.boxes import common
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.names.target import (
     Parts,
     Renamed,
-    RenameError,
     Row,
     Rows,
     Target,
@@ -162,7 +161,7 @@ def assemble(
         parameter = name if state is None else state.parameter
         try:
             targets = renamed_boxes(answer, tensor.shape, rows=rows.get(parameter, 1))
-        except RenameError as error:
+        except CannotPlace as error:
             faults.append(error.fault(name))
             continue
         if isinstance(answer, Rows | Parts) and tensor.shape:
@@ -188,7 +187,7 @@ def _answer(rename: Rename, name: str) -> Renamed | Fault:
     """Return the answer of a rename, or the fault that it has none."""
     try:
         new = rename(name)
-    except RenameError as error:
+    except CannotPlace as error:
         return error.fault(name)
     except (LookupError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard
 from dcp_placements._torch import rehearsed
 from dcp_placements.errors import Fault, PlacementError, RankFaults
 from dcp_placements.layout.boxes import Boxes, as_boxes, tile, unique_rows
-from dcp_placements.layout.sharding import Intervals, LayoutError, Position, Sharding
+from dcp_placements.layout.sharding import Intervals, Position, Sharding
 from dcp_placements.load.compare import Asked, asked_faults
 from dcp_placements.load.missing import Policy, compiled
 from dcp_placements.load.planner import RankLoad
@@ -315,7 +315,7 @@ class RehearsedWorld:
             inner = replace(sharding, cuts=sharding.cuts[:-1]) if own else sharding
             of_rule = place[: len(columns)]
             unsharded = _shape([inner.dim_at(dim, of_rule) for dim in first.rule_dims])
-        except (PlacementError, LayoutError) as error:
+        except PlacementError as error:
             return Cutting((str(error), rule_name(rules, kind.rule_key)))
         rows = None if kind.row_dim is None else intervals[kind.row_dim]
         signature = cuts, local, unsharded, rows, place if kind.is_damaged else None
