@@ -146,9 +146,9 @@ class _Placer:
         self._stored = stored
         # Most tensors have the layout of another one: by all arguments of the binding.
         self._bound: dict[Any, Place] = {}
-        # By id a number, equal for equal meshes, and the mesh, so that its id is not used again.
-        self._meshes: dict[int, tuple[int, Any]] = {}
+        # By the value of a mesh its number; nearly all tensors are on the latest few meshes.
         self._numbers: dict[Any, int] = {}
+        self._meshes: list[tuple[Any, int]] = []
         # By key, the placements that a callable returned.
         self._returned: dict[str, CheckpointPlacement] = {}
         # By stack, the rule's axis that shards each dim of its rows, if any.
@@ -232,12 +232,13 @@ class _Placer:
 
     def _number(self, mesh: Any) -> int:
         """Return a number that is the same for equal meshes."""
-        known = self._meshes.get(id(mesh))
-        if known is None:
-            state = None if mesh is None else mesh_state(mesh)
-            number = self._numbers.setdefault(state, len(self._numbers))
-            known = self._meshes[id(mesh)] = number, mesh
-        return known[0]
+        for known, number in self._meshes:
+            if known is mesh:
+                return number
+        state = None if mesh is None else mesh_state(mesh)
+        number = self._numbers.setdefault(state, len(self._numbers))
+        self._meshes = [(mesh, number), *self._meshes[:3]]
+        return number
 
     def let_states_follow(self, state_dict: Mapping[str, Any]) -> None:
         """Give optimizer state with the layout of its parameter the parameter's place.
