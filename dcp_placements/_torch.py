@@ -100,25 +100,24 @@ def has_hooks(value: Any) -> bool:
     return hasattr(value, "__create_write_items__") or isinstance(value, ShardedTensor)
 
 
-def local_tensor(value: Any) -> torch.Tensor:
-    """Return the local tensor of a DTensor or DTensor-like; no copy, no autograd."""
-    if type(value) is DTensor and type(value._local_tensor) is torch.Tensor:
-        return value._local_tensor
-    with torch.no_grad():
-        local = value.to_local()
-    wait = getattr(local, "wait", None)
-    return local if wait is None else wait()  # type: ignore[no-any-return]
+Facts = tuple[torch.Tensor, Any, tuple[Any, ...], torch.Size]
+"""Of a DTensor the local tensor, mesh, placements and shape; a plain tensor has no mesh."""
 
 
-def dtensor_facts(value: Any) -> tuple[torch.Tensor, Any, tuple[Any, ...], torch.Size]:
-    """Return ``(local tensor, mesh, placements, shape)`` of a DTensor or DTensor-like."""
+def facts_of(value: Any) -> Facts:
+    """Return what a tensor or DTensor-like says of itself; its local tensor is no copy."""
     if type(value) is DTensor:
         # A plan reads thousands of tensors: the properties would double its time.
         spec, local = value._spec, value._local_tensor
         if type(local) is torch.Tensor and spec.tensor_meta is not None:
             return local, spec.mesh, spec.placements, spec.tensor_meta.shape
-    shape = torch.Size(value.shape)
-    return local_tensor(value), value.device_mesh, tuple(value.placements), shape
+    if not is_dtensor_like(value):
+        return value, None, (), value.shape
+    with torch.no_grad():
+        local = value.to_local()
+    wait = getattr(local, "wait", None)
+    local = local if wait is None else wait()
+    return local, value.device_mesh, tuple(value.placements), torch.Size(value.shape)
 
 
 def without_class(data: Any) -> Any:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from dcp_placements.errors import PlacementError
 from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.names.target import Rename
 from dcp_placements.rules.patterns import PlacementRules, Rules, RuleTable, check_declaration
 from dcp_placements.save.planner import PlacementSavePlanner
-
-P = TypeVar("P")
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -63,35 +60,26 @@ class Placements:
         object.__setattr__(self, "rename", rename)
         object.__setattr__(self, "waive", waivers)
 
-    def save_planner(self, **options: Any) -> PlacementSavePlanner:
+    def save_planner(
+        self, *, waive: Mapping[str, str] | None = None, **options: Any
+    ) -> PlacementSavePlanner:
         """Return a planner for ``dcp.save``.
 
         Args:
-            options: Of ``PlacementSavePlanner``, but for ``rules`` and ``rename``; ``waive`` adds
-                to the waivers declared here.
-
-        Raises:
-            PlacementError: ``rules=`` or ``rename=`` among the options.
+            waive: Adds to the waivers declared here.
+            options: Of ``PlacementSavePlanner``, but for ``rules`` and ``rename``.
         """
-        return self._planner(PlacementSavePlanner, options)
+        waivers = {**self.waive, **check_declaration(None, None, waive)}
+        return PlacementSavePlanner(self.rules, rename=self.rename, waive=waivers, **options)
 
-    def load_planner(self, **options: Any) -> PlacementLoadPlanner:
+    def load_planner(
+        self, *, waive: Mapping[str, str] | None = None, **options: Any
+    ) -> PlacementLoadPlanner:
         """Return a planner for ``dcp.load``.
 
         Args:
-            options: Of ``PlacementLoadPlanner``, but for ``rules`` and ``rename``; ``waive`` adds
-                to the waivers declared here.
-
-        Raises:
-            PlacementError: ``rules=`` or ``rename=`` among the options.
+            waive: Adds to the waivers declared here.
+            options: Of ``PlacementLoadPlanner``, but for ``rules`` and ``rename``.
         """
-        return self._planner(PlacementLoadPlanner, options)
-
-    def _planner(self, planner: Callable[..., P], options: dict[str, Any]) -> P:
-        for name in {"rules", "rename"} & options.keys():
-            raise PlacementError(
-                f"{name} is part of the Placements, so that saves and loads cannot differ in it\n"
-                "    way out:     give it to Placements(rules, rename=...)"
-            )
-        added = check_declaration(None, None, options.pop("waive", None))
-        return planner(self.rules, rename=self.rename, waive={**self.waive, **added}, **options)
+        waivers = {**self.waive, **check_declaration(None, None, waive)}
+        return PlacementLoadPlanner(self.rules, rename=self.rename, waive=waivers, **options)

@@ -70,7 +70,8 @@ def annotate(
     flat, paths, reshaped, _ = rename_keys(*flatten_state_dict(dict(state_dict)), rename)
     placing = place(flat, rules)
     faults = [*placing.faults, *optimizer_faults(flat, placing, rename)]
-    faults += [Fault(key, _RESHAPED, (_PLANNERS,)) for key in (*reshaped.rows, *reshaped.wholes)]
+    others = () if reshaped is None else (*reshaped.rows, *reshaped.wholes)
+    faults += [Fault(key, _RESHAPED, (_PLANNERS,)) for key in others]
     for key, value in state_dict.items():
         if isinstance(value, Stateful):
             headline = f"is a {type(value).__name__}, whose state dict dcp.save makes, unannotated"

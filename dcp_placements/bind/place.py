@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from dcp_placements._torch import dtensor_facts, global_rank, has_hooks, is_dtensor_like
+from dcp_placements._torch import Facts, facts_of, global_rank, has_hooks, is_dtensor_like
 from dcp_placements.bind.binding import Place, Placed, Placing, bind, format_own
 from dcp_placements.bind.checks import equal_values, tensor_faults
 from dcp_placements.bind.own_chunks import listed_place, lists_its_chunks, names_its_chunks
@@ -29,6 +29,7 @@ from dcp_placements.layout.sharding import Chunk, Cut, Kind, Sharding
 from dcp_placements.names.flat import Path, RenamedValue, Reshaped
 from dcp_placements.names.optimizer_state import (
     OptimizerStates,
+    parameter_groups,
     possible_parameters,
     unnamed_faults,
 )
@@ -47,9 +48,6 @@ from dcp_placements.names.target import (
 from dcp_placements.rules.mesh import Axis, mesh_axes, mesh_state
 from dcp_placements.rules.patterns import PlacementRules, Rules, asked, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement, IndexShard, shard_dim, shards
-
-Facts = tuple[torch.Tensor, Any, Sequence[Any], torch.Size]
-"""Of a tensor on this rank: the local tensor, and mesh, placements and shape of the DTensor."""
 
 Piece = tuple[int, int, Sequence[int], Place]
 """A tensor that a rename makes of another one: the number of its row, which replaces ``{}`` in its
@@ -73,8 +71,8 @@ def place(
         state_dict: Flat, as ``rename_keys`` returns it.
         rules: The user's; None leaves every tensor its own mesh and placements.
         mappings: The path of each key in the nested dict.
-        reshaped: The values that a rename makes other tensors of. The rules are asked about a
-            stack, of which the first row is the value, and is bound as what it is.
+        reshaped: The values that a rename makes other tensors of, if any. The rules are asked about
+            a stack, of which the first row is the value, and is bound as what it is.
         stored: The checkpoint's metadata by key on a load; None on a save.
     """
     placer = _Placer(rules, reshaped or Reshaped(), stored)
@@ -107,7 +105,8 @@ def optimizer_faults(
     They are named by their positions, and tensors are renamed, sharded by a rule, or lists of
     chunks; or parameter groups list them by names that ``rename`` changes.
     """
-    faults = unnamed_faults(state_dict, rename)
+    groups = parameter_groups(state_dict)
+    faults = unnamed_faults(state_dict, groups, rename) if groups else []
     if not faults or rename is not None:
         return faults
     needs_names = any(
@@ -116,11 +115,6 @@ def optimizer_faults(
         for one in placing.placed.values()
     )
     return faults if needs_names else []
-
-
-def facts_of(value: Any) -> Facts:
-    """Return the local tensor of a tensor or DTensor-like, and what it says of itself."""
-    return dtensor_facts(value) if is_dtensor_like(value) else (value, None, (), value.shape)
 
 
 def is_tensor(value: Any) -> bool:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import TensorStorageMetadata
 
-from dcp_placements._torch import ShardedTensor, has_hooks, is_dtensor_like, local_tensor
+from dcp_placements._torch import ShardedTensor, facts_of, has_hooks, is_dtensor_like
 from dcp_placements.bind.binding import Placing
 from dcp_placements.errors import Fault, PlacementError, format_names
 from dcp_placements.load.tied import overlaps_of
@@ -437,7 +437,7 @@ class Resets:
         if isinstance(value, ShardedTensor):
             return [shard.tensor.detach() for shard in value.local_shards()]
         if is_dtensor_like(value):
-            return [local_tensor(value).detach()]
+            return [facts_of(value)[0].detach()]
         return [value.detach()] if isinstance(value, torch.Tensor) else []
 
 

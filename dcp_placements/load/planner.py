@@ -29,9 +29,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from dcp_placements._torch import (
+    facts_of,
     global_rank,
-    is_dtensor_like,
-    local_tensor,
     traverse_state_dict,
     world_size,
 )
@@ -203,7 +202,7 @@ class RankLoad:
     exchange: Exchange | None = None
     report: LoadReport = field(default_factory=lambda: LoadReport(planned=False))
     declared: Matches | None = None
-    _reshaped: Reshaped = field(default_factory=Reshaped)
+    _reshaped: Reshaped | None = None
     _rename_matches: Matches = field(default_factory=dict)
     # By scalar or object, the first key whose value was read, and the value.
     _first_values: dict[str, tuple[str, Any]] = field(default_factory=dict)
@@ -331,7 +330,8 @@ class RankLoad:
         # Listed with the faults, too: a mistake in a pattern may be their cause.
         mistakes = unmatched_faults(unmatched, list(self.state_dict))
         sent = {message.rank: message.faults for message in messages}
-        raise_faults_of_ranks(REFUSED, sent, mistakes)
+        if any(sent.values()):
+            raise_faults_of_ranks(REFUSED, sent, mistakes)
         if notes := all_notes(messages):
             warnings.warn(format_faults("look at this load", notes, "note"), stacklevel=3)
         if complete:
@@ -444,8 +444,7 @@ class RankLoad:
             put_at(self.original_state_dict, path, value)
 
     def _scalar(self, fqn: str) -> torch.Tensor:
-        value = self.state_dict[fqn]
-        return (local_tensor(value) if is_dtensor_like(value) else value).detach()
+        return facts_of(self.state_dict[fqn])[0].detach()
 
     def _take_value(self, fqn: str, value: Any) -> None:
         """Compare one of several values that become one here with the first of them."""

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.tensor import DTensor
 
-from dcp_placements._torch import chunk_list, has_hooks, is_dtensor_like, local_tensor
+from dcp_placements._torch import chunk_list, facts_of, has_hooks, is_dtensor_like
 from dcp_placements.bind.binding import Placed, Placing
 from dcp_placements.errors import Fault
 from dcp_placements.layout.boxes import (
@@ -524,7 +524,7 @@ def fleeting_faults(state_dict: Mapping[str, Any], placing: Placing) -> list[Fau
         and is_dtensor_like(value)
         and (placed := placing.placed.get(fqn)) is not None
         and placed.tensor.numel()
-        and _address(local_tensor(value)) != _address(placed.tensor)
+        and _address(facts_of(value)[0]) != _address(placed.tensor)
     ]
 
 

@@ -50,9 +50,6 @@ class Reshaped:
     rows: dict[str, list[RenamedValue[Row]]] = field(default_factory=dict)
     wholes: dict[str, RenamedValue[Rows | Parts]] = field(default_factory=dict)
 
-    def __bool__(self) -> bool:
-        return bool(self.rows or self.wholes)
-
 
 def put_at(values: Any, path: Path, value: Any) -> None:
     """Replace the value at a path of a nested dict that was flattened.
@@ -81,7 +78,7 @@ def _own_key(values: Any, text: str | int) -> Any:
 
 def rename_keys(
     state_dict: dict[str, Any], mappings: dict[str, Path], rename: Rename | None
-) -> tuple[dict[str, Any], dict[str, Path], Reshaped, Matches]:
+) -> tuple[dict[str, Any], dict[str, Path], Reshaped | None, Matches]:
     """Return the flat state dict and its paths under the checkpoint's keys, and what matches.
 
     What becomes rows of a stack stands there once, under the key of the stack, and what becomes
@@ -93,14 +90,14 @@ def rename_keys(
         rename: Maps this rank's key to the checkpoint's; None changes nothing.
 
     Returns:
-        The state dict, its paths, the values that become other tensors, and whether each step of
-        the rename matches a key.
+        The state dict, its paths, the values that become other tensors, if any, and whether each
+        step of the rename matches a key.
 
     Raises:
         RankFaults: Two keys of this rank become one, or ``rename`` has no name for one.
     """
     if rename is None:
-        return state_dict, mappings, Reshaped(), {}
+        return state_dict, mappings, None, {}
     its_steps = steps(rename)
     matches = {step.declared: False for step in its_steps if step.declared is not None}
     renamed: dict[str, Any] = {}
@@ -142,7 +139,7 @@ def rename_keys(
             paths[label] = path
     if faults:
         raise RankFaults("keys could not be renamed", faults)
-    return renamed, paths, reshaped, matches
+    return renamed, paths, reshaped if reshaped.rows or reshaped.wholes else None, matches
 
 
 def checkpoint_path(key: str, path: Path) -> Path:

@@ -177,13 +177,18 @@ def _may_be_of(tensor: Any, parameter: Any) -> bool:
     return len(one) == len(other)
 
 
-def parameter_groups(values: Mapping[str, Any]) -> dict[str, dict[str | int, str]]:
-    """Return the parameters in parameter groups, with the key that names each.
+Groups = dict[str, dict[str | int, str]]
+"""By the head of an optimizer, with its dot: the parameters in its groups, and the key that names
+each."""
 
-    Returns:
-        By the head of their optimizer, with its dot.
+
+def parameter_groups(values: Mapping[str, Any]) -> Groups:
+    """Return the parameters in parameter groups.
+
+    >>> parameter_groups({"optim.param_groups.0.params": ["w"], "optim.param_groups.b.lr": 0.1})
+    {'optim.': {'w': 'optim.param_groups.0.params', 'b': 'optim.param_groups.b.lr'}}
     """
-    groups: dict[str, dict[str | int, str]] = {}
+    groups: Groups = {}
     for fqn, value in values.items():
         match = _GROUPS.search(fqn) if "param_groups" in fqn else None
         if match is None:
@@ -197,29 +202,27 @@ def parameter_groups(values: Mapping[str, Any]) -> dict[str, dict[str | int, str
     return groups
 
 
-def stateless_parameters(state_dict: Mapping[str, Any]) -> list[str]:
+def stateless_parameters(state_dict: Mapping[str, Any], groups: Groups) -> list[str]:
     """Return parameters of an optimizer that have no state while others have some.
 
     Optimizers like Adam create the state of a parameter at its first step, so a parameter that
     never had a gradient has none.
     """
-    named = [str(name) for names in parameter_groups(state_dict).values() for name in names]
-    if not named:
-        return []
+    named = [str(name) for names in groups.values() for name in names]
     states = OptimizerStates(state_dict)
     with_state = {state.parameter for fqn in state_dict if (state := states.of(fqn)) is not None}
     return [name for name in dict.fromkeys(named) if name not in with_state] if with_state else []
 
 
 def unnamed_faults(
-    state_dict: Mapping[str, Any], rename: Callable[[str], Any] | None
+    state_dict: Mapping[str, Any], groups: Groups, rename: Callable[[str], Any] | None
 ) -> list[Fault]:
     """Return the faults of optimizer state that other ranks do not find by its parameters' names.
 
     It has their positions; or its parameter groups list names that ``rename`` changes.
     """
     found: dict[str, str] = {}
-    for head, named in parameter_groups(state_dict).items():
+    for head, named in groups.items():
         if any(isinstance(name, int) for name in named):
             position = re.compile(rf"{re.escape(head)}state\.\d+(?=\.)")
             if match := next(filter(None, map(position.match, state_dict)), None):

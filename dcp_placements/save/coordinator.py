@@ -70,7 +70,8 @@ def sent_plans(plans: Sequence[SavePlan]) -> list[LocalPlan]:
         )
         raise_faults("the ranks do not save together", [fault])
     sent: list[LocalPlan] = [plan.planner_data for plan in plans]
-    raise_faults_of_ranks(REFUSED, {plan.rank: plan.faults for plan in sent})
+    if any(plan.faults for plan in sent):
+        raise_faults_of_ranks(REFUSED, {plan.rank: plan.faults for plan in sent})
     return sent
 
 
@@ -160,7 +161,8 @@ class Coordinator:
             keys = [fqn for piece in self.world.pieces for fqn in piece.fqns]
             # With the faults, too: a mistake in a pattern is their likely cause.
             (self._faults or self._notes).extend(unmatched_faults(unmatched, keys))
-        raise_faults("the ranks' plans do not make a checkpoint", self._faults)
+        if self._faults:
+            raise_faults("the ranks' plans do not make a checkpoint", self._faults)
 
     def _compare_statements(self) -> None:
         """Compare what the ranks say beside their keys."""

@@ -34,7 +34,7 @@ from dcp_placements.bind.place import optimizer_faults, place
 from dcp_placements.errors import PlacementError, RankFaults, packed_faults
 from dcp_placements.layout.sharding import Chunk
 from dcp_placements.names.flat import Path, Reshaped, checkpoint_path, rename_keys
-from dcp_placements.names.optimizer_state import stateless_parameters
+from dcp_placements.names.optimizer_state import parameter_groups, stateless_parameters
 from dcp_placements.names.renames import Step, recorded
 from dcp_placements.names.target import Rename
 from dcp_placements.quiet_gc import quiet_gc
@@ -102,7 +102,7 @@ class RankSave:
     report: SaveReport | None = None
     directory: str = ""
     refusal: RankFaults | None = None
-    reshaped: Reshaped = field(default_factory=Reshaped)
+    reshaped: Reshaped | None = None
     rename_matches: Matches = field(default_factory=dict)
     renames: tuple[Step, ...] = ()
     _chunks: dict[str, dict[tuple[int, ...], Chunk]] = field(default_factory=dict)
@@ -339,10 +339,11 @@ class PlacementSavePlanner(DefaultSavePlanner):
             raise RankFaults(f"rank {rank} {REFUSED}", repeats)
         waived = [compile_pattern(pattern) for pattern in self.waive]
         axes = _named_axes_of(save.placing, self.rules)
+        groups = parameter_groups(save.state_dict)
         statement = Statement(
             matched=save.placing.matched,
             declared={**rule_matches(self.rules, save.placing.matched), **save.rename_matches},
-            stateless=tuple(stateless_parameters(save.state_dict)),
+            stateless=tuple(stateless_parameters(save.state_dict, groups) if groups else ()),
             notes=(*repeats, *lint(placed, renamed=self.rename is not None, waived=waived)),
             renames=save.renames,
             axis_sizes={name: size for name, (_, size) in axes.items()},
