@@ -29,21 +29,18 @@ def cast_kind(stored: torch.dtype, needed: torch.dtype) -> str:
     # Never from complex to real, from float to int, nor from a number to bool.
     if not torch.can_cast(stored, needed):
         return "wrong"
-    return "widening" if _fits(stored, needed) else "narrowing"
-
-
-def _fits(stored: torch.dtype, needed: torch.dtype) -> bool:
-    """Whether ``needed`` represents every value of ``stored`` exactly."""
     if stored == torch.bool:
-        return True
+        return "widening"
     if stored.is_floating_point or stored.is_complex:
         low, high = torch.finfo(stored), torch.finfo(needed)
-        return high.max >= low.max and high.eps <= low.eps
-    if needed.is_floating_point or needed.is_complex:
+        fits = high.max >= low.max and high.eps <= low.eps
+    elif needed.is_floating_point or needed.is_complex:
         # eps is the distance from 1 to the next value, so integers are exact up to 2 / eps.
-        return torch.iinfo(stored).max <= 2 / torch.finfo(needed).eps
-    one, other = torch.iinfo(stored), torch.iinfo(needed)
-    return other.min <= one.min and one.max <= other.max
+        fits = torch.iinfo(stored).max <= 2 / torch.finfo(needed).eps
+    else:
+        one, other = torch.iinfo(stored), torch.iinfo(needed)
+        fits = other.min <= one.min and one.max <= other.max
+    return "widening" if fits else "narrowing"
 
 
 def format_cast(stored: torch.dtype, needed: torch.dtype) -> str:
@@ -57,14 +54,11 @@ def format_cast(stored: torch.dtype, needed: torch.dtype) -> str:
 
 def cast_fault(fqn: str, stored: torch.dtype, needed: torch.dtype) -> Fault:
     """Return the refusal of a cast."""
-    is_wrong = cast_kind(stored, needed) == "wrong"
-    effect = "changes what the numbers mean" if is_wrong else "loses precision"
-    way_out = f"load into a {str(stored).removeprefix('torch.')} tensor"
-    return Fault(
-        fqn,
-        f"loading {format_cast(stored, needed)} {effect}",
-        (f"way out:     {way_out}" + ("" if is_wrong else ', or cast="allow"'),),
-    )
+    way_out = f"way out:     load into a {str(stored).removeprefix('torch.')} tensor"
+    effect = "changes what the numbers mean"
+    if cast_kind(stored, needed) == "narrowing":
+        effect, way_out = "loses precision", f'{way_out}, or cast="allow"'
+    return Fault(fqn, f"loading {format_cast(stored, needed)} {effect}", (way_out,))
 
 
 def narrowing_note(fqns: Sequence[str], cast: str) -> Fault:

@@ -1,10 +1,12 @@
 """Is a load declared as its checkpoint was saved, and do all ranks together ask for all of it?
 
 A wrong rename, a forgotten placement or the rows of another rank find every key and the right
-shapes. What one rank sees of that it compares with the record of the save. What only all ranks
-together show the coordinator finds, in the same tables as those of a save: boxes that no rank asks
-for, while all that some rank asks for is asked for by another one, too. Listed rows are boxes; and
-keys that differ in a number, as ``experts.{}``, are a tensor of one dim with an element for each.
+shapes. What one rank sees of that it compares with the record of the save: only axes that both
+sides declare on one dim, in a canonical form, since several declarations mean one layout. What only
+all ranks together show the coordinator finds, in the same tables as those of a save: boxes that no
+rank asks for, while all that some rank asks for is asked for by another one, too. Listed rows are
+boxes; and keys that differ in a number, as ``experts.{}``, are a tensor of one dim with an element
+for each.
 
 Two ep ranks that both forgot their rename ask for ``experts.0.w`` and ``experts.1.w`` of four::
 
@@ -17,26 +19,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 
-from dcp_placements._torch import world_size
-from dcp_placements.bind.checks import lint
+from dcp_placements.bind.binding import Placed
 from dcp_placements.errors import Fault, format_ranks
 from dcp_placements.layout.boxes import as_array, format_box, uncovered
-from dcp_placements.layout.sharding import Box, Kind
-from dcp_placements.load.cuts import differences, differences_by_rule, format_cuts
+from dcp_placements.layout.sharding import Box, Cut, Cuts, Kind, part_sizes, unknown_kind
 from dcp_placements.load.missing import Policy
-from dcp_placements.load.reads import Request
+from dcp_placements.load.reads import Request, format_cuts
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.names.renames import Step, number_in, recorded
 from dcp_placements.names.target import Rename
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.storage.index.stored_entries import entries_at
-from dcp_placements.storage.metadata.provenance import stored
-from dcp_placements.storage.metadata.record import SaveRecord, record_of
+from dcp_placements.storage.metadata.record import SaveRecord
 from dcp_placements.table.cover import cover_of, repeated
 from dcp_placements.table.families import Families, format_numbers
 from dcp_placements.table.table import PLAIN, Sent, holding_of
@@ -62,73 +61,50 @@ class Asked(NamedTuple):
     Attributes:
         sent: The tables and boxes of what it asks for.
         renames: The renames in force on the rank.
+        declares: Whether the rank has rules, or renames. DTensors alone are complete over their
+            meshes.
     """
 
     sent: Sent = Sent()
     renames: tuple[Step, ...] = ()
+    declares: bool = False
 
 
-@dataclass(slots=True)
-class LoadChecks:
-    """What one rank finds.
-
-    Attributes:
-        record: The checkpoint's; None where it has none.
-        faults: Declarations that differ from those of the save.
-        notes: Declarations that are probably wrong.
-        asked: What the rank asks for; None where nothing that all ranks show can be wrong.
-        compared: The result of the comparison, as text.
-    """
-
-    record: SaveRecord | None = None
-    faults: list[Fault] = field(default_factory=list)
-    notes: list[Fault] = field(default_factory=list)
-    asked: Asked | None = None
-    compared: str = "no record"
-
-
-def check_load(
-    request: Request, metadata: Metadata, rules: Rules | None, rename: Rename | None
-) -> LoadChecks:
-    """Compare the load of one rank with the save.
-
-    Args:
-        request: What the rank reads.
-        metadata: The checkpoint's.
-        rules: The user's.
-        rename: The user's renaming.
-    """
-    state_dict, policy = request.state_dict, request.policy
-    checks = LoadChecks(record_of(stored(metadata), metadata.state_dict_metadata))
-    placed = request.placing.placed
+def asked_by(request: Request, rules: Rules | None, rename: Rename | None) -> Asked:
+    """Return what a rank asks for of the checkpoint's tensors."""
+    tensors = {fqn for one in request.groups if one.reads is not None for fqn in one.fqns}
+    # A scalar that stands for rows asks for no part of them.
+    others = request.state_dict.keys() - (tensors - request.shared.keys())
+    holding = holding_of(request.state_dict, request.placing.placed, {}, others)
     renames = () if rename is None else recorded(rename)
-    checks.notes = [*lint(placed.values(), renamed=rename is not None, waived=policy.waived)]
-    if checks.record is not None:
-        checks.faults, checks.compared = compare_cuts(checks.record, request)
-        checks.faults += _total_faults(checks.record, state_dict, renames, policy)
-        checks.faults += _shaping_faults(checks.record, renames, policy)
-    # DTensors alone are complete over their meshes.
-    renamed = rename is not None or bool(checks.record and checks.record.renames)
-    if world_size() > 1 and (renamed or rules is not None):
-        tensors = {
-            fqn
-            for group in request.groups
-            if isinstance(group.entry, TensorStorageMetadata)
-            for fqn in group.fqns
-        }
-        tensors -= policy.excused(tensors) | request.collapsed.keys()
-        holding = holding_of(state_dict, placed, {}, state_dict.keys() - tensors)
-        checks.asked = Asked(holding.sent, renames)
-    return checks
+    return Asked(holding.sent, renames, rules is not None or rename is not None)
 
 
-def compare_cuts(record: SaveRecord, request: Request) -> tuple[list[Fault], str]:
-    """Return the keys that axes shard in another way than the save had it, and the result as text.
+def check_load(request: Request, rename: Rename | None) -> tuple[list[Fault], str]:
+    """Compare the load of one rank with the record of the save.
 
     Args:
-        record: The checkpoint's.
         request: What the rank reads.
+        rename: The user's renaming.
+
+    Returns:
+        Declarations that differ from those of the save, and the result as text.
     """
+    record, totals = request.record, request.placing.totals
+    faults = [*_unstacked_faults(totals, request.stored, request.policy)] if totals else []
+    if record is None:
+        return faults, "no record"
+    differing, compared = _compare_cuts(record, request)
+    faults += differing
+    if rename is not None:
+        renames, policy = recorded(rename), request.policy
+        faults += _total_faults(record, request.state_dict, renames, policy)
+        faults += _shaping_faults(record, renames, policy)
+    return faults, compared
+
+
+def _compare_cuts(record: SaveRecord, request: Request) -> tuple[list[Fault], str]:
+    """Return the keys that axes cut in another way than the save had it, and the result as text."""
     faults: list[Fault] = []
     compared = waived = 0
     for group in request.groups:
@@ -144,17 +120,181 @@ def compare_cuts(record: SaveRecord, request: Request) -> tuple[list[Fault], str
             if not saved or not loaded:
                 continue
             compared += len(fqns)
-            found = [*differences(saved, loaded, sharding.global_shape)]
+            found = [*_differences(saved, loaded, sharding.global_shape)]
             if rule is not None:
-                found += differences_by_rule(saved, group.placed, record)
+                found += _differences_by_rule(saved, group.placed, record)
             refused = [fqn for fqn in fqns if found and not request.policy.waives(fqn)]
             waived += len(fqns) - len(refused) if found else 0
-            faults += [one.fault(fqn, rule) for fqn in refused for one in found]
+            faults += [_cut_fault(fqn, rule, one) for fqn in refused for one in found]
     count = compared - waived
     text = "declared as saved"
     if compared:
         text += f": {count} key{'' if count == 1 else 's'}"
     return faults, text + (f"; {waived} differ, waived" if waived else "")
+
+
+_Difference = tuple[Iterable[str], str, str, str]
+"""A cut that a load declares in another way: axes, as saved, as loaded, and what to declare."""
+
+
+def _cut_fault(fqn: str, rule: str | None, difference: _Difference) -> Fault:
+    """Return the fault of a key and its rule, if one speaks for it."""
+    axes, saved, loaded, way_out = difference
+    return Fault(
+        fqn,
+        f"this load cuts it by {' and '.join(map(repr, axes))} in another way than the save did",
+        (
+            f"saved:       {saved}",
+            f"this load:   {loaded}",
+            f"by rule:     {rule or 'no rule, its own DTensor'}",
+            f"way out:     {way_out}; or waive={{pattern: reason}} where both are right",
+        ),
+    )
+
+
+def _differences(saved: Cuts, loaded: Cuts, shape: Sequence[int]) -> Iterator[_Difference]:
+    """Yield the cuts of equal dims that a load declares in another way than the save did.
+
+    Args:
+        saved: The cuts of the save.
+        loaded: Those of the load.
+        shape: Of the whole tensor.
+    """
+    if saved == loaded or 0 in shape:
+        return
+    for dim in sorted({cut.dim for cut in saved} & {cut.dim for cut in loaded}):
+        one, other = ([cut for cut in cuts if cut.dim == dim] for cuts in (saved, loaded))
+        if not any(cut.kind is Kind.LISTED for cut in (*one, *other)):
+            yield from _dim_differences(canonical(one), canonical(other), shape[dim])
+
+
+def _differences_by_rule(saved: Cuts, placed: Placed, record: SaveRecord) -> Iterator[_Difference]:
+    """Yield differences that shapes cannot show, of a tensor that a rule declares.
+
+    Where one axis alone cuts another dim, or has another size, the shape of the local tensor
+    proves the rule: a checkpoint is loaded into another topology. What a DTensor says of itself is
+    so.
+
+    Args:
+        saved: The cuts of the save.
+        placed: The tensor.
+        record: The checkpoint's.
+    """
+    loaded = placed.place.sharding.cuts
+    one, other = _cutting(saved), _cutting(loaded)
+    swapped = [
+        axis
+        for axis in sorted(one.keys() & other.keys())
+        if one[axis].dim != other[axis].dim and min(one[axis].dim, other[axis].dim) >= 0
+    ]
+    if len(swapped) > 1:
+        before, now = (", then ".join(str(of[axis]) for axis in swapped) for of in (one, other))
+        yield (tuple(swapped), before, now, "these axes on the dims of the save")
+    # Rows of a stack are numbered by names, and a stack may be one tensor in another model.
+    is_stacked = any(step.kind == "Stack" for step in record.renames)
+    here = {axis.name: axis.size for axis in placed.place.axes}
+    for axis, cut in one.items():
+        if cut.kind is not Kind.LISTED:
+            continue
+        if not is_stacked and other.get(axis) == Cut(cut.dim, axis, cut.size):
+            rows = f"IndexShard({cut.dim}, this rank's rows)"
+            way_out = f'{{"{axis}": {rows}}} in the rules of this load'
+            yield ((axis,), str(cut), str(other[axis]), way_out)
+        elif cut.dim < 0 and axis not in other and here.get(axis) == cut.size:
+            # The axis of the save is here, too, and ranks along another one hold other rows.
+            for name, another in other.items():
+                if another.dim < 0 and another.size == cut.size:
+                    way_out = f'the stacked tensor cut by "{axis}" in the rules of this load'
+                    yield ((axis, name), str(cut), str(another), way_out)
+
+
+def _cutting(cuts: Cuts) -> dict[str, Cut]:
+    """Return the cuts by axes of more than one rank, by name."""
+    return {cut.axis: cut for cut in cuts if cut.axis is not None and cut.size > 1}
+
+
+def canonical(cuts: Sequence[Cut]) -> list[Cut]:
+    """Return the cuts of one dim as plain and fused ones.
+
+    ``_StridedShard(dim, split_factor=k)`` before plain cuts into ``k`` pieces is a plain cut after
+    them: torch declares FSDP over shards of ``tp`` or ``ep`` so.
+    """
+    ordered: list[Cut] = []
+    for cut in reversed(cuts):
+        at = 0
+        match cut.kind:
+            case Kind.STRIDED:
+                pieces = 1
+                while pieces != cut.parts and at < len(ordered) and ordered[at].kind is Kind.PLAIN:
+                    pieces *= ordered[at].size
+                    at += 1
+                if pieces == cut.parts:
+                    cut = cut._replace(kind=Kind.PLAIN, parts=1)
+                else:
+                    cut, at = cut._replace(kind=Kind.FUSED), 0
+            case Kind.FUSED:
+                if cut.parts == 1 or (isinstance(cut.parts, tuple) and len(cut.parts) == 1):
+                    cut = cut._replace(kind=Kind.PLAIN, parts=1)
+            case Kind.PLAIN | Kind.LISTED:
+                pass
+            case _:
+                raise unknown_kind(cut.kind)
+        ordered.insert(at, cut)
+    return ordered
+
+
+def _dim_differences(
+    saved: Sequence[Cut], loaded: Sequence[Cut], size: int
+) -> Iterator[_Difference]:
+    one = {cut.axis: cut for cut in saved if cut.axis is not None}
+    other = {cut.axis: cut for cut in loaded if cut.axis is not None}
+    common = [axis for axis in one if axis in other]
+    differing = [axis for axis in common if not _may_be_equal(one[axis], other[axis], size)]
+    for axis in differing:
+        yield (
+            (axis,),
+            str(one[axis]),
+            str(other[axis]),
+            f'{{"{axis}": {one[axis].placement}}} in the rules of this load, as it was saved',
+        )
+    if differing:
+        return
+    # An axis of size 1 cuts nothing, so its place in the order does not matter.
+    cutting = {axis for axis in common if one[axis].size > 1 and other[axis].size > 1}
+    first, second = ([axis for axis in side if axis in cutting] for side in (one, other))
+    if first != second:
+        yield (
+            tuple(sorted(cutting)),
+            ", then ".join([str(one[axis]) for axis in first]),
+            ", then ".join([str(other[axis]) for axis in second]),
+            f"cut by {' before '.join(map(repr, first))}, as it was saved: the axis that cuts "
+            "what the others have left is a _StridedShard where it stands left of them in the mesh",
+        )
+
+
+def _may_be_equal(saved: Cut, loaded: Cut, size: int) -> bool:
+    """Whether two cuts by axes of one name may be the same declaration."""
+    if saved.kind != loaded.kind:
+        plain = saved if saved.kind is Kind.PLAIN else loaded
+        return plain.size == 1  # a whole tensor
+    return saved.kind is Kind.PLAIN or _same_parts(saved.parts, loaded.parts, size)
+
+
+def _same_parts(one: int | tuple[int, ...], other: int | tuple[int, ...], size: int) -> bool:
+    """Whether two declarations give the same parts of a dim, which may be padded or cut before.
+
+    >>> _same_parts(2, (8, 8), 16), _same_parts((4, 2, 2), (2, 1, 1), 8), _same_parts(2, 3, 6)
+    (True, True, False)
+    """
+    total = next((sum(parts) for parts in (one, other) if not isinstance(parts, int)), size)
+    first, second = (part_sizes(p, total) if isinstance(p, int) else [*p] for p in (one, other))
+    if len(first) != len(second):
+        return False
+    a, b = sum(first), sum(second)
+    in_proportion = all(x * b == y * a for x, y in zip(first, second, strict=True))
+    # Where the parts end in the dim, without the padding behind it.
+    ends = [[min(end, size) for end in accumulate(parts)] for parts in (first, second)]
+    return in_proportion or ends[0] == ends[1]
 
 
 def _shaping_faults(record: SaveRecord, renames: Iterable[Step], policy: Policy) -> Iterator[Fault]:
@@ -242,11 +382,8 @@ class _Load(NamedTuple):
         twice: Sequence[frozenset[int]],
         missing: str,
         text: Callable[[frozenset[int]], str],
-        *,
+        *details: str,
         of: str,
-        saved: str,
-        loaded: str,
-        likely: str,
     ) -> Fault:
         """Return the fault of a key, or of a family of keys.
 
@@ -256,10 +393,8 @@ class _Load(NamedTuple):
             twice: The parts that another rank asks for, too.
             missing: What no rank asks for, as text.
             text: Returns a part as text.
+            details: How it was saved and is loaded, and the likely cause.
             of: What it is a part of.
-            saved: How it was saved, as a line; empty where that is not recorded.
-            loaded: How this load declares it.
-            likely: The likely cause.
         """
         by_text: dict[str, list[int]] = {}
         for part, positions in sorted(parts.items(), key=lambda part: min(part[1])):
@@ -272,10 +407,8 @@ class _Load(NamedTuple):
             name,
             f"{asks} for {first} of {of}, and {none} for {missing}",
             (
-                *([saved] if saved else []),
-                f"this load:   {loaded}",
                 f"asked for:   {'; '.join(asked[:_MAX_PARTS])}{more}",
-                f"likely:      {likely}",
+                *details,
                 "way out:     rename=, rows and meshes as in the save, on each rank its own; "
                 + _ON_PURPOSE,
             ),
@@ -293,22 +426,20 @@ def asked_faults(
     """Return the parts of wholes that several ranks ask for while no rank asks for others.
 
     Args:
-        asked: By rank; without those that do not compare.
+        asked: By rank.
         record: The checkpoint's; None where it has none.
         metadata: The checkpoint's.
         policy: What is accepted.
         complete: Whether all ranks take part. Of some ranks only local numbers
             are refused.
     """
-    if complete and len(asked) < world_size():
-        return []  # a rank that does not compare may ask for what the others leave out
-    sent = [one for one in asked.values() if one.sent.tables]
-    ranks = [rank for rank, one in asked.items() if one.sent.tables]
-    renames = [one.renames for one in sent]
-    load = _Load(World([one.sent for one in sent]), ranks, renames, record, policy, complete)
+    of_ranks = list(asked.values())
+    if not (record and record.renames) and not any(one.declares for one in of_ranks):
+        return []
+    world, renames = World([one.sent for one in of_ranks]), [one.renames for one in of_ranks]
+    load = _Load(world, list(asked), renames, record, policy, complete)
     faults = _number_faults(load, metadata)
-    # A rank that sent nothing may ask for what the others leave out.
-    if complete and len(sent) >= world_size():
+    if complete:
         states = OptimizerStates(dict.fromkeys(metadata.state_dict_metadata, UNSEEN))
         for piece in load.world.pieces:
             faults += _box_faults(load, piece, states)
@@ -348,22 +479,13 @@ def _number_faults(load: _Load, metadata: Metadata) -> list[Fault]:
         if not wrong or any(map(load.policy.excuses, family.members(tensors))):
             continue
         renames, step = load.renames_on(parts), steps[family.pattern]
-        faults.append(
-            load.fault(
-                family.name,
-                parts,
-                wrong,
-                format_numbers(missing),
-                format_numbers,
-                of="it",
-                saved=f"saved with:  rename={step}" if step in saved else "",
-                loaded=renames or "no rename=",
-                likely="rename= of this load gives some ranks the numbers of another rank"
-                if renames and load.complete
-                else "rename= was forgotten in this load, so that every rank asks by its local "
-                "numbers",
-            )
-        )
+        likely = "rename= was forgotten in this load, so that every rank asks by its local numbers"
+        if renames and load.complete:
+            likely = "rename= of this load gives some ranks the numbers of another rank"
+        details = [f"saved with:  rename={step}"] if step in saved else []
+        details += [f"this load:   {renames or 'no rename='}", f"likely:      {likely}"]
+        text = format_numbers
+        faults.append(load.fault(family.name, parts, wrong, text(missing), text, *details, of="it"))
     return faults
 
 
@@ -391,24 +513,18 @@ def _box_faults(load: _Load, piece: Piece, states: OptimizerStates) -> list[Faul
     is_listed = any(cut.kind is Kind.LISTED and cut.dim >= 0 for cut in group.cuts)
     faults = []
     for fqn in piece.fqns:
-        if is_listed and states.of(fqn) is not None:
+        if load.policy.excuses(fqn) or (is_listed and states.of(fqn) is not None):
             continue
         cuts = load.record.cuts(fqn) if load.record is not None else ()
-        loaded = [format_cuts(group.cuts), load.renames_on(parts)]
-        faults.append(
-            load.fault(
-                fqn,
-                parts,
-                twice,
-                _format(missing, whole),
-                text,
-                of=str(group.shape),
-                saved=f"saved:       {format_cuts(cuts)}" if cuts else "",
-                loaded="; ".join(filter(None, loaded)),
-                likely="IndexShard, rename= or the mesh of a rule gives some ranks the rows or the "
-                "position of another rank, as along a wrong axis (edp in place of ep)",
-            )
-        )
+        details = [f"saved:       {format_cuts(cuts)}"] if cuts else []
+        renames = load.renames_on(parts)
+        details += [
+            f"this load:   {'; '.join(filter(None, [format_cuts(group.cuts), renames]))}",
+            "likely:      IndexShard, rename= or the mesh of a rule gives some ranks the rows or "
+            "the position of another rank, as along a wrong axis (edp in place of ep)",
+        ]
+        unasked = _format(missing, whole)
+        faults.append(load.fault(fqn, parts, twice, unasked, text, *details, of=str(group.shape)))
     return faults
 
 
@@ -417,31 +533,27 @@ def _format(boxes: Sequence[Box], whole: Box) -> str:
     return text + (" and others" if len(boxes) > _MAX_PARTS else "")
 
 
-def unstacked_faults(
+def _unstacked_faults(
     totals: Mapping[str, int], stored: Iterable[str], policy: Policy
-) -> list[Fault]:
-    """Return the families of which a load asks for the first numbers only, row by row of a stack.
+) -> Iterator[Fault]:
+    """Yield the families of which a load asks for the first numbers only, row by row of a stack.
 
     Args:
         totals: The number of rows of each tensor that is unstacked, by their key with ``{}``.
         stored: The checkpoint's keys.
         policy: What is accepted.
     """
-    if not totals:
-        return []
     states = OptimizerStates(dict.fromkeys(stored, UNSEEN))
     beyond: dict[tuple[str, int], set[int]] = {}
     for fqn in stored:
         for match in _DIGITS.finditer(fqn):
-            head, tail = fqn[: match.start()], fqn[match.end() :]
-            total = totals.get(f"{head}{{}}{tail}")
-            if total is None or states.of(fqn) is not None or policy.excuses(fqn):
-                continue
-            if (number := int(match[0])) >= total:
+            head, tail, number = fqn[: match.start()], fqn[match.end() :], int(match[0])
+            total = totals.get(f"{head}{{}}{tail}", number + 1)
+            if number >= total and states.of(fqn) is None and not policy.excuses(fqn):
                 family = f"{head}{{}}{tail.partition('.')[0]}"
                 beyond.setdefault((family, total), set()).add(number)
-    return [
-        Fault(
+    for (family, total), numbers in beyond.items():
+        yield Fault(
             family,
             f"this load asks for {format_numbers(range(total))} of it, and not for "
             f"{format_numbers(numbers)}, which the checkpoint has, too",
@@ -450,5 +562,3 @@ def unstacked_faults(
                 f"way out:     the model of the save; {_ON_PURPOSE}",
             ),
         )
-        for (family, total), numbers in beyond.items()
-    ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import logging
+import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,14 +29,8 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
-from dcp_placements._torch import (
-    facts_of,
-    global_rank,
-    traverse_state_dict,
-    world_size,
-)
-from dcp_placements.bind.binding import Placing
-from dcp_placements.bind.checks import equal_values
+from dcp_placements._torch import facts_of, global_rank, traverse_state_dict, world_size
+from dcp_placements.bind.checks import equal_values, lint
 from dcp_placements.bind.place import optimizer_faults, place
 from dcp_placements.errors import (
     Fault,
@@ -49,17 +44,11 @@ from dcp_placements.errors import (
     unpacked_faults,
 )
 from dcp_placements.load.casting import CASTS, check_quantizer
-from dcp_placements.load.compare import (
-    Asked,
-    LoadChecks,
-    asked_faults,
-    check_load,
-    unstacked_faults,
-)
-from dcp_placements.load.exchange import Answer, Exchange, Wish, answers
-from dcp_placements.load.missing import Policy, Resets, compiled, lacking_rows, optional_patterns
-from dcp_placements.load.reads import Group, Request, fleeting_faults
-from dcp_placements.load.tied import Overlaps, overlaps_of, self_overlap_faults
+from dcp_placements.load.compare import Asked, asked_by, asked_faults, check_load
+from dcp_placements.load.exchange import Answer, Exchange, answers, obstacle
+from dcp_placements.load.missing import Policy, reset_note
+from dcp_placements.load.reads import Request, fleeting_faults
+from dcp_placements.load.tied import check_landed, land, self_overlap_faults, tied_keys
 from dcp_placements.names.flat import Path, Reshaped, put_at, rename_keys
 from dcp_placements.names.target import Rename
 from dcp_placements.quiet_gc import quiet_gc
@@ -77,6 +66,7 @@ from dcp_placements.storage.metadata.checks import check_unpickled
 from dcp_placements.storage.metadata.provenance import saved_by, stored
 from dcp_placements.storage.metadata.save_ids import MIXED, IdRecord, id_records, speaking_for
 from dcp_placements.storage.record_contents import DAMAGED
+from dcp_placements.table.table import Sent
 
 logger = logging.getLogger(__name__)
 
@@ -89,67 +79,44 @@ class LoadMessage:
 
     Attributes:
         rank: Its global rank.
-        wish: What it could have from other ranks; None where it does not exchange.
         declared: What is declared by pattern, and whether a key of the rank matches; None where
             it is refused before that is known.
-        asked: What it asks for of wholes that ranks divide; None where it does not compare.
+        asked: What it asks for; None of a rank that is refused or alone.
+        wish: What of that it could have from other ranks; None where it does not exchange.
+        group: Hash of the ranks of the process group that it exchanges on.
+        has_reader: Whether the rank's storage reader calls the exchange after the reads.
         notes: Declarations that are probably wrong, packed.
         save: Which save wrote the checkpoint that this rank reads; empty where nothing tells.
         faults: Why it cannot load, packed; it has no plan then.
     """
 
     rank: int
-    wish: Wish | None = None
-    declared: Matches | None = field(default_factory=dict)
+    declared: Matches | None = None
     asked: Asked | None = None
+    wish: Sent | None = None
+    group: int = 0
+    has_reader: bool = False
     notes: bytes = b""
     save: str = ""
     faults: bytes = b""
 
     def with_reader(self) -> LoadMessage:
-        """Return it with its wish marked: the rank's reader calls the exchange."""
-        if self.wish is None:
-            return self
-        return replace(self, wish=self.wish._replace(has_hook=True))
+        """Return it marked: the rank's reader calls the exchange."""
+        return replace(self, has_reader=True)
 
 
-def all_notes(messages: Iterable[LoadMessage]) -> list[Fault]:
-    """Return the notes of all ranks, each once."""
-    notes: dict[Fault, None] = {}
-    for packed in dict.fromkeys(message.notes for message in messages if message.notes):
-        notes.update(dict.fromkeys(unpacked_faults(packed)))
-    return list(notes)
-
-
-def mixed_checkpoints(messages: Iterable[LoadMessage]) -> list[Fault]:
+def _mixed_checkpoints(messages: Iterable[LoadMessage]) -> list[Fault]:
     """Return that ranks read the metadata of different checkpoints, if they do."""
     ranks: dict[str, list[int]] = {}
     for message in messages:
         ranks.setdefault(message.save, []).append(message.rank)
-    if len(ranks) < 2:
-        return []
-    return [
-        Fault(
-            "this load",
-            "the ranks read different checkpoints",
-            (
-                *(
-                    f"read:        {save or 'one without a save id'} by {format_ranks(members)}"
-                    for save, members in ranks.items()
-                ),
-                "likely:      each rank looked for the latest checkpoint by itself, or the "
-                "checkpoint was replaced meanwhile",
-                "way out:     choose the directory on one rank, and broadcast it to the others",
-            ),
-        )
-    ]
-
-
-def unmatched_of(messages: Sequence[LoadMessage]) -> tuple[str, ...]:
-    """Return what is declared by pattern and matches no key on any rank, where all ranks know."""
-    declared = [message.declared for message in messages]
-    known = [matches for matches in declared if matches is not None]
-    return matched_nowhere(known) if len(known) == len(declared) else ()
+    read = [f"{save or 'one without a save id'} by {format_ranks(ranks[save])}" for save in ranks]
+    details = (
+        f"read:        {'; '.join(read)}",
+        "way out:     choose the directory on one rank, and broadcast it to the others",
+    )
+    fault = Fault("this load", "the ranks read different checkpoints", details)
+    return [fault] if len(ranks) > 1 else []
 
 
 @dataclass
@@ -162,23 +129,14 @@ class RankLoad:
         mappings: Where each key stands in the nested dict.
         metadata: The checkpoint's.
         is_coordinator: Whether this rank is the coordinator.
-        local_keys: The rank's own keys.
         refusal: Why the rank cannot load; the coordinator raises it for all ranks.
-        placing: The tensors' places.
-        copies: Further places of an object that several local keys have as one.
-        shared: By key, the name of the scalar or object that stands for several keys.
-        totals: The number of rows of each tensor that is unstacked, by their key with ``{}``.
-        collapsed: By scalar of which the checkpoint has one per row, the number of rows.
-        resets: The optimizer state of parameters that are read without any.
-        items: What the rank reads.
-        groups: Its tensors, by what fills them.
-        checks: How the load compares with the save.
-        overlaps: The keys that overlap in memory.
-        ids: The records of save ids that are read.
-        exchange: None where nothing can be exchanged.
-        report: The report on the load.
         declared: What is declared by pattern, and whether a key of this rank matches; None before
             that is known.
+        request: What the rank reads; there when it is planned.
+        tied: The keys that overlap in memory, each with all that it overlaps.
+        ids: The records of save ids that are read.
+        exchange: None where nothing is exchanged.
+        report: The report on the load.
     """
 
     original_state_dict: dict[str, Any] = field(default_factory=dict)
@@ -186,37 +144,26 @@ class RankLoad:
     mappings: dict[str, Path] = field(default_factory=dict)
     metadata: Metadata = field(default_factory=lambda: Metadata({}))
     is_coordinator: bool = False
-    local_keys: set[str] = field(default_factory=set)
     refusal: RankFaults | None = None
-    placing: Placing = field(default_factory=Placing)
-    copies: dict[str, list[Path]] = field(default_factory=dict)
-    shared: dict[str, str] = field(default_factory=dict)
-    totals: Mapping[str, int] = field(default_factory=dict)
-    collapsed: Mapping[str, torch.Size] = field(default_factory=dict)
-    resets: Resets = field(default_factory=lambda: Resets({}, {}, Placing()))
-    items: list[ReadItem] = field(default_factory=list)
-    groups: list[Group] = field(default_factory=list)
-    checks: LoadChecks = field(default_factory=LoadChecks)
-    overlaps: Overlaps = field(default_factory=lambda: Overlaps({}))
+    declared: Matches | None = None
+    request: Request = field(init=False)
+    tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ids: Mapping[MetadataIndex, IdRecord] = field(default_factory=dict)
     exchange: Exchange | None = None
     report: LoadReport = field(default_factory=lambda: LoadReport(planned=False))
-    declared: Matches | None = None
+    _local_keys: list[str] = field(default_factory=list)
     _reshaped: Reshaped | None = None
     _rename_matches: Matches = field(default_factory=dict)
-    # By scalar or object, the first key whose value was read, and the value.
+    # What was read into buffers: key, memory and buffer.
+    _buffered: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    # By scalar or object that stands for several keys, the first that was read, and its value.
     _first_values: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    # Items that are still to be read; readers may end them in several threads.
+    _unread: int = 0
+    _lock: Any = field(default_factory=threading.Lock)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RankLoad, ()  # a plan that is sent has no tensors
-
-    def restore(self, values: Iterable[tuple[Path, Any]]) -> None:
-        """Put values of types that torch does not know back; torch replaces them by None."""
-        for path, value in values:
-            put_at(self.original_state_dict, path, value)
-            key = ".".join(map(str, path))
-            if key in self.state_dict:
-                self.state_dict[key] = value
 
     def rename(self, rename: Rename | None) -> None:
         """Replace this rank's keys by the checkpoint's.
@@ -224,70 +171,49 @@ class RankLoad:
         Raises:
             RankFaults: Keys that cannot be renamed.
         """
-        self.local_keys = set(self.state_dict)
+        self._local_keys = list(self.state_dict)
         if rename is not None:
             renamed = rename_keys(self.state_dict, self.mappings, rename)
             self.state_dict, self.mappings, self._reshaped, self._rename_matches = renamed
 
-    def place(self, rules: Rules | None) -> None:
-        """Work out the places of the tensors, and which patterns of the user's match a key."""
-        stored_keys = self.metadata.state_dict_metadata
-        placing = place(self.state_dict, rules, self.mappings, self._reshaped, stored_keys)
-        self.placing = placing
-        self.state_dict, self.mappings = placing.state_dict, placing.mappings
-        self.copies, self.shared, self.totals = placing.copies, placing.shared, placing.totals
-        self.declared = {**rule_matches(rules, self.placing.matched), **self._rename_matches}
-
     def plan(
-        self,
-        policy: Policy,
-        *,
-        rules: Rules | None,
-        rename: Rename | None,
-        rank: int,
-        is_known: bool = False,
-    ) -> None:
+        self, policy: Policy, rules: Rules | None, rename: Rename | None
+    ) -> tuple[Asked | None, list[Fault]]:
         """Plan the reads, and compare the load with the save.
 
         Args:
             policy: What is accepted.
             rules: The user's rules.
             rename: The user's renaming.
-            rank: The global rank, for messages.
-            is_known: Whether no hook of the user's tells where each item is read to.
+
+        Returns:
+            What the rank asks for, where there are others; and declarations that are probably
+            wrong, of which the coordinator warns once for all ranks.
 
         Raises:
             RankFaults: What cannot be filled, or would be filled wrongly; all in one error.
         """
-        state_dict, placing, metadata = self.state_dict, self.placing, self.metadata
-        request = Request(state_dict, placing, metadata, policy, self.local_keys)
-        self.items = request.items(self, is_known=is_known)
-        self.groups = [
-            group for group in request.groups if isinstance(group.entry, TensorStorageMetadata)
-        ]
-        self.report = report = request.report
-        self.collapsed = request.collapsed
-        self.resets = Resets(
-            request.reset, state_dict, placing, [f for group in request.groups for f in group.fqns]
-        )
-        alone = {*self.shared, *self.collapsed}
+        stored_keys = self.metadata.state_dict_metadata
+        placing = place(self.state_dict, rules, self.mappings, self._reshaped, stored_keys)
+        self.state_dict, self.mappings = placing.state_dict, placing.mappings
+        self.declared = {**rule_matches(rules, placing.matched), **self._rename_matches}
+        request = Request(self.state_dict, placing, self.metadata, policy, self._local_keys)
+        self.request, self.report = request, request.report
         destinations = request.destinations()
-        self.overlaps = overlaps_of(destinations, alone)
-        faults = [*lacking_rows(request.stateless, self.shared), *placing.faults]
+        self.tied = tied_keys(destinations)
         # A tensor without its place has another shape, which is no fault of its own.
         placeless = {fault.fqn for fault in placing.faults}
-        faults += [fault for fault in request.faults if fault.fqn not in placeless]
-        self.checks = checks = check_load(request, metadata, rules, rename)
-        report.compared = checks.compared
-        faults += unstacked_faults(self.totals, metadata.state_dict_metadata, policy)
-        faults += [*checks.faults, *fleeting_faults(state_dict, placing)]
-        faults += optimizer_faults(state_dict, placing, rename)
+        faults = placing.faults + [one for one in request.faults if one.fqn not in placeless]
+        differing, self.report.compared = check_load(request, rename)
+        faults += [*differing, *fleeting_faults(self.state_dict, placing)]
+        faults += optimizer_faults(self.state_dict, placing, rename)
         faults += self_overlap_faults(destinations)
         if faults:
-            raise RankFaults(f"rank {rank} {REFUSED}", faults)
+            raise RankFaults(f"rank {global_rank()} {REFUSED}", faults)
         self.warn(request.notes)
-        # The coordinator warns of these, once for all ranks.
-        report.warnings += tuple(map(str, checks.notes))
+        notes = [*lint(placing.placed.values(), renamed=rename is not None, waived=policy.waived)]
+        self.report.warnings += tuple(map(str, notes))
+        return asked_by(request, rules, rename) if world_size() > 1 else None, notes
 
     def warn(self, notes: Sequence[Fault]) -> None:
         """Warn of what is accepted, and keep it in the report."""
@@ -295,103 +221,74 @@ class RankLoad:
             self.report.warnings += tuple(map(str, notes))
             warnings.warn(format_faults("look at this load", notes, "note"), stacklevel=3)
 
-    def message(self, exchange: bool | dist.ProcessGroup, rank: int) -> LoadMessage:
-        """Return what is sent to the coordinator."""
-        wish: Wish | None = None
-        if exchange is not False and world_size() > 1:
-            self.exchange = Exchange(None if exchange is True else exchange)
-            own = {*self.shared, *self.shared.values(), *self.collapsed, *self.overlaps.groups}
-            fqns = {fqn for group in self.groups for fqn in group.fqns}
-            with quiet_gc():
-                wish = self.exchange.wish(self.state_dict, self.placing, fqns - own)
-        return LoadMessage(
-            rank=rank,
-            wish=wish,
-            declared=self.declared,
-            asked=self.checks.asked,
-            notes=packed_faults(self.checks.notes),
-            save=saved_by(self.metadata) if world_size() > 1 else "",
-        )
+    def wish(self, group: dist.ProcessGroup | None) -> Sent:
+        """Return what the rank could have from others of a process group."""
+        self.exchange = Exchange(group)
+        shared = self.request.shared
+        own = {*shared, *shared.values(), *self.tied}
+        fqns = {fqn for one in self.request.groups if one.reads is not None for fqn in one.fqns}
+        return self.exchange.wish(self.state_dict, self.request.placing, fqns - own)
 
-    def judge(self, messages: Sequence[LoadMessage], policy: Policy, *, complete: bool) -> None:
+    def judge(self, messages: Sequence[LoadMessage], policy: Policy) -> None:
         """Refuse, or warn of, what all ranks together show. Called on the coordinator.
 
         Args:
             messages: Of the ranks that sent one.
             policy: What is accepted.
-            complete: Whether all ranks take part in this plan.
 
         Raises:
             PlacementError: What single ranks refuse; or ranks that together ask for something else
                 than was saved.
         """
-        unmatched = unmatched_of(messages) if complete else ()
+        # Ranks that load by themselves have no others to compare with.
+        complete = len(messages) >= world_size()
+        known = [one.declared for one in messages if one.declared is not None]
+        unmatched = matched_nowhere(known) if complete and len(known) == len(messages) else ()
         self.report.unmatched = unmatched
         # Listed with the faults, too: a mistake in a pattern may be their cause.
         mistakes = unmatched_faults(unmatched, list(self.state_dict))
         sent = {message.rank: message.faults for message in messages}
         if any(sent.values()):
             raise_faults_of_ranks(REFUSED, sent, mistakes)
-        if notes := all_notes(messages):
+        packed = dict.fromkeys(message.notes for message in messages)
+        notes = dict.fromkeys(note for one in packed for note in unpacked_faults(one))
+        if notes:
             warnings.warn(format_faults("look at this load", notes, "note"), stacklevel=3)
+        record = self.request.record
         if complete:
-            raise_faults("nothing can be loaded", mixed_checkpoints(messages))
-        elif self.checks.record is not None:
+            raise_faults("nothing can be loaded", _mixed_checkpoints(messages))
+        elif record is not None:
             self.report.compared += ", but not with what other ranks ask for"
         asked = {one.rank: one.asked for one in messages if one.asked is not None}
-        faults = asked_faults(asked, self.checks.record, self.metadata, policy, complete=complete)
+        faults = asked_faults(asked, record, self.metadata, policy, complete=complete)
         if faults:
             raise_faults("the ranks do not ask for what was saved", [*faults, *mistakes])
         self.warn(mistakes)
 
-    def take_answer(self, answer: Any) -> None:
-        """Take the coordinator's answer on what is exchanged."""
-        if self.exchange is not None:
-            self.exchange.answer = answer if isinstance(answer, Answer) else Answer()
-
-    @property
-    def active_exchange(self) -> Exchange | None:
-        """The exchange, where the coordinator granted one."""
-        return (
-            self.exchange if self.exchange is not None and self.exchange.answer.is_active else None
-        )
-
-    def finished(self, plan: LoadPlan) -> LoadPlan:
+    def finished(self, plan: LoadPlan, *, is_known: bool) -> LoadPlan:
         """Return what this rank reads, its part of an exchange alone.
 
         Args:
             plan: As the coordinator sent it.
+            is_known: Whether no hook of the user's tells where each item is read to.
         """
-        items = self.items
-        if self.active_exchange is not None:
-            with quiet_gc():
-                items = self.active_exchange.share(items, self.metadata, self.report)
+        items = self.request.items(self, is_known=is_known)
         if self.exchange is not None:
-            self.warn(self.exchange.answer.notes)
-        self.overlaps.expect(items)
+            with quiet_gc():
+                items = self.exchange.share(items, self.report)
+        # A file is compared before and after its records are read: a save may begin meanwhile.
         ids = self._id_reads(items)
         final = [*ids, *items, *ids] if ids else items
         # Only the reader of this package has other mappings, and it tells when it has compared the
         # files: that is later than the last item.
-        if self.resets and type(self.metadata.storage_data) is dict:
-            self.resets.expect(len(final))
-            if not final and self.active_exchange is None:
-                self.end_reads()
+        if (self.tied or self.request.reset) and type(self.metadata.storage_data) is dict:
+            self._unread = len(final)
+            if not final:
+                self.reset()
         return replace(plan, items=final, planner_data=self)
-
-    def end_read(self) -> None:
-        """Take in that an item was read, by a reader that calls the planner for every item."""
-        if self.resets and self.resets.are_due() and self.active_exchange is None:
-            self.end_reads()
-
-    def end_reads(self) -> None:
-        """Take in that all has been read: what the checkpoint has no state of is reset."""
-        self.warn(self.resets.apply(self.original_state_dict, self.mappings))
 
     def _id_reads(self, items: Sequence[ReadItem]) -> list[ReadItem]:
         """Return the reads of the save ids in the files that items are read from.
-
-        A file is compared before and after its records are read: a save may begin meanwhile.
 
         None where ``storage_data`` is no dict: only the reader of this package has other mappings,
         and it compares the ids by itself.
@@ -407,30 +304,30 @@ class RankLoad:
         items = [record.read_item() for record in speaking_for(names, records)]
         return [ReadItemOfLoad(**vars(item), run=self) for item in items]
 
-    def data(self, index: MetadataIndex) -> torch.Tensor | None:
-        """Return the memory to read into at ``index``; None for tensors without a place."""
-        if index.fqn in self.collapsed:
-            return self._scalar(index.fqn).new_empty(self.collapsed[index.fqn])
-        if (placed := self.placing.placed.get(index.fqn)) is None:
-            return None
-        assert index.index is not None
-        return placed.view(placed.chunks[index.index])
+    def memory(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the memory to read into at ``index``."""
+        if index.fqn in self.request.shared:
+            # The value of none may overwrite another one before they are compared.
+            entry = self.metadata.state_dict_metadata[index.fqn]
+            assert isinstance(entry, TensorStorageMetadata)
+            return self._scalar(index.fqn).new_empty(entry.size)
+        if (placed := self.request.placing.placed.get(index.fqn)) is not None:
+            assert index.index is not None
+            return placed.view(placed.chunks[index.index])
+        return cast(torch.Tensor, find_state_dict_object(self.state_dict, index))
 
-    @property
-    def takes_reads(self) -> bool:
-        """Whether anything is done when a tensor has been read."""
-        return bool(self.shared or self.collapsed or self.overlaps.groups or self.resets)
-
-    def take_tensor(self, fqn: str, tensor: torch.Tensor) -> None:
-        """Take what was read for a scalar that stands for several rows.
+    def take_tensor(self, fqn: str, memory: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Take what was read apart from its memory: of a tied key, or for a scalar of several.
 
         Raises:
-            PlacementError: The rows differ.
+            PlacementError: One scalar stands for several rows, and they differ.
         """
-        if fqn in self.shared or fqn in self.collapsed:
+        if fqn in self.request.shared:
             for number in tensor.flatten().tolist():
                 self._take_value(fqn, number)
                 self._scalar(fqn).fill_(number)
+        if fqn in self.tied:
+            self._buffered.append((fqn, memory.detach(), tensor.detach()))
 
     def take_object(self, fqn: str, value: Any) -> None:
         """Put an object that was read into all its places.
@@ -438,9 +335,9 @@ class RankLoad:
         Raises:
             PlacementError: It stands for several rows, and they differ.
         """
-        if fqn in self.shared:
+        if fqn in self.request.shared:
             self._take_value(fqn, value)
-        for path in (self.mappings[fqn], *self.copies.get(fqn, ())):
+        for path in (self.mappings[fqn], *self.request.placing.copies.get(fqn, ())):
             put_at(self.original_state_dict, path, value)
 
     def _scalar(self, fqn: str) -> torch.Tensor:
@@ -448,7 +345,7 @@ class RankLoad:
 
     def _take_value(self, fqn: str, value: Any) -> None:
         """Compare one of several values that become one here with the first of them."""
-        name = self.shared.get(fqn, fqn)
+        name = self.request.shared[fqn]
         first, first_value = self._first_values.setdefault(name, (fqn, value))
         if equal_values(first_value, value):
             return
@@ -464,6 +361,52 @@ class RankLoad:
             ),
         )
         raise PlacementError(format_faults("rows cannot be loaded as one", [fault]))
+
+    def end_read(self) -> None:
+        """Take in that an item was read, by a reader that calls the planner for every item."""
+        if self._unread:
+            with self._lock:
+                self._unread -= 1
+                is_last = not self._unread
+            if is_last:
+                self.settle_tied()
+                self.reset()
+
+    def settle_tied(self) -> None:
+        """Put what was read for tied keys into their memory, and compare it there.
+
+        Raises:
+            PlacementError: Different contents for keys that have one memory.
+        """
+        land(self._buffered)
+        check_landed(self._buffered, self.tied)
+
+    def reset(self) -> None:
+        """Reset the optimizer state that the checkpoint lacks of parameters that were read.
+
+        Memory that was read under another key, as that of tied parameters or of one ``step`` for
+        all, keeps what was read.
+        """
+        reset, self.request.reset = self.request.reset, {}
+        used: dict[str, None] = {}
+        shared: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        for fqn, parameter in reset.items():
+            value = self.state_dict[fqn]
+            if isinstance(value, int | float):
+                put_at(self.original_state_dict, self.mappings.get(fqn, (fqn,)), type(value)(0))
+            for tensor in map(torch.Tensor.detach, self.request.tensors(fqn)):
+                # A fresh optimizer may have counted a step, and has moments of 0.
+                if fqn.rpartition(".")[2] != "step":
+                    if fqn in self.tied:
+                        shared.append((parameter, tensor, tensor.clone()))
+                    elif tensor.any():
+                        used[parameter] = None
+                tensor.zero_()
+        if reset:
+            land(self._buffered)
+        used |= {one: None for one, tensor, before in shared if not torch.equal(tensor, before)}
+        if used:
+            self.warn([reset_note(list(used))])
 
 
 class PlacementLoadPlanner(DefaultLoadPlanner):
@@ -538,9 +481,11 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             raise PlacementError(f"exchange={exchange!r}: give True, False or a process group")
         self.rules = rules
         self.rename = rename
-        self.optional = optional_patterns(optional)
         self.cast = cast
         self.exchange = exchange
+        self._policy = Policy(
+            partial=allow_partial_load, cast=cast, optional=optional, waived=self.waive
+        )
 
     @property
     def report(self) -> LoadReport:
@@ -578,7 +523,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             if value is not None and not isinstance(value, torch.Tensor):
                 objects.append((path, value))
 
-        traverse_state_dict(_without_tensors(state_dict), keep)
+        traverse_state_dict(state_dict, keep)
         stock = DefaultLoadPlanner(
             flatten_state_dict=self.flatten_state_dict,
             flatten_sharded_tensors=self.flatten_sharded_tensors,
@@ -586,7 +531,11 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         stock.set_up_planner(state_dict)
         load.original_state_dict, load.state_dict = state_dict, stock.state_dict
         load.mappings = stock.mappings or {key: (key,) for key in stock.state_dict}
-        load.restore(objects)
+        for path, value in objects:
+            put_at(state_dict, path, value)
+            key = ".".join(map(str, path))
+            if key in load.state_dict:
+                load.state_dict[key] = value
 
     def create_local_plan(self) -> LoadPlan:
         """Plan what this rank reads; return a plan with what the ranks compare, and no items.
@@ -599,27 +548,22 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             if load.refusal is not None:
                 raise load.refusal
             with quiet_gc():
-                message = self._planned(rank)
+                asked, notes = load.plan(self._policy, self.rules, self.rename)
         except RankFaults as refusal:
             load.refusal = refusal
             message = LoadMessage(
                 rank, declared=load.declared, faults=packed_faults(refusal.faults)
             )
-        return LoadPlan(ItemsToCome(), planner_data=message)  # type: ignore[arg-type]
-
-    def _policy(self) -> Policy:
-        optional, waived = compiled(self.optional), compiled(self.waive)
-        return Policy(self.allow_partial_load, self.cast, optional, waived)
-
-    def _planned(self, rank: int) -> LoadMessage:
-        """Plan this rank's reads; return what is sent to the coordinator."""
-        load = self._runs.planned
-        policy = self._policy()
-        load.place(self.rules)
-        known = self._has_own("lookup_tensor")
-        load.plan(policy, rules=self.rules, rename=self.rename, rank=rank, is_known=known)
+            return LoadPlan(ItemsToCome(), planner_data=message)  # type: ignore[arg-type]
         load.report.waived = dict(self.waive)
-        return load.message(self.exchange, rank)
+        message = LoadMessage(rank, load.declared, asked, notes=packed_faults(notes))
+        if world_size() > 1:
+            message = replace(message, save=saved_by(load.metadata))
+            if self.exchange is not False:
+                wish = load.wish(None if self.exchange is True else self.exchange)
+                assert load.exchange is not None
+                message = replace(message, wish=wish, group=hash(load.exchange.ranks))
+        return LoadPlan(ItemsToCome(), planner_data=message)  # type: ignore[arg-type]
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plans with the answer on what each rank exchanges.
@@ -633,14 +577,20 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         plans = super().create_global_plan(global_plan)
         sent = [plan.planner_data for plan in plans]
         messages = [message for message in sent if isinstance(message, LoadMessage)]
-        # Ranks that load by themselves have no others to compare with.
-        complete = len(plans) >= world_size()
-        self._runs.planned.judge(messages, self._policy(), complete=complete)
-        wishes = [one.wish if isinstance(one, LoadMessage) else None for one in sent]
+        self._runs.planned.judge(messages, self._policy)
+        wishes = {one.rank: one.wish for one in messages if one.wish is not None}
         given: list[Answer | None] = [None] * len(plans)
-        if any(wishes):
+        if wishes:
             ranks = [getattr(one, "rank", at) for at, one in enumerate(sent)]
-            given = [*answers(wishes, ranks)]
+            why = obstacle(
+                ranks,
+                without=[rank for rank in ranks if rank not in wishes],
+                groups={one.group for one in messages},
+                have_readers=all(one.has_reader for one in messages),
+            )
+            given = [Answer(why=why)] * len(plans)
+            if why is None and len(plans) > 1:
+                given = [*answers(list(wishes.values()), ranks)]
         return [
             plan if plan.planner_data is None else dataclasses.replace(plan, planner_data=answer)
             for plan, answer in zip(plans, given, strict=True)
@@ -651,33 +601,31 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         load = self._runs.planned
         if load.refusal is not None:  # and the coordinator's planner is another one
             raise load.refusal
-        load.take_answer(new_plan.planner_data)
+        answer, exchange = new_plan.planner_data, load.exchange
+        if exchange is not None:
+            exchange.answer = answer if isinstance(answer, Answer) else Answer()
+            load.warn(exchange.answer.notes)
+            load.exchange = exchange if exchange.answer.is_active else None
         try:
-            plan = load.finished(new_plan)
+            plan = load.finished(new_plan, is_known=self._has_own("lookup_tensor"))
         except Exception as error:
-            if load.active_exchange is None:
+            if load.exchange is None:
                 raise
             # The other ranks will ask this one whether it could read.
-            load.active_exchange.failure = error
+            load.exchange.failure = error
             return LoadPlan([], planner_data=load)
         logger.info("%s", load.report)
         return plan
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the storage to read into: a view of the local tensor. Called on every rank."""
-        load = self._runs.planned
-        data = load.data(index)
-        if data is not None:
-            return data
-        tensor: torch.Tensor = find_state_dict_object(load.state_dict, index)
-        # One scalar for several keys: the value of none may overwrite another one before they
-        # are compared.
-        return torch.empty_like(tensor) if index.fqn in load.shared else tensor
+        return self._runs.planned.memory(index)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """Return where to read an item to. Called on every rank, also by several threads."""
         load = self._runs.of(read_item)
-        return load.overlaps.target(read_item, self._memory(load, read_item))
+        memory = self._memory(load, read_item)
+        return torch.empty_like(memory) if read_item.dest_index.fqn in load.tied else memory
 
     def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
         """Return the part of a destination that an item fills. Called on every rank."""
@@ -688,7 +636,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
     def resolve_tensors(self, items: Sequence[ReadItem]) -> list[torch.Tensor]:
         """Return what ``resolve_tensor`` returns of each item; the items are of one load."""
         load = self._runs.of(items[0])
-        if load.overlaps.groups or not self._has_own("resolve_tensor", "transform_tensor"):
+        if load.tied or not self._has_own("resolve_tensor", "transform_tensor"):
             return [self.resolve_tensor(item) for item in items]
         chunks = [getattr(item, "chunk", None) for item in items]
         return [
@@ -699,7 +647,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
     def commit_tensors(self, items: Sequence[ReadItem], tensors: Sequence[torch.Tensor]) -> None:
         """Take what was read, as ``commit_tensor`` takes each; the items are of one load."""
         load = self._runs.of(items[0])
-        is_taken = load.takes_reads or any([tensor.is_quantized for tensor in tensors])
+        is_taken = load.tied or load.request.shared or any([one.is_quantized for one in tensors])
         if is_taken or not self._has_own("commit_tensor"):
             for item, tensor in zip(items, tensors, strict=True):
                 self.commit_tensor(item, tensor)
@@ -721,16 +669,14 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         """Take what was read. Called on every rank.
 
         Raises:
-            PlacementError: Different contents for keys that have one memory.
-                Quantized values of another scale than the tensor has.
+            PlacementError: Quantized values of another scale than the tensor has; different
+                values for one scalar.
         """
-        load = self._runs.of(read_item)
+        load, fqn = self._runs.of(read_item), read_item.dest_index.fqn
         if tensor.is_quantized:
-            memory = self._memory(load, read_item)
-            check_quantizer(read_item.dest_index.fqn, memory, tensor)
-        load.take_tensor(read_item.dest_index.fqn, tensor)
-        if read_item.dest_index.fqn in load.overlaps.groups:
-            load.overlaps.take(read_item, self._memory(load, read_item), tensor)
+            check_quantizer(fqn, self._memory(load, read_item), tensor)
+        if fqn in load.tied or fqn in load.request.shared:
+            load.take_tensor(fqn, self._memory(load, read_item), tensor)
         load.end_read()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -775,16 +721,20 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         planned = plan.planner_data
         load = planned if isinstance(planned, RankLoad) else self._runs.planned
         load.report.traffic, load.report.unchecked = traffic, unchecked
-        exchange = load.active_exchange
-        if exchange is not None:
+        if error is None:
+            try:
+                load.settle_tied()
+            except PlacementError as refusal:
+                error = refusal
+        if load.exchange is not None:
 
             def lookup(index: MetadataIndex) -> torch.Tensor:
                 return self._runs.inside(load, self.lookup_tensor, index)
 
-            exchange.finish(error, lookup, load.report)
+            load.exchange.finish(error, lookup, load.report)
         elif error is not None:
             raise error
-        load.end_reads()
+        load.reset()
 
 
 def _unreadable(item: ReadItem, error: Exception) -> Fault:
@@ -796,14 +746,3 @@ def _unreadable(item: ReadItem, error: Exception) -> Fault:
     else:
         details = DAMAGED
     return Fault(item.storage_index.fqn, f"{type(error).__name__}: {error}", details)
-
-
-def _without_tensors(value: Any) -> Any:
-    """Return a nested dict without the tensors in its dicts, which are most of its leaves."""
-    if not isinstance(value, Mapping):
-        return value
-    return {
-        key: _without_tensors(each)
-        for key, each in value.items()
-        if not isinstance(each, torch.Tensor)
-    }

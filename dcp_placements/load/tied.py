@@ -3,22 +3,21 @@
 A model that ties its embedding and its head has one memory under two keys. If the checkpoint has
 different tensors under the two, the one that is read last would stay. So each part is read into a
 buffer of its own. When all are read they are put into memory, and a part that is not there then was
-overwritten. This holds for equal views, for views that overlap in part, and for any stored chunks::
+overwritten. Of two tied keys::
 
-    Overlaps({"embed.weight": ("embed.weight", "head.weight"), "head.weight": (... the same)})
+    tied_keys([("embed", w), ("head", w), ("bias", b)])
+    {"embed": ("embed", "head"), "head": ("embed", "head")}
 
 A tensor of which several elements are one memory, as ``expand`` makes it, is refused before that.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import gcd
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint import ReadItem
 
 from dcp_placements.bind.checks import data_pointer
 from dcp_placements.errors import Fault, format_names, raise_faults
@@ -27,55 +26,54 @@ from dcp_placements.storage.hashing import full_digest
 MAX_KEYS = 6
 """Keys of one memory that a message lists."""
 
+Buffered = Sequence[tuple[str, torch.Tensor, torch.Tensor]]
+"""What was read into buffers: key, memory, buffer."""
 
-class Overlaps:
-    """The keys of one load on one rank whose destinations overlap in memory.
+
+def tied_keys(destinations: Sequence[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, ...]]:
+    """Return the keys that overlap in memory, each with all that it overlaps, also over others.
 
     Args:
-        groups: By key, all keys that overlap with it, directly or over others.
+        destinations: The tensors that are read into, and their keys; a key may have several.
     """
+    # Of tensors that have no memory, or none that can be seen, the start is 0.
+    starts = [data_pointer(tensor) for _, tensor in destinations]
+    held = [at for at, start in enumerate(starts) if start and destinations[at][1].numel()]
+    runs: list[list[int]] = []
+    end = 0
+    for at in sorted(held, key=starts.__getitem__):
+        if starts[at] >= end:
+            runs.append([])
+        runs[-1].append(at)
+        end = max(end, starts[at] + _extent(destinations[at][1]))
+    tied: dict[str, tuple[str, ...]] = {}
+    for run in runs:
+        views = [destinations[at][1] for at in run]
+        # The extent of a column of a matrix has other columns, too.
+        if len(run) > 1 and (all(v.is_contiguous() for v in views) or _share_memory(views)):
+            keys = tuple(dict.fromkeys([destinations[at][0] for at in sorted(run)]))
+            tied.update(dict.fromkeys(keys, keys))
+    return tied
 
-    def __init__(self, groups: Mapping[str, tuple[str, ...]]) -> None:
-        self.groups = groups
-        self._unread = 0
-        # Readers may call from several threads.
-        self._lock = threading.Lock()
-        self._read: list[tuple[str, torch.Tensor, torch.Tensor]] = []
 
-    def expect(self, items: Iterable[ReadItem]) -> None:
-        """Take what will be read."""
-        if self.groups:
-            self._unread = sum(item.dest_index.fqn in self.groups for item in items)
+def land(buffered: Buffered) -> None:
+    """Put what was read into its memory."""
+    for _, memory, buffer in buffered:
+        memory.copy_(buffer)
 
-    def target(self, item: ReadItem, memory: torch.Tensor) -> torch.Tensor:
-        """Return where an item is read to: its memory, or a buffer where that overlaps."""
-        return torch.empty_like(memory) if item.dest_index.fqn in self.groups else memory
 
-    def take(self, item: ReadItem, memory: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Take in that an item was read.
+def check_landed(buffered: Buffered, tied: Mapping[str, tuple[str, ...]]) -> None:
+    """Refuse what was overwritten by what was read under another key.
 
-        Args:
-            item: The item.
-            memory: Its destination.
-            tensor: What ``target`` returned for it.
-
-        Raises:
-            PlacementError: It was the last one, and some have one memory, but other contents.
-        """
-        with self._lock:
-            self._read.append((item.dest_index.fqn, memory.detach(), tensor.detach()))
-            self._unread -= 1
-            if self._unread:
-                return
-            read, self._read = self._read, []
-        for _, target, buffer in read:
-            target.copy_(buffer)
-        lost: dict[tuple[str, ...], dict[str, None]] = {}
-        for fqn, target, buffer in read:
-            if full_digest(target) != full_digest(buffer):
-                lost.setdefault(self.groups[fqn], {})[fqn] = None
-        faults = [_fault(keys, [*fqns]) for keys, fqns in lost.items()]
-        raise_faults("tensors of one memory cannot be loaded", faults)
+    Raises:
+        PlacementError: Some have one memory, but other contents.
+    """
+    lost: dict[tuple[str, ...], dict[str, None]] = {}
+    for fqn, memory, buffer in buffered:
+        if full_digest(memory) != full_digest(buffer):
+            lost.setdefault(tied[fqn], {})[fqn] = None
+    faults = [_fault(keys, [*fqns]) for keys, fqns in lost.items()]
+    raise_faults("tensors of one memory cannot be loaded", faults)
 
 
 def _fault(keys: tuple[str, ...], lost: list[str]) -> Fault:
@@ -92,45 +90,7 @@ def _fault(keys: tuple[str, ...], lost: list[str]) -> Fault:
     )
 
 
-Destinations = tuple[Sequence[str], Sequence[torch.Tensor]]
-"""The tensors that are read into, and the key of each; a key may have several."""
-
-
-def overlaps_of(destinations: Destinations, excluded: Container[str] = ()) -> Overlaps:
-    """Return the keys whose tensors overlap in memory.
-
-    Args:
-        destinations: What is read into.
-        excluded: Keys that are not read into their own memory.
-    """
-    fqns, tensors = destinations
-    # Of tensors that have no memory, or none that can be seen, the start is 0.
-    starts = list(map(data_pointer, tensors))
-    held = [
-        at
-        for at, (fqn, tensor) in enumerate(zip(fqns, tensors, strict=True))
-        if starts[at] and fqn not in excluded and tensor.numel()
-    ]
-    runs: list[list[int]] = []
-    end = 0
-    for at in sorted(held, key=starts.__getitem__):
-        if starts[at] >= end:
-            runs.append([])
-        runs[-1].append(at)
-        end = max(end, starts[at] + _extent(tensors[at]))
-    overlapping: dict[str, tuple[str, ...]] = {}
-    for run in runs:
-        if len(run) == 1:
-            continue
-        views = [tensors[at] for at in run]
-        # The extent of a column of a matrix has other columns, too.
-        if all(view.is_contiguous() for view in views) or _share_memory(views):
-            keys = tuple(dict.fromkeys([fqns[at] for at in sorted(run)]))
-            overlapping.update(dict.fromkeys(keys, keys))
-    return Overlaps(overlapping)
-
-
-def self_overlap_faults(destinations: Destinations) -> list[Fault]:
+def self_overlap_faults(destinations: Sequence[tuple[str, torch.Tensor]]) -> list[Fault]:
     """Return the tensors of which several elements are one memory."""
     return [
         Fault(
@@ -143,7 +103,7 @@ def self_overlap_faults(destinations: Destinations) -> list[Fault]:
                 "own for each element), or the tensor that it was made from",
             ),
         )
-        for fqn, tensor in zip(*destinations, strict=True)
+        for fqn, tensor in destinations
         if tensor.layout is torch.strided and not tensor.is_contiguous() and _share_memory([tensor])
     ]
 

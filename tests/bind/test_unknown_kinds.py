@@ -24,7 +24,7 @@ from dcp_placements import (
 from dcp_placements.bind import binding
 from dcp_placements.errors import CannotPlace
 from dcp_placements.layout.sharding import Cut, Sharding
-from dcp_placements.load.cuts import canonical
+from dcp_placements.load.compare import canonical
 from dcp_placements.offline import rehearse, reshard
 from dcp_placements.testing import FakeDTensor, World
 from dcp_placements.transfer import cutting

@@ -65,10 +65,8 @@ def test_every_tensor_is_the_whole_cut_by_slicing(outcomes: Ranks, name: str) ->
     assert_right(found)
     assert [text for rank in found for text in rank["warnings"]] == []
     # What another rank reads this one does not.
-    assert all(
-        0 < rank["exchanged"] < rank["wanted"] or name == "all_ranks_alike" for rank in found
-    )
-    assert {rank["all"] for rank in found} == {sum(rank["read"] for rank in found)}
+    assert all(rank["exchanged"] <= rank["wanted"] for rank in found)
+    assert any(rank["exchanged"] for rank in found)
 
 
 @pytest.mark.parametrize("name", [n for n in EVEN if n not in ("odd_parts", "many_small")])
@@ -78,7 +76,8 @@ def test_each_byte_is_read_once_and_evenly(outcomes: Ranks, name: str) -> None:
     assert sum(read) >= found[0]["unique"] - 64 * found[0]["compared"]
     # Of small tensors the bytes between them come along, and objects are read by every rank.
     assert sum(read) <= found[0]["unique"] * (1.05 if name == "hsdp" else 1.01)
-    assert max(read) - min(read) <= 0.05 * sum(read) / len(read)
+    # Each tensor is read by one rank.
+    assert max(read) <= sum(read) / len(read) + found[0]["largest"]
 
 
 def test_the_ranks_that_saved_open_their_own_file_and_the_shared_one(outcomes: Ranks) -> None:
@@ -89,9 +88,11 @@ def test_the_ranks_that_saved_open_their_own_file_and_the_shared_one(outcomes: R
 
 
 def test_rehearse_predicts_what_is_read(outcomes: Ranks) -> None:
-    for rank in seen(outcomes, "experts"):
-        exchanged, plainly, files = rank["predicted"]
-        assert rank["read"] == pytest.approx(exchanged, rel=0.03)
+    found = seen(outcomes, "experts")
+    predicted = sum(rank["predicted"][0] for rank in found)
+    assert sum(rank["read"] for rank in found) == pytest.approx(predicted, rel=0.03)
+    for rank in found:
+        _, plainly, files = rank["predicted"]
         differing, nbytes, opens = rank["plainly"]
         assert differing == []
         assert opens == files
@@ -103,20 +104,19 @@ def test_what_one_file_has_of_all_is_read_once(outcomes: Ranks) -> None:
     """Plain tensors, scalars and columns; the object is read by every rank."""
     found = seen(outcomes, "all_ranks_alike")
     assert sum(rank["read"] for rank in found) <= 1.03 * found[0]["unique"]
-    readers = [rank for rank in found if rank["read"] > 10000]
-    assert len(readers) == 4
 
 
 def test_what_ranks_do_not_want_alike_each_reads(outcomes: Ranks) -> None:
     found = seen(outcomes, "not_alike")
-    # A quarter of "w" came from the other replica, and nothing of "plain".
-    assert {rank["exchanged"] for rank in found} == {1400 * 800 * 4 // 4}
+    # Half of "w" came from the other replica, and nothing of "plain".
+    assert {rank["exchanged"] for rank in found} == {0, 1400 * 800 * 4 // 2}
 
 
 def test_a_rank_that_needs_no_tensor_keeps_none_from_the_exchange(outcomes: Ranks) -> None:
     found = seen(outcomes, "one_rank_needs_no_tensor")
     assert_right(found)
     assert found[2]["exchanged"] == 0
+    assert sum(rank["exchanged"] for rank in found) == 2 * 900 * 700 * 4
     assert sum(rank["read"] for rank in found) <= 1.03 * found[0]["unique"]
 
 
@@ -137,7 +137,7 @@ def test_a_planner_without_it_keeps_all_from_it(outcomes: Ranks) -> None:
 def test_m79_a_plain_tensor_per_rank_leaves_the_others_to_the_exchange(outcomes: Ranks) -> None:
     found = seen(outcomes, "a_plain_key_per_rank")
     assert_right(found)
-    assert all(rank["exchanged"] for rank in found)
+    assert sum(rank["exchanged"] for rank in found) == 3 * 1024 * 700 * 4
     assert sum(rank["read"] for rank in found) < 1.05 * (1024 * 700 * 4 + 4 * 700 * 3 * 4)
     assert [rank["alone"] for rank in found] == [[f"rng.{rank}"] for rank in RANKS]
 
@@ -147,7 +147,7 @@ def test_a_load_on_another_process_group(outcomes: Ranks) -> None:
     for name in ("true", "group"):
         assert_right([rank[name] for rank in found])
     assert [rank["true"]["exchanged"] for rank in found] == [0] * 4
-    assert [rank["group"]["exchanged"] for rank in found] == [1024 * 700 * 4 // 2] * 4
+    assert [rank["group"]["exchanged"] for rank in found] == [0, 1024 * 700 * 4] * 2
     assert all("of 2 ranks" in rank["warnings"][0] for rank in found)
 
 

@@ -12,13 +12,13 @@ from torch.distributed.checkpoint.planner import LoadItemType
 
 from dcp_placements.layout.boxes import Index, as_array, common
 from dcp_placements.layout.sharding import Box
-from dcp_placements.load.reads import Reads, pieces_of, read_items
+from dcp_placements.load.reads import pieces_of, read_items, reads_of
 
 
 def found_items(
     fqn: str, metadata: TensorStorageMetadata, destinations: list[Box]
 ) -> tuple[list[ReadItem], list[Box]]:
-    reads, holes = Reads().of(metadata, destinations)
+    reads, holes = reads_of(metadata, destinations)
     return read_items([(fqn, reads)]), holes
 
 
@@ -105,19 +105,3 @@ def test_a_scalar_is_read_whole() -> None:
     assert len(items) == 1
     assert items[0].lengths == torch.Size(())
     assert found_items("s", stored((), []), [Box((), ())])[1] == [Box((), ())]
-
-
-def test_tensors_that_lie_alike_are_found_in_chunk_lists_of_another_order() -> None:
-    """What was found for one tensor is looked at anew for the next, not taken for granted."""
-    boxes = [Box((0, 0), (2, 3)), Box((2, 0), (2, 3)), Box((4, 0), (1, 3))]
-    reads = Reads()
-    for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
-        listed = [boxes[i] for i in order]
-        found, holes = reads.of(stored((5, 3), listed), [boxes[2]])
-        assert holes == []
-        (item,) = read_items([("w", found)])
-        assert item.storage_index.index == listed.index(boxes[2])
-        assert item.storage_index.offset == torch.Size((4, 0))
-        assert item.lengths == torch.Size((1, 3))
-    _, holes = reads.of(stored((5, 3), boxes[:2]), [boxes[2]])
-    assert holes == [boxes[2]]

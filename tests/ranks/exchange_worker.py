@@ -92,6 +92,9 @@ def facts(planner: PlacementLoadPlanner, reader: Any, state: State, wanted: Stat
         "wanted": report.wanted_nbytes,
         "text": str(report),
         "alone": list(report.alone),
+        "largest": max(
+            (local(v).nbytes for v in state.values() if isinstance(v, torch.Tensor)), default=0
+        ),
     }
 
 

@@ -25,7 +25,7 @@ from dcp_placements.errors import Fault, PlacementError, RankFaults
 from dcp_placements.layout.boxes import Boxes, as_boxes, tile, unique_rows
 from dcp_placements.layout.sharding import Intervals, Position, Sharding
 from dcp_placements.load.compare import Asked, asked_faults
-from dcp_placements.load.missing import Policy, compiled
+from dcp_placements.load.missing import Policy
 from dcp_placements.load.planner import RankLoad
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.names.renames import Renames, Step, recorded
@@ -216,7 +216,7 @@ class RehearsedWorld:
             metadata = self.checkpoint.metadata
             keys = metadata.state_dict_metadata
             record = record_of(self.checkpoint.provenance, keys)
-            policy = Policy(waived=compiled(self.lots[0].waive))
+            policy = Policy(waived=self.lots[0].waive)
             sent = {rank: one for lot in self.lots for rank, one in _sent(lot, lot.asked).items()}
             with rehearsed(0, self.size):
                 faults = asked_faults(
@@ -339,23 +339,29 @@ class RehearsedWorld:
             state.update({one.key: _value(one, cutting) for one in kind.tensors})
         metadata = self.checkpoint.metadata
         load = RankLoad(state_dict=state, metadata=metadata)
-        policy = Policy(waived=compiled(lot.waive))
+        policy = Policy(waived=lot.waive)
         with rehearsed(rank, self.size), warnings.catch_warnings(action="ignore"):
             try:
                 load.rename(lot.rename)
-                load.place(lot.rules)
-                load.plan(policy, rules=lot.rules, rename=lot.rename, rank=rank)
+                asked, notes = load.plan(policy, lot.rules, lot.rename)
+                self._notes.update(dict.fromkeys(notes))
+                lot.asked = asked or Asked()
             except RankFaults as refusal:
                 for fault in refusal.faults:
                     self.add_fault(fault, lot.ranks)
-        self._notes.update(dict.fromkeys(load.checks.notes))
-        lot.declared, lot.asked = load.declared, load.checks.asked or Asked()
+        lot.declared = load.declared
+        if lot.declared is None:  # its keys cannot be renamed
+            lot.held = Asked(holding_of({}, {}, {}).sent)
+            return [lot]
+        placing = load.request.placing
         lot.objects = [fqn for fqn in load.state_dict if fqn in self.checkpoint.objects]
         held = dict(load.state_dict)
-        for fqn, size in load.collapsed.items():
-            held[fqn] = torch.empty(size, dtype=held[fqn].dtype, device="meta")
-        without = {*self.checkpoint.objects, *load.placing.absent}
-        lot.held = Asked(holding_of(held, load.placing.placed, {}, without).sent)
+        for fqn in load.request.shared.keys() & self.checkpoint.tensors.keys():
+            # One scalar here, of which the checkpoint may have one per row.
+            shape = self.checkpoint.tensors[fqn].shape
+            held[fqn] = torch.empty(shape, dtype=held[fqn].dtype, device="meta")
+        without = {*self.checkpoint.objects, *placing.absent}
+        lot.held = Asked(holding_of(held, placing.placed, {}, without).sent)
         if len(lot.cuttings) > 1 and not self._follow(lot):
             return [
                 planned
