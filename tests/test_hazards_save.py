@@ -627,7 +627,7 @@ def test_m12_objects_that_differ_are_warned_of_and_saved(tmp_path: Path) -> None
             WORLD, tmp_path, lambda rank: {"train": {"rng": ("seed", rank // 2), "step": 3}}
         )
     (text,) = texts
-    for part in ("train.rng: ", "ranks 0-1", "ranks 2-3", "differs", "f'rng.{rank}'"):
+    for part in ("train.rng: ", "ranks 0-1", "ranks 2-3", "2 different contents", "f'rng.{rank}'"):
         assert part in text, text
     assert "train.step" not in text
     assert len(report.warnings) == 1

@@ -13,7 +13,6 @@ holds half, and that both hold a norm::
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 import warnings
@@ -50,8 +49,6 @@ from dcp_placements.table.table import OBJECT, packed_ints
 from dcp_placements.table.world import Piece, World
 
 REFUSED = "cannot be placed in the checkpoint"
-
-logger = logging.getLogger(__name__)
 
 
 def sent_plans(plans: Sequence[SavePlan]) -> list[LocalPlan]:
@@ -151,7 +148,7 @@ class Coordinator:
                 self._prove_piece(piece, contents)
             if contents.is_folded:
                 for group, fqns, ranks in contents.folded_conflicts():
-                    fault = self._messages.folded_conflict(group, fqns, ranks)
+                    fault = self._messages.folded_conflict(fqns, ranks)
                     (self._notes if group.kind == OBJECT else self._conflicts).append(fault)
                 if uncompared := sum(map(contents.uncompared, self.world.pieces)):
                     self._notes.append(messages.uncompared(uncompared))
@@ -221,13 +218,9 @@ class Coordinator:
             if fqn in self._undigested:
                 self._notes.append(self._messages.undigested(fqn, self._undigested[fqn]))
         differing, digests = contents.differing(piece)
-        if differing and group.kind == OBJECT:
-            self._notes += [
-                self._messages.object_note(piece, at, column)
-                for at, column in zip(differing, digests.T, strict=True)
-            ]
-        elif differing:
-            self._conflicts += self._messages.conflicts(piece, differing, digests)
+        if differing:
+            conflicts = self._notes if group.kind == OBJECT else self._conflicts
+            conflicts += self._messages.conflicts(piece, differing, digests)
 
     def metadata(self, first: Sequence[str]) -> dict[str, Any]:
         """Return what ``.metadata`` has of each key, and fill the report on all keys.
@@ -317,12 +310,11 @@ class Coordinator:
         renames = dict.fromkeys(step for one in self.statements.values() for step in one.renames)
         return packed_record(list(numbers), number_of, keys, renames)
 
-    def finish_report(self, *, in_group: int | None, merged_later: bool) -> None:
+    def finish_report(self, *, others_missing: bool, merged_later: bool) -> None:
         """Put into the report what ranks say beside their keys; warn of what may be wrong.
 
         Args:
-            in_group: The number in its process group of a rank that plans alone, where that group
-                lacks ranks.
+            others_missing: Whether the process group of a rank that plans alone lacks ranks.
             merged_later: Whether a rank that plans alone has file names of its own, as without
                 collectives: each rank then writes its own metadata, to be merged.
         """
@@ -336,25 +328,16 @@ class Coordinator:
         self.report.stateless = tuple(stateless)
         # Notes of several ranks with one text stand once.
         notes = [*self._notes, *dict.fromkeys(note for one in statements for note in one.notes)]
-        if headline := self._lacking_ranks(in_group, merged_later):
-            notes.append(messages.not_all_ranks(headline, self.report))
+        size, ranks = self._size, [plan.rank for plan in self.plans]
+        if not dist.is_initialized():
+            size = max(size, int(os.environ.get("WORLD_SIZE") or 1))
+        lacking = len(ranks) < size
+        if not self.complete and not others_missing:
+            # Rank 0 alone with whole tensors is a complete checkpoint.
+            is_part = self.report.unique_nbytes < self.report.whole_nbytes
+            lacking = not merged_later and (ranks[0] > 0 or is_part)
+        if lacking:
+            notes.append(messages.not_all_ranks(self.report, ranks, size))
         self.report.warnings = tuple(map(str, notes))
         if notes:
             warnings.warn(format_faults("look at this save", notes, "note"), stacklevel=3)
-
-    def _lacking_ranks(self, in_group: int | None, merged_later: bool) -> str:
-        """Return who saves without others that may hold more; empty where all take part."""
-        rank, ranks, size = self.plans[0].rank, len(self.plans), self._size
-        started = os.environ.get("WORLD_SIZE", "")
-        if size == 1 and started.isdigit() and int(started) > 1 and not dist.is_initialized():
-            return f"one process saves by itself, but the launcher started {started} (WORLD_SIZE)"
-        if self.complete:
-            return f"{ranks} of {size} ranks take part" if 1 < ranks < size else ""
-        # Asked for (use_collectives=False, no_dist=True): logged, no warning.
-        logger.info("planned by 1 of %d ranks: replicas are not compared", size)
-        # Rank 0 alone with whole tensors is a complete checkpoint.
-        if not merged_later and (rank or self.report.unique_nbytes < self.report.whole_nbytes):
-            return f"rank {rank} of {size} ranks saves by itself"
-        if in_group is not None:
-            return f"rank {rank} of {size} ranks saves as rank {in_group} of a process group"
-        return ""

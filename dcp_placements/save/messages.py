@@ -47,10 +47,6 @@ _NO_RULE = "no rule"
 _MOST_SHOWN = 4
 _WITH_WORD = re.compile(rf"\w*{NUMBERED_EXPERT.pattern}")
 _ANYWAY = 'on_conflict="warn" saves one of the copies anyway'
-_OBJECT_WAY_OUT = (
-    "way out:     to keep one per rank (random numbers, a position in the data), put the rank in "
-    "its key (f'rng.{rank}'); otherwise make it equal on all ranks before the save"
-)
 
 
 class Messages:
@@ -215,6 +211,8 @@ class Messages:
         ]
         count = len({rank for members in contents.values() for rank in members})
         headline = f"{len(contents)} different contents on {count} ranks that claim to be replicas"
+        if piece.group.kind == OBJECT:
+            return Fault("", f"{headline}; that of the lowest is kept", tuple(details))
         place = f"place:       {self._box(piece, box)} of {piece.group.shape}{more}"
         return Fault("", headline, tuple(details), (place,))
 
@@ -235,43 +233,20 @@ class Messages:
         # An axis of which only some positions are seen may tell them apart by chance.
         return seen_whole or differs, agrees
 
-    def folded_conflict(self, group: Group, fqns: Sequence[str], ranks: Sequence[int]) -> Fault:
+    def folded_conflict(self, fqns: Sequence[str], ranks: Sequence[int]) -> Fault:
         """Return that one or more keys of a group have different contents on some ranks."""
-        among = f"it is one or more of {len(fqns)} keys: {format_names(fqns)}"
-        on = self._ranks(ranks)
-        if group.kind == OBJECT:
-            headline = (
-                f"this object, or others, differ between {on}; those of the lowest rank are kept"
-            )
-            return Fault(fqns[0], headline, (among, _OBJECT_WAY_OUT))
         return Fault(
             fqns[0],
-            f"this key, or others of its group, have different contents on {on}, which claim to be "
-            "replicas",
+            f"this key, or others of its group, have different contents on {self._ranks(ranks)}, "
+            "which claim to be replicas",
             (
-                among,
+                f"it is one or more of {len(fqns)} keys: {format_names(fqns)}",
                 f"likely:      {renumber_of(fqns[0])}, or a rule with Shard, is missing; or the "
                 "replicas have drifted apart",
                 "way out:     dcp_placements.check(state_dict, rules) compares key by key; "
                 f"{_ANYWAY}",
             ),
         )
-
-    def object_note(self, piece: Piece, position: int, digests: Digests) -> Fault:
-        """Return that an object differs between ranks.
-
-        Args:
-            piece: Its piece.
-            position: Of its key.
-            digests: Its digests by row.
-        """
-        contents = _ranks_by_digest(digests.tolist(), piece.ranks.tolist())
-        shown = [self._ranks(ranks) for ranks in list(contents.values())[:_MOST_SHOWN]]
-        if len(contents) > _MOST_SHOWN:
-            shown.append(f"{len(contents) - _MOST_SHOWN} more groups")
-        kept = self._ranks([int(piece.ranks.min())])
-        headline = f"this object differs between {'; '.join(shown)}; that of {kept} is kept"
-        return Fault(piece.fqns[position], headline, (_OBJECT_WAY_OUT,))
 
     def undigested(self, fqn: str, ranks: Sequence[int]) -> Fault:
         """Return that the contents of a key cannot be read on some ranks."""
@@ -386,13 +361,17 @@ def uncompared(keys: int) -> Fault:
     )
 
 
-def not_all_ranks(headline: str, report: SaveReport) -> Fault:
+def not_all_ranks(report: SaveReport, ranks: Sequence[int], size: int) -> Fault:
     """Return that a save does not have what ranks hold that take no part in it.
 
     Args:
-        headline: Who takes part.
-        report: On what they save.
+        report: On what is saved.
+        ranks: Those that take part.
+        size: Number of ranks that there are.
     """
+    headline = f"{len(ranks)} of {size} ranks take part"
+    if len(ranks) == 1:
+        headline = f"rank {ranks[0]} of {size} ranks saves by itself"
     details, keys = [], report.keys
     lacking = [fqn for fqn, key in keys.items() if key.unique_nbytes < key.whole_nbytes]
     if lacking:

@@ -400,7 +400,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             coordinator.prove()
             metadata = coordinator.metadata([] if save.holding is None else save.holding.fqns)
             coordinator.finish_report(
-                in_group=in_group if others_missing else None,
+                others_missing=others_missing,
                 merged_later=all_plans[0].storage_data is not None,
             )
             save.report = coordinator.report
@@ -413,7 +413,14 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 dataclasses.replace(plan, planner_data=assignment)
                 for plan, assignment in zip(all_plans, assignments, strict=True)
             ]
-            data = self._planner_data(coordinator, metadata, save_id, alone)
+            provenance = identity(save_id, world_size=len(all_plans), step=self.step)
+            provenance |= coordinator.record(metadata)
+            if alone:
+                provenance |= self._provenance_of_rank(save)
+            data: dict[str, Any] = {}
+            for table in coordinator.world.tables if self.flatten_state_dict else ():
+                data.update(table.paths())
+            data[RESERVED_KEY] = provenance
             save.metadata = Metadata(metadata, planner_data=data)
         return save.global_plan, save.metadata
 
@@ -463,26 +470,9 @@ class PlacementSavePlanner(DefaultSavePlanner):
         data = save.data(index)
         return find_state_dict_object(save.state_dict, index) if data is None else data
 
-    def _planner_data(
-        self, coordinator: Coordinator, metadata: Mapping[str, Any], save_id: bytes, alone: bool
-    ) -> dict[str, Any]:
-        """Return what the checkpoint keeps of its save, beside the metadata of the keys."""
-        data: dict[str, Any] = {}
-        if self.flatten_state_dict:
-            for table in coordinator.world.tables:
-                data.update(table.paths())
-        provenance = identity(save_id, world_size=len(coordinator.plans), step=self.step)
-        provenance |= coordinator.record(metadata)
-        if alone:
-            provenance["options"] = {"on_conflict": self.on_conflict}
-            provenance |= self._provenance_of_rank()
-        data[RESERVED_KEY] = provenance
-        return data
-
-    def _provenance_of_rank(self) -> dict[str, Any]:
+    def _provenance_of_rank(self, save: RankSave) -> dict[str, Any]:
         """Return what shows when metadata of ranks that saved alone are merged: their contents."""
-        save = self._runs.planned
-        provenance: dict[str, Any] = {}
+        provenance: dict[str, Any] = {"options": {"on_conflict": self.on_conflict}}
         older = os.path.join(save.directory, f"__{global_rank()}.metadata")
         if save.directory and os.path.isfile(older):
             # A rank that is stopped before it saves again has saved here less often.

@@ -111,13 +111,13 @@ def test_a_process_without_a_group_warns_where_the_launcher_started_several(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.warns(UserWarning, match=r"the launcher started 4 \(WORLD_SIZE\)"):
+    with pytest.warns(UserWarning, match="rank 0 of 4 ranks saves by itself"):
         dcp.save({"w": WHOLE}, checkpoint_id=tmp_path, planner=PlacementSavePlanner())
     monkeypatch.setenv("WORLD_SIZE", "1")
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         dcp.save({"w": WHOLE}, checkpoint_id=tmp_path, planner=PlacementSavePlanner())
-    assert not any("WORLD_SIZE" in str(one.message) for one in given)
+    assert not any("by itself" in str(one.message) for one in given)
 
 
 def save_in_group(path: Path, ranks: Sequence[int], state_dict: Any) -> list[str]:
@@ -143,10 +143,7 @@ def test_m71_a_group_without_the_first_replica_saves_what_it_holds(
     texts = save_in_group(tmp_path, ranks, replicated)
     for number, rank in enumerate(ranks):
         if rank != number:
-            assert any(
-                f"rank {rank} of 8 ranks saves as rank {number} of a process group" in text
-                for text in texts
-            )
+            assert any(f"rank {rank} of 8 ranks saves by itself" in text for text in texts)
     merge_metadata(tmp_path)
     assert_holds(tmp_path, {"w": WHOLE, "norm": WHOLE[0]})
 
