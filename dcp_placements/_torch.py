@@ -120,6 +120,20 @@ def facts_of(value: Any) -> Facts:
     return local, value.device_mesh, tuple(value.placements), torch.Size(value.shape)
 
 
+def set_up_by_torch(kind: Any, ours: Any, state_dict: dict[str, Any]) -> Any:
+    """Return torch's planner with the options of ours, which has taken a state dict.
+
+    Its walk for ``ShardedTensor``s leaves all others in a flat state dict as they are.
+    """
+    stock = kind(flatten_state_dict=ours.flatten_state_dict, flatten_sharded_tensors=False)
+    stock.set_up_planner(state_dict)
+    has_sharded = any([isinstance(value, ShardedTensor) for value in stock.state_dict.values()])
+    if ours.flatten_sharded_tensors and (has_sharded or not ours.flatten_state_dict):
+        stock.flatten_sharded_tensors = True
+        stock.set_up_planner(state_dict)
+    return stock
+
+
 def without_class(data: Any) -> Any:
     """Return a tensor as a plain one if it has a class of its own and elements as any other.
 
@@ -218,7 +232,7 @@ def agreed(
 
 def cpu_tensors(
     items: list[WriteItem],
-    sizes: list[int],
+    nbytes_of: Callable[[WriteItem], int],
     resolve: Callable[[WriteItem], Any],
     *,
     threads: int,
@@ -234,11 +248,12 @@ def cpu_tensors(
     loader: Any
     if threads == 1 and accelerated and ahead_nbytes > 0:
         loader = _OverlappingCpuLoader(resolve, inflight_threshhold=ahead_nbytes)
+        for item in items:
+            loader.add(nbytes_of(item), item)
+        loader.start_loading()
     else:
         loader = _SerialCpuLoader(resolve)
-    for size, item in zip(sizes, items, strict=True):
-        loader.add(size, item)
-    loader.start_loading()
+        loader.items = [(0, item) for item in items]
     return loader.values()  # type: ignore[no-any-return]
 
 

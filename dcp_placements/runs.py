@@ -116,11 +116,17 @@ class _OfRun:
 
 @dataclass(frozen=True, eq=False)
 class WriteItemOfSave(_OfRun, WriteItem):
-    """A write item that knows its save."""
+    """A write item that knows its save, and what it writes.
+
+    Attributes:
+        run: The save.
+        chunk: The tensor that is written; None where the planner looks it up.
+    """
 
     _torch_s = WriteItem
 
     run: Any = field(default=None, compare=False, repr=False)
+    chunk: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +142,13 @@ class ReadItemOfLoad(_OfRun, ReadItem):
 
     run: Any = field(default=None, compare=False, repr=False)
     chunk: torch.Tensor | None = field(default=None, compare=False, repr=False)
+
+
+def has_own(planner: Any, kind: type, *hooks: str) -> bool:
+    """Whether no subclass of ``kind``, and no user, has put other hooks in the place of these."""
+    return all(
+        getattr(getattr(planner, hook), "__func__", None) is getattr(kind, hook) for hook in hooks
+    )
 
 
 def made(kind: type[T], values: Mapping[str, Any]) -> T:

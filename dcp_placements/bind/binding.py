@@ -105,7 +105,12 @@ class Placed:
 
     def view(self, chunk: Chunk) -> torch.Tensor:
         """Return the elements of a chunk: a view of a local tensor, with the checkpoint's dims."""
-        tensor = (self.parts[chunk.part] if self.parts else self.tensor).detach()
+        tensor = self.parts[chunk.part] if self.parts else self.tensor
+        if tensor.shape == chunk.sizes and not tensor.requires_grad:
+            return tensor  # most are whole chunks
+        tensor = tensor.detach()
+        if 0 in chunk.sizes:  # the one chunk of a tensor without elements
+            return tensor.new_empty(chunk.sizes)
         for dim, size in enumerate(chunk.sizes):
             if size != tensor.shape[dim]:
                 tensor = tensor.narrow(dim, chunk.local_offsets[dim], size)

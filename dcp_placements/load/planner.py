@@ -29,7 +29,13 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
-from dcp_placements._torch import facts_of, global_rank, traverse_state_dict, world_size
+from dcp_placements._torch import (
+    facts_of,
+    global_rank,
+    set_up_by_torch,
+    traverse_state_dict,
+    world_size,
+)
 from dcp_placements.bind.checks import equal_values, lint
 from dcp_placements.bind.place import optimizer_faults, place
 from dcp_placements.errors import (
@@ -60,7 +66,7 @@ from dcp_placements.rules.unmatched import (
     rule_matches,
     unmatched_faults,
 )
-from dcp_placements.runs import ItemsToCome, ReadItemOfLoad, RunAttribute, Runs
+from dcp_placements.runs import ItemsToCome, ReadItemOfLoad, RunAttribute, Runs, has_own
 from dcp_placements.storage.index.storage_table import places_of
 from dcp_placements.storage.metadata.checks import check_unpickled
 from dcp_placements.storage.metadata.provenance import saved_by, stored
@@ -524,11 +530,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
                 objects.append((path, value))
 
         traverse_state_dict(state_dict, keep)
-        stock = DefaultLoadPlanner(
-            flatten_state_dict=self.flatten_state_dict,
-            flatten_sharded_tensors=self.flatten_sharded_tensors,
-        )
-        stock.set_up_planner(state_dict)
+        stock = set_up_by_torch(DefaultLoadPlanner, self, state_dict)
         load.original_state_dict, load.state_dict = state_dict, stock.state_dict
         load.mappings = stock.mappings or {key: (key,) for key in stock.state_dict}
         for path, value in objects:
@@ -607,7 +609,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             load.warn(exchange.answer.notes)
             load.exchange = exchange if exchange.answer.is_active else None
         try:
-            plan = load.finished(new_plan, is_known=self._has_own("lookup_tensor"))
+            plan = load.finished(
+                new_plan, is_known=has_own(self, PlacementLoadPlanner, "lookup_tensor")
+            )
         except Exception as error:
             if load.exchange is None:
                 raise
@@ -636,7 +640,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
     def resolve_tensors(self, items: Sequence[ReadItem]) -> list[torch.Tensor]:
         """Return what ``resolve_tensor`` returns of each item; the items are of one load."""
         load = self._runs.of(items[0])
-        if load.tied or not self._has_own("resolve_tensor", "transform_tensor"):
+        if load.tied or not has_own(
+            self, PlacementLoadPlanner, "resolve_tensor", "transform_tensor"
+        ):
             return [self.resolve_tensor(item) for item in items]
         chunks = [getattr(item, "chunk", None) for item in items]
         return [
@@ -648,16 +654,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         """Take what was read, as ``commit_tensor`` takes each; the items are of one load."""
         load = self._runs.of(items[0])
         is_taken = load.tied or load.request.shared or any([one.is_quantized for one in tensors])
-        if is_taken or not self._has_own("commit_tensor"):
+        if is_taken or not has_own(self, PlacementLoadPlanner, "commit_tensor"):
             for item, tensor in zip(items, tensors, strict=True):
                 self.commit_tensor(item, tensor)
-
-    def _has_own(self, *hooks: str) -> bool:
-        """Whether no subclass, and no user, has put other hooks in the place of these."""
-        return all(
-            getattr(getattr(self, hook), "__func__", None) is getattr(PlacementLoadPlanner, hook)
-            for hook in hooks
-        )
 
     def _memory(self, load: RankLoad, read_item: ReadItem) -> torch.Tensor:
         chunk: torch.Tensor | None = getattr(read_item, "chunk", None)

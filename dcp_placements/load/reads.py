@@ -474,13 +474,7 @@ class Request:
 
     def _chunk(self, fqn: str, position: int) -> torch.Tensor | None:
         placed = None if fqn in self.shared else self.placing.placed.get(fqn)
-        if placed is None:
-            return None
-        chunk = placed.chunks[position]
-        tensor = placed.tensor
-        if not placed.parts and not tensor.requires_grad and tensor.shape == chunk.sizes:
-            return tensor
-        return placed.view(chunk)
+        return None if placed is None else placed.view(placed.chunks[position])
 
     def destinations(self) -> list[tuple[str, torch.Tensor]]:
         """Return the tensors that are read into or reset, with their keys; some keys have several.

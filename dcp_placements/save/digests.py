@@ -35,7 +35,7 @@ from dcp_placements.storage.hashing import (
 )
 from dcp_placements.storage.metadata.provenance import StoredDigests
 from dcp_placements.table.cover import Cover, cover_of
-from dcp_placements.table.table import OBJECT, PLAIN, SHARD, Group, Held, Holding, held_chunks
+from dcp_placements.table.table import OBJECT, Group, Held, Holding
 from dcp_placements.table.world import Piece, World
 
 Digests = np.ndarray[Any, np.dtype[np.uint64]]
@@ -164,26 +164,18 @@ def _by_group(
     """Yield groups with the digests of their keys and boxes; all tensors are hashed in one call."""
     tensors: list[torch.Tensor] = []
     for held in groups:
-        for fqn, value in zip(held.fqns, held.values, strict=True):
-            if type(value) is Placed:
-                tensors += [chunk_data(value, chunk) for chunk in held_chunks(value)]
-            elif held.group.kind == PLAIN:
-                tensors.append(value)
-            elif held.group.kind == SHARD:
-                tensors += [lookup(MetadataIndex(fqn, torch.Size(box[0]))) for box in held.boxes]
+        if held.group.kind != OBJECT:
+            places = product(held.fqns, held.boxes)
+            tensors += [
+                lookup(MetadataIndex(fqn, torch.Size(box.offsets))) if data is None else data
+                for (fqn, box), data in zip(places, held.data(), strict=True)
+            ]
     digests = iter(_digests(tensors, kind))
     for held in groups:
         if held.group.kind == OBJECT:
             yield held, list(map(object_digest, held.values))
         else:
             yield held, list(islice(digests, len(held.fqns) * len(held.boxes)))
-
-
-def chunk_data(placed: Placed, chunk: Chunk) -> torch.Tensor:
-    """Return the data of a chunk: a view of the local tensor, no copy."""
-    if 0 in placed.global_shape:
-        return placed.tensor.detach().new_empty(placed.global_shape)
-    return placed.view(chunk)
 
 
 class Contents:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import islice, product, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -11,16 +11,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 
 from dcp_placements.layout.sharding import Box
-from dcp_placements.runs import WriteItemOfSave
+from dcp_placements.runs import WriteItemOfSave, made
 from dcp_placements.storage.metadata.pickles.tensor_properties import properties_of
-from dcp_placements.table.table import (
-    OBJECT,
-    PLAIN,
-    Group,
-    HeldBoxes,
-    Holding,
-    unpacked_ints,
-)
+from dcp_placements.table.table import OBJECT, PLAIN, SHARD, Group, Holding, unpacked_ints
 
 
 class Assignment(NamedTuple):
@@ -63,43 +56,38 @@ class Assignment(NamedTuple):
         return is_written
 
 
-def assigned_items(holding: Holding, assignment: Assignment, save: Any) -> list[WriteItem]:
+def assigned_items(
+    holding: Holding, assignment: Assignment, save: Any, *, is_known: bool = False
+) -> list[WriteItem]:
     """Return the write items that a rank was assigned, group by group; a group's share data.
 
     Args:
         holding: What the rank has.
         assignment: What it writes of that.
         save: The state of its save, which the items know.
+        is_known: Whether they know their tensors, too, where these have a place.
     """
     is_written = iter(assignment.is_written(holding))
     items: list[WriteItem] = []
     for held in holding.groups:
-        group = held.group
-        kind, data = _item_type(group), _write_data(group, held.boxes)
-        for fqn in held.fqns:
-            items += [
-                WriteItemOfSave(
-                    MetadataIndex(fqn, one.chunk.offsets), kind, tensor_data=one, run=save
-                )
-                for one in data
-                if next(is_written)
-            ]
-            if group.kind == OBJECT and next(is_written):
-                index = MetadataIndex(fqn)
-                items.append(WriteItemOfSave(index, WriteItemType.BYTE_IO, run=save))
+        boxes = [_values(held.group, box) for box in held.boxes]
+        chunks = held.data() if is_known and held.group.kind == SHARD else repeat(None)
+        for (fqn, (offsets, one)), chunk in zip(product(held.fqns, boxes), chunks, strict=False):
+            if next(is_written):
+                index = made(MetadataIndex, {"fqn": fqn, "offset": offsets, "index": None})
+                values = {"index": index, **one, "run": save, "chunk": chunk}
+                items.append(made(WriteItemOfSave, values))
     return items
 
 
-def _item_type(group: Group) -> WriteItemType:
-    return WriteItemType.TENSOR if group.kind == PLAIN else WriteItemType.SHARD
-
-
-def _write_data(group: Group, boxes: HeldBoxes) -> list[TensorWriteData]:
-    """Return what write items say of the tensors of a group, box by box; nothing of objects."""
+def _values(group: Group, box: Box) -> tuple[torch.Size | None, dict[str, Any]]:
+    """Return the offsets of the items of a group's box, and what these say of it."""
     if group.kind == OBJECT:
-        return []
-    size, properties = torch.Size(group.shape), tensor_properties(group)
-    return [TensorWriteData(chunk_metadata(box), properties, size) for box in boxes]
+        return None, {"type": WriteItemType.BYTE_IO, "bytes_io_data": None, "tensor_data": None}
+    kind = WriteItemType.TENSOR if group.kind == PLAIN else WriteItemType.SHARD
+    chunk = chunk_metadata(box)
+    data = TensorWriteData(chunk, tensor_properties(group), torch.Size(group.shape))
+    return chunk.offsets, {"type": kind, "bytes_io_data": None, "tensor_data": data}
 
 
 def tensor_properties(group: Group) -> TensorProperties:

@@ -25,6 +25,7 @@ from dcp_placements._torch import (
     ShardedTensor,
     global_rank,
     named_axes,
+    set_up_by_torch,
     without_class,
     world_size,
 )
@@ -42,11 +43,10 @@ from dcp_placements.report import KeyReport, SaveReport
 from dcp_placements.rules.mesh import mesh_state
 from dcp_placements.rules.patterns import PlacementRules, Rules, check_declaration, compile_pattern
 from dcp_placements.rules.unmatched import Matches, rule_matches
-from dcp_placements.runs import NOT_FINISHED, ItemsToCome, RunAttribute, Runs
+from dcp_placements.runs import NOT_FINISHED, ItemsToCome, RunAttribute, Runs, has_own
 from dcp_placements.save.coordinator import REFUSED, Coordinator, sent_plans
 from dcp_placements.save.digests import (
     SentDigests,
-    chunk_data,
     differing_repeats,
     digests_by_chunk,
     digests_of,
@@ -163,7 +163,7 @@ class RankSave:
         chunk = chunks.get(tuple(index.offset or ()))
         if chunk is None:
             raise PlacementError(f"{index.fqn}: this rank has no chunk at offset {index.offset}")
-        return chunk_data(placed, chunk)
+        return placed.view(chunk)
 
 
 class PlacementSavePlanner(DefaultSavePlanner):
@@ -279,11 +279,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             )
         save = self._runs.begin()
         save.is_coordinator = is_coordinator
-        stock = DefaultSavePlanner(
-            flatten_state_dict=self.flatten_state_dict,
-            flatten_sharded_tensors=self.flatten_sharded_tensors,
-        )
-        stock.set_up_planner(state_dict)
+        stock = set_up_by_torch(DefaultSavePlanner, self, state_dict)
         save.state_dict, save.mappings = stock.state_dict, stock.mappings
         if not self.flatten_state_dict:
             # Torch gives the keys of nested dicts as texts, also where they are numbers.
@@ -447,7 +443,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 "dcp-placements export --to hf"
             )
         with quiet_gc():
-            items = assigned_items(holding, assignment, save)
+            is_known = has_own(self, PlacementSavePlanner, "lookup_object")
+            items = assigned_items(holding, assignment, save, is_known=is_known)
             # A rank that writes nothing makes no file for its id alone.
             if items and not is_named(new_plan.storage_data):
                 items = [*id_items(assignment.save_id, global_rank()), *items]
@@ -461,7 +458,9 @@ class PlacementSavePlanner(DefaultSavePlanner):
             record = id_data(write_item.index)
             if record is not None:
                 return record
-        value = self._runs.inside(save, self.lookup_object, write_item.index)
+        value = getattr(write_item, "chunk", None)
+        if value is None:
+            value = self._runs.inside(save, self.lookup_object, write_item.index)
         return without_class(self.transform_object(write_item, value))
 
     def lookup_object(self, index: MetadataIndex) -> Any:

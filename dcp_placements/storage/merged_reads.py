@@ -36,8 +36,8 @@ in 500, and one call takes a quarter of the time."""
 SPAN_NBYTES = 2 << 20
 """Neighbours are read together up to this: it is what a load takes in memory beyond torch's."""
 
-_ALL_HEAD_NBYTES = 2 * HEADS_NBYTES[0]
-"""Of a record up to this the head alone is half."""
+_PAGE_NBYTES = 4 << 10
+"""A record up to this is small, whatever is wanted of it: its page is fetched anyhow."""
 
 
 def cheap_gap(run_nbytes: int) -> int:
@@ -207,7 +207,7 @@ class ChunkReader:
         info = record.info
         if info.length > SMALL_NBYTES or info.transform_descriptors:
             return False
-        if info.length <= _ALL_HEAD_NBYTES or record.is_object:
+        if info.length <= _PAGE_NBYTES or record.is_object:
             return True
         wanted = HEADS_NBYTES[0]
         for item in record.items:

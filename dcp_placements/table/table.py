@@ -101,6 +101,21 @@ class Held:
     fqns: list[str] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
 
+    def data(self) -> list[torch.Tensor | None]:
+        """Return the tensors that are written, key by key and box by box: views, no copies.
+
+        None of what has no such: an object, a chunk of a tensor that names its own.
+        """
+        data: list[torch.Tensor | None] = []
+        for value in self.values:
+            if type(value) is Placed:
+                data += map(value.view, held_chunks(value))
+            elif isinstance(value, torch.Tensor) and not has_hooks(value):
+                data.append(value)
+            else:
+                data += [None] * len(self.boxes)
+        return data
+
 
 class Form(NamedTuple):
     """What keys have in common that differ in their numbers.

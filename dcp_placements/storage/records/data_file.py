@@ -64,9 +64,8 @@ class DataFile:
             with data.getbuffer() as contents:
                 stream.write(contents)
                 builder.append([item.index], path=self.name, length=contents.nbytes)
-        nbytes = [chunk_nbytes(item) for item in tensors]
         loaded = cpu_tensors(
-            tensors, nbytes, planner.resolve_data, threads=threads, ahead_nbytes=ahead_nbytes
+            tensors, chunk_nbytes, planner.resolve_data, threads=threads, ahead_nbytes=ahead_nbytes
         )
         for batch, items in batches(map(_as_planned, loaded)):
             length = save_tensors(batch, stream)
@@ -78,7 +77,7 @@ def _as_planned(loaded: tuple[torch.Tensor, WriteItem]) -> tuple[torch.Tensor, W
     tensor, item = loaded
     data = item.tensor_data
     assert data is not None
-    if tensor.dtype != data.properties.dtype or tensor.shape != data.chunk.sizes:
+    if tensor.shape != data.chunk.sizes or tensor.dtype != data.properties.dtype:
         raise PlacementError(
             f"{item.index.fqn}, rank {global_rank()}: resolve_data() of the planner returned "
             f"{tensor.dtype} of shape {tuple(tensor.shape)}, but the metadata will say "
