@@ -39,9 +39,8 @@ def annotate(
     package, under torch 2.14 or newer. Tensors are views of the same memory: a ``dcp.load`` into
     the result fills the model. A DTensor becomes its local tensor.
 
-    Stock planners do not do what needs more than one rank or more than one tensor: they do not
-    compare replicas, they check only the number of elements and not that chunks tile the tensor,
-    and they neither record nor compare how a checkpoint was cut. A rename that stacks, unstacks
+    Stock planners do not compare replicas, check only the number of elements and not that chunks
+    tile the tensor, and record nothing of how a checkpoint was cut. A rename that stacks, unstacks
     or splits tensors, and rows that a rank holds several times, need our planners.
 
     Args:
@@ -71,15 +70,17 @@ def annotate(
     placing = place(flat, rules)
     faults = [*placing.faults, *optimizer_faults(flat, placing, rename)]
     others = () if reshaped is None else (*reshaped.rows, *reshaped.wholes)
-    faults += [Fault(key, _RESHAPED, (_PLANNERS,)) for key in others]
+    unable = dict.fromkeys(others, "is made of other tensors")
+    for key, one in placing.placed.items():
+        if len({chunk.offsets for chunk in one.chunks}) < len(one.chunks):
+            unable[key] = "this rank holds some of its rows several times"
+    way_out = "way out:     Placements(rules, rename=...) and its planners; stock planners cannot"
+    faults += [Fault(key, headline, (way_out,)) for key, headline in unable.items()]
     for key, value in state_dict.items():
         if isinstance(value, Stateful):
             headline = f"is a {type(value).__name__}, whose state dict dcp.save makes, unannotated"
             way_out = f"way out:     its tensors: annotate({{{key!r}: value.state_dict()}}, rules)"
             faults.append(Fault(key, headline, (way_out,)))
-    for key, one in placing.placed.items():
-        if len({chunk.offsets for chunk in one.chunks}) < len(one.chunks):
-            faults.append(Fault(key, _REPEATED, (_PLANNERS,)))
     raise_faults(f"rank {global_rank()} cannot be annotated", faults)
     annotated: dict[str, Any] = {}
     for key, value in flat.items():
@@ -90,26 +91,14 @@ def annotate(
     return annotated
 
 
-_RESHAPED = "is made of other tensors by the rename, which stock planners cannot do"
-_REPEATED = (
-    "this rank holds some of its rows several times, of which stock planners write two copies or "
-    "fill one"
-)
-_PLANNERS = "way out:     Placements(rules, rename=...) and its planners"
-
-
 def _annotated(placed: Placed) -> torch.Tensor:
     """Return a view of the local tensor that says where it lies."""
-    tensor = placed.tensor.detach()
+    tensor: Any = placed.tensor.detach()
     if 0 in placed.global_shape:
-        return tensor.new_empty(placed.global_shape)
-    chunks = placed.chunks
-    places = {
-        "global_shape": placed.global_shape,
-        "global_offsets": tuple(chunk.offsets for chunk in chunks),
-        "local_offsets": tuple(chunk.local_offsets for chunk in chunks),
-        "local_sizes": tuple(chunk.sizes for chunk in chunks),
-    }
-    for name, value in places.items():
-        setattr(tensor, name, value)
-    return tensor
+        return placed.tensor.new_empty(placed.global_shape)
+    tensor.global_shape = placed.global_shape
+    tensor.global_offsets = tuple(chunk.offsets for chunk in placed.chunks)
+    tensor.local_offsets = tuple(chunk.local_offsets for chunk in placed.chunks)
+    tensor.local_sizes = tuple(chunk.sizes for chunk in placed.chunks)
+    annotated: torch.Tensor = tensor
+    return annotated

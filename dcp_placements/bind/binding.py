@@ -177,11 +177,17 @@ def bind(
     own_axes = () if mesh is None else mesh_axes(mesh)
     if own_axes is None:
         return None
+    rule_axes = () if placement is None else mesh_axes(placement.mesh)
+    if rule_axes is None:
+        assert placement is not None
+        raise CannotPlace(
+            f"the rank is not part of the rule's mesh {format_mesh(placement.mesh)}",
+            "way out:     a rule must name a mesh of the ranks that hold the tensor; on the other "
+            "ranks give another rule, or None",
+        )
     own_cuts = _own_cuts(len(shape), own_axes, placements)
-    rule_axes: tuple[Axis, ...] = ()
     by_rule: list[tuple[Cut, Position, int | None]] = []
     if placement is not None:
-        rule_axes = _rule_axes(placement.mesh)
         by_rule = list(_rule_cuts(len(shape), placement, rule_axes, own_axes, own_cuts))
     whole, padded = list(shape), None
     replaced = {at for cut, _, at in by_rule if cut.kind is Kind.FUSED and at in own_cuts}
@@ -231,17 +237,6 @@ def _own_cuts(ndim: int, axes: Sequence[Axis], placements: Sequence[Any]) -> dic
                 "way out:     redistribute it to Replicate or Shard before saving",
             )
     return cuts
-
-
-def _rule_axes(mesh: Mesh) -> tuple[Axis, ...]:
-    axes = mesh_axes(mesh)
-    if axes is None:
-        raise CannotPlace(
-            f"the rank is not part of the rule's mesh {format_mesh(mesh)}",
-            "way out:     a rule must name a mesh of the ranks that hold the tensor; on the other "
-            "ranks give another rule, or None",
-        )
-    return axes
 
 
 def _rule_cuts(

@@ -143,8 +143,8 @@ class _Placer:
         # By the value of a mesh its number; nearly all tensors are on the latest few meshes.
         self._numbers: dict[Any, int] = {}
         self._meshes: list[tuple[Any, int]] = []
-        # By key, the placements that a callable returned.
-        self._returned: dict[str, CheckpointPlacement] = {}
+        # By key, the rule that matched and its placement.
+        self._answers: dict[str, tuple[str, CheckpointPlacement | None]] = {}
         # By stack, the rule's axis that shards each dim of its rows, if any.
         self._row_axes: dict[str, tuple[Axis | None, ...]] = {}
         # What lies as what it is on this rank, before it becomes something else.
@@ -158,7 +158,7 @@ class _Placer:
 
     def add(self, fqn: str, value: Any) -> None:
         """Bind a value, if it is a tensor and has a place."""
-        if not is_tensor(value):
+        if not isinstance(value, torch.Tensor) and not is_dtensor_like(value):
             return
         placed = self.placing.placed
         try:
@@ -194,25 +194,26 @@ class _Placer:
                 return None, None
             name, placement = repr(match[0]), match[1]
         else:
-            if fqn in self._rows:
-                value = _stack_of(self._rows[fqn], value)
+            value = _stack_of(self._rows[fqn], value) if fqn in self._rows else value
             placement = asked(self.rules, fqn, value, rank=global_rank())
             if placement is None:
                 return None, None
+            name = rule_name(self.rules, fqn) or ""
             if not isinstance(placement, CheckpointPlacement):
                 raise CannotPlace(
                     f"was given {placement!r} by the rules, which is no CheckpointPlacement",
                     "way out:     return a CheckpointPlacement, or None to keep the tensor's own",
                 )
-            name = rule_name(self.rules, fqn) or ""
-            self._returned[fqn] = placement
         # The pattern of a None rule counts as matched, too.
         self.placing.matched[name] = self.placing.matched.get(name, 0) + 1
-        if placement is not None and fqn in self._rows:
+        self._answers[fqn] = name, placement
+        if placement is None:
+            return None, None
+        if fqn in self._rows:
             row = self._rows[fqn][0]
             ndim = len(row.value.shape)
             placement, self._row_axes[fqn] = _of_rows(placement, row.name, ndim)
-        return placement, None if placement is None else name
+        return placement, name
 
     def _bind(self, facts: Facts, placement: CheckpointPlacement | None) -> Place | None:
         local, mesh, placements, shape = facts
@@ -257,9 +258,9 @@ class _Placer:
                 for one in map(placed.get, states.keys_of(state.parameter))
             }
             first = next(iter(places.values()), None)
-            if first is None or len(places) > 1:
+            if first is None or len(places) > 1 or not self._may_follow(fqn, first.fqn):
                 continue
-            if self._may_follow(fqn, first.fqn) and self._are_alike(value, state_dict[first.fqn]):
+            if self._are_alike(value, state_dict[first.fqn]):
                 placed[fqn] = Placed(fqn, facts_of(value)[0], first.place, first.rule)
                 if first.fqn in self._row_axes:
                     self._row_axes[fqn] = self._row_axes[first.fqn]
@@ -272,14 +273,10 @@ class _Placer:
         The same rule is the same pattern or, for a callable, an equal placement. Rows follow rows
         of a stack that has as many, along the same dims.
         """
-        own_rows, rows = self._rows.get(fqn), self._rows.get(parameter)
-        if (own_rows and own_rows[0].name.axes) != (rows and rows[0].name.axes):
-            return False
-        if isinstance(self.rules, PlacementRules):
-            own = self.rules.pattern_of(fqn)
-            return own is None or own == self.rules.pattern_of(parameter)
-        placement = self._returned.get(fqn)
-        return placement is None or placement == self._returned.get(parameter)
+        axes = [of[0].name.axes for of in map(self._rows.get, (fqn, parameter)) if of]
+        is_alike = (fqn in self._rows) == (parameter in self._rows) and len(set(axes)) < 2
+        own = self._answers.get(fqn)
+        return is_alike and (own is None or own == self._answers.get(parameter))
 
     def _are_alike(self, state: Any, parameter: Any) -> bool:
         """Whether optimizer state has the layout of its parameter."""
@@ -324,9 +321,8 @@ class _Placer:
         first, *others = rows
         self.placing.copies[fqn] = [row.path for row in others if row.path is not None]
         for other in others if self._stored is None else ():
-            if type(first.value) is not type(other.value) or not equal_values(
-                first.value, other.value
-            ):
+            is_alike = type(first.value) is type(other.value)
+            if not is_alike or not equal_values(first.value, other.value):
                 values = f"{first.key} is {first.value!r}, and {other.key} is {other.value!r}"
                 headline = f"one object cannot be stored for all rows: {values}"
                 way_out = "way out:     make them equal, or leave these keys as they are in rename="
@@ -385,8 +381,8 @@ class _Placer:
             self.placing.faults.append(error.fault(label))
             return
         held = self._pieces[key], dim, 1 if dim is None else own.global_shape[dim]
-        components = label.split(".")
-        ends = [".".join(components[at:]) for at in range(len(components))]
+        self._becomes[label] = held
+        ends = [label[at + 1 :] for at, character in enumerate(label) if character == "."]
         if parameters := possible_parameters(label):
             ends += [_siblings(label), *parameters]
         for end in ends:
@@ -417,14 +413,8 @@ class _Placer:
         ends.insert(0, _siblings(name.stacked))
         becomes = next((self._becomes[end] for end in ends if end in self._becomes), None)
         if becomes is None:
-            headline = (
-                "its rows cannot be determined: it is a scalar or an object, and no tensor of its "
-                "parameter is unstacked with it"
-            )
-            way_out = (
-                "way out:     save it together with the parameter; or leave this key as it is in "
-                "rename="
-            )
+            headline = "its rows cannot be determined: no tensor of its parameter is unstacked"
+            way_out = "way out:     its parameter beside it; or leave this key as it is in rename="
             self.placing.faults.append(Fault(name.stacked, headline, (way_out,)))
             return
         pieces, _, total = becomes
@@ -551,14 +541,15 @@ def _stack_place(own: Place, rows: Sequence[Row], axes: Sequence[Axis | None]) -
         axes: For each dim that the rows lie along, the axis that shards it, if any.
     """
     shape = own.sharding.global_shape
-    targets = [row_target(row, shape) for row in rows]
     listed = [
         Cut(dim, *((None, 1) if axis is None else (axis.name, axis.size)), Kind.LISTED)
         for dim, axis in zip(stack_dims(rows[0], shape), axes, strict=True)
     ]
-    sharding = _moved(own.sharding, targets[0], ())
+    sharding = _moved(own.sharding, row_target(rows[0], shape), ())
     chunks = [
-        chunk for part, target in enumerate(targets) for chunk in target.chunks(own.chunks, part)
+        chunk
+        for part, row in enumerate(rows)
+        for chunk in row_target(row, shape).chunks(own.chunks, part)
     ]
     return Place(replace(sharding, cuts=(*listed, *sharding.cuts)), own.axes, tuple(chunks))
 
@@ -605,24 +596,19 @@ def _piece(target: Target, whole: Place, dim: int | None = None, at: Sequence[in
     """
     chunks: list[Chunk] = []
     for part, index in enumerate(at):
-        held = [
-            chunk
-            for chunk in whole.chunks
-            if dim is None or 0 <= index - chunk.local_offsets[dim] < chunk.sizes[dim]
-        ]
-        chunks += target.chunks(held, part)
-    shape = whole.sharding.global_shape
+        for chunk in whole.chunks:
+            if dim is None or 0 <= index - chunk.local_offsets[dim] < chunk.sizes[dim]:
+                chunks += target.chunks([chunk], part)
+    boxes, shape = [source for source, _ in target.boxes], whole.sharding.global_shape
     split = [
         number
         for number, origin in enumerate(target.dims)
-        if origin is not None
-        and any(source.sizes[origin] != shape[origin] for source, _ in target.boxes)
+        if origin is not None and any(box.sizes[origin] != shape[origin] for box in boxes)
     ]
     sharding = _moved(whole.sharding, target, split)
     # Where no axis cuts a fused dim, one run of the whole is the same run on every rank.
-    is_exact = not split or (
-        len(target.boxes) == 1 and not any(cut.dim in split for cut in sharding.cuts)
-    )
+    is_cut = any(cut.dim in split for cut in sharding.cuts)
+    is_exact = not split or (len(boxes) == 1 and not is_cut)
     return Place(sharding, whole.axes, tuple(chunks), is_exact=is_exact)
 
 

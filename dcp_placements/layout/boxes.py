@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise
+from math import prod
 from operator import add, sub
 
 import numpy as np
@@ -50,18 +51,16 @@ def numel(boxes: Boxes) -> Ints:
     return np.asarray(boxes[:, 1].prod(axis=1), np.int64)
 
 
-def unique(boxes: Boxes) -> tuple[Ints, Ints]:
+def unique(boxes: Ints) -> tuple[Ints, Ints]:
     """Return where each different box is first, in order of offsets, and each box's number there.
+
+    Of any other table of integers the same of its rows.
 
     >>> first, number = unique(as_array([Box((2,), (2,)), Box((0,), (2,)), Box((2,), (2,))], 1))
     >>> first.tolist(), number.tolist()
     ([1, 0], [1, 0, 1])
     """
-    return unique_rows(boxes.reshape(len(boxes), 2 * boxes.shape[2]))
-
-
-def unique_rows(rows: Ints) -> tuple[Ints, Ints]:
-    """Return where each different row of a table is first, sorted, and each row's number there."""
+    rows = boxes.reshape(len(boxes), prod(boxes.shape[1:]))
     rows = rows[:, (rows != rows[:1]).any(axis=0)]  # most columns of boxes have one value
     if not rows.shape[1]:
         return np.arange(min(len(rows), 1)), np.zeros(len(rows), np.int64)
@@ -165,7 +164,7 @@ def tile(whole: Box, boxes: Boxes) -> bool:
     The shards of placements are a grid, since each dim is cut on its own, and a grid is proved by
     one sort per dim. Other boxes are compared with those near them.
     """
-    return bool(numel(boxes).sum() == whole.numel) and apart(whole, boxes)
+    return bool(numel(boxes).sum() == prod(whole.sizes)) and apart(whole, boxes)
 
 
 def apart(whole: Box, boxes: Boxes) -> bool:
@@ -173,17 +172,12 @@ def apart(whole: Box, boxes: Boxes) -> bool:
     boxes = boxes[numel(boxes) > 0]
     if not within(whole, boxes).all() or len(unique(boxes)[0]) < len(boxes):
         return False
-    return _is_grid(boxes) or not overlaps(boxes, limit=1)
-
-
-def _is_grid(boxes: Boxes) -> bool:
-    """Whether, on each dim, different intervals of different boxes share nothing."""
     for dim in range(boxes.shape[2]):
         intervals = boxes[:, :, dim]
         intervals = intervals[np.lexsort((intervals[:, 1], intervals[:, 0]))]
         is_other = (intervals[1:] != intervals[:-1]).any(axis=1)
         if (intervals[1:, 0] < intervals[:-1].sum(axis=1))[is_other].any():
-            return False
+            return not overlaps(boxes, limit=1)  # it is no grid
     return True
 
 
@@ -193,7 +187,7 @@ def uncovered(whole: Box, boxes: Boxes, limit: int = 8) -> list[Box]:
     >>> uncovered(Box((0, 0), (4, 3)), as_array([Box((0, 0), (2, 3))], 2))
     [Box(offsets=(2, 0), sizes=(2, 3))]
     """
-    if whole.numel == 0 or tile(whole, boxes):
+    if 0 in whole.sizes or tile(whole, boxes):
         return []
     inside = intersect(boxes, as_array([whole], len(whole.sizes)))
     return _holes(whole, inside[(inside[:, 1] > 0).all(axis=1)], 0, limit)

@@ -188,7 +188,7 @@ class Sharding:
 
     def dim_at(self, dim: int, positions: Sequence[Position]) -> Intervals:
         """Return the intervals that a rank holds of one dim, in local order, padding included."""
-        size = self.cut_shape[dim]
+        size = (self.padded_shape or self.global_shape)[dim]
         intervals: Intervals = ((0, size),) if size else ()
         for cut, position in zip(self.cuts, positions, strict=True):
             if cut.dim == dim:
@@ -251,7 +251,7 @@ def cut_intervals(intervals: Intervals, cut: Cut, position: Position) -> Interva
         case Kind.PLAIN | Kind.FUSED | Kind.STRIDED:
             assert isinstance(position, int)
             first = 0
-            for size in part_sizes(cut.parts, total):
+            for size in [total] if cut.parts == 1 else part_sizes(cut.parts, total):
                 step = -(-size // cut.size)
                 low = min(position * step, size)
                 runs.append((first + low, first + min(low + step, size)))

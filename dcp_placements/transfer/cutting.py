@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dcp_placements.errors import CannotLook, PlacementError
-from dcp_placements.layout.boxes import Boxes, Ints, expanded, unique_rows
+from dcp_placements.layout.boxes import Boxes, Ints, expanded, unique
 from dcp_placements.layout.sharding import Cut, Kind, Sharding, dim_pieces
 from dcp_placements.rules.patterns import PlacementRules, Rules, asked
 from dcp_placements.rules.placement import CheckpointPlacement, cut_of, kind_of, shards
@@ -163,7 +163,7 @@ def held_boxes(
     for dim, size in zip(tensor.rule_dims, tensor.shape, strict=True):
         cuts = [cut for cut in sharding.cuts if cut.dim == dim]
         columns = [i for i, cut in enumerate(sharding.cuts) if cut.dim == dim and i not in listed]
-        first, which = unique_rows(positions[:, columns])
+        first, which = unique(positions[:, columns])
         different = positions[first]
         if all(cut.kind is Kind.PLAIN for cut in cuts):
             counts, table = _plain_pieces(sharding, dim, size, different)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dcp_placements import CheckpointPlacement, PlacementRules, Placements
-from dcp_placements.testing import FakeMesh, World, cut, real_dtensor
+from dcp_placements.testing import FakeDTensor, FakeMesh, World, cut, real_dtensor
 
 EXPERTS = 8
 COMPLETE = {
@@ -94,3 +95,31 @@ def test_complete_dtensors_need_no_rule_and_a_rule_changes_nothing(
     ]
     assert chunks[0] == chunks[1]
     load(tmp_path / "ours", world, state_dict, preset)
+
+
+@pytest.mark.parametrize("strided", ["w", "optim.state.w.exp_avg"])
+def test_state_that_is_cut_otherwise_than_its_parameter_keeps_its_own_place(
+    strided: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In some versions of torch a ``_StridedShard`` equals the ``Shard`` of its dim."""
+    monkeypatch.setattr(
+        _StridedShard, "__eq__", lambda self, other: self.dim == getattr(other, "dim", None)
+    )
+    whole, world, names = torch.arange(24.0).reshape(8, 3), World(4), ("w", "optim.state.w.exp_avg")
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, outer=2, inner=2)
+        held: dict[str, Any] = {}
+        for name in names:
+            first = _StridedShard(0, split_factor=2) if name == strided else Shard(0)
+            how = (first, Shard(0))
+            local = cut(whole, how, mesh.shape, mesh.get_coordinate())
+            held[name] = FakeDTensor(local, mesh, how, tuple(whole.shape))
+        return held
+
+    def preset(rank: int) -> Placements:
+        placement = CheckpointPlacement(world.mesh(rank, outer=2, inner=2), {"inner": Shard(0)})
+        return Placements(PlacementRules({re.compile("^w$"): placement}))
+
+    save(tmp_path, world, state_dict, preset)
+    assert_same(read_whole(tmp_path), dict.fromkeys(names, whole))

@@ -337,3 +337,12 @@ def test_steps_of_two_optimizers_have_the_rows_of_their_own_moments(tmp_path: Pa
     steps = sorted(key for key in keys if key.endswith("step"))
     rows = [("a", row) for row in range(4)] + [("b", row) for row in range(3)]
     assert steps == [f"{model}.state.layers.{row}.w.step" for model, row in rows]
+
+
+def test_a_name_that_ends_another_has_rows_of_its_own(tmp_path: Path) -> None:
+    held = {"ema.layers.w": torch.ones(3, 2), "layers.w": torch.zeros(4, 2)}
+    save_alone(tmp_path, dict(held), Unstack("layers.{}.w"))
+    rows = {f"layers.{row}.w": torch.zeros(2) for row in range(4)}
+    assert_same(
+        read_whole(tmp_path), rows | {f"ema.layers.{row}.w": torch.ones(2) for row in range(3)}
+    )

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard
 
 from dcp_placements._torch import rehearsed
 from dcp_placements.errors import Fault, PlacementError, RankFaults
-from dcp_placements.layout.boxes import Boxes, as_boxes, tile, unique_rows
+from dcp_placements.layout.boxes import Boxes, as_boxes, tile, unique
 from dcp_placements.layout.sharding import Intervals, Position, Sharding
 from dcp_placements.load.compare import Asked, asked_faults
 from dcp_placements.load.missing import Policy
@@ -412,7 +412,7 @@ def _boxes(lot: Lot, held: _Held) -> list[Boxes] | None:
     boxes = np.concatenate([one.boxes for one in found])
     # A row that a rank lists twice counts once.
     columns = np.column_stack([ranks, boxes.reshape(len(boxes), 2 * boxes.shape[2])])
-    different, _ = unique_rows(columns)
+    different, _ = unique(columns)
     ends = np.searchsorted(ranks[different], np.arange(1, len(lot.cuttings)))
     return np.split(boxes[different], ends)
 
