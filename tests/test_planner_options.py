@@ -37,7 +37,7 @@ from dcp_placements import (
     PlacementRules,
     PlacementSavePlanner,
 )
-from dcp_placements.storage.metadata.provenance import RESERVED_KEY
+from dcp_placements.storage.metadata.record import RESERVED_KEY
 from dcp_placements.storage.metadata.save_ids import ID_PREFIX
 from dcp_placements.testing import FakeDTensor, World, real_dtensor
 from tests.remote_scenes import FsspecReader, FsspecWriter

@@ -53,8 +53,7 @@ from dcp_placements.report import LoadReport
 from dcp_placements.runs import ReadItemOfLoad, made
 from dcp_placements.storage.index.stored_entries import entries_at
 from dcp_placements.storage.metadata.chunk_list import ChunkList
-from dcp_placements.storage.metadata.provenance import stored
-from dcp_placements.storage.metadata.record import record_of
+from dcp_placements.storage.metadata.record import record_of, stored
 
 
 class Read(NamedTuple):

@@ -30,9 +30,8 @@ from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.index.row_index import RowIndex
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.index.stored_entries import entries_of
-from dcp_placements.storage.metadata.provenance import OWN_PREFIX, stored
 from dcp_placements.storage.metadata.rank_files import merge_rank_metadata
-from dcp_placements.storage.metadata.record import SaveRecord, record_of
+from dcp_placements.storage.metadata.record import OWN_PREFIX, SaveRecord, record_of, stored
 from dcp_placements.storage.metadata.save_ids import ID_PREFIX, IdRecord, absent_ranks, writer_of
 from dcp_placements.storage.metadata.table import Offset
 

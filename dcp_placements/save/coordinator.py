@@ -262,7 +262,7 @@ class Coordinator:
             report = KeyReport(
                 shape=group.shape,
                 dtype=str(group.dtype).removeprefix("torch."),
-                chunks=len(lists[key]),
+                chunks=len(cover.boxes),
                 unique_nbytes=unique * group.itemsize,
                 whole_nbytes=prod(group.shape) * group.itemsize,
                 held_nbytes=held * group.itemsize,

@@ -33,7 +33,7 @@ from dcp_placements.storage.hashing import (
     object_digest,
     sampled_digests,
 )
-from dcp_placements.storage.metadata.provenance import StoredDigests
+from dcp_placements.storage.metadata.record import StoredDigests
 from dcp_placements.table.cover import Cover, cover_of
 from dcp_placements.table.table import OBJECT, Group, Held, Holding
 from dcp_placements.table.world import Piece, World

@@ -54,13 +54,8 @@ from dcp_placements.save.digests import (
 from dcp_placements.save.items import Assignment, assigned_items
 from dcp_placements.save.local_plan import LocalPlan, Statement
 from dcp_placements.save.messages import repeat_fault
-from dcp_placements.storage.metadata.provenance import (
-    DIGESTS_OF_RANK,
-    REPLACED,
-    RESERVED_KEY,
-    identity,
-)
 from dcp_placements.storage.metadata.rank_files import saves_before
+from dcp_placements.storage.metadata.record import DIGESTS_OF_RANK, REPLACED, RESERVED_KEY, identity
 from dcp_placements.storage.metadata.save_ids import id_data, id_items, is_named
 from dcp_placements.table.table import OBJECT, Holding, held_chunks, holding_of
 

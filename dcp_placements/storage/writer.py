@@ -45,8 +45,8 @@ from dcp_placements.storage.metadata.file import (
     read_file_names,
     write_metadata,
 )
-from dcp_placements.storage.metadata.provenance import REPLACED, RESERVED_KEY, stored
 from dcp_placements.storage.metadata.rank_files import saves_before
+from dcp_placements.storage.metadata.record import REPLACED, RESERVED_KEY, stored
 from dcp_placements.storage.metadata.save_ids import (
     file_state,
     is_data_file,

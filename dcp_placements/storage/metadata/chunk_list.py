@@ -105,5 +105,5 @@ class ChunkList(Sequence[ChunkStorageMetadata]):
     def __reduce__(self) -> tuple[Any, ...]:
         # Equal sizes are one object, which is pickled once.
         size = cache(torch.Size)
-        rows = [ChunkStorageMetadata(*map(size, box)) for box in self.boxes()]
+        rows = [ChunkStorageMetadata(*map(size, box)) for box in as_boxes(self.array)]
         return list, (rows,)

@@ -47,14 +47,14 @@ from dcp_placements.layout.sharding import Box
 from dcp_placements.storage.index.blocks import Opener
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.file import read_metadata
-from dcp_placements.storage.metadata.provenance import (
+from dcp_placements.storage.metadata.record import (
     REPLACED,
     RESERVED_KEY,
     merged_provenance,
+    merged_record,
     stored,
     stored_digest,
 )
-from dcp_placements.storage.metadata.record import merged_record
 from dcp_placements.storage.metadata.save_ids import id_records
 from dcp_placements.storage.metadata.table import place_of, rows_of_places
 from dcp_placements.storage.remote import is_url

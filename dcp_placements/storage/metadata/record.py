@@ -1,7 +1,9 @@
-"""The record of a save: how each key was cut and renamed, so that a load can be compared with it.
+"""What a checkpoint keeps of its save: which it was, and how each key was cut and renamed.
 
-Thousands of keys are cut in a few ways. The record is these few ways, by the names of axes, and a
-column with the number of its way for each key. Both are plain values that any unpickler admits.
+It stands in ``Metadata.planner_data`` under one reserved key, which torch's readers ignore, and a
+load is compared with it. Thousands of keys are cut in a few ways: the record has these few ways, by
+the names of axes, and a column with the number of its way for each key, both as plain values that
+any unpickler admits.
 """
 
 from __future__ import annotations
@@ -13,15 +15,93 @@ from itertools import repeat
 from typing import Any
 
 import numpy as np
+import torch
 import xxhash
 
+from dcp_placements import __version__
 from dcp_placements.layout.sharding import Cut, Cuts, Kind
 from dcp_placements.names.renames import Step
-from dcp_placements.storage.metadata.provenance import stored
+
+RESERVED_KEY = "dcp_placements"
+"""The key in ``Metadata.planner_data``."""
+
+OWN_PREFIX = f"{RESERVED_KEY}."
+"""Begins the keys in ``storage_data`` of records beside those of tensors and objects."""
+
+DIGESTS_OF_RANK = "sampled_digests"
+"""The key of the digests in the provenance of a rank that saved alone."""
+
+REPLACED = "replaced"
+"""The key in the provenance of a rank that saved alone: how often it had saved there before."""
+
+StoredDigests = dict[str, dict[tuple[int, ...] | None, bytes]]
+"""FQN to offset (None for an object) to digest."""
 
 CUTS_KEY = "cuts"
 RENAMES_KEY = "renames"
-"""Under the reserved key in ``Metadata.planner_data``."""
+"""Under the reserved key."""
+
+
+def identity(save_id: bytes, *, world_size: int, step: int | None) -> dict[str, Any]:
+    """Return the provenance that every checkpoint has.
+
+    Keys: ``save_id``, ``versions``, ``world_size``, and ``step`` where there is one.
+    """
+    provenance: dict[str, Any] = {
+        "save_id": save_id.hex(),
+        "versions": {"dcp_placements": __version__, "torch": str(torch.__version__)},
+        "world_size": world_size,
+    }
+    if step is not None:
+        provenance["step"] = step
+    return provenance
+
+
+def stored(metadata: Any) -> Mapping[str, Any] | None:
+    """Return the provenance of a checkpoint; None where it has none.
+
+    Args:
+        metadata: Torch's ``Metadata``, or what has ``planner_data`` as that has.
+    """
+    data = metadata.planner_data
+    provenance = data.get(RESERVED_KEY) if isinstance(data, Mapping) else None
+    if isinstance(provenance, Mapping) and "save_id" in provenance:
+        return provenance
+    return None
+
+
+def saved_by(metadata: Any) -> str:
+    """Return a short text that names the save; empty where nothing tells, or each rank saved alone.
+
+    The metadata that a rank wrote without collectives has an id of its own.
+    """
+    provenance = stored(metadata)
+    if provenance is None or provenance.get("world_size", 1) == 1:
+        return ""
+    step = f" (step {provenance['step']})" if "step" in provenance else ""
+    return f"save {provenance['save_id'][:8]}{step}"
+
+
+def stored_digest(
+    provenance: Mapping[str, Any], fqn: str, offset: Sequence[int] | None
+) -> bytes | None:
+    """Return the digest of a chunk, or of an object, of a rank that saved alone.
+
+    Args:
+        provenance: Of the rank.
+        fqn: The key.
+        offset: Of the chunk; an object has none.
+    """
+    at = None if offset is None else tuple(offset)
+    digest = provenance.get(DIGESTS_OF_RANK, {}).get(fqn, {}).get(at)
+    return digest if isinstance(digest, bytes) else None
+
+
+def merged_provenance(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the provenance of ranks that each wrote their own: the lowest rank's entries."""
+    merged = {k: v for k, v in parts[0].items() if k not in (DIGESTS_OF_RANK, REPLACED)}
+    merged["world_size"] = max(len(parts), merged.get("world_size", 1))
+    return merged
 
 
 def cut_of_plain(

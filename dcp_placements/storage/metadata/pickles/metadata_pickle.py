@@ -25,7 +25,7 @@ from dcp_placements.storage.metadata.pickles.tensor_properties import (
     PICKLED_PROPERTIES,
     PROPERTIES,
 )
-from dcp_placements.storage.metadata.provenance import DIGESTS_OF_RANK, stored
+from dcp_placements.storage.metadata.record import DIGESTS_OF_RANK, stored
 from dcp_placements.storage.safe_pickle import (
     DTYPES,
     ORDERED_DICT,
