@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_items as 
 from torch.distributed.checkpoint.state_dict_saver import (
     _stateful_to_state_dict as state_dicts_of_statefuls,
 )
-from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.distributed.checkpoint.utils import _DistWrapper as DistWrapper
 from torch.distributed.tensor import DTensor
 from torch.serialization import _get_layout
 from torch.torch_version import TorchVersion
@@ -44,6 +44,7 @@ from torch.torch_version import TorchVersion
 __all__ = [
     "CURRENT_DCP_VERSION",
     "DEFAULT_SUFFIX",
+    "DistWrapper",
     "MemoryFormat",
     "SerializationFormat",
     "ShardedTensor",
@@ -60,7 +61,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 layout_named: Callable[[str], torch.layout] = _get_layout
 """Returns the layout of a name such as ``torch.strided``."""
@@ -213,21 +213,6 @@ def logged_where_torch_drops_it(read_metadata: Callable[..., T]) -> Callable[...
             raise
 
     return logged
-
-
-def agreed(
-    step: str,
-    process_group: dist.ProcessGroup | None,
-    on_rank: Callable[[], T],
-    on_coordinator: Callable[[list[T]], R],
-) -> R:
-    """Return ``on_coordinator`` of the results of all ranks' ``on_rank``, on every rank.
-
-    Raises:
-        CheckpointException: On all ranks, if any of them fails.
-    """
-    wrapper = _DistWrapper(process_group, world_size() > 1, 0)
-    return wrapper.all_reduce(step, on_rank, on_coordinator)
 
 
 def cpu_tensors(

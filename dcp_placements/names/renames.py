@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import lru_cache
@@ -87,20 +86,6 @@ def contiguous(counts: Sequence[int], at: int) -> range:
     return range(start, start + counts[at])
 
 
-class ReadyRename(ABC):
-    """The base of the renames of this package."""
-
-    __slots__ = ()
-    pattern: str
-
-    @abstractmethod
-    def __call__(self, key: str) -> Renamed: ...
-
-    def matches(self, key: str) -> bool:
-        """Whether its pattern is in a key."""
-        return self(key) != key
-
-
 def _selectors(pattern: str, most: int = 0) -> list[str]:
     """Return the names in braces of a pattern; refuse more than ``most``, and not one ``{}``."""
     placeholders = re.findall(r"\{(\w*)\}", pattern)
@@ -116,7 +101,7 @@ def _selectors(pattern: str, most: int = 0) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Renumber(ReadyRename):
+class Renumber:
     """Renames a local number in a key to the number that it has in the whole.
 
     >>> rename = Renumber("experts.{}", [6, 1], total=8)
@@ -186,13 +171,9 @@ class Renumber(ReadyRename):
             )
         return f"{found.head}{ids[found.number]}{found.tail}"
 
-    def matches(self, key: str) -> bool:
-        """Whether its pattern is in a key, which may have the same number in the whole."""
-        return number_in(self.pattern, key) is not None
-
 
 @dataclass(frozen=True, slots=True)
-class Replace(ReadyRename):
+class Replace:
     """Renames a run of components, or drops it: a prefix that only a pipeline stage has.
 
     >>> Replace("model_pp*", "model")("model_pp3.layers.0.weight")
@@ -223,7 +204,7 @@ def _replaced(key: str, match: re.Match[str], by: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Stack(ReadyRename):
+class Stack:
     """Stores tensors whose names differ by a number as one tensor, with one dim more.
 
     >>> Stack("experts.{}.w*", total=8)("layers.0.experts.5.w1.weight")
@@ -268,7 +249,7 @@ class Stack(ReadyRename):
 
 
 @dataclass(frozen=True, slots=True)
-class Unstack(ReadyRename):
+class Unstack:
     """Stores the rows of a tensor as tensors of their own, with a number in their names.
 
     >>> Unstack("experts.{}.w*")("layers.0.experts.w1.weight")
@@ -297,13 +278,12 @@ class Unstack(ReadyRename):
         match = _number_absent(self.pattern).search(dotted)
         if match is None:
             return key
-        at = match.start("number")
-        name = f"{dotted[:at]}{'.' if _is_component(self.pattern) else ''}{{}}{dotted[at:]}"
-        return Rows(name.removeprefix("."), key, self.dim)
+        at, number = match.start("number"), ".{}" if "{}" in self.pattern.split(".") else "{}"
+        return Rows(f"{dotted[:at]}{number}{dotted[at:]}".removeprefix("."), key, self.dim)
 
 
 @dataclass(frozen=True, slots=True)
-class Split(ReadyRename):
+class Split:
     """Stores the parts of a fused tensor as tensors of their own.
 
     >>> Split("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"))("layers.0.mlp.gate_up_proj")
@@ -357,13 +337,8 @@ def _number_absent(pattern: str) -> re.Pattern[str]:
     """Return a regex with the position of the missing number as the empty group ``number``."""
     # A component of its own comes with its dot.
     regex = compile_pattern(pattern.replace("{}", "\0")).pattern
-    absent = "\\.\0" if _is_component(pattern) else "\0"
+    absent = "\\.\0" if "{}" in pattern.split(".") else "\0"
     return re.compile(regex.replace(absent, "(?P<number>)"))
-
-
-def _is_component(pattern: str) -> bool:
-    """Whether ``{}`` is a component of the pattern by itself, not a part of one."""
-    return "{}" in pattern.split(".")
 
 
 class Step(NamedTuple):
@@ -398,7 +373,7 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class Renames(ReadyRename):
+class Renames:
     """Renames by several functions, one after the other.
 
     >>> rename = Renames(
@@ -430,9 +405,9 @@ class Renames(ReadyRename):
         for one in chain.from_iterable(map(steps, renames)):
             if isinstance(one.rename, Replace):
                 flat = [
-                    step._replace(pattern=one.rename(step.pattern))
-                    if isinstance(step.rename, ReadyRename) and not isinstance(step.rename, Replace)
-                    else step
+                    step
+                    if step.kind in (FUNCTION, "Replace")
+                    else step._replace(pattern=one.rename(step.pattern))
                     for step in flat
                 ]
             flat.append(one._replace(declared=None) if optional else one)
@@ -455,7 +430,7 @@ def steps(rename: Any) -> tuple[Step, ...]:
     if isinstance(rename, Renames) and type(rename).__call__ is Renames.__call__:
         return rename.flat
     # A subclass of ``Renames`` with a call of its own may do more than its steps.
-    if isinstance(rename, Renames) or not isinstance(rename, ReadyRename):
+    if not isinstance(rename, Renumber | Replace | Stack | Unstack | Split):
         return (Step(FUNCTION, getattr(rename, "__qualname__", kind), None, rename=rename),)
     pattern: str = rename.pattern
     shaping: tuple[Any, ...] = ()
@@ -487,7 +462,7 @@ def apply(steps: Iterable[Step], key: str, matches: dict[str, bool]) -> Renamed:
     name: Renamed = key
     for step in steps:
         if step.declared is not None and not matches.get(step.declared, True):
-            matches[step.declared] = any(map(step.rename.matches, _fqns(name)))
+            matches[step.declared] = any(_matches(step.rename, fqn) for fqn in _fqns(name))
         name = _renamed(step.rename, name)
     return name
 
@@ -522,6 +497,13 @@ def _whole_name(step: Rename, name: str) -> str:
     """Return the name of the whole tensor for the rules, which do not name its rows or parts."""
     new = step(name)
     return new if isinstance(new, str) else name
+
+
+def _matches(step: Rename, key: str) -> bool:
+    """Whether the pattern of a step is in a key, which may have the same number in the whole."""
+    if isinstance(step, Renumber):
+        return number_in(step.pattern, key) is not None
+    return step(key) != key
 
 
 def _fqns(name: Renamed) -> tuple[str, ...]:

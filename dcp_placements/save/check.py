@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException, LoadPlanner, SavePlan, SavePlanner
 
-from dcp_placements._torch import agreed, state_dicts_of_statefuls
+from dcp_placements._torch import DistWrapper, state_dicts_of_statefuls, world_size
 from dcp_placements.errors import PlacementError
 from dcp_placements.report import SaveReport
 from dcp_placements.rules.patterns import Rules
@@ -66,7 +66,8 @@ def check(
         return planner.report
 
     try:
-        return agreed("check", process_group, on_rank, on_coordinator)
+        group = DistWrapper(process_group, world_size() > 1, 0)
+        return group.all_reduce("check", on_rank, on_coordinator)
     except CheckpointException as failed:
         raise _one_error(failed) from None
 
