@@ -11,6 +11,7 @@ import pickle
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, ClassVar
 
 MAX_FAULTS = 40
@@ -125,18 +126,23 @@ def format_faults(
 def _format_entry(alike: Sequence[Fault], ranks: tuple[int, ...] = ()) -> str:
     """Return the entry of faults that differ in keys, places and ranks alone."""
     first = alike[0]
-    fqns = list(dict.fromkeys([fault.fqn for fault in alike]))
-    place = list(first.place)
-    if place and len(fqns) > 1:
-        place[0] += f" (of {fqns[0]})"
-    on = []
-    sets = {fault.ranks for fault in alike}
-    if not sets <= {(), ranks}:
-        fewer = ", some of the keys on fewer" if len(sets) > 1 and len(fqns) > 1 else ""
-        on = [f"on:          {format_ranks(rank for one in sets for rank in one)}{fewer}"]
+    of_key: dict[str, list[tuple[int, ...]]] = {}
+    for fault in alike:
+        of_key.setdefault(fault.fqn, []).append(fault.ranks)
+    everywhere = set(chain.from_iterable({fault.ranks for fault in alike}))
+    place, on = list(first.place), []
+    if place and len(everywhere) > 1:
+        place[0] += f" on {format_ranks(first.ranks[:1])}"
+    if place and len(of_key) > 1:
+        place[0] += f" (of {first.fqn})"
+    fewer = any(len(set(chain(*held))) < len(everywhere) for held in of_key.values())
+    if everywhere and (fewer or everywhere != set(ranks)):
+        some = ", some of the keys on fewer" if fewer else ""
+        on = [f"on:          {format_ranks(everywhere)}{some}"]
     # Any line may contain names of files or keys, so all of them are escaped.
     headline, *details = map(format_name, [first.headline, *on, *place, *first.details])
-    return "\n    ".join([f"{format_names(fqns, MAX_NAMES)}: {headline}", *details])
+    names = format_names(list(of_key), MAX_NAMES)
+    return "\n    ".join([f"{names}: {headline}", *details])
 
 
 def raise_faults(opening: str, faults: Iterable[Fault]) -> None:
@@ -190,26 +196,17 @@ def raise_faults_of_ranks(
     for rank, packed in sorted(sent.items()):
         if packed:
             by_content.setdefault(packed, []).append(rank)
-    merged: dict[tuple[Any, ...], tuple[Fault, list[int]]] = {}
+    faults: list[Fault] = []
     are_more = False
     for packed, members in by_content.items():
         of_rank = unpacked_faults(packed)
         are_more |= len(of_rank) == MAX_SENT
-        for fault in of_rank:
-            key = fault.fqn, fault.headline, fault.details
-            merged.setdefault(key, (fault, []))[1].extend(members)
-    if not merged:
-        return
-    faults = list(mistakes)
-    for fault, ranks in merged.values():
-        place = fault.place
-        if place and len(ranks) > 1:
-            place = (f"{place[0]} on {format_ranks(ranks[:1])}", *place[1:])
-        faults.append(replace(fault, place=place, ranks=tuple(sorted(ranks))))
-    refusing = tuple(sorted(rank for ranks in by_content.values() for rank in ranks))
-    more = f"; the first {MAX_SENT:,} faults of each rank" if are_more else ""
-    opening = f"{format_ranks(refusing)} {refused}{more}"
-    raise PlacementError(format_faults(opening, faults, ranks=refusing))
+        faults += [replace(fault, ranks=tuple(members)) for fault in of_rank]
+    if faults:
+        refusing = tuple(sorted(rank for members in by_content.values() for rank in members))
+        more = f"; the first {MAX_SENT:,} faults of each rank" if are_more else ""
+        opening = f"{format_ranks(refusing)} {refused}{more}"
+        raise PlacementError(format_faults(opening, [*faults, *mistakes], ranks=refusing))
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
