@@ -36,6 +36,7 @@ from dcp_placements.errors import (
 )
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import Traffic
+from dcp_placements.storage.checked_load import load_plain
 from dcp_placements.storage.checksums import Checksums
 from dcp_placements.storage.file_reads import CountedFile, FilePart, open_inside
 from dcp_placements.storage.index.storage_table import places_of
@@ -65,7 +66,6 @@ from dcp_placements.storage.remote import (
     is_url,
     local_or_url,
 )
-from dcp_placements.storage.tensor_record import load_plain
 
 
 class PlacementFileSystemReader(UrlPath, FileSystemReader):

@@ -20,13 +20,14 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from dcp_placements._torch import StorageInfo, narrow_tensor_by_index
 from dcp_placements.errors import Fault, PlacementError, format_error, format_faults
 from dcp_placements.storage.byte_ranges import Gap, halves, segments
+from dcp_placements.storage.checked_load import load_saved_tensor
 from dcp_placements.storage.checksums import Checksums
 from dcp_placements.storage.file_reads import HeldPart, Part
 from dcp_placements.storage.protocols import TakesMany
 from dcp_placements.storage.records.fast_zlib import crc32
 from dcp_placements.storage.records.rows import fill_each, values_of
 from dcp_placements.storage.safe_pickle import RefusedGlobal
-from dcp_placements.storage.tensor_record import TensorRecord, load_saved_tensor
+from dcp_placements.storage.tensor_record import TensorRecord
 
 NEAR_NBYTES = 64 << 10
 """Reads this near to each other are announced, so that the pages between come along: to fetch them

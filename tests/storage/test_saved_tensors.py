@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_placements import PlacementFileSystemReader
 from dcp_placements.offline import verify
-from dcp_placements.storage.tensor_record import load_saved_tensor, parse_record, stored_zip
+from dcp_placements.storage.checked_load import load_saved_tensor, stored_zip
+from dcp_placements.storage.tensor_record import parse_record
 from tests.offline_scenes import Run
 from tests.storage_scenes import stock_metadata
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from dcp_placements.errors import CannotLook, format_names
+from dcp_placements.storage.checked_load import check_saved
 from dcp_placements.storage.safe_pickle import check_unfolded
-from dcp_placements.storage.tensor_record import check_saved
 
 INERT_MODULES = (
     *("megatron", "transformer_engine", "transformer_engine_torch", "modelopt", "numpy", "signal"),

@@ -19,6 +19,7 @@ from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint
 from dcp_placements.offline.checks.records import FileRecords, Record, fqns_of
 from dcp_placements.offline.checks.structure import CheckpointFault
 from dcp_placements.offline.directory import shows_damage
+from dcp_placements.storage.checked_load import load_saved_tensor, stored_zip
 from dcp_placements.storage.checksums import BROKEN, behind_elements, expected_behind
 from dcp_placements.storage.file_reads import CountedFile, FilePart, HeldPart, Part
 from dcp_placements.storage.index.columns import Ints
@@ -29,8 +30,6 @@ from dcp_placements.storage.tensor_record import (
     RecordHeads,
     TensorRecord,
     entry_start,
-    load_saved_tensor,
-    stored_zip,
 )
 
 PIECE_NBYTES = 4 << 20

@@ -21,7 +21,7 @@ from dcp_placements.offline.declared import Progress, Rename, matching_keys
 from dcp_placements.offline.differences.comparing import Tally
 from dcp_placements.offline.directory import shows_damage
 from dcp_placements.offline.views.families import families, whole_branches
-from dcp_placements.storage.tensor_record import load_plain
+from dcp_placements.storage.checked_load import load_plain
 
 PIECE_NBYTES = 32 << 20
 

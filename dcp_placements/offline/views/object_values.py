@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from dcp_placements.offline.checkpoint import Checkpoint, StoredObject
+from dcp_placements.storage.checked_load import saved_pickle
 from dcp_placements.storage.safe_pickle import DTYPES, ORDERED_DICT, SafeUnpickler
-from dcp_placements.storage.tensor_record import stored_zip
 
 MAX_NBYTES = 1 << 16
 """The longest record that is read."""
@@ -39,22 +39,14 @@ def plain_values(checkpoint: Checkpoint, objects: Iterable[StoredObject]) -> dic
     for stored in small[:MAX_OBJECTS]:
         try:
             record = checkpoint.read_record(stored.fqn, stored, MAX_NBYTES)
-            value = _plain_value(record or b"")
+            data, _ = saved_pickle(io.BytesIO(record or b""))
+            value = _PlainUnpickler(data).load()
         except Exception:
             # A broken or hostile record can raise anything; verify reports it.
             continue
         if _is_small(value):
             values[stored.fqn] = value
     return values
-
-
-def _plain_value(record: bytes) -> Any:
-    """Return the value that ``torch.save`` wrote as a record."""
-    file = stored_zip(io.BytesIO(record))
-    if file is None:
-        raise ValueError("it is no zip file")
-    (name,) = [name for name in file.namelist() if name.endswith("/data.pkl")]
-    return _PlainUnpickler(file.read(name)).load()
 
 
 def _is_small(value: Any) -> bool:

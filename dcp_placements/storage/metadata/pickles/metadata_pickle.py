@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import IO, Any, ClassVar
 
@@ -88,21 +88,10 @@ def load_safely(stream: IO[bytes], newer: set[str] | None = None) -> Any:
     return value
 
 
-def _size(values: Any = ()) -> torch.Size:
-    if type(values) not in (tuple, list) or len(values) > MAX_DIMS or not are_int64(values):
-        raise refusal("it has a size that is no sequence of 64-bit integers")
+def _size(values: tuple[Any, ...]) -> torch.Size:
+    if len(values) > MAX_DIMS or set(map(type, values)) - {int}:
+        raise refusal("it has a size that is no sequence of integers")
     return torch.Size(values)
-
-
-def are_int64(values: Sequence[Any]) -> bool:
-    """Whether values are integers of 64 bits."""
-    return set(map(type, values)) <= {int} and all(-(1 << 63) <= one < 1 << 63 for one in values)
-
-
-def _list(values: Any) -> list[Any]:
-    if type(values) is not list:
-        raise refusal("it has a list that is not made of a list")
-    return values
 
 
 def _path(kind: type[PurePath]) -> Call:
@@ -114,28 +103,16 @@ def _path(kind: type[PurePath]) -> Call:
     return Call(kind.__name__, make)
 
 
-def _layout(name: Any) -> torch.layout:
-    if type(name) is not str or not name.startswith("torch."):
-        raise refusal("it calls _get_layout with something else than the name of a layout")
-    return layout_named(name)
-
-
-def _format(value: Any) -> MemoryFormat:
-    if type(value) is not int:
-        raise refusal("it calls _MEM_FORMAT_ENCODING with something else than one number")
-    return MemoryFormat(value)
+def _member(owner: Any, name: str) -> MemoryFormat:
+    """Return a member of the enumeration, which some versions of Python pickle as ``getattr``."""
+    if owner is not _FORMAT:
+        raise RefusedGlobal("builtins.getattr", _SafeMetadata.subject)
+    return MemoryFormat.__members__[name]
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _OLDER = "torch.distributed._shard.sharded_tensor.metadata"
-_FORMAT = Call("_MEM_FORMAT_ENCODING", _format)
-
-
-def _member(owner: Any, name: Any) -> MemoryFormat:
-    """Return a member of the enumeration, which some versions of Python pickle as ``getattr``."""
-    if owner is not _FORMAT or type(name) is not str:
-        raise RefusedGlobal("builtins.getattr", _SafeMetadata.subject)
-    return MemoryFormat.__members__[name]
+_FORMAT = Call("_MEM_FORMAT_ENCODING", MemoryFormat, (int,))
 
 
 class _SafeMetadata(SafeUnpickler):
@@ -159,11 +136,11 @@ class _SafeMetadata(SafeUnpickler):
         MEGATRON: Metadata,
         (_METADATA, "_MEM_FORMAT_ENCODING"): _FORMAT,
         (_OLDER, "MEM_FORMAT_ENCODING"): _FORMAT,
-        ("torch.serialization", "_get_layout"): Call("_get_layout", _layout),
+        ("torch.serialization", "_get_layout"): Call("_get_layout", layout_named, (str,)),
         # A ChunkList in metadata that another writer pickles.
-        ("builtins", "list"): Call("list", _list),
-        ("torch", "Size"): Call("Size", _size),
-        ("builtins", "getattr"): Call("getattr", _member),
+        ("builtins", "list"): Call("list", list, (list,)),
+        ("torch", "Size"): Call("Size", _size, (tuple,)),
+        ("builtins", "getattr"): Call("getattr", _member, (Call, str)),
         # Pure paths reach no file system.
         **{
             (module, prefix + kind.__name__.removeprefix("Pure")): _path(kind)
@@ -182,27 +159,21 @@ class _SafeMetadata(SafeUnpickler):
             self.newer.add("a path as Python 3.13 pickles it")
         return super().find_class(module, name)
 
-    def fill(self, instance: Any, state: Any) -> None:
-        if type(instance) is Metadata and vars(instance).keys().isdisjoint(state):
-            # A file fills its storage_data after all other fields.
-            vars(instance).update(state)
-            return
-        if type(instance) is not TensorProperties or vars(instance):
-            super().fill(instance, state)
-            return
-        if type(state) is not tuple:
-            raise TypeError
-        if len(state) > PROPERTIES:
-            self.newer.add(f"a TensorProperties of {len(state)} fields (torch 2.15 or newer)")
-        instance.__setstate__(state[:PROPERTIES])
+    def fill(self, instance: Any, state: Any, *, once: bool = True) -> None:
+        if type(instance) is TensorProperties and type(state) is tuple and not vars(instance):
+            if len(state) > PROPERTIES:
+                self.newer.add(f"a TensorProperties of {len(state)} fields (torch 2.15 or newer)")
+            instance.__setstate__(state[:PROPERTIES])
+        else:
+            # A file fills the storage_data of its metadata after all other fields.
+            super().fill(instance, state, once=once and type(instance) is not Metadata)
 
     def check_key(self, key: Any) -> None:
-        if type(key) is not MetadataIndex:
-            super().check_key(key)
-        elif type(key.fqn) is not str or type(key.offset) not in (torch.Size, type(None)):
-            raise refusal("it has the index of a chunk that is no key and offset")
-        else:
-            self.check_hash((key.fqn, key.offset))
+        if type(key) is MetadataIndex:
+            if type(key.fqn) is not str or type(key.offset) not in (torch.Size, type(None)):
+                raise refusal("it has the index of a chunk that is no key and offset")
+            key = (key.fqn, key.offset)
+        super().check_key(key)
 
 
 def _check_unfolded(metadata: Metadata, most: int) -> None:

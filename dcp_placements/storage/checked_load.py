@@ -1,0 +1,246 @@
+"""Files that ``torch.save`` wrote, checked before ``torch.load(weights_only=True)`` reads them.
+
+``torch.load`` executes nothing of them, but takes as much memory and time as a file asks for:
+compressed entries expand, a pickle may call a global with a size or nest its keys, and a tensor of
+stride 0 has more elements than bytes. ``torch.save`` writes none of these but the last.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import sys
+import zipfile
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from dcp_placements.errors import format_name
+from dcp_placements.storage.safe_pickle import (
+    MAX_NAME_CHARS,
+    Call,
+    RefusedGlobal,
+    SafeUnpickler,
+    check_unfolded,
+    describe,
+    most_elements,
+    refusal,
+)
+from dcp_placements.storage.tensor_record import LOCAL, STORAGES, storage_of
+
+_END = struct.Struct("<4s12xIH")
+_END64 = struct.Struct("<4s44xQ")
+_END64_LOCATOR = struct.Struct("<4s4xQ4x")
+_ENDS_NBYTES = _END64.size + _END64_LOCATOR.size + _END.size
+"""A zip file ends with these three, or with the last of them alone."""
+
+
+def load_saved_tensor(stream: Any) -> torch.Tensor:
+    """Return the tensor of a seekable stream that ``torch.save`` wrote.
+
+    Raises:
+        RefusedGlobal: It is of a type that ``torch.load`` was not told to allow.
+        ValueError: It is not one tensor in stored entries, or not of the stream's size.
+        Exception: Whatever else a broken record makes ``torch.load`` raise.
+    """
+    nbytes = int(stream.seek(0, io.SEEK_END))
+    described, _ = _description(stream)
+    if type(described) is not Made:
+        raise ValueError(f"it holds {describe(described)}, and no tensor")
+    if described.by.partition(".")[0] in {"__builtin__", *sys.stdlib_module_names}:
+        shown = format_name(described.by[:MAX_NAME_CHARS])
+        raise ValueError(f"it begins with {shown}, which makes no tensor")
+    refused = torch.serialization.get_unsafe_globals_in_checkpoint(stream)
+    if refused:
+        raise RefusedGlobal(min(refused), "a saved tensor")
+    stream.seek(0)
+    loaded = torch.load(stream, map_location="cpu", weights_only=True)
+    if not isinstance(loaded, torch.Tensor):
+        raise ValueError(f"it holds a {type(loaded).__name__}, and no tensor")
+    if loaded.layout != torch.strided or not loaded.is_cpu:
+        raise ValueError(f"it holds a tensor of {loaded.layout} on {loaded.device}")
+    if loaded.numel() * loaded.element_size() > nbytes:
+        raise ValueError(f"it holds a {tuple(loaded.shape)} tensor in {nbytes} bytes")
+    return loaded
+
+
+def load_plain(stream: Any, device: str | None = None) -> Any:
+    """Return the value of a seekable stream that ``torch.save`` wrote; nothing of it is called.
+
+    Args:
+        stream: The file.
+        device: Where its tensors are put; None for where each of them was.
+
+    Raises:
+        ValueError: It is no zip file of stored entries.
+        pickle.UnpicklingError: ``torch.load(weights_only=True)`` refuses it, or would take far more
+            memory or time for it than its size.
+        Exception: Whatever else a broken file makes ``torch.load`` raise.
+    """
+    most = check_saved(stream)
+    loaded = torch.load(stream, map_location=device, weights_only=True)
+    check_unfolded([loaded], most)
+    return loaded
+
+
+def check_saved(stream: Any) -> int:
+    """Refuse a file for which ``torch.load`` takes far more than its size; return to its beginning.
+
+    Returns:
+        How many elements its value may have when all of it is looked at.
+
+    Raises:
+        ValueError: It is no zip file of stored entries, with one pickle.
+        pickle.UnpicklingError: Its pickle is broken, allocates by a number, or has keys that nest.
+    """
+    return _description(stream)[1]
+
+
+def _description(stream: Any) -> tuple[Any, int]:
+    """Return what a file holds, without what ``torch.load`` makes; and as ``check_saved``."""
+    data, storages = saved_pickle(stream)
+    return _TorchUnpickler(data, storages).load(), most_elements(data)
+
+
+def saved_pickle(stream: Any) -> tuple[bytes, dict[str, int]]:
+    """Return the pickle in a file that ``torch.save`` wrote, and the bytes of its storages by key.
+
+    Raises:
+        ValueError: It is no zip file of stored entries, with one pickle.
+    """
+    file = stored_zip(stream)
+    if file is None:
+        raise ValueError("it is no zip file of torch.save")
+    entries = {entry.filename: entry for entry in file.infolist()}
+    names = [name for name in entries if name.rpartition("/")[2] == "data.pkl"]
+    if len(names) != 1:
+        raise ValueError("it has no pickle, or several")
+    if not any(entry.CRC for entry in entries.values()):
+        del entries[names[0]].CRC  # it was not written, and zipfile would compare it
+    data = file.read(names[0])
+    stream.seek(0)
+    prefix = f"{names[0].rpartition('/')[0]}/data/"
+    sizes = {name: entry.file_size for name, entry in entries.items()}
+    return data, {name[len(prefix) :]: sizes[name] for name in sizes if name.startswith(prefix)}
+
+
+def stored_zip(stream: Any) -> zipfile.ZipFile | None:
+    """Return a stream as a zip file in which ``torch.load`` finds what ``zipfile`` does.
+
+    The stream is at its beginning then. None where it does not begin as a zip file: ``torch.load``
+    reads that in its older format. Of entries whose names differ at most in case, and of several
+    directories, the two may choose different ones.
+
+    Raises:
+        zipfile.BadZipFile: It is broken.
+        ValueError: An entry is compressed, or the entries are more bytes than the file.
+    """
+    nbytes = int(stream.seek(0, io.SEEK_END))
+    stream.seek(0)
+    is_zip = stream.read(len(LOCAL)) == LOCAL
+    stream.seek(0)
+    if not is_zip:
+        return None
+    file = zipfile.ZipFile(stream)
+    entries = file.infolist()
+    if _directory_start(stream, nbytes) != file.start_dir:
+        raise zipfile.BadZipFile("its directory is not where its end says")
+    if len({entry.filename.lower() for entry in entries}) != len(entries):
+        raise zipfile.BadZipFile("two of its entries have one name")
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+            raise ValueError("it has a compressed entry, and torch.save writes none")
+    if sum(entry.file_size for entry in entries) > nbytes:
+        raise ValueError("its entries overlap or are longer than the file")
+    stream.seek(0)
+    return file
+
+
+def _directory_start(stream: Any, nbytes: int) -> int | None:
+    """Return where the directory begins by the last bytes of a zip file; None for other ends."""
+    stream.seek(max(nbytes - _ENDS_NBYTES, 0))
+    ends = stream.read(_ENDS_NBYTES)
+    mark, start, comment_nbytes = _END.unpack(ends[-_END.size :])
+    if mark != b"PK\x05\x06" or comment_nbytes:
+        return None
+    locator = ends[-_END.size - _END64_LOCATOR.size : -_END.size]
+    if not locator.startswith(b"PK\x06\x07"):
+        return int(start)
+    _, end64 = _END64_LOCATOR.unpack(locator)
+    mark, start = _END64.unpack_from(ends)
+    return int(start) if end64 == nbytes - _ENDS_NBYTES and mark == b"PK\x06\x06" else None
+
+
+class Made:
+    """Stands for what ``torch.load`` makes.
+
+    Attributes:
+        by: What is called for it, as ``module.name``; empty for what has no name.
+    """
+
+    def __init__(self, by: str = "") -> None:
+        self.by = by
+
+
+_HASHING = {"set", "frozenset", "dict", "OrderedDict", "Counter", "defaultdict"}
+_OF_TORCH = {"torch.Size", "torch.device"}
+"""What pickles call of ``torch`` itself; its storages and tensors allocate by a number."""
+
+_ITEMSIZES = {
+    **{kind: dtype.itemsize for kind, dtype in STORAGES.items()},
+    **{"QInt32Storage": 4, "UntypedStorage": 1},
+    **dict.fromkeys(("QInt8Storage", "QUInt8Storage", "QUInt4x2Storage", "QUInt2x4Storage"), 1),
+}
+
+
+class _TorchUnpickler(SafeUnpickler):
+    """Makes nothing of a pickle; refuses keys as any other, and what allocates by a number.
+
+    Args:
+        data: The pickle.
+        storages: Bytes of those beside it, by key.
+    """
+
+    subject = "what torch.load(weights_only=True) loads"
+    hashed: ClassVar = {*SafeUnpickler.hashed, Made, Call}
+
+    def __init__(self, data: bytes, storages: Mapping[str, int]) -> None:
+        super().__init__(data)
+        self._storages = storages
+
+    def find_class(self, module: str, name: str) -> Any:
+        return Call(f"{module}.{name}")
+
+    def persistent_load(self, pid: Any) -> Made:
+        storage = storage_of(pid)
+        held = self._storages.get(storage.key, 0)
+        itemsize = _ITEMSIZES.get(storage.kind.rpartition(".")[2])
+        if itemsize is None or not 0 <= storage.numel * itemsize <= held:
+            raise refusal(
+                f"its storage {storage.key!r} has {held} bytes for {storage.numel} elements of "
+                f"{storage.kind}"
+            )
+        return Made()
+
+    def call(self, called: Any, args: tuple[Any, ...]) -> Made:
+        if type(called) is not Call:
+            return Made()
+        module, _, name = called.name.rpartition(".")
+        if module in ("torch", "torch.storage") and called.name not in _OF_TORCH:
+            raise refusal(f"it calls {called.name}, which allocates by a number")
+        if name == "bytearray" and not set(map(type, args)) <= {str, bytes, Made}:
+            raise refusal("it has a bytearray of a length without contents")
+        if name in _HASHING:
+            for arg in args:
+                self.check_keys(arg if isinstance(arg, list | tuple) else ())
+        return Made(called.name)
+
+    def new(self, kind: Any, args: tuple[Any, ...]) -> Made:
+        return self.call(kind, args)
+
+    def fill(self, instance: Any, state: Any, *, once: bool = True) -> None:
+        """Leave out the state of what is not made."""
+
+    def set_items(self, held: Any, items: list[Any]) -> None:
+        super().set_items({} if type(held) is Made else held, items)
