@@ -18,6 +18,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from functools import partial
 from typing import IO, Any, TypeVar
 
@@ -53,6 +54,8 @@ T = TypeVar("T")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+://")
 _ONE_SLASH = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _LOCAL = ("file://", "local://")
+
+_TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")
 
 _ANSWERS: dict[type[OSError], int] = {
     FileNotFoundError: errno.ENOENT,
@@ -359,10 +362,11 @@ class RemoteFileSystem:
         request(os.fspath(path), lambda: self.fs.rm_file(os.fspath(path)))
 
     def rm_files(self, path: str | os.PathLike[str], names: Iterable[str]) -> None:
-        """Remove files of a directory, in as few requests as the service allows."""
-        urls = [self.concat_path(path, name) for name in names]
-        if urls:
-            request(os.fspath(path), lambda: self.fs.rm(urls))
+        """Remove those files of a directory that are there, in as few requests as possible."""
+        if wanted := set(names):
+            held = wanted.intersection(self._entries(path))
+            urls = [self.concat_path(path, name) for name in sorted(held)]
+            request(os.fspath(path), lambda: self.fs.rm(urls) if urls else None)
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
         """Whether there is such a file or directory."""
@@ -386,6 +390,17 @@ class RemoteFileSystem:
             return self._ask("info", path)
         return None
 
+    def state(self, url: str) -> tuple[float, ...] | None:
+        """Return when a file was written, 0 if the service does not say; None without a file."""
+        info = self._info(url)
+        return None if info is None else (_time(info) or 0.0,)
+
+    def states(self, path: str, wanted: Callable[[str], bool]) -> dict[str, tuple[float, ...]]:
+        """Return when files of a directory were written, by name, if the service says it."""
+        entries = self._entries(path).items()
+        times = {name: _time(entry) for name, entry in entries if wanted(name)}
+        return {name: (time,) for name, time in times.items() if time is not None}
+
     def sizes(self, path: str | os.PathLike[str], *, below: bool = False) -> dict[str, int | None]:
         """Return the names in a directory, with the bytes of each file; None for what is none.
 
@@ -393,6 +408,9 @@ class RemoteFileSystem:
             path: The directory.
             below: Whether to return all files below it in place of what is in it.
         """
+        return {name: _nbytes(entry) for name, entry in self._entries(path, below).items()}
+
+    def _entries(self, path: str | os.PathLike[str], below: bool = False) -> dict[str, Any]:
         root = str(self.fs._strip_protocol(os.fspath(path))).rstrip("/")
         try:
             found = self._ask("find" if below else "ls", path, detail=True)
@@ -402,7 +420,7 @@ class RemoteFileSystem:
             str(entry["name"]).rstrip("/"): entry for entry in (found.values() if below else found)
         }
         entries.pop(root, None)  # the object that a console creates for a folder
-        return {name.removeprefix(f"{root}/"): _nbytes(entry) for name, entry in entries.items()}
+        return {name.removeprefix(f"{root}/"): entry for name, entry in entries.items()}
 
     def ls(self, path: str | os.PathLike[str]) -> list[str]:
         """Return the URLs of what is in a directory."""
@@ -411,6 +429,14 @@ class RemoteFileSystem:
 
 def _nbytes(info: Mapping[str, Any]) -> int | None:
     return int(info["size"]) if info.get("type") == "file" else None
+
+
+def _time(info: Mapping[str, Any]) -> float | None:
+    """Return when an entry was written; each library has a name and a form of its own for it."""
+    at = next((info[key] for key in _TIMES if info.get(key) is not None), None)
+    if isinstance(at, str):
+        at = datetime.fromisoformat(at)
+    return at.timestamp() if isinstance(at, datetime) else at
 
 
 class UrlPath:

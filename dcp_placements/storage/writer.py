@@ -15,7 +15,9 @@ import stat
 import threading
 import uuid
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from io import BytesIO, UnsupportedOperation
@@ -37,7 +39,7 @@ from dcp_placements._torch import (
 from dcp_placements.errors import PlacementError
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.index.building import build_index
-from dcp_placements.storage.index.storage_table import StorageTable, paths_of
+from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.index.stored_entries import StoredEntries, entries_of
 from dcp_placements.storage.metadata.file import (
     SentIndex,
@@ -49,11 +51,14 @@ from dcp_placements.storage.metadata.rank_files import saves_before
 from dcp_placements.storage.metadata.record import REPLACED, RESERVED_KEY, stored
 from dcp_placements.storage.metadata.save_ids import (
     file_state,
+    file_states,
+    id_in_name,
     is_data_file,
+    is_unfinished,
     named,
     sync_directory,
-    unfinished_files,
     unfinished_name,
+    writer_of,
 )
 from dcp_placements.storage.metadata.table import RowsBuilder, join
 from dcp_placements.storage.metadata.write_results import WriteResults, rows_written
@@ -67,6 +72,9 @@ from dcp_placements.storage.remote import (
 )
 
 logger = logging.getLogger(__name__)
+
+REMOVAL_S = 5.0
+"""So long ranks wait for the removal of older files, which goes on afterwards."""
 
 STOCK_ROW_NBYTES = 52
 """Of ``.metadata``, for each chunk of each rank."""
@@ -100,7 +108,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
     """
 
     _unfinished: Mapping[str, Any] = {}
-    _before: tuple[int, ...] | None = None
+    _before: tuple[float, ...] | None = None
 
     def __init__(
         self,
@@ -148,7 +156,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Name the files of every rank. Called on the coordinator."""
         self._unfinished = self._unfinished_files()
-        self._before = file_state(self._get_metadata_path(None))
+        self._before = self._state()
         own = uuid.uuid4().bytes
         prepared = []
         for number, plan in enumerate(plans):
@@ -173,7 +181,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         if not self.single_file_per_rank:
             buckets = [[item] for item in plan.items]
         else:
-            buckets = split_by_chunk(self.thread_count, plan.items)
+            buckets = [items for items in split_by_chunk(self.thread_count, plan.items) if items]
         files: queue.Queue[DataFile] = queue.Queue()
         names = [f"{plan.storage_data.prefix}{n}{DEFAULT_SUFFIX}" for n in range(len(buckets))]
         for name, bucket in zip(names, buckets, strict=True):
@@ -204,24 +212,21 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write ``.metadata``, which completes the checkpoint. Called on the coordinator.
 
-        Then remove the data files of the checkpoint that was there before. Without collectives
-        it is called on every rank, and writes that rank's own metadata file.
+        Then remove the data files of the checkpoint that was there before; other ranks wait for
+        that a few seconds at most. Without collectives it is called on every rank, and writes that
+        rank's own metadata file.
         """
-        older = self._older_files()
-        state = file_state(self._get_metadata_path(None))
-        is_other = self.use_collectives and state != self._before
-        if older and not self.use_collectives and stored(metadata) is not None:
-            path = self._get_metadata_path(self.rank)
-            metadata.planner_data[RESERVED_KEY][REPLACED] = saves_before(self._opener(path))
+        state = self._state()
+        older = self._older_files() if state is not None else set()
+        if state is not None and not self.use_collectives and stored(metadata) is not None:
+            before = saves_before(self._opener(self._own_metadata_path()))
+            metadata.planner_data[RESERVED_KEY][REPLACED] = before
         self._write_metadata(metadata, results)
-        if older:
-            assert metadata.storage_data is not None
-            self._remove(older - paths_of(metadata.storage_data))
-        if self._unfinished:
-            # What has changed meanwhile is being written by another save.
-            now = self._unfinished_files()
-            self._remove(name for name, at in self._unfinished.items() if now.get(name) == at)
-        if is_other:
+        # By a copy: this writer may begin another save, elsewhere.
+        removal = threading.Thread(target=copy(self)._remove_older, args=(older,))
+        removal.start()
+        removal.join(REMOVAL_S)
+        if self.use_collectives and state != self._before:
             warnings.warn(
                 f"{self.path}: another save into this directory ended while this one was under "
                 "way, and this one has replaced it: what only the other saved is lost\n"
@@ -230,9 +235,19 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
                 stacklevel=2,
             )
 
+    def _own_metadata_path(self) -> Any:
+        return self._get_metadata_path(None if self.use_collectives else self.rank)
+
+    def _state(self) -> tuple[float, ...] | None:
+        """Return what is different after another save has ended; None without metadata."""
+        path = self._own_metadata_path()
+        return self.fs.state(path) if isinstance(self.fs, RemoteFileSystem) else file_state(path)
+
     def _unfinished_files(self) -> Mapping[str, Any]:
-        path = self._get_metadata_path(None if self.use_collectives else self.rank)
-        return unfinished_files(path) if type(self.fs) is FileSystem else {}
+        if type(self.fs) is not FileSystem:
+            return {}
+        finished = os.path.basename(self._own_metadata_path())
+        return file_states(self.path, partial(is_unfinished, finished=finished))
 
     def _opener(self, path: Any) -> Any:
         """Return what opens an existing file, any number of times."""
@@ -241,33 +256,55 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         return partial(self.fs.create_stream, path, "rb")
 
     def _older_files(self) -> set[str]:
-        """Return the data files that the existing metadata name; none if they are unreadable.
+        """Return the data files that the index of the existing metadata names.
 
-        Nothing in them is executed. Whatever they name, only names of data files in this
-        directory are returned.
+        None if there is no index, or it cannot be read. Nothing in it is executed. Whatever it
+        names, only names of data files in this directory are returned.
         """
-        path = self._get_metadata_path(None if self.use_collectives else self.rank)
-        if not self.fs.exists(path):
-            return set()
+        path = self._own_metadata_path()
         try:
-            names = read_file_names(self._opener(path))
+            return set(filter(is_data_file, read_file_names(self._opener(path))))
         except Exception as error:
             logger.warning("%s cannot be read, so the files that it names stay: %s", path, error)
             return set()
-        return set(filter(is_data_file, names))
+
+    def _remove_older(self, names: set[str]) -> None:
+        """Remove the files of the checkpoint that this save has replaced."""
+        self._remove(names if any(map(id_in_name, names)) else self._names_without_id())
+        # What has changed meanwhile is being written by another save.
+        now = self._unfinished_files()
+        self._remove(name for name, at in self._unfinished.items() if now.get(name) == at)
+
+    def _names_without_id(self) -> Iterator[str]:
+        """Yield the files of an older checkpoint of torch's writer.
+
+        It may be writing files of these names again. Those of the older checkpoint are not newer
+        than its metadata, which were there when this save began.
+        """
+
+        def has_no_id(name: str) -> bool:
+            is_own = self.use_collectives or writer_of(name) == self.rank
+            return is_own and is_data_file(name) and id_in_name(name) is None
+
+        if self._before is not None:
+            states = self.fs.states if isinstance(self.fs, RemoteFileSystem) else file_states
+            for name, state in states(self.path, has_no_id).items():
+                if state[0] <= self._before[0]:
+                    yield name
 
     def _remove(self, names: Iterable[str]) -> None:
         """Remove data files of this directory; never through a link. Failures are logged."""
-        for name in sorted(names):
-            path = self.fs.concat_path(self.path, name)
-            try:
-                if not self.fs.exists(path):
-                    continue
-                if type(self.fs) is FileSystem and not stat.S_ISREG(os.lstat(path).st_mode):
-                    continue
-                self.fs.rm_file(path)
-            except OSError as error:
-                logger.warning("%s is left over from an older save: %s", path, error)
+        try:
+            if isinstance(self.fs, RemoteFileSystem):
+                self.fs.rm_files(self.path, names)
+                return
+            for name in sorted(names):
+                path = self.fs.concat_path(self.path, name)
+                with suppress(FileNotFoundError):
+                    if stat.S_ISREG(os.lstat(path).st_mode):
+                        self.fs.rm_file(path)
+        except OSError as error:
+            logger.warning("%s: files of another save are left over: %s", self.path, error)
 
     def _write_metadata(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         if not all(map(_is_known, results)):

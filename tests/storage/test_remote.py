@@ -14,6 +14,7 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from fsspec.implementations.memory import MemoryFileSystem
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from dcp_placements import (
@@ -24,13 +25,23 @@ from dcp_placements import (
 from dcp_placements.cli.arguments import default_options
 from dcp_placements.errors import CannotLook
 from dcp_placements.offline import Checkpoint, export_safetensors
+from dcp_placements.storage import remote, writer
 from dcp_placements.storage.remote import (
     BUFFER_NBYTES,
     TRIES,
     RangeReader,
     RemoteFileSystem,
 )
-from tests.remote_scenes import Flaky, FsspecReader, failures_of, flaky, memory, names, save
+from tests.remote_scenes import (
+    Flaky,
+    FsspecReader,
+    FsspecWriter,
+    failures_of,
+    flaky,
+    memory,
+    names,
+    save,
+)
 from tests.storage_scenes import all_kinds, blank, load, same
 
 __all__ = ["flaky", "memory"]
@@ -340,3 +351,61 @@ def test_ranks_own_metadata_are_read_from_a_url(memory: str) -> None:
     assert names(memory)[0] == "__0.metadata"
     read = load(Path("none"), {"w": torch.zeros(6)}, PlacementFileSystemReader(memory))
     assert torch.equal(read["w"], torch.arange(6.0))
+
+
+@pytest.fixture
+def removals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Give the numbers of files that are removed from memory, request by request."""
+    counts: list[int] = []
+    rm = MemoryFileSystem.rm
+
+    def counted(self: Any, path: Any, *args: Any, **options: Any) -> None:
+        counts.extend([] if isinstance(path, str) else [len(path)])
+        rm(self, path, *args, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "rm", counted)
+    return counts
+
+
+@pytest.mark.parametrize("older", [PlacementFileSystemWriter, FsspecWriter])
+def test_m95_older_files_are_removed_in_one_request(
+    memory: str, monkeypatch: pytest.MonkeyPatch, removals: list[int], older: Any
+) -> None:
+    saved = {f"w{n}": torch.arange(40.0) for n in range(16)}
+    dcp.save(saved, storage_writer=older(memory, thread_count=16), no_dist=True)
+    before = set(names(memory)) - {".metadata"}
+    asked: list[str] = []
+    request = remote.request
+
+    def noted(url: str, *args: Any, **options: Any) -> Any:
+        asked.append(url)
+        return request(url, *args, **options)
+
+    monkeypatch.setattr(remote, "request", noted)
+    save(memory, {"w": torch.arange(4)})
+    assert len(before) == 16
+    assert removals == [16]
+    assert not before & set(names(memory))
+    assert len(asked) < 16
+
+
+def test_m95_ranks_do_not_wait_for_the_removal_of_older_files(
+    memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(memory, {"w": torch.arange(4)})
+    before = set(names(memory)) - {".metadata"}
+    proceed, threads = threading.Event(), threading.enumerate()
+    rm = MemoryFileSystem.rm
+
+    def slow(self: Any, *args: Any, **options: Any) -> None:
+        proceed.wait()
+        rm(self, *args, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "rm", slow)
+    monkeypatch.setattr(writer, "REMOVAL_S", 0.0)
+    save(memory, {"w": torch.arange(5)})
+    assert before < set(names(memory))
+    proceed.set()
+    for thread in set(threading.enumerate()).difference(threads):
+        thread.join()
+    assert not before & set(names(memory))

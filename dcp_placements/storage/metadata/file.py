@@ -28,7 +28,7 @@ from dcp_placements.storage.index.columns import IndexDamage
 from dcp_placements.storage.index.entries import Entries, build_entries
 from dcp_placements.storage.index.packing import packed_index
 from dcp_placements.storage.index.row_index import RowIndex
-from dcp_placements.storage.index.storage_table import StorageTable, paths_of
+from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.index.stored_entries import StoredEntries, entries_of
 from dcp_placements.storage.index.unpacking import MOST_NUMBERS, PackedIndex
 from dcp_placements.storage.metadata.checks import (
@@ -209,7 +209,7 @@ def read_stock_pickle(opener: Opener) -> Metadata | None:
 
 
 def read_file_names(opener: Opener) -> set[str]:
-    """Return the names of the data files of a checkpoint; of an index nothing else is used.
+    """Return the names of data files in the index of a checkpoint; none of one without an index.
 
     Args:
         opener: Opens its ``.metadata``, for reading by position.
@@ -220,7 +220,7 @@ def read_file_names(opener: Opener) -> set[str]:
     return read_parts(
         opener,
         lambda blocks: set(PackedIndex(blocks, MOST_NUMBERS).writers.files()),
-        lambda stream: paths_of(in_columns(load_safely(stream)).storage_data or {}),
+        lambda stream: set(),
     )
 
 

@@ -13,7 +13,7 @@ import io
 import os
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,22 +123,26 @@ def unfinished_name(name: str) -> str:
     return f"{name}.{uuid.uuid4().hex[:8]}.tmp"
 
 
-def unfinished_files(path: str | os.PathLike[str]) -> dict[str, tuple[int, int, int]]:
-    """Return the names under which a metadata file is, or was, being written.
+def is_unfinished(name: str, finished: str) -> bool:
+    """Whether a name is one under which a metadata file is, or was, being written.
 
-    Args:
-        path: Of the finished file.
-
-    Returns:
-        By name, what is different after another write: its inode, size and time.
+    >>> is_unfinished(".metadata.81c20f3d.tmp", ".metadata")
+    True
     """
-    folder, name = os.path.split(path)
-    found = {}
-    with suppress(FileNotFoundError), os.scandir(folder or ".") as entries:
-        for entry in entries:
-            if entry.name.startswith(name) and _UNFINISHED.fullmatch(entry.name[len(name) :]):
-                found[entry.name] = _state(entry.stat(follow_symlinks=False))
-    return found
+    return name.startswith(finished) and _UNFINISHED.fullmatch(name[len(finished) :]) is not None
+
+
+def file_states(
+    path: str | os.PathLike[str], wanted: Callable[[str], bool]
+) -> dict[str, tuple[int, int, int]]:
+    """Return the state of each file of a directory whose name is wanted."""
+    with suppress(FileNotFoundError), os.scandir(path) as entries:
+        return {
+            entry.name: _state(entry.stat(follow_symlinks=False))
+            for entry in entries
+            if wanted(entry.name)
+        }
+    return {}
 
 
 def sync_directory(path: str | os.PathLike[str]) -> None:
@@ -153,14 +157,14 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
 
 
 def file_state(path: str | os.PathLike[str]) -> tuple[int, int, int] | None:
-    """Return what is different after a file was written again; None without one."""
+    """Return what is different after a file was written again, its time first; None without one."""
     with suppress(OSError):
         return _state(os.stat(path))
     return None
 
 
 def _state(held: os.stat_result) -> tuple[int, int, int]:
-    return held.st_ino, held.st_size, held.st_mtime_ns
+    return held.st_mtime_ns, held.st_size, held.st_ino
 
 
 def id_in_name(file: str) -> str | None:
