@@ -26,7 +26,6 @@ from dcp_placements.rules.placement import (
     cut_of,
     format_placement,
     format_placements,
-    position_of,
     shards,
     strided_cut,
 )
@@ -283,7 +282,7 @@ def _rule_cuts(
                 axis, f"sharded on dim {own_cut.dim}", f"as {format_placement(entry)}"
             )
         if speaks:
-            yield cut, position_of(entry, axis.position), at
+            yield cut, entry.indices if cut.kind is Kind.LISTED else axis.position, at
 
 
 def _contradiction(axis: Axis, own: str, declared: str) -> CannotPlace:

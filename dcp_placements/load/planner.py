@@ -116,13 +116,14 @@ def _mixed_checkpoints(messages: Iterable[LoadMessage]) -> list[Fault]:
     ranks: dict[str, list[int]] = {}
     for message in messages:
         ranks.setdefault(message.save, []).append(message.rank)
+    if len(ranks) < 2:
+        return []
     read = [f"{save or 'one without a save id'} by {format_ranks(ranks[save])}" for save in ranks]
     details = (
         f"read:        {'; '.join(read)}",
         "way out:     choose the directory on one rank, and broadcast it to the others",
     )
-    fault = Fault("this load", "the ranks read different checkpoints", details)
-    return [fault] if len(ranks) > 1 else []
+    return [Fault("this load", "the ranks read different checkpoints", details)]
 
 
 @dataclass
@@ -252,17 +253,18 @@ class RankLoad:
         unmatched = matched_nowhere(known) if complete and len(known) == len(messages) else ()
         self.report.unmatched = unmatched
         # Listed with the faults, too: a mistake in a pattern may be their cause.
-        mistakes = unmatched_faults(unmatched, list(self.state_dict))
+        mistakes = unmatched_faults(unmatched, list(self.state_dict)) if unmatched else []
         sent = {message.rank: message.faults for message in messages}
         if any(sent.values()):
             raise_faults_of_ranks(REFUSED, sent, mistakes)
-        packed = dict.fromkeys(message.notes for message in messages)
+        packed = dict.fromkeys(message.notes for message in messages if message.notes)
         notes = dict.fromkeys(note for one in packed for note in unpacked_faults(one))
         if notes:
             warnings.warn(format_faults("look at this load", notes, "note"), stacklevel=3)
         record = self.request.record
         if complete:
-            raise_faults("nothing can be loaded", _mixed_checkpoints(messages))
+            if mixed := _mixed_checkpoints(messages):
+                raise_faults("nothing can be loaded", mixed)
         elif record is not None:
             self.report.compared += ", but not with what other ranks ask for"
         asked = {one.rank: one.asked for one in messages if one.asked is not None}
@@ -558,7 +560,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             )
             return LoadPlan(ItemsToCome(), planner_data=message)  # type: ignore[arg-type]
         load.report.waived = dict(self.waive)
-        message = LoadMessage(rank, load.declared, asked, notes=packed_faults(notes))
+        message = LoadMessage(
+            rank, load.declared, asked, notes=packed_faults(notes) if notes else b""
+        )
         if world_size() > 1:
             message = replace(message, save=saved_by(load.metadata))
             if self.exchange is not False:
@@ -686,7 +690,8 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         """
         load = self._runs.of(read_item)
         if (record := load.ids.get(read_item.storage_index)) is not None:
-            raise_faults(MIXED, filter(None, [record.fault(value.getvalue())]))
+            if fault := record.fault(value.getvalue()):
+                raise_faults(MIXED, [fault])
             load.end_read()
             return
         try:

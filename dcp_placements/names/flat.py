@@ -152,17 +152,11 @@ def checkpoint_path(key: str, path: Path) -> Path:
     """
     if ".".join(map(str, path)) == key:
         return path
-    head: list[str | int] = []
-    rest = key
-    for part in path[:-1]:
-        if not rest.startswith(f"{part}."):
-            break
-        head.append(part)
-        rest = rest[len(str(part)) + 1 :]
-    tail: list[str | int] = []
-    for part in reversed(path[len(head) + 1 :]):
-        if not rest.endswith(f".{part}"):
-            break
-        tail.insert(0, part)
-        rest = rest[: -len(str(part)) - 1]
-    return (*head, rest, *tail)
+    start, stop, rest = 0, len(path), key
+    while start < stop - 1 and rest.startswith(f"{path[start]}."):
+        rest = rest.removeprefix(f"{path[start]}.")
+        start += 1
+    while stop > start + 1 and rest.endswith(f".{path[stop - 1]}"):
+        rest = rest.removesuffix(f".{path[stop - 1]}")
+        stop -= 1
+    return (*path[:start], rest, *path[stop:])

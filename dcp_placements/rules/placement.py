@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dcp_placements.errors import PlacementError
-from dcp_placements.layout.sharding import Cut, Kind, Position
+from dcp_placements.layout.sharding import Cut, Kind
 from dcp_placements.rules.mesh import Mesh, format_mesh, mesh_state
 
 
@@ -231,11 +231,6 @@ def cut_of(placement: Any, ndim: int, axis: str | None, size: int) -> Cut:
     if kind is Kind.STRIDED:
         return strided_cut(cut, int(placement.split_factor))
     return cut._replace(parts=placement.parts) if kind is Kind.FUSED else cut
-
-
-def position_of(placement: Any, position: int) -> Position:
-    """Return where a rank stands in the cut of a placement: its position, or the rows it lists."""
-    return placement.indices if isinstance(placement, IndexShard) else position
 
 
 def strided_cut(cut: Cut, split_factor: int) -> Cut:

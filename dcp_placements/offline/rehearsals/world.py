@@ -34,7 +34,7 @@ from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.rehearsals.local_keys import LocalKeys, Steps, Whole, checkpoint_steps
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.patterns import PlacementRules, Rules, asked, rule_name
-from dcp_placements.rules.placement import CheckpointPlacement, position_of
+from dcp_placements.rules.placement import CheckpointPlacement
 from dcp_placements.rules.unmatched import Matches, matched_nowhere
 from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.metadata.record import record_of
@@ -307,7 +307,7 @@ class RehearsedWorld:
                     position = position * size + index
             entries = () if placement is None else placement.placements
             place = (
-                *[position_of(entries[axis], at[axis]) for axis in columns],
+                *[getattr(entries[axis], "indices", at[axis]) for axis in columns],
                 *([position] if own else ()),
             )
             intervals = [sharding.dim_at(dim, place) for dim in first.rule_dims]
