@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from functools import partial
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException, LoadPlanner, SavePlan, SavePlanner
@@ -11,22 +12,12 @@ from torch.distributed.checkpoint import CheckpointException, LoadPlanner, SaveP
 from dcp_placements._torch import DistWrapper, state_dicts_of_statefuls, world_size
 from dcp_placements.errors import PlacementError
 from dcp_placements.report import SaveReport
-from dcp_placements.rules.patterns import Rules
 from dcp_placements.save.planner import PlacementSavePlanner
-
-
-@runtime_checkable
-class MakesPlanner(Protocol):
-    """A declaration that makes planners of itself, as ``Placements`` is."""
-
-    def save_planner(self, **options: Any) -> PlacementSavePlanner:
-        """Return a planner for a save by this declaration."""
-        ...
 
 
 def check(
     state_dict: dict[str, Any],
-    rules: MakesPlanner | Rules | None,
+    rules: Any,
     process_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> SaveReport:
@@ -49,10 +40,10 @@ def check(
         PlacementError: All that a save would refuse, on all ranks; no state dict, or no rules.
     """
     _check_arguments(state_dict, rules)
-    if isinstance(rules, MakesPlanner):
-        planner = rules.save_planner(**options)
-    else:
-        planner = PlacementSavePlanner(rules, **options)
+    of_declaration = getattr(rules, "save_planner", None)
+    planner: PlacementSavePlanner = (of_declaration or partial(PlacementSavePlanner, rules))(
+        **options
+    )
     planner._exact = True
     rank = dist.get_rank(process_group) if dist.is_initialized() else 0
     plain = state_dicts_of_statefuls(state_dict)
@@ -75,7 +66,7 @@ def check(
 def _check_arguments(state_dict: Any, rules: Any) -> None:
     """Refuse what is no state dict, or a planner in the place of rules."""
     kind = type(state_dict).__name__
-    if isinstance(state_dict, MakesPlanner):
+    if hasattr(state_dict, "save_planner"):
         raise PlacementError(f"state_dict= is a {kind}: check(state_dict, placements)")
     if not isinstance(state_dict, Mapping):
         way_out = "model.state_dict()" if hasattr(state_dict, "state_dict") else "{key: value}"

@@ -16,7 +16,7 @@ that hold otherwise different keys share them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, product
 from typing import Any, NamedTuple
 
@@ -47,6 +47,10 @@ Lookup = Callable[[MetadataIndex], Any]
 WORLD_BUDGET_NBYTES = 64 << 20
 """What the digests of all ranks may take together before a rank folds its own."""
 
+_DIGESTS: Mapping[str, Callable[[Sequence[torch.Tensor]], list[bytes | None]]] = {
+    "sampled": lambda tensors: sampled_digests(tensors),
+    "full": lambda tensors: list(map(full_digest, tensors)),
+}
 _NO_DIGEST = bytes(SAMPLED_NBYTES)
 _MOST = np.uint64(0xFFFFFFFFFFFFFFFF)
 _NUMBER = re.compile(r"(?:^|\.)\d+(?:\.|$)")
@@ -150,12 +154,9 @@ def differing_repeats(placed: Iterable[Placed], kind: str) -> Iterator[tuple[Pla
         for chunk in chunks:
             by_box.setdefault(chunk.box, []).append(chunk)
         for copies in by_box.values():
-            if len({*_digests(map(tensor.view, copies), kind)} - {None}) > 1:
+            views = list(map(tensor.view, copies))
+            if len({*_DIGESTS[kind](views)} - {None}) > 1:
                 yield tensor, copies
-
-
-def _digests(tensors: Iterable[torch.Tensor], kind: str) -> list[bytes | None]:
-    return list(map(full_digest, tensors)) if kind == "full" else sampled_digests([*tensors])
 
 
 def _by_group(
@@ -170,7 +171,7 @@ def _by_group(
                 lookup(MetadataIndex(fqn, torch.Size(box.offsets))) if data is None else data
                 for (fqn, box), data in zip(places, held.data(), strict=True)
             ]
-    digests = iter(_digests(tensors, kind))
+    digests = iter(_DIGESTS[kind](tensors))
     for held in groups:
         if held.group.kind == OBJECT:
             yield held, list(map(object_digest, held.values))

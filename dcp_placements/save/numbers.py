@@ -33,16 +33,19 @@ def numbering_faults(
         totals: By pattern, the ranks by how many numbers they declare.
         waived: Patterns of keys whose families need not have all numbers.
     """
-    faults = [_totals_fault(*one) for one in totals.items() if len(one[1]) > 1]
+    faults = []
     fqns = [fqn for piece in world.pieces for fqn in piece.fqns]
     excused = [fqn for fqn in fqns if any(one.search("." + fqn) for one in waived)]
-    by_pattern: dict[str, list[Family]] = {}
-    for family in Families(totals, fqns).of(world):
-        by_pattern.setdefault(family.pattern, []).append(family)
-    for pattern, families in by_pattern.items():
-        total, *others = totals[pattern]
-        if not others:
-            faults += _missing_faults(families, total, excused)
+    families = Families(totals, fqns).of(world)
+    for pattern, (total, *others) in totals.items():
+        if others:
+            ranks = [f"{one} on {format_ranks(totals[pattern][one])}" for one in (total, *others)]
+            headline = f"the ranks do not agree on total=: {'; '.join(ranks)}"
+            way_out = "way out:     the number in the whole model, on every rank"
+            faults.append(Fault(pattern, headline, (way_out,)))
+        else:
+            of_pattern = [family for family in families if family.pattern == pattern]
+            faults += _missing_faults(of_pattern, total, excused)
     return faults
 
 
@@ -52,13 +55,15 @@ def _missing_faults(
     """Yield the families of one pattern that are not whole."""
     if all(family.cover.is_whole((total,)) for family in families):
         return
+    # By name without numbers, which is the same for its like in all layers.
+    kinds = [_DIGITS.sub("#", family.name) for family in families]
     anywhere: set[int] = set()
     of_kind: dict[str, set[int]] = {}
-    for family in families:
+    for kind, family in zip(kinds, families, strict=True):
         anywhere.update(family.numbers)
-        of_kind.setdefault(_kind(family), set()).update(family.numbers)
-    for family in families:
-        elsewhere = anywhere - of_kind[_kind(family)]
+        of_kind.setdefault(kind, set()).update(family.numbers)
+    for kind, family in zip(kinds, families, strict=True):
+        elsewhere = anywhere - of_kind[kind]
         missing = sorted(set(range(total)) - set(family.numbers) - elsewhere)
         if missing and next(family.members(excused), None) is None:
             yield Fault(
@@ -66,24 +71,8 @@ def _missing_faults(
                 f"no rank holds {format_numbers(missing)} of 0-{total - 1}",
                 (
                     f"held are:    {format_numbers(family.numbers)}",
-                    "likely:      a rank's Renumber has the ids of another one, or its total= is "
-                    "not the model's; or a rank's keys are not in its state dict",
                     "way out:     ids that make 0 .. total-1 on all ranks together; where some are "
                     "left out on purpose, waive={pattern: reason} for this save, or total=None for "
                     "all",
                 ),
             )
-
-
-def _kind(family: Family) -> str:
-    """Return the name of a family without numbers: the same for its like in all layers."""
-    return _DIGITS.sub("#", family.name)
-
-
-def _totals_fault(pattern: str, totals: Mapping[int, Sequence[int]]) -> Fault:
-    text = "; ".join(f"{total} on {format_ranks(ranks)}" for total, ranks in totals.items())
-    return Fault(
-        pattern,
-        f"the ranks do not agree on total=: {text}",
-        ("way out:     the number in the whole model, on every rank",),
-    )

@@ -15,7 +15,7 @@ Two ep ranks that hold two experts each of four, and that gave both of them the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
 
@@ -105,15 +105,13 @@ class Families:
                     mine.setdefault(family, set()).update(numbers)
             for family, numbers in mine.items():
                 rows.setdefault(family, []).extend([(at, number) for number in numbers])
-        return [Family(*family, _cover(of_family)) for family, of_family in rows.items()]
-
-
-def _cover(rows: Sequence[tuple[int, int]]) -> Cover:
-    """Return the cover of rows ``(cohort, number)``."""
-    array = np.array(rows, np.int64)
-    boxes = np.ones((len(array), 2, 1), np.int64)
-    boxes[:, 0, 0] = array[:, 1]
-    return cover_of(array[:, 0], boxes)
+        families = []
+        for family, of_family in rows.items():
+            array = np.array(of_family, np.int64)
+            boxes = np.ones((len(array), 2, 1), np.int64)
+            boxes[:, 0, 0] = array[:, 1]
+            families.append(Family(*family, cover_of(array[:, 0], boxes)))
+        return families
 
 
 def format_numbers(numbers: Iterable[int]) -> str:
