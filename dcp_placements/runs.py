@@ -40,7 +40,7 @@ class Runs(Generic[Run]):
 
     def __init__(self, kind: Callable[[], Run]) -> None:
         self._kind = kind
-        self._of_thread = _State()
+        self._of_thread = threading.local()
         self.latest = kind()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -54,7 +54,7 @@ class Runs(Generic[Run]):
     @property
     def planned(self) -> Run:
         """The one that this thread plans; of a thread that began none, the latest."""
-        run: Run | None = self._of_thread.run
+        run: Run | None = getattr(self._of_thread, "run", None)
         return self.latest if run is None else run
 
     def of(self, item: Any) -> Run:
@@ -65,17 +65,11 @@ class Runs(Generic[Run]):
     def inside(self, run: Run, hook: Callable[[T], R], value: T) -> R:
         """Return ``hook(value)``; inside ``planned`` is this run, which the value does not name."""
         state = self._of_thread
-        before, state.run = state.run, run
+        before, state.run = getattr(state, "run", None), run
         try:
             return hook(value)
         finally:
             state.run = before
-
-
-class _State(threading.local):
-    """What a thread plans."""
-
-    run: Any = None
 
 
 class RunAttribute:

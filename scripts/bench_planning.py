@@ -43,7 +43,7 @@ from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
 from dcp_placements.layout.boxes import as_boxes
 from dcp_placements.layout.sharding import Box
 from dcp_placements.save import digests
-from dcp_placements.save.local_plan import LocalPlan
+from dcp_placements.save.plans import LocalPlan
 from dcp_placements.table.table import Group, Held, Holding, Table, unpacked_ints
 
 

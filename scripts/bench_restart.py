@@ -64,7 +64,7 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.save.items import chunk_metadata, tensor_properties
+from dcp_placements.save.plans import chunk_metadata, tensor_properties
 from dcp_placements.storage.index.storage_table import places_of
 from dcp_placements.storage.metadata.save_ids import writer_of
 from dcp_placements.storage.metadata.table import RowsBuilder

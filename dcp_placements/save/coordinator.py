@@ -39,9 +39,8 @@ from dcp_placements.rules.patterns import compile_pattern
 from dcp_placements.rules.unmatched import matched_nowhere, unmatched_faults
 from dcp_placements.save import messages
 from dcp_placements.save.digests import Contents, may_have_replicas
-from dcp_placements.save.items import Assignment, tensor_properties
-from dcp_placements.save.local_plan import LocalPlan, Statement
 from dcp_placements.save.numbers import numbering_faults
+from dcp_placements.save.plans import Assignment, LocalPlan, Statement, tensor_properties
 from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.metadata.record import packed_record
 from dcp_placements.table.cover import cover_of, runs_of

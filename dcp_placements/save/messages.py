@@ -37,7 +37,7 @@ from dcp_placements.layout.boxes import (
 from dcp_placements.layout.sharding import Box, Chunk
 from dcp_placements.report import SaveReport
 from dcp_placements.save.digests import Digests
-from dcp_placements.save.local_plan import LocalPlan, Statement
+from dcp_placements.save.plans import LocalPlan, Statement
 from dcp_placements.table.table import OBJECT, Group
 from dcp_placements.table.world import Piece, World
 

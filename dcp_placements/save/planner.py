@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan, WriteItem
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItemType
@@ -33,7 +32,6 @@ from dcp_placements.bind.binding import Placed, Placing
 from dcp_placements.bind.checks import lint
 from dcp_placements.bind.place import optimizer_faults, place
 from dcp_placements.errors import PlacementError, RankFaults, packed_faults
-from dcp_placements.layout.sharding import Chunk
 from dcp_placements.names.flat import Path, Reshaped, checkpoint_path, rename_keys
 from dcp_placements.names.optimizer_state import parameter_groups, stateless_parameters
 from dcp_placements.names.renames import Step, recorded
@@ -51,13 +49,12 @@ from dcp_placements.save.digests import (
     digests_by_chunk,
     digests_of,
 )
-from dcp_placements.save.items import Assignment, assigned_items
-from dcp_placements.save.local_plan import LocalPlan, Statement
 from dcp_placements.save.messages import repeat_fault
+from dcp_placements.save.plans import Assignment, LocalPlan, Statement, assigned_items
 from dcp_placements.storage.metadata.rank_files import saves_before
 from dcp_placements.storage.metadata.record import DIGESTS_OF_RANK, REPLACED, RESERVED_KEY, identity
 from dcp_placements.storage.metadata.save_ids import id_data, id_items, is_named
-from dcp_placements.table.table import OBJECT, Holding, held_chunks, holding_of
+from dcp_placements.table.table import OBJECT, Holding, Sent, held_chunks, holding_of
 
 DIGESTS = ("sampled", "full", "off")
 ON_CONFLICT = ("error", "warn")
@@ -100,21 +97,6 @@ class RankSave:
     reshaped: Reshaped | None = None
     rename_matches: Matches = field(default_factory=dict)
     renames: tuple[Step, ...] = ()
-    _chunks: dict[str, dict[tuple[int, ...], Chunk]] = field(default_factory=dict)
-
-    def hold(self, rename: Rename | None, left: Collection[str] = (), *, flat: bool) -> Holding:
-        """Return what the rank holds.
-
-        Args:
-            rename: The user's renaming.
-            left: Keys that are left to other ranks.
-            flat: Whether the state dict was flattened, so that ``mappings`` holds paths.
-        """
-        paths: Mapping[str, Path] = self.mappings if flat else {}
-        if rename is not None:
-            paths = {key: checkpoint_path(key, path) for key, path in paths.items()}
-        without = self.placing.absent.union(left)
-        return holding_of(self.state_dict, self.placing.placed, paths, without)
 
     def own_report(self, waived: Mapping[str, str]) -> SaveReport:
         """Return the report on what this rank holds."""
@@ -138,27 +120,6 @@ class RankSave:
                 report.keys.update(dict.fromkeys(held.fqns, key))
         report.objects, report.planned = tuple(objects), self.holding is not None
         return report
-
-    def data(self, index: MetadataIndex) -> torch.Tensor | None:
-        """Return a view of what a placed tensor has at ``index``; None for others.
-
-        Raises:
-            PlacementError: The rank has no chunk there.
-        """
-        placed = self.placing.placed.get(index.fqn)
-        if placed is None:
-            return None
-        if len(placed.chunks) == 1 and placed.chunks[0].offsets == index.offset:
-            return placed.view(placed.chunks[0])
-        chunks = self._chunks.get(index.fqn)
-        if chunks is None:
-            chunks = {chunk.offsets: chunk for chunk in held_chunks(placed)}
-            if len(chunks) > 1:
-                self._chunks[index.fqn] = chunks
-        chunk = chunks.get(tuple(index.offset or ()))
-        if chunk is None:
-            raise PlacementError(f"{index.fqn}: this rank has no chunk at offset {index.offset}")
-        return placed.view(chunk)
 
 
 class PlacementSavePlanner(DefaultSavePlanner):
@@ -312,14 +273,13 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 faults += optimizer_faults(save.state_dict, save.placing, self.rename)
                 if faults:
                     raise RankFaults(f"rank {rank} {REFUSED}", faults)
-                save.holding = save.hold(self.rename, flat=self.flatten_state_dict)
-                local_plan = self._local_plan(save, save.holding)
+                local_plan = self._local_plan(save, *self._hold(save))
         except RankFaults as refusal:
             save.refusal = refusal
             local_plan = LocalPlan(rank, faults=packed_faults(refusal.faults))
         return SavePlan(ItemsToCome(), planner_data=local_plan)  # type: ignore[arg-type]
 
-    def _local_plan(self, save: RankSave, holding: Holding) -> LocalPlan:
+    def _local_plan(self, save: RankSave, sent: Sent, digests: SentDigests) -> LocalPlan:
         """Return what is sent to the coordinator."""
         rank, placed = global_rank(), save.placing.placed.values()
         several = [tensor for tensor in placed if len(tensor.chunks) > 1]
@@ -343,16 +303,24 @@ class PlacementSavePlanner(DefaultSavePlanner):
             directory=save.directory,
             step=self.step,
         )
-        return LocalPlan(
-            rank,
-            holding.sent,
-            tuple([position for position, _ in axes.values()]),
-            self._digests_of(holding),
-            zlib.compress(pickle.dumps(statement, protocol=5), 6),
-        )
+        coordinate = tuple([position for position, _ in axes.values()])
+        packed = zlib.compress(pickle.dumps(statement, protocol=5), 6)
+        return LocalPlan(rank, sent, coordinate, digests, packed)
 
-    def _digests_of(self, holding: Holding) -> SentDigests:
-        return digests_of(
+    def _hold(self, save: RankSave, left: Collection[str] = ()) -> tuple[Sent, SentDigests]:
+        """Take in what the rank holds, and return what is sent of it.
+
+        Args:
+            save: The save.
+            left: Keys that are left to other ranks.
+        """
+        paths: Mapping[str, Path] = save.mappings if self.flatten_state_dict else {}
+        if self.rename is not None:
+            paths = {key: checkpoint_path(key, path) for key, path in paths.items()}
+        without = save.placing.absent.union(left)
+        holding = holding_of(save.state_dict, save.placing.placed, paths, without)
+        save.holding = holding
+        return holding.sent, digests_of(
             holding,
             self.digests,
             world=world_size(),
@@ -378,9 +346,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
             if alone and not save.is_coordinator and not others_missing:
                 # With a coordinator of its own (no_dist=True) a rank saves all that it has.
                 left = _left_to_others(save.placing.placed.values())
-                save.holding = save.hold(self.rename, left, flat=self.flatten_state_dict)
-                digests = self._digests_of(save.holding)
-                sent = [sent[0]._replace(sent=save.holding.sent, digests=digests)]
+                held, digests = self._hold(save, left)
+                sent = [sent[0]._replace(sent=held, digests=digests)]
             coordinator = Coordinator(
                 sent,
                 size=world_size(),
@@ -459,10 +426,19 @@ class PlacementSavePlanner(DefaultSavePlanner):
         return without_class(self.transform_object(write_item, value))
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return what stands at ``index``; of a placed tensor a view. Called on every rank."""
+        """Return what stands at ``index``; of a placed tensor a view. Called on every rank.
+
+        Raises:
+            PlacementError: The rank has no chunk of the tensor there.
+        """
         save = self._runs.planned
-        data = save.data(index)
-        return find_state_dict_object(save.state_dict, index) if data is None else data
+        placed = save.placing.placed.get(index.fqn)
+        if placed is None:
+            return find_state_dict_object(save.state_dict, index)
+        for chunk in held_chunks(placed):
+            if chunk.offsets == tuple(index.offset or ()):
+                return placed.view(chunk)
+        raise PlacementError(f"{index.fqn}: this rank has no chunk at offset {index.offset}")
 
     def _provenance_of_rank(self, save: RankSave) -> dict[str, Any]:
         """Return what shows when metadata of ranks that saved alone are merged: their contents."""
