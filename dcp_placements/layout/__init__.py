@@ -1,4 +1,4 @@
 """How a whole tensor is cut, and whether boxes cover it: integers only.
 
-Imports nothing of the package, and neither torch nor numpy.
+Imports nothing of the package but its errors, and no torch.
 """
