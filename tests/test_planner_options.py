@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from hazard_scenes import assert_same
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import (
+    CheckpointException,
     DefaultLoadPlanner,
     DefaultSavePlanner,
     FileSystemReader,
@@ -473,3 +474,12 @@ def test_m72_unflattened_state_keeps_keys_that_are_numbers(loader: Any, tmp_path
     assert torch.equal(found["by number"][7][1, 2], torch.ones(2))
     if loader is PlacementLoadPlanner:
         assert list(target["optim"]["state"]) == [0]
+
+
+def test_keys_that_are_one_text_are_refused(tmp_path: Path) -> None:
+    """A checkpoint has texts: of ``0`` and ``"0"`` one was lost. ``dcp.load`` cannot sort them."""
+    state: Any = {0: torch.ones(2), "0": torch.zeros(2)}
+    planner = PlacementSavePlanner(flatten_state_dict=False)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    assert "0 and '0' are keys of one dict" in str(caught.value.failures[0][0])

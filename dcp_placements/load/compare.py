@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 
@@ -120,6 +120,8 @@ def _compare_cuts(record: SaveRecord, request: Request) -> tuple[list[Fault], st
             if not saved or not loaded:
                 continue
             compared += len(fqns)
+            if saved == loaded:
+                continue
             found = [*_differences(saved, loaded, sharding.global_shape)]
             if rule is not None:
                 found += _differences_by_rule(saved, group.placed, record)
@@ -153,14 +155,8 @@ def _cut_fault(fqn: str, rule: str | None, difference: _Difference) -> Fault:
 
 
 def _differences(saved: Cuts, loaded: Cuts, shape: Sequence[int]) -> Iterator[_Difference]:
-    """Yield the cuts of equal dims that a load declares in another way than the save did.
-
-    Args:
-        saved: The cuts of the save.
-        loaded: Those of the load.
-        shape: Of the whole tensor.
-    """
-    if saved == loaded or 0 in shape:
+    """Yield the cuts of equal dims that a load declares in another way than the save did."""
+    if 0 in shape:
         return
     for dim in sorted({cut.dim for cut in saved} & {cut.dim for cut in loaded}):
         one, other = ([cut for cut in cuts if cut.dim == dim] for cuts in (saved, loaded))
@@ -174,11 +170,6 @@ def _differences_by_rule(saved: Cuts, placed: Placed, record: SaveRecord) -> Ite
     Where one axis alone cuts another dim, or has another size, the shape of the local tensor
     proves the rule: a checkpoint is loaded into another topology. What a DTensor says of itself is
     so.
-
-    Args:
-        saved: The cuts of the save.
-        placed: The tensor.
-        record: The checkpoint's.
     """
     loaded = placed.place.sharding.cuts
     one, other = _cutting(saved), _cutting(loaded)
@@ -438,7 +429,13 @@ def asked_faults(
         return []
     world, renames = World([one.sent for one in of_ranks]), [one.renames for one in of_ranks]
     load = _Load(world, list(asked), renames, record, policy, complete)
-    faults = _number_faults(load, metadata)
+    saved = () if record is None else record.renames
+    here = [step for steps in renames for step in steps] if complete else []
+    steps: dict[str, Step] = {}
+    for step in (*saved, *here):
+        if step.kind in _NUMBERING and step.pattern.count("{}") == 1:
+            steps.setdefault(step.pattern, step)
+    faults = _number_faults(load, steps, metadata.state_dict_metadata) if steps else []
     if complete:
         states = OptimizerStates(dict.fromkeys(metadata.state_dict_metadata, UNSEEN))
         for piece in load.world.pieces:
@@ -446,22 +443,17 @@ def asked_faults(
     return faults
 
 
-def _number_faults(load: _Load, metadata: Metadata) -> list[Fault]:
+def _number_faults(
+    load: _Load, steps: Mapping[str, Step], stored: Mapping[str, Any]
+) -> list[Fault]:
     """Return the families of which ranks ask for the same numbers, and none for others.
 
     Ranks that load alone are refused where they ask for the first numbers, without a rename.
     """
-    saved = () if load.record is None else load.record.renames
-    here = [step for steps in load.renames for step in steps] if load.complete else []
-    steps: dict[str, Step] = {}
-    for step in (*saved, *here):
-        if step.kind in _NUMBERING and step.pattern.count("{}") == 1:
-            steps.setdefault(step.pattern, step)
-    families = Families(steps, metadata.state_dict_metadata)
+    families = Families(steps, stored)
     asked_for = families.of(load.world)
-    entries = entries_at(metadata.state_dict_metadata, metadata.state_dict_metadata)
-    stored = zip(metadata.state_dict_metadata, entries, strict=True)
-    tensors = [fqn for fqn, entry in stored if isinstance(entry, TensorStorageMetadata)]
+    entries = zip(stored, entries_at(stored, stored), strict=True)
+    tensors = [fqn for fqn, entry in entries if isinstance(entry, TensorStorageMetadata)]
     numbers = families.numbers(tensors) if asked_for else {}
     faults = []
     for family in asked_for:
@@ -482,7 +474,8 @@ def _number_faults(load: _Load, metadata: Metadata) -> list[Fault]:
         likely = "rename= was forgotten in this load, so that every rank asks by its local numbers"
         if renames and load.complete:
             likely = "rename= of this load gives some ranks the numbers of another rank"
-        details = [f"saved with:  rename={step}"] if step in saved else []
+        is_saved = load.record is not None and step in load.record.renames
+        details = [f"saved with:  rename={step}"] if is_saved else []
         details += [f"this load:   {renames or 'no rename='}", f"likely:      {likely}"]
         text = format_numbers
         faults.append(load.fault(family.name, parts, wrong, text(missing), text, *details, of="it"))

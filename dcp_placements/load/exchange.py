@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, zip_longest
 from typing import Any, NoReturn
@@ -31,6 +31,7 @@ from dcp_placements._torch import agreeing_device, global_rank
 from dcp_placements.bind.binding import Placing
 from dcp_placements.errors import Fault, PlacementError, format_faults, format_ranks
 from dcp_placements.layout.boxes import Ints
+from dcp_placements.load.reads import Request
 from dcp_placements.report import LoadReport
 from dcp_placements.table.cover import cover_of, runs_of
 from dcp_placements.table.table import Holding, Sent, holding_of, packed_ints, unpacked_ints
@@ -200,20 +201,22 @@ class Exchange:
         self.answer = Answer()
         self.failure: Exception | None = None
 
-    def wish(self, state_dict: Mapping[str, Any], placing: Placing, fqns: Collection[str]) -> Sent:
+    def wish(self, request: Request, tied: Container[str]) -> Sent:
         """Return what this rank could have from others.
 
         Args:
-            state_dict: Flat, with the checkpoint's keys.
-            placing: Its tensors' places.
-            fqns: The keys that this rank need not read by itself.
+            request: What it needs.
+            tied: The keys that it reads by itself, since they overlap in memory.
         """
+        placing, scalars = request.placing, {*request.shared, *request.shared.values()}
+        fqns = {fqn for one in request.groups if one.reads is not None for fqn in one.fqns}
+        fqns -= scalars
         without = {
             fqn
-            for fqn, value in state_dict.items()
-            if fqn not in fqns or not _can_be_sent(value, placing, fqn)
+            for fqn, value in request.state_dict.items()
+            if fqn not in fqns or fqn in tied or not _can_be_sent(value, placing, fqn)
         }
-        self._holding = holding_of(state_dict, placing.placed, {}, without)
+        self._holding = holding_of(request.state_dict, placing.placed, {}, without)
         return self._holding.sent
 
     def share(self, items: Sequence[ReadItem], report: LoadReport) -> list[ReadItem]:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
+    DefaultSavePlanner,
     LoadPlan,
     Metadata,
     ReadItem,
@@ -29,13 +30,7 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
-from dcp_placements._torch import (
-    facts_of,
-    global_rank,
-    set_up_by_torch,
-    traverse_state_dict,
-    world_size,
-)
+from dcp_placements._torch import facts_of, global_rank, set_up_by_torch, world_size
 from dcp_placements.bind.checks import equal_values, lint
 from dcp_placements.bind.place import optimizer_faults, place
 from dcp_placements.errors import (
@@ -111,19 +106,17 @@ class LoadMessage:
         return replace(self, has_reader=True)
 
 
-def _mixed_checkpoints(messages: Iterable[LoadMessage]) -> list[Fault]:
-    """Return that ranks read the metadata of different checkpoints, if they do."""
+def _mixed_checkpoints(messages: Iterable[LoadMessage]) -> Fault:
+    """Return the fault that ranks read the metadata of different checkpoints."""
     ranks: dict[str, list[int]] = {}
     for message in messages:
         ranks.setdefault(message.save, []).append(message.rank)
-    if len(ranks) < 2:
-        return []
     read = [f"{save or 'one without a save id'} by {format_ranks(ranks[save])}" for save in ranks]
     details = (
         f"read:        {'; '.join(read)}",
         "way out:     choose the directory on one rank, and broadcast it to the others",
     )
-    return [Fault("this load", "the ranks read different checkpoints", details)]
+    return Fault("this load", "the ranks read different checkpoints", details)
 
 
 @dataclass
@@ -135,6 +128,7 @@ class RankLoad:
         state_dict: Flat, with the checkpoint's keys.
         mappings: Where each key stands in the nested dict.
         metadata: The checkpoint's.
+        local_keys: The rank's own keys.
         is_coordinator: Whether this rank is the coordinator.
         refusal: Why the rank cannot load; the coordinator raises it for all ranks.
         declared: What is declared by pattern, and whether a key of this rank matches; None before
@@ -143,6 +137,7 @@ class RankLoad:
         tied: The keys that overlap in memory, each with all that it overlaps.
         ids: The records of save ids that are read.
         exchange: None where nothing is exchanged.
+        unread: Items that are still to be read, where something is due after the last one.
         report: The report on the load.
     """
 
@@ -150,6 +145,7 @@ class RankLoad:
     state_dict: dict[str, Any] = field(default_factory=dict)
     mappings: dict[str, Path] = field(default_factory=dict)
     metadata: Metadata = field(default_factory=lambda: Metadata({}))
+    local_keys: list[str] = field(default_factory=list)
     is_coordinator: bool = False
     refusal: RankFaults | None = None
     declared: Matches | None = None
@@ -157,31 +153,27 @@ class RankLoad:
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ids: Mapping[MetadataIndex, IdRecord] = field(default_factory=dict)
     exchange: Exchange | None = None
+    unread: int = 0
     report: LoadReport = field(default_factory=lambda: LoadReport(planned=False))
-    _local_keys: list[str] = field(default_factory=list)
     _reshaped: Reshaped | None = None
     _rename_matches: Matches = field(default_factory=dict)
     # What was read into buffers: key, memory and buffer.
     _buffered: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
     # By scalar or object that stands for several keys, the first that was read, and its value.
     _first_values: dict[str, tuple[str, Any]] = field(default_factory=dict)
-    # Items that are still to be read; readers may end them in several threads.
-    _unread: int = 0
     _lock: Any = field(default_factory=threading.Lock)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RankLoad, ()  # a plan that is sent has no tensors
 
-    def rename(self, rename: Rename | None) -> None:
+    def rename(self, rename: Rename) -> None:
         """Replace this rank's keys by the checkpoint's.
 
         Raises:
             RankFaults: Keys that cannot be renamed.
         """
-        self._local_keys = list(self.state_dict)
-        if rename is not None:
-            renamed = rename_keys(self.state_dict, self.mappings, rename)
-            self.state_dict, self.mappings, self._reshaped, self._rename_matches = renamed
+        renamed = rename_keys(self.state_dict, self.mappings, rename)
+        self.state_dict, self.mappings, self._reshaped, self._rename_matches = renamed
 
     def plan(
         self, policy: Policy, rules: Rules | None, rename: Rename | None
@@ -204,7 +196,7 @@ class RankLoad:
         placing = place(self.state_dict, rules, self.mappings, self._reshaped, stored_keys)
         self.state_dict, self.mappings = placing.state_dict, placing.mappings
         self.declared = {**rule_matches(rules, placing.matched), **self._rename_matches}
-        request = Request(self.state_dict, placing, self.metadata, policy, self._local_keys)
+        request = Request(self.state_dict, placing, self.metadata, policy, self.local_keys)
         self.request, self.report = request, request.report
         destinations = request.destinations()
         self.tied = tied_keys(destinations)
@@ -217,24 +209,16 @@ class RankLoad:
         faults += self_overlap_faults(destinations)
         if faults:
             raise RankFaults(f"rank {global_rank()} {REFUSED}", faults)
-        self.warn(request.notes)
+        if request.notes:
+            self.warn(request.notes)
         notes = [*lint(placing.placed.values(), renamed=rename is not None, waived=policy.waived)]
         self.report.warnings += tuple(map(str, notes))
         return asked_by(request, rules, rename) if world_size() > 1 else None, notes
 
     def warn(self, notes: Sequence[Fault]) -> None:
         """Warn of what is accepted, and keep it in the report."""
-        if notes:
-            self.report.warnings += tuple(map(str, notes))
-            warnings.warn(format_faults("look at this load", notes, "note"), stacklevel=3)
-
-    def wish(self, group: dist.ProcessGroup | None) -> Sent:
-        """Return what the rank could have from others of a process group."""
-        self.exchange = Exchange(group)
-        shared = self.request.shared
-        own = {*shared, *shared.values(), *self.tied}
-        fqns = {fqn for one in self.request.groups if one.reads is not None for fqn in one.fqns}
-        return self.exchange.wish(self.state_dict, self.request.placing, fqns - own)
+        self.report.warnings += tuple(map(str, notes))
+        warnings.warn(format_faults("look at this load", notes, "note"), stacklevel=3)
 
     def judge(self, messages: Sequence[LoadMessage], policy: Policy) -> None:
         """Refuse, or warn of, what all ranks together show. Called on the coordinator.
@@ -263,15 +247,16 @@ class RankLoad:
             warnings.warn(format_faults("look at this load", notes, "note"), stacklevel=3)
         record = self.request.record
         if complete:
-            if mixed := _mixed_checkpoints(messages):
-                raise_faults("nothing can be loaded", mixed)
+            if len({message.save for message in messages}) > 1:
+                raise_faults("nothing can be loaded", [_mixed_checkpoints(messages)])
         elif record is not None:
             self.report.compared += ", but not with what other ranks ask for"
         asked = {one.rank: one.asked for one in messages if one.asked is not None}
         faults = asked_faults(asked, record, self.metadata, policy, complete=complete)
         if faults:
             raise_faults("the ranks do not ask for what was saved", [*faults, *mistakes])
-        self.warn(mistakes)
+        if mistakes:
+            self.warn(mistakes)
 
     def finished(self, plan: LoadPlan, *, is_known: bool) -> LoadPlan:
         """Return what this rank reads, its part of an exchange alone.
@@ -284,33 +269,23 @@ class RankLoad:
         if self.exchange is not None:
             with quiet_gc():
                 items = self.exchange.share(items, self.report)
-        # A file is compared before and after its records are read: a save may begin meanwhile.
-        ids = self._id_reads(items)
-        final = [*ids, *items, *ids] if ids else items
-        # Only the reader of this package has other mappings, and it tells when it has compared the
-        # files: that is later than the last item.
-        if (self.tied or self.request.reset) and type(self.metadata.storage_data) is dict:
-            self._unread = len(final)
+        files = self.metadata.storage_data
+        final = items
+        # Only the reader of this package has other mappings, and compares the ids by itself.
+        if type(files) is dict and stored(self.metadata) is not None:
+            self.ids = {record.index: record for record in id_records(files).values()}
+            names = {info.relative_path for info in places_of(items, files)} if self.ids else set()
+            records = {record.file: record for record in self.ids.values()}
+            reads = [record.read_item() for record in speaking_for(names, records)]
+            ids = [ReadItemOfLoad(**vars(item), run=self) for item in reads]
+            # A file is compared before and after its records are read: a save may begin meanwhile.
+            final = [*ids, *items, *ids]
+        # That reader tells when it has compared the files, too: later than the last item.
+        if type(files) is dict and (self.tied or self.request.reset):
+            self.unread = len(final)
             if not final:
                 self.reset()
         return replace(plan, items=final, planner_data=self)
-
-    def _id_reads(self, items: Sequence[ReadItem]) -> list[ReadItem]:
-        """Return the reads of the save ids in the files that items are read from.
-
-        None where ``storage_data`` is no dict: only the reader of this package has other mappings,
-        and it compares the ids by itself.
-        """
-        files = self.metadata.storage_data
-        if type(files) is not dict or stored(self.metadata) is None:
-            return []
-        self.ids = {record.index: record for record in id_records(files).values()}
-        if not self.ids:
-            return []
-        names = {info.relative_path for info in places_of(items, files)}
-        records = {record.file: record for record in self.ids.values()}
-        items = [record.read_item() for record in speaking_for(names, records)]
-        return [ReadItemOfLoad(**vars(item), run=self) for item in items]
 
     def memory(self, index: MetadataIndex) -> torch.Tensor:
         """Return the memory to read into at ``index``."""
@@ -371,14 +346,13 @@ class RankLoad:
         raise PlacementError(format_faults("rows cannot be loaded as one", [fault]))
 
     def end_read(self) -> None:
-        """Take in that an item was read, by a reader that calls the planner for every item."""
-        if self._unread:
-            with self._lock:
-                self._unread -= 1
-                is_last = not self._unread
-            if is_last:
-                self.settle_tied()
-                self.reset()
+        """Take in that an item was read; readers may call from several threads."""
+        with self._lock:
+            self.unread -= 1
+            is_last = not self.unread
+        if is_last:
+            self.settle_tied()
+            self.reset()
 
     def settle_tied(self) -> None:
         """Put what was read for tied keys into their memory, and compare it there.
@@ -516,30 +490,22 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         load = self._runs.begin()
         load.is_coordinator = is_coordinator
         load.metadata = metadata if metadata is not None else Metadata({})
-
-        self._set_up_by_torch(load, state_dict)
-        try:
-            load.rename(self.rename)
-        except RankFaults as refusal:
-            load.refusal = refusal
-
-    def _set_up_by_torch(self, load: RankLoad, state_dict: dict[str, Any]) -> None:
-        """Take a state dict; values of types that torch does not know stay, where it drops them."""
-        objects: list[tuple[Path, Any]] = []
-
-        def keep(path: Path, value: Any) -> None:
-            if value is not None and not isinstance(value, torch.Tensor):
-                objects.append((path, value))
-
-        traverse_state_dict(state_dict, keep)
-        stock = set_up_by_torch(DefaultLoadPlanner, self, state_dict)
+        # Torch's load planner would drop values of types that it does not know.
+        stock = set_up_by_torch(DefaultSavePlanner, self, state_dict)
         load.original_state_dict, load.state_dict = state_dict, stock.state_dict
         load.mappings = stock.mappings or {key: (key,) for key in stock.state_dict}
-        for path, value in objects:
-            put_at(state_dict, path, value)
-            key = ".".join(map(str, path))
-            if key in load.state_dict:
-                load.state_dict[key] = value
+        if meta := {k: v for k, v in load.state_dict.items() if getattr(v, "is_meta", False)}:
+            # It gives them memory, where a tensor is put into the dict.
+            DefaultLoadPlanner(flatten_sharded_tensors=False).set_up_planner(meta)
+            load.state_dict |= meta
+            for key, value in meta.items():
+                put_at(state_dict, load.mappings[key], value)
+        load.local_keys = list(load.state_dict)
+        try:
+            if self.rename is not None:
+                load.rename(self.rename)
+        except RankFaults as refusal:
+            load.refusal = refusal
 
     def create_local_plan(self) -> LoadPlan:
         """Plan what this rank reads; return a plan with what the ranks compare, and no items.
@@ -560,14 +526,13 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             )
             return LoadPlan(ItemsToCome(), planner_data=message)  # type: ignore[arg-type]
         load.report.waived = dict(self.waive)
-        message = LoadMessage(
-            rank, load.declared, asked, notes=packed_faults(notes) if notes else b""
-        )
+        packed = packed_faults(notes) if notes else b""
+        message = LoadMessage(rank, load.declared, asked, notes=packed)
         if world_size() > 1:
             message = replace(message, save=saved_by(load.metadata))
             if self.exchange is not False:
-                wish = load.wish(None if self.exchange is True else self.exchange)
-                assert load.exchange is not None
+                load.exchange = Exchange(None if self.exchange is True else self.exchange)
+                wish = load.exchange.wish(load.request, load.tied)
                 message = replace(message, wish=wish, group=hash(load.exchange.ranks))
         return LoadPlan(ItemsToCome(), planner_data=message)  # type: ignore[arg-type]
 
@@ -610,7 +575,8 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         answer, exchange = new_plan.planner_data, load.exchange
         if exchange is not None:
             exchange.answer = answer if isinstance(answer, Answer) else Answer()
-            load.warn(exchange.answer.notes)
+            if exchange.answer.notes:
+                load.warn(exchange.answer.notes)
             load.exchange = exchange if exchange.answer.is_active else None
         try:
             plan = load.finished(
@@ -632,6 +598,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """Return where to read an item to. Called on every rank, also by several threads."""
         load = self._runs.of(read_item)
+        chunk: torch.Tensor | None = getattr(read_item, "chunk", None)
+        if chunk is not None and not load.tied:
+            return self.transform_tensor(read_item, chunk)
         memory = self._memory(load, read_item)
         return torch.empty_like(memory) if read_item.dest_index.fqn in load.tied else memory
 
@@ -680,7 +649,8 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             check_quantizer(fqn, self._memory(load, read_item), tensor)
         if fqn in load.tied or fqn in load.request.shared:
             load.take_tensor(fqn, self._memory(load, read_item), tensor)
-        load.end_read()
+        if load.unread:
+            load.end_read()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put an object into the state dict. Called on every rank.
@@ -689,22 +659,22 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             PlacementError: It is no object, or a file of another save.
         """
         load = self._runs.of(read_item)
+        fqn = read_item.dest_index.fqn
         if (record := load.ids.get(read_item.storage_index)) is not None:
             if fault := record.fault(value.getvalue()):
                 raise_faults(MIXED, [fault])
+        else:
+            try:
+                loaded = torch.load(value, weights_only=False)
+            except Exception as error:
+                # Of any type, by what is in the pickle.
+                text = format_faults("an object cannot be loaded", [_unreadable(read_item, error)])
+                raise PlacementError(text) from error
+            if not self.flatten_state_dict:
+                load.state_dict[fqn] = loaded
+            load.take_object(fqn, loaded)
+        if load.unread:
             load.end_read()
-            return
-        try:
-            loaded = torch.load(value, weights_only=False)
-        except Exception as error:
-            # Of any type, by what is in the pickle.
-            text = format_faults("an object cannot be loaded", [_unreadable(read_item, error)])
-            raise PlacementError(text) from error
-        fqn = read_item.dest_index.fqn
-        if not self.flatten_state_dict:
-            load.state_dict[fqn] = loaded
-        load.take_object(fqn, loaded)
-        load.end_read()
 
     def finish_reads(
         self, plan: LoadPlan, error: BaseException | None, *, traffic: Traffic, unchecked: int

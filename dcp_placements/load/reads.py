@@ -93,12 +93,6 @@ def pieces_of(box: Box, stored: Index) -> list[tuple[int, Box, Box]]:
     return list(zip(met.tolist(), as_boxes(chunks), shared, strict=True))
 
 
-def holes_of(box: Box, pieces: Iterable[tuple[int, Box, Box]]) -> list[Box]:
-    """Return the parts of a box that are in no piece, as of ``pieces_of``."""
-    shared = [one for _, _, one in pieces]
-    return [] if shared == [box] else uncovered(box, as_array(shared, len(box.sizes)))
-
-
 def reads_of(
     stored: TensorStorageMetadata, destinations: Sequence[Box]
 ) -> tuple[list[Read], list[Box]]:
@@ -113,8 +107,21 @@ def reads_of(
     chunks = Index(ChunkList.of(stored.chunks, len(stored.size)).array)
     for position, box in enumerate(destinations):
         pieces = pieces_of(box, chunks)
-        reads += [_read(position, box, *piece) for piece in pieces]
-        holes += holes_of(box, pieces)
+        filled = [shared for _, _, shared in pieces]
+        if filled != [box]:
+            holes += uncovered(box, as_array(filled, len(box.sizes)))
+        for at, chunk, shared in pieces:
+            reads.append(
+                Read(
+                    position,
+                    torch.Size(box.offsets),
+                    torch.Size(map(sub, shared.offsets, box.offsets)),
+                    at,
+                    Box(torch.Size(chunk.offsets), torch.Size(chunk.sizes)),
+                    torch.Size(map(sub, shared.offsets, chunk.offsets)),
+                    torch.Size(shared.sizes),
+                )
+            )
     return reads, holes
 
 
@@ -127,26 +134,6 @@ def _is_at(chunks: Sequence[ChunkStorageMetadata], at: int, box: Box) -> bool:
         return held == (list(box.offsets), list(box.sizes))
     chunk = chunks[at]
     return chunk.offsets == box.offsets and chunk.sizes == box.sizes
-
-
-def _read(position: int, box: Box, at: int, stored: Box, piece: Box) -> Read:
-    if stored == box == piece:
-        offsets, sizes = map(torch.Size, box)
-        origin = torch.Size((0,) * len(offsets))
-        return Read(position, offsets, origin, at, Box(offsets, sizes), origin, sizes)
-    return Read(
-        position,
-        torch.Size(box.offsets),
-        _relative(piece.offsets, box.offsets),
-        at,
-        Box(torch.Size(stored.offsets), torch.Size(stored.sizes)),
-        _relative(piece.offsets, stored.offsets),
-        torch.Size(piece.sizes),
-    )
-
-
-def _relative(offsets: Sequence[int], origin: Sequence[int]) -> torch.Size:
-    return torch.Size(list(map(sub, offsets, origin)))
 
 
 Chunk = Callable[[str, int], torch.Tensor | None]
@@ -314,7 +301,12 @@ class Request:
             group = latest.get(key)
             if group is None or not group.fills(entry):
                 faults = len(self.faults)
-                group = self._group_of(fqn, value, entry)
+                if isinstance(entry, TensorStorageMetadata) and (
+                    placed is not None or (is_tensor(value) and not is_dtensor_like(value))
+                ):
+                    group = self._tensor_group(fqn, value, placed, entry)
+                else:
+                    group = self._object_group(fqn, value, placed, entry)
                 if group is None:
                     continue
                 self.groups.append(group)
@@ -323,14 +315,12 @@ class Request:
             group.fqns.append(fqn)
         return missing
 
-    def _group_of(self, fqn: str, value: Any, entry: Any) -> Group | None:
-        """Return what fills a value; None where nothing does, or where that is a fault."""
-        placed = self.placing.placed.get(fqn)
-        is_filled = placed is not None or is_tensor(value)
+    def _object_group(
+        self, fqn: str, value: Any, placed: Placed | None, entry: Any
+    ) -> Group | None:
+        """Return the group of an object; None where one side has a tensor, which is a fault."""
         if isinstance(entry, TensorStorageMetadata):
-            if is_filled and (placed is not None or not is_dtensor_like(value)):
-                return self._tensor_group(fqn, value, placed, entry)
-            if not is_filled:  # else its fault is there already
+            if not is_tensor(value):  # else its fault is there already
                 self._fault(
                     fqn,
                     f"the checkpoint holds a {tuple(entry.size)} tensor, but the state dict a "
@@ -338,7 +328,7 @@ class Request:
                     "way out:     put a tensor of that shape into the state dict",
                 )
             return None
-        if not is_filled:
+        if placed is None and not is_tensor(value):
             return Group(entry)
         shape = placed.global_shape if placed is not None else tuple(value.size())
         self._fault(
@@ -383,7 +373,7 @@ class Request:
             )
         dtype = value.dtype if placed is None else placed.tensor.dtype
         stored_dtype = entry.properties.dtype
-        kind = cast_kind(stored_dtype, dtype)
+        kind = "same" if stored_dtype == dtype else cast_kind(stored_dtype, dtype)
         if kind == "wrong" or (kind == "narrowing" and self.policy.cast == "error"):
             self.faults.append(cast_fault(fqn, stored_dtype, dtype))
         return Group(
@@ -448,28 +438,25 @@ class Request:
         matched = sum([len(group.fqns) for group in self.groups])
         if matched < len(self.stored):
             report.unread = tuple([fqn for fqn in self.stored if fqn not in self.state_dict])
-        casts = [group for group in self.groups if group.cast is not None or group.padded]
-        by_key = self._by_key(casts) if casts else []
+        unlike = [group for group in self.groups if group.cast is not None or group.padded]
+        group_of = {fqn: group for group in unlike for fqn in group.fqns}
+        by_key = [(fqn, group_of[fqn]) for fqn in self.state_dict if fqn in group_of]
         report.casts = {fqn: group.cast for fqn, group in by_key if group.cast is not None}
         report.padded = {fqn: group.padded for fqn, group in by_key if group.padded}
         narrowed = [fqn for fqn, group in by_key if group.narrows]
         if narrowed and self.policy.cast == "warn":
             self.notes.append(narrowing_note(narrowed, report.casts[narrowed[0]]))
 
-    def _by_key(self, groups: Iterable[Group]) -> list[tuple[str, Group]]:
-        """Return the group of each key of groups, in the order of the state dict."""
-        group_of = {fqn: group for group in groups for fqn in group.fqns}
-        return [(fqn, group_of[fqn]) for fqn in self.state_dict if fqn in group_of]
-
     def items(self, load: Any = None, *, is_known: bool = False) -> list[ReadItem]:
-        """Return the read items.
+        """Return the read items, in the order of the state dict.
 
         Args:
             load: The state of the load, which they know.
             is_known: Whether they know their memory, too, where they have a place.
         """
-        reads = [(fqn, group.reads) for fqn, group in self._by_key(self.groups)]
-        return read_items(reads, load, *([self._chunk] if is_known else []))
+        reads_of_key = {fqn: group.reads for group in self.groups for fqn in group.fqns}
+        in_order = [(fqn, reads_of_key[fqn]) for fqn in self.state_dict if fqn in reads_of_key]
+        return read_items(in_order, load, *([self._chunk] if is_known else []))
 
     def _chunk(self, fqn: str, position: int) -> torch.Tensor | None:
         placed = None if fqn in self.shared else self.placing.placed.get(fqn)
@@ -480,14 +467,15 @@ class Request:
 
         Not scalars that stand for several keys.
         """
-        fqns = [fqn for group in self.groups if group.reads is not None for fqn in group.fqns]
-        return [
-            (fqn, tensor)
-            for fqn in (*fqns, *self.reset)
-            if fqn not in self.shared
-            and (fqn in self.placing.placed or not has_hooks(self.state_dict[fqn]))
-            for tensor in self.tensors(fqn)
-        ]
+        read = [fqn for group in self.groups if group.reads is not None for fqn in group.fqns]
+        found: list[tuple[str, torch.Tensor]] = []
+        for fqn in (*read, *self.reset):
+            placed = self.placing.placed.get(fqn)
+            if fqn in self.shared or (placed is None and has_hooks(self.state_dict[fqn])):
+                continue
+            tensors = self.tensors(fqn) if placed is None else placed.parts or (placed.tensor,)
+            found += [(fqn, tensor) for tensor in tensors]
+        return found
 
     def tensors(self, fqn: str) -> Sequence[torch.Tensor]:
         """Return the tensors of this rank that a value consists of."""

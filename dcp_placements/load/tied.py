@@ -45,7 +45,9 @@ def tied_keys(destinations: Sequence[tuple[str, torch.Tensor]]) -> dict[str, tup
         if starts[at] >= end:
             runs.append([])
         runs[-1].append(at)
-        end = max(end, starts[at] + _extent(destinations[at][1]))
+        tensor = destinations[at][1]
+        nbytes = tensor.nbytes if tensor.is_contiguous() else _extent(tensor)
+        end = max(end, starts[at] + nbytes)
     tied: dict[str, tuple[str, ...]] = {}
     for run in runs:
         views = [destinations[at][1] for at in run]
@@ -141,8 +143,6 @@ def _share_memory(tensors: Sequence[torch.Tensor]) -> bool:
 
 def _extent(tensor: torch.Tensor) -> int:
     """Return the bytes from the first element of a tensor to the end of its last."""
-    if tensor.is_contiguous():
-        return tensor.nbytes
     last = sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )

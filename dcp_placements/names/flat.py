@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from dcp_placements.errors import CannotPlace, Fault, RankFaults
+from dcp_placements.errors import CannotPlace, Fault, RankFaults, raise_faults
 from dcp_placements.names.renames import apply, steps
 from dcp_placements.names.target import Parts, Rename, Row, Rows
 from dcp_placements.rules.unmatched import Matches
@@ -49,6 +49,27 @@ class Reshaped:
 
     rows: dict[str, list[RenamedValue[Row]]] = field(default_factory=dict)
     wholes: dict[str, RenamedValue[Rows | Parts]] = field(default_factory=dict)
+
+
+def check_texts(state_dict: Mapping[Any, Any]) -> None:
+    """Refuse keys that are one text, such as ``0`` and ``"0"``: those of a checkpoint are texts.
+
+    Raises:
+        PlacementError: There are such keys.
+    """
+    keys = {str(key): key for key in state_dict}
+    twice = [key for key in state_dict if keys[str(key)] is not key]
+    raise_faults(
+        "the state dict has keys that are one in a checkpoint",
+        [
+            Fault(
+                str(key),
+                f"{key!r} and {keys[str(key)]!r} are keys of one dict",
+                ("way out:     another name for one of them",),
+            )
+            for key in twice
+        ],
+    )
 
 
 def put_at(values: Any, path: Path, value: Any) -> None:

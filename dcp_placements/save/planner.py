@@ -32,7 +32,7 @@ from dcp_placements.bind.binding import Placed, Placing
 from dcp_placements.bind.checks import lint
 from dcp_placements.bind.place import optimizer_faults, place
 from dcp_placements.errors import PlacementError, RankFaults, packed_faults
-from dcp_placements.names.flat import Path, Reshaped, checkpoint_path, rename_keys
+from dcp_placements.names.flat import Path, Reshaped, check_texts, checkpoint_path, rename_keys
 from dcp_placements.names.optimizer_state import parameter_groups, stateless_parameters
 from dcp_placements.names.renames import Step, recorded
 from dcp_placements.names.target import Rename
@@ -233,6 +233,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
             raise PlacementError(
                 "a PlacementSavePlanner cannot load: dcp.load wants a load planner"
             )
+        if not self.flatten_state_dict:  # else torch refuses them
+            check_texts(state_dict)
         save = self._runs.begin()
         save.is_coordinator = is_coordinator
         stock = set_up_by_torch(DefaultSavePlanner, self, state_dict)

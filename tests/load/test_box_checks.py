@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 
 from dcp_placements import (
     CheckpointPlacement,
+    MeshCoordinate,
     PlacementLoadPlanner,
     PlacementRules,
     PlacementSavePlanner,
@@ -205,3 +206,29 @@ def test_ranks_with_parts_of_their_own_are_quiet(tmp_path: Path, partial: bool) 
             rules=rules,
         )
     assert all(same_bits(loaded[rank]["emb"], emb.chunk(4)[rank]) for rank in range(2))
+
+
+@pytest.mark.parametrize("asks_for_all", [True, False])
+def test_a_rank_that_declares_nothing_asks_for_what_it_has(
+    tmp_path: Path, asks_for_all: bool
+) -> None:
+    """Two ranks ask for one half; a third has no rules, and the whole, or another tensor."""
+    dcp.save({"w": arange(4, 2), "norm": arange(2)}, checkpoint_id=tmp_path, no_dist=True)
+    half = CheckpointPlacement(MeshCoordinate(("ep",), (2,), (0,)), {"ep": Shard(0)})
+
+    def state(rank: int) -> dict[str, Any]:
+        if rank < 2:
+            return {"w": torch.zeros(2, 2)}
+        return {"w": torch.zeros(4, 2)} if asks_for_all else {"norm": torch.zeros(2)}
+
+    def planner(rank: int) -> PlacementLoadPlanner:
+        return PlacementLoadPlanner(PlacementRules({"w": half}) if rank < 2 else None)
+
+    if asks_for_all:
+        with without_warning():
+            found = World(3).load(tmp_path, state, planner)
+        assert same_bits(found[2]["w"], arange(4, 2))
+        return
+    with refused() as refusal:
+        World(3).load(tmp_path, state, planner)
+    refusal.says("w: several ranks ask for [0:2, :] of (4, 2), and none for [2:4, :]", "ranks 0-1")

@@ -338,11 +338,12 @@ class RehearsedWorld:
                 continue
             state.update({one.key: _value(one, cutting) for one in kind.tensors})
         metadata = self.checkpoint.metadata
-        load = RankLoad(state_dict=state, metadata=metadata)
+        load = RankLoad(state_dict=state, metadata=metadata, local_keys=list(state))
         policy = Policy(waived=lot.waive)
         with rehearsed(rank, self.size), warnings.catch_warnings(action="ignore"):
             try:
-                load.rename(lot.rename)
+                if lot.rename is not None:
+                    load.rename(lot.rename)
                 asked, notes = load.plan(policy, lot.rules, lot.rename)
                 self._notes.update(dict.fromkeys(notes))
                 lot.asked = asked or Asked()
