@@ -66,7 +66,7 @@ from dcp_placements.storage.index.storage_table import places_of
 from dcp_placements.storage.metadata.checks import check_unpickled
 from dcp_placements.storage.metadata.record import saved_by, stored
 from dcp_placements.storage.metadata.save_ids import MIXED, IdRecord, id_records, speaking_for
-from dcp_placements.storage.record_contents import DAMAGED
+from dcp_placements.storage.record_reads import DAMAGED
 from dcp_placements.table.table import Sent
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from typing import IO
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from dcp_placements.errors import CannotLook, format_name, format_nbytes
-from dcp_placements.storage.record_writer import errors_of
+from dcp_placements.storage.data_file import errors_of
 
 IDENTITY = "identity"
 """The file in an unfinished directory that identifies the output."""

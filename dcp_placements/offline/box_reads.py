@@ -21,11 +21,9 @@ from dcp_placements.load.reads import pieces_of
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredChunk, StoredTensor
 from dcp_placements.offline.directory import shows_damage
 from dcp_placements.storage.byte_ranges import c_strides
-from dcp_placements.storage.checksums import Checksums
 from dcp_placements.storage.file_reads import CountedFile, FilePart, Part
-from dcp_placements.storage.merged_reads import ChunkReader
 from dcp_placements.storage.metadata.chunk_list import ChunkList
-from dcp_placements.storage.record_contents import Record
+from dcp_placements.storage.record_reads import ChunkReader, Record
 from dcp_placements.storage.tensor_record import TensorRecord
 
 MAX_OPEN_FILES = 32
@@ -89,8 +87,8 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         else:
             # Torch's reader serves to undo the transforms of streams.
             transforms = FileSystemReader(".").transforms
-            checksums = Checksums() if check_crc else None
-            self._reader = ChunkReader(planner, stored, transforms.transform_load_stream, checksums)
+            undone = transforms.transform_load_stream
+            self._reader = ChunkReader(planner, stored, undone, check_crc=check_crc)
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -132,7 +130,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
             file = self._open(name, tensor.fqn)
             before = file.nbytes
             try:
-                self._reader.read(file, name, records)
+                self._reader.read(file, records)
             except PlacementError:
                 raise
             except Exception as error:

@@ -11,6 +11,7 @@ import io
 import struct
 import sys
 import zipfile
+import zlib
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -34,6 +35,12 @@ _END64 = struct.Struct("<4s44xQ")
 _END64_LOCATOR = struct.Struct("<4s4xQ4x")
 _ENDS_NBYTES = _END64.size + _END64_LOCATOR.size + _END.size
 """A zip file ends with these three, or with the last of them alone."""
+
+BROKEN = (
+    *(zipfile.BadZipFile, zlib.error, struct.error),
+    *(EOFError, NotImplementedError, RuntimeError, ValueError),
+)
+"""What the standard library raises of zip files whose headers are damaged."""
 
 
 def load_saved_tensor(stream: Any) -> torch.Tensor:
@@ -155,6 +162,34 @@ def stored_zip(stream: Any) -> zipfile.ZipFile | None:
         raise ValueError("its entries overlap or are longer than the file")
     stream.seek(0)
     return file
+
+
+def zip_problem(stream: Any) -> tuple[str | None, bool]:
+    """Return what is wrong with a record by its checksums; leave its stream at the beginning.
+
+    Returns:
+        None where all of it is as it was written, or it is no zip file; and whether it has
+        checksums, if it is one.
+    """
+    stream.seek(0)
+    is_zip = stream.read(len(LOCAL)) == LOCAL
+    stream.seek(0)
+    if not is_zip:
+        return None, True
+    try:
+        file = zipfile.ZipFile(stream)
+        has_crc = any(entry.CRC for entry in file.infolist())
+        for entry in file.infolist():
+            # torch.load goes by the header before an entry, which this compares.
+            file.open(entry).close()
+        damaged = file.testzip() if has_crc else None
+    except BROKEN as error:
+        return f"{type(error).__name__}: {error}".removesuffix(": "), True
+    finally:
+        stream.seek(0)
+    if damaged is not None:
+        return f"{damaged.partition('/')[2]} has another CRC-32", True
+    return None, has_crc
 
 
 def _directory_start(stream: Any, nbytes: int) -> int | None:

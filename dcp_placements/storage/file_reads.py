@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from dcp_placements.errors import format_name
-from dcp_placements.storage.records.fast_zlib import crc32, crc32_combine
+from dcp_placements.storage.fast_zlib import crc32, crc32_combine
 
 ANNOUNCED_NBYTES = 16 << 20
 """Bytes of a file announced at once."""
@@ -68,8 +68,81 @@ def open_inside(root: str | os.PathLike[str], name: str) -> IO[bytes]:
     return open(descriptor, "rb")
 
 
-class CountedFile:
-    """An open file that is read by position.
+NEAR_NBYTES = 64 << 10
+"""Reads this near to each other are announced, so that the pages between come along: to fetch them
+takes less time than a second request."""
+
+LOCAL_GAP_NBYTES = 4 << 10
+"""Where runs begin less than a page apart, all pages are fetched anyway, and a call takes longer
+than to copy a page."""
+
+REMOTE_GAP_NBYTES = 1 << 20
+"""A request to a URL takes as long as some MiB."""
+
+
+def cheap_gap(run_nbytes: int, most_nbytes: int = LOCAL_GAP_NBYTES) -> int:
+    """Return how many bytes between two runs cost less to read than another call.
+
+    >>> cheap_gap(16), cheap_gap(512), cheap_gap(4096)
+    (4080, 3584, 512)
+    """
+    return max(most_nbytes - run_nbytes, most_nbytes // 8)
+
+
+class Part:
+    """Bytes that are read by position: a file, or a record in it.
+
+    Args:
+        size: How many they are.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def read_into(self, buffer: memoryview, position: int) -> None:
+        """Fill ``buffer`` with the bytes from ``position`` on.
+
+        Raises:
+            EOFError: They end before.
+        """
+        raise NotImplementedError
+
+    def read_summed(self, buffer: memoryview, position: int, checksum: int = 0) -> int:
+        """Fill ``buffer`` as ``read_into``; return the CRC-32 with that of the bytes before."""
+        self.read_into(buffer, position)
+        return crc32(buffer, checksum)
+
+    def read_each(
+        self, buffer: memoryview, nbytes: int, positions: Iterable[int], *, near: bool
+    ) -> None:
+        """Fill ``buffer`` with ``nbytes`` from each position, one after another.
+
+        Args:
+            buffer: Where to.
+            nbytes: To read from each position.
+            positions: Ascending.
+            near: Whether most of the pages from the first to the last are needed. Reads that
+                leave gaps look random to the system, and it would fetch page by page for them.
+
+        Raises:
+            EOFError: They end before.
+        """
+        start = 0
+        for position in positions:
+            self.read_into(buffer[start : start + nbytes], position)
+            start += nbytes
+
+    def gap(self, run_nbytes: int) -> int:
+        """Return how many bytes between two runs are read along with them."""
+        return NEAR_NBYTES
+
+    def stream(self) -> io.BufferedIOBase:
+        """Return the bytes as a file of their own."""
+        return io.BufferedReader(_View(self))
+
+
+class CountedFile(Part):
+    """An open file.
 
     Args:
         stream: Opened by a checkpoint's file system; seekable.
@@ -81,22 +154,21 @@ class CountedFile:
     """
 
     def __init__(self, stream: Any) -> None:
+        super().__init__(int(stream.seek(0, io.SEEK_END)))
         self.nbytes = 0
         self.reads = 0
         self._stream = stream
         # Only for a plain file do descriptor and stream surely have the same bytes.
         plain = isinstance(stream, io.BufferedReader) and isinstance(stream.raw, io.FileIO)
         self._fd = stream.fileno() if plain and hasattr(os, "preadv") else None
-        self.size = int(stream.seek(0, io.SEEK_END))
+        self._gap_nbytes = LOCAL_GAP_NBYTES if plain else REMOTE_GAP_NBYTES
         self._second: ThreadPoolExecutor | None = None
         self._counting = threading.Lock()
 
-    def read_into(self, buffer: memoryview, position: int) -> None:
-        """Fill ``buffer`` with the bytes from ``position`` on.
+    def gap(self, run_nbytes: int) -> int:
+        return cheap_gap(run_nbytes, self._gap_nbytes)
 
-        Raises:
-            EOFError: The file ends before.
-        """
+    def read_into(self, buffer: memoryview, position: int) -> None:
         while buffer.nbytes:
             if self._fd is not None:
                 count = os.preadv(self._fd, [buffer], position)
@@ -111,28 +183,20 @@ class CountedFile:
             position += count
             buffer = buffer[count:]
 
-    def read_summed(self, buffer: memoryview, position: int) -> int:
-        """Fill ``buffer`` with the bytes from ``position`` on; return their CRC-32.
-
-        Two threads take one half each of a large buffer.
-
-        Raises:
-            EOFError: The file ends before.
-        """
-        if self._fd is None:  # a request for each block would take longer
-            self.read_into(buffer, position)
-            return crc32(buffer)
+    def read_summed(self, buffer: memoryview, position: int, checksum: int = 0) -> int:
+        # At a URL a request for each block would take longer.
+        if self._fd is None:
+            return super().read_summed(buffer, position, checksum)
         if buffer.nbytes < HALVED_NBYTES or crc32_combine is None:
-            return self._read_blocks(buffer, position)
+            return self._read_blocks(buffer, position, checksum)
         if self._second is None:
             self._second = ThreadPoolExecutor(1)
         half = buffer.nbytes // 2
-        rest = self._second.submit(self._read_blocks, buffer[half:], position + half)
-        checksum = self._read_blocks(buffer[:half], position)
+        rest = self._second.submit(self._read_blocks, buffer[half:], position + half, 0)
+        checksum = self._read_blocks(buffer[:half], position, checksum)
         return crc32_combine(checksum, rest.result(), buffer.nbytes - half)
 
-    def _read_blocks(self, buffer: memoryview, position: int) -> int:
-        checksum = 0
+    def _read_blocks(self, buffer: memoryview, position: int, checksum: int) -> int:
         for at in range(0, buffer.nbytes, BLOCK_NBYTES):
             block = buffer[at : at + BLOCK_NBYTES]
             self.read_into(block, position + at)
@@ -147,25 +211,11 @@ class CountedFile:
     def read_each(
         self, buffer: memoryview, nbytes: int, positions: Iterable[int], *, near: bool
     ) -> None:
-        """Fill ``buffer`` with ``nbytes`` from each position, one after another.
-
-        Args:
-            buffer: Where to.
-            nbytes: To read from each position.
-            positions: In the file, ascending.
-            near: Whether most of the pages from the first to the last are needed. Reads that
-                leave gaps look random to the system, and it would fetch page by page for them.
-
-        Raises:
-            EOFError: The file ends before.
-        """
         fd = self._fd
-        start = announced = 0
         if fd is None:
-            for position in positions:
-                self.read_into(buffer[start : start + nbytes], position)
-                start += nbytes
+            super().read_each(buffer, nbytes, positions, near=near)
             return
+        start = announced = 0
         if not near or not hasattr(os, "posix_fadvise"):
             announced = self.size
         preadv, complete = os.preadv, 0
@@ -175,10 +225,12 @@ class CountedFile:
                 os.posix_fadvise(fd, position, ANNOUNCED_NBYTES, os.POSIX_FADV_WILLNEED)
             stop = start + nbytes
             # As read_into, without the cost of a call: there may be a million.
-            if preadv(fd, [buffer[start:stop]], position) == nbytes:
+            count = preadv(fd, [buffer[start:stop]], position)
+            if count == nbytes:
                 complete += 1
             else:
-                self.read_into(buffer[start:stop], position)
+                self.nbytes += count
+                self.read_into(buffer[start + count : stop], position + count)
             start = stop
         self.reads += complete
         self.nbytes += complete * nbytes
@@ -226,7 +278,7 @@ def write_all(into: IO[bytes], buffer: memoryview) -> None:
         buffer = buffer[into.write(buffer) :]
 
 
-class FilePart:
+class FilePart(Part):
     """A part of a file, read on demand.
 
     Args:
@@ -236,31 +288,27 @@ class FilePart:
     """
 
     def __init__(self, file: CountedFile, start: int, length: int) -> None:
+        super().__init__(length)
         self._file = file
         self._start = start
-        self._length = length
+
+    def gap(self, run_nbytes: int) -> int:
+        return self._file.gap(run_nbytes)
 
     def read_into(self, buffer: memoryview, position: int) -> None:
-        """Fill ``buffer`` from a position in the part on."""
         self._file.read_into(buffer, self._start + position)
 
-    def read_summed(self, buffer: memoryview, position: int) -> int:
-        """Fill ``buffer`` from a position in the part on; return the CRC-32 of the bytes."""
-        return self._file.read_summed(buffer, self._start + position)
+    def read_summed(self, buffer: memoryview, position: int, checksum: int = 0) -> int:
+        return self._file.read_summed(buffer, self._start + position, checksum)
 
     def read_each(
         self, buffer: memoryview, nbytes: int, positions: Iterable[int], *, near: bool
     ) -> None:
-        """Fill ``buffer`` with ``nbytes`` from each position in the part."""
         start = self._start
         self._file.read_each(buffer, nbytes, map(start.__add__, positions), near=near)
 
-    def stream(self) -> io.BufferedIOBase:
-        """Return the part as a file of its own."""
-        return io.BufferedReader(_View(self, self._length))
 
-
-class HeldPart:
+class HeldPart(Part):
     """A part of a file that is in memory.
 
     Args:
@@ -268,33 +316,11 @@ class HeldPart:
     """
 
     def __init__(self, held: memoryview) -> None:
+        super().__init__(held.nbytes)
         self._held = held
 
     def read_into(self, buffer: memoryview, position: int) -> None:
-        """Fill ``buffer`` from a position in the part on."""
         buffer[:] = self._held[position : position + buffer.nbytes]
-
-    def read_summed(self, buffer: memoryview, position: int) -> int:
-        """Fill ``buffer`` from a position in the part on; return the CRC-32 of the bytes."""
-        self.read_into(buffer, position)
-        return crc32(buffer)
-
-    def read_each(
-        self, buffer: memoryview, nbytes: int, positions: Iterable[int], *, near: bool
-    ) -> None:
-        """Fill ``buffer`` with ``nbytes`` from each position in the part."""
-        start = 0
-        for position in positions:
-            buffer[start : start + nbytes] = self._held[position : position + nbytes]
-            start += nbytes
-
-    def stream(self) -> io.BufferedIOBase:
-        """Return the part as a file of its own."""
-        return io.BytesIO(self._held)
-
-
-Part = FilePart | HeldPart
-"""The bytes of a record."""
 
 
 class SeekableRaw(io.RawIOBase):
@@ -321,8 +347,8 @@ class SeekableRaw(io.RawIOBase):
 
 
 class _View(SeekableRaw):
-    def __init__(self, part: FilePart, length: int) -> None:
-        super().__init__(length)
+    def __init__(self, part: Part) -> None:
+        super().__init__(part.size)
         self._part = part
 
     def readinto(self, buffer: Any) -> int:

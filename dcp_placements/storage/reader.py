@@ -11,10 +11,10 @@ import io
 import os
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -37,10 +37,8 @@ from dcp_placements.errors import (
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import Traffic
 from dcp_placements.storage.checked_load import load_plain
-from dcp_placements.storage.checksums import Checksums
 from dcp_placements.storage.file_reads import CountedFile, FilePart, open_inside
 from dcp_placements.storage.index.storage_table import places_of
-from dcp_placements.storage.merged_reads import ChunkReader, Job, jobs_of
 from dcp_placements.storage.metadata.checks import check_read_fields
 from dcp_placements.storage.metadata.file import read_metadata
 from dcp_placements.storage.metadata.rank_files import (
@@ -58,7 +56,7 @@ from dcp_placements.storage.metadata.save_ids import (
     speaking_for,
 )
 from dcp_placements.storage.protocols import AfterReads, WantsReader
-from dcp_placements.storage.record_contents import DAMAGED, Record
+from dcp_placements.storage.record_reads import DAMAGED, IS_DAMAGED, ChunkReader, Record
 from dcp_placements.storage.remote import (
     URL_THREADS,
     RemoteFileSystem,
@@ -175,13 +173,13 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         """
         opens, nbytes = self.opens, self.bytes_read
         failed: BaseException | None = None
-        sums: list[Checksums] = []
+        readers: list[ChunkReader] = []
         try:
-            self._read(plan, planner, sums)
+            self._read(plan, planner, readers)
         except BaseException as error:
             # Ranks that wait for what this one was to read have to learn of it.
             failed = error
-        unchecked = sum(one.unchecked for one in sums)
+        unchecked = sum(one.unchecked for one in readers)
         if isinstance(planner, AfterReads):
             traffic = Traffic(self.opens - opens, self.bytes_read - nbytes)
             planner.finish_reads(plan, failed, traffic=traffic, unchecked=unchecked)
@@ -203,8 +201,8 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
                 stacklevel=3,
             )
 
-    def _read(self, plan: LoadPlan, planner: LoadPlanner, sums: list[Checksums]) -> None:
-        """Read items; append what counts the records of each thread that have no checksums."""
+    def _read(self, plan: LoadPlan, planner: LoadPlanner, readers: list[ChunkReader]) -> None:
+        """Read items; append the reader of each thread."""
         wanted: dict[str, dict[tuple[int, int], Record]] = {}
         threads = self.thread_count or (URL_THREADS if isinstance(self.fs, RemoteFileSystem) else 1)
         with quiet_gc():
@@ -221,10 +219,10 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         jobs = list(jobs_of(wanted, ids, threads))
 
         def reader_for(planner: LoadPlanner) -> ChunkReader:
-            checksums = Checksums() if self.check_crc else None
-            sums.extend([checksums] if checksums else [])
             undone = self.transforms.transform_load_stream
-            return ChunkReader(planner, self._stored, undone, checksums)
+            work = ChunkReader(planner, self._stored, undone, check_crc=self.check_crc)
+            readers.append(work)
+            return work
 
         if threads == 1 or len(jobs) <= 1:
             work = reader_for(planner)
@@ -259,13 +257,13 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
             try:
                 if job.id_record is not None:
                     self._check_id(file, job.id_record)
-                work.read(file, job.path, job.records)
+                work.read(file, job.records)
                 if job.id_record is not None and job.records:
                     # Torch's writer writes into the file that is there.
                     self._check_id(file, job.id_record)
             except EOFError as error:  # it was cut off since it was opened
                 fault = Fault(job.path, f"it cannot be read: {error}", DAMAGED)
-                raise PlacementError(format_faults("the checkpoint is damaged", [fault])) from error
+                raise PlacementError(format_faults(IS_DAMAGED, [fault])) from error
             finally:
                 file.close()
                 with _COUNTING:
@@ -339,6 +337,42 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         if isinstance(metadata.storage_meta, StorageMeta):
             metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+PART_NBYTES = 1 << 20
+"""Parts of a file that different threads read are about this large, or larger."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Records of one file, read by one thread in file order.
+
+    Attributes:
+        path: Name of the file.
+        records: The records.
+        id_record: The id of the save that wrote the file, if it is checked here.
+    """
+
+    path: str
+    records: Sequence[Record]
+    id_record: IdRecord | None
+
+
+def jobs_of(
+    wanted: Mapping[str, Mapping[tuple[int, int], Record]],
+    ids: Mapping[str, IdRecord],
+    threads: int,
+) -> Iterator[Job]:
+    """Yield what is wanted by file; large files are divided if they are fewer than the threads."""
+    paths = sorted({*wanted, *ids})
+    most = max(threads // max(len(paths), 1), 1)
+    for path in paths:
+        places = wanted.get(path, {})
+        records = [places[place] for place in sorted(places)]
+        parts = min(most, 1 + sum(record.info.length for record in records) // PART_NBYTES)
+        step = max(-(-len(records) // parts), 1)
+        for start in range(0, max(len(records), 1), step):
+            yield Job(path, records[start : start + step], ids.get(path))
 
 
 class _OneAtATime:

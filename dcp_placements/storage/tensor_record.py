@@ -37,6 +37,9 @@ HEADS_NBYTES = (1 << 10, 16 << 10)
 
 _LOCAL_HEADER = struct.Struct("<4s2xHH8xI4xHH")
 _DESCRIPTOR_NBYTES = 16
+BEHIND = 8
+"""Behind the elements stand ``DESCRIPTOR`` and their CRC-32, four bytes each."""
+
 _SIZES_FOLLOW = 8
 _UTF_8 = 0x800
 _MAX_HEADS = 4096
@@ -68,6 +71,13 @@ class ReadsInto(Protocol):
 
     def read_into(self, buffer: memoryview, position: int) -> None:
         """Fill ``buffer`` from a position in the record on."""
+
+
+def behind_elements(part: ReadsInto, tensor: TensorRecord) -> bytes:
+    """Return what is behind the elements of a record."""
+    behind = bytearray(BEHIND)
+    part.read_into(memoryview(behind), tensor.start + tensor.nbytes)
+    return bytes(behind)
 
 
 class RecordHeads:

@@ -38,6 +38,7 @@ from dcp_placements._torch import (
 )
 from dcp_placements.errors import PlacementError
 from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.storage.data_file import DataFile, errors_of, split_by_chunk
 from dcp_placements.storage.index.building import build_index
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.index.stored_entries import StoredEntries, entries_of
@@ -62,8 +63,6 @@ from dcp_placements.storage.metadata.save_ids import (
 )
 from dcp_placements.storage.metadata.table import RowsBuilder, join
 from dcp_placements.storage.metadata.write_results import WriteResults, rows_written
-from dcp_placements.storage.record_writer import errors_of
-from dcp_placements.storage.records.data_file import DataFile, split_by_chunk
 from dcp_placements.storage.remote import (
     RemoteFileSystem,
     UrlPath,

@@ -110,7 +110,7 @@ def test_flipped_elements_are_refused_with_key_file_and_byte(
 def test_targets_that_are_not_contiguous_or_of_another_dtype_are_compared_too(
     tmp_path: Path, writer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dcp_placements.storage.record_contents.BUFFER_NBYTES", 10_000)
+    monkeypatch.setattr("dcp_placements.storage.record_reads.BUFFER_NBYTES", 10_000)
     dcp.save({"large": STATE["large"]}, storage_writer=WRITERS[writer](tmp_path))
     for target in (torch.zeros(1000, 1500).t(), torch.zeros(1500, 1000, dtype=torch.float64)):
         load(tmp_path, {"large": target}, PlacementLoadPlanner)

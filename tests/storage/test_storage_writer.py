@@ -32,12 +32,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_placements import PlacementError, PlacementSavePlanner
-from dcp_placements.storage import record_writer
+from dcp_placements.storage import records
 from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.file import read_metadata, write_metadata
 from dcp_placements.storage.metadata.table import place_of, rows_of_places
-from dcp_placements.storage.record_writer import save_tensors
-from dcp_placements.storage.records import template as templates
+from dcp_placements.storage.records import save_tensors
 from dcp_placements.storage.writer import PlacementFileSystemWriter
 from dcp_placements.testing import World
 from tests.storage_scenes import (
@@ -85,7 +84,7 @@ def test_records_are_those_of_torch_save(tmp_path: Path) -> None:
 def test_a_torch_that_writes_otherwise_is_left_to_write_for_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(record_writer, "_template_of", record_writer._template_of.__wrapped__)
+    monkeypatch.setattr(records, "_template_of", records._template_of.__wrapped__)
     tensor = torch.full((5,), 2.0)
 
     def written() -> bytes:
@@ -95,10 +94,10 @@ def test_a_torch_that_writes_otherwise_is_left_to_write_for_itself(
 
     stock = saved_by_torch(tensor)
     assert written() != stock
-    monkeypatch.setattr(templates, "DESCRIPTOR", b"PK\x07\x09")
+    monkeypatch.setattr(records, "DESCRIPTOR", b"PK\x07\x09")
     assert written() == stock
     monkeypatch.undo()
-    monkeypatch.setattr(record_writer, "_template_of", record_writer._template_of.__wrapped__)
+    monkeypatch.setattr(records, "_template_of", records._template_of.__wrapped__)
     monkeypatch.setattr(torch, "load", lambda *_, **__: tensor)  # other elements
     assert written() == stock
 
@@ -106,7 +105,7 @@ def test_a_torch_that_writes_otherwise_is_left_to_write_for_itself(
 def test_records_without_checksums_are_written_as_torch_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(record_writer, "_template_of", record_writer._template_of.__wrapped__)
+    monkeypatch.setattr(records, "_template_of", records._template_of.__wrapped__)
     torch.serialization.set_crc32_options(False)
     try:
         ours = io.BytesIO()

@@ -19,16 +19,17 @@ from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint
 from dcp_placements.offline.checks.records import FileRecords, Record, fqns_of
 from dcp_placements.offline.checks.structure import CheckpointFault
 from dcp_placements.offline.directory import shows_damage
-from dcp_placements.storage.checked_load import load_saved_tensor, stored_zip
-from dcp_placements.storage.checksums import BROKEN, behind_elements, expected_behind
+from dcp_placements.storage.checked_load import BROKEN, load_saved_tensor, stored_zip
+from dcp_placements.storage.fast_zlib import crc32
 from dcp_placements.storage.file_reads import CountedFile, FilePart, HeldPart, Part
 from dcp_placements.storage.index.columns import Ints
-from dcp_placements.storage.records.fast_zlib import crc32
 from dcp_placements.storage.safe_pickle import RefusedGlobal
 from dcp_placements.storage.tensor_record import (
+    DESCRIPTOR,
     LOCAL,
     RecordHeads,
     TensorRecord,
+    behind_elements,
     entry_start,
 )
 
@@ -262,7 +263,7 @@ def _differs_behind(part: Part, tensor: TensorRecord, checksum: int) -> bool:
     """Whether a load, which goes by what follows the elements, would refuse them."""
     if not tensor.has_crc or not tensor.nbytes:
         return False
-    return behind_elements(part, tensor) != expected_behind(checksum)
+    return behind_elements(part, tensor) != DESCRIPTOR + checksum.to_bytes(4, "little")
 
 
 def _check_entries(file: zipfile.ZipFile, part: Part) -> None:

@@ -15,7 +15,8 @@ import numpy as np
 from dcp_placements.layout.boxes import Boxes, Index, Ints, expanded, intersect, numel
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
 from dcp_placements.storage.byte_ranges import segments
-from dcp_placements.storage.merged_reads import SMALL_NBYTES, cheap_gap
+from dcp_placements.storage.file_reads import cheap_gap
+from dcp_placements.storage.record_reads import SMALL_NBYTES
 from dcp_placements.storage.tensor_record import HEADS_NBYTES
 from dcp_placements.table.cover import Cover
 

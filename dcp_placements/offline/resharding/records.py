@@ -6,9 +6,10 @@ file. All else goes through memory once: the next slab is read while one is summ
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import IO
 
 import torch
@@ -18,9 +19,7 @@ from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import Checkpoint, StoredChunk, StoredObject, StoredTensor
 from dcp_placements.offline.resharding.target import Entry, empty_record, template_of
 from dcp_placements.storage.file_reads import write_all
-from dcp_placements.storage.record_contents import memory_of
-from dcp_placements.storage.records.fast_zlib import crc32
-from dcp_placements.storage.records.template import BLOCK_NBYTES
+from dcp_placements.storage.record_reads import memory_of
 
 SMALL_NBYTES = 64 << 10
 """Elements up to this are written with the rest of their record, in one call."""
@@ -96,22 +95,19 @@ class RecordWriter(AbstractContextManager["RecordWriter"]):
 
     def _write_slabs(self, tensor: StoredTensor, box: Box, stream: IO[bytes]) -> None:
         template = template_of(tensor.dtype, box.sizes)
+        template.write_blocks(self._slabs(tensor, box), partial(write_all, stream))
+        self._advance(template.length - box.numel * tensor.dtype.itemsize)
+
+    def _slabs(self, tensor: StoredTensor, box: Box) -> Iterator[memoryview]:
+        """Yield the elements of a box; the next slab is read while one is used."""
         slabs = list(pieces(box, self._slab_nbytes // tensor.dtype.itemsize))
-        write_all(stream, memoryview(template.head))
-        checksum = 0
         data = self._read(tensor, slabs[0], 0)
         for number, following in enumerate([*slabs[1:], None], 1):
             ahead = following and self._pool.submit(self._read, tensor, following, number)
-            for start in range(0, data.nbytes, BLOCK_NBYTES):
-                block = data[start : start + BLOCK_NBYTES]
-                checksum = crc32(block, checksum)
-                write_all(stream, block)
+            yield data
             self._advance(data.nbytes)
             if ahead is not None:
                 data = ahead.result()
-        tail = template.tail(checksum)
-        write_all(stream, memoryview(tail))
-        self._advance(len(template.head) + len(tail))
 
     def _read(self, tensor: StoredTensor, piece: Box, number: int) -> memoryview:
         """Return the elements of a piece, in one of the buffers."""

@@ -29,7 +29,7 @@ from dcp_placements.offline.rehearsals.world import RehearsedWorld
 from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.metadata.record import RESERVED_KEY, identity, packed_record
 from dcp_placements.storage.metadata.save_ids import named
-from dcp_placements.storage.records.template import Template
+from dcp_placements.storage.records import Template
 from dcp_placements.table.cover import cover_of
 
 REFUSED = "the checkpoint cannot be rewritten for this world"

@@ -17,8 +17,8 @@ from typing import IO
 
 import xxhash
 
+from dcp_placements.storage.fast_zlib import compress
 from dcp_placements.storage.index.columns import ColumnReader, ColumnWriter, IndexDamage
-from dcp_placements.storage.records.fast_zlib import compress
 
 Opener = Callable[[], AbstractContextManager[IO[bytes]]]
 """Opens the file, again and again."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from io import BytesIO
@@ -15,10 +17,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from dcp_placements._torch import cpu_tensors, global_rank
 from dcp_placements.errors import PlacementError
 from dcp_placements.storage.metadata.table import RowsBuilder
-from dcp_placements.storage.record_writer import (
-    batches,
-    save_tensors,
-)
+from dcp_placements.storage.records import batches, save_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +113,25 @@ def split_by_chunk(bins: int, items: Sequence[WriteItem]) -> list[list[WriteItem
         buckets[number].append(item)
         heapreplace(filled, (held + nbytes, number))
     return buckets
+
+
+@contextmanager
+def errors_of(path: Any) -> Iterator[None]:
+    """Raise the system's error for a file that is being written, with the file's name.
+
+    ``torch.save`` closes its zip file when a write fails, which fails as well, over positions that
+    do not fit; the reason is what that error came after.
+    """
+    try:
+        yield
+    except PlacementError:
+        raise  # of what is read
+    except Exception as error:
+        reason: BaseException | None = error
+        while reason is not None and not isinstance(reason, OSError):
+            reason = reason.__cause__ or reason.__context__
+        if reason is None or reason.filename is not None or (reason is error and not error.errno):
+            raise
+        if reason.errno is None:
+            raise reason from error
+        raise OSError(reason.errno, os.strerror(reason.errno), os.fspath(path)) from error

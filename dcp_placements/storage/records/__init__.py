@@ -1,1 +1,0 @@
-"""Records of many small tensors of one kind, written and read together."""
