@@ -63,7 +63,7 @@ from dcp_placements.rules.unmatched import (
 )
 from dcp_placements.runs import ItemsToCome, ReadItemOfLoad, RunAttribute, Runs, has_own
 from dcp_placements.storage.index.storage_table import places_of
-from dcp_placements.storage.metadata.checks import check_unpickled
+from dcp_placements.storage.metadata.checks import check_fields, refusing
 from dcp_placements.storage.metadata.record import saved_by, stored
 from dcp_placements.storage.metadata.save_ids import MIXED, IdRecord, id_records, speaking_for
 from dcp_placements.storage.record_reads import DAMAGED
@@ -486,7 +486,8 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
                 "a PlacementLoadPlanner cannot save: dcp.save wants a save planner"
             )
         if metadata is not None:
-            check_unpickled(metadata)
+            with refusing():
+                check_fields(metadata)
         load = self._runs.begin()
         load.is_coordinator = is_coordinator
         load.metadata = metadata if metadata is not None else Metadata({})

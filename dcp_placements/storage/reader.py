@@ -39,7 +39,7 @@ from dcp_placements.report import Traffic
 from dcp_placements.storage.checked_load import load_plain
 from dcp_placements.storage.file_reads import CountedFile, FilePart, open_inside
 from dcp_placements.storage.index.storage_table import places_of
-from dcp_placements.storage.metadata.checks import check_read_fields
+from dcp_placements.storage.metadata.checks import check_facts, refusing
 from dcp_placements.storage.metadata.file import read_metadata
 from dcp_placements.storage.metadata.rank_files import (
     merge_rank_metadata,
@@ -153,7 +153,8 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         Raises:
             PlacementError: Metadata that are not what DCP writes.
         """
-        check_read_fields(metadata)
+        with refusing():
+            check_facts(metadata)
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._stored = metadata.state_dict_metadata
         self._ids = id_records(metadata.storage_data)

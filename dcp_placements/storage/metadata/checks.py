@@ -33,6 +33,12 @@ from dcp_placements.storage.safetensors_files import LARGEST, counts
 
 _SPARE_CHUNKS = 1 << 16
 
+_PROVENANCE: dict[str, Any] = {
+    **{"save_id": str, "step": int | str, "world_size": int},
+    **dict.fromkeys(("rules", DIGESTS_OF_RANK, "axes", "versions", "options", "row_maps"), Mapping),
+}
+"""The types of what is recorded of a save."""
+
 
 def check_entries(entries: Entries, rows: int) -> None:
     """Check properties, sizes, and that entries do not unfold to far more than their file.
@@ -72,24 +78,23 @@ def check_files(names: Iterable[str]) -> None:
 
 def check_provenance(provenance: Mapping[str, Any]) -> None:
     """Check the types of what provenance holds."""
-    kinds: dict[str, Any] = {"save_id": str, "step": int | str, "world_size": int}
-    for name, held in kinds.items():
-        if name in provenance and not isinstance(value := provenance[name], held):
-            raise TypeError(f"its provenance is broken: {name} is a {type(value).__name__}")
-    mappings = ("rules", DIGESTS_OF_RANK, "axes", "versions", "options", "row_maps")
-    for name in mappings:
-        if name in provenance and not isinstance(value := provenance[name], Mapping):
-            raise TypeError(f"its provenance is broken: {name} are a {type(value).__name__}")
-    by_key: dict[str, Any] = {"rules": str, DIGESTS_OF_RANK: Mapping}
-    for name, kind in by_key.items():
+    for name, kind in _PROVENANCE.items():
+        if name in provenance and not isinstance(value := provenance[name], kind):
+            verb = "are" if kind is Mapping else "is"
+            raise TypeError(f"its provenance is broken: {name} {verb} a {type(value).__name__}")
+    for name, kind in (("rules", str), (DIGESTS_OF_RANK, Mapping)):
         items = provenance.get(name, {}).items()
         if not all(type(key) is str and isinstance(value, kind) for key, value in items):
             raise TypeError(f"its provenance is broken: {name} are not by key")
 
 
 @contextmanager
-def _refusing() -> Iterator[None]:
-    """Raise what a check raises as the error of a load."""
+def refusing() -> Iterator[None]:
+    """Raise what a check of metadata raises as the error of a load.
+
+    Raises:
+        PlacementError: In place of ``AttributeError``, ``TypeError`` and ``ValueError``.
+    """
     try:
         yield
     except (AttributeError, TypeError, ValueError) as error:
@@ -101,28 +106,8 @@ def _refusing() -> Iterator[None]:
         ) from error
 
 
-@_refusing()
-def check_read_fields(metadata: Metadata) -> None:
-    """Check the types of those fields of metadata that a storage reader relies on.
-
-    Raises:
-        PlacementError: One is of another type.
-    """
-    check_facts(metadata)
-
-
-@_refusing()
-def check_unpickled(metadata: Metadata) -> None:
-    """Check the types in metadata: a pickle may have put anything into its fields.
-
-    Raises:
-        PlacementError: As ``check_fields`` raises ``TypeError`` or ``ValueError``.
-    """
-    check_fields(metadata)
-
-
 def check_facts(metadata: Metadata) -> None:
-    """Check the types of the facts about a save and its storage.
+    """Check the types of the facts about a save and its storage, which a reader relies on.
 
     Raises:
         TypeError: One is of another type.
