@@ -27,6 +27,7 @@ from dcp_placements.storage.record_reads import BUFFER_NBYTES
 from dcp_placements.storage.tensor_record import parse_record
 from dcp_placements.storage.writer import PlacementFileSystemWriter
 from dcp_placements.testing import World
+from tests.remote_scenes import memory
 from tests.storage_scenes import (
     DTYPES,
     Flipped,
@@ -42,6 +43,8 @@ from tests.storage_scenes import (
     wholes,
 )
 from tests.strategies import examples
+
+__all__ = ["memory"]
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +119,7 @@ class Into(DefaultLoadPlanner):
 
 
 def read_slices(
-    path: Path, slices: list[tuple[str, tuple[int, ...], tuple[int, ...]]], targets: list[Any]
+    path: Any, slices: list[tuple[str, tuple[int, ...], tuple[int, ...]]], targets: list[Any]
 ) -> PlacementFileSystemReader:
     reader = PlacementFileSystemReader(path)
     reader.set_up_storage_reader(reader.read_metadata(), True)
@@ -178,6 +181,16 @@ def test_a_slice_is_what_plain_slicing_gives(
 
 
 # How much it reads.
+
+
+def test_at_a_url_columns_take_few_calls(memory: str, tmp_path: Path) -> None:
+    whole = torch.arange(600.0 * 4096).view(600, 4096)
+    for path, calls in ((memory, range(1, 8)), (tmp_path, range(600, 700))):
+        dcp.save({"w": whole}, storage_writer=PlacementFileSystemWriter(path), no_dist=True)
+        target = torch.zeros(600, 2048)
+        reader = read_slices(path, [("w", (0, 1024), (600, 2048))], [target])
+        assert torch.equal(target, whole[:, 1024:3072])
+        assert reader.reads in calls
 
 
 def test_resharding_reads_hardly_more_than_is_needed(tmp_path: Path) -> None:
