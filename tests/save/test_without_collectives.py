@@ -371,7 +371,7 @@ def test_m98_parts_that_may_be_of_an_older_save_are_warned_of(
             PlacementFileSystemReader(tmp_path).read_metadata()
     with pytest.raises(CheckpointException, match="killed"):
         save_all(steps[1], 3)
-    message = f"may be of several saves: .*rank 3 saved here {saves} time.*saved here {saves + 1} t"
+    message = rf"may be of several saves: .*, in {saves + 1} saves here; .* by rank 3, in {saves} s"
     with pytest.warns(UserWarning, match=message):
         merge_metadata(tmp_path)
 

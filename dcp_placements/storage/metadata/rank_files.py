@@ -11,9 +11,11 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from torch import Size
 from torch.distributed.checkpoint import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -63,6 +65,24 @@ MAX_LISTED = 200
 """Directories beside a path that a message is derived from."""
 
 _WAY_OUT = "the directory of a checkpoint, in which .metadata is"
+_COMPLETE = "way out:     bring the files of all ranks together, or load an older checkpoint"
+_ONE_MEANING = "way out:     save with rules, so that all ranks mean the same tensor by a key"
+_DIGESTS = (
+    "way out:     save with PlacementSavePlanner() and digests, and what a rank has for itself "
+    "under a key of its own"
+)
+_CONFLICT = (
+    'way out:     save with rules; on_conflict="warn" keeps the lowest rank\'s; or move the '
+    "__<rank>.metadata of ranks away whose copies are not wanted"
+)
+_OLDER_RANKS = (
+    "way out:     move __<rank>.metadata of ranks away that the last save did not have: those "
+    "of an older save of more ranks stay"
+)
+_SAVES = (
+    "way out:     load an older checkpoint, unless the last save is known to have ended on all "
+    "ranks; save each step into a directory of its own"
+)
 
 
 def no_checkpoint(path: str | os.PathLike[str]) -> NoCheckpoint:
@@ -129,8 +149,9 @@ def merge_rank_metadata(
 ) -> Metadata:
     """Return the metadata of the checkpoint whose ranks each wrote their own.
 
-    Of a chunk that several ranks wrote the lowest rank's is kept. Their digests are compared; where
-    there are none to compare, and where objects differ, there is one warning.
+    Of a chunk that several ranks wrote the lowest rank's is kept. Their digests are compared. There
+    is one warning of what is taken without proof: where there are no digests, where objects differ,
+    and where parts may be of several saves.
 
     Args:
         parts: ``(rank, metadata)``, by rank.
@@ -141,20 +162,59 @@ def merge_rank_metadata(
         PlacementError: Ranks contradict each other, chunks overlap, or (``whole``) leave holes;
             all of them in one error.
     """
-    merger = _Merger()
-    for rank, metadata in parts:
-        merger.add(rank, metadata)
-    ranks = [rank for rank, _ in parts]
-    merger.settle(ranks, whole=whole, absent=absent)
-    first = parts[0][1]
+    provenance = {rank: stored(part) or {} for rank, part in parts}
+    data: dict[int, Mapping[MetadataIndex, StorageInfo]]
+    data = {rank: part.storage_data for rank, part in parts}
+    faults, notes = _of_several_saves(provenance)
+    if absent:
+        text = f"has no metadata of {format_ranks(absent)}: what no other rank stored is missing"
+        notes.append(Fault("this checkpoint", text, (_COMPLETE,)))
+    entries: dict[str, dict[int, Any]] = {}
+    places: dict[MetadataIndex, StorageInfo] = {}
+    for rank, part in parts:
+        places |= {one.index: data[rank][one.index] for one in id_records(data[rank]).values()}
+        for fqn, entry in part.state_dict_metadata.items():
+            entries.setdefault(fqn, {})[rank] = entry
+    merged = {}
+    for fqn, held in entries.items():
+        first, entry = next(iter(held.items()))
+        copies: dict[Box | None, list[int]] = {}
+        for rank, other in held.items():
+            if (kind := _kind(other)) != _kind(entry):
+                text = f"rank {first} stored {_kind(entry)}, rank {rank} {kind}"
+                faults.append(Fault(fqn, text, (_ONE_MEANING,)))
+                continue
+            for box in _boxes(other):
+                if MetadataIndex(fqn, box and box.offsets) in data[rank]:
+                    copies.setdefault(box, []).append(rank)
+        # An empty chunk can stand where another rank's real one begins. Of a tensor without
+        # elements one is kept.
+        full = {box: ranks for box, ranks in copies.items() if box is None or box.numel}
+        copies = full or dict(islice(copies.items(), 1))
+        for box, ranks in copies.items():
+            index = MetadataIndex(fqn, box and box.offsets)
+            places.setdefault(index, data[ranks[0]][index])
+            unlike, alike = _compared(index, box, entry, ranks, provenance)
+            faults += unlike
+            notes += alike
+        merged[fqn] = entry
+        if isinstance(entry, TensorStorageMetadata):
+            firsts = {box: ranks[0] for box, ranks in copies.items() if box is not None}
+            merged[fqn] = replace(
+                entry, chunks=[ChunkStorageMetadata(*map(Size, box)) for box in firsts]
+            )
+            faults += _tiling_faults(fqn, tuple(entry.size), firsts, list(data) if whole else ())
+    raise_faults("the ranks' metadata do not make a checkpoint", faults)
+    if notes:
+        warnings.warn(format_faults("look at this checkpoint", notes, "note"), stacklevel=3)
+    rows = rows_of_places(place_of(at.fqn, at.offset, info) for at, info in places.items())
+    lowest = parts[0][1]
     return Metadata(
-        merger.stored,
-        planner_data=_merged_data([metadata for _, metadata in parts], merger.stored),
-        storage_data=StorageTable(
-            rows_of_places(place_of(at.fqn, at.offset, info) for at, info in merger.places.items())
-        ),
-        storage_meta=first.storage_meta,
-        version=first.version,
+        merged,
+        planner_data=_merged_data([part for _, part in parts], merged),
+        storage_data=StorageTable(rows),
+        storage_meta=lowest.storage_meta,
+        version=lowest.version,
     )
 
 
@@ -169,247 +229,95 @@ def saves_before(opener: Opener) -> int:
     return 1
 
 
-class _Merger:
-    def __init__(self) -> None:
-        self.stored: dict[str, Any] = {}
-        self.places: dict[MetadataIndex, StorageInfo] = {}
-        self.faults: list[Fault] = []
-        self._first: dict[str, int] = {}
-        self._boxes: dict[str, dict[Box, int]] = {}
-        self._provenance: dict[int, Mapping[str, Any]] = {}
-        self._unlike: dict[str, list[tuple[Box, int, int]]] = {}
-        self._kept: dict[str, set[int]] = {}
-        self._uncompared: dict[str, set[int]] = {}
-        self._objects: dict[str, int] = {}
-
-    def add(self, rank: int, metadata: Metadata) -> None:
-        """Add the metadata of one rank."""
-        data: Mapping[MetadataIndex, StorageInfo] = metadata.storage_data
-        self._provenance[rank] = stored(metadata) or {}
-        for record in id_records(data).values():
-            self.places[record.index] = data[record.index]
-        for fqn, entry in metadata.state_dict_metadata.items():
-            if fqn not in self.stored:
-                self._first[fqn] = rank
-                self.stored[fqn] = entry
-                if isinstance(entry, TensorStorageMetadata):
-                    self.stored[fqn] = replace(entry, chunks=[])
-            elif not _agree(self.stored[fqn], entry):
-                self._contradiction(fqn, rank, entry)
-                continue
-            if isinstance(entry, TensorStorageMetadata):
-                self._add_chunks(fqn, rank, entry, data)
-            elif (index := MetadataIndex(fqn)) in data:
-                if index in self.places:
-                    self._compare(index, None, self._objects[fqn], rank)
-                else:
-                    self._objects[fqn] = rank
-                    self.places[index] = data[index]
-
-    def _add_chunks(
-        self,
-        fqn: str,
-        rank: int,
-        tensor: TensorStorageMetadata,
-        data: Mapping[MetadataIndex, StorageInfo],
-    ) -> None:
-        boxes = self._boxes.setdefault(fqn, {})
-        for chunk in tensor.chunks:
-            box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-            # An empty chunk can stand where another rank's real one begins. Of a tensor without
-            # elements one is kept.
-            empty = not box.numel and (tensor.size.numel() or boxes)
-            index = MetadataIndex(fqn, chunk.offsets)
-            if box.numel and box in boxes and index in data:
-                self._compare(index, box, boxes[box], rank)
-            if empty or box in boxes or index not in data:
-                continue
-            boxes[box] = rank
-            if index not in self.places:
-                self.places[index] = data[index]
-                self.stored[fqn].chunks.append(ChunkStorageMetadata(chunk.offsets, chunk.sizes))
-
-    def _compare(self, index: MetadataIndex, box: Box | None, first: int, other: int) -> None:
-        """Compare the digests of what two ranks wrote of one chunk, or (no box) of one object."""
-        provenance = [self._provenance[rank] for rank in (first, other)]
-        one, two = [stored_digest(of, index.fqn, index.offset) for of in provenance]
-        if one is None or two is None or len(one) != len(two):
-            self._uncompared.setdefault(index.fqn, {first}).add(other)
-        elif one == two:
-            return
-        elif box is None or any(
-            of.get("options", {}).get("on_conflict") == "warn" for of in provenance
-        ):
-            self._kept.setdefault(index.fqn, {first}).add(other)
-        else:
-            self._unlike.setdefault(index.fqn, []).append((box, first, other))
-
-    def settle(self, ranks: Sequence[int], *, whole: bool, absent: Sequence[int]) -> None:
-        """Check that the parts make a checkpoint.
-
-        Raises:
-            PlacementError: They do not; all faults in one error.
-        """
-        for fqn, boxes in self._boxes.items():
-            extent = tuple(self.stored[fqn].size)
-            array = as_array(boxes, len(extent))
-            if tile(Box.whole(extent), array):
-                continue
-            pairs = overlaps(array, limit=1)
-            holes = uncovered(Box.whole(extent), array)
-            if pairs:
-                self._overlap(fqn, extent, *as_boxes(array[list(pairs[0])]))
-            elif whole and holes:
-                self._hole(fqn, extent, holes, ranks)
-        for fqn, unlike in self._unlike.items():
-            self._conflict(fqn, unlike)
-        self._check_steps()
-        raise_faults("the ranks' metadata do not make a checkpoint", self.faults)
-        notes = [*self._notes(absent)]
-        if notes:
-            warnings.warn(format_faults("look at this checkpoint", notes, "note"), stacklevel=4)
-
-    def _notes(self, absent: Sequence[int]) -> Iterator[Fault]:
-        """Yield what is taken without proof: parts of one save, the lowest rank's contents."""
-        if absent:
-            yield Fault(
-                "this checkpoint",
-                f"has no metadata of {format_ranks(absent)}: what no other rank stored is missing",
-                (
-                    "likely:      it was killed before its save ended, or files were not copied",
-                    "way out:     bring __<rank>.metadata of all ranks into one directory, or load "
-                    "an older checkpoint",
-                ),
-            )
-        without = [rank for rank, of in self._provenance.items() if of and "step" not in of]
-        before: dict[int, list[int]] = {}
-        for rank, of in self._provenance.items():
-            before.setdefault(int(of.get(REPLACED, 0)), []).append(rank)
-        if len(before) > 1 or 0 < len(without) < len(self._provenance):
-            parts = [f"{format_ranks(without)} stored no step"] if without else []
-            if len(before) > 1:
-                parts += [
-                    f"{format_ranks(ranks)} saved here {format_count(times + 1, 'time')}"
-                    for times, ranks in sorted(before.items())
-                ]
-            yield Fault(
-                "this checkpoint",
-                f"may be of several saves: {', '.join(parts)}",
-                (
-                    "reason:      where the last save was cut off, a part of the one before it is "
-                    "still there, and is taken for a part of this checkpoint",
-                    "way out:     load an older checkpoint, unless the last save is known to have "
-                    "ended on all ranks; save into a directory of its own, with "
-                    "PlacementSavePlanner(step=...)",
-                ),
-            )
-        for fqn, ranks in self._kept.items():
-            yield Fault(
-                fqn,
-                f"{format_ranks(ranks)} stored different contents; rank {min(ranks)}'s are kept",
-                ("way out:     give what each rank needs for itself a key of its own",),
-            )
-        for fqn, ranks in self._uncompared.items():
-            yield Fault(
-                fqn,
-                f"stored by {format_ranks(ranks)} and not compared; rank {min(ranks)}'s is kept",
-                (
-                    'because:     a rank stored no such digest of it: digests="off", or another '
-                    "value than the others; another planner; or contents that cannot be read",
-                    "way out:     save with PlacementSavePlanner(); where each rank has contents "
-                    "of its own, with rules, or a key for each",
-                ),
-            )
-
-    def _conflict(self, fqn: str, unlike: Sequence[tuple[Box, int, int]]) -> None:
-        box, first, other = unlike[0]
-        extent = tuple(self.stored[fqn].size)
-        more = f" (and {len(unlike) - 1} more)" if len(unlike) > 1 else ""
-        self.faults.append(
-            Fault(
-                fqn,
-                f"ranks {first} and {other} stored different contents as {format_box(box, extent)} "
-                f"of {extent}{more}",
-                (
-                    "likely:      it needs a rule that says how it is sharded; or replicas that "
-                    "have drifted apart",
-                    'way out:     save with rules; on_conflict="warn" keeps the lowest rank\'s; '
-                    "of files that are there, move the __<rank>.metadata of ranks away whose "
-                    "copies are not wanted",
-                ),
-            )
-        )
-
-    def _check_steps(self) -> None:
-        steps: dict[Any, list[int]] = {}
-        for rank, provenance in self._provenance.items():
-            if provenance.get("step") is not None:
-                steps.setdefault(provenance["step"], []).append(rank)
-        if len(steps) > 1:
-            parts = "; ".join(f"step {step} by {format_ranks(r)}" for step, r in steps.items())
-            self.faults.append(
-                Fault(
-                    "this checkpoint",
-                    f"its parts are of several saves: {parts}",
-                    (
-                        "likely:      a later save into the same directory was cut off",
-                        "way out:     load an older checkpoint; this one is not sound",
-                    ),
-                )
-            )
-
-    def _contradiction(self, fqn: str, rank: int, entry: Any) -> None:
-        self.faults.append(
-            Fault(
-                fqn,
-                f"rank {self._first[fqn]} stored {_described(self.stored[fqn])}, rank {rank} "
-                f"{_described(entry)}",
-                ("way out:     save with rules, so that all ranks mean the same tensor by a key",),
-            )
-        )
-
-    def _overlap(self, fqn: str, shape: tuple[int, ...], one: Box, other: Box) -> None:
-        boxes = self._boxes[fqn]
-        self.faults.append(
-            Fault(
-                fqn,
-                f"rank {boxes[one]} stored {format_box(one, shape)} of {shape}, rank "
-                f"{boxes[other]} {format_box(other, shape)}, which overlaps it",
-                (
-                    "likely:      an older save of more ranks into the same directory left its "
-                    "__<rank>.metadata files behind",
-                    "way out:     move the files of ranks that the last save did not have away",
-                ),
-            )
-        )
-
-    def _hole(
-        self, fqn: str, shape: tuple[int, ...], holes: Sequence[Box], ranks: Sequence[int]
-    ) -> None:
-        self.faults.append(
-            Fault(
-                fqn,
-                f"no rank stored {format_boxes(holes, shape)}",
-                (
-                    f"there are:   the metadata of {format_ranks(ranks)}",
-                    "likely:      a rank's __<rank>.metadata is missing, because it failed or "
-                    "wrote to another disk",
-                    "way out:     bring the files of all ranks into one directory",
-                ),
-            )
-        )
-
-
-def _agree(one: Any, other: Any) -> bool:
-    if isinstance(one, TensorStorageMetadata) and isinstance(other, TensorStorageMetadata):
-        return one.size == other.size and one.properties.dtype == other.properties.dtype
-    return type(one) is type(other)
-
-
-def _described(stored: Any) -> str:
-    if isinstance(stored, BytesStorageMetadata):
+def _kind(entry: Any) -> str:
+    if isinstance(entry, BytesStorageMetadata):
         return "an object"
-    return f"a {tuple(stored.size)} {stored.properties.dtype} tensor"
+    return f"a {tuple(entry.size)} {entry.properties.dtype} tensor"
+
+
+def _boxes(entry: Any) -> list[Box | None]:
+    """Return the boxes of a tensor's chunks; of an object, None."""
+    if isinstance(entry, BytesStorageMetadata):
+        return [None]
+    return [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+
+
+def _compared(
+    index: MetadataIndex,
+    box: Box | None,
+    entry: Any,
+    ranks: Sequence[int],
+    provenance: Mapping[int, Mapping[str, Any]],
+) -> tuple[list[Fault], list[Fault]]:
+    """Return faults and notes of a chunk, or an object (no box), that several ranks stored."""
+    if len(ranks) == 1 or (box is not None and not box.numel):
+        return [], []
+    faults, notes, first = [], [], ranks[0]
+    digests = [stored_digest(provenance[rank], index.fqn, index.offset) or b"" for rank in ranks]
+    others = list(zip(ranks, digests, strict=True))[1:]
+    lacking = [rank for rank, one in others if not one or len(one) != len(digests[0])]
+    unlike = [rank for rank, one in others if rank not in lacking and one != digests[0]]
+    if lacking:
+        text = f"stored by {format_ranks([first, *lacking])} and not compared; "
+        notes.append(Fault(index.fqn, f"{text}rank {first}'s is kept", (_DIGESTS,)))
+    options = [provenance[rank].get("options", {}) for rank in (first, *unlike)]
+    if unlike and (box is None or any(one.get("on_conflict") == "warn" for one in options)):
+        text = f"{format_ranks([first, *unlike])} stored different contents; "
+        notes.append(Fault(index.fqn, f"{text}rank {first}'s are kept", (_DIGESTS,)))
+    elif unlike and box is not None:
+        text = f"ranks {first} and {unlike[0]} stored different contents as "
+        text += format_boxes([box], entry.size)
+        faults.append(Fault(index.fqn, text, (_CONFLICT,)))
+    return faults, notes
+
+
+def _tiling_faults(
+    fqn: str, shape: tuple[int, ...], holders: Mapping[Box, int], present: Sequence[int]
+) -> Iterator[Fault]:
+    """Yield a fault of a tensor whose chunks overlap, or leave a hole where ranks are ``present``.
+
+    Args:
+        fqn: Its key.
+        shape: Its shape.
+        holders: The rank whose chunk is kept, by box.
+        present: The ranks that should have stored all of it.
+    """
+    array = as_array(holders, len(shape))
+    if tile(Box.whole(shape), array):
+        return
+    if pairs := overlaps(array, limit=1):
+        one, other = as_boxes(array[list(pairs[0])])
+        text = f"rank {holders[one]} stored {format_box(one, shape)} of {shape}, rank "
+        text += f"{holders[other]} {format_box(other, shape)}, which overlaps it"
+        yield Fault(fqn, text, (_OLDER_RANKS,))
+    elif present and (holes := uncovered(Box.whole(shape), array)):
+        text = f"no rank stored {format_boxes(holes, shape)}; there are the metadata of "
+        yield Fault(fqn, text + format_ranks(present), (_COMPLETE,))
+
+
+def _of_several_saves(
+    provenance: Mapping[int, Mapping[str, Any]],
+) -> tuple[list[Fault], list[Fault]]:
+    """Return the fault, or the note, of parts that are, or may be, of several saves.
+
+    Ranks that save alone share no id. Parts of one save have one step, and each rank has saved here
+    as often as the others: one that was stopped in the last save has saved here once less.
+    """
+    saves: dict[tuple[Any, int], list[int]] = {}
+    for rank, of in provenance.items():
+        if of:
+            saves.setdefault((of.get("step"), int(of.get(REPLACED, 0))), []).append(rank)
+    if len(saves) < 2:
+        return [], []
+    listed = "; ".join(
+        f"{'no step' if step is None else f'step {step}'} by {format_ranks(ranks)}, in "
+        f"{format_count(times + 1, 'save')} here"
+        for (step, times), ranks in saves.items()
+    )
+    are = len({step for step, _ in saves} - {None}) > 1
+    text = f"its parts {'are' if are else 'may be'} of several saves: {listed}"
+    fault = Fault("this checkpoint", text, (_SAVES,))
+    return ([fault], []) if are else ([], [fault])
 
 
 def _merged_data(parts: Sequence[Metadata], keys: Collection[str]) -> Any:
