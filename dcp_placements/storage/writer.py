@@ -51,7 +51,6 @@ from dcp_placements.storage.metadata.file import (
 from dcp_placements.storage.metadata.rank_files import saves_before
 from dcp_placements.storage.metadata.record import REPLACED, RESERVED_KEY, stored
 from dcp_placements.storage.metadata.save_ids import (
-    file_state,
     file_states,
     id_in_name,
     is_data_file,
@@ -106,8 +105,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         PlacementError: A ``serialization_format`` that no reader of ``.distcp`` files reads.
     """
 
-    _unfinished: Mapping[str, Any] = {}
-    _before: tuple[float, ...] | None = None
+    _before: Mapping[str, tuple[float, ...]] = {}
 
     def __init__(
         self,
@@ -154,8 +152,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Name the files of every rank. Called on the coordinator."""
-        self._unfinished = self._unfinished_files()
-        self._before = self._state()
+        self._before = self._metadata_states()
         own = uuid.uuid4().bytes
         prepared = []
         for number, plan in enumerate(plans):
@@ -215,17 +212,16 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         that a few seconds at most. Without collectives it is called on every rank, and writes that
         rank's own metadata file.
         """
-        state = self._state()
+        state = self._metadata_states().get(self._metadata_name)
         older = self._older_files() if state is not None else set()
         if state is not None and not self.use_collectives and stored(metadata) is not None:
-            before = saves_before(self._opener(self._own_metadata_path()))
-            metadata.planner_data[RESERVED_KEY][REPLACED] = before
+            metadata.planner_data[RESERVED_KEY][REPLACED] = saves_before(self._opener())
         self._write_metadata(metadata, results)
         # By a copy: this writer may begin another save, elsewhere.
         removal = threading.Thread(target=copy(self)._remove_older, args=(older,))
         removal.start()
         removal.join(REMOVAL_S)
-        if self.use_collectives and state != self._before:
+        if self.use_collectives and state != self._before.get(self._metadata_name):
             warnings.warn(
                 f"{self.path}: another save into this directory ended while this one was under "
                 "way, and this one has replaced it: what only the other saved is lost\n"
@@ -234,25 +230,27 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
                 stacklevel=2,
             )
 
-    def _own_metadata_path(self) -> Any:
+    @property
+    def _metadata_path(self) -> Any:
         return self._get_metadata_path(None if self.use_collectives else self.rank)
 
-    def _state(self) -> tuple[float, ...] | None:
-        """Return what is different after another save has ended; None without metadata."""
-        path = self._own_metadata_path()
-        return self.fs.state(path) if isinstance(self.fs, RemoteFileSystem) else file_state(path)
+    @property
+    def _metadata_name(self) -> str:
+        return str(os.path.basename(self._metadata_path))
 
-    def _unfinished_files(self) -> Mapping[str, Any]:
-        if type(self.fs) is not FileSystem:
-            return {}
-        finished = os.path.basename(self._own_metadata_path())
-        return file_states(self.path, partial(is_unfinished, finished=finished))
-
-    def _opener(self, path: Any) -> Any:
-        """Return what opens an existing file, any number of times."""
+    def _metadata_states(self) -> Mapping[str, tuple[float, ...]]:
+        """Return when the metadata, and what is under their temporary names, were written."""
+        name, path = self._metadata_name, self._metadata_path
         if isinstance(self.fs, RemoteFileSystem):
-            return self.fs.opener(os.fspath(path))
-        return partial(self.fs.create_stream, path, "rb")
+            state = self.fs.state(path)
+            return {} if state is None else {name: state}
+        return file_states(self.path, lambda held: held == name or is_unfinished(held, name))
+
+    def _opener(self) -> Any:
+        """Return what opens the existing metadata, any number of times."""
+        if isinstance(self.fs, RemoteFileSystem):
+            return self.fs.opener(self._metadata_path)
+        return partial(self.fs.create_stream, self._metadata_path, "rb")
 
     def _older_files(self) -> set[str]:
         """Return the data files that the index of the existing metadata names.
@@ -260,19 +258,19 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         None if there is no index, or it cannot be read. Nothing in it is executed. Whatever it
         names, only names of data files in this directory are returned.
         """
-        path = self._own_metadata_path()
         try:
-            return set(filter(is_data_file, read_file_names(self._opener(path))))
+            return set(filter(is_data_file, read_file_names(self._opener())))
         except Exception as error:
-            logger.warning("%s cannot be read, so the files that it names stay: %s", path, error)
+            logger.warning("%s: files of an older save are left over: %s", self.path, error)
             return set()
 
     def _remove_older(self, names: set[str]) -> None:
         """Remove the files of the checkpoint that this save has replaced."""
         self._remove(names if any(map(id_in_name, names)) else self._names_without_id())
         # What has changed meanwhile is being written by another save.
-        now = self._unfinished_files()
-        self._remove(name for name, at in self._unfinished.items() if now.get(name) == at)
+        now = self._metadata_states()
+        unchanged = {name for name, state in self._before.items() if now.get(name) == state}
+        self._remove(unchanged - {self._metadata_name})
 
     def _names_without_id(self) -> Iterator[str]:
         """Yield the files of an older checkpoint of torch's writer.
@@ -285,10 +283,11 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             is_own = self.use_collectives or writer_of(name) == self.rank
             return is_own and is_data_file(name) and id_in_name(name) is None
 
-        if self._before is not None:
+        before = self._before.get(self._metadata_name)
+        if before is not None:
             states = self.fs.states if isinstance(self.fs, RemoteFileSystem) else file_states
             for name, state in states(self.path, has_no_id).items():
-                if state[0] <= self._before[0]:
+                if state[0] <= before[0]:
                     yield name
 
     def _remove(self, names: Iterable[str]) -> None:
@@ -319,7 +318,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             stored: Any = StoredEntries(entries)
             written = replace(metadata, state_dict_metadata=stored)
             write = partial(write_metadata, written, stock_metadata=self.stock_metadata)
-            path = self._get_metadata_path(None if self.use_collectives else self.rank)
+            path = self._metadata_path
             if isinstance(self.fs, RemoteFileSystem) and self.fs.is_object_store:
                 upload = BytesIO()
                 sent = write(upload)

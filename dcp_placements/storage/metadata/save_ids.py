@@ -135,14 +135,17 @@ def is_unfinished(name: str, finished: str) -> bool:
 def file_states(
     path: str | os.PathLike[str], wanted: Callable[[str], bool]
 ) -> dict[str, tuple[int, int, int]]:
-    """Return the state of each file of a directory whose name is wanted."""
+    """Return when files of a directory were written, by name; and their sizes and inodes.
+
+    One of these is different after a file was written again.
+    """
+    states = {}
     with suppress(FileNotFoundError), os.scandir(path) as entries:
-        return {
-            entry.name: _state(entry.stat(follow_symlinks=False))
-            for entry in entries
-            if wanted(entry.name)
-        }
-    return {}
+        for entry in entries:
+            if wanted(entry.name):
+                held = entry.stat(follow_symlinks=False)
+                states[entry.name] = (held.st_mtime_ns, held.st_size, held.st_ino)
+    return states
 
 
 def sync_directory(path: str | os.PathLike[str]) -> None:
@@ -154,17 +157,6 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def file_state(path: str | os.PathLike[str]) -> tuple[int, int, int] | None:
-    """Return what is different after a file was written again, its time first; None without one."""
-    with suppress(OSError):
-        return _state(os.stat(path))
-    return None
-
-
-def _state(held: os.stat_result) -> tuple[int, int, int]:
-    return held.st_mtime_ns, held.st_size, held.st_ino
 
 
 def id_in_name(file: str) -> str | None:
