@@ -26,7 +26,10 @@ from dcp_placements import (
 )
 from dcp_placements.offline import merge_metadata, verify
 from dcp_placements.testing import FakeDTensor, World
+from tests.remote_scenes import FsspecReader, FsspecWriter, memory
 from tests.storage_scenes import Flipped, flipped_registry
+
+__all__ = ["memory"]
 
 OLD = torch.arange(8 * 6, dtype=torch.float32).reshape(8, 6)
 NEW = OLD + 100
@@ -243,6 +246,20 @@ def test_of_two_saves_at_once_the_one_that_ends_last_is_loaded(
         dcp.load(found, storage_reader=reader(tmp_path), planner=PlacementLoadPlanner())
         assert found["w"].equal(wholes[order[-1]])
     assert not (set(tmp_path.glob("__0_0.distcp")) and writer == "ours"), "of the older checkpoint"
+
+
+@pytest.mark.parametrize("order", ["aabbab", "bbaaab"])
+def test_of_two_saves_at_once_at_a_url_the_one_that_ends_last_is_loaded(
+    memory: Any, order: str
+) -> None:
+    dcp.save({"w": OLD}, storage_writer=FsspecWriter(memory), no_dist=True)
+    makers = {"a": PlacementFileSystemWriter, "b": FsspecWriter}
+    saves = {name: stages(memory, make, NEW) for name, make in makers.items()}
+    for name in order:
+        next(saves[name], None)
+    found = {"w": torch.zeros(8, 6)}
+    dcp.load(found, storage_reader=FsspecReader(memory), planner=PlacementLoadPlanner())
+    assert found["w"].equal(NEW)
 
 
 def test_a_save_that_fails_takes_its_files_along(tmp_path: Path) -> None:
