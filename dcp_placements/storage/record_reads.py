@@ -75,6 +75,12 @@ _OTHER_SUM = (
 )
 
 
+def is_read_whole(nbytes: Any, wanted_nbytes: Any) -> Any:
+    """Whether all of a record is read, by its length and that of the elements that are wanted."""
+    most = 2 * (wanted_nbytes + HEADS_NBYTES[0]) >= nbytes
+    return (nbytes <= SMALL_NBYTES) & ((nbytes <= _PAGE_NBYTES) | most)
+
+
 @dataclass(slots=True)
 class Record:
     """A stored chunk or object, and what is wanted of it.
@@ -192,18 +198,17 @@ class ChunkReader:
             yield span
 
     def _is_small(self, record: Record) -> bool:
-        info = record.info
+        info, wanted = record.info, 0
         if info.length > SMALL_NBYTES or info.transform_descriptors:
             return False
         if info.length <= _PAGE_NBYTES or record.is_object:
             return True
-        wanted = HEADS_NBYTES[0]
         for item in record.items:
             stored = self._stored.get(item.storage_index.fqn)
             if not isinstance(stored, TensorStorageMetadata):
                 return True
             wanted += item.lengths.numel() * stored.properties.dtype.itemsize
-        return bool(2 * wanted >= info.length)
+        return bool(is_read_whole(info.length, wanted))
 
     def _read_span(self, file: CountedFile, span: Sequence[Record]) -> None:
         """Read neighbours in one call."""

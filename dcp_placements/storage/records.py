@@ -174,7 +174,8 @@ class Template:
             ValueError: They differ.
         """
         ones = b"\x01" * self._nbytes
-        record = io.BytesIO(b"".join(self.parts(ones)))
+        record = io.BytesIO()
+        self.write_blocks([memoryview(ones)], record.write)
         try:
             with zipfile.ZipFile(record) as file:
                 broken = file.testzip()
@@ -195,10 +196,6 @@ class Template:
     def length(self) -> int:
         """Bytes of a record."""
         return len(self.head) + self._nbytes + len(self._tail)
-
-    def parts(self, data: bytes) -> list[bytes]:
-        """Return the record of a tensor with these bytes, in parts."""
-        return [self.head, data, self.tail(crc32(data))]
 
     def tail(self, checksum: int) -> bytes:
         """Return what follows elements with this CRC-32."""

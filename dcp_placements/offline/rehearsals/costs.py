@@ -16,8 +16,7 @@ from dcp_placements.layout.boxes import Boxes, Index, Ints, expanded, intersect,
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
 from dcp_placements.storage.byte_ranges import segments
 from dcp_placements.storage.file_reads import cheap_gap
-from dcp_placements.storage.record_reads import SMALL_NBYTES
-from dcp_placements.storage.tensor_record import HEADS_NBYTES
+from dcp_placements.storage.record_reads import is_read_whole
 from dcp_placements.table.cover import Cover
 
 COLUMNS = ("wanted", "slices", "chunks", "exchange", "reads")
@@ -84,8 +83,7 @@ class Costs:
         slices = np.zeros(len(boxes), np.int64)
         chunks, reads = slices.copy(), slices.copy()
         for lengths, number in zip(nbytes.reshape(len(times), -1)[:, chunk], times, strict=True):
-            # The reader reads a small record whole if it needs most of it.
-            whole = (lengths <= SMALL_NBYTES) & (2 * (exact + HEADS_NBYTES[0]) >= lengths)
+            whole = is_read_whole(lengths, exact)
             np.add.at(slices, box, np.where(whole, lengths, by_pair) * number)
             np.add.at(chunks, box, lengths * number)
         np.add.at(reads, box, count)

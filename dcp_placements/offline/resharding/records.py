@@ -22,7 +22,7 @@ from dcp_placements.storage.file_reads import write_all
 from dcp_placements.storage.record_reads import memory_of
 
 SMALL_NBYTES = 64 << 10
-"""Elements up to this are written with the rest of their record, in one call."""
+"""Elements up to this are read and written, which compares them with their checksum."""
 
 SLAB_NBYTES = 8 << 20
 REMOTE_SLAB_NBYTES = 32 << 20
@@ -68,11 +68,6 @@ class RecordWriter(AbstractContextManager["RecordWriter"]):
         if not box.numel:
             write_all(stream, memoryview(empty_record(tensor.dtype, box.sizes)))
             self._advance(entry.length)
-        elif box.numel * tensor.dtype.itemsize <= SMALL_NBYTES:
-            data = self._read(tensor, box, 0)
-            parts = template_of(tensor.dtype, box.sizes).parts(bytes(data))
-            write_all(stream, memoryview(b"".join(parts)))
-            self._advance(entry.length)
         elif (chunk := self._as_it_is(tensor, box, entry.length)) is not None:
             self._copy(chunk.file or "", chunk.start, chunk.nbytes, stream)
             self.copied_nbytes += chunk.nbytes
@@ -82,7 +77,8 @@ class RecordWriter(AbstractContextManager["RecordWriter"]):
     def _as_it_is(self, tensor: StoredTensor, box: Box, length: int) -> StoredChunk | None:
         """Return the stored chunk whose record is that of a new one; None for none."""
         chunk = self._reader.chunk_at(tensor, box)
-        if chunk is None or chunk.nbytes != length:
+        is_small = box.numel * tensor.dtype.itemsize <= SMALL_NBYTES
+        if is_small or chunk is None or chunk.nbytes != length:
             return None
         runs = self._reader.runs(tensor, box)
         return chunk if runs is not None and len(runs) == 1 else None
