@@ -38,13 +38,13 @@ class Directory:
         if is_url(self.path):
             self._remote = RemoteFileSystem()
             self._root = self._remote.init_path(self.path)
-            kind = self._remote.kind(self._root)
+            entry = self._remote.entry(self._root)
+            is_there, is_file = entry is not None, entry is not None and entry.nbytes is not None
         else:
-            kind = "directory" if os.path.isdir(self.path) else "file"
-            kind = kind if os.path.exists(self.path) else None
-        if kind is None:
+            is_there, is_file = os.path.exists(self.path), not os.path.isdir(self.path)
+        if not is_there:
             raise CannotLook(f"{self.path}: there is no such path")
-        if kind != "directory":
+        if is_file:
             raise CannotLook(
                 f"{self.path}: this is a file\n    way out:     give the checkpoint's directory"
             )
@@ -53,9 +53,9 @@ class Directory:
         """Return the names of what is in the directory itself, sorted."""
         if self._remote is None:
             return sorted(os.listdir(self._root))
-        sizes = self._remote.sizes(self._root)
-        self._sizes |= sizes
-        return sorted(sizes)
+        entries = self._remote.entries(self._root)
+        self._sizes |= {name: entry.nbytes for name, entry in entries.items()}
+        return sorted(entries)
 
     def size(self, name: str) -> int | None:
         """Return the bytes of a file; None where no file of that name may be opened."""
@@ -67,7 +67,8 @@ class Directory:
                     if os.path.isfile(path) and self.why_barred(name) is None:
                         self._sizes[name] = os.path.getsize(path)
             else:
-                self._sizes[name] = self._remote.size(path)
+                entry = self._remote.entry(path)
+                self._sizes[name] = None if entry is None else entry.nbytes
         return self._sizes[name]
 
     def why_barred(self, name: str) -> str | None:

@@ -118,10 +118,10 @@ class RemoteOutput:
         self._fs = RemoteFileSystem()
         self.path = self._fs.init_path(path)
         self._replace = replace
-        kind = None if replace else self._fs.kind(self.path)
-        if kind == "file":
+        entry = None if replace else self._fs.entry(self.path)
+        if entry is not None and entry.nbytes is not None:
             raise is_there(self.path)
-        if kind is not None:
+        if entry is not None:
             self._last_marker()
 
     def __enter__(self) -> RemoteOutput:
@@ -180,7 +180,7 @@ class RemoteOutput:
             last = self._last_marker()
             if not last:
                 created = self._fs.create(self._url(_FIRST), contents.format())
-                names = self._fs.sizes(self.path)
+                names = self._fs.entries(self.path)
                 if created and len(names) > 1 and list(filter(_number, names)) == [_FIRST]:
                     # Another process has begun and finished since nothing was there.
                     self._remove([_FIRST])
@@ -229,7 +229,7 @@ class RemoteOutput:
     def _last_marker(self) -> int:
         """Return the number of the last marker; 0 where nothing is there."""
         while True:
-            names = self._fs.sizes(self.path)
+            names = self._fs.entries(self.path)
             markers = sorted(filter(_number, names), key=_number)
             if not markers:
                 if names:
@@ -252,11 +252,11 @@ class RemoteOutput:
 
     def _markers(self) -> list[str]:
         """Return the names of the markers, the first one at the end: it is removed last."""
-        return sorted(filter(_number, self._fs.sizes(self.path)), key=_number, reverse=True)
+        return sorted(filter(_number, self._fs.entries(self.path)), key=_number, reverse=True)
 
     def _files(self) -> frozenset[str]:
         """Return the names of all files but the markers, those in directories too."""
-        names = self._fs.sizes(self.path, below=True)
+        names = self._fs.entries(self.path, below=True)
         return frozenset([name for name in names if not _number(name)])
 
     def _remove(self, names: Sequence[str]) -> None:

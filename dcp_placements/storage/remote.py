@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import partial
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 from dcp_placements.errors import CannotLook, format_name
 from dcp_placements.storage.file_reads import SeekableRaw
@@ -197,6 +197,18 @@ class _Upload(io.RawIOBase):
         return int(request(self._url, lambda: self._stream.write(data), tries=1))
 
 
+class Entry(NamedTuple):
+    """What a service says of a file or directory.
+
+    Attributes:
+        nbytes: Of a file; None for what is none.
+        written: When that was, in seconds since 1970; 0 if the service does not say.
+    """
+
+    nbytes: int | None
+    written: float
+
+
 class RemoteFileSystem:
     """The file system of a URL, as torch's writers and readers use it.
 
@@ -297,10 +309,10 @@ class RemoteFileSystem:
         Raises:
             OSError: There is none, or it cannot be reached.
         """
-        info = self._ask("info", url)
-        if info["type"] == "directory":
+        nbytes = _entry(self._ask("info", url)).nbytes
+        if nbytes is None:
             raise IsADirectoryError(errno.EISDIR, "this is a directory", url)
-        return io.BufferedReader(RangeReader(self.fs, url, int(info["size"])), BUFFER_NBYTES)
+        return io.BufferedReader(RangeReader(self.fs, url, nbytes), BUFFER_NBYTES)
 
     def opener(self, url: str) -> Callable[[], IO[bytes]]:
         """Return a function that opens a file, any number of times.
@@ -364,79 +376,54 @@ class RemoteFileSystem:
     def rm_files(self, path: str | os.PathLike[str], names: Iterable[str]) -> None:
         """Remove those files of a directory that are there, in as few requests as possible."""
         if wanted := set(names):
-            held = wanted.intersection(self._entries(path))
+            held = wanted.intersection(self.entries(path))
             urls = [self.concat_path(path, name) for name in sorted(held)]
             request(os.fspath(path), lambda: self.fs.rm(urls) if urls else None)
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
         """Whether there is such a file or directory."""
-        return self._info(path) is not None
+        return self.entry(path) is not None
 
-    def kind(self, path: str | os.PathLike[str]) -> str | None:
-        """Return ``"file"`` or ``"directory"`` (on an object store: files below); None for none."""
-        return (self._info(path) or {}).get("type")
-
-    def size(self, url: str) -> int | None:
-        """Return the bytes of a file; None where there is none."""
-        return _nbytes(self._info(url) or {})
-
-    def version(self, url: str) -> str:
-        """Return fsspec's key of a file's contents, which most services change with them."""
-        return str(self._ask("ukey", url))
-
-    def _info(self, path: str | os.PathLike[str]) -> Any:
+    def entry(self, path: str | os.PathLike[str]) -> Entry | None:
+        """Return a file or directory (on an object store: files below); None for none."""
         # fsspec's own exists() takes any error for the answer no.
         with suppress(FileNotFoundError):
-            return self._ask("info", path)
+            return _entry(self._ask("info", path))
         return None
 
-    def state(self, url: str) -> tuple[float, ...] | None:
-        """Return when a file was written, 0 if the service does not say; None without a file."""
-        info = self._info(url)
-        return None if info is None else (_time(info) or 0.0,)
-
-    def states(self, path: str, wanted: Callable[[str], bool]) -> dict[str, tuple[float, ...]]:
-        """Return when files of a directory were written, by name, if the service says it."""
-        entries = self._entries(path).items()
-        times = {name: _time(entry) for name, entry in entries if wanted(name)}
-        return {name: (time,) for name, time in times.items() if time is not None}
-
-    def sizes(self, path: str | os.PathLike[str], *, below: bool = False) -> dict[str, int | None]:
-        """Return the names in a directory, with the bytes of each file; None for what is none.
+    def entries(self, path: str | os.PathLike[str], *, below: bool = False) -> dict[str, Entry]:
+        """Return what is in a directory, by name.
 
         Args:
             path: The directory.
             below: Whether to return all files below it in place of what is in it.
         """
-        return {name: _nbytes(entry) for name, entry in self._entries(path, below).items()}
-
-    def _entries(self, path: str | os.PathLike[str], below: bool = False) -> dict[str, Any]:
         root = str(self.fs._strip_protocol(os.fspath(path))).rstrip("/")
         try:
             found = self._ask("find" if below else "ls", path, detail=True)
         except FileNotFoundError:
             return {}
-        entries = {
-            str(entry["name"]).rstrip("/"): entry for entry in (found.values() if below else found)
-        }
+        infos = found.values() if below else found
+        entries = {str(info["name"]).rstrip("/"): _entry(info) for info in infos}
         entries.pop(root, None)  # the object that a console creates for a folder
         return {name.removeprefix(f"{root}/"): entry for name, entry in entries.items()}
 
+    def version(self, url: str) -> str:
+        """Return fsspec's key of a file's contents, which most services change with them."""
+        return str(self._ask("ukey", url))
+
     def ls(self, path: str | os.PathLike[str]) -> list[str]:
         """Return the URLs of what is in a directory."""
-        return [self.concat_path(path, name) for name in self.sizes(path)]
+        return [self.concat_path(path, name) for name in self.entries(path)]
 
 
-def _nbytes(info: Mapping[str, Any]) -> int | None:
-    return int(info["size"]) if info.get("type") == "file" else None
-
-
-def _time(info: Mapping[str, Any]) -> float | None:
-    """Return when an entry was written; each library has a name and a form of its own for it."""
-    at = next((info[key] for key in _TIMES if info.get(key) is not None), None)
+def _entry(info: Mapping[str, Any]) -> Entry:
+    # Each library has a name and a form of its own for the time.
+    at = next((info[key] for key in _TIMES if info.get(key) is not None), 0.0)
     if isinstance(at, str):
         at = datetime.fromisoformat(at)
-    return at.timestamp() if isinstance(at, datetime) else at
+    nbytes = int(info["size"]) if info["type"] == "file" else None
+    return Entry(nbytes, at.timestamp() if isinstance(at, datetime) else at)
 
 
 class UrlPath:

@@ -242,8 +242,8 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         """Return when the metadata, and what is under their temporary names, were written."""
         name, path = self._metadata_name, self._metadata_path
         if isinstance(self.fs, RemoteFileSystem):
-            state = self.fs.state(path)
-            return {} if state is None else {name: state}
+            entry = self.fs.entry(path)
+            return {} if entry is None else {name: (entry.written,)}
         return file_states(self.path, lambda held: held == name or is_unfinished(held, name))
 
     def _opener(self) -> Any:
@@ -284,11 +284,14 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             return is_own and is_data_file(name) and id_in_name(name) is None
 
         before = self._before.get(self._metadata_name)
-        if before is not None:
-            states = self.fs.states if isinstance(self.fs, RemoteFileSystem) else file_states
-            for name, state in states(self.path, has_no_id).items():
-                if state[0] <= before[0]:
-                    yield name
+        if before is None:
+            return
+        if isinstance(self.fs, RemoteFileSystem):
+            entries = self.fs.entries(self.path).items()
+            times = {n: entry.written for n, entry in entries if has_no_id(n) and entry.written}
+        else:
+            times = {n: written for n, (written, *_) in file_states(self.path, has_no_id).items()}
+        yield from (name for name, written in times.items() if written <= before[0])
 
     def _remove(self, names: Iterable[str]) -> None:
         """Remove data files of this directory; never through a link. Failures are logged."""
