@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_placements import PlacementFileSystemReader
 from dcp_placements.offline import verify
-from dcp_placements.storage.checked_load import load_saved_tensor, stored_zip
+from dcp_placements.storage.checked_load import load_saved_tensor
 from dcp_placements.storage.tensor_record import parse_record
 from tests.offline_scenes import Run
 from tests.storage_scenes import stock_metadata
@@ -188,13 +188,6 @@ def test_what_torch_saves_of_one_tensor_is_loaded(name: str) -> None:
     assert found.dtype == tensor.dtype
     assert found.shape == tensor.shape
     assert found.tolist() == tensor.tolist()
-
-
-def test_objects_are_refused_where_an_entry_is_compressed_and_else_left_alone() -> None:
-    assert stored_zip(io.BytesIO(saved({"lr": 0.1}))) is not None
-    assert stored_zip(io.BytesIO(pickle.dumps({"lr": 0.1}))) is None
-    with pytest.raises(ValueError, match="compressed"):
-        stored_zip(io.BytesIO(compressed()))
 
 
 def with_record(path: Path, data: bytes) -> None:
