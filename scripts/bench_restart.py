@@ -9,7 +9,9 @@ of loads. Exit status 1 when a rank finds other places than were written.
     w1      DeepSeek-V3 with AdamW moments, 3,075 tensors, FSDP and EP 64
     w2      the same with one tensor per expert, 136,185 tensors
 
-All ranks' plans are made through the planners' own hooks and planned by one coordinator. No data
+Every rank has two keys of its own besides: a tensor data.<rank>, and an object rng.<rank> whose
+bytes differ by rank. All ranks' plans are made through the planners' own hooks and planned by one
+coordinator. No data
 are written: a record has the bytes of its elements and a constant. Write results are pickled and
 unpickled, as torch's collectives do. The coordinator and each rank that loads run in processes of
 their own. Times are CPU seconds, memory is what a process takes besides.
@@ -51,8 +53,9 @@ from bench_workloads import WORKLOADS, Memory, Workload, real_state_dict
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     Metadata,
-    MetadataIndex,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.storage import WriteResult
@@ -63,21 +66,25 @@ from dcp_placements import (
     PlacementLoadPlanner,
     PlacementSavePlanner,
 )
+from dcp_placements.layout.sharding import Box
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.save.plans import chunk_metadata, tensor_properties
-from dcp_placements.storage.index.storage_table import places_of
 from dcp_placements.storage.metadata.save_ids import writer_of
-from dcp_placements.storage.metadata.table import RowsBuilder
-from dcp_placements.storage.metadata.write_results import WriteResults
+from dcp_placements.storage.storage_table import places_of
+from dcp_placements.storage.written import Rows, StoredPlace, WriteResults
+from dcp_placements.storage.written import Written as Sent
 
 RECORD_NBYTES = 1200
 """What a record has besides its elements."""
 
+DATA_POSITIONS = 8
+"""Elements of a tensor that each rank has for itself: ``data.<rank>``."""
+
 Place = tuple[str, int, int]
 """File, start and length of a record."""
 
-Places = dict[tuple[str, tuple[int, ...]], Place]
-"""By key and offset."""
+Places = dict[tuple[str, tuple[int, ...] | None], Place]
+"""By key and offset; None of an object."""
 
 SIDES = {"ours": True, "index": False}
 """Whether stock metadata are written."""
@@ -111,15 +118,15 @@ class Written:
         position = {fqn: number for number, fqn in enumerate(order)}
         self.sent: list[bytes] = []
         self.chunks = 0
-        for of_rank, file in zip(chunks, files, strict=True):
-            builder, start = RowsBuilder(), 0
-            for fqn, _, box in sorted(of_rank, key=lambda chunk: position[chunk[0]]):
-                length = box.numel * 4 + RECORD_NBYTES
-                index = MetadataIndex(fqn, torch.Size(box.offsets))
-                builder.add(index, path=file, start=start, length=length)
-                start += length
-                self.chunks += 1
-            self.sent.append(pickle.dumps(WriteResults(builder.rows())))
+        for rank, (of_rank, file) in enumerate(zip(chunks, files, strict=True)):
+            held = sorted(of_rank, key=lambda chunk: position[chunk[0]])
+            whole = {fqn for fqn, group, box in held if box.sizes == group.shape}
+            records = [(fqn, box.offsets, box.numel * 4) for fqn, _, box in held]
+            # As the writer does, objects first.
+            records.insert(len(records) // 2, (f"data.{rank}", (0,), 8 * DATA_POSITIONS))
+            records.insert(0, (f"rng.{rank}", None, 5000 + 7919 * rank % 64))
+            self.sent.append(pickle.dumps(WriteResults(_sent(records, file, whole))))
+            self.chunks += len(records)
 
     def results(self, rank: int) -> list[WriteResult]:
         """Return what torch's writer would report on a rank."""
@@ -128,9 +135,36 @@ class Written:
     def places(self, rank: int) -> Places:
         """Return where a rank wrote its chunks."""
         return {
-            (result.index.fqn, tuple(result.index.offset)): place_of(result.storage_data)
+            (result.index.fqn, result.index.offset): place_of(result.storage_data)
             for result in self.results(rank)
         }
+
+
+def _sent(records: Iterable[tuple[str, Any, int]], file: str, whole: set[str]) -> Sent:
+    """Return what a rank sends of the records in its file."""
+    places, start = [], 0
+    for fqn, offset, nbytes in records:
+        places.append(StoredPlace(fqn, offset, file, start, nbytes + RECORD_NBYTES))
+        start += nbytes + RECORD_NBYTES
+    return Sent.of(Rows.of(places), whole | {places[0].fqn} | {f"data{places[0].fqn[3:]}"})
+
+
+def _own_keys(rank: int) -> dict[str, Any]:
+    """Return what one rank alone has of a state dict."""
+    return {"data": {str(rank): torch.zeros(DATA_POSITIONS)}, "rng": {str(rank): b""}}
+
+
+def _add_own_keys(metadata: Metadata, ranks: int) -> None:
+    """Add the keys that one rank alone has to what the coordinator says."""
+    chunk = chunk_metadata(Box((0,), (DATA_POSITIONS,)))
+    for rank in range(ranks):
+        kind = TensorProperties(torch.float32)
+        data = TensorStorageMetadata(kind, torch.Size((DATA_POSITIONS,)), [chunk])
+        metadata.state_dict_metadata |= {
+            f"data.{rank}": data,
+            f"rng.{rank}": BytesStorageMetadata(),
+        }
+        metadata.planner_data |= {f"{n}.{rank}": (n, str(rank)) for n in ("data", "rng")}
 
 
 def save(workload: Workload, plans: Path, path: Path, stock_rows: int) -> dict[str, Any]:
@@ -148,6 +182,7 @@ def save(workload: Workload, plans: Path, path: Path, stock_rows: int) -> dict[s
     local = [pickle.loads(data) for data in read_plans([plans])]
     sent_plans = [plan.planner_data for plan in local]
     central, metadata = planner.create_global_plan(local)
+    _add_own_keys(metadata, workload.ranks)
     for writer in writers.values():
         writer.set_up_storage_writer(True)
         planned = writer.prepare_global_plan(central)
@@ -169,6 +204,8 @@ def save(workload: Workload, plans: Path, path: Path, stock_rows: int) -> dict[s
                 properties, size = tensor_properties(group), torch.Size(group.shape)
                 entries[fqn] = TensorStorageMetadata(properties, size, [])
             entries[fqn].chunks.append(chunk_metadata(box))
+        for own in (f"data.{rank}", f"rng.{rank}"):
+            entries[own] = metadata.state_dict_metadata[own]
     costs["factor"] = written.chunks / rows
     stock_writer = FileSystemWriter(path / "stock")
     stock_writer.set_up_storage_writer(True)
@@ -203,7 +240,7 @@ def load(workload: Workload, path: Path) -> dict[str, Any]:
     """Be one rank of a load; return what it spends before it reads data, and the places."""
     rank = workload.ranks // 2
     be(rank, workload.ranks)
-    state_dict = real_state_dict(workload, rank, Memory())
+    state_dict = real_state_dict(workload, rank, Memory()) | _own_keys(rank)
     reader, planner = PlacementFileSystemReader(path), PlacementLoadPlanner()
     gc.collect()
     memory, before = PeakMemory(), _read_bytes()
@@ -219,7 +256,7 @@ def load(workload: Workload, path: Path) -> dict[str, Any]:
     looked_up, infos = cpu_ms(look_up)
     costs = _load_costs(read, planned, looked_up, memory, before)
     places = {
-        (item.storage_index.fqn, tuple(item.storage_index.offset)): place_of(info)
+        (item.storage_index.fqn, item.storage_index.offset): place_of(info)
         for item, info in zip(plan.items, infos, strict=True)
     }
     return costs | {"places": places}
@@ -275,9 +312,7 @@ def misplaced(path: Path, places: Mapping[Any, Place], *, by_torch: bool) -> int
     if by_torch:
         stored = FileSystemReader(path / "ours").read_metadata().storage_data
         expected: Places = {
-            (index.fqn, tuple(index.offset)): place_of(info)
-            for index, info in stored.items()
-            if index.offset is not None
+            (index.fqn, index.offset): place_of(info) for index, info in stored.items()
         }
     else:
         with open(path / "written", "rb") as file:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise
 from math import prod
 from operator import add, sub
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from dcp_placements.layout.sharding import Box
 
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
+Array = npt.NDArray[Any]
 Boxes = npt.NDArray[np.int64]
 
 _PAIRS = 1 << 20

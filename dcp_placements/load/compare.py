@@ -34,7 +34,7 @@ from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.names.renames import Step, number_in, recorded
 from dcp_placements.names.target import Rename
 from dcp_placements.rules.patterns import Rules
-from dcp_placements.storage.index.stored_entries import entries_at
+from dcp_placements.storage.entries import entries_at
 from dcp_placements.storage.metadata.record import SaveRecord
 from dcp_placements.table.cover import cover_of, repeated
 from dcp_placements.table.families import Families, format_numbers

@@ -62,11 +62,11 @@ from dcp_placements.rules.unmatched import (
     unmatched_faults,
 )
 from dcp_placements.runs import ItemsToCome, ReadItemOfLoad, RunAttribute, Runs, has_own
-from dcp_placements.storage.index.storage_table import places_of
 from dcp_placements.storage.metadata.checks import check_fields, refusing
 from dcp_placements.storage.metadata.record import saved_by, stored
 from dcp_placements.storage.metadata.save_ids import MIXED, IdRecord, id_records, speaking_for
 from dcp_placements.storage.record_reads import DAMAGED
+from dcp_placements.storage.storage_table import places_of
 from dcp_placements.table.table import Sent
 
 logger = logging.getLogger(__name__)

@@ -27,13 +27,12 @@ from dcp_placements.offline.readers.dcp import (
 )
 from dcp_placements.offline.readers.safetensors import read_safetensors_metadata
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.storage.index.row_index import RowIndex
-from dcp_placements.storage.index.storage_table import StorageTable
-from dcp_placements.storage.index.stored_entries import entries_of
+from dcp_placements.storage.entries import entries_of
+from dcp_placements.storage.index import APART, RowIndex
 from dcp_placements.storage.metadata.rank_files import merge_rank_metadata
 from dcp_placements.storage.metadata.record import OWN_PREFIX, SaveRecord, record_of, stored
 from dcp_placements.storage.metadata.save_ids import ID_PREFIX, IdRecord, absent_ranks, writer_of
-from dcp_placements.storage.metadata.table import Offset
+from dcp_placements.storage.storage_table import index_for
 
 DCP = "dcp"
 SAFETENSORS = "safetensors"
@@ -120,8 +119,9 @@ class Alike:
     """Tensors of one shape, dtype and cut, whose chunks have the same places in the index."""
 
     tensors: list[StoredTensor]  # in the checkpoint's order
-    # By number of places: which chunks have a place there, and their positions in it
-    placed: dict[int, tuple[list[int], list[int]]]
+    places: int  # the number of their places in the index, or what stands for it
+    placed: list[int]  # which chunks have a place there
+    positions: list[int]  # where each of these is among all that have one
     unplaced: list[Box]  # of the chunks that have no place
     is_claimed: bool  # whether the tensors list every chunk that has a place
 
@@ -169,13 +169,9 @@ class Checkpoint:
             self.absent_ranks: list[int] = []
             self.newer: set[str] = set()
             self.format, self.metadata = self._read()
-            entries, table = (
-                entries_of(self.metadata.state_dict_metadata),
-                self.metadata.storage_data,
-            )
-            assert isinstance(table, StorageTable)
-            self.rows = table.index_for(entries)
-            self._places = _Places(self.rows, self.rows.files())
+            entries = entries_of(self.metadata.state_dict_metadata)
+            self.rows = index_for(self.metadata.storage_data or {}, entries)
+            self._places = _Places(self.rows, self.rows.files_by_key())
             self.tensors: dict[str, StoredTensor] = {}
             self.objects: dict[str, StoredObject] = {}
             cuts = [
@@ -211,7 +207,7 @@ class Checkpoint:
     @cached_property
     def files(self) -> dict[str, int | None]:
         """Bytes of every file that the metadata name, sorted by name; None for a missing one."""
-        return {name: self.directory.size(name) for name in sorted(set(self.rows.writers.files()))}
+        return {name: self.directory.size(name) for name in sorted(set(self.rows.files))}
 
     @cached_property
     def other_files(self) -> dict[str, int]:
@@ -272,8 +268,10 @@ class Checkpoint:
         """Its tensors by shape, dtype, cut and places."""
         groups: dict[tuple[Any, ...], list[StoredTensor]] = {}
         for fqn, one in self.tensors.items():
-            kind = tuple(self.rows.numbers_of(fqn)), one.cut, one.shape, one.dtype
-            groups.setdefault(kind, []).append(one)
+            number = int(self.rows.place_of[self.rows.numbers[fqn]])
+            # Keys apart are alike as long as they are there under the same offset.
+            where = tuple(self.rows.offsets_of(fqn)) if number == APART else ()
+            groups.setdefault((number, where, one.cut, one.shape, one.dtype), []).append(one)
         return [self._alike(kind[0], ones) for kind, ones in groups.items()]
 
     def unclaimed(self) -> list[tuple[str, tuple[int, ...] | None, str]]:
@@ -312,23 +310,15 @@ class Checkpoint:
             return SAFETENSORS, metadata
         raise no_checkpoint(directory)
 
-    def _alike(self, numbers: tuple[int, ...], tensors: list[StoredTensor]) -> Alike:
-        places: dict[Offset, tuple[int, int]] = {}
-        for number in numbers:
-            offsets = self.rows.places[number].all_offsets()
-            places.update({offset: (number, at) for at, offset in enumerate(offsets)})
-        placed: dict[int, tuple[list[int], list[int]]] = {}
-        unplaced: list[Box] = []
-        for chunk, box in enumerate(tensors[0].boxes):
-            place = places.get(box.offsets)
-            if place is None:
-                unplaced.append(box)
-                continue
-            chunks, positions = placed.setdefault(place[0], ([], []))
-            chunks.append(chunk)
-            positions.append(place[1])
-        is_claimed = places.keys() <= {box.offsets for box in tensors[0].boxes}
-        return Alike(tensors, placed, unplaced, is_claimed)
+    def _alike(self, number: int, tensors: list[StoredTensor]) -> Alike:
+        offsets = self.rows.offsets_of(tensors[0].fqn)
+        position = {offset: at for at, offset in enumerate(offsets)}
+        boxes = tensors[0].boxes
+        placed = [chunk for chunk, box in enumerate(boxes) if box.offsets in position]
+        positions = [position[boxes[chunk].offsets] for chunk in placed]
+        unplaced = [box for box in boxes if box.offsets not in position]
+        is_claimed = position.keys() <= {box.offsets for box in boxes}
+        return Alike(tensors, number, placed, positions, unplaced, is_claimed)
 
 
 class _Cut:

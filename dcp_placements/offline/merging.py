@@ -18,12 +18,12 @@ from dcp_placements.offline.readers.dcp import (
 )
 from dcp_placements.offline.remote_output import output_at
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.storage.index.storage_table import paths_of
 from dcp_placements.storage.metadata.file import write_metadata
-from dcp_placements.storage.metadata.pickles.stock_body import is_refusing
+from dcp_placements.storage.metadata.pickles.stock_pickle import is_refusing
 from dcp_placements.storage.metadata.rank_files import merge_rank_metadata
 from dcp_placements.storage.metadata.record import stored
 from dcp_placements.storage.metadata.save_ids import absent_ranks
+from dcp_placements.storage.storage_table import paths_of
 
 _HEAD_NBYTES = 1 << 10
 

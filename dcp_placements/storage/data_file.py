@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from dcp_placements._torch import cpu_tensors, global_rank
 from dcp_placements.errors import PlacementError
-from dcp_placements.storage.metadata.table import RowsBuilder
 from dcp_placements.storage.records import batches, save_tensors
+from dcp_placements.storage.written import RowsBuilder
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,13 @@ class DataFile:
             assert isinstance(data, BytesIO)
             with data.getbuffer() as contents:
                 stream.write(contents)
-                builder.append([item.index], path=self.name, length=contents.nbytes)
+                builder.append([item], path=self.name, length=contents.nbytes)
         loaded = cpu_tensors(
             tensors, chunk_nbytes, planner.resolve_data, threads=threads, ahead_nbytes=ahead_nbytes
         )
         for batch, items in batches(map(_as_planned, loaded)):
             length = save_tensors(batch, stream)
-            builder.append([item.index for item in items], path=self.name, length=length)
+            builder.append(items, path=self.name, length=length)
 
 
 def _as_planned(loaded: tuple[torch.Tensor, WriteItem]) -> tuple[torch.Tensor, WriteItem]:

@@ -14,9 +14,3 @@ crc32: Callable[..., int] = _ZLIB.crc32
 crc32_combine: Callable[[int, int, int], int] | None = getattr(_ZLIB, "crc32_combine", None)
 """Returns the checksum of two parts in a row by theirs and the size of the second; None where
 neither library has it."""
-
-
-def compress(data: bytes) -> bytes:
-    """Return a stream of zlib's format. Its bytes differ between the two libraries."""
-    compressed: bytes = _ZLIB.compress(data, 2)
-    return compressed

@@ -38,7 +38,6 @@ from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import Traffic
 from dcp_placements.storage.checked_load import load_plain
 from dcp_placements.storage.file_reads import CountedFile, FilePart, open_inside
-from dcp_placements.storage.index.storage_table import places_of
 from dcp_placements.storage.metadata.checks import check_facts, refusing
 from dcp_placements.storage.metadata.file import read_metadata
 from dcp_placements.storage.metadata.rank_files import (
@@ -64,6 +63,7 @@ from dcp_placements.storage.remote import (
     is_url,
     local_or_url,
 )
+from dcp_placements.storage.storage_table import places_of
 
 
 class PlacementFileSystemReader(UrlPath, FileSystemReader):

@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 from io import BytesIO, UnsupportedOperation
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, SavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -39,9 +39,8 @@ from dcp_placements._torch import (
 from dcp_placements.errors import PlacementError
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.data_file import DataFile, errors_of, split_by_chunk
-from dcp_placements.storage.index.building import build_index
-from dcp_placements.storage.index.storage_table import StorageTable
-from dcp_placements.storage.index.stored_entries import StoredEntries, entries_of
+from dcp_placements.storage.entries import Entries, StoredEntries, entries_of
+from dcp_placements.storage.index import RowIndex, build_index, index_of_rows
 from dcp_placements.storage.metadata.file import (
     SentIndex,
     SentPart,
@@ -60,22 +59,22 @@ from dcp_placements.storage.metadata.save_ids import (
     unfinished_name,
     writer_of,
 )
-from dcp_placements.storage.metadata.table import RowsBuilder, join
-from dcp_placements.storage.metadata.write_results import WriteResults, rows_written
 from dcp_placements.storage.remote import (
     RemoteFileSystem,
     UrlPath,
     is_url,
     local_or_url,
 )
+from dcp_placements.storage.storage_table import StorageTable
+from dcp_placements.storage.written import Rows, RowsBuilder, WriteResults, place_of
 
 logger = logging.getLogger(__name__)
 
 REMOVAL_S = 5.0
 """So long ranks wait for the removal of older files, which goes on afterwards."""
 
-STOCK_ROW_NBYTES = 52
-"""Of ``.metadata``, for each chunk of each rank."""
+MOST_STOCK_ROWS = 5_000_000
+"""Chunks of all ranks up to which what plain DCP reads is written: 260 MB of ``.metadata``."""
 
 
 class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
@@ -97,8 +96,9 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         path: A directory, or a URL that fsspec knows (``s3://bucket/checkpoint``).
         stock_metadata: Whether ``.metadata`` has what plain DCP reads: 52 bytes for each chunk of
             each rank. Without it only ``PlacementFileSystemReader`` and the command line read the
-            checkpoint, by an index; ``dcp-placements merge-metadata`` adds it later.
-        stock_limit: Bytes of stock metadata beyond which the writer warns.
+            checkpoint, by an index; ``dcp-placements merge-metadata`` adds it later. ``"auto"``
+            leaves it out above 5 million chunks, where each rank of plain DCP would take minutes
+            and gigabytes to read it, and says so.
         storage_options: What fsspec passes to the file system of a URL.
 
     Raises:
@@ -111,8 +111,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         self,
         path: str | os.PathLike[str],
         *args: Any,
-        stock_metadata: bool = True,
-        stock_limit: int = 1 << 30,
+        stock_metadata: bool | Literal["auto"] = "auto",
         storage_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -126,7 +125,6 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
                 "HuggingFaceStorageWriter, or dcp-placements export"
             )
         self.stock_metadata = stock_metadata
-        self.stock_limit = stock_limit
         self._storage_options = dict(storage_options or {})
         self._syncs_local_files = self.sync_files
         if is_url(path):
@@ -182,27 +180,26 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         names = [f"{plan.storage_data.prefix}{n}{DEFAULT_SUFFIX}" for n in range(len(buckets))]
         for name, bucket in zip(names, buckets, strict=True):
             files.put(DataFile(name, bucket))
-        builders = [RowsBuilder() for _ in range(max(self.thread_count, 1))]
+        builder = RowsBuilder()
         failures: list[BaseException] = []
 
-        def work(builder: RowsBuilder) -> None:
+        def work() -> None:
             try:
                 self._write_files(files, planner, builder)
             except BaseException as error:
                 failures.append(error)
 
-        threads = [threading.Thread(target=work, args=(builder,)) for builder in builders[1:]]
+        threads = [threading.Thread(target=work) for _ in range(1, self.thread_count)]
         for thread in threads:
             thread.start()
-        work(builders[0])
+        work()
         for thread in threads:
             thread.join()
         if failures:
             self._remove(names)
             raise failures[0]
         future: Future[list[WriteResult]] = Future()
-        rows = join(builder.rows() for builder in builders)
-        future.set_result(WriteResults(rows))  # type: ignore[arg-type]
+        future.set_result(WriteResults(builder.written(names)))  # type: ignore[arg-type]
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -314,13 +311,12 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         with quiet_gc():
             entries = entries_of(metadata.state_dict_metadata)
             metadata.version = CURRENT_DCP_VERSION
-            metadata.storage_data = StorageTable(build_index(map(rows_written, results), entries))
+            metadata.storage_data = StorageTable(_index_of(results, entries))
             metadata.storage_meta = self.storage_meta()
-            if self.stock_metadata:
-                self._warn_of_size(len(metadata.storage_data))
+            has_stock = self._has_stock(len(metadata.storage_data))
             stored: Any = StoredEntries(entries)
             written = replace(metadata, state_dict_metadata=stored)
-            write = partial(write_metadata, written, stock_metadata=self.stock_metadata)
+            write = partial(write_metadata, written, stock_metadata=has_stock)
             path = self._metadata_path
             if isinstance(self.fs, RemoteFileSystem) and self.fs.is_object_store:
                 upload = BytesIO()
@@ -350,16 +346,18 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             self.fs.rm_file(path)
         self.fs.rename(new, path)
 
-    def _warn_of_size(self, rows: int) -> None:
-        nbytes = rows * STOCK_ROW_NBYTES
-        if nbytes > self.stock_limit:
+    def _has_stock(self, rows: int) -> bool:
+        """Whether to write what plain DCP reads."""
+        if self.stock_metadata == "auto" and rows > MOST_STOCK_ROWS:
             warnings.warn(
-                f".metadata has {rows:,} chunks, which make {nbytes / 1e9:,.1f} GB of stock "
-                "metadata; every rank of plain DCP reads all of them\n"
-                "    way out:     PlacementFileSystemWriter(stock_metadata=False), if "
-                "PlacementFileSystemReader loads it; or a larger stock_limit=",
+                f"{self.path}: {rows:,} chunks: what plain DCP reads is left out of .metadata, as "
+                "each of its ranks would read all of them; PlacementFileSystemReader loads it\n"
+                "    way out:     dcp-placements merge-metadata PATH writes it later; "
+                "PlacementFileSystemWriter(stock_metadata=True) does now, and False says nothing",
                 stacklevel=2,
             )
+            return False
+        return bool(self.stock_metadata)
 
     def _write_files(
         self, files: queue.Queue[DataFile], planner: SavePlanner, builder: RowsBuilder
@@ -389,11 +387,25 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
 def _send(metadata: Metadata, sent: SentIndex) -> None:
     """Let metadata be pickled as the index that was written, for the other ranks."""
     assert isinstance(metadata.storage_data, StorageTable)
-    metadata.storage_data = StorageTable(metadata.storage_data.index, sent=sent)
+    rows = SentPart(sent, "storage_data")
+    metadata.storage_data = StorageTable(metadata.storage_data.index, sent=rows)
     for name in ("state_dict_metadata", "planner_data"):
         held = getattr(metadata, name)
         if type(held) is dict:
             setattr(metadata, name, SentPart(sent, name, held))
+
+
+def _index_of(results: Sequence[Sequence[WriteResult]], entries: Entries) -> RowIndex:
+    """Return the index of the results of all ranks."""
+    written = [one.written for one in results if isinstance(one, WriteResults)]
+    if len(written) == len(results):
+        return build_index(written, entries)
+    rows = Rows.of(
+        place_of(one.index.fqn, one.index.offset, one.storage_data)
+        for result in results
+        for one in result
+    )
+    return index_of_rows(rows, entries)
 
 
 def _is_known(results: Sequence[WriteResult]) -> bool:

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dcp_placements.errors import Fault, PlacementError
+from dcp_placements.layout.boxes import Array
 from dcp_placements.names.renames import Renames, Renumber, apply, number_in
 from dcp_placements.names.target import Rename, Target
 from dcp_placements.rules.patterns import PlacementRules, Rules, asked, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement
 from dcp_placements.rules.unmatched import matched_nowhere, rule_matches
-from dcp_placements.storage.metadata.table import Array
 from dcp_placements.transfer.cutting import (
     HeldBoxes,
     cut_signature,

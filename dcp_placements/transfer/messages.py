@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from dcp_placements.layout.boxes import Array
 from dcp_placements.layout.sharding import Box
-from dcp_placements.storage.metadata.table import Array
 from dcp_placements.transfer.routes import Messages, Route
 
 Slices = tuple[slice, ...]

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from dcp_placements.layout.boxes import (
+    Array,
     Boxes,
     Index,
     as_array,
@@ -28,7 +29,6 @@ from dcp_placements.layout.boxes import (
 )
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.target import Target
-from dcp_placements.storage.metadata.table import Array
 from dcp_placements.table.cover import cover_of
 from dcp_placements.transfer.cutting import HeldBoxes
 from dcp_placements.transfer.names import Named

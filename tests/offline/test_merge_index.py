@@ -26,14 +26,14 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.offline import CannotLook, diff, inspect, merge_metadata, merging, verify
-from dcp_placements.storage.index.building import build_index
-from dcp_placements.storage.index.storage_table import StorageTable
-from dcp_placements.storage.index.stored_entries import StoredEntries, entries_of
+from dcp_placements.storage.entries import StoredEntries, entries_of
+from dcp_placements.storage.index import build_index
 from dcp_placements.storage.metadata import file as metadata_file
 from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.metadata.file import write_metadata
-from dcp_placements.storage.metadata.pickles.stock_body import Body
-from dcp_placements.storage.metadata.table import ROW, Rows
+from dcp_placements.storage.metadata.pickles.stock_pickle import stock_pickle
+from dcp_placements.storage.storage_table import StorageTable
+from dcp_placements.storage.written import Own, Rows, StoredPlace, Written
 from dcp_placements.testing import World
 from tests.offline_scenes import Run
 from tests.storage_scenes import blank, load, same, sharded, wholes
@@ -199,16 +199,13 @@ def test_ranks_do_not_write_their_own_beside_metadata_that_readers_take_first(
     assert sorted(tmp_path.iterdir()) == before
 
 
-class _Killed(Body):
-    """Ends the process when a part of the pickle is written."""
-
-    def pieces(self) -> Iterator[bytes]:
-        yield next(super().pieces())
+def _killed_in_the_middle(path: Path) -> None:
+    def pieces(*args: Any) -> Iterator[bytes | bytearray]:
+        written = stock_pickle(*args)
+        yield from (next(written), next(written))
         os._exit(9)
 
-
-def _killed_in_the_middle(path: Path) -> None:
-    vars(metadata_file)["Body"] = _Killed
+    vars(metadata_file)["stock_pickle"] = pieces
     merge_metadata(path)
 
 
@@ -245,13 +242,17 @@ def save_index(path: Path, *, ranks: int, keys: int) -> None:
     offsets = np.stack([np.arange(ranks), np.zeros(ranks, np.int64)], axis=1)
     chunks: Any = ChunkList(np.stack([offsets, np.tile([1, 4], (ranks, 1))], 1))
     entry = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size((ranks, 4)), chunks)
-    rows = np.zeros(len(fqns), ROW)
-    rows["fqn"], rows["length"] = np.arange(len(fqns)), 1216
-    rows["start"] = 1216 * np.arange(len(fqns))
-    written = [
-        Rows(tuple(fqns), ((rank, 0),), (f"__{rank}_0.distcp",), (None,), rows)
+    places = [
+        StoredPlace(fqn, (0, 0), "__0_0.distcp", 1216 * number, 1216)
+        for number, fqn in enumerate(fqns)
+    ]
+    template, own = Written.of(Rows.of(places), ())
+    first = Own.unpacked(own)
+    owns = [
+        first._replace(offsets=np.array([rank, 0]), paths=(f"__{rank}_0.distcp",))
         for rank in range(ranks)
     ]
+    written = [Written(template, own.packed()) for own in owns]
     entries = entries_of(dict.fromkeys(fqns, entry))
     stored: Any = StoredEntries(entries)
     table = StorageTable(build_index(written, entries))

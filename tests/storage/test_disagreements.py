@@ -19,26 +19,22 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.offline import verify
-from dcp_placements.storage.index.blocks import blocks_of
-from dcp_placements.storage.index.packing import packed_index
-from dcp_placements.storage.index.unpacking import PackedIndex
+from dcp_placements.storage.archive import Archive, archive_of, packed_index
 from dcp_placements.storage.metadata.file import read_metadata
-from dcp_placements.storage.metadata.pickles.stock_body import MARKER_NBYTES, marker
+from dcp_placements.storage.metadata.pickles.stock_pickle import MARKER_NBYTES, marker
 from tests.storage_scenes import pickle_nbytes, stock_metadata
 
 
 def with_other_index(path: Path, change: Callable[[Any], Any]) -> None:
     """Write the index of ``.metadata`` anew, behind the same pickle."""
     data = (path / ".metadata").read_bytes()
-    blocks = blocks_of(io.BytesIO(data))
-    assert blocks is not None
-    packed = PackedIndex(blocks)
+    values = Archive(archive_of(io.BytesIO(data)) or b"").values
     metadata: Any = read_metadata(lambda: io.BytesIO(data))
-    entries, rows = metadata.state_dict_metadata.entries, metadata.storage_data.index
+    rows = metadata.storage_data.index
     change(rows)
-    parts, end, digest = packed_index(packed.values, entries, rows)
+    packed, digest = packed_index(values, rows)
     body = marker(digest) + data[MARKER_NBYTES : pickle_nbytes(data)]
-    (path / ".metadata").write_bytes(b"".join([body, *parts, end(len(body))]))
+    (path / ".metadata").write_bytes(body + packed)
 
 
 def saved_norms(path: Path) -> dict[str, torch.Tensor]:
@@ -52,13 +48,11 @@ def test_of_an_index_that_is_wrong_behind_right_checksums_nothing_is_used(tmp_pa
     saved = saved_norms(tmp_path)
 
     def change(rows: Any) -> None:
-        template = rows.templates[0]
-        starts = template["start"].tolist()
-        template["start"][:2] = starts[1::-1]
-        template["ordinal"][4] = 7
+        rows.apart[3, :2] = rows.apart[3, 1::-1].tolist()
+        rows.place_of[4] = -2
 
     with_other_index(tmp_path, change)
-    note = "a chunk is not among what its writer wrote; the pickle before it is read"
+    note = "a key apart that is not there; the pickle before it is read"
     with pytest.warns(UserWarning, match=note):
         assert verify(tmp_path, contents=True).sound
     into = {key: torch.zeros(1024) for key in saved}
@@ -78,8 +72,7 @@ def test_verify_compares_the_places_of_the_pickle_with_those_of_the_index(tmp_pa
     assert verify(tmp_path, contents=True).sound
 
     def change(rows: Any) -> None:
-        starts = rows.templates[0]["start"]
-        starts[:2] = starts[1::-1].tolist()
+        rows.apart[3, :2] = rows.apart[3, 1::-1].tolist()
 
     with_other_index(tmp_path, change)
     faults = verify(tmp_path, contents=True).faults

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import random
 import subprocess
@@ -16,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from dcp_placements import (
     PlacementError,
@@ -26,15 +27,17 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.offline import CannotLook, Checkpoint, inspect, verify
-from dcp_placements.storage.index.blocks import blocks_of
-from dcp_placements.storage.index.columns import IndexDamage
-from dcp_placements.storage.index.storage_table import StorageTable
-from dcp_placements.storage.index.stored_entries import StoredEntries
-from dcp_placements.storage.metadata.file import write_metadata
-from dcp_placements.storage.metadata.pickles.stock_body import MARKER_NBYTES
-from dcp_placements.storage.metadata.table import place_of, rows_of_places
+from dcp_placements.storage import writer
+from dcp_placements.storage.entries import StoredEntries
+from dcp_placements.storage.metadata.file import read_metadata, write_metadata
+from dcp_placements.storage.metadata.pickles.stock_pickle import MARKER_NBYTES
+from dcp_placements.storage.storage_table import StorageTable, paths_of
 from dcp_placements.testing import World
+from tests.differential import checkpoint
+from tests.differential import wholes as elements_of
+from tests.drawn_worlds import draw_pair
 from tests.offline_scenes import Run
+from tests.random_ranks import Rank
 from tests.storage_scenes import (
     assert_index_agrees,
     blank,
@@ -85,15 +88,18 @@ def test_any_rows_are_those_of_the_pickle(tmp_path: Path, seed: int) -> None:
         steps = draw.choice([None, None, [], ["zstd"], ["a", "b"]])
         info = _StorageInfo(file, number, draw.randrange(1 << 34), steps)
         rows.append((MetadataIndex(key, offset), info))
-    table = StorageTable(rows_of_places(place_of(i.fqn, i.offset, info) for i, info in rows))
     expected = dict(rows)
-    for held in (table, pickle.loads(pickle.dumps(table)), copy.deepcopy(table)):
-        assert dict(held) == expected
-        assert len(held) == len(expected)
-        assert held.paths() >= {info.relative_path for info in expected.values()}
-    indexed = StorageTable(table.index)
-    assert dict(indexed) == expected
-    assert dict(StorageTable(indexed.rows)) == expected
+    written = io.BytesIO()
+    write_metadata(Metadata({}, storage_data=expected), written)
+    assert pickle.loads(written.getvalue()).storage_data == expected
+    for restricted in (False, True):
+        table: Any = read_metadata(lambda: io.BytesIO(written.getvalue()), restricted=restricted)
+        table = table.storage_data
+        assert isinstance(table, StorageTable)
+        for held in (table, pickle.loads(pickle.dumps(table)), copy.deepcopy(table)):
+            assert dict(held) == expected
+            assert len(held) == len(expected)
+        assert paths_of(table) == {info.relative_path for info in expected.values()}
 
 
 def test_a_save_of_several_ranks_is_read_by_its_index(tmp_path: Path) -> None:
@@ -110,8 +116,6 @@ def test_any_planner_data_come_back(tmp_path: Path, stock_metadata: bool) -> Non
     dcp.save({key: torch.ones(3) for key in keys}, checkpoint_id=tmp_path, no_dist=True)
     file = tmp_path / ".metadata"
     metadata = read(tmp_path, restricted=False)
-    places = [place_of(i.fqn, i.offset, info) for i, info in metadata.storage_data.items()]
-    metadata.storage_data = StorageTable(rows_of_places(places))
     shared: list[Any] = ["shared"]
     shared.append(shared)
     for planner_data in (
@@ -223,7 +227,7 @@ def test_without_stock_metadata_a_damaged_index_is_an_error(tmp_path: Path) -> N
     edit(tmp_path, len(data) - 90, bytes([data[-90] ^ 1]))
     with pytest.raises(PlacementError, match="stock_metadata=False"):
         read(tmp_path)
-    with pytest.raises(CannotLook, match="cannot be used: its directory") as refused:
+    with pytest.raises(CannotLook, match="cannot be used: it is not what was written") as refused:
         Checkpoint(tmp_path)
     lines = str(refused.value).splitlines()
     assert lines[1].startswith("    why:")
@@ -236,19 +240,8 @@ def test_an_index_of_another_save_is_refused(tmp_path: Path) -> None:
     one, other = ((tmp_path / name / ".metadata").read_bytes() for name in "ab")
     glued = one[: pickle_nbytes(one)] + other[pickle_nbytes(other) :]
     (tmp_path / "a/.metadata").write_bytes(glued)
-    with pytest.raises(IndexDamage if len(glued) != len(other) else PlacementError):
-        blocks_or_refusal(tmp_path / "a")
-    # With the length of the other pickle it is an index in good order.
-    start = pickle_nbytes(other)
-    front = one[: pickle_nbytes(one)].ljust(start, b"\0")[:start]
-    (tmp_path / "a/.metadata").write_bytes(front + other[start:])
     with pytest.raises(PlacementError, match="not that of the metadata before it"):
         read(tmp_path / "a")
-
-
-def blocks_or_refusal(path: Path) -> None:
-    with open(path / ".metadata", "rb") as stream:
-        blocks_of(stream)
 
 
 @pytest.mark.parametrize("where", ["head", "rows", "end"])
@@ -262,7 +255,7 @@ def test_of_a_pickle_that_is_not_the_one_of_its_index_nothing_is_executed(
     evil = b"cos\ngetcwd\n0"
     at = {"head": MARKER_NBYTES + 2, "rows": end // 2, "end": end - 3 - len(evil)}[where]
     edit(tmp_path, at, evil)
-    with pytest.raises(CannotLook, match=r"asks for|is broken"):
+    with pytest.raises(CannotLook, match=r"asks for|is broken|does not use"):
         verify(tmp_path, contents=True)
     assert len(inspect(tmp_path).tensors) == 5
     assert len(read(tmp_path).storage_data) == 19
@@ -282,10 +275,62 @@ def test_of_every_flipped_byte_comes_the_same_or_an_error(tmp_path: Path) -> Non
         assert dict(metadata.storage_data) == expected
 
 
-def test_much_stock_metadata_is_warned_of(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"has 19 chunks.*\n.*stock_metadata=False"):
-        save(tmp_path, stock_limit=19 * 52 - 1)
+def test_above_a_number_of_chunks_stock_metadata_are_left_out_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.setattr(writer, "MOST_STOCK_ROWS", 18)
+    with pytest.warns(UserWarning, match=r"19 chunks: what plain DCP reads is left out"):
+        whole = save(tmp_path / "auto")
+    with pytest.raises(CheckpointException, match="run `dcp-placements merge-metadata PATH`"):
+        dcp.load({"lr": 0.0}, checkpoint_id=tmp_path / "auto", no_dist=True)
+    assert_resharded_load(tmp_path / "auto", whole)
+    assert run("merge-metadata", tmp_path / "auto").code == 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        save(tmp_path, stock_limit=19 * 52)
-        save(tmp_path, stock_limit=0, stock_metadata=False)
+        save(tmp_path / "always", stock_metadata=True)
+        save(tmp_path / "never", stock_metadata=False)
+        monkeypatch.setattr(writer, "MOST_STOCK_ROWS", 19)
+        save(tmp_path / "few")
+    for name in ("auto", "always", "few"):
+        assert_index_agrees(tmp_path / name)
+
+
+def save_drawn(seed: int, path: Path) -> dict[str, Any]:
+    """Save a drawn world, and two keys of its own per rank; return all that was saved."""
+    pair = draw_pair(seed)
+    whole, options = elements_of(pair), dict(pair.save.options)
+    ranks = [Rank(pair, pair.save, rank) for rank in range(pair.save.size)]
+    held = [list(rank.values(whole)) for rank in ranks]
+    own = [{f"data.{n}": torch.arange(3) + n, f"rng.{n}": "x" * (n % 5)} for n in range(len(ranks))]
+    World(pair.save.size).save(
+        path,
+        lambda rank: ranks[rank].state_dict(held[rank], blank=False) | own[rank],
+        lambda rank: PlacementSavePlanner(ranks[rank].rules(), rename=ranks[rank].rename()),
+        lambda rank: PlacementFileSystemWriter(
+            path,
+            thread_count=options["thread_count"],
+            single_file_per_rank=options["single_file_per_rank"],
+        ),
+    )
+    return checkpoint(pair, whole) | {key: value for one in own for key, value in one.items()}
+
+
+def test_every_place_of_a_drawn_world_is_where_its_bytes_are(seeds: range, tmp_path: Path) -> None:
+    """By our index, and by torch's pickle."""
+    for seed in seeds:
+        path = tmp_path / str(seed)
+        expected = save_drawn(seed, path)
+        assert_index_agrees(path)
+        stock = dcp.FileSystemReader(path).read_metadata()
+        assert {index.fqn for index in stock.storage_data} == expected.keys()
+        for index, info in stock.storage_data.items():
+            with open(path / info.relative_path, "rb") as file:
+                file.seek(info.offset)
+                value = torch.load(io.BytesIO(file.read(info.length)), weights_only=False)
+            wanted = expected[index.fqn]
+            if index.offset is not None:
+                chunks = stock.state_dict_metadata[index.fqn].chunks
+                (sizes,) = [chunk.sizes for chunk in chunks if chunk.offsets == index.offset]
+                box = zip(index.offset, sizes, strict=True)
+                wanted = wanted[tuple([slice(start, start + size) for start, size in box])]
+            assert same(value, wanted), (seed, index)

@@ -23,6 +23,7 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.storage import writer
+from dcp_placements.storage.storage_table import paths_of
 from dcp_placements.testing import World
 from tests.storage_scenes import assert_index_agrees, blank, load, same, sharded, wholes
 
@@ -122,7 +123,7 @@ def test_killed_at_any_step_the_checkpoint_is_the_old_or_the_new_one(
     assert outcomes.count(True) > 2 * 2
     assert {path.name for path in (tmp_path / f"killed-{len(outcomes) - 1}").iterdir()} == {
         ".metadata",
-        *PlacementFileSystemReader(path).read_metadata().storage_data.paths(),
+        *paths_of(PlacementFileSystemReader(path).read_metadata().storage_data),
     }
     # What a killed save left does not hinder the next one, which removes what is under a temporary
     # name.

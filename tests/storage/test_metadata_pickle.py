@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from dcp_placements import PlacementFileSystemReader, PlacementFileSystemWriter
 from dcp_placements.offline import CannotLook, Checkpoint
-from dcp_placements.storage.index.blocks import MAGIC
+from dcp_placements.storage.archive import MAGIC
 from dcp_placements.storage.metadata.file import read_metadata, write_metadata
 from dcp_placements.storage.metadata.pickles.metadata_pickle import load_safely
 from dcp_placements.storage.safe_pickle import RefusedGlobal
@@ -63,7 +63,7 @@ def test_what_dcp_writes_is_read_as_pickle_reads_it(tmp_path: Path, lean: bool) 
         *(("torch", "load"), ("torch", "hub.load"), ("torch.serialization", "load")),
         *(("torch.distributed.checkpoint.metadata", "os"), ("subprocess", "Popen")),
         *(("torch.distributed.checkpoint.metadata", "Metadata.__init__"), ("torch", "Tensor")),
-        *(("dcp_placements.storage.metadata.table", "StorageTable"), ("pathlib", "Path")),
+        *(("dcp_placements.storage.written", "StorageTable"), ("pathlib", "Path")),
     ],
 )
 @pytest.mark.parametrize("protocol", [0, 2, 4])

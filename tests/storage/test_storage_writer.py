@@ -33,9 +33,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_placements import PlacementError, PlacementSavePlanner
 from dcp_placements.storage import records
-from dcp_placements.storage.index.storage_table import StorageTable
 from dcp_placements.storage.metadata.file import read_metadata, write_metadata
-from dcp_placements.storage.metadata.table import place_of, rows_of_places
 from dcp_placements.storage.records import save_tensors
 from dcp_placements.storage.writer import PlacementFileSystemWriter
 from dcp_placements.testing import World
@@ -251,10 +249,7 @@ def test_every_kind_of_record_comes_back(start: int, transforms: list[str] | Non
             entries[index] = info
     wanted = Metadata(stored, {"a": ("a",)}, entries, None, "1.0.0")
     written = io.BytesIO()
-    table = StorageTable(
-        rows_of_places(place_of(i.fqn, i.offset, info) for i, info in entries.items())
-    )
-    write_metadata(dataclasses.replace(wanted, storage_data=table), written)
+    write_metadata(wanted, written)
     assert pickle.loads(written.getvalue()) == wanted
     ours = read_metadata(lambda: io.BytesIO(written.getvalue()))
     assert dict(ours.storage_data) == entries
@@ -363,7 +358,6 @@ def index_nbytes(path: Path, keys: int, *, own: bool) -> int:
     return (path / ".metadata").stat().st_size
 
 
-@pytest.mark.xfail(strict=True, reason="M93: a key of its own makes a rank a template of its own")
 def test_m93_keys_of_a_rank_s_own_take_the_same_room_whatever_else_it_holds(tmp_path: Path) -> None:
     few, many = (
         index_nbytes(tmp_path / f"own{keys}", keys, own=True)

@@ -17,8 +17,7 @@ from dcp_placements import (
     PlacementRules,
     PlacementSavePlanner,
 )
-from dcp_placements.storage.metadata.table import RowsBuilder
-from dcp_placements.storage.metadata.write_results import WriteResults
+from dcp_placements.storage.written import Rows, StoredPlace, WriteResults, Written
 from dcp_placements.testing import World
 
 
@@ -71,18 +70,21 @@ def test_what_arrives_is_what_torch_finds_in_metadata(
 
 
 def test_the_results_of_thousands_of_tensors_take_a_few_bytes_each() -> None:
-    builder, start = RowsBuilder(), 0
+    places, start = [], 0
     for layer in range(100):
         for number in range(30):
             fqn = f"layers.{layer}.part{number}.weight"
-            index = dcp.metadata.MetadataIndex(fqn, torch.Size((4096 * number, 0)))
-            builder.add(index, path="__12_5e0f1a2b_0.distcp", start=start, length=900 + number)
-            start += 900 + number
-    results = WriteResults(builder.rows())
+            length = 900 + number
+            places.append(
+                StoredPlace(fqn, (4096 * number, 0), "__12_5e0f1a2b_0.distcp", start, length)
+            )
+            start += length
+    results = WriteResults(Written.of(Rows.of(places), ()))
     sent = pickle.dumps(results)
-    assert len(sent) < 10 * 3000
+    assert len(sent) < 3000
     assert pickle.loads(sent) == results
     assert pickle.loads(pickle.dumps(pickle.loads(sent))) == results
+    assert [result.storage_data.offset for result in results] == [place.start for place in places]
 
 
 def test_a_writer_with_a_finish_of_its_own_gets_all_rows(tmp_path: Path) -> None:

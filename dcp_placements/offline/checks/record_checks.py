@@ -15,6 +15,7 @@ import torch
 
 from dcp_placements._torch import check_opens
 from dcp_placements.errors import CannotLook, format_error
+from dcp_placements.layout.boxes import Ints
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint
 from dcp_placements.offline.checks.records import FileRecords, Record, fqns_of
 from dcp_placements.offline.checks.structure import CheckpointFault
@@ -22,7 +23,6 @@ from dcp_placements.offline.directory import shows_damage
 from dcp_placements.storage.checked_load import BROKEN, load_saved_tensor, stored_zip
 from dcp_placements.storage.fast_zlib import crc32
 from dcp_placements.storage.file_reads import CountedFile, FilePart, HeldPart, Part
-from dcp_placements.storage.index.columns import Ints
 from dcp_placements.storage.safe_pickle import RefusedGlobal
 from dcp_placements.storage.tensor_record import (
     DESCRIPTOR,

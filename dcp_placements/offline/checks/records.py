@@ -13,12 +13,11 @@ from typing import NamedTuple, overload
 import numpy as np
 import torch
 
-from dcp_placements.layout.boxes import format_box
+from dcp_placements.layout.boxes import Ints, format_box
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredChunk, StoredTensor
 from dcp_placements.offline.readers.dcp import check_count
-from dcp_placements.storage.index.columns import Ints
-from dcp_placements.storage.metadata.table import Transforms
+from dcp_placements.storage.written import Transforms
 
 
 class Record(NamedTuple):
@@ -110,7 +109,7 @@ def records_by_file(checkpoint: Checkpoint) -> dict[str, FileRecords]:
     check_count(checkpoint.path, len(checkpoint.rows))
     objects = list(_object_records(checkpoint))
     shared = _Shared([*checkpoint.tensors.values(), *objects], checkpoint.rows.transforms)
-    paths = list(checkpoint.rows.writers.files())
+    paths = list(checkpoint.rows.files)
     files = sorted({*paths, *[str(record.chunk.file) for record in objects]})
     numbers = {file: number for number, file in enumerate(files)}
     of_path = np.array([numbers[path] for path in paths], np.int64)
@@ -145,19 +144,21 @@ def _tensor_rows(checkpoint: Checkpoint, shared: _Shared) -> Iterator[Ints]:
         owners = np.array([positions[fqn] for fqn in fqns], np.int64)
         of_box = [(box.sizes, first.dtype) for box in first.boxes]
         kind_of = np.array([kinds.setdefault(kind, len(kinds)) for kind in of_box], np.int64)
-        for number, (chunks, at) in alike.placed.items():
-            keys = np.array([index.numbers[fqn] for fqn in fqns], np.int64)
-            done = 0
-            for some, rows in index.pieces(number, keys):
-                table = np.empty((7, len(some), len(chunks)), np.int64)
-                files, transforms, starts, lengths = np.moveaxis(rows[:, at], 2, 0)
-                table[0], table[1], table[2] = files, starts, lengths
-                table[3] = owners[done : done + len(some), None]
-                table[4] = chunks
-                table[5] = np.where(is_plain[transforms], kind_of[chunks], -1)
-                table[6] = transforms
-                done += len(some)
-                yield table.reshape(7, -1)
+        if not alike.placed:
+            continue
+        chunks, at = alike.placed, alike.positions
+        keys = np.array([index.numbers[fqn] for fqn in fqns], np.int64)
+        done = 0
+        for some, rows in index.pieces(alike.places, keys):
+            table = np.empty((7, len(some), len(chunks)), np.int64)
+            files, transforms, starts, lengths = np.moveaxis(rows[:, at], 2, 0)
+            table[0], table[1], table[2] = files, starts, lengths
+            table[3] = owners[done : done + len(some), None]
+            table[4] = chunks
+            table[5] = np.where(is_plain[transforms], kind_of[chunks], -1)
+            table[6] = transforms
+            done += len(some)
+            yield table.reshape(7, -1)
 
 
 def _object_records(checkpoint: Checkpoint) -> Iterator[Record]:

@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_placements.errors import CannotLook, format_name, format_names
 from dcp_placements.offline.directory import MARKER, Directory
-from dcp_placements.storage.index.building import build_index, by_file
-from dcp_placements.storage.index.entries import build_entries
+from dcp_placements.storage.entries import build_entries
+from dcp_placements.storage.index import index_of_rows
 from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.metadata.file import with_columns
-from dcp_placements.storage.metadata.table import StoredPlace, rows_of_places
 from dcp_placements.storage.safetensors_files import LARGEST, Entry, read_header
+from dcp_placements.storage.written import Rows, StoredPlace
 
 WHOLE = {"model", "consolidated", "adapter_model"}
 """How files are named that hold a whole model, or a whole adapter, without their numbers."""
@@ -95,9 +95,8 @@ def read_safetensors_metadata(
     }
     if not tensors and not absent:
         raise CannotLook(f"{directory.path}: no tensor in {format_names(files, 4)}")
-    built = build_entries(tensors)
-    rows = build_index(by_file(rows_of_places(places)), built)
-    return with_columns(Metadata({}), built, rows), absent
+    rows = index_of_rows(Rows.of(places), build_entries(tensors))
+    return with_columns(Metadata({}), rows), absent
 
 
 def _read_index(directory: Directory) -> dict[str, str] | None:

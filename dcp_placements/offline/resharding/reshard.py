@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
@@ -30,9 +30,11 @@ from dcp_placements.offline.resharding.target import REFUSED, Target
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.unmatched import unmatched_faults
-from dcp_placements.storage.index.storage_table import StorageTable
+from dcp_placements.storage.entries import StoredEntries, entries_of
+from dcp_placements.storage.index import index_of_rows
 from dcp_placements.storage.metadata.file import write_metadata
-from dcp_placements.storage.metadata.table import Rows, RowsBuilder, join
+from dcp_placements.storage.storage_table import StorageTable
+from dcp_placements.storage.written import Rows, StoredPlace
 from dcp_placements.transfer.world import MeshAxes
 
 MAX_FAULTS = 20
@@ -117,9 +119,9 @@ def reshard(
         output.check_room(sum(files.values()), identity)
         with output.directory([*files, ".metadata"], identity) as folder:
             kept = tuple(name for name in files if folder.has(name))
-            copied, rows = _write_data(checkpoint, target, folder, names, progress)
+            copied, places = _write_data(checkpoint, target, folder, names, progress)
             checkpoint.directory.check_versions(versions)
-            _write_metadata(target, folder, rows, save_id)
+            _write_metadata(target, folder, places, save_id)
     return Resharded(
         source=checkpoint.path,
         out=str(output.path),
@@ -158,8 +160,8 @@ def _write_data(
     folder: AnyFolder,
     names: Mapping[int, str],
     progress: Progress,
-) -> tuple[int, list[Rows]]:
-    """Write the data files; return the bytes of records copied as they were, and the places."""
+) -> tuple[int, list[StoredPlace]]:
+    """Write the data files; return the bytes of records copied as they were, and all places."""
     total = sum(target.nbytes(rank) for rank in names)
     done = 0
 
@@ -168,37 +170,38 @@ def _write_data(
         done += nbytes
         progress(done, total)
 
-    rows = []
+    places: list[StoredPlace] = []
     with RecordWriter(checkpoint, advance) as writer:
         for rank, name in names.items():
-            rows.append(_rows(target, rank, name))
+            places += _places(target, rank, name)
             if folder.has(name):
                 advance(target.nbytes(rank))
                 continue
             with folder.file(name, buffering=0) as stream:
                 for entry in target.entries(rank):
                     writer.write(entry, stream)
-    return writer.copied_nbytes, rows
+    return writer.copied_nbytes, places
 
 
 def _write_metadata(
-    target: Target, folder: AnyFolder, rows: Sequence[Rows], save_id: bytes
+    target: Target, folder: AnyFolder, places: Sequence[StoredPlace], save_id: bytes
 ) -> None:
     """Write ``.metadata``, which completes the checkpoint."""
     with quiet_gc():
         metadata = target.metadata(save_id)
         metadata.version = CURRENT_DCP_VERSION
-        metadata.storage_data = StorageTable(join(rows))
+        entries = entries_of(metadata.state_dict_metadata)
+        stored: Any = StoredEntries(entries)
+        metadata.state_dict_metadata = stored
+        metadata.storage_data = StorageTable(index_of_rows(Rows.of(places), entries))
         with folder.file(".metadata") as stream:
             write_metadata(metadata, stream)
 
 
-def _rows(target: Target, rank: int, name: str) -> Rows:
-    """Return the place of every record of a file."""
-    rows = RowsBuilder()
+def _places(target: Target, rank: int, name: str) -> Iterator[StoredPlace]:
+    """Yield the place of every record of a file."""
     start = 0
     for entry in target.entries(rank):
-        steps = entry.transforms
-        rows.add(entry.index, path=name, start=start, length=entry.length, transforms=steps)
+        index, steps = entry.index, entry.transforms
+        yield StoredPlace(index.fqn, index.offset, name, start, entry.length, steps)
         start += entry.length
-    return rows.rows()

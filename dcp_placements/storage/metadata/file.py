@@ -22,15 +22,16 @@ from torch.distributed.checkpoint import Metadata
 
 from dcp_placements.errors import PlacementError
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.storage.index.blocks import Blocks, Opener, blocks_of
-from dcp_placements.storage.index.building import build_index, by_file
-from dcp_placements.storage.index.columns import IndexDamage
-from dcp_placements.storage.index.entries import Entries, build_entries
-from dcp_placements.storage.index.packing import packed_index
-from dcp_placements.storage.index.row_index import RowIndex
-from dcp_placements.storage.index.storage_table import StorageTable
-from dcp_placements.storage.index.stored_entries import StoredEntries, entries_of
-from dcp_placements.storage.index.unpacking import MOST_NUMBERS, PackedIndex
+from dcp_placements.storage.archive import (
+    MOST_NUMBERS,
+    Archive,
+    Opener,
+    archive_of,
+    packed_index,
+    unpacked_index,
+)
+from dcp_placements.storage.entries import StoredEntries, build_entries, entries_of
+from dcp_placements.storage.index import RowIndex
 from dcp_placements.storage.metadata.checks import (
     check_count,
     check_entries,
@@ -43,15 +44,16 @@ from dcp_placements.storage.metadata.pickles.metadata_pickle import (
     load_metadata_pickle,
     load_safely,
 )
-from dcp_placements.storage.metadata.pickles.stock_body import (
-    Body,
+from dcp_placements.storage.metadata.pickles.stock_pickle import (
     is_refusing,
     marked_digest,
-    marker,
     refusing_pickle,
+    stock_pickle,
+    values_pickle,
 )
-from dcp_placements.storage.metadata.pickles.stock_pickle import pickled_head
-from dcp_placements.storage.metadata.table import place_of, rows_of_places
+from dcp_placements.storage.older_index import has_older_index, older_file_names, read_older_index
+from dcp_placements.storage.packing import IndexDamage
+from dcp_placements.storage.storage_table import StorageTable, index_for, paths_of
 
 T = TypeVar("T")
 
@@ -64,7 +66,7 @@ def write_metadata(
     """Write a ``.metadata`` file.
 
     Args:
-        metadata: Its ``storage_data`` is a ``StorageTable``.
+        metadata: With entries and rows.
         stream: The file.
         stock_metadata: Whether to write what plain DCP reads; otherwise it is refused.
 
@@ -73,24 +75,16 @@ def write_metadata(
     """
     with quiet_gc():
         entries = entries_of(metadata.state_dict_metadata)
-        assert isinstance(metadata.storage_data, StorageTable)
         if isinstance(metadata.planner_data, SentPart):
             metadata = replace(metadata, planner_data=dict(metadata.planner_data))
-        index = metadata.storage_data.index_for(entries)
-        head = pickled_head(metadata, entries, index)
-        blocks, end, digest = packed_index(head.values, entries, index)
+        index = index_for(metadata.storage_data or {}, entries)
+        packed, digest = packed_index(values_pickle(metadata, entries), index)
         pieces = (
-            chain([marker(digest), head.data], Body(head.memo, entries, index).pieces())
-            if stock_metadata
-            else [refusing_pickle(digest)]
+            stock_pickle(metadata, index, digest) if stock_metadata else [refusing_pickle(digest)]
         )
-        nbytes = 0
-        for piece in pieces:
+        for piece in chain(pieces, [packed]):
             stream.write(piece)
-            nbytes += len(piece)
-        for block in (*blocks, end(nbytes)):
-            stream.write(block)
-        return SentIndex(b"".join([*blocks, end(0)]))
+        return SentIndex(packed)
 
 
 class SentIndex:
@@ -110,9 +104,7 @@ class SentIndex:
     def metadata(self) -> Metadata:
         """The metadata, as they are read from the file."""
         with quiet_gc():
-            blocks = blocks_of(io.BytesIO(self._packed))
-            assert blocks is not None
-            return _indexed(PackedIndex(blocks), load_metadata_pickle, restricted=False)
+            return _indexed(Archive(self._packed), load_metadata_pickle, restricted=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SentIndex, (self._packed,)
@@ -179,16 +171,13 @@ def read_metadata(
         Exception: It is broken, or something is not what DCP's own readers expect; of any type.
     """
     load = partial(load_safely, newer=newer) if restricted else load_metadata_pickle
-    most = MOST_NUMBERS if restricted else None
-
-    def indexed(blocks: Blocks) -> Metadata:
-        return _indexed(PackedIndex(blocks, most), load, restricted=restricted)
-
-    def pickled(stream: IO[bytes]) -> Metadata:
-        metadata: Metadata = load(stream)
-        return in_columns(metadata) if restricted else metadata
-
-    return read_parts(opener, indexed, pickled)
+    return read_parts(
+        opener,
+        load,
+        lambda archive: _indexed(archive, load, restricted=restricted),
+        in_columns if restricted else _as_it_is,
+        most=MOST_NUMBERS if restricted else None,
+    )
 
 
 def read_stock_pickle(opener: Opener) -> Metadata | None:
@@ -217,10 +206,15 @@ def read_file_names(opener: Opener) -> set[str]:
     Raises:
         Exception: As of ``read_metadata`` of a restricted file.
     """
+    with opener() as stream:
+        if has_older_index(stream):
+            return older_file_names(stream)
     return read_parts(
         opener,
-        lambda blocks: set(PackedIndex(blocks, MOST_NUMBERS).writers.files()),
-        lambda stream: set(),
+        load_safely,
+        lambda archive: set(archive.files()),
+        lambda metadata: set(),
+        most=MOST_NUMBERS,
     )
 
 
@@ -241,25 +235,26 @@ def in_columns(metadata: Any) -> Metadata:
         lists = [getattr(one, "chunks", None) for one in stored.values()]
         check_count(sum(len(one) for one in lists if isinstance(one, list)), len(places))
     check_fields(metadata)
-    rows = rows_of_places(place_of(at.fqn, at.offset, info) for at, info in places.items())
-    check_files(rows.paths)
+    check_files(paths_of(places))
     entries = build_entries(stored)
     check_entries(entries, len(places))
-    return with_columns(metadata, entries, build_index(by_file(rows), entries))
+    return with_columns(metadata, index_for(places, entries))
 
 
-def with_columns(metadata: Metadata, entries: Entries, rows: RowIndex) -> Metadata:
-    """Give metadata these entries and rows; return it."""
-    stored: Any = StoredEntries(entries)
+def _as_it_is(metadata: Metadata) -> Metadata:
+    return metadata
+
+
+def with_columns(metadata: Metadata, rows: RowIndex) -> Metadata:
+    """Give metadata the entries and rows of an index; return it."""
+    stored: Any = StoredEntries(rows.entries)
     metadata.state_dict_metadata = stored
     metadata.storage_data = StorageTable(rows)
     return metadata
 
 
-def _indexed(
-    packed: PackedIndex, load: Callable[[IO[bytes]], Any], *, restricted: bool
-) -> Metadata:
-    value = load(io.BytesIO(packed.values))
+def _indexed(archive: Archive, load: Callable[[IO[bytes]], Any], *, restricted: bool) -> Metadata:
+    value = load(io.BytesIO(archive.values))
     if type(value) is not tuple or len(value) != 3 or type(value[0]) is not Metadata:
         raise IndexDamage("its values are not those of metadata")
     metadata: Metadata
@@ -268,27 +263,30 @@ def _indexed(
         if others:
             raise TypeError(f"a {type(others[0]).__name__} in place of a key's metadata")
         check_properties(properties)
-    entries = packed.entries(properties, others)
-    rows = packed.rows(entries)
-    with_columns(metadata, entries, rows)
+    rows = unpacked_index(archive, properties, others)
+    with_columns(metadata, rows)
     if restricted:
         check_facts(metadata)
-        check_entries(entries, len(rows))
-        check_files(rows.writers.files())
+        check_entries(rows.entries, len(rows))
     return metadata
 
 
 def read_parts(
     opener: Opener,
-    indexed: Callable[[Blocks], T],
-    pickled: Callable[[IO[bytes]], T],
+    load: Callable[[IO[bytes]], Any],
+    indexed: Callable[[Archive], T],
+    pickled: Callable[[Any], T],
+    *,
+    most: int | None,
 ) -> T:
     """Return what is read of a ``.metadata`` file: of its index, or else of its pickle.
 
     Args:
         opener: Opens the file, for reading by position.
-        indexed: Reads the index.
-        pickled: Reads the pickle.
+        load: Reads a pickle.
+        indexed: Takes the index.
+        pickled: Takes the value of the pickle.
+        most: Integers that the index may have; None for any number.
 
     Raises:
         PlacementError: The index is that of another save; or it is damaged, and there is no stock
@@ -296,13 +294,15 @@ def read_parts(
     """
     with quiet_gc(), opener() as stream:
         head = stream.read(_HEAD_NBYTES)
-        digest = marked_digest(head)
         try:
-            blocks = blocks_of(stream)
-            if blocks is not None:
-                _check_same(blocks, digest)
-                return indexed(blocks)
-            if digest is not None:
+            data = archive_of(stream)
+            if data is not None:
+                archive = Archive(data, most)
+                _check_same(archive.digest, marked_digest(head))
+                return indexed(archive)
+            if has_older_index(stream) and is_refusing(head):
+                return pickled(read_older_index(stream, load))
+            if marked_digest(head) is not None and not has_older_index(stream):
                 raise IndexDamage("it is missing")
         except IndexDamage as damage:
             if is_refusing(head):
@@ -319,12 +319,12 @@ def read_parts(
                 stacklevel=2,
             )
         stream.seek(0)
-        return pickled(stream)
+        return pickled(load(stream))
 
 
-def _check_same(blocks: Blocks, digest: bytes | None) -> None:
+def _check_same(digest: bytes, marked: bytes | None) -> None:
     """Check that an index is that of the pickle before it, which has its digest."""
-    if blocks.digest != digest:
+    if digest != marked:
         raise PlacementError(
             "the index at the end of .metadata is not that of the metadata before it\n"
             "    likely:      it was copied over the .metadata of another save, and the copy was "

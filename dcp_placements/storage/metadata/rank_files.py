@@ -46,8 +46,7 @@ from dcp_placements.layout.boxes import (
     uncovered,
 )
 from dcp_placements.layout.sharding import Box
-from dcp_placements.storage.index.blocks import Opener
-from dcp_placements.storage.index.storage_table import StorageTable
+from dcp_placements.storage.archive import Opener
 from dcp_placements.storage.metadata.file import read_metadata
 from dcp_placements.storage.metadata.record import (
     REPLACED,
@@ -58,7 +57,6 @@ from dcp_placements.storage.metadata.record import (
     stored_digest,
 )
 from dcp_placements.storage.metadata.save_ids import id_records
-from dcp_placements.storage.metadata.table import place_of, rows_of_places
 from dcp_placements.storage.remote import is_url
 
 MAX_LISTED = 200
@@ -207,12 +205,11 @@ def merge_rank_metadata(
     raise_faults("the ranks' metadata do not make a checkpoint", faults)
     if notes:
         warnings.warn(format_faults("look at this checkpoint", notes, "note"), stacklevel=3)
-    rows = rows_of_places(place_of(at.fqn, at.offset, info) for at, info in places.items())
     lowest = parts[0][1]
     return Metadata(
         merged,
         planner_data=_merged_data([part for _, part in parts], merged),
-        storage_data=StorageTable(rows),
+        storage_data=places,
         storage_meta=lowest.storage_meta,
         version=lowest.version,
     )

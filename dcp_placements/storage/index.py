@@ -1,0 +1,530 @@
+"""The rows of a checkpoint as what determines them: who wrote which chunks, and in which order.
+
+Thousands of ranks write their files alike, but for the names of the files, the offsets of the
+chunks, and the keys that one rank alone has. So four things are kept, each once:
+
+- a *template*: the records of a writer in its own order. Writers that wrote alike share one.
+- *places*: for each chunk of a key its writer, and its slot among the offsets of that writer. Keys
+  that are cut and assigned alike have the same places.
+- keys *apart*, which have one chunk in all, where a writer has it between the records of its
+  template. What they add to the starts of those is worked out.
+- per writer its template, and the names of its files.
+
+Two ranks of ``ep`` with half of ``experts`` and a key of its own each, ``rng.0`` and ``rng.1``::
+
+    template 0:  experts, slot 0, file 0, from byte 0, 64 bytes
+    places 0:    chunk (0, 0): writer 0, slot 0; chunk (2, 0): writer 1, slot 0
+    apart:       rng.0: __0_0.distcp, from byte 0, 900 bytes; rng.1: __1_0.distcp, ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from dcp_placements.layout.boxes import Ints, unique
+from dcp_placements.storage.entries import Entries
+from dcp_placements.storage.packing import IndexDamage, check_below
+from dcp_placements.storage.written import (
+    Gaps,
+    Offset,
+    Own,
+    Rows,
+    StoredPlace,
+    Template,
+    Transforms,
+    Written,
+    origin,
+    template_of,
+)
+
+APART, NOWHERE = -1, -2
+"""In place of a number of places: of a key apart, and of one without rows."""
+
+LARGEST = 1 << 62
+
+_PIECE_ROWS = 1 << 16
+
+Row = tuple[str, int, int, int]
+"""Name of the file, transforms, start and length."""
+
+
+class Places(NamedTuple):
+    """Where the chunks of some keys are.
+
+    Attributes:
+        listed: The number of the list of chunks that has their offsets, in order; -1 for none.
+        own: Their offsets, where no list has them.
+        writers: By chunk, the number of its writer.
+        slots: By chunk, the number of its offset among those of the writer.
+    """
+
+    listed: int
+    own: Sequence[Offset]
+    writers: Ints
+    slots: Ints
+
+
+@dataclass(eq=False)
+class RowIndex:
+    """The rows of a checkpoint.
+
+    Attributes:
+        entries: Of the state dict, to whose lists of chunks places refer.
+        fqns: Keys, those of the state dict first.
+        transforms: Each list of transforms once; None for none.
+        files: Names of the files of all writers, one writer after another.
+        file_counts: By writer, the number of its files.
+        template_of: By writer, the number of its template.
+        rows: ``(7, rows)``, template by template: its number, key, slot, number of the file among
+            those of the writer, transforms, start without keys apart, length.
+        apart: ``(6, keys)``: key, position of the file in ``files``, transforms, start, length, and
+            dims; -1 of objects. Of two for one key the later one counts.
+        place_of: By key, the number of its places; ``APART``, or ``NOWHERE``.
+        places: By number.
+    """
+
+    entries: Entries
+    fqns: Sequence[str]
+    transforms: Sequence[Transforms]
+    files: Sequence[str]
+    file_counts: Ints
+    template_of: Ints
+    rows: Ints
+    apart: Ints
+    place_of: Ints
+    places: Sequence[Places]
+
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        """By key, its number."""
+        return dict(zip(self.fqns, range(len(self.fqns)), strict=True))
+
+    @cached_property
+    def first_files(self) -> Ints:
+        """By writer, the position of its first file in ``files``."""
+        return np.cumsum(self.file_counts) - self.file_counts
+
+    @cached_property
+    def _place_of(self) -> list[int]:
+        found: list[int] = self.place_of.tolist()
+        return found
+
+    @cached_property
+    def _apart_of(self) -> Ints:
+        """By key, where it is in ``apart``; -1 where it is not."""
+        found = np.full(len(self.fqns), -1)
+        found[self.apart[0]] = np.arange(self.apart.shape[1])
+        return found
+
+    @cached_property
+    def _gaps(self) -> Gaps:
+        return Gaps(self.apart[1], self.apart[3], self.apart[4])
+
+    @cached_property
+    def _order(self) -> tuple[Ints, Ints]:
+        """The codes of ``rows``, sorted, and their order."""
+        codes = self._codes(*self.rows[:3])
+        order = np.argsort(codes, kind="stable")
+        return codes[order], order
+
+    @cached_property
+    def _slots(self) -> int:
+        return int(self.rows[2].max(initial=0)) + 1
+
+    def _codes(self, template: Ints, key: Ints | int, slot: Ints) -> Ints:
+        return (template * len(self.fqns) + key) * self._slots + slot
+
+    @cached_property
+    def _positions(self) -> dict[int, dict[Offset, int]]:
+        return {}
+
+    def __len__(self) -> int:
+        counts = np.array([*[len(one.writers) for one in self.places], 0, 1], np.int64)
+        return int(counts[self.place_of].sum())  # NOWHERE and APART count from the end
+
+    def offsets(self, number: int) -> Sequence[Offset]:
+        """Return the offsets of all chunks of places, in order."""
+        one = self.places[number]
+        if one.listed < 0:
+            return one.own
+        return list(map(tuple, self.entries.lists[one.listed].offsets.tolist()))
+
+    def offsets_of(self, fqn: str) -> Sequence[Offset]:
+        """Return the offsets of all chunks of a key, in order."""
+        key = self.numbers[fqn]
+        number = self._place_of[key]
+        if number == APART:
+            return [origin(int(self.apart[5, self._apart_of[key]]))]
+        return () if number == NOWHERE else self.offsets(number)
+
+    def row(self, fqn: str, offset: Offset, hint: int | None) -> Row | None:
+        """Return the row of a chunk; None where there is none.
+
+        Args:
+            fqn: Of its key.
+            offset: Of the chunk; None of an object.
+            hint: Its likely position in the list of chunks.
+        """
+        key = self.numbers.get(fqn, -1)
+        number = self._place_of[key] if key >= 0 else NOWHERE
+        if number == NOWHERE:
+            return None
+        if number == APART:
+            _, file, steps, start, length, ndim = self.apart[:, self._apart_of[key]].tolist()
+            return None if offset != origin(ndim) else (self.files[file], steps, start, length)
+        at = self._position(number, offset, hint)
+        if at is None:
+            return None
+        one = self.places[number]
+        file, steps, start, length = self._rows_at(one.writers[[at]], key, one.slots[[at]])[0]
+        return self.files[file], steps, start, length
+
+    def rows_of(self, fqn: str) -> list[tuple[Offset, Row]]:
+        """Return offset and row of each chunk of a key."""
+        key = self.numbers.get(fqn, -1)
+        number = self._place_of[key] if key >= 0 else NOWHERE
+        if number in (APART, NOWHERE):
+            return [(at, row) for at in self.offsets_of(fqn) if (row := self.row(fqn, at, None))]
+        one = self.places[number]
+        rows = self._rows_at(one.writers, key, one.slots)
+        found = [(self.files[file], steps, start, length) for file, steps, start, length in rows]
+        return list(zip(self.offsets(number), found, strict=True))
+
+    def _position(self, number: int, offset: Offset, hint: int | None) -> int | None:
+        """Return the position of a chunk among places; None where there is none."""
+        listed = self.places[number].listed
+        if listed >= 0 and hint is not None and offset is not None:
+            offsets = self.entries.lists[listed].offsets
+            if 0 <= hint < len(offsets) and offsets[hint].tolist() == list(offset):
+                return hint
+        if number not in self._positions:
+            found = {one: at for at, one in enumerate(self.offsets(number))}
+            self._positions[number] = found
+        return self._positions[number].get(offset)
+
+    def _rows_at(self, writers: Ints, key: int, slots: Ints) -> list[list[int]]:
+        """Return position among all files, transforms, start and length of chunks of a key."""
+        codes, order = self._order
+        at = order[codes.searchsorted(self._codes(self.template_of[writers], key, slots))]
+        files, steps, starts, lengths = self.rows[3:, at]
+        files = files + self.first_files[writers]
+        rows = [files, steps, self._gaps.starts(files, starts), lengths]
+        found: list[list[int]] = np.stack(rows, axis=1).tolist()
+        return found
+
+    def all_rows(self) -> Iterator[StoredPlace]:
+        """Yield every row."""
+        for fqn in self.fqns:
+            for offset, (file, steps, start, length) in self.rows_of(fqn):
+                yield StoredPlace(fqn, offset, file, start, length, self.transforms[steps])
+
+    def classes(self) -> Iterator[tuple[int, Ints]]:
+        """Yield ``(number of places or APART, numbers of their keys)``."""
+        order = np.argsort(self.place_of, kind="stable")
+        numbers = self.place_of[order]
+        starts = np.flatnonzero(np.diff(numbers, prepend=NOWHERE))
+        for start, stop in zip(starts, [*starts, len(numbers)][1:], strict=True):
+            yield int(numbers[start]), order[start:stop]
+
+    def pieces(self, number: int, keys: Ints) -> Iterator[tuple[Ints, Ints]]:
+        """Yield the rows of keys of one class, in pieces.
+
+        Args:
+            number: Of the class.
+            keys: Their numbers.
+
+        Yields:
+            The numbers of some keys; and, for each of them and each chunk, ``(keys, chunks, 4)``:
+            position among all files, transforms, start, length.
+        """
+        if number == APART:
+            yield keys, self.apart[1:5, self._apart_of[keys]].T[:, None]
+            return
+        one = self.places[number]
+        kinds, kind_of = self._kinds(one)
+        step = max(_PIECE_ROWS // max(len(kind_of), 1), 1)
+        for start in range(0, len(keys), step):
+            some = keys[start : start + step]
+            rows = self._rows_by_kind(kinds, some)[kind_of].swapaxes(0, 1)
+            rows[..., 0] += self.first_files[one.writers]
+            rows[..., 2] = self._gaps.starts(rows[..., 0], rows[..., 2])
+            yield some, rows
+
+    def files_by_key(self) -> list[tuple[str, ...]]:
+        """Return by key the files that hold any of its chunks, sorted."""
+        found: list[tuple[str, ...]] = [()] * len(self.fqns)
+        for number, keys in self.classes():
+            if number == APART:
+                positions = self.apart[1, self._apart_of[keys]].tolist()
+                for key, position in zip(keys.tolist(), positions, strict=True):
+                    found[key] = (self.files[position],)
+                continue
+            one = self.places[number]
+            kinds, kind_of = self._kinds(one)
+            of_kinds = self._rows_by_kind(kinds, keys)[:, :, 0].T
+            # Most keys of one class are in the same files of their writers.
+            known: dict[bytes, tuple[str, ...]] = {}
+            for key, numbers in zip(keys.tolist(), of_kinds, strict=True):
+                content = numbers.tobytes()
+                if content not in known:
+                    at = set((self.first_files[one.writers] + numbers[kind_of]).tolist())
+                    known[content] = tuple(sorted({self.files[position] for position in at}))
+                found[key] = known[content]
+        return found
+
+    def _kinds(self, one: Places) -> tuple[Ints, Ints]:
+        """Return template and slot of chunks, each pair once, and by chunk which."""
+        pairs = np.stack([self.template_of[one.writers], one.slots], axis=1)
+        first, kind_of = unique(pairs)
+        return pairs[first], kind_of
+
+    def _rows_by_kind(self, kinds: Ints, keys: Ints) -> Ints:
+        """Return the rows of keys by template and slot: ``(kinds, keys, 4)``."""
+        codes, order = self._order
+        if len(kinds) * len(keys) > len(codes):
+            raise IndexDamage("more chunks than its writers wrote")
+        wanted = self._codes(kinds[:, :1], keys, kinds[:, 1:])
+        at = codes.searchsorted(wanted)
+        if wanted.size and (at.max() == len(codes) or (codes[at] != wanted).any()):
+            raise IndexDamage("a chunk is not among what its writer wrote")
+        return np.moveaxis(self.rows[3:][:, order[at]], 0, 2)
+
+    def check(self) -> None:
+        """Check that every number refers to what is there, before anything is looked up.
+
+        Raises:
+            IndexDamage: One does not.
+        """
+        keys, writers = len(self.fqns), len(self.template_of)
+        check_below(self.file_counts, LARGEST)
+        if len(self.file_counts) != writers or sum(self.file_counts.tolist()) != len(self.files):
+            raise IndexDamage("other files than its writers have")
+        check_below(self.template_of, writers)
+        counts = np.full(writers, LARGEST)
+        np.minimum.at(counts, self.template_of, self.file_counts)
+        if writers * keys * self._slots >= LARGEST:
+            raise IndexDamage("more writers, keys and slots than there can be")
+        steps, most = len(self.transforms), LARGEST
+        for column, below in zip(
+            self.rows, (writers, keys, most, most, steps, most, most), strict=True
+        ):
+            check_below(column, below)
+        if (self.rows[3] >= counts[self.rows[0]]).any():
+            raise IndexDamage("a file that its writer does not have")
+        for column, below in zip(
+            self.apart, (keys, len(self.files), steps, most, most), strict=False
+        ):
+            check_below(column, below)
+        check_below(self.apart[5], 65, -1)
+        if float(self.apart[4].sum(dtype=np.float64)) >= LARGEST or not self._gaps.are_apart:
+            raise IndexDamage("keys apart that lie one over the other")
+        check_below(self.place_of, len(self.places), NOWHERE)
+        if ((self.place_of == APART) != (self._apart_of >= 0)).any():
+            raise IndexDamage("a key apart that is not there")
+        for one in self.places:
+            check_below(one.writers, writers)
+            check_below(one.slots, self._slots)
+        for number, some in self.classes():
+            if number != APART:
+                self._rows_by_kind(self._kinds(self.places[number])[0], some)
+
+
+def index_of_rows(rows: Rows, entries: Entries) -> RowIndex:
+    """Return the index of rows of any origin, as if each file had a writer of its own."""
+    counts = np.bincount(rows.table[0], minlength=len(rows.fqns)).tolist()
+    whole = {fqn for fqn, count in zip(rows.fqns, counts, strict=True) if count == 1}
+    return build_index([Written.of(part, whole) for part in rows.by_file()], entries)
+
+
+def build_index(written: Sequence[Written], entries: Entries) -> RowIndex:
+    """Return the index of what writers wrote; of two rows for one chunk the later one counts.
+
+    Args:
+        written: By writer, in order.
+        entries: Of the state dict: their keys come first in the index, and places are in the order
+            of their chunks.
+    """
+    owns = [Own.unpacked(one.own) for one in written]
+    groups: dict[bytes, list[int]] = {}
+    for writer, one in enumerate(written):
+        groups.setdefault(one.template, []).append(writer)
+    templates = list(map(template_of, groups))
+    numbers = {fqn: number for number, fqn in enumerate(entries.fqns)}
+    transforms: dict[Transforms, int] = {}
+    tables = [np.zeros((7, 0), np.int64)]
+    for number, template in enumerate(templates):
+        keys = [numbers.setdefault(fqn, len(numbers)) for fqn in template.fqns]
+        steps = [transforms.setdefault(one, len(transforms)) for one in template.transforms]
+        key, slot, file, step, start, length = template.table
+        key, step = np.array(keys, np.int64)[key], np.array(steps, np.int64)[step]
+        tables.append(np.stack([np.full_like(key, number), key, slot, file, step, start, length]))
+    rows = np.concatenate(tables, axis=1)
+    apart = _apart(owns, numbers, transforms)
+    conflicts = _conflicts(rows[1], apart)
+    if len(conflicts):
+        fqns = list(numbers)
+        mixed = {fqns[key] for key in conflicts.tolist()}
+        return build_index(
+            [_without(*one, mixed) for one in zip(written, owns, strict=True)], entries
+        )
+    template_of_writer = np.zeros(len(written), np.int64)
+    for number, writers in enumerate(groups.values()):
+        template_of_writer[writers] = number
+    offsets = _Offsets(list(groups.values()), templates, owns)
+    place_of, places = _all_places(rows, offsets, entries, len(numbers))
+    place_of[apart[0]] = APART
+    return RowIndex(
+        entries,
+        tuple(numbers),
+        tuple(transforms),
+        list(chain.from_iterable(own.paths for own in owns)),
+        np.array([len(own.paths) for own in owns], np.int64),
+        template_of_writer,
+        rows,
+        apart,
+        place_of,
+        places,
+    )
+
+
+def _apart(owns: Sequence[Own], numbers: dict[str, int], transforms: dict[Transforms, int]) -> Ints:
+    """Return the keys apart of all writers, and number them."""
+    counts = [len(own.fqns) for own in owns]
+    apart = np.zeros((6, sum(counts)), np.int64)
+    apart[0] = [numbers.setdefault(fqn, len(numbers)) for own in owns for fqn in own.fqns]
+    if not apart.size:
+        return apart
+    apart[1:5] = np.concatenate([own.apart for own in owns], axis=1)
+    apart[5] = list(chain.from_iterable(own.dims for own in owns))
+    files = np.array([len(own.paths) for own in owns], np.int64)
+    apart[1] += np.repeat(np.cumsum(files) - files, counts)
+    at = 0
+    known: dict[tuple[Transforms, ...], Ints] = {}
+    for own, count in zip(owns, counts, strict=True):
+        if own.transforms not in known:
+            steps = [transforms.setdefault(step, len(transforms)) for step in own.transforms]
+            known[own.transforms] = np.array(steps, np.int64)
+        apart[2, at : at + count] = known[own.transforms][apart[2, at : at + count]]
+        at += count
+    return apart
+
+
+def _conflicts(keys: Ints, apart: Ints) -> Ints:
+    """Return the keys that are apart by some writers, and by others not, or of other dims."""
+    of_dims = np.unique(apart[[0, 5]], axis=1)[0]
+    return np.union1d(of_dims[1:][of_dims[1:] == of_dims[:-1]], np.intersect1d(keys, apart[0]))
+
+
+def _without(written: Written, own: Own, fqns: Collection[str]) -> Written:
+    """Return the same rows with these keys in the template."""
+    if not set(fqns).intersection(own.fqns):
+        return written
+    return Written.of(written.rows(), set(own.fqns).difference(fqns))
+
+
+class _Offsets:
+    """Offsets by template and slot: those of all writers of a template.
+
+    Args:
+        groups: By template, its writers.
+        templates: By number.
+        owns: By writer.
+    """
+
+    def __init__(
+        self, groups: Sequence[list[int]], templates: Sequence[Template], owns: Sequence[Own]
+    ) -> None:
+        self._groups, self._templates, self._owns = groups, templates, owns
+        self._tables: dict[int, Ints] = {}
+
+    def ndim(self, template: int, slot: int) -> int:
+        return self._templates[template].dims[slot]
+
+    def at(self, template: int, slot: int) -> tuple[Ints, Ints]:
+        """Return the writers of a template, and the offset of each: ``(writers, ndim)``."""
+        writers, dims = self._groups[template], self._templates[template].dims
+        if template not in self._tables:
+            joined = np.concatenate([self._owns[writer].offsets for writer in writers])
+            self._tables[template] = joined.reshape(len(writers), -1)
+        start = sum(max(ndim, 0) for ndim in dims[:slot])
+        stop = start + max(dims[slot], 0)
+        return np.array(writers, np.int64), self._tables[template][:, start:stop]
+
+
+def _all_places(
+    rows: Ints, offsets: _Offsets, entries: Entries, keys: int
+) -> tuple[Ints, list[Places]]:
+    """Return by key the number of its places, and the places."""
+    lists = np.full(keys, -1)
+    lists[: len(entries.fqns)] = entries.list_numbers()
+    template, key, slot = rows[:3, np.lexsort((rows[2], rows[0], rows[1]))]
+    starts = np.flatnonzero(np.diff(key, prepend=-1))
+    table = np.stack([lists[key], template, slot], axis=1)
+    content, nbytes = table.tobytes(), table.itemsize * 3
+    bounds = pairwise([*(nbytes * starts).tolist(), len(content)])
+    # Keys that are in one list of chunks, and in the same slots of the same templates.
+    kinds: dict[bytes, int] = {}
+    place_of = np.full(keys, NOWHERE)
+    place_of[key[starts]] = [
+        kinds.setdefault(content[start:stop], len(kinds)) for start, stop in bounds
+    ]
+    held = [np.frombuffer(kind, np.int64).reshape(-1, 3) for kind in kinds]
+    return place_of, [
+        _places(one[:, 1:].tolist(), int(one[0, 0]), offsets, entries) for one in held
+    ]
+
+
+def _places(
+    kinds: Sequence[Sequence[int]], listed: int, offsets: _Offsets, entries: Entries
+) -> Places:
+    """Return the places of keys that are in these slots of these templates.
+
+    Args:
+        kinds: Template and slot.
+        listed: The number of the list of chunks of the keys; -1 for none.
+        offsets: Of all templates.
+        entries: That have the list.
+    """
+    parts = [offsets.at(*kind) for kind in kinds]
+    writers = np.concatenate([some for some, _ in parts])
+    slots = np.repeat([slot for _, slot in kinds], [len(some) for some, _ in parts])
+    # Of two rows for the same chunk the later one counts.
+    order = np.argsort(writers, kind="stable")
+    writers, slots = writers[order], slots[order]
+    dims = {offsets.ndim(*kind) for kind in kinds}
+    wanted = entries.lists[listed].offsets if listed >= 0 else None
+    if wanted is not None and dims == {wanted.shape[1]}:
+        held = np.concatenate([table for _, table in parts])[order]
+        at = _positions(held, wanted)
+        if at is not None:
+            both = np.empty((2, len(wanted)), np.int64)
+            both[:, at] = writers, slots
+            return Places(listed, (), *both)
+    found: dict[Offset, tuple[int, int]] = {}
+    listings = [
+        [None] * len(some) if offsets.ndim(*kind) < 0 else list(map(tuple, table.tolist()))
+        for kind, (some, table) in zip(kinds, parts, strict=True)
+    ]
+    all_offsets: list[Offset] = list(chain.from_iterable(listings))
+    for position, writer, slot in zip(
+        order.tolist(), writers.tolist(), slots.tolist(), strict=True
+    ):
+        found[all_offsets[position]] = writer, slot
+    own = np.array(list(found.values()), np.int64).T
+    return Places(-1, list(found), *own)
+
+
+def _positions(rows: Ints, wanted: Ints) -> Ints | None:
+    """Return where each row is in ``wanted``; None if these are not the same, each once in it."""
+    if np.array_equal(rows, wanted):
+        return np.arange(len(rows))
+    first, number = unique(np.concatenate([wanted, rows]))
+    at = first[number[len(wanted) :]]
+    is_same = len(first) == len(wanted) and len(np.unique(at)) == len(wanted)
+    return at if is_same and int(at.max()) < len(wanted) else None
