@@ -250,10 +250,10 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         return partial(self.fs.create_stream, self._metadata_path, "rb")
 
     def _older_files(self) -> set[str]:
-        """Return the data files that the index of the existing metadata names.
+        """Return the data files that the index of the existing metadata names; empty without one.
 
-        None if there is no index, or it cannot be read. Nothing in it is executed. Whatever it
-        names, only names of data files in this directory are returned.
+        Nothing in it is executed. Whatever it names, only names of data files in this directory
+        are returned.
         """
         try:
             return set(filter(is_data_file, read_file_names(self._opener())))
