@@ -80,9 +80,9 @@ def test_m49_a_rename_forgotten_at_load_is_refused_on_every_rank_with_the_whole_
     assert refusal(seen).splitlines() == [
         "the ranks do not ask for what was saved (1 fault)",
         "experts.{}: several ranks ask for 0-1 of it, and none for 2-7",
+        "    asked for:   0-1 by ranks 0-3",
         "    saved with:  rename=Renumber('experts.{}', total=8)",
         "    this load:   no rename=",
-        "    asked for:   0-1 by ranks 0-3",
         "    likely:      rename= was forgotten in this load, so that every rank asks by its local "
         "numbers",
         "    way out:     rename=, rows and meshes as in the save, on each rank its own; "

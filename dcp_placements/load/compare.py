@@ -17,15 +17,15 @@ Two ep ranks that both forgot their rename ask for ``experts.0.w`` and ``experts
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, count, takewhile
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 
 from dcp_placements.bind.binding import Placed
-from dcp_placements.errors import Fault, format_ranks
+from dcp_placements.errors import Fault, format_count, format_ranks
 from dcp_placements.layout.boxes import as_array, format_box, uncovered
 from dcp_placements.layout.sharding import Box, Cut, Cuts, Kind, part_sizes, unknown_kind
 from dcp_placements.load.missing import Policy
@@ -40,8 +40,6 @@ from dcp_placements.table.cover import cover_of, repeated
 from dcp_placements.table.families import Families, format_numbers
 from dcp_placements.table.table import PLAIN, Sent, holding_of
 from dcp_placements.table.world import Piece, World
-
-_DIGITS = re.compile(r"\d+")
 
 _MAX_PARTS = 4
 """Parts that a message lists."""
@@ -90,22 +88,10 @@ def check_load(request: Request, rename: Rename | None) -> tuple[list[Fault], st
     Returns:
         Declarations that differ from those of the save, and the result as text.
     """
-    record, totals = request.record, request.placing.totals
-    faults = [*_unstacked_faults(totals, request.stored, request.policy)] if totals else []
+    record, policy = request.record, request.policy
+    faults = _unstacked_faults(request) if request.placing.totals else []
     if record is None:
         return faults, "no record"
-    differing, compared = _compare_cuts(record, request)
-    faults += differing
-    if rename is not None:
-        renames, policy = recorded(rename), request.policy
-        faults += _total_faults(record, request.state_dict, renames, policy)
-        faults += _shaping_faults(record, renames, policy)
-    return faults, compared
-
-
-def _compare_cuts(record: SaveRecord, request: Request) -> tuple[list[Fault], str]:
-    """Return the keys that axes cut in another way than the save had it, and the result as text."""
-    faults: list[Fault] = []
     compared = waived = 0
     for group in request.groups:
         if group.placed is None:
@@ -125,13 +111,14 @@ def _compare_cuts(record: SaveRecord, request: Request) -> tuple[list[Fault], st
             found = [*_differences(saved, loaded, sharding.global_shape)]
             if rule is not None:
                 found += _differences_by_rule(saved, group.placed, record)
-            refused = [fqn for fqn in fqns if found and not request.policy.waives(fqn)]
+            refused = [fqn for fqn in fqns if found and not policy.waives(fqn)]
             waived += len(fqns) - len(refused) if found else 0
             faults += [_cut_fault(fqn, rule, one) for fqn in refused for one in found]
-    count = compared - waived
+    if rename is not None:
+        faults += _rename_faults(record, recorded(rename), request)
     text = "declared as saved"
     if compared:
-        text += f": {count} key{'' if count == 1 else 's'}"
+        text += f": {format_count(compared - waived, 'key')}"
     return faults, text + (f"; {waived} differ, waived" if waived else "")
 
 
@@ -288,58 +275,66 @@ def _same_parts(one: int | tuple[int, ...], other: int | tuple[int, ...], size: 
     return in_proportion or ends[0] == ends[1]
 
 
-def _shaping_faults(record: SaveRecord, renames: Iterable[Step], policy: Policy) -> Iterator[Fault]:
-    """Yield the steps that stack, unstack or split by the pattern of the save in another way."""
+def _rename_faults(
+    record: SaveRecord, renames: Iterable[Step], request: Request
+) -> Iterator[Fault]:
+    """Yield the steps that number, stack, unstack or split in another way than the save did."""
+    policy, fqns = request.policy, request.state_dict
     for step in renames:
-        alike = [s for s in record.renames if s.shaping and s[:2] == step[:2]]
+        what = attrgetter("total" if step.kind == "Renumber" else "shaping")
+        of_kind = [one for one in record.renames if one.kind == step.kind and what(one)]
+        alike = [one for one in of_kind if one.pattern == step.pattern]
+        if not what(step) or what(step) in map(what, alike):
+            continue
+        numbers = _numbers(step, fqns)
+        alike = alike or [one for one in of_kind if numbers & _numbers(one, fqns)]
         # A negative dim counts from the end, of a number of dims that is not known here.
-        known = all((one.shaping[0] < 0) == (step.shaping[0] < 0) for one in alike)
-        is_as_saved = step.shaping in [one.shaping for one in alike]
-        if alike and known and not is_as_saved and not policy.waives(step.pattern):
-            yield _rename_fault(
-                f"this load has another {step.kind} of it than the save had", alike[0], step
+        signs = {tuple([dim < 0 for dim in one.shaping[:1]]) for one in (step, *alike)}
+        is_other = alike and what(step) not in map(what, alike) and len(signs) == 1
+        is_accepted = policy.waives(step.pattern) or any(policy.excuses(fqn) for fqn, _ in numbers)
+        if is_other and not is_accepted:
+            yield Fault(
+                step.pattern,
+                f"this load has another {step.kind} of it than the save had",
+                (
+                    f"saved with:  rename={alike[0]}",
+                    f"this load:   rename={step}",
+                    "way out:     the rename= of the save; waive={pattern: reason} where this "
+                    "model is another one on purpose",
+                ),
             )
 
 
-def _total_faults(
-    record: SaveRecord, fqns: Iterable[str], renames: Iterable[Step], policy: Policy
-) -> Iterator[Fault]:
-    """Yield the steps that have another number of layers or experts than the save had."""
-    saved = {step.pattern: step for step in record.renames if step.kind == "Renumber"}
-    for one in renames:
-        pattern, total = one.pattern, one.total
-        if one.kind != "Renumber" or total is None or policy.waives(pattern):
+def _numbers(step: Step, fqns: Iterable[str]) -> set[tuple[str, str]]:
+    """Return in which keys a ``Renumber`` finds a number, and what stands before it."""
+    if step.kind != "Renumber":
+        return set()
+    found = [(fqn, number_in(step.pattern, fqn)) for fqn in fqns]
+    return {(fqn, one.head) for fqn, one in found if one is not None}
+
+
+def _unstacked_faults(request: Request) -> list[Fault]:
+    """Return the families of which a load asks for the first numbers only, as rows of a stack."""
+    faults = []
+    for key, total in request.placing.totals.items():
+        head, _, tail = key.partition("{}")
+        names = takewhile(request.stored.__contains__, (f"{head}{n}{tail}" for n in count(total)))
+        beyond = [fqn for fqn in names if not request.policy.excuses(fqn)]
+        if not beyond or request.states.of(beyond[0]) is not None:
             continue
-        step = saved.get(pattern) or _same_number(pattern, saved, fqns)
-        if step is None or step.total in (None, total):
-            continue
-        if not any(policy.excuses(fqn) for fqn in fqns if number_in(pattern, fqn)):
-            headline = f"this load has total={total} of it, but it was saved as one of {step.total}"
-            yield _rename_fault(headline, step, one)
-
-
-def _rename_fault(headline: str, saved: Step, loaded: Step) -> Fault:
-    return Fault(
-        loaded.pattern,
-        headline,
-        (
-            f"saved with:  rename={saved}",
-            f"this load:   rename={loaded}",
-            "way out:     the rename= of the save; waive={pattern: reason} where this model is "
-            "another one on purpose",
-        ),
-    )
-
-
-def _same_number(pattern: str, saved: Mapping[str, Step], fqns: Iterable[str]) -> Step | None:
-    """Return the rename of the save that finds the same number of a key by another pattern."""
-    for fqn in fqns if saved else ():
-        if number := number_in(pattern, fqn):
-            for other, step in saved.items():
-                found = number_in(other, fqn)
-                if found is not None and found.head == number.head:
-                    return step
-    return None
+        numbers = format_numbers(range(total, total + len(beyond)))
+        faults.append(
+            Fault(
+                f"{head}{{}}{tail.partition('.')[0]}",
+                f"this load asks for {format_numbers(range(total))} of it, and not for {numbers}, "
+                "which the checkpoint has, too",
+                (
+                    f"this load:   a stacked tensor of {total} rows, which rename= unstacks",
+                    f"way out:     the model of the save; {_ON_PURPOSE}",
+                ),
+            )
+        )
+    return faults
 
 
 class _Load(NamedTuple):
@@ -524,34 +519,3 @@ def _box_faults(load: _Load, piece: Piece, states: OptimizerStates) -> list[Faul
 def _format(boxes: Sequence[Box], whole: Box) -> str:
     text = ", ".join(format_box(box, whole.sizes) for box in boxes[:_MAX_PARTS])
     return text + (" and others" if len(boxes) > _MAX_PARTS else "")
-
-
-def _unstacked_faults(
-    totals: Mapping[str, int], stored: Iterable[str], policy: Policy
-) -> Iterator[Fault]:
-    """Yield the families of which a load asks for the first numbers only, row by row of a stack.
-
-    Args:
-        totals: The number of rows of each tensor that is unstacked, by their key with ``{}``.
-        stored: The checkpoint's keys.
-        policy: What is accepted.
-    """
-    states = OptimizerStates(dict.fromkeys(stored, UNSEEN))
-    beyond: dict[tuple[str, int], set[int]] = {}
-    for fqn in stored:
-        for match in _DIGITS.finditer(fqn):
-            head, tail, number = fqn[: match.start()], fqn[match.end() :], int(match[0])
-            total = totals.get(f"{head}{{}}{tail}", number + 1)
-            if number >= total and states.of(fqn) is None and not policy.excuses(fqn):
-                family = f"{head}{{}}{tail.partition('.')[0]}"
-                beyond.setdefault((family, total), set()).add(number)
-    for (family, total), numbers in beyond.items():
-        yield Fault(
-            family,
-            f"this load asks for {format_numbers(range(total))} of it, and not for "
-            f"{format_numbers(numbers)}, which the checkpoint has, too",
-            (
-                f"this load:   a stacked tensor of {total} rows, which rename= unstacks",
-                f"way out:     the model of the save; {_ON_PURPOSE}",
-            ),
-        )

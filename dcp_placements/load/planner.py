@@ -48,8 +48,8 @@ from dcp_placements.load.casting import CASTS, check_quantizer
 from dcp_placements.load.compare import Asked, asked_by, asked_faults, check_load
 from dcp_placements.load.exchange import Answer, Exchange, answers, obstacle
 from dcp_placements.load.missing import Policy, reset_note
-from dcp_placements.load.reads import Request, fleeting_faults
-from dcp_placements.load.tied import check_landed, land, self_overlap_faults, tied_keys
+from dcp_placements.load.reads import Request
+from dcp_placements.load.tied import land, memory_faults, settle_tied, tied_keys
 from dcp_placements.names.flat import Path, Reshaped, put_at, rename_keys
 from dcp_placements.names.target import Rename
 from dcp_placements.quiet_gc import quiet_gc
@@ -72,6 +72,11 @@ from dcp_placements.table.table import Sent
 logger = logging.getLogger(__name__)
 
 REFUSED = "cannot be loaded from this checkpoint"
+
+_NO_CLASS = (
+    "likely:      its class is not there under the name that it had when it was saved",
+    "way out:     make the class importable; or leave this key out of the state dict",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +142,7 @@ class RankLoad:
         tied: The keys that overlap in memory, each with all that it overlaps.
         ids: The records of save ids that are read.
         exchange: None where nothing is exchanged.
+        buffered: What was read into buffers: key, memory and buffer.
         unread: Items that are still to be read, where something is due after the last one.
         report: The report on the load.
     """
@@ -157,8 +163,7 @@ class RankLoad:
     report: LoadReport = field(default_factory=lambda: LoadReport(planned=False))
     _reshaped: Reshaped | None = None
     _rename_matches: Matches = field(default_factory=dict)
-    # What was read into buffers: key, memory and buffer.
-    _buffered: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    buffered: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
     # By scalar or object that stands for several keys, the first that was read, and its value.
     _first_values: dict[str, tuple[str, Any]] = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.Lock)
@@ -204,9 +209,8 @@ class RankLoad:
         placeless = {fault.fqn for fault in placing.faults}
         faults = placing.faults + [one for one in request.faults if one.fqn not in placeless]
         differing, self.report.compared = check_load(request, rename)
-        faults += [*differing, *fleeting_faults(self.state_dict, placing)]
-        faults += optimizer_faults(self.state_dict, placing, rename)
-        faults += self_overlap_faults(destinations)
+        faults += [*differing, *optimizer_faults(self.state_dict, placing, rename)]
+        faults += memory_faults(self.state_dict, destinations)
         if faults:
             raise RankFaults(f"rank {global_rank()} {REFUSED}", faults)
         if request.notes:
@@ -310,7 +314,7 @@ class RankLoad:
                 self._take_value(fqn, number)
                 self._scalar(fqn).fill_(number)
         if fqn in self.tied:
-            self._buffered.append((fqn, memory.detach(), tensor.detach()))
+            self.buffered.append((fqn, memory.detach(), tensor.detach()))
 
     def take_object(self, fqn: str, value: Any) -> None:
         """Put an object that was read into all its places.
@@ -351,17 +355,8 @@ class RankLoad:
             self.unread -= 1
             is_last = not self.unread
         if is_last:
-            self.settle_tied()
+            settle_tied(self.buffered, self.tied)
             self.reset()
-
-    def settle_tied(self) -> None:
-        """Put what was read for tied keys into their memory, and compare it there.
-
-        Raises:
-            PlacementError: Different contents for keys that have one memory.
-        """
-        land(self._buffered)
-        check_landed(self._buffered, self.tied)
 
     def reset(self) -> None:
         """Reset the optimizer state that the checkpoint lacks of parameters that were read.
@@ -385,7 +380,7 @@ class RankLoad:
                         used[parameter] = None
                 tensor.zero_()
         if reset:
-            land(self._buffered)
+            land(self.buffered)
         used |= {one: None for one, tensor, before in shared if not torch.equal(tensor, before)}
         if used:
             self.warn([reset_note(list(used))])
@@ -669,8 +664,12 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
                 loaded = torch.load(value, weights_only=False)
             except Exception as error:
                 # Of any type, by what is in the pickle.
-                text = format_faults("an object cannot be loaded", [_unreadable(read_item, error)])
-                raise PlacementError(text) from error
+                has_no_class = isinstance(error, ImportError | AttributeError)
+                details = _NO_CLASS if has_no_class else DAMAGED
+                fault = Fault(fqn, f"{type(error).__name__}: {error}", details)
+                raise PlacementError(
+                    format_faults("an object cannot be loaded", [fault])
+                ) from error
             if not self.flatten_state_dict:
                 load.state_dict[fqn] = loaded
             load.take_object(fqn, loaded)
@@ -698,7 +697,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         load.report.traffic, load.report.unchecked = traffic, unchecked
         if error is None:
             try:
-                load.settle_tied()
+                settle_tied(load.buffered, load.tied)
             except PlacementError as refusal:
                 error = refusal
         if load.exchange is not None:
@@ -710,14 +709,3 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         elif error is not None:
             raise error
         load.reset()
-
-
-def _unreadable(item: ReadItem, error: Exception) -> Fault:
-    if isinstance(error, ImportError | AttributeError):
-        details = (
-            "likely:      its class is not there under the name that it had when it was saved",
-            "way out:     make the class importable; or leave this key out of the state dict",
-        )
-    else:
-        details = DAMAGED
-    return Fault(item.storage_index.fqn, f"{type(error).__name__}: {error}", details)

@@ -11,9 +11,10 @@ alike. Ep rank 1 of two reads the half of an expert that four ranks saved by row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import sub
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,17 +26,14 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
-from torch.distributed.tensor import DTensor
 
 from dcp_placements._torch import (
     ShardedTensor,
     chunk_list,
-    facts_of,
     has_hooks,
     is_dtensor_like,
 )
 from dcp_placements.bind.binding import Placed, Placing
-from dcp_placements.bind.checks import data_pointer
 from dcp_placements.errors import Fault
 from dcp_placements.layout.boxes import (
     Index,
@@ -136,33 +134,27 @@ def _is_at(chunks: Sequence[ChunkStorageMetadata], at: int, box: Box) -> bool:
     return chunk.offsets == box.offsets and chunk.sizes == box.sizes
 
 
-Chunk = Callable[[str, int], torch.Tensor | None]
-"""Returns the memory of a destination, by its key and number; None where that is looked up."""
-
-
 def read_items(
     reads: Iterable[tuple[str, Sequence[Read] | None]],
     load: Any = None,
-    chunk_of: Chunk = lambda fqn, position: None,
+    placed_of: Mapping[str, Placed] = MappingProxyType({}),
 ) -> list[ReadItem]:
     """Return torch's read items.
 
     Args:
         reads: Key by key, its reads; None of an object.
         load: The state of the load, which the items know.
-        chunk_of: The memory of each, which the items know.
+        placed_of: The places of keys whose items know their memory, too.
     """
     nowhere = torch.Size((0,))
     items: list[ReadItem] = []
     for fqn, parts in reads:
         if parts is None:
             index = MetadataIndex(fqn)
-            items.append(
-                ReadItemOfLoad(
-                    LoadItemType.BYTE_IO, index, nowhere, index, nowhere, nowhere, run=load
-                )
-            )
+            where = index, nowhere, index, nowhere, nowhere
+            items.append(ReadItemOfLoad(LoadItemType.BYTE_IO, *where, run=load))
             continue
+        placed = placed_of.get(fqn)
         for position, dest, dest_offsets, at, chunk, stored_offsets, lengths in parts:
             to = {"fqn": fqn, "offset": dest, "index": position}
             source = {"fqn": fqn, "offset": chunk.offsets, "index": at}
@@ -174,7 +166,7 @@ def read_items(
                 "storage_offsets": stored_offsets,
                 "lengths": lengths,
                 "run": load,
-                "chunk": chunk_of(fqn, position),
+                "chunk": None if placed is None else placed.view(placed.chunks[position]),
             }
             items.append(made(ReadItemOfLoad, values))
     return items
@@ -456,11 +448,9 @@ class Request:
         """
         reads_of_key = {fqn: group.reads for group in self.groups for fqn in group.fqns}
         in_order = [(fqn, reads_of_key[fqn]) for fqn in self.state_dict if fqn in reads_of_key]
-        return read_items(in_order, load, *([self._chunk] if is_known else []))
-
-    def _chunk(self, fqn: str, position: int) -> torch.Tensor | None:
-        placed = None if fqn in self.shared else self.placing.placed.get(fqn)
-        return None if placed is None else placed.view(placed.chunks[position])
+        placed = self.placing.placed if is_known else {}
+        own = {fqn: one for fqn, one in placed.items() if fqn not in self.shared}
+        return read_items(in_order, load, own)
 
     def destinations(self) -> list[tuple[str, torch.Tensor]]:
         """Return the tensors that are read into or reset, with their keys; some keys have several.
@@ -485,23 +475,3 @@ class Request:
         if isinstance(value, ShardedTensor):
             return [shard.tensor for shard in value.local_shards()]
         return [value] if isinstance(value, torch.Tensor) else []
-
-
-def fleeting_faults(state_dict: Mapping[str, Any], placing: Placing) -> list[Fault]:
-    """Return the DTensor-likes whose ``to_local()`` makes another tensor each time.
-
-    Bytes that are read into such a tensor are lost when the load ends.
-    """
-    return [
-        Fault(
-            fqn,
-            f"to_local() of this {type(value).__name__} makes a copy: what is read would be lost",
-            ("way out:     load into the tensor that it holds, and make the copy afterwards",),
-        )
-        for fqn, value in state_dict.items()
-        if type(value) is not DTensor
-        and is_dtensor_like(value)
-        and (placed := placing.placed.get(fqn)) is not None
-        and placed.tensor.numel()
-        and data_pointer(facts_of(value)[0]) != data_pointer(placed.tensor)
-    ]

@@ -15,10 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import gcd
+from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
+from dcp_placements._torch import facts_of, is_dtensor_like
 from dcp_placements.bind.checks import data_pointer
 from dcp_placements.errors import Fault, format_names, raise_faults
 from dcp_placements.storage.hashing import full_digest
@@ -64,12 +67,13 @@ def land(buffered: Buffered) -> None:
         memory.copy_(buffer)
 
 
-def check_landed(buffered: Buffered, tied: Mapping[str, tuple[str, ...]]) -> None:
-    """Refuse what was overwritten by what was read under another key.
+def settle_tied(buffered: Buffered, tied: Mapping[str, tuple[str, ...]]) -> None:
+    """Put what was read into its memory; refuse what was overwritten by another key's.
 
     Raises:
         PlacementError: Some have one memory, but other contents.
     """
+    land(buffered)
     lost: dict[tuple[str, ...], dict[str, None]] = {}
     for fqn, memory, buffer in buffered:
         if full_digest(memory) != full_digest(buffer):
@@ -92,22 +96,34 @@ def _fault(keys: tuple[str, ...], lost: list[str]) -> Fault:
     )
 
 
-def self_overlap_faults(destinations: Sequence[tuple[str, torch.Tensor]]) -> list[Fault]:
-    """Return the tensors of which several elements are one memory."""
-    return [
-        Fault(
-            fqn,
-            f"several elements of this {tuple(tensor.shape)} tensor are one memory: what is read "
-            "would be overwritten",
-            (
+def memory_faults(
+    state_dict: Mapping[str, Any], destinations: Sequence[tuple[str, torch.Tensor]]
+) -> list[Fault]:
+    """Return the tensors whose memory does not keep what is read into it."""
+    faults = []
+    starts = {(fqn, data_pointer(tensor)) for fqn, tensor in destinations}
+    for fqn, tensor in destinations:
+        value = state_dict[fqn]
+        is_strided = tensor.layout is torch.strided and not tensor.is_contiguous()
+        if is_strided and _share_memory([tensor]):
+            headline = (
+                f"several elements of this {tuple(tensor.shape)} tensor are one memory: what is "
+                "read would be overwritten"
+            )
+            details = (
                 f"found:       strides {tensor.stride()}, in elements",
                 "way out:     put a copy into the state dict (tensor.clone() has memory of its "
                 "own for each element), or the tensor that it was made from",
-            ),
-        )
-        for fqn, tensor in destinations
-        if tensor.layout is torch.strided and not tensor.is_contiguous() and _share_memory([tensor])
-    ]
+            )
+            faults.append(Fault(fqn, headline, details))
+        # Each call may make another tensor: what is read into one is lost when the load ends.
+        is_like = type(value) is not DTensor and is_dtensor_like(value)
+        if is_like and tensor.numel() and (fqn, data_pointer(facts_of(value)[0])) not in starts:
+            kind = type(value).__name__
+            headline = f"to_local() of this {kind} makes a copy: what is read would be lost"
+            out = "way out:     load into the tensor that it holds, and make the copy afterwards"
+            faults.append(Fault(fqn, headline, (out,)))
+    return faults
 
 
 def _share_memory(tensors: Sequence[torch.Tensor]) -> bool:

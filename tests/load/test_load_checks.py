@@ -535,7 +535,7 @@ def test_m49_a_rename_with_another_total_is_refused(tmp_path: Path) -> None:
                 rename=lambda rank, p=pattern: renumbered([rank], 2, p),
             )
         refusal.says(
-            f"{pattern}: this load has total=2 of it, but it was saved as one of 4",
+            f"{pattern}: this load has another Renumber of it than the save had",
             "saved with:  rename=Renumber('experts.{}', total=4)",
             "way out:     the rename= of the save",
         )
