@@ -284,9 +284,5 @@ def format_nbytes(nbytes: int) -> str:
     """
     if nbytes < 1024:
         return f"{nbytes} B"
-    size = float(nbytes)
-    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
-        size /= 1024
-        if size < 1024 or unit == "PiB":
-            break
-    return f"{size:.1f} {unit}"
+    power = min((nbytes.bit_length() - 1) // 10, 5)
+    return f"{nbytes / 1024**power:.1f} {'KMGTP'[power - 1]}iB"

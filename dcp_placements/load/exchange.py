@@ -57,22 +57,14 @@ class Answer:
         split: For each table whose groups are split, packed: the piece of each key.
         sets: By number, packed: the ranks that need the same box of the keys of a piece, then at
             which key each of them stops to read.
-        why: Why nothing is exchanged, where the user can change it, and what to do.
+        obstacle: Why nothing is exchanged, where the user can change it.
     """
 
     is_active: bool = False
     numbers: bytes = packed_ints(())
     split: tuple[bytes, ...] = ()
     sets: Mapping[int, bytes] = field(default_factory=dict)
-    why: tuple[str, str] | None = None
-
-    @property
-    def notes(self) -> list[Fault]:
-        """What the user reads where nothing is exchanged and could be."""
-        if self.why is None:
-            return []
-        about = (f"because:     {self.why[0]}", f"way out:     {self.why[1]}")
-        return [Fault("exchange=True", "every rank reads all that it needs by itself", about)]
+    obstacle: Fault | None = None
 
 
 def obstacle(
@@ -81,8 +73,8 @@ def obstacle(
     without: Sequence[int],
     groups: Collection[int],
     have_readers: bool,
-) -> tuple[str, str] | None:
-    """Return why these ranks cannot exchange at all, and what to do; None where they can.
+) -> Fault | None:
+    """Return why these ranks cannot exchange at all; None where they can.
 
     Args:
         ranks: The global ranks that load, in the order of the process group.
@@ -92,14 +84,17 @@ def obstacle(
     """
     if without:
         why = f"the planner of {format_ranks(without)} was not given exchange=True"
-        return why, "exchange=True on all ranks"
-    if not have_readers:
+        way_out = "exchange=True on all ranks"
+    elif not have_readers:
         why = "the storage reader does not call the exchange after the reads"
-        return why, "storage_reader=PlacementFileSystemReader(path)"
-    if set(groups) != {hash(tuple(ranks))}:
+        way_out = "storage_reader=PlacementFileSystemReader(path)"
+    elif set(groups) != {hash(tuple(ranks))}:
         why = f"the load runs on another process group, of {len(ranks)} ranks"
-        return why, "exchange=group, the one that the load runs on"
-    return None
+        way_out = "exchange=group, the one that the load runs on"
+    else:
+        return None
+    details = (f"because:     {why}", f"way out:     {way_out}")
+    return Fault("exchange=True", "every rank reads all that it needs by itself", details)
 
 
 def answers(wishes: Sequence[Sent], ranks: Sequence[int]) -> list[Answer]:

@@ -14,8 +14,10 @@ A rank asks for ``w`` and its moments, ``new`` and ``rng.3``, of which the check
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -23,43 +25,29 @@ import torch
 from torch.distributed.checkpoint import TensorStorageMetadata
 
 from dcp_placements._torch import has_hooks, is_dtensor_like
-from dcp_placements.errors import Fault, PlacementError, format_names
+from dcp_placements.errors import Fault, format_names
 from dcp_placements.names.optimizer_state import possible_parameters
-from dcp_placements.rules.patterns import compile_pattern
 
 if TYPE_CHECKING:
     from dcp_placements.load.reads import Request
 
 
+@dataclass(frozen=True)
 class Policy:
     """What a load accepts.
 
-    Args:
+    Attributes:
         partial: Any key may be missing, as long as one is there; but no part of the optimizer
             state of a parameter while another part is there.
         cast: ``"error"``, ``"warn"`` or ``"allow"``, for what loses precision.
         optional: Patterns of keys that may be missing.
         waived: Patterns of keys whose differences from the save are right.
-
-    Raises:
-        PlacementError: They are no patterns.
     """
 
-    def __init__(
-        self,
-        *,
-        partial: bool = False,
-        cast: str = "warn",
-        optional: str | Iterable[str] = (),
-        waived: Iterable[str] = (),
-    ) -> None:
-        if not isinstance(optional, Iterable):
-            raise PlacementError(f"optional={optional!r}: give patterns of keys")
-        optional = (optional,) if isinstance(optional, str) else optional
-        self.partial = partial
-        self.cast = cast
-        self.optional = [compile_pattern(pattern) for pattern in optional]
-        self.waived = [compile_pattern(pattern) for pattern in waived]
+    partial: bool = False
+    cast: str = "warn"
+    optional: Sequence[re.Pattern[str]] = ()
+    waived: Sequence[re.Pattern[str]] = ()
 
     def is_optional(self, fqn: str) -> bool:
         """Whether a key may be missing by name."""

@@ -54,7 +54,7 @@ from dcp_placements.names.flat import Path, Reshaped, put_at, rename_keys
 from dcp_placements.names.target import Rename
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import LoadReport, Traffic
-from dcp_placements.rules.patterns import Rules, check_declaration
+from dcp_placements.rules.patterns import Rules, check_declaration, compile_pattern
 from dcp_placements.rules.unmatched import (
     Matches,
     matched_nowhere,
@@ -460,9 +460,11 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self.rename = rename
         self.cast = cast
         self.exchange = exchange
-        self._policy = Policy(
-            partial=allow_partial_load, cast=cast, optional=optional, waived=self.waive
-        )
+        if not isinstance(optional, Iterable):
+            raise PlacementError(f"optional={optional!r}: give patterns of keys")
+        patterns = [optional] if isinstance(optional, str) else optional
+        compiled = [[*map(compile_pattern, some)] for some in (patterns, self.waive)]
+        self._policy = Policy(allow_partial_load, cast, *compiled)
 
     @property
     def report(self) -> LoadReport:
@@ -555,7 +557,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
                 groups={one.group for one in messages},
                 have_readers=all(one.has_reader for one in messages),
             )
-            given = [Answer(why=why)] * len(plans)
+            given = [Answer(obstacle=why)] * len(plans)
             if why is None and len(plans) > 1:
                 given = [*answers(list(wishes.values()), ranks)]
         return [
@@ -571,8 +573,8 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         answer, exchange = new_plan.planner_data, load.exchange
         if exchange is not None:
             exchange.answer = answer if isinstance(answer, Answer) else Answer()
-            if exchange.answer.notes:
-                load.warn(exchange.answer.notes)
+            if exchange.answer.obstacle is not None:
+                load.warn([exchange.answer.obstacle])
             load.exchange = exchange if exchange.answer.is_active else None
         try:
             plan = load.finished(

@@ -311,26 +311,19 @@ class Request:
         self, fqn: str, value: Any, placed: Placed | None, entry: Any
     ) -> Group | None:
         """Return the group of an object; None where one side has a tensor, which is a fault."""
-        if isinstance(entry, TensorStorageMetadata):
-            if not is_tensor(value):  # else its fault is there already
-                self._fault(
-                    fqn,
-                    f"the checkpoint holds a {tuple(entry.size)} tensor, but the state dict a "
-                    f"{type(value).__name__}",
-                    "way out:     put a tensor of that shape into the state dict",
-                )
-            return None
-        if placed is None and not is_tensor(value):
+        has_tensor = placed is not None or is_tensor(value)
+        if not has_tensor and not isinstance(entry, TensorStorageMetadata):
             return Group(entry)
-        shape = placed.global_shape if placed is not None else tuple(value.size())
-        self._fault(
-            fqn,
-            "the checkpoint holds an object, but the state dict a tensor"
-            + (f" of shape {shape}" if shape else ", a scalar"),
-            "way out:     put an object (a number, None) under this key to load it, or give the "
-            "tensor another name",
-        )
-        return None
+        way_out = "way out:     a value of that kind under this key; or give this one another name"
+        if not has_tensor:
+            kind = type(value).__name__
+            stored = f"the checkpoint holds a {tuple(entry.size)} tensor"
+            self._fault(fqn, f"{stored}, but the state dict a {kind}", way_out)
+        elif not isinstance(entry, TensorStorageMetadata):
+            shape = tuple(value.size()) if placed is None else placed.global_shape
+            stored = "the checkpoint holds an object"
+            self._fault(fqn, f"{stored}, but the state dict a tensor of shape {shape}", way_out)
+        return None  # a tensor without a place has its fault already
 
     def _tensor_group(
         self, fqn: str, value: Any, placed: Placed | None, entry: TensorStorageMetadata

@@ -33,7 +33,7 @@ from dcp_placements.names.target import Target
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.rehearsals.local_keys import LocalKeys, Steps, Whole, checkpoint_steps
 from dcp_placements.rules.mesh import MeshCoordinate
-from dcp_placements.rules.patterns import PlacementRules, Rules, asked, rule_name
+from dcp_placements.rules.patterns import PlacementRules, Rules, asked, compile_pattern, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement
 from dcp_placements.rules.unmatched import Matches, matched_nowhere
 from dcp_placements.storage.metadata.chunk_list import ChunkList
@@ -216,7 +216,7 @@ class RehearsedWorld:
             metadata = self.checkpoint.metadata
             keys = metadata.state_dict_metadata
             record = record_of(self.checkpoint.provenance, keys)
-            policy = Policy(waived=self.lots[0].waive)
+            policy = Policy(waived=[*map(compile_pattern, self.lots[0].waive)])
             sent = {rank: one for lot in self.lots for rank, one in _sent(lot, lot.asked).items()}
             with rehearsed(0, self.size):
                 faults = asked_faults(
@@ -339,7 +339,7 @@ class RehearsedWorld:
             state.update({one.key: _value(one, cutting) for one in kind.tensors})
         metadata = self.checkpoint.metadata
         load = RankLoad(state_dict=state, metadata=metadata, local_keys=list(state))
-        policy = Policy(waived=lot.waive)
+        policy = Policy(waived=[*map(compile_pattern, lot.waive)])
         with rehearsed(rank, self.size), warnings.catch_warnings(action="ignore"):
             try:
                 if lot.rename is not None:
