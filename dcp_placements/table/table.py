@@ -197,8 +197,8 @@ class Sent(NamedTuple):
     """
 
     tables: tuple[bytes, ...] = ()
-    counts: bytes = b""
-    boxes: bytes = b""
+    counts: bytes = b"B"  # packed, and none
+    boxes: bytes = b"B"
 
 
 @dataclass(slots=True)

@@ -352,7 +352,6 @@ class RehearsedWorld:
                     self.add_fault(fault, lot.ranks)
         lot.declared = load.declared
         if lot.declared is None:  # its keys cannot be renamed
-            lot.held = Asked(holding_of({}, {}, {}).sent)
             return [lot]
         placing = load.request.placing
         lot.objects = [fqn for fqn in load.state_dict if fqn in self.checkpoint.objects]
