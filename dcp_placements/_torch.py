@@ -6,7 +6,7 @@ A new torch breaks this file only. Its functions are thin wrappers and make no d
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -173,11 +173,12 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def named_axes(mesh: Any) -> dict[str, tuple[int, int]]:
-    """Return ``{name: (position, size)}`` of the axes of a mesh and of its root mesh."""
+def named_axes(meshes: Iterable[Any]) -> dict[str, tuple[int, int]]:
+    """Return ``{name: (position, size)}`` of the axes of meshes and of their root meshes."""
     axes: dict[str, tuple[int, int]] = {}
-    root = getattr(mesh, "_get_root_mesh", None)
-    for each in (mesh, mesh if root is None else root()):
+    meshes = list(meshes)
+    roots = [mesh._get_root_mesh() for mesh in meshes if hasattr(mesh, "_get_root_mesh")]
+    for each in (*roots, *meshes):
         coordinate = each.get_coordinate()
         if coordinate is not None and each.mesh_dim_names:
             axes.update(

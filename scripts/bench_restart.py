@@ -54,6 +54,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
     TensorProperties,
     TensorStorageMetadata,
@@ -68,7 +69,7 @@ from dcp_placements import (
 )
 from dcp_placements.layout.sharding import Box
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.save.plans import chunk_metadata, tensor_properties
+from dcp_placements.save.plans import tensor_properties
 from dcp_placements.storage.metadata.save_ids import writer_of
 from dcp_placements.storage.storage_table import places_of
 from dcp_placements.storage.written import Rows, StoredPlace, WriteResults
@@ -156,7 +157,7 @@ def _own_keys(rank: int) -> dict[str, Any]:
 
 def _add_own_keys(metadata: Metadata, ranks: int) -> None:
     """Add the keys that one rank alone has to what the coordinator says."""
-    chunk = chunk_metadata(Box((0,), (DATA_POSITIONS,)))
+    chunk = ChunkStorageMetadata(*map(torch.Size, Box((0,), (DATA_POSITIONS,))))
     for rank in range(ranks):
         kind = TensorProperties(torch.float32)
         data = TensorStorageMetadata(kind, torch.Size((DATA_POSITIONS,)), [chunk])
@@ -203,7 +204,7 @@ def save(workload: Workload, plans: Path, path: Path, stock_rows: int) -> dict[s
             if fqn not in entries:
                 properties, size = tensor_properties(group), torch.Size(group.shape)
                 entries[fqn] = TensorStorageMetadata(properties, size, [])
-            entries[fqn].chunks.append(chunk_metadata(box))
+            entries[fqn].chunks.append(ChunkStorageMetadata(*map(torch.Size, box)))
         for own in (f"data.{rank}", f"rng.{rank}"):
             entries[own] = metadata.state_dict_metadata[own]
     costs["factor"] = written.chunks / rows

@@ -20,7 +20,7 @@ from dcp_placements._torch import (
     set_element,
 )
 from dcp_placements.bind.binding import Placed
-from dcp_placements.bind.place import optimizer_faults, place
+from dcp_placements.bind.place import place
 from dcp_placements.errors import Fault, PlacementError, raise_faults
 from dcp_placements.names.flat import checkpoint_path, rename_keys
 from dcp_placements.names.target import Rename
@@ -67,8 +67,8 @@ def annotate(
     rules = PlacementRules(rules) if isinstance(rules, Mapping) else rules
     check_declaration(rules, rename)
     flat, paths, reshaped, _ = rename_keys(*flatten_state_dict(dict(state_dict)), rename)
-    placing = place(flat, rules)
-    faults = [*placing.faults, *optimizer_faults(flat, placing, rename)]
+    placing = place(flat, rules, rename=rename)
+    faults = placing.faults
     others = () if reshaped is None else (*reshaped.rows, *reshaped.wholes)
     unable = dict.fromkeys(others, "is made of other tensors")
     for key, one in placing.placed.items():

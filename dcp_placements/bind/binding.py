@@ -20,6 +20,7 @@ import torch
 from dcp_placements.errors import CannotPlace, Fault, PlacementError
 from dcp_placements.layout.sharding import Chunk, Cut, Kind, Position, Sharding, unknown_kind
 from dcp_placements.names.flat import Path
+from dcp_placements.names.optimizer_state import Groups
 from dcp_placements.rules.mesh import Axis, Mesh, format_mesh, mesh_axes
 from dcp_placements.rules.placement import (
     CheckpointPlacement,
@@ -125,12 +126,13 @@ class Placing:
             ``absent`` are left to torch's default planner.
         absent: Keys whose DTensor mesh does not include this rank: nothing to save or load here.
         faults: Of tensors that do not fit.
-        matched: The number of keys per rule that matched.
+        matched: By rule the number of keys that it matches; 0 of patterns that match none.
         state_dict: The values.
         mappings: The path of each key in the nested dict.
         copies: Further paths of an object that several local keys have as one.
         shared: The name of a scalar or an object whose one value stands for several keys.
         totals: The number of rows of each tensor that is unstacked, by their key with ``{}``.
+        groups: The parameters in parameter groups.
     """
 
     placed: dict[str, Placed] = field(default_factory=dict)
@@ -142,6 +144,7 @@ class Placing:
     copies: dict[str, list[Path]] = field(default_factory=dict)
     shared: dict[str, str] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=dict)
+    groups: Groups = field(default_factory=dict)
 
     def add(self, fqn: str, value: Any, path: Path | None) -> None:
         """Note a value under its key in the checkpoint."""

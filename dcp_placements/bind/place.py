@@ -61,6 +61,7 @@ def place(
     mappings: dict[str, Path] | None = None,
     reshaped: Reshaped | None = None,
     stored: Mapping[str, Any] | None = None,
+    rename: Rename | None = None,
 ) -> Placing:
     """Bind every tensor of a flat state dict to its place in the checkpoint.
 
@@ -74,11 +75,13 @@ def place(
         reshaped: The values that a rename makes other tensors of, if any. The rules are asked about
             a stack, of which the first row is the value, and is bound as what it is.
         stored: The checkpoint's metadata by key on a load; None on a save.
+        rename: What has renamed the keys.
     """
     placer = _Placer(rules, reshaped or Reshaped(), stored)
     for fqn, value in state_dict.items():
         placer.add(fqn, value)
-    placer.let_states_follow(state_dict)
+    if any("state." in fqn for fqn in state_dict):
+        placer.let_states_follow(state_dict)
     placing, placed = placer.placing, placer.placing.placed
     tensors = [
         (fqn, placed[fqn].tensor if fqn in placed else value)
@@ -94,19 +97,19 @@ def place(
         placer.reshape(state_dict, mappings or {})
     else:
         placing.state_dict, placing.mappings = state_dict, mappings or {}
+    if any("param_groups" in fqn for fqn in placing.state_dict):
+        placing.groups = parameter_groups(placing.state_dict)
+        placing.faults += _optimizer_faults(placing, rename)
     return placing
 
 
-def optimizer_faults(
-    state_dict: Mapping[str, Any], placing: Placing, rename: Rename | None
-) -> list[Fault]:
+def _optimizer_faults(placing: Placing, rename: Rename | None) -> list[Fault]:
     """Return the faults of optimizer state that cannot follow its parameters.
 
     They are named by their positions, and tensors are renamed, sharded by a rule, or lists of
     chunks; or parameter groups list them by names that ``rename`` changes.
     """
-    groups = parameter_groups(state_dict)
-    faults = unnamed_faults(state_dict, groups, rename) if groups else []
+    faults = unnamed_faults(placing.state_dict, placing.groups, rename)
     if not faults or rename is not None:
         return faults
     needs_names = any(
@@ -134,7 +137,9 @@ class _Placer:
     def __init__(
         self, rules: Rules | None, reshaped: Reshaped, stored: Mapping[str, Any] | None
     ) -> None:
-        self.placing = Placing()
+        # The pattern of a None rule counts as matched, too.
+        declared = rules.declared if isinstance(rules, PlacementRules) else ()
+        self.placing = Placing(matched=dict.fromkeys(declared, 0))
         self.rules = rules
         self._rows, self._wholes = reshaped.rows, reshaped.wholes
         self._stored = stored
@@ -204,7 +209,6 @@ class _Placer:
                     f"was given {placement!r} by the rules, which is no CheckpointPlacement",
                     "way out:     return a CheckpointPlacement, or None to keep the tensor's own",
                 )
-        # The pattern of a None rule counts as matched, too.
         self.placing.matched[name] = self.placing.matched.get(name, 0) + 1
         self._answers[fqn] = name, placement
         if placement is None:

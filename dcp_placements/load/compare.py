@@ -26,7 +26,7 @@ from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 
 from dcp_placements.bind.binding import Placed
 from dcp_placements.errors import Fault, format_count, format_ranks
-from dcp_placements.layout.boxes import as_array, format_box, uncovered
+from dcp_placements.layout.boxes import as_array, format_box, tile, uncovered
 from dcp_placements.layout.sharding import Box, Cut, Cuts, Kind, part_sizes, unknown_kind
 from dcp_placements.load.missing import Policy
 from dcp_placements.load.reads import Request, format_cuts
@@ -484,7 +484,7 @@ def _box_faults(load: _Load, piece: Piece, states: OptimizerStates) -> list[Faul
     if group is None or len({one.shape for one in groups}) > 1:  # of shapes there is another fault
         return []
     cover, whole = cover_of(piece.ranks, piece.boxes), Box.whole(group.shape)
-    if not cover.has_replicas or cover.is_whole(group.shape):
+    if not cover.has_replicas or tile(whole, cover.boxes):
         return []
     parts = cover.parts()
     twice = repeated(parts)

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from dcp_placements._torch import facts_of, global_rank, set_up_by_torch, world_size
 from dcp_placements.bind.checks import equal_values, lint
-from dcp_placements.bind.place import optimizer_faults, place
+from dcp_placements.bind.place import place
 from dcp_placements.errors import (
     Fault,
     PlacementError,
@@ -54,11 +54,12 @@ from dcp_placements.names.flat import Path, Reshaped, put_at, rename_keys
 from dcp_placements.names.target import Rename
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import LoadReport, Traffic
-from dcp_placements.rules.patterns import Rules, check_declaration, compile_pattern
-from dcp_placements.rules.unmatched import (
+from dcp_placements.rules.patterns import (
     Matches,
+    Rules,
+    check_declaration,
+    compile_pattern,
     matched_nowhere,
-    rule_matches,
     unmatched_faults,
 )
 from dcp_placements.runs import ItemsToCome, ReadItemOfLoad, RunAttribute, Runs, has_own
@@ -198,9 +199,9 @@ class RankLoad:
             RankFaults: What cannot be filled, or would be filled wrongly; all in one error.
         """
         stored_keys = self.metadata.state_dict_metadata
-        placing = place(self.state_dict, rules, self.mappings, self._reshaped, stored_keys)
+        placing = place(self.state_dict, rules, self.mappings, self._reshaped, stored_keys, rename)
         self.state_dict, self.mappings = placing.state_dict, placing.mappings
-        self.declared = {**rule_matches(rules, placing.matched), **self._rename_matches}
+        self.declared = {**placing.matched, **self._rename_matches}
         request = Request(self.state_dict, placing, self.metadata, policy, self.local_keys)
         self.request, self.report = request, request.report
         destinations = request.destinations()
@@ -209,8 +210,7 @@ class RankLoad:
         placeless = {fault.fqn for fault in placing.faults}
         faults = placing.faults + [one for one in request.faults if one.fqn not in placeless]
         differing, self.report.compared = check_load(request, rename)
-        faults += [*differing, *optimizer_faults(self.state_dict, placing, rename)]
-        faults += memory_faults(self.state_dict, destinations)
+        faults += [*differing, *memory_faults(self.state_dict, destinations)]
         if faults:
             raise RankFaults(f"rank {global_rank()} {REFUSED}", faults)
         if request.notes:

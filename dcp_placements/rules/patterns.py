@@ -4,17 +4,21 @@ A pattern is dotted components matched against any run of whole components of th
 pattern names a parameter and everything that is keyed by it: ``experts.w1`` matches
 ``layers.0.experts.w1``, ``model.layers.0.experts.w1`` and
 ``optim.state.layers.0.experts.w1.exp_avg``, and never ``shared_experts.w1``.
+
+A pattern with a typing error declares nothing, so one that matches no key on any rank is reported,
+named as in messages: ``'experts'`` of the rules, ``rename=Replace('module')`` of a rename.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import lru_cache
 from traceback import extract_tb
 from typing import Any
 
-from dcp_placements.errors import CannotPlace, PlacementError
+from dcp_placements.errors import CannotPlace, Fault, PlacementError, format_names
 from dcp_placements.rules.placement import CheckpointPlacement
 
 Rules = Callable[[str, Any], CheckpointPlacement | None]
@@ -22,6 +26,9 @@ Rules = Callable[[str, Any], CheckpointPlacement | None]
 
 RuleTable = Mapping[str | re.Pattern[str], CheckpointPlacement | None]
 """What ``PlacementRules`` are made of."""
+
+Matches = Mapping[str, int]
+"""By name, how many keys of a rank a pattern matches; of a rename only whether it matches any."""
 
 
 class PlacementRules:
@@ -41,6 +48,7 @@ class PlacementRules:
 
     Attributes:
         patterns: The patterns, in the order in which they are tried.
+        declared: Their names in messages; none where they are optional.
         meshes: The meshes that the rules name, each once.
 
     Raises:
@@ -54,7 +62,6 @@ class PlacementRules:
                 "PlacementRules takes a mapping {pattern: CheckpointPlacement or None}, "
                 f"not {type(rules).__name__}"
             )
-        self.optional = optional
         self._rules: list[tuple[str, re.Pattern[str], CheckpointPlacement | None]] = []
         for pattern, placement in rules.items():
             if placement is not None and not isinstance(placement, CheckpointPlacement):
@@ -67,6 +74,7 @@ class PlacementRules:
             else:
                 self._rules.append((pattern, compile_pattern(pattern), placement))
         self.patterns = tuple([pattern for pattern, _, _ in self._rules])
+        self.declared = () if optional else tuple(map(repr, self.patterns))
         given = [placement for _, _, placement in self._rules if placement is not None]
         self.meshes = list({each.mesh_state: each.mesh for each in given}.values())
         self._found: dict[str, tuple[str, CheckpointPlacement | None] | None] = {}
@@ -208,3 +216,30 @@ def rule_name(rules: Rules | None, fqn: str) -> str | None:
         pattern = rules.pattern_of(fqn)
         return None if pattern is None else repr(pattern)
     return getattr(rules, "__qualname__", type(rules).__name__) + "()"
+
+
+def matched_nowhere(of_ranks: Iterable[Matches]) -> tuple[str, ...]:
+    """Return what no rank has a match for."""
+    of_ranks = list(of_ranks)
+    names = dict.fromkeys(name for matches in of_ranks for name in matches)
+    return tuple([name for name in names if not any(one.get(name) for one in of_ranks)])
+
+
+def unmatched_faults(unmatched: Sequence[str], keys: Sequence[str]) -> list[Fault]:
+    """Return the fault, or the note, on what matches nothing.
+
+    Args:
+        unmatched: What does; for nothing there is no fault.
+        keys: Those that there are.
+    """
+    if not unmatched:
+        return []
+    details = [f"the keys are {format_names(keys, 4)}"] if keys else []
+    known = {component for key in keys for component in key.split(".")}
+    declared = " ".join([name.rpartition("(")[2] for name in unmatched])
+    for word in dict.fromkeys(re.findall(r"\w+", declared)):
+        if word not in known and (near := get_close_matches(word, known, 1)):
+            details.append(f"likely:      {word!r} is no component of any key; {near[0]!r} is")
+    way_out = "correct the pattern, or drop it; Renames(..., optional=True) may have it"
+    details.append(f"way out:     {way_out}")
+    return [Fault(", ".join(unmatched), "no key on any rank matches", tuple(details))]

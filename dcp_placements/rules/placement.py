@@ -130,6 +130,15 @@ class CheckpointPlacement:
         for each, value in zip(fields(self), values, strict=True):
             object.__setattr__(self, each.name, value)
 
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not CheckpointPlacement:
+            return NotImplemented
+        # In some versions of torch a _StridedShard equals the Shard of its dim.
+        if [*map(type, self.placements)] != [*map(type, other.placements)]:
+            return False
+        names = [each.name for each in fields(self) if each.compare]
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
     def of_rows(self, dims: Sequence[int], ndim: int) -> CheckpointPlacement:
         """Return the placement of each row of a tensor: axes that shard ``dims`` replicate it.
 

@@ -33,10 +33,10 @@ from dcp_placements.errors import (
     raise_faults,
     raise_faults_of_ranks,
 )
-from dcp_placements.layout.sharding import Cuts
+from dcp_placements.layout.boxes import apart, tile
+from dcp_placements.layout.sharding import Box, Cuts
 from dcp_placements.report import KeyReport, SaveReport
-from dcp_placements.rules.patterns import compile_pattern
-from dcp_placements.rules.unmatched import matched_nowhere, unmatched_faults
+from dcp_placements.rules.patterns import compile_pattern, matched_nowhere, unmatched_faults
 from dcp_placements.save import messages
 from dcp_placements.save.digests import Contents, may_have_replicas
 from dcp_placements.save.numbers import numbering_faults
@@ -151,8 +151,9 @@ class Coordinator:
                     (self._notes if group.kind == OBJECT else self._conflicts).append(fault)
                 if uncompared := sum(map(contents.uncompared, self.world.pieces)):
                     self._notes.append(messages.uncompared(uncompared))
+        matches = [one for each in statements for one in (each.matched, each.rename_matches)]
         # A rank that plans alone cannot see what the patterns match on others.
-        if self.complete and (unmatched := matched_nowhere([one.declared for one in statements])):
+        if self.complete and (unmatched := matched_nowhere(matches)):
             self.report.unmatched = unmatched
             keys = [fqn for piece in self.world.pieces for fqn in piece.fqns]
             # With the faults, too: a mistake in a pattern is their likely cause.
@@ -203,8 +204,8 @@ class Coordinator:
             self._faults += self._messages.disagreement(piece)
             return
         cover = piece.cover = cover_of(piece.ranks, piece.boxes)
-        sound = cover.is_whole if self.complete else cover.is_apart
-        if not sound(group.shape):
+        sound = tile if self.complete else apart
+        if not sound(Box.whole(group.shape), cover.boxes):
             self._faults += self._messages.tiling(piece, complete=self.complete)
         if not cover.has_replicas:
             return
@@ -322,7 +323,7 @@ class Coordinator:
         for statement in statements:
             for rule, count in statement.matched.items():
                 rules[rule] = max(rules.get(rule, 0), count)
-        self.report.rules = rules
+        self.report.rules = {rule: count for rule, count in rules.items() if count}
         stateless = dict.fromkeys(name for one in statements for name in one.stateless)
         self.report.stateless = tuple(stateless)
         # Notes of several ranks with one text stand once.

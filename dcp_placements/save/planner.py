@@ -30,17 +30,22 @@ from dcp_placements._torch import (
 )
 from dcp_placements.bind.binding import Placed, Placing
 from dcp_placements.bind.checks import lint
-from dcp_placements.bind.place import optimizer_faults, place
+from dcp_placements.bind.place import place
 from dcp_placements.errors import PlacementError, RankFaults, packed_faults
 from dcp_placements.names.flat import Path, Reshaped, check_texts, checkpoint_path, rename_keys
-from dcp_placements.names.optimizer_state import parameter_groups, stateless_parameters
+from dcp_placements.names.optimizer_state import stateless_parameters
 from dcp_placements.names.renames import Step, recorded
 from dcp_placements.names.target import Rename
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import KeyReport, SaveReport
 from dcp_placements.rules.mesh import mesh_state
-from dcp_placements.rules.patterns import PlacementRules, Rules, check_declaration, compile_pattern
-from dcp_placements.rules.unmatched import Matches, rule_matches
+from dcp_placements.rules.patterns import (
+    Matches,
+    PlacementRules,
+    Rules,
+    check_declaration,
+    compile_pattern,
+)
 from dcp_placements.runs import NOT_FINISHED, ItemsToCome, RunAttribute, Runs, has_own
 from dcp_placements.save.coordinator import REFUSED, Coordinator, sent_plans
 from dcp_placements.save.digests import (
@@ -100,7 +105,8 @@ class RankSave:
 
     def own_report(self, waived: Mapping[str, str]) -> SaveReport:
         """Return the report on what this rank holds."""
-        report = SaveReport(rules=dict(self.placing.matched), waived=dict(waived))
+        rules = {rule: count for rule, count in self.placing.matched.items() if count}
+        report = SaveReport(rules=rules, waived=dict(waived))
         objects: list[str] = []
         for held in self.holding.groups if self.holding is not None else ():
             if held.group.kind == OBJECT:
@@ -269,12 +275,16 @@ class PlacementSavePlanner(DefaultSavePlanner):
             if save.refusal is not None:
                 raise save.refusal
             with quiet_gc():
-                save.placing = place(save.state_dict, self.rules, save.mappings, save.reshaped)
-                save.state_dict, save.mappings = save.placing.state_dict, save.placing.mappings
-                faults = save.placing.faults
-                faults += optimizer_faults(save.state_dict, save.placing, self.rename)
-                if faults:
-                    raise RankFaults(f"rank {rank} {REFUSED}", faults)
+                save.placing = placing = place(
+                    save.state_dict,
+                    self.rules,
+                    save.mappings,
+                    save.reshaped,
+                    rename=self.rename,
+                )
+                save.state_dict, save.mappings = placing.state_dict, placing.mappings
+                if placing.faults:
+                    raise RankFaults(f"rank {rank} {REFUSED}", placing.faults)
                 local_plan = self._local_plan(save, *self._hold(save))
         except RankFaults as refusal:
             save.refusal = refusal
@@ -283,7 +293,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
 
     def _local_plan(self, save: RankSave, sent: Sent, digests: SentDigests) -> LocalPlan:
         """Return what is sent to the coordinator."""
-        rank, placed = global_rank(), save.placing.placed.values()
+        rank, placing, placed = global_rank(), save.placing, save.placing.placed.values()
         several = [tensor for tensor in placed if len(tensor.chunks) > 1]
         repeats = []
         if several:
@@ -291,11 +301,13 @@ class PlacementSavePlanner(DefaultSavePlanner):
         if repeats and self.on_conflict == "error":
             raise RankFaults(f"rank {rank} {REFUSED}", repeats)
         waived = [compile_pattern(pattern) for pattern in self.waive]
-        axes = _named_axes_of(save.placing, self.rules)
-        groups = parameter_groups(save.state_dict)
+        meshes = self.rules.meshes if isinstance(self.rules, PlacementRules) else []
+        of_places = [a.mesh for place in {one.place: 0 for one in placed} for a in place.axes]
+        axes = named_axes([*meshes, *{mesh_state(mesh): mesh for mesh in of_places}.values()])
+        groups = placing.groups
         statement = Statement(
-            matched=save.placing.matched,
-            declared={**rule_matches(self.rules, save.placing.matched), **save.rename_matches},
+            matched=placing.matched,
+            rename_matches=save.rename_matches,
             stateless=tuple(stateless_parameters(save.state_dict, groups) if groups else ()),
             notes=(*repeats, *lint(placed, renamed=self.rename is not None, waived=waived)),
             renames=save.renames,
@@ -467,19 +479,6 @@ def _rank_in_group(storage_data: Any) -> int | None:
     prefix = getattr(storage_data, "prefix", None)
     match = _RANK_PREFIX.match(prefix) if isinstance(prefix, str) else None
     return None if match is None else int(match[1])
-
-
-def _named_axes_of(placing: Placing, rules: Rules | None) -> dict[str, tuple[int, int]]:
-    """Return ``{name: (position, size)}`` of every named axis that tensors and rules name."""
-    axes: dict[str, tuple[int, int]] = {}
-    for mesh in rules.meshes if isinstance(rules, PlacementRules) else ():
-        axes.update(named_axes(mesh))
-    places = dict.fromkeys([placed.place for placed in placing.placed.values()])
-    of_places = [axis for place in places for axis in place.axes]
-    for mesh in {mesh_state(axis.mesh): axis.mesh for axis in of_places}.values():
-        axes.update(named_axes(mesh))
-    axes.update({axis.name: (axis.position, axis.size) for axis in of_places if axis.name})
-    return axes
 
 
 def _left_to_others(placed: Iterable[Placed]) -> set[str]:

@@ -19,10 +19,13 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.renames import Step
-from dcp_placements.rules.unmatched import Matches
+from dcp_placements.rules.patterns import Matches
 from dcp_placements.runs import WriteItemOfSave, made
 from dcp_placements.save.digests import SentDigests
-from dcp_placements.storage.metadata.pickles.tensor_properties import properties_of
+from dcp_placements.storage.metadata.pickles.tensor_properties import (
+    PORTABLE_PROPERTIES,
+    PROPERTIES,
+)
 from dcp_placements.table.table import OBJECT, PLAIN, SHARD, Group, Holding, Sent, unpacked_ints
 
 
@@ -55,8 +58,8 @@ class Statement:
     """What a rank sends beside its keys; the same on most ranks of a pipeline stage.
 
     Attributes:
-        matched: Rules that matched here, with the number of keys.
-        declared: What is declared by pattern, and whether a key here matches.
+        matched: By rule the number of keys here; 0 of patterns that match none.
+        rename_matches: By step of its rename, whether a key here matches.
         stateless: Parameters without optimizer state where others have it.
         notes: Warnings of this rank.
         renames: What the checkpoint is to keep of its rename.
@@ -67,8 +70,8 @@ class Statement:
         step: The training step that its planner was given; None for none.
     """
 
-    matched: Mapping[str, int] = field(default_factory=dict)
-    declared: Matches = field(default_factory=dict)
+    matched: Matches = field(default_factory=dict)
+    rename_matches: Matches = field(default_factory=dict)
     stateless: tuple[str, ...] = ()
     notes: tuple[Fault, ...] = ()
     renames: tuple[Step, ...] = ()
@@ -148,17 +151,19 @@ def _values(group: Group, box: Box) -> tuple[torch.Size | None, dict[str, Any]]:
     if group.kind == OBJECT:
         return None, {"type": WriteItemType.BYTE_IO, "bytes_io_data": None, "tensor_data": None}
     kind = WriteItemType.TENSOR if group.kind == PLAIN else WriteItemType.SHARD
-    chunk = chunk_metadata(box)
+    chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
     data = TensorWriteData(chunk, tensor_properties(group), torch.Size(group.shape))
     return chunk.offsets, {"type": kind, "bytes_io_data": None, "tensor_data": data}
 
 
 def tensor_properties(group: Group) -> TensorProperties:
-    """Return the properties of a group's tensors that metadata keeps."""
+    """Return the properties of a group's tensors that metadata keeps.
+
+    Strides, where torch has them, are those of C order; its own planner has those of the part that
+    the first rank holds.
+    """
     assert group.dtype is not None
-    return properties_of(group.dtype, group.layout, group.requires_grad, group.shape)
-
-
-def chunk_metadata(box: Box) -> ChunkStorageMetadata:
-    """Return torch's form of a box."""
-    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+    properties = TensorProperties(group.dtype, group.layout, group.requires_grad)
+    if PROPERTIES > PORTABLE_PROPERTIES:
+        vars(properties)["strides"] = torch.empty(group.shape, device="meta").stride()
+    return properties

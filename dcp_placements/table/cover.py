@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dcp_placements.layout.boxes import Boxes, Ints, apart, numel, tile, unique
-from dcp_placements.layout.sharding import Box
+from dcp_placements.layout.boxes import Boxes, Ints, numel, unique
 
 BALANCE = 1.05
 """What a rank may write, as a multiple of the mean, before another takes a share."""
@@ -73,14 +72,6 @@ class Cover(NamedTuple):
         ):
             found.setdefault(frozenset(boxes.tolist()), []).append(rank)
         return found
-
-    def is_whole(self, shape: tuple[int, ...]) -> bool:
-        """Whether the boxes tile a tensor of that shape, each element once."""
-        return tile(Box.whole(shape), self.boxes)
-
-    def is_apart(self, shape: tuple[int, ...]) -> bool:
-        """Whether the boxes lie within a tensor of that shape and share nothing."""
-        return apart(Box.whole(shape), self.boxes)
 
 
 def cover_of(ranks: Ints, boxes: Boxes) -> Cover:

@@ -15,9 +15,14 @@ from dcp_placements.errors import Fault, PlacementError
 from dcp_placements.layout.boxes import Array
 from dcp_placements.names.renames import Renames, Renumber, apply, number_in
 from dcp_placements.names.target import Rename, Target
-from dcp_placements.rules.patterns import PlacementRules, Rules, asked, rule_name
+from dcp_placements.rules.patterns import (
+    PlacementRules,
+    Rules,
+    asked,
+    matched_nowhere,
+    rule_name,
+)
 from dcp_placements.rules.placement import CheckpointPlacement
-from dcp_placements.rules.unmatched import matched_nowhere, rule_matches
 from dcp_placements.transfer.cutting import (
     HeldBoxes,
     cut_signature,
@@ -171,11 +176,11 @@ def _unmatched(
     """Return what no key of a world matches, as far as the world's own keys show it."""
     keys = [tensor.key for tensor in named]
     names = {tensor.rule_name for tensor in named if tensor.shape}
-    matches: list[dict[str, bool]] = [
-        rule_matches(rules, {repr(rules.pattern_of(name)) for name in names})
-        for rules in different
-        if isinstance(rules, PlacementRules)
-    ]
+    matches: list[dict[str, bool]] = []
+    for rules in different:
+        if isinstance(rules, PlacementRules):
+            matched = {repr(rules.pattern_of(name)) for name in names}
+            matches.append({pattern: pattern in matched for pattern in rules.declared})
     numbers = {
         step.declared: step.pattern
         for rank in ranks

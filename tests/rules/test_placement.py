@@ -22,6 +22,16 @@ from dcp_placements.testing import FakeMesh
 MESH = MeshCoordinate(("ep", "edp"), (4, 2), (3, 0))
 
 
+def test_placements_of_other_classes_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In some versions of torch a ``_StridedShard`` equals the ``Shard`` of its dim."""
+    monkeypatch.setattr(
+        _StridedShard, "__eq__", lambda self, other: self.dim == getattr(other, "dim", None)
+    )
+    strided = CheckpointPlacement(MESH, {"ep": _StridedShard(0, split_factor=2)})
+    assert strided == CheckpointPlacement(MESH, {"ep": _StridedShard(0, split_factor=2)})
+    assert strided != CheckpointPlacement(MESH, {"ep": Shard(0)})
+
+
 def test_axes_that_a_mapping_leaves_out_are_replicated() -> None:
     placement = CheckpointPlacement(MESH, {"edp": Shard(1)})
     assert len(placement.placements) == 2

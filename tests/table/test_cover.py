@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import SMALL_SHAPES, boxes_in, count, examples, tilings
 
+from dcp_placements.layout.boxes import apart, tile
+from dcp_placements.layout.sharding import Box
 from dcp_placements.table.cover import Cover, cover_of
 
 Row = tuple[int, ...]
@@ -22,7 +24,7 @@ def judged(
 ) -> tuple[Cover, bool]:
     boxes = np.array([row for _, row in rows], np.int64).reshape(len(rows), 2, len(shape))
     found = cover_of(np.array([rank for rank, _ in rows], np.int64), boxes)
-    return found, found.is_whole(shape) if complete else found.is_apart(shape)
+    return found, (tile if complete else apart)(Box.whole(shape), found.boxes)
 
 
 @given(SMALL_SHAPES, st.data())

@@ -33,9 +33,16 @@ from dcp_placements.names.target import Target
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.rehearsals.local_keys import LocalKeys, Steps, Whole, checkpoint_steps
 from dcp_placements.rules.mesh import MeshCoordinate
-from dcp_placements.rules.patterns import PlacementRules, Rules, asked, compile_pattern, rule_name
+from dcp_placements.rules.patterns import (
+    Matches,
+    PlacementRules,
+    Rules,
+    asked,
+    compile_pattern,
+    matched_nowhere,
+    rule_name,
+)
 from dcp_placements.rules.placement import CheckpointPlacement
-from dcp_placements.rules.unmatched import Matches, matched_nowhere
 from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.metadata.record import record_of
 from dcp_placements.table.table import (

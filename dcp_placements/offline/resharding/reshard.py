@@ -29,7 +29,7 @@ from dcp_placements.offline.resharding.records import RecordWriter
 from dcp_placements.offline.resharding.target import REFUSED, Target
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.rules.mesh import MeshCoordinate
-from dcp_placements.rules.unmatched import unmatched_faults
+from dcp_placements.rules.patterns import unmatched_faults
 from dcp_placements.storage.entries import StoredEntries, entries_of
 from dcp_placements.storage.index import index_of_rows
 from dcp_placements.storage.metadata.file import write_metadata

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 PORTABLE_PROPERTIES = 5
@@ -29,17 +28,3 @@ def portable_state(instance: TensorProperties) -> tuple[Any, ...]:
     """Return the state of ``instance`` to pickle, in the form that every torch reads."""
     state: tuple[Any, ...] = instance.__getstate__()
     return state[:PORTABLE_PROPERTIES]
-
-
-def properties_of(
-    dtype: torch.dtype, layout: torch.layout, requires_grad: bool, shape: tuple[int, ...]
-) -> TensorProperties:
-    """Return the properties of a whole tensor.
-
-    Strides, where torch has them, are those of C order; its own planner has those of the part that
-    the first rank holds.
-    """
-    properties = TensorProperties(dtype, layout, requires_grad)
-    if PROPERTIES > PORTABLE_PROPERTIES:
-        vars(properties)["strides"] = torch.empty(shape, device="meta").stride()
-    return properties
