@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         Unstack as Unstack,
         contiguous as contiguous,
     )
-    from dcp_placements.names.target import Parts as Parts, Row as Row, Rows as Rows
+    from dcp_placements.names.stacks_and_parts import Parts as Parts, Row as Row, Rows as Rows
     from dcp_placements.placements import Placements as Placements
     from dcp_placements.report import LoadReport as LoadReport, SaveReport as SaveReport
     from dcp_placements.rules.mesh import MeshCoordinate as MeshCoordinate
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         FusedShard as FusedShard,
         IndexShard as IndexShard,
     )
-    from dcp_placements.save.check import check as check
+    from dcp_placements.save.preflight import check as check
     from dcp_placements.save.planner import PlacementSavePlanner as PlacementSavePlanner
     from dcp_placements.storage.reader import PlacementFileSystemReader as PlacementFileSystemReader
     from dcp_placements.storage.writer import PlacementFileSystemWriter as PlacementFileSystemWriter
@@ -49,13 +49,13 @@ _NAMES = {
     "installation": "installed",
     "load.planner": "PlacementLoadPlanner",
     "names.renames": "Renames Renumber Replace Split Stack Unstack contiguous",
-    "names.target": "Parts Row Rows",
+    "names.stacks_and_parts": "Parts Row Rows",
     "placements": "Placements",
     "report": "LoadReport SaveReport",
     "rules.mesh": "MeshCoordinate",
     "rules.patterns": "PlacementRules",
     "rules.placement": "CheckpointPlacement FusedShard IndexShard",
-    "save.check": "check",
+    "save.preflight": "check",
     "save.planner": "PlacementSavePlanner",
     "storage.reader": "PlacementFileSystemReader",
     "storage.writer": "PlacementFileSystemWriter",

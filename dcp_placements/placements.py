@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_placements.load.planner import PlacementLoadPlanner
-from dcp_placements.names.target import Rename
+from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.rules.patterns import PlacementRules, Rules, RuleTable, check_declaration
 from dcp_placements.save.planner import PlacementSavePlanner
 

@@ -19,11 +19,11 @@ from dcp_placements._torch import (
     global_rank,
     set_element,
 )
-from dcp_placements.bind.binding import Placed
-from dcp_placements.bind.place import place
+from dcp_placements.bind.one_tensor import Placed
+from dcp_placements.bind.state_dict import place
 from dcp_placements.errors import Fault, PlacementError, raise_faults
 from dcp_placements.names.flat import checkpoint_path, rename_keys
-from dcp_placements.names.target import Rename
+from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.rules.patterns import PlacementRules, Rules, RuleTable, check_declaration
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dcp_placements._torch import has_hooks
-from dcp_placements.bind.binding import Place
+from dcp_placements.bind.one_tensor import Place
 from dcp_placements.errors import CannotPlace
 from dcp_placements.layout.boxes import as_array, format_box, overlaps, within
 from dcp_placements.layout.sharding import Box, Chunk, Sharding

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 
-from dcp_placements.bind.binding import Placed
+from dcp_placements.bind.one_tensor import Placed
 from dcp_placements.errors import Fault, format_count, format_ranks
 from dcp_placements.layout.boxes import as_array, format_box, tile, uncovered
 from dcp_placements.layout.sharding import Box, Cut, Cuts, Kind, part_sizes, unknown_kind
@@ -32,7 +32,7 @@ from dcp_placements.load.missing import Policy
 from dcp_placements.load.reads import Request, format_cuts
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.names.renames import Step, number_in, recorded
-from dcp_placements.names.target import Rename
+from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.storage.entries import entries_at
 from dcp_placements.storage.metadata.record import SaveRecord

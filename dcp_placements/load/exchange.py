@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from dcp_placements._torch import agreeing_device, global_rank
-from dcp_placements.bind.binding import Placing
+from dcp_placements.bind.one_tensor import Placing
 from dcp_placements.errors import Fault, PlacementError, format_faults, format_ranks
 from dcp_placements.layout.boxes import Ints
 from dcp_placements.load.reads import Request

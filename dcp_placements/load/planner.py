@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from dcp_placements._torch import facts_of, global_rank, set_up_by_torch, world_size
-from dcp_placements.bind.checks import equal_values, lint
-from dcp_placements.bind.place import place
+from dcp_placements.bind.lint import equal_values, lint
+from dcp_placements.bind.state_dict import place
 from dcp_placements.errors import (
     Fault,
     PlacementError,
@@ -51,7 +51,7 @@ from dcp_placements.load.missing import Policy, reset_note
 from dcp_placements.load.reads import Request
 from dcp_placements.load.tied import land, memory_faults, settle_tied, tied_keys
 from dcp_placements.names.flat import Path, Reshaped, put_at, rename_keys
-from dcp_placements.names.target import Rename
+from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import LoadReport, Traffic
 from dcp_placements.rules.patterns import (

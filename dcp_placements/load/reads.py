@@ -33,7 +33,7 @@ from dcp_placements._torch import (
     has_hooks,
     is_dtensor_like,
 )
-from dcp_placements.bind.binding import Placed, Placing
+from dcp_placements.bind.one_tensor import Placed, Placing
 from dcp_placements.errors import Fault
 from dcp_placements.layout.boxes import (
     Index,

@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from dcp_placements.errors import CannotPlace, Fault, RankFaults, raise_faults
 from dcp_placements.names.renames import apply, steps
-from dcp_placements.names.target import Parts, Rename, Row, Rows
+from dcp_placements.names.stacks_and_parts import Parts, Rename, Row, Rows
 from dcp_placements.rules.patterns import Matches
 
 Path = tuple[str | int, ...]

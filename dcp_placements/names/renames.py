@@ -23,7 +23,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from dcp_placements.errors import CannotPlace, PlacementError
-from dcp_placements.names.target import Parts, Rename, Renamed, Row, Rows
+from dcp_placements.names.stacks_and_parts import Parts, Rename, Renamed, Row, Rows
 from dcp_placements.rules.patterns import compile_pattern
 
 Ids = Sequence[int]

@@ -37,7 +37,7 @@ from dcp_placements.layout.boxes import apart, tile
 from dcp_placements.layout.sharding import Box, Cuts
 from dcp_placements.report import KeyReport, SaveReport
 from dcp_placements.rules.patterns import compile_pattern, matched_nowhere, unmatched_faults
-from dcp_placements.save import messages
+from dcp_placements.save import refusals
 from dcp_placements.save.digests import Contents, may_have_replicas
 from dcp_placements.save.numbers import numbering_faults
 from dcp_placements.save.plans import Assignment, LocalPlan, Statement, tensor_properties
@@ -59,7 +59,7 @@ def sent_plans(plans: Sequence[SavePlan]) -> list[LocalPlan]:
     """
     ours = [isinstance(plan.planner_data, LocalPlan) for plan in plans]
     if not all(ours):
-        fault = messages.this_save(
+        fault = refusals.this_save(
             f"{ours.count(False)} of {len(ours)} ranks planned it with another planner, the first "
             f"at position {ours.index(False)}",
             "way out:     the same planner on every rank; installed() on every rank",
@@ -120,8 +120,8 @@ class Coordinator:
                 self._undigested.setdefault(fqn, []).append(at)
 
     @cached_property
-    def _messages(self) -> messages.Messages:
-        return messages.Messages(self.world, self.plans, self.statements)
+    def _refusals(self) -> refusals.Refusals:
+        return refusals.Refusals(self.world, self.plans, self.statements)
 
     def prove(self) -> None:
         """Prove that the plans make a checkpoint, and compare replicas.
@@ -147,10 +147,10 @@ class Coordinator:
                 self._prove_piece(piece, contents)
             if contents.is_folded:
                 for group, fqns, ranks in contents.folded_conflicts():
-                    fault = self._messages.folded_conflict(fqns, ranks)
+                    fault = self._refusals.folded_conflict(fqns, ranks)
                     (self._notes if group.kind == OBJECT else self._conflicts).append(fault)
                 if uncompared := sum(map(contents.uncompared, self.world.pieces)):
-                    self._notes.append(messages.uncompared(uncompared))
+                    self._notes.append(refusals.uncompared(uncompared))
         matches = [one for each in statements for one in (each.matched, each.rename_matches)]
         # A rank that plans alone cannot see what the patterns match on others.
         if self.complete and (unmatched := matched_nowhere(matches)):
@@ -171,7 +171,7 @@ class Coordinator:
                     ranks.setdefault(value, []).extend(self._ranks_of[packed])
             by_value = dict(sorted(ranks.items())) if name == "step" else ranks
             count = what.replace("{}", str(len(ranks)))
-            return [messages.unlike(count, by_value, *details)] if len(ranks) > 1 else []
+            return [refusals.unlike(count, by_value, *details)] if len(ranks) > 1 else []
 
         self._faults += unlike(
             "digest_kind",
@@ -201,26 +201,26 @@ class Coordinator:
         group = piece.group
         alike = {(one.kind == OBJECT, one.shape, one.dtype) for _, _, one, *_ in piece.sources}
         if len(alike) > 1:
-            self._faults += self._messages.disagreement(piece)
+            self._faults += self._refusals.disagreement(piece)
             return
         cover = piece.cover = cover_of(piece.ranks, piece.boxes)
         sound = tile if self.complete else apart
         if not sound(Box.whole(group.shape), cover.boxes):
-            self._faults += self._messages.tiling(piece, complete=self.complete)
+            self._faults += self._refusals.tiling(piece, complete=self.complete)
         if not cover.has_replicas:
             return
         # A mesh with a part for every rank: of such a group there are no digests.
         has_own = not all(may_have_replicas(source.group, self._size) for source in piece.sources)
         if has_own and 0 not in group.shape:
-            self._faults += self._messages.same_coordinate(piece)
+            self._faults += self._refusals.same_coordinate(piece)
             return
         for fqn in piece.fqns if self._undigested else ():
             if fqn in self._undigested:
-                self._notes.append(self._messages.undigested(fqn, self._undigested[fqn]))
+                self._notes.append(self._refusals.undigested(fqn, self._undigested[fqn]))
         differing, digests = contents.differing(piece)
         if differing:
             conflicts = self._notes if group.kind == OBJECT else self._conflicts
-            conflicts += self._messages.conflicts(piece, differing, digests)
+            conflicts += self._refusals.conflicts(piece, differing, digests)
 
     def metadata(self, first: Sequence[str]) -> dict[str, Any]:
         """Return what ``.metadata`` has of each key, and fill the report on all keys.
@@ -337,7 +337,7 @@ class Coordinator:
             is_part = self.report.unique_nbytes < self.report.whole_nbytes
             lacking = not merged_later and (ranks[0] > 0 or is_part)
         if lacking:
-            notes.append(messages.not_all_ranks(self.report, ranks, size))
+            notes.append(refusals.not_all_ranks(self.report, ranks, size))
         self.report.warnings = tuple(map(str, notes))
         if notes:
             warnings.warn(format_faults("look at this save", notes, "note"), stacklevel=3)

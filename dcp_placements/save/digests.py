@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from dcp_placements.bind.binding import Placed
+from dcp_placements.bind.one_tensor import Placed
 from dcp_placements.layout.boxes import Bools
 from dcp_placements.layout.sharding import Chunk
 from dcp_placements.storage.hashing import (

@@ -28,14 +28,14 @@ from dcp_placements._torch import (
     without_class,
     world_size,
 )
-from dcp_placements.bind.binding import Placed, Placing
-from dcp_placements.bind.checks import lint
-from dcp_placements.bind.place import place
+from dcp_placements.bind.lint import lint
+from dcp_placements.bind.one_tensor import Placed, Placing
+from dcp_placements.bind.state_dict import place
 from dcp_placements.errors import PlacementError, RankFaults, packed_faults
 from dcp_placements.names.flat import Path, Reshaped, check_texts, checkpoint_path, rename_keys
 from dcp_placements.names.optimizer_state import stateless_parameters
 from dcp_placements.names.renames import Step, recorded
-from dcp_placements.names.target import Rename
+from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import KeyReport, SaveReport
 from dcp_placements.rules.mesh import mesh_state
@@ -54,8 +54,8 @@ from dcp_placements.save.digests import (
     digests_by_chunk,
     digests_of,
 )
-from dcp_placements.save.messages import repeat_fault
 from dcp_placements.save.plans import Assignment, LocalPlan, Statement, assigned_items
+from dcp_placements.save.refusals import repeat_fault
 from dcp_placements.storage.metadata.rank_files import saves_before
 from dcp_placements.storage.metadata.record import DIGESTS_OF_RANK, REPLACED, RESERVED_KEY, identity
 from dcp_placements.storage.metadata.save_ids import id_data, id_items, is_named

@@ -14,7 +14,7 @@ import numpy as np
 from dcp_placements.errors import Fault, PlacementError
 from dcp_placements.layout.boxes import Array
 from dcp_placements.names.renames import Renames, Renumber, apply, number_in
-from dcp_placements.names.target import Rename, Target
+from dcp_placements.names.stacks_and_parts import Rename, Target
 from dcp_placements.rules.patterns import (
     PlacementRules,
     Rules,

@@ -16,7 +16,7 @@ import torch
 
 from dcp_placements.errors import CannotPlace, Fault, PlacementError
 from dcp_placements.names.renames import Renames, Renumber, Replace, Split, Stack, Unstack, steps
-from dcp_placements.names.target import Rename, Row, Target, renamed_boxes, row_target
+from dcp_placements.names.stacks_and_parts import Rename, Row, Target, renamed_boxes, row_target
 
 Shape = tuple[int, ...]
 

@@ -12,7 +12,7 @@ import torch
 
 from dcp_placements.errors import Fault, PlacementError, format_faults, raise_faults
 from dcp_placements.layout.boxes import Array
-from dcp_placements.names.target import Rename
+from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.rules.patterns import unmatched_faults
 from dcp_placements.transfer.holding import held_groups
 from dcp_placements.transfer.matching import Matcher

@@ -28,7 +28,7 @@ from dcp_placements.layout.boxes import (
     overlaps,
 )
 from dcp_placements.layout.sharding import Box
-from dcp_placements.names.target import Target
+from dcp_placements.names.stacks_and_parts import Target
 from dcp_placements.table.cover import cover_of
 from dcp_placements.transfer.cutting import HeldBoxes
 from dcp_placements.transfer.names import Named

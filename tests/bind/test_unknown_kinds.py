@@ -21,7 +21,7 @@ from dcp_placements import (
     TransferWorld,
     transfer_plan,
 )
-from dcp_placements.bind import binding
+from dcp_placements.bind import one_tensor
 from dcp_placements.errors import CannotPlace
 from dcp_placements.layout.sharding import Cut, Sharding
 from dcp_placements.load.compare import canonical
@@ -129,7 +129,7 @@ def test_m97_worlds_of_an_unknown_kind_of_cut_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     save(WORLD, tmp_path / "saved", lambda rank: {"w": arange(8, 3)})
-    for module in (binding, cutting):
+    for module in (one_tensor, cutting):
         monkeypatch.setattr(module, "cut_of", lambda entry, ndim, *axis: Cut(0, *axis, NEW))
     message = "w: a cut of kind cyclic is not supported here"
     if kind == "rehearse":

@@ -14,7 +14,7 @@ from dcp_placements import Parts, Row, Rows
 from dcp_placements.errors import CannotPlace
 from dcp_placements.layout.boxes import as_array, tile
 from dcp_placements.layout.sharding import Box, Cut, Sharding
-from dcp_placements.names.target import Target, renamed_boxes
+from dcp_placements.names.stacks_and_parts import Target, renamed_boxes
 from tests.strategies import arange, examples
 
 

@@ -30,7 +30,7 @@ from dcp_placements import (
     Unstack,
     contiguous,
 )
-from dcp_placements.names.target import Rename
+from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.testing import World
 
 

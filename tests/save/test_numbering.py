@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import Shard
 
 from dcp_placements import PlacementSavePlanner, Renames, Renumber, Replace, contiguous
-from dcp_placements.names.target import Rename
+from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.testing import World, real_dtensor
 
 

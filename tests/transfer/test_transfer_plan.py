@@ -30,7 +30,7 @@ from dcp_placements import (
     Unstack,
     transfer_plan,
 )
-from dcp_placements.names.target import Rename
+from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.testing import cut
 from dcp_placements.testing.reference import numbered, part
 from dcp_placements.transfer.plan import TransferPlan

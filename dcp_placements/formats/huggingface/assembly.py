@@ -19,7 +19,7 @@ from dcp_placements.errors import CannotPlace, Fault, format_names
 from dcp_placements.layout.boxes import common
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.optimizer_state import OptimizerStates
-from dcp_placements.names.target import (
+from dcp_placements.names.stacks_and_parts import (
     Parts,
     Renamed,
     Row,

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dcp_placements.bind.place import place
+from dcp_placements.bind.state_dict import place
 from dcp_placements.errors import PlacementError
 from dcp_placements.formats.megatron.files import (
     DISTRIBUTED,

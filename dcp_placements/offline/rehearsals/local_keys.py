@@ -33,7 +33,7 @@ from dcp_placements.names.renames import (
     number_in,
     steps,
 )
-from dcp_placements.names.target import Parts, Row, Rows, inserted, removed, replaced
+from dcp_placements.names.stacks_and_parts import Parts, Row, Rows, inserted, removed, replaced
 
 
 class Whole(NamedTuple):

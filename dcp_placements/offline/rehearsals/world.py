@@ -29,7 +29,7 @@ from dcp_placements.load.missing import Policy
 from dcp_placements.load.planner import RankLoad
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.names.renames import Renames, Step, recorded
-from dcp_placements.names.target import Target
+from dcp_placements.names.stacks_and_parts import Target
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.rehearsals.local_keys import LocalKeys, Steps, Whole, checkpoint_steps
 from dcp_placements.rules.mesh import MeshCoordinate

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from dcp_placements.bind.binding import Place, Placed
+from dcp_placements.bind.one_tensor import Place, Placed
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Cut, Kind
 from dcp_placements.rules.mesh import Axis

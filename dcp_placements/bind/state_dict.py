@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from dcp_placements._torch import Facts, facts_of, global_rank, has_hooks, is_dtensor_like
-from dcp_placements.bind.binding import Place, Placed, Placing, bind, format_own
-from dcp_placements.bind.checks import equal_values, tensor_faults
+from dcp_placements.bind.lint import equal_values, tensor_faults
+from dcp_placements.bind.one_tensor import Place, Placed, Placing, bind, format_own
 from dcp_placements.bind.own_chunks import listed_place, lists_its_chunks, names_its_chunks
 from dcp_placements.errors import CannotPlace, Fault, format_names
 from dcp_placements.layout.boxes import format_boxes
@@ -33,7 +33,7 @@ from dcp_placements.names.optimizer_state import (
     possible_parameters,
     unnamed_faults,
 )
-from dcp_placements.names.target import (
+from dcp_placements.names.stacks_and_parts import (
     Parts,
     Rename,
     Row,

@@ -23,8 +23,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from dcp_placements.bind.binding import Placed
-from dcp_placements.bind.checks import NUMBERED_EXPERT
+from dcp_placements.bind.lint import NUMBERED_EXPERT
+from dcp_placements.bind.one_tensor import Placed
 from dcp_placements.errors import Fault, format_names, format_nbytes, format_ranks
 from dcp_placements.layout.boxes import (
     as_boxes,
@@ -49,7 +49,7 @@ _WITH_WORD = re.compile(rf"\w*{NUMBERED_EXPERT.pattern}")
 _ANYWAY = 'on_conflict="warn" saves one of the copies anyway'
 
 
-class Messages:
+class Refusals:
     """Puts what is wrong with a piece into words.
 
     Args:
