@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from dcp_placements.errors import PlacementError
-from dcp_placements.layout.sharding import Cut, Kind
+from dcp_placements.layout.sharding import Cut, Kind, unknown_kind
 from dcp_placements.rules.mesh import Mesh, format_mesh, mesh_state
 
 
@@ -237,9 +237,15 @@ def cut_of(placement: Any, ndim: int, axis: str | None, size: int) -> Cut:
             f"tensor has {ndim} {'dim' if ndim == 1 else 'dims'}"
         )
     cut = Cut(int(placement.dim) % ndim, axis, size, kind)
-    if kind is Kind.STRIDED:
-        return strided_cut(cut, int(placement.split_factor))
-    return cut._replace(parts=placement.parts) if kind is Kind.FUSED else cut
+    match kind:
+        case Kind.PLAIN | Kind.LISTED:
+            return cut
+        case Kind.FUSED:
+            return cut._replace(parts=placement.parts)
+        case Kind.STRIDED:
+            return strided_cut(cut, int(placement.split_factor))
+        case _:
+            raise unknown_kind(kind)
 
 
 def strided_cut(cut: Cut, split_factor: int) -> Cut:

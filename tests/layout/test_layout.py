@@ -28,30 +28,11 @@ def table_of(sharding: Sharding) -> dict[tuple[int, ...], list[int]]:
     return {each: rows(sharding.dim_at(0, each)) for each in sharding.positions()}
 
 
-def test_cuts_apply_in_their_order() -> None:
-    """FSDP cuts what tp has left."""
-    sharding = Sharding((8,), (Cut(0, "tp", 2), Cut(0, "fsdp", 2)))
-    table = {(0, 0): [0, 1], (0, 1): [2, 3], (1, 0): [4, 5], (1, 1): [6, 7]}
-    assert table_of(sharding) == table
-
-
-def test_parts_of_a_part_are_chunked_from_what_is_left() -> None:
-    """_StridedShard with split factor 2 inside the second half of an uneven cut."""
-    sharding = Sharding((7,), (Cut(0, "dp", 2), Cut(0, "tp", 2, Kind.FUSED, 2)))
-    assert table_of(sharding) == {(0, 0): [0, 2], (0, 1): [1, 3], (1, 0): [4, 6], (1, 1): [5]}
-
-
 def test_adjacent_intervals_merge_into_one_chunk() -> None:
     fused = Cut(0, "tp", 1, Kind.FUSED, 3)
     assert Sharding((6,), (fused,)).chunks((0,)) == (Chunk((0,), (0,), (6,)),)
     # What a list of rows has left apart stays apart.
     assert cut_intervals(((0, 2), (2, 4)), Cut(0, "tp", 1, Kind.FUSED, 2), 0) == ((0, 2), (2, 4))
-
-
-def test_last_rank_of_uneven_shard_is_empty() -> None:
-    sharding = Sharding((5, 3), (Cut(0, "ep", 4),))
-    assert sharding.local_shape((3,)) == (0, 3)
-    assert sharding.chunks((3,)) == ()
 
 
 def test_listed_rows_keep_their_order_and_stay_apart() -> None:
@@ -67,19 +48,6 @@ def test_listed_rows_keep_their_order_and_stay_apart() -> None:
 def test_listed_rows_stay_apart_where_parts_of_them_are_cut() -> None:
     sharding = Sharding((6,), (LISTED, Cut(0, "tp", 1, Kind.FUSED, 2)))
     assert sharding.dim_at(0, [(1, 2, 3, 4), 0]) == ((1, 2), (2, 3), (3, 4), (4, 5))
-
-
-def test_padding_in_the_middle_of_a_local_tensor_is_left_out() -> None:
-    """Parts of a padded tensor: local rows 2 and 3 are rows 6 and 7, beyond the real ones."""
-    sharding = Sharding((6,), (Cut(0, "tp", 2, Kind.FUSED, 2),), padded_shape=(8,))
-    assert sharding.local_shape((1,)) == (4,)
-    assert sharding.chunks((1,)) == (Chunk((0,), (2,), (2,)),)
-
-
-def test_padding_before_real_rows_moves_them_on_in_the_local_tensor() -> None:
-    sharding, rows = Sharding((5,), (LISTED,), padded_shape=(8,)), [(6, 1, 7, 4)]
-    assert sharding.local_shape(rows) == (4,)
-    assert sharding.chunks(rows) == (Chunk((1,), (1,), (1,)), Chunk((3,), (4,), (1,)))
 
 
 @pytest.mark.parametrize("index", [-1, 6, 100])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import SMALL_SHAPES, boxes_in, examples, tilings
-from torch.distributed.checkpoint import ChunkStorageMetadata, TensorStorageMetadata
-from torch.distributed.checkpoint.metadata import TensorProperties
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from strategies import SMALL_SHAPES, examples, tilings
+from torch.distributed.checkpoint import ChunkStorageMetadata
 
 from dcp_placements.layout.sharding import Box
 from dcp_placements.storage.metadata.chunk_list import ChunkList
@@ -23,19 +20,6 @@ from dcp_placements.storage.metadata.chunk_list import ChunkList
 
 def torchs(boxes: list[Box]) -> list[ChunkStorageMetadata]:
     return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
-
-
-@given(SMALL_SHAPES, st.data())
-@examples(50)
-def test_torch_plans_the_same_reads_from_arrays_and_from_its_list(
-    shape: tuple[int, ...], data: st.DataObject
-) -> None:
-    chunks = torchs(data.draw(tilings(shape)))
-    listed = TensorStorageMetadata(TensorProperties(), torch.Size(shape), chunks)
-    arrays = replace(listed, chunks=ChunkList.of(chunks, len(shape)))  # type: ignore[arg-type]
-    wanted = torchs(data.draw(boxes_in(shape)))
-    expected = create_read_items_for_chunk_list("w", listed, wanted)
-    assert create_read_items_for_chunk_list("w", arrays, wanted) == expected
 
 
 @given(SMALL_SHAPES, st.data())

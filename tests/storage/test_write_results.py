@@ -17,7 +17,6 @@ from dcp_placements import (
     PlacementRules,
     PlacementSavePlanner,
 )
-from dcp_placements.storage.written import Rows, StoredPlace, WriteResults, Written
 from dcp_placements.testing import World
 
 
@@ -67,24 +66,6 @@ def test_what_arrives_is_what_torch_finds_in_metadata(
     assert len(results) == len(stored) > 30
     if "thread_count" in options:
         assert len({result.storage_data.relative_path for result in arrived[0]}) == 3
-
-
-def test_the_results_of_thousands_of_tensors_take_a_few_bytes_each() -> None:
-    places, start = [], 0
-    for layer in range(100):
-        for number in range(30):
-            fqn = f"layers.{layer}.part{number}.weight"
-            length = 900 + number
-            places.append(
-                StoredPlace(fqn, (4096 * number, 0), "__12_5e0f1a2b_0.distcp", start, length)
-            )
-            start += length
-    results = WriteResults(Written.of(Rows.of(places), ()))
-    sent = pickle.dumps(results)
-    assert len(sent) < 3000
-    assert pickle.loads(sent) == results
-    assert pickle.loads(pickle.dumps(pickle.loads(sent))) == results
-    assert [result.storage_data.offset for result in results] == [place.start for place in places]
 
 
 def test_a_writer_with_a_finish_of_its_own_gets_all_rows(tmp_path: Path) -> None:
