@@ -486,6 +486,12 @@ def test_lint_other_names_that_ep_cuts_are_not_warned_of(tmp_path: Path, name: s
     assert_holds(tmp_path, {name: whole})
 
 
+def test_lint_experts_that_tp_does_not_cut_are_not_warned_of(tmp_path: Path) -> None:
+    rules = by_axis(ep=Shard(0))("layers.0.experts.w1", ep=2, tp=2)
+    with without_warning():
+        save(WORLD, tmp_path, lambda rank: {"layers.0.experts.w1": arange(4, 3) + rank // 2}, rules)
+
+
 def test_ranks_that_save_different_steps_are_refused(tmp_path: Path) -> None:
     def save_steps(steps: list[int | None]) -> None:
         WORLD.save(

@@ -294,8 +294,8 @@ def _findings(
     is_plain = cut is not None and cut.kind is Kind.PLAIN
     if is_plain and outer is not None:
         yield _ORDER, facts
-    if cut is not None and _TENSOR_AXIS.match(name):
-        is_two = cut.kind is Kind.FUSED and cut.parts == 2
+    if _TENSOR_AXIS.match(name):
+        is_two = cut is not None and cut.kind is Kind.FUSED and cut.parts == 2
         how = "plainly" if is_plain else "as two parts"
         if (is_plain or is_two) and _QKV.search(fqn):
             yield _FUSED, {**facts, **_IS_QKV, "how": how}

@@ -284,8 +284,10 @@ class RankLoad:
             ids = [ReadItemOfLoad(**vars(item), run=self) for item in reads]
             # A file is compared before and after its records are read: a save may begin meanwhile.
             final = [*ids, *items, *ids]
-        # That reader tells when it has compared the files, too: later than the last item.
-        if type(files) is dict and (self.tied or self.request.reset):
+        # That reader, which an exchange needs, tells when it has compared the files, too: later
+        # than the last item.
+        is_told = type(files) is not dict or self.exchange is not None
+        if not is_told and (self.tied or self.request.reset):
             self.unread = len(final)
             if not final:
                 self.reset()

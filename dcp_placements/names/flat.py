@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from traceback import extract_tb
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from dcp_placements.errors import CannotPlace, Fault, RankFaults, raise_faults
@@ -134,6 +135,12 @@ def rename_keys(
                 raise CannotPlace(f"rename() gave {new!r}, which is no name, Row, Rows or Parts")
         except CannotPlace as error:
             faults.append(error.fault(key))
+            continue
+        except Exception as error:
+            at = extract_tb(error.__traceback__)[-1]
+            headline = f"the rename fails: {type(error).__name__}: {error}"
+            raised = f"raised:      {at.filename}:{at.lineno}, in {at.name}"
+            faults.append(Fault(key, headline, (raised, "way out:     a name for every key")))
             continue
         name = new if isinstance(new, str) else new.fqn
         label = new.stacked if isinstance(new, Rows | Parts) else name

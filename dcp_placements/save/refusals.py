@@ -199,6 +199,15 @@ class Refusals:
         if differs:
             tail = f", agrees along {_quoted(agrees)}" if agrees else ""
             details.append(f"the copies:  differs along {_quoted(differs)}{tail}")
+        count = len({rank for members in contents.values() for rank in members})
+        headline = f"{len(contents)} different contents on {count} ranks that claim to be replicas"
+        if piece.group.kind == OBJECT:
+            details += [
+                "likely:      a state of each rank's own (random numbers, a data loader), or one "
+                "that has drifted apart",
+                "way out:     a name per rank (f'rng.{rank}') for a state of each rank's own",
+            ]
+            return Fault("", f"{headline}; that of the lowest is kept", tuple(details))
         along = f" over {_quoted(differs, ' or ')}" if differs else ""
         details += [
             f"likely:      it is sharded{along}: it needs a rule with Shard; or every rank counts "
@@ -209,10 +218,6 @@ class Refusals:
             "             a name per rank (f'rng.{rank}') for a state of each rank's own",
             f"             {_ANYWAY}",
         ]
-        count = len({rank for members in contents.values() for rank in members})
-        headline = f"{len(contents)} different contents on {count} ranks that claim to be replicas"
-        if piece.group.kind == OBJECT:
-            return Fault("", f"{headline}; that of the lowest is kept", tuple(details))
         place = f"place:       {self._box(piece, box)} of {piece.group.shape}{more}"
         return Fault("", headline, tuple(details), (place,))
 

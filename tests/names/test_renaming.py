@@ -384,3 +384,9 @@ def test_parameter_groups_that_list_renamed_parameters_are_refused(tmp_path: Pat
         dcp.save(state_dict, checkpoint_id=tmp_path, planner=planner)
     message = str(refused.value.failures[0][0])
     assert "optim.param_groups.0.params: it lists parameters by this rank's names" in message
+
+
+def test_a_rename_that_raises_is_a_fault_with_its_key(tmp_path: Path) -> None:
+    planner = PlacementSavePlanner(rename={"a": "b"}.__getitem__)
+    with pytest.raises(CheckpointException, match=r"w: the rename fails: KeyError: 'w'"):
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path, planner=planner, no_dist=True)

@@ -254,7 +254,7 @@ def other_topology(path: Path) -> Facts:
     four = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
     mesh = two_by_two("replicate", "shard")
     wholes = {f"w{n}": arange(1024, 700, start=n) for n in range(4)}
-    old = {
+    old: State = {
         name: distribute_tensor(whole, four, [Shard(1)], src_data_rank=None)
         for name, whole in wholes.items()
     }
@@ -404,17 +404,21 @@ def damaged(path: Path, damage: Callable[[Path], None], **options: Any) -> Facts
         name: distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
         for name, whole in wholes.items()
     }
-    dcp.save(old, checkpoint_id=path, planner=PlacementSavePlanner())
+    moments = {name: {"step": torch.ones(()), "m": torch.ones(3)} for name in ("w0", "w1")}
+    old = {"model": old, "optim": {"state": {"w1": moments["w1"]}}}
+    dcp.save(old, checkpoint_id=path, planner=dcp.DefaultSavePlanner())
     dist.barrier()
     if dist.get_rank() == 0:
         damage(path / "__2_0.distcp")
     dist.barrier()
-    state = {name: torch.full((1024, 900), 77.0) for name in wholes}
+    model = {name: torch.full((1024, 900), 77.0) for name in wholes}
+    state = {"model": model, "optim": {"state": moments}}
     planner = PlacementLoadPlanner(exchange=True, **options)
     reader = PlacementFileSystemReader(path)
     started = time.monotonic()
     refused = refusal(lambda: dcp.load(state, storage_reader=reader, planner=planner))
-    return {"refused": refused, "late": time.monotonic() - started > 20}
+    late = time.monotonic() - started > 20
+    return {"refused": refused, "late": late, "reset": not moments["w0"]["m"].any().item()}
 
 
 @scenario
