@@ -10,7 +10,3 @@ _ZLIB = import_module("isal.isal_zlib" if find_spec("isal") else "zlib")
 
 crc32: Callable[..., int] = _ZLIB.crc32
 """The checksum of zip files."""
-
-crc32_combine: Callable[[int, int, int], int] | None = getattr(_ZLIB, "crc32_combine", None)
-"""Returns the checksum of two parts in a row by theirs and the size of the second; None where
-neither library has it."""

@@ -6,14 +6,12 @@ import errno
 import io
 import os
 import stat
-import threading
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
 from dcp_placements.errors import format_name
-from dcp_placements.storage.fast_zlib import crc32, crc32_combine
+from dcp_placements.storage.fast_zlib import crc32
 
 ANNOUNCED_NBYTES = 16 << 20
 """Bytes of a file announced at once."""
@@ -21,12 +19,9 @@ ANNOUNCED_NBYTES = 16 << 20
 COPY_NBYTES = 8 << 20
 """The buffer for copying from file to file, where the system cannot do it."""
 
-BLOCK_NBYTES = 1 << 20
-"""Bytes that are read before they are summed, while they are in the processor's cache."""
-
-HALVED_NBYTES = 16 << 20
-"""From so many bytes on two threads read and sum one half each. Of less, where no core is idle, the
-threads cost more than they save."""
+BLOCK_NBYTES = 512 << 10
+"""Bytes that are read before they are summed, while they are in the processor's cache. A load from
+memory takes 9 % longer with checksums, 15 % in blocks of 1 MiB and 29 % of 4 MiB."""
 
 
 def why_barred(root: str | os.PathLike[str], name: str) -> str | None:
@@ -162,8 +157,6 @@ class CountedFile(Part):
         plain = isinstance(stream, io.BufferedReader) and isinstance(stream.raw, io.FileIO)
         self._fd = stream.fileno() if plain and hasattr(os, "preadv") else None
         self._gap_nbytes = LOCAL_GAP_NBYTES if plain else REMOTE_GAP_NBYTES
-        self._second: ThreadPoolExecutor | None = None
-        self._counting = threading.Lock()
 
     def gap(self, run_nbytes: int) -> int:
         return cheap_gap(run_nbytes, self._gap_nbytes)
@@ -177,9 +170,8 @@ class CountedFile(Part):
                 count = self._stream.readinto(buffer) or 0
             if count == 0:
                 raise EOFError(f"the file ends at {position}, {buffer.nbytes} bytes too early")
-            with self._counting:
-                self.reads += 1
-                self.nbytes += count
+            self.reads += 1
+            self.nbytes += count
             position += count
             buffer = buffer[count:]
 
@@ -187,26 +179,11 @@ class CountedFile(Part):
         # At a URL a request for each block would take longer.
         if self._fd is None:
             return super().read_summed(buffer, position, checksum)
-        if buffer.nbytes < HALVED_NBYTES or crc32_combine is None:
-            return self._read_blocks(buffer, position, checksum)
-        if self._second is None:
-            self._second = ThreadPoolExecutor(1)
-        half = buffer.nbytes // 2
-        rest = self._second.submit(self._read_blocks, buffer[half:], position + half, 0)
-        checksum = self._read_blocks(buffer[:half], position, checksum)
-        return crc32_combine(checksum, rest.result(), buffer.nbytes - half)
-
-    def _read_blocks(self, buffer: memoryview, position: int, checksum: int) -> int:
         for at in range(0, buffer.nbytes, BLOCK_NBYTES):
             block = buffer[at : at + BLOCK_NBYTES]
             self.read_into(block, position + at)
             checksum = crc32(block, checksum)
         return checksum
-
-    def close(self) -> None:
-        """End the second thread."""
-        if self._second is not None:
-            self._second.shutdown()
 
     def read_each(
         self, buffer: memoryview, nbytes: int, positions: Iterable[int], *, near: bool

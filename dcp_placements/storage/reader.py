@@ -266,7 +266,6 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
                 fault = Fault(job.path, f"it cannot be read: {error}", DAMAGED)
                 raise PlacementError(format_faults(IS_DAMAGED, [fault])) from error
             finally:
-                file.close()
                 with _COUNTING:
                     self.opens += 1
                     self.bytes_read += file.nbytes
