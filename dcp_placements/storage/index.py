@@ -26,6 +26,7 @@ from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_placements.layout.boxes import Ints, unique
 from dcp_placements.storage.entries import Entries
@@ -157,66 +158,72 @@ class RowIndex:
 
     def offsets_of(self, fqn: str) -> Sequence[Offset]:
         """Return the offsets of all chunks of a key, in order."""
-        key = self.numbers[fqn]
-        number = self._place_of[key]
+        key = self.numbers.get(fqn, -1)
+        number = self._place_of[key] if key >= 0 else NOWHERE
         if number == APART:
             return [origin(int(self.apart[5, self._apart_of[key]]))]
         return () if number == NOWHERE else self.offsets(number)
 
-    def row(self, fqn: str, offset: Offset, hint: int | None) -> Row | None:
-        """Return the row of a chunk; None where there is none.
+    def find(self, indices: Sequence[MetadataIndex]) -> Ints:
+        """Return where chunks are.
 
         Args:
-            fqn: Of its key.
-            offset: Of the chunk; None of an object.
-            hint: Its likely position in the list of chunks.
+            indices: Of the chunks; their positions in lists of chunks are tried first.
+
+        Returns:
+            ``(4, chunks)``: position among all files, transforms, start, length; -1 where there is
+            none.
         """
-        key = self.numbers.get(fqn, -1)
-        number = self._place_of[key] if key >= 0 else NOWHERE
-        if number == NOWHERE:
-            return None
-        if number == APART:
-            _, file, steps, start, length, ndim = self.apart[:, self._apart_of[key]].tolist()
-            return None if offset != origin(ndim) else (self.files[file], steps, start, length)
-        at = self._position(number, offset, hint)
-        if at is None:
-            return None
-        one = self.places[number]
-        file, steps, start, length = self._rows_at(one.writers[[at]], key, one.slots[[at]])[0]
-        return self.files[file], steps, start, length
+        keys = np.array([self.numbers.get(one.fqn, -1) for one in indices], np.int64)
+        numbers = np.append(self.place_of, NOWHERE)[keys]
+        found = np.full((4, len(keys)), -1)
+        for number in np.unique(numbers[numbers != NOWHERE]).tolist():
+            at = np.flatnonzero(numbers == number)
+            chunks = self._chunks(number, keys[at], [indices[one] for one in at.tolist()])
+            at, chunks = at[chunks >= 0], chunks[chunks >= 0]
+            found[:, at] = self._rows_at(number, keys[at], chunks)
+        return found
 
     def rows_of(self, fqn: str) -> list[tuple[Offset, Row]]:
         """Return offset and row of each chunk of a key."""
-        key = self.numbers.get(fqn, -1)
-        number = self._place_of[key] if key >= 0 else NOWHERE
-        if number in (APART, NOWHERE):
-            return [(at, row) for at in self.offsets_of(fqn) if (row := self.row(fqn, at, None))]
-        one = self.places[number]
-        rows = self._rows_at(one.writers, key, one.slots)
+        offsets = self.offsets_of(fqn)
+        if not offsets:
+            return []
+        key = self.numbers[fqn]
+        chunks = np.arange(len(offsets))
+        rows = self._rows_at(self._place_of[key], np.full_like(chunks, key), chunks).T.tolist()
         found = [(self.files[file], steps, start, length) for file, steps, start, length in rows]
-        return list(zip(self.offsets(number), found, strict=True))
+        return list(zip(offsets, found, strict=True))
 
-    def _position(self, number: int, offset: Offset, hint: int | None) -> int | None:
-        """Return the position of a chunk among places; None where there is none."""
+    def _chunks(self, number: int, keys: Ints, indices: Sequence[MetadataIndex]) -> Ints:
+        """Return which chunk of keys of one class each index means; -1 for none."""
+        if number == APART:
+            dims = self.apart[5, self._apart_of[keys]].tolist()
+            pairs = zip(indices, dims, strict=True)
+            return np.array([-(one.offset != origin(ndim)) for one, ndim in pairs], np.int64)
         listed = self.places[number].listed
-        if listed >= 0 and hint is not None and offset is not None:
-            offsets = self.entries.lists[listed].offsets
-            if 0 <= hint < len(offsets) and offsets[hint].tolist() == list(offset):
-                return hint
-        if number not in self._positions:
-            found = {one: at for at, one in enumerate(self.offsets(number))}
-            self._positions[number] = found
-        return self._positions[number].get(offset)
+        offsets = self.entries.lists[listed].offsets if listed >= 0 else np.zeros((0, 0), np.int64)
+        chunks = []
+        for one in indices:
+            chunk = -1 if one.index is None or one.index >= len(offsets) else one.index
+            if chunk < 0 or one.offset != tuple(offsets[chunk].tolist()):
+                if number not in self._positions:
+                    held = {offset: at for at, offset in enumerate(self.offsets(number))}
+                    self._positions[number] = held
+                chunk = self._positions[number].get(one.offset, -1)
+            chunks.append(chunk)
+        return np.array(chunks, np.int64)
 
-    def _rows_at(self, writers: Ints, key: int, slots: Ints) -> list[list[int]]:
-        """Return position among all files, transforms, start and length of chunks of a key."""
-        codes, order = self._order
-        at = order[codes.searchsorted(self._codes(self.template_of[writers], key, slots))]
-        files, steps, starts, lengths = self.rows[3:, at]
+    def _rows_at(self, number: int, keys: Ints, chunks: Ints) -> Ints:
+        """Return rows of keys of one class, a chunk of each, as ``find`` does."""
+        if number == APART:
+            return self.apart[1:5, self._apart_of[keys]]
+        one, (codes, order) = self.places[number], self._order
+        writers = one.writers[chunks]
+        wanted = self._codes(self.template_of[writers], keys, one.slots[chunks])
+        files, steps, starts, lengths = self.rows[3:, order[codes.searchsorted(wanted)]]
         files = files + self.first_files[writers]
-        rows = [files, steps, self._gaps.starts(files, starts), lengths]
-        found: list[list[int]] = np.stack(rows, axis=1).tolist()
-        return found
+        return np.stack([files, steps, self._gaps.starts(files, starts), lengths])
 
     def all_rows(self) -> Iterator[StoredPlace]:
         """Yield every row."""

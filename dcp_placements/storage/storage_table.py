@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 from torch.distributed.checkpoint import ReadItem
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -33,12 +33,22 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
         return [(index, self[index]) for fqn in fqns for index in self._indices(fqn)]
 
     def __getitem__(self, index: MetadataIndex) -> StorageInfo:
-        row = self.index.row(index.fqn, index.offset, index.index)
-        if row is None:
+        (info,) = self.infos([index])
+        if info is None:
             raise KeyError(index)
-        path, transforms, start, length = row
-        steps = self.index.transforms[transforms]
-        return StorageInfo(path, start, length, None if steps is None else list(steps))
+        return info
+
+    def infos(self, indices: Sequence[MetadataIndex]) -> list[StorageInfo | None]:
+        """Return the rows of chunks; None where there is none."""
+        files, steps = self.index.files, self.index.transforms
+        return [
+            None
+            if file < 0
+            else StorageInfo(
+                files[file], start, length, None if (one := steps[number]) is None else list(one)
+            )
+            for file, number, start, length in self.index.find(indices).T.tolist()
+        ]
 
     def __len__(self) -> int:
         return len(self.index)
@@ -90,17 +100,21 @@ def places_of(
         PlacementError: There is none of some; all of them in one error.
     """
     indices = [item.storage_index for item in items]
-    try:
-        return [places[index] for index in indices]
-    except KeyError:
-        faults = [
-            Fault(
-                index.fqn,
-                "the metadata name no file for "
-                + ("it" if index.offset is None else f"the chunk at {tuple(index.offset)}"),
-                DAMAGED_METADATA,
-            )
-            for index in indices
-            if index not in places
-        ]
-        raise PlacementError(format_faults("the checkpoint is not whole", faults)) from None
+    infos = (
+        places.infos(indices)
+        if isinstance(places, StorageTable)
+        else list(map(places.get, indices))
+    )
+    faults = [
+        Fault(
+            index.fqn,
+            "the metadata name no file for "
+            + ("it" if index.offset is None else f"the chunk at {tuple(index.offset)}"),
+            DAMAGED_METADATA,
+        )
+        for index, info in zip(indices, infos, strict=True)
+        if info is None
+    ]
+    if faults:
+        raise PlacementError(format_faults("the checkpoint is not whole", faults))
+    return cast(list[StorageInfo], infos)
