@@ -278,7 +278,7 @@ def _doubts(place: Place) -> list[Doubt]:
         else:
             doubts.append((axis, None, None))
             continue
-        if cut.kind is not Kind.LISTED:
+        if cut.kind is not Kind.LISTED and cut.dim >= 0:
             doubts.append((axis, cut, outer.get(cut.dim)))
     return doubts
 

@@ -52,6 +52,7 @@ class Place:
         replicating: The axes of the DTensor's own mesh that cut nothing.
         is_exact: Whether ``sharding`` and the rows that are listed determine what each rank holds;
             false for a part of a fused dim that an axis cuts.
+        ruled: For how many of the cuts, the first, the rule speaks.
     """
 
     sharding: Sharding
@@ -60,6 +61,7 @@ class Place:
     positions: tuple[Position, ...] = ()
     replicating: tuple[Axis, ...] = ()
     is_exact: bool = True
+    ruled: int = 0
 
 
 @dataclass(slots=True)
@@ -219,7 +221,7 @@ def bind(
         raise _misfit(error.headline, own, placement, sharding, positions, axes) from None
     cutting = {*kept, *[at for _, _, at in by_rule]}
     replicating = [axis for i, axis in enumerate(own_axes) if i not in cutting]
-    return Place(sharding, axes, chunks, positions, tuple(replicating))
+    return Place(sharding, axes, chunks, positions, tuple(replicating), ruled=len(by_rule))
 
 
 def _own_cuts(ndim: int, axes: Sequence[Axis], placements: Sequence[Any]) -> dict[int, Cut]:

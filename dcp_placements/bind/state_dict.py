@@ -25,7 +25,7 @@ from dcp_placements.bind.one_tensor import Place, Placed, Placing, bind, format_
 from dcp_placements.bind.own_chunks import listed_place, lists_its_chunks, names_its_chunks
 from dcp_placements.errors import CannotPlace, Fault, format_names
 from dcp_placements.layout.boxes import format_boxes
-from dcp_placements.layout.sharding import Chunk, Cut, Kind, Sharding
+from dcp_placements.layout.sharding import Chunk, Cut, FusedPart, Kind, Sharding
 from dcp_placements.names.flat import Path, RenamedValue, Reshaped
 from dcp_placements.names.optimizer_state import (
     OptimizerStates,
@@ -549,13 +549,14 @@ def _stack_place(own: Place, rows: Sequence[Row], axes: Sequence[Axis | None]) -
         Cut(dim, *((None, 1) if axis is None else (axis.name, axis.size)), Kind.LISTED)
         for dim, axis in zip(stack_dims(rows[0], shape), axes, strict=True)
     ]
-    sharding = _moved(own.sharding, row_target(rows[0], shape), ())
+    sharding = _moved(own.sharding, row_target(rows[0], shape))
     chunks = [
         chunk
         for part, row in enumerate(rows)
         for chunk in row_target(row, shape).chunks(own.chunks, part)
     ]
-    return Place(replace(sharding, cuts=(*listed, *sharding.cuts)), own.axes, tuple(chunks))
+    sharding = replace(sharding, cuts=(*listed, *sharding.cuts))
+    return Place(sharding, own.axes, tuple(chunks), ruled=len(listed) + own.ruled)
 
 
 def _pieces_of(whole: Place, name: Rows | Parts, dim: int | None) -> list[Piece]:
@@ -572,7 +573,10 @@ def _pieces_of(whole: Place, name: Rows | Parts, dim: int | None) -> list[Piece]
     shape = whole.sharding.global_shape
     if dim is None:
         targets = part_targets(name, shape)
-        return [(0, part, (0,), _piece(one, whole)) for part, one in enumerate(targets)]
+        return [
+            (0, part, (0,), _piece(one, whole, _fused_part(name, part)))
+            for part, one in enumerate(targets)
+        ]
     parts = part_targets(name, removed(shape, dim))
     intervals = whole.sharding.dim_at(dim, whole.positions)
     held: dict[int, list[int]] = {}
@@ -580,18 +584,34 @@ def _pieces_of(whole: Place, name: Rows | Parts, dim: int | None) -> list[Piece]
         if number < shape[dim]:
             held.setdefault(number, []).append(index)
     return [
-        (number, part, at, _piece(target.of_row(number, dim), whole, dim, at))
+        (
+            number,
+            part,
+            at,
+            _piece(target.of_row(number, dim), whole, _fused_part(name, part), dim, at),
+        )
         for number, at in held.items()
         for part, target in enumerate(parts)
     ]
 
 
-def _piece(target: Target, whole: Place, dim: int | None = None, at: Sequence[int] = (0,)) -> Place:
+def _fused_part(name: Rows | Parts, number: int) -> FusedPart | None:
+    return FusedPart(number, name.sizes, name.groups) if isinstance(name, Parts) else None
+
+
+def _piece(
+    target: Target,
+    whole: Place,
+    of: FusedPart | None,
+    dim: int | None = None,
+    at: Sequence[int] = (0,),
+) -> Place:
     """Return the place of a row or a part of a tensor.
 
     Args:
         target: The row or the part.
         whole: The place of the tensor.
+        of: Which part it is.
         dim: The dim that the rows lie along, if it is a row.
         at: The index of the row in the local tensor, for each time that it is there.
 
@@ -609,23 +629,25 @@ def _piece(target: Target, whole: Place, dim: int | None = None, at: Sequence[in
         for number, origin in enumerate(target.dims)
         if origin is not None and any(box.sizes[origin] != shape[origin] for box in boxes)
     ]
-    sharding = _moved(whole.sharding, target, split)
+    sharding = _moved(whole.sharding, target, split, of)
     # Where no axis cuts a fused dim, one run of the whole is the same run on every rank.
     is_cut = any(cut.dim in split for cut in sharding.cuts)
     is_exact = not split or (len(boxes) == 1 and not is_cut)
-    return Place(sharding, whole.axes, tuple(chunks), is_exact=is_exact)
+    return Place(sharding, whole.axes, tuple(chunks), is_exact=is_exact, ruled=whole.ruled)
 
 
-def _moved(whole: Sharding, target: Target, split: Sequence[int]) -> Sharding:
+def _moved(
+    whole: Sharding, target: Target, split: Sequence[int] = (), of: FusedPart | None = None
+) -> Sharding:
     """Return how axes cut what a rename makes of a tensor that they cut.
 
-    Of a part of a fused dim it is known which axis cuts it, but not how: parts are not shards of
-    equal size.
+    The cut of a fused dim stays that of the whole dim: parts are not shards of equal size.
 
     Args:
         whole: How they cut the tensor.
         target: What becomes of it.
         split: The dims of the target that are parts of a dim of the tensor.
+        of: Which part it is.
 
     Raises:
         CannotPlace: A fused dim that is padded.
@@ -633,10 +655,10 @@ def _moved(whole: Sharding, target: Target, split: Sequence[int]) -> Sharding:
     cuts: list[Cut] = []
     for cut in whole.cuts:
         if cut.dim not in target.dims:  # of a row: ranks along the axis hold other rows
-            cuts.append(Cut(-1, cut.axis, cut.size, Kind.LISTED))
+            cuts.append(cut._replace(dim=-1))
             continue
         dim = target.dims.index(cut.dim)
-        cuts.append(Cut(dim, cut.axis, cut.size) if dim in split else cut._replace(dim=dim))
+        cuts.append(cut._replace(dim=dim, of=of if dim in split else None))
     if whole.padded_shape is None:
         return Sharding(target.shape, tuple(cuts))
     padded = list(target.shape)

@@ -79,6 +79,22 @@ def unknown_kind(kind: Never) -> CannotPlace:
     return CannotPlace(f"a cut of kind {kind!s} is not supported here")
 
 
+class FusedPart(NamedTuple):
+    """Which part of a fused tensor a tensor is; of gate and up, joined once, ``up`` is::
+
+        FusedPart(1, (1, 1), 1)
+
+    Attributes:
+        number: Among the parts.
+        sizes: Those of the parts, relative to each other.
+        groups: How many times the sequence of parts repeats.
+    """
+
+    number: int
+    sizes: tuple[int, ...]
+    groups: int
+
+
 class Cut(NamedTuple):
     """One mesh axis cuts one tensor dim, as it was declared; an axis of size 1, too.
 
@@ -87,12 +103,13 @@ class Cut(NamedTuple):
 
     Attributes:
         dim: Tensor dim, from 0; -1 where it is none of this tensor, which is a row of the one that
-            was cut, and ranks along the axis hold other rows.
+            is cut, and ranks along the axis hold other rows.
         axis: Name of the mesh axis; None where it has none, as the rows of a stack.
         size: Ranks along it.
         kind: How it cuts.
         parts: What a fused or strided cut cuts inside of: the number of parts (split as by
             ``torch.chunk``) or their sizes. 1 of any other.
+        of: Where it is the fused tensor that is cut, the part of it that this tensor is.
     """
 
     dim: int
@@ -100,17 +117,19 @@ class Cut(NamedTuple):
     size: int
     kind: Kind = Kind.PLAIN
     parts: int | tuple[int, ...] = 1
+    of: FusedPart | None = None
 
     @property
     def placement(self) -> str:
         """Its placement, as its user would declare it."""
+        dim = self.dim if self.dim >= 0 else "dim of the rows"
         match self.kind:
             case Kind.PLAIN:
-                return f"Shard({self.dim})"
+                return f"Shard({dim})"
             case Kind.FUSED:
-                return f"FusedShard({self.dim}, {self.parts})"
+                return f"FusedShard({dim}, {self.parts})"
             case Kind.STRIDED:
-                return f"_StridedShard({self.dim}, split_factor={self.parts})"
+                return f"_StridedShard({dim}, split_factor={self.parts})"
             case Kind.LISTED:
                 rows = "one tensor per row" if self.dim < 0 else f"rows of dim {self.dim}"
                 return f"{rows}, each rank its own"
@@ -121,7 +140,8 @@ class Cut(NamedTuple):
         if self.kind is Kind.LISTED and self.dim >= 0:
             return self.placement
         axis = "an axis" if self.axis is None else repr(self.axis)
-        return f"{self.placement} over {axis} of size {self.size}"
+        whole = "" if self.of is None else " of the fused tensor"
+        return f"{self.placement}{whole} over {axis} of size {self.size}"
 
 
 Cuts = tuple[Cut, ...]

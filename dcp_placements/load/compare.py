@@ -17,7 +17,8 @@ Two ep ranks that both forgot their rename ask for ``experts.0.w`` and ``experts
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, count, takewhile
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -108,7 +109,8 @@ def check_load(request: Request, rename: Rename | None) -> tuple[list[Fault], st
             compared += len(fqns)
             if saved == loaded:
                 continue
-            found = [*_differences(saved, loaded, sharding.global_shape)]
+            ruled = {cut.axis for cut in loaded[: group.placed.place.ruled]}
+            found = [*_differences(saved, loaded, sharding.global_shape, ruled)]
             if rule is not None:
                 found += _differences_by_rule(saved, group.placed, record)
             refused = [fqn for fqn in fqns if found and not policy.waives(fqn)]
@@ -141,14 +143,83 @@ def _cut_fault(fqn: str, rule: str | None, difference: _Difference) -> Fault:
     )
 
 
-def _differences(saved: Cuts, loaded: Cuts, shape: Sequence[int]) -> Iterator[_Difference]:
-    """Yield the cuts of equal dims that a load declares in another way than the save did."""
+def _differences(
+    saved: Cuts, loaded: Cuts, shape: Sequence[int], ruled: Collection[str | None]
+) -> Iterator[_Difference]:
+    """Yield the cuts of equal dims that a load declares in another way than the save did.
+
+    Args:
+        saved: The cuts of the save.
+        loaded: Those of the load.
+        shape: Of the whole tensor.
+        ruled: The axes for which a rule of the load speaks.
+    """
     if 0 in shape:
         return
     for dim in sorted({cut.dim for cut in saved} & {cut.dim for cut in loaded}):
         one, other = ([cut for cut in cuts if cut.dim == dim] for cuts in (saved, loaded))
-        if not any(cut.kind is Kind.LISTED for cut in (*one, *other)):
-            yield from _dim_differences(canonical(one), canonical(other), shape[dim])
+        if any(cut.kind is Kind.LISTED for cut in (*one, *other)):
+            continue
+        # How many rows a tensor is one of is not known.
+        size = shape[dim] if dim >= 0 else sys.maxsize
+        wholes = {cut.of for cut in (*one, *other)}
+        one, other = canonical(one), canonical(other)
+        if len(wholes) == 1:
+            (of,) = wholes
+            size = size if of is None else size // of.sizes[of.number] * sum(of.sizes)
+            yield from _dim_differences(one, other, size)
+            continue
+        first, second = (cuts_of_part(cuts, size) for cuts in (one, other))
+        # FSDP cuts a fused tensor and its parts each plainly; of what a rule says, one is wrong.
+        unlike = {cut.axis for cut in (*one[len(first) :], *other[len(second) :]) if cut.size > 1}
+        before, now = ({cut.axis: cut for cut in cuts} for cuts in (one, other))
+        for axis in [cut.axis for cut in one if cut.axis in unlike & now.keys() & {*ruled}]:
+            way_out = "the fused tensor by FusedShard, so that each part is cut as a tensor is"
+            yield (str(axis),), str(before[axis]), str(now[axis]), way_out
+        yield from _dim_differences(first, second, size)
+
+
+def cuts_of_part(cuts: Sequence[Cut], size: int) -> list[Cut]:
+    """Return how a part of a fused tensor is cut where axes cut that; the first that are known.
+
+    Tensors that are joined by ``FusedShard`` are each cut plainly, and so are those of groups that
+    an axis leaves whole. Of half of a tensor in two parts, 4 rows long::
+
+        FusedShard(0, 2) over tp=2      Shard(0) over tp=2
+        Shard(0) over tp=2              none: the half is on one of the two ranks
+
+    Args:
+        cuts: Of one dim, plain and fused.
+        size: Of the part, along it.
+    """
+    known: list[Cut] = []
+    of = cuts[0].of
+    if of is None:
+        return [*cuts]
+    unit, groups = sum(of.sizes), of.groups
+    start = sum(of.sizes[: of.number])
+    stop = start + of.sizes[of.number]
+    whole = size // of.sizes[of.number] * unit
+    for cut in cuts:
+        parts: tuple[int, ...] = ()
+        if cut.kind is Kind.FUSED:
+            fused = part_sizes(cut.parts, whole) if isinstance(cut.parts, int) else cut.parts
+            total, ends = sum(fused), [*accumulate(fused)]
+            # In units of the groups, those that lie in this part of one of them.
+            for rows, end in zip(fused, ends, strict=True):
+                low, high = (end - rows) * unit * groups, end * unit * groups
+                group = low // (unit * total)
+                if (group * unit + start) * total <= low and high <= (group * unit + stop) * total:
+                    parts += (rows,)
+            if sum(parts) * unit != total * (stop - start):
+                return known
+        elif groups % cut.size:
+            return known
+        else:
+            groups //= cut.size
+        kind = Kind.FUSED if len(parts) > 1 else Kind.PLAIN
+        known.append(Cut(cut.dim, cut.axis, cut.size, kind, parts if len(parts) > 1 else 1))
+    return known
 
 
 def _differences_by_rule(saved: Cuts, placed: Placed, record: SaveRecord) -> Iterator[_Difference]:
@@ -172,9 +243,10 @@ def _differences_by_rule(saved: Cuts, placed: Placed, record: SaveRecord) -> Ite
     is_stacked = any(step.kind == "Stack" for step in record.renames)
     here = {axis.name: axis.size for axis in placed.place.axes}
     for axis, cut in one.items():
-        if cut.kind is not Kind.LISTED:
+        if cut.kind is not Kind.LISTED and cut.dim >= 0:
             continue
-        if not is_stacked and other.get(axis) == Cut(cut.dim, axis, cut.size):
+        is_plain = cut.dim >= 0 and other.get(axis) == Cut(cut.dim, axis, cut.size, of=cut.of)
+        if not is_stacked and is_plain:
             rows = f"IndexShard({cut.dim}, this rank's rows)"
             way_out = f'{{"{axis}": {rows}}} in the rules of this load'
             yield ((axis,), str(cut), str(other[axis]), way_out)

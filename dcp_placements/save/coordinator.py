@@ -303,7 +303,7 @@ class Coordinator:
         numbers: dict[Cuts, int] = {(): 0}
         number_of: dict[str, int] = {}
         for piece in self.world.pieces:
-            cuts = {one.group.cuts if one.group.is_exact else () for one in piece.sources}
+            cuts = {one.group.cuts for one in piece.sources}
             # Nothing is kept of keys that ranks declare in several ways.
             here = numbers.setdefault(cuts.pop() if len(cuts) == 1 else (), len(numbers))
             number_of.update(dict.fromkeys(piece.fqns, here))

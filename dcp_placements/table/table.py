@@ -288,7 +288,7 @@ def group_of(fqn: str, value: Any) -> tuple[Group, HeldBoxes]:
         sharding, is_exact = value.place.sharding, value.place.is_exact
         names = tuple([axis.name for axis in value.place.axes])
         parts = None
-        if is_exact and not any(cut.kind is Kind.LISTED for cut in sharding.cuts):
+        if is_exact and not any(c.kind is Kind.LISTED or c.dim < 0 for c in sharding.cuts):
             parts = prod([cut.size for cut in sharding.cuts])
         look = *_LOOK(value.tensor), names, sharding.cuts, sharding.padded_shape, is_exact, parts
         boxes = tuple([Box(chunk.offsets, chunk.sizes) for chunk in held_chunks(value)])

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from hazard_scenes import arange, load, refused, same_bits, save
+from hazard_scenes import arange, assert_holds, load, refused, same_bits, save
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from dcp_placements import (
     CheckpointPlacement,
+    FusedShard,
     IndexShard,
     PlacementRules,
     Split,
@@ -167,3 +169,151 @@ def test_unstacked_experts_over_an_axis_of_another_name_are_quiet(tmp_path: Path
         rename=rename,
     )
     assert same_bits(loaded[1]["experts"], whole[2:])
+
+
+FUSED = arange(8, 3)  # gate and up, of (4, 3) each
+GATE_UP = Split("w", NAMES)
+
+
+def fused_part(rank: int) -> torch.Tensor:
+    """Return what a tp rank of two holds of gate and of up, joined."""
+    return torch.cat([part.chunk(2)[rank] for part in FUSED.chunk(2)])
+
+
+def by_tp(key: str, placement: Any) -> Any:
+    return rules_of(TWO, {"tp": 2}, key, tp=placement)
+
+
+def blank_of(*names: str) -> Any:
+    return lambda rank: {name: torch.zeros(8 // len(names) // 2, 3) for name in names}
+
+
+def test_parts_of_a_fused_tensor_that_a_load_cuts_plainly_are_refused(tmp_path: Path) -> None:
+    """As w itself would be: shapes cannot show it, and every element is asked for once."""
+    fused, plain = by_tp("w", FusedShard(0, 2)), by_tp("w", Shard(0))
+    save(TWO, tmp_path / "fused", lambda rank: {"w": fused_part(rank)}, fused, rename=GATE_UP)
+    save(TWO, tmp_path / "plain", lambda r: {"w": FUSED.chunk(2)[r]}, plain, rename=GATE_UP)
+    assert_holds(tmp_path / "fused", dict(zip(NAMES, FUSED.chunk(2), strict=True)))
+    with refused() as refusal:
+        load(TWO, tmp_path / "fused", blank_of("w"), plain, rename=GATE_UP)
+    refusal.says("FusedShard(0, 2) of the fused tensor over 'tp'", "Shard(0) of the fused tensor")
+    with refused() as refusal:
+        load(TWO, tmp_path / "plain", blank_of("w"), fused, rename=GATE_UP)
+    with refused() as refusal:  # a DTensor that lacks its rule
+        dtensors = FakeDTensor.distribute
+        load(
+            TWO,
+            tmp_path / "fused",
+            lambda rank: {"w": dtensors(torch.zeros(8, 3), TWO.mesh(rank, tp=2), [Shard(0)])},
+            rename=GATE_UP,
+        )
+    loaded, _ = load(TWO, tmp_path / "fused", blank_of("w"), fused, rename=GATE_UP)
+    assert [same_bits(loaded[rank]["w"], fused_part(rank)) for rank in range(2)] == [True] * 2
+
+
+def test_parts_are_compared_with_tensors_that_were_never_fused(tmp_path: Path) -> None:
+    fused, each = by_tp("w", FusedShard(0, (4, 4))), rules_of(TWO, {"tp": 2}, "*", tp=Shard(0))
+    parts = dict(zip(NAMES, FUSED.chunk(2), strict=True))
+    save(TWO, tmp_path, lambda rank: {n: t.chunk(2)[rank] for n, t in parts.items()}, each)
+    loaded, _ = load(TWO, tmp_path, blank_of("w"), fused, rename=GATE_UP)
+    assert same_bits(loaded[1]["w"], fused_part(1))
+    with refused() as refusal:
+        load(TWO, tmp_path, blank_of("w"), by_tp("w", Shard(0)), rename=GATE_UP)
+    refusal.says("Shard(0) of the fused tensor over 'tp' of size 2")
+    waive = {"gate": "tp holds whole parts", "up": "tp holds whole parts"}
+    load(TWO, tmp_path, blank_of("w"), by_tp("w", Shard(0)), rename=GATE_UP, waive=waive)
+
+
+def test_fsdp_of_a_fused_tensor_and_of_its_parts_are_quiet(tmp_path: Path) -> None:
+    """FSDP cuts what there is: the fused tensor plainly, and each part plainly where it is one."""
+    meshes = [TWO.mesh(rank, fsdp=2) for rank in range(2)]
+    distribute = FakeDTensor.distribute
+
+    def parts(rank: int, whole: torch.Tensor) -> dict[str, Any]:
+        both = zip(NAMES, whole.chunk(2), strict=True)
+        return {name: distribute(part, meshes[rank], [Shard(0)]) for name, part in both}
+
+    def joined(rank: int, whole: torch.Tensor) -> dict[str, Any]:
+        return {"w": distribute(whole, meshes[rank], [Shard(0)])}
+
+    save(TWO, tmp_path / "joined", lambda rank: joined(rank, FUSED), rename=GATE_UP)
+    save(TWO, tmp_path / "parts", lambda rank: parts(rank, FUSED))
+    zeros = torch.zeros(8, 3)
+    for directory in ("joined", "parts"):
+        path = tmp_path / directory
+        loaded, _ = load(TWO, path, lambda rank: joined(rank, zeros.clone()), rename=GATE_UP)
+        assert same_bits(loaded[1]["w"].to_local(), FUSED[4:])
+        loaded, _ = load(TWO, path, lambda rank: parts(rank, zeros.clone()))
+        assert same_bits(loaded[1]["up"].to_local(), FUSED[6:])
+
+
+def test_groups_of_fused_parts_that_an_axis_leaves_whole_are_cut_plainly(tmp_path: Path) -> None:
+    """Megatron's Q|K|V: tp holds whole query groups, and so a plain part of each of the three."""
+    whole, names = arange(16, 2), ["q", "k", "v"]  # two groups of 4 + 2 + 2 rows
+    groups = [group.split([4, 2, 2]) for group in whole.chunk(2)]
+    parts = {n: torch.cat([group[i] for group in groups]) for i, n in enumerate(names)}
+    rename = Split("w", names, sizes=(2, 1, 1), groups=2)
+    plain, each = by_tp("w", Shard(0)), rules_of(TWO, {"tp": 2}, "*", tp=Shard(0))
+    save(TWO, tmp_path / "w", lambda rank: {"w": whole.chunk(2)[rank]}, plain, rename=rename)
+    assert_holds(tmp_path / "w", parts)
+
+    def blank(rank: int) -> dict[str, Any]:
+        return {name: torch.zeros(len(part) // 2, 2) for name, part in parts.items()}
+
+    loaded, _ = load(TWO, tmp_path / "w", blank, each)
+    assert same_bits(loaded[1]["q"], parts["q"][4:])
+    sized = by_tp("w", FusedShard(0, (4, 2, 2, 4, 2, 2)))
+    with refused():
+        load(TWO, tmp_path / "w", lambda rank: {"w": torch.zeros(8, 2)}, sized, rename=rename)
+
+
+STACKS: dict[str, tuple[tuple[int, ...], Any, Any]] = {
+    "rows cut plainly": ((2, 8), {"tp": FusedShard(1, 2)}, {"tp": Shard(1)}),
+    "rows of a fused dim": ((4, 4), {"tp": FusedShard(0, 2)}, {"tp": Shard(0)}),
+    "rows of a strided dim": ((4, 4), {"tp": _StridedShard(0, split_factor=2)}, {"tp": Shard(0)}),
+}
+
+
+@pytest.mark.parametrize(("shape", "saved", "loaded"), STACKS.values(), ids=STACKS)
+def test_rows_that_a_load_cuts_otherwise_are_refused(
+    tmp_path: Path, shape: tuple[int, ...], saved: Any, loaded: Any
+) -> None:
+    whole, rename = arange(*shape), Unstack("w.{}")
+    one, other = (rules_of(TWO, {"tp": 2}, "w", **each) for each in (saved, loaded))
+    dim = saved["tp"].dim
+
+    def part(rank: int) -> torch.Tensor:
+        return torch.cat([half.chunk(2, dim)[rank] for half in whole.chunk(2, dim)], dim)
+
+    save(TWO, tmp_path, lambda rank: {"w": part(rank)}, one, rename=rename)
+    assert_holds(tmp_path, {f"w.{i}": row for i, row in enumerate(whole)})
+    again, _ = load(TWO, tmp_path, lambda r: {"w": torch.zeros_like(part(r))}, one, rename=rename)
+    assert all(same_bits(again[rank]["w"], part(rank)) for rank in range(2))
+    with refused() as refusal:
+        load(TWO, tmp_path, lambda r: {"w": torch.zeros_like(part(r))}, other, rename=rename)
+    refusal.says("'tp'", "another way than the save")
+
+
+def test_rows_stacked_under_a_fused_rule_are_compared_with_a_stack(tmp_path: Path) -> None:
+    whole = arange(2, 8)
+    fused, plain = by_tp("w", FusedShard(1, 2)), by_tp("w", Shard(1))
+
+    def part(rank: int) -> torch.Tensor:
+        return torch.cat([half.chunk(2, 1)[rank] for half in whole.chunk(2, 1)], 1)
+
+    stacked = Stack("w.{}", 2)
+    save(
+        TWO,
+        tmp_path,
+        lambda rank: {f"w.{i}": row for i, row in enumerate(part(rank))},
+        fused,
+        rename=stacked,
+    )
+    assert_holds(tmp_path, {"w": whole})
+    loaded, _ = load(TWO, tmp_path, lambda rank: {"w": torch.zeros(2, 4)}, fused)
+    assert same_bits(loaded[1]["w"], part(1))
+    with refused():
+        load(TWO, tmp_path, lambda rank: {"w": torch.zeros(2, 4)}, plain)
+    with refused():
+        blank = {f"w.{i}": torch.zeros(4) for i in range(2)}
+        load(TWO, tmp_path, lambda rank: blank, plain, rename=stacked)

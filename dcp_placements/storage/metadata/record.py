@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from dcp_placements import __version__
-from dcp_placements.layout.sharding import Cut, Cuts, Kind
+from dcp_placements.layout.sharding import Cut, Cuts, FusedPart, Kind
 from dcp_placements.names.renames import Step
 
 RESERVED_KEY = "dcp_placements"
@@ -111,6 +111,7 @@ def cut_of_plain(
     kind: str,
     parts: int | tuple[int, ...] = 1,
     alternate: bool = False,
+    of: Sequence[Any] | None = None,
 ) -> Cut:
     """Return the cut of plain values.
 
@@ -122,6 +123,7 @@ def cut_of_plain(
         parts: Of the dim.
         alternate: In records of older saves: whether parts alternate row by row, which is a plain
             cut.
+        of: The part of a fused tensor, where that is cut: number, sizes and groups.
 
     Raises:
         ValueError: A kind that is not known.
@@ -130,7 +132,17 @@ def cut_of_plain(
         kind, parts = Kind.PLAIN, 1
     if not isinstance(parts, int):
         parts = tuple([int(part) for part in parts])
-    return Cut(int(dim), None if axis is None else str(axis), int(size), Kind(kind), parts)
+    part = None
+    if of is not None:
+        number, sizes, groups = of
+        part = FusedPart(int(number), tuple(map(int, sizes)), int(groups))
+    return Cut(int(dim), None if axis is None else str(axis), int(size), Kind(kind), parts, part)
+
+
+def _plain_of_cut(cut: Cut) -> tuple[Any, ...]:
+    """Return a cut as plain values, those of older saves where it is of the tensor itself."""
+    of = () if cut.of is None else (False, tuple(cut.of))
+    return (cut.axis, cut.size, cut.dim, cut.kind.value, cut.parts, *of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +178,7 @@ def packed_record(
     kind = np.min_scalar_type(len(groups))
     return {
         CUTS_KEY: {
-            "groups": tuple(
-                [tuple([(c.axis, c.size, c.dim, c.kind.value, c.parts) for c in g]) for g in groups]
-            ),
+            "groups": tuple([tuple(map(_plain_of_cut, group)) for group in groups]),
             "keys": (len(ordered), _digest(ordered)),
             "group_of": (kind.char, zlib.compress(column.astype(kind).tobytes())),
         },
