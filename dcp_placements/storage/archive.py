@@ -40,7 +40,7 @@ from dcp_placements.storage.written import from_ends, to_starts
 Opener = Callable[[], AbstractContextManager[IO[bytes]]]
 """Opens the file, again and again."""
 
-MAGIC = b"dcp_placements/4"
+MAGIC = b"dcp_placements/5"
 DIGEST_NBYTES = 16
 
 MOST_NUMBERS = 1 << 26
@@ -79,7 +79,8 @@ def packed_index(values: bytes, index: RowIndex) -> tuple[bytes, bytes]:
         "apart": list(index.apart),
         "places": [
             [one.listed for one in places],
-            [len(one.writers) for one in places],
+            [len(one.chunks) for one in places],
+            np.concatenate([none, *[one.chunks for one in places]]),
             np.concatenate([none, *[one.writers for one in places]]),
             np.concatenate([none, *[one.slots for one in places]]),
         ],
@@ -126,7 +127,7 @@ def _unpacked(held: Archive, properties: Sequence[Any], others: Sequence[Any]) -
     *of_keys, form_of, place_of = held.columns("keys", 4)
     *_, file_counts, template_of = held.columns("files", 4)
     *rows, gaps, lengths = held.columns("templates", 7)
-    listed, counts, writers, slots = held.columns("places", 4)
+    listed, counts, *of_places = held.columns("places", 5)
     fqns = unpacked_texts(names["keys"], *of_keys)
     files = held.files()
     transforms = [
@@ -150,16 +151,17 @@ def _unpacked(held: Archive, properties: Sequence[Any], others: Sequence[Any]) -
     )
     own = iter(names["offsets"])
     places = []
-    parts = split(writers, counts.tolist()), split(slots, counts.tolist())
-    for number, *both in zip(listed.tolist(), *parts, strict=True):
+    parts = [split(column, counts.tolist()) for column in of_places]
+    for number, chunks, *both in zip(listed.tolist(), *parts, strict=True):
         offsets = (
             ()
             if number >= 0
             else [None if o is None else tuple(map(int, o)) for o in next(own, ())]
         )
-        if len(both[0]) != (len(lists[number]) if 0 <= number < len(lists) else len(offsets)):
+        count = len(lists[number]) if 0 <= number < len(lists) else len(offsets)
+        if not count or int(chunks[-1]) != count - 1:
             raise IndexDamage("places of other chunks than there are")
-        places.append(Places(max(number, -1), offsets, *both))
+        places.append(Places(max(number, -1), offsets, chunks, *both))
     table = np.stack([*rows, to_starts(gaps, lengths), lengths])
     apart = np.stack(held.columns("apart", 6))
     return RowIndex(

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from dcp_placements._torch import cpu_tensors, global_rank
 from dcp_placements.errors import PlacementError
 from dcp_placements.storage.records import batches, save_tensors
-from dcp_placements.storage.written import RowsBuilder
+from dcp_placements.storage.written import RowsBuilder, is_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,10 @@ class DataFile:
         threads: int,
         ahead_nbytes: int,
     ) -> None:
-        """Write the objects, then the tensors.
+        """Write the chunks of cut tensors, then whole tensors, then objects.
+
+        The records of cut tensors are so where they are in the files of other ranks, whatever this
+        rank alone has besides.
 
         Args:
             stream: Open for writing, at its beginning.
@@ -53,22 +56,24 @@ class DataFile:
         Raises:
             PlacementError: A tensor of another dtype or shape than its item says.
         """
-        tensors = []
-        for item in self.items:
-            if item.type != WriteItemType.BYTE_IO:
-                tensors.append(item)
-                continue
+        objects = [item for item in self.items if item.type == WriteItemType.BYTE_IO]
+        tensors = [item for item in self.items if item.type != WriteItemType.BYTE_IO]
+        loaded = cpu_tensors(
+            sorted(tensors, key=is_whole),
+            chunk_nbytes,
+            planner.resolve_data,
+            threads=threads,
+            ahead_nbytes=ahead_nbytes,
+        )
+        for batch, items in batches(map(_as_planned, loaded)):
+            length = save_tensors(batch, stream)
+            builder.append(items, path=self.name, length=length)
+        for item in objects:
             data = planner.resolve_data(item)
             assert isinstance(data, BytesIO)
             with data.getbuffer() as contents:
                 stream.write(contents)
                 builder.append([item], path=self.name, length=contents.nbytes)
-        loaded = cpu_tensors(
-            tensors, chunk_nbytes, planner.resolve_data, threads=threads, ahead_nbytes=ahead_nbytes
-        )
-        for batch, items in batches(map(_as_planned, loaded)):
-            length = save_tensors(batch, stream)
-            builder.append(items, path=self.name, length=length)
 
 
 def _as_planned(loaded: tuple[torch.Tensor, WriteItem]) -> tuple[torch.Tensor, WriteItem]:

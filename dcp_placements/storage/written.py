@@ -11,7 +11,7 @@ import pickle
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -116,98 +116,14 @@ def place_of(fqn: str, offset: Sequence[int] | None, info: Any) -> StoredPlace:
     )
 
 
-class Written(NamedTuple):
-    """What one rank sends: its template, which other ranks have, too; and what is its own.
-
-    A rank that wrote 64 bytes of ``experts`` at (2, 0), and behind them an object ``rng.1``::
-
-        template:  experts, slot 0 of offsets of 2 dims, file 0, no transforms, 64 bytes
-        own:       offset 0 is (2, 0); file 0 is __1_0.distcp; rng.1 is at byte 64 of file 0
-
-    Starts in a template are those without the keys apart. These are the keys of one chunk in all.
-    """
-
-    template: bytes
-    own: bytes
-
-    @staticmethod
-    def of(rows: Rows, whole: Collection[str]) -> Written:
-        """Return what a rank sends.
-
-        Args:
-            rows: In the order in which they were written; the later one of a chunk counts.
-            whole: Keys of which all is in one row. They are taken apart, but where records lie one
-                over the other.
-        """
-        table = rows.table[:, _last_of(rows)]
-        is_start = np.array([not any(offset or ()) for offset in rows.offsets], bool)
-        is_whole = np.array([fqn in whole for fqn in rows.fqns], bool)
-        is_whole &= np.bincount(table[0], minlength=len(rows.fqns)) == 1
-        is_apart = is_whole[table[0]] & is_start[table[1]]
-        apart, rest = table[:, is_apart], table[:, ~is_apart]
-        gaps = Gaps(apart[2], apart[4], apart[5])
-        squeezed = gaps.squeezed(rest[2], rest[4])
-        is_same = np.array_equal(gaps.starts(rest[2], squeezed), rest[4])
-        if not (is_same and gaps.are_apart and (squeezed >= 0).all()):
-            return Written.of(rows, ())
-        rest[4] = squeezed
-        fqns, rest[0] = _in_order(rows.fqns, rest[0])
-        offsets, rest[1] = _in_order(rows.offsets, rest[1])
-        rest[4] = from_ends(rest[4], rest[5])
-        forms, columns = packed_texts(fqns)
-        packed = packed_columns([[dims_of(offset) for offset in offsets], *columns, *rest])
-        template = pickle.dumps((forms, rows.transforms, packed.tobytes()), _PROTOCOL)
-        own = Own(
-            np.array([number for offset in offsets for number in offset or ()], np.int64),
-            tuple(rows.paths),
-            tuple(rows.transforms),
-            tuple([rows.fqns[key] for key in apart[0].tolist()]),
-            [dims_of(rows.offsets[at]) for at in apart[1].tolist()],
-            apart[2:],
-        )
-        return Written(zlib.compress(template, 6), own.packed())
-
-    def rows(self) -> Rows:
-        """Return the rows: those of the template, then those of the keys apart."""
-        template, own = template_of(self.template), Own.unpacked(self.own)
-        listed = iter(own.offsets.tolist())
-        numbers: dict[Offset, int] = {}
-        slots = []
-        for ndim in template.dims:
-            offset = None if ndim < 0 else tuple([next(listed) for _ in range(ndim)])
-            slots.append(numbers.setdefault(offset, len(numbers)))
-        apart = np.empty((6, len(own.fqns)), np.int64)
-        apart[0] = np.arange(len(own.fqns)) + len(template.fqns)
-        apart[1] = [numbers.setdefault(origin(n), len(numbers)) for n in own.dims]
-        apart[2:] = own.apart
-        rest = template.table.copy()
-        rest[4] = Gaps(apart[2], apart[4], apart[5]).starts(rest[2], rest[4])
-        fqns = *template.fqns, *own.fqns
-        table = np.concatenate([rest, apart], axis=1)
-        return Rows(fqns, tuple(numbers), own.paths, template.transforms, table)
-
-
 class Own(NamedTuple):
-    """What one rank alone has of ``Written``: offsets, files, and keys apart."""
+    """What one rank alone has of ``Written``."""
 
     offsets: Ints  # of all slots, one after another
     paths: Sequence[str]
     transforms: tuple[Transforms, ...]  # as in ``Rows``
     fqns: Sequence[str]  # of keys apart
-    dims: Sequence[int]  # of keys apart: they begin at 0; -1 of objects
-    apart: Ints  # ``(4, keys)``: file, transforms, start and length, as in ``Rows``
-
-    def packed(self) -> bytes:
-        """Return it as bytes."""
-        arrays = self.offsets.tobytes(), self.apart.tobytes()
-        return zlib.compress(pickle.dumps((arrays[0], *self[1:5], arrays[1]), _PROTOCOL), 1)
-
-    @staticmethod
-    def unpacked(packed: bytes) -> Own:
-        """Return it again."""
-        offsets, paths, transforms, fqns, dims, apart = pickle.loads(zlib.decompress(packed))
-        table = np.frombuffer(apart, np.int64).reshape(4, -1)
-        return Own(np.frombuffer(offsets, np.int64), paths, transforms, fqns, dims, table)
+    apart: Ints  # ``(5, keys)``: file, transforms, start and length; dims, -1 of an object
 
 
 class Template(NamedTuple):
@@ -216,7 +132,71 @@ class Template(NamedTuple):
     fqns: Sequence[str]
     dims: Sequence[int]  # by slot, of its offset; -1 of objects
     transforms: Sequence[Transforms]
-    table: Ints  # ``(6, rows)``, as in ``Rows``: slots in place of offsets, starts without gaps
+    table: Ints  # ``(6, rows)``, as in ``Rows``: slots in place of offsets
+
+
+class Written(NamedTuple):
+    """What one rank sends: its template, which other ranks have, too; and what is its own.
+
+    A rank that wrote 64 bytes of ``experts`` at (2, 0), and behind them an object ``rng.1``::
+
+        template:  experts, slot 0 of offsets of 2 dims, file 0, no transforms, 64 bytes
+        own:       offset 0 is (2, 0); file 0 is __1_0.distcp; rng.1 is at byte 64 of file 0
+
+    Keys of one chunk in all are apart from the template, and the writer puts them at the end of a
+    file: so their lengths move no record of a template.
+    """
+
+    template: bytes
+    own: Own
+
+    @staticmethod
+    def of(rows: Rows, whole: Collection[str]) -> Written:
+        """Return what a rank sends.
+
+        Args:
+            rows: In the order in which they were written; the later one of a chunk counts.
+            whole: Keys of which all is in one row.
+        """
+        table = rows.table[:, _last_of(rows)]
+        is_start = np.array([not any(offset or ()) for offset in rows.offsets], bool)
+        is_whole = np.array([fqn in whole for fqn in rows.fqns], bool)
+        is_whole &= np.bincount(table[0], minlength=len(rows.fqns)) == 1
+        is_apart = is_whole[table[0]] & is_start[table[1]]
+        apart, rest = table[:, is_apart], table[:, ~is_apart]
+        fqns, rest[0] = _in_order(rows.fqns, rest[0])
+        offsets, rest[1] = _in_order(rows.offsets, rest[1])
+        rest[4] = from_ends(rest[4], rest[5])
+        forms, columns = packed_texts(fqns)
+        packed = packed_columns([[dims_of(offset) for offset in offsets], *columns, *rest])
+        template = pickle.dumps((forms, rows.transforms, packed.tobytes()), _PROTOCOL)
+        dims = np.array([dims_of(rows.offsets[at]) for at in apart[1].tolist()], np.int64)
+        own = Own(
+            np.array([number for offset in offsets for number in offset or ()], np.int64),
+            tuple(rows.paths),
+            tuple(rows.transforms),
+            tuple([rows.fqns[key] for key in apart[0].tolist()]),
+            np.stack([*apart[2:], dims]),
+        )
+        return Written(zlib.compress(template, 6), own)
+
+    def rows(self) -> Rows:
+        """Return the rows: those of the template, then those of the keys apart."""
+        template, own = template_of(self.template), self.own
+        listed = iter(own.offsets.tolist())
+        slots: list[Offset] = [
+            None if ndim < 0 else tuple([next(listed) for _ in range(ndim)])
+            for ndim in template.dims
+        ]
+        offsets = list(dict.fromkeys([*slots, *map(origin, own.apart[4].tolist())]))
+        number = {offset: at for at, offset in enumerate(offsets)}
+        rest = template.table.copy()
+        rest[1] = np.array([number[offset] for offset in slots], np.int64)[rest[1]]
+        of_apart = [number[origin(ndim)] for ndim in own.apart[4].tolist()]
+        keys = np.arange(len(own.fqns)) + len(template.fqns)
+        apart = np.stack([keys, np.array(of_apart, np.int64), *own.apart[:4]])
+        table = np.concatenate([rest, apart], axis=1)
+        return Rows((*template.fqns, *own.fqns), offsets, own.paths, template.transforms, table)
 
 
 @lru_cache(maxsize=64)
@@ -266,53 +246,10 @@ def _in_order(names: Sequence[Any], column: Ints) -> tuple[list[Any], Ints]:
     return [names[at] for at in column[first[order]].tolist()], np.argsort(order)[numbers]
 
 
-class Gaps:
-    """The records of keys apart, between those of templates: what they add to starts.
-
-    Args:
-        files: By record, the number of its file; numbers may be of many writers.
-        starts: In the file.
-        lengths: In bytes.
-    """
-
-    def __init__(self, files: Ints, starts: Ints, lengths: Ints) -> None:
-        order = np.lexsort((starts, files))
-        self._files, self._starts = files[order], starts[order]
-        self._sums = np.concatenate([[0], np.cumsum(lengths[order])])
-        firsts = self._files.searchsorted(self._files)
-        # Where they would begin without those before them.
-        self._squeezed = self._starts - (self._sums[:-1] - self._sums[firsts])
-        self._codes: dict[str, tuple[Ints, Ints]] = {}
-
-    @property
-    def are_apart(self) -> bool:
-        """Whether no record lies over another."""
-        same_file = np.diff(self._files) == 0
-        is_behind = (np.diff(self._squeezed) >= 0) | ~same_file
-        return bool(is_behind.all() and (self._squeezed >= 0).all())
-
-    def squeezed(self, files: Ints, starts: Ints) -> Ints:
-        """Return starts without the records before them."""
-        return starts - self._before("left", files, starts)
-
-    def starts(self, files: Ints, squeezed: Ints) -> Ints:
-        """Return starts with the records before them."""
-        return squeezed + self._before("right", files, squeezed)
-
-    def _before(self, side: Literal["left", "right"], files: Ints, starts: Ints) -> Ints:
-        if not len(self._files):
-            return np.zeros_like(starts)
-        if side not in self._codes:
-            held = self._starts if side == "left" else self._squeezed
-            # Positions among the different starts: with the file one number, which fits 64 bits.
-            different = np.unique(held)
-            codes = self._files * (len(different) + 1) + different.searchsorted(held)
-            self._codes[side] = different, codes
-        different, codes = self._codes[side]
-        wanted = files * (len(different) + 1) + different.searchsorted(starts, side)
-        firsts = self._files.searchsorted(files)
-        before: Ints = self._sums[codes.searchsorted(wanted)] - self._sums[firsts]
-        return before
+def is_whole(item: WriteItem) -> bool:
+    """Whether an item writes all of a key."""
+    data = item.tensor_data
+    return data is None or data.chunk.sizes == data.size
 
 
 class RowsBuilder:
@@ -334,8 +271,8 @@ class RowsBuilder:
                 start = 0
                 for items, length in self._records.get(path, ()):
                     for item in items:
-                        index, data = item.index, item.tensor_data
-                        if data is None or data.chunk.sizes == data.size:
+                        index = item.index
+                        if is_whole(item):
                             whole.add(index.fqn)
                         yield StoredPlace(index.fqn, index.offset, path, start, length)
                         start += length
@@ -358,7 +295,10 @@ class WriteResults(Sequence[WriteResult]):
         return list(self.written.rows().places())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return WriteResults, (self.written,)
+        template, own = self.written
+        columns = packed_columns([own.offsets, *own.apart]).tobytes()
+        packed = pickle.dumps((*own[1:4], columns), _PROTOCOL)
+        return _arrived, (template, zlib.compress(packed, 1))
 
     def __len__(self) -> int:
         return len(self._places)
@@ -376,6 +316,12 @@ class WriteResults(Sequence[WriteResult]):
         return isinstance(other, Sequence) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _arrived(template: bytes, packed: bytes) -> WriteResults:
+    paths, transforms, fqns, columns = pickle.loads(zlib.decompress(packed))
+    offsets, *apart = unpacked_columns(np.frombuffer(columns, np.int64))
+    return WriteResults(Written(template, Own(offsets, paths, transforms, fqns, np.stack(apart))))
 
 
 def _result(place: StoredPlace) -> WriteResult:

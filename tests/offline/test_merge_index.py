@@ -33,7 +33,7 @@ from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.metadata.file import write_metadata
 from dcp_placements.storage.metadata.pickles.stock_pickle import stock_pickle
 from dcp_placements.storage.storage_table import StorageTable
-from dcp_placements.storage.written import Own, Rows, StoredPlace, Written
+from dcp_placements.storage.written import Rows, StoredPlace, Written
 from dcp_placements.testing import World
 from tests.offline_scenes import Run
 from tests.storage_scenes import blank, load, same, sharded, wholes
@@ -247,12 +247,11 @@ def save_index(path: Path, *, ranks: int, keys: int) -> None:
         for number, fqn in enumerate(fqns)
     ]
     template, own = Written.of(Rows.of(places), ())
-    first = Own.unpacked(own)
     owns = [
-        first._replace(offsets=np.array([rank, 0]), paths=(f"__{rank}_0.distcp",))
+        own._replace(offsets=np.array([rank, 0]), paths=(f"__{rank}_0.distcp",))
         for rank in range(ranks)
     ]
-    written = [Written(template, own.packed()) for own in owns]
+    written = [Written(template, own) for own in owns]
     entries = entries_of(dict.fromkeys(fqns, entry))
     stored: Any = StoredEntries(entries)
     table = StorageTable(build_index(written, entries))
