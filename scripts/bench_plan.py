@@ -8,9 +8,9 @@ the same boxes.
 
 Each rank's plan is made through the planner's own hooks, pickled, unpickled on the coordinator,
 planned there, and what is scattered is pickled again, as torch's collectives do; a network there is
-none. For thousands of ranks the planner makes plans of one tensor of each kind, and what they say
-is put into the plan of all tensors of another rank (compared with the real one for a rank in each
-run; --whole-plans does without). The coordinator runs in a process of its own that has planned
+none. For thousands of ranks the planner makes the plans of a few, and those of the others follow
+from them and from how the tensors lie (compared with the real one for a rank in each run;
+--whole-plans does without). The coordinator runs in a process of its own that has planned
 for rank 0 and nothing else. All times are CPU seconds.
 
 Stock plans are made in closed form (and compared with the real thing for some ranks) and for a part
@@ -55,7 +55,7 @@ DEFAULT_WORKLOADS = ("w1", "w2", "w3", "w3-thin", "w3-own", "w4")
 DEFAULT_RANKS = {
     "w1": (256, 1024, 4096, 16384),
     "w2": (256, 1024),
-    # Every tensor is a class of its own here, so that every rank's plan has to be made in full.
+    # Every tensor is a class of its own here.
     "w3-own": (256,),
 }
 OTHER_RANKS = (256, 1024, 4096)
@@ -148,11 +148,12 @@ class Bench:
         entry = in_child(coordinate, workload, True, paths, results, part, self.options)
         for path in paths:
             path.unlink()
-        make = WORKLOADS[workload.name]
-        rank, faults = in_child(as_ranks, make, workload, self.args.tiny, results, self.options)
         self.coordinator.append(entry)
-        self.ranks.append(rank)
-        self.faults += faults
+        if self.options.samples:
+            make = WORKLOADS[workload.name]
+            rank, faults = in_child(as_ranks, make, workload, self.args.tiny, results, self.options)
+            self.ranks.append(rank)
+            self.faults += faults
         self._say(
             f"{workload.name}, {workload.ranks} ranks: plans {spent:.0f} s, all "
             f"{time.perf_counter() - start:.0f} s"
@@ -433,7 +434,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="NAME=VALUE",
         help="another option of PlacementSavePlanner, a Python literal",
     )
-    parser.add_argument("--samples", type=int, default=3, help="ranks to time on their own (3)")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=3,
+        help="ranks to time on their own (3; 0: the coordinator alone)",
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes that make plans (2)")
     parser.add_argument(
         "--whole-plans", action="store_true", help="make every rank's plan from all its tensors"

@@ -17,7 +17,6 @@ w4      Llama-70B with AdamW moments                                      2,169 
 
 from __future__ import annotations
 
-import dataclasses
 import mmap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -162,12 +161,6 @@ class Workload:
     def items(self, rank: int = 0) -> int:
         """Return the tensors of one rank."""
         return len(self.held(rank)) * ((3 if self.moments else 1) + self.steps)
-
-    def of_each_lay(self) -> Workload:
-        """Return the first parameter of each kind alone, with its optimizer state."""
-        first = {(p.lay, p.column): p for p in reversed(self.parameters)}
-        kept = [p for p in self.parameters if first[p.lay, p.column] is p]
-        return dataclasses.replace(self, parameters=tuple(kept))
 
     def fqns(self) -> set[str]:
         """Return the keys of the checkpoint."""
