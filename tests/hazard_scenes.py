@@ -23,7 +23,7 @@ from dcp_placements import (
     PlacementSavePlanner,
     SaveReport,
 )
-from dcp_placements.save import digests
+from dcp_placements.table import digests
 from dcp_placements.testing import FakeDTensor, World
 
 FILL = 77

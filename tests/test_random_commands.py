@@ -30,7 +30,7 @@ from dcp_placements.offline import (
     reshard,
     verify,
 )
-from dcp_placements.save import digests
+from dcp_placements.table import digests
 from dcp_placements.testing import World
 from dcp_placements.transfer.names import split_rename
 from tests.differential import (

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from dcp_placements.errors import Fault, format_names, raise_faults
-from dcp_placements.storage.hashing import quantizer
+from dcp_placements.table.digests import quantizer
 
 CASTS = ("error", "warn", "allow")
 

@@ -37,10 +37,9 @@ from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.storage.entries import entries_at
 from dcp_placements.storage.metadata.record import SaveRecord
-from dcp_placements.table.cover import cover_of, repeated
 from dcp_placements.table.families import Families, format_numbers
 from dcp_placements.table.table import PLAIN, Sent, holding_of
-from dcp_placements.table.world import Piece, World
+from dcp_placements.table.world import Piece, World, cover_of, repeated
 
 _MAX_PARTS = 4
 """Parts that a message lists."""

@@ -33,9 +33,9 @@ from dcp_placements.errors import Fault, PlacementError, format_faults, format_r
 from dcp_placements.layout.boxes import Ints
 from dcp_placements.load.reads import Request
 from dcp_placements.report import LoadReport
-from dcp_placements.table.cover import cover_of, runs_of
+from dcp_placements.table.owners import runs_of
 from dcp_placements.table.table import Holding, Sent, holding_of, packed_ints, unpacked_ints
-from dcp_placements.table.world import Piece, World
+from dcp_placements.table.world import Piece, World, cover_of
 
 BATCH_NBYTES = 8 << 20
 """The most bytes of one message. Below a few MiB a message costs latency alone."""

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from dcp_placements._torch import facts_of, is_dtensor_like
 from dcp_placements.bind.lint import data_pointer
 from dcp_placements.errors import Fault, format_names, raise_faults
-from dcp_placements.storage.hashing import full_digest
+from dcp_placements.table.digests import full_digest
 
 MAX_KEYS = 6
 """Keys of one memory that a message lists."""

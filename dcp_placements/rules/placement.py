@@ -219,7 +219,7 @@ def cut_of(placement: Any, ndim: int, axis: str | None, size: int) -> Cut:
     """Return how a placement that splits a dim cuts it.
 
     >>> cut_of(FusedShard(-2, 2), 2, "tp", 4)
-    Cut(dim=0, axis='tp', size=4, kind=<Kind.FUSED: 'fused'>, parts=2)
+    Cut(dim=0, axis='tp', size=4, kind=<Kind.FUSED: 'fused'>, parts=2, of=None)
 
     Args:
         placement: The placement.

@@ -1,4 +1,4 @@
-"""The coordinator's half of a save: the plans of all ranks, proved, compared and assigned.
+"""The coordinator's half of a save: what ranks send, proved, compared, and assigned to them.
 
 The boxes of all ranks that have a piece stand side by side in one integer array: equal boxes are
 replicas, the different ones must tile the whole. The answer to a rank is, per piece and box, the
@@ -18,14 +18,17 @@ import pickle
 import warnings
 import zlib
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, cached_property
+from itertools import islice
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import BytesStorageMetadata, SavePlan, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_placements.errors import (
     Fault,
@@ -35,19 +38,121 @@ from dcp_placements.errors import (
 )
 from dcp_placements.layout.boxes import apart, tile
 from dcp_placements.layout.sharding import Box, Cuts
+from dcp_placements.names.renames import Step
 from dcp_placements.report import KeyReport, SaveReport
-from dcp_placements.rules.patterns import compile_pattern, matched_nowhere, unmatched_faults
+from dcp_placements.rules.patterns import (
+    Matches,
+    compile_pattern,
+    matched_nowhere,
+    unmatched_faults,
+)
 from dcp_placements.save import refusals
-from dcp_placements.save.digests import Contents, may_have_replicas
 from dcp_placements.save.numbers import numbering_faults
-from dcp_placements.save.plans import Assignment, LocalPlan, Statement, tensor_properties
 from dcp_placements.storage.metadata.chunk_list import ChunkList
+from dcp_placements.storage.metadata.pickles.tensor_properties import (
+    PORTABLE_PROPERTIES,
+    PROPERTIES,
+)
 from dcp_placements.storage.metadata.record import packed_record
-from dcp_placements.table.cover import cover_of, runs_of
-from dcp_placements.table.table import OBJECT, packed_ints
-from dcp_placements.table.world import Piece, World
+from dcp_placements.table.digests import Contents, SentDigests, may_have_replicas
+from dcp_placements.table.owners import runs_of
+from dcp_placements.table.table import OBJECT, Group, Holding, Sent, packed_ints, unpacked_ints
+from dcp_placements.table.world import Piece, World, cover_of
 
 REFUSED = "cannot be placed in the checkpoint"
+
+
+class LocalPlan(NamedTuple):
+    """All that one rank sends to the coordinator.
+
+    Ep rank 1 of two, of a rule that shards ``experts.w1`` of shape ``(4, 3)``::
+
+        LocalPlan(1, Sent((b"... table ...",), b"... 1 ...", b"... 2, 0, 2, 3 ..."), (1,))
+
+    Attributes:
+        rank: Its global rank.
+        sent: Its tables and its boxes.
+        coordinate: Its position along each of ``Statement.axis_sizes``, in that order.
+        digests: Of what it holds.
+        statement: A ``Statement``, pickled and compressed.
+        faults: Why the rank cannot save, packed; it has nothing else then.
+    """
+
+    rank: int
+    sent: Sent = Sent()
+    coordinate: tuple[int, ...] = ()
+    digests: SentDigests = SentDigests()
+    statement: bytes = b""
+    faults: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """What a rank sends beside its keys; the same on most ranks of a pipeline stage.
+
+    Attributes:
+        matched: By rule the number of keys here; 0 of patterns that match none.
+        rename_matches: By step of its rename, whether a key here matches.
+        stateless: Parameters without optimizer state where others have it.
+        notes: Warnings of this rank.
+        renames: What the checkpoint is to keep of its rename.
+        axis_sizes: Sizes of the named mesh axes that it knows of.
+        digest_kind: ``"sampled"``, ``"full"`` or ``"off"``.
+        world: Number of ranks, which decides of which groups there are digests.
+        directory: That it writes into; empty for none.
+        step: The training step that its planner was given; None for none.
+    """
+
+    matched: Matches = field(default_factory=dict)
+    rename_matches: Matches = field(default_factory=dict)
+    stateless: tuple[str, ...] = ()
+    notes: tuple[Fault, ...] = ()
+    renames: tuple[Step, ...] = ()
+    axis_sizes: Mapping[str, int] = field(default_factory=dict)
+    digest_kind: str = "off"
+    world: int = 1
+    directory: str = ""
+    step: int | None = None
+
+
+class Assignment(NamedTuple):
+    """What the coordinator sends to one rank: what it writes.
+
+    A *piece* is a group of a key table, or a part of one where other tables have some of its keys,
+    too. The ranks that hold equal boxes of a piece each write a *run* of its keys: from one
+    position among them to another.
+
+    Attributes:
+        runs: Packed: start and stop of a run for each box of each piece of each table of the rank,
+            in order.
+        pieces: For each table whose groups are split, packed: the piece of each key. Pieces are
+            numbered in the order in which they begin.
+        save_id: Names the save.
+    """
+
+    runs: bytes
+    pieces: tuple[bytes, ...] = ()
+    save_id: bytes = b""
+
+    def is_written(self, holding: Holding) -> list[bool]:
+        """Return for each box of each key of each group of ``holding`` if the rank writes it."""
+        runs = iter(unpacked_ints(self.runs).reshape(-1, 2).tolist())
+        is_written = []
+        for at, groups in enumerate(holding.tables):
+            of_keys = self.pieces[at] if self.pieces else b""
+            split = iter(unpacked_ints(of_keys).tolist() if of_keys else ())
+            # By piece, the runs of its boxes, and how many of its keys have been.
+            runs_of: dict[int, list[list[int]]] = {}
+            seen: dict[int, int] = {}
+            for number, held in enumerate(groups):
+                for _ in held.fqns:
+                    piece = next(split, number)
+                    if piece not in runs_of:
+                        runs_of[piece] = list(islice(runs, len(held.boxes)))
+                    position = seen.get(piece, 0)
+                    seen[piece] = position + 1
+                    is_written += [start <= position < stop for start, stop in runs_of[piece]]
+        return is_written
 
 
 def sent_plans(plans: Sequence[SavePlan]) -> list[LocalPlan]:
@@ -341,3 +446,16 @@ class Coordinator:
         self.report.warnings = tuple(map(str, notes))
         if notes:
             warnings.warn(format_faults("look at this save", notes, "note"), stacklevel=3)
+
+
+def tensor_properties(group: Group) -> TensorProperties:
+    """Return the properties of a group's tensors that metadata keeps.
+
+    Strides, where torch has them, are those of C order; its own planner has those of the part that
+    the first rank holds.
+    """
+    assert group.dtype is not None
+    properties = TensorProperties(group.dtype, group.layout, group.requires_grad)
+    if PROPERTIES > PORTABLE_PROPERTIES:
+        vars(properties)["strides"] = torch.empty(group.shape, device="meta").stride()
+    return properties

@@ -11,12 +11,20 @@ import uuid
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import product, repeat
 from math import prod
 from typing import Any
 
-from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan, WriteItem
+import torch
+from torch.distributed.checkpoint import (
+    ChunkStorageMetadata,
+    DefaultSavePlanner,
+    Metadata,
+    SavePlan,
+    WriteItem,
+)
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from dcp_placements._torch import (
@@ -32,6 +40,7 @@ from dcp_placements.bind.lint import lint
 from dcp_placements.bind.one_tensor import Placed, Placing
 from dcp_placements.bind.state_dict import place
 from dcp_placements.errors import PlacementError, RankFaults, packed_faults
+from dcp_placements.layout.sharding import Box
 from dcp_placements.names.flat import Path, Reshaped, check_texts, checkpoint_path, rename_keys
 from dcp_placements.names.optimizer_state import stateless_parameters
 from dcp_placements.names.renames import Step, recorded
@@ -46,20 +55,44 @@ from dcp_placements.rules.patterns import (
     check_declaration,
     compile_pattern,
 )
-from dcp_placements.runs import NOT_FINISHED, ItemsToCome, RunAttribute, Runs, has_own
-from dcp_placements.save.coordinator import REFUSED, Coordinator, sent_plans
-from dcp_placements.save.digests import (
+from dcp_placements.runs import (
+    NOT_FINISHED,
+    ItemsToCome,
+    RunAttribute,
+    Runs,
+    WriteItemOfSave,
+    has_own,
+    made,
+)
+from dcp_placements.save.coordinator import (
+    REFUSED,
+    Assignment,
+    Coordinator,
+    LocalPlan,
+    Statement,
+    sent_plans,
+    tensor_properties,
+)
+from dcp_placements.save.refusals import repeat_fault
+from dcp_placements.storage.metadata.rank_files import saves_before
+from dcp_placements.storage.metadata.record import DIGESTS_OF_RANK, REPLACED, RESERVED_KEY, identity
+from dcp_placements.storage.metadata.save_ids import id_data, id_items, is_named
+from dcp_placements.table.digests import (
     SentDigests,
     differing_repeats,
     digests_by_chunk,
     digests_of,
 )
-from dcp_placements.save.plans import Assignment, LocalPlan, Statement, assigned_items
-from dcp_placements.save.refusals import repeat_fault
-from dcp_placements.storage.metadata.rank_files import saves_before
-from dcp_placements.storage.metadata.record import DIGESTS_OF_RANK, REPLACED, RESERVED_KEY, identity
-from dcp_placements.storage.metadata.save_ids import id_data, id_items, is_named
-from dcp_placements.table.table import OBJECT, Holding, Sent, held_chunks, holding_of
+from dcp_placements.table.table import (
+    OBJECT,
+    PLAIN,
+    SHARD,
+    Group,
+    Holding,
+    Sent,
+    held_chunks,
+    holding_of,
+)
 
 DIGESTS = ("sampled", "full", "off")
 ON_CONFLICT = ("error", "warn")
@@ -492,3 +525,37 @@ def _left_to_others(placed: Iterable[Placed]) -> set[str]:
     known: along ``pp`` and ``ep`` other ranks may have other keys.
     """
     return {one.fqn for one in placed if any(axis.position for axis in one.place.replicating)}
+
+
+def assigned_items(
+    holding: Holding, assignment: Assignment, save: Any, *, is_known: bool = False
+) -> list[WriteItem]:
+    """Return the write items that a rank was assigned, group by group; a group's share data.
+
+    Args:
+        holding: What the rank has.
+        assignment: What it writes of that.
+        save: The state of its save, which the items know.
+        is_known: Whether they know their tensors, too, where these have a place.
+    """
+    is_written = iter(assignment.is_written(holding))
+    items: list[WriteItem] = []
+    for held in holding.groups:
+        boxes = [_values(held.group, box) for box in held.boxes]
+        chunks = held.data() if is_known and held.group.kind == SHARD else repeat(None)
+        for (fqn, (offsets, one)), chunk in zip(product(held.fqns, boxes), chunks, strict=False):
+            if next(is_written):
+                index = made(MetadataIndex, {"fqn": fqn, "offset": offsets, "index": None})
+                values = {"index": index, **one, "run": save, "chunk": chunk}
+                items.append(made(WriteItemOfSave, values))
+    return items
+
+
+def _values(group: Group, box: Box) -> tuple[torch.Size | None, dict[str, Any]]:
+    """Return the offsets of the items of a group's box, and what these say of it."""
+    if group.kind == OBJECT:
+        return None, {"type": WriteItemType.BYTE_IO, "bytes_io_data": None, "tensor_data": None}
+    kind = WriteItemType.TENSOR if group.kind == PLAIN else WriteItemType.SHARD
+    chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+    data = TensorWriteData(chunk, tensor_properties(group), torch.Size(group.shape))
+    return chunk.offsets, {"type": kind, "bytes_io_data": None, "tensor_data": data}

@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import prod
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -36,10 +36,12 @@ from dcp_placements.layout.boxes import (
 )
 from dcp_placements.layout.sharding import Box, Chunk
 from dcp_placements.report import SaveReport
-from dcp_placements.save.digests import Digests
-from dcp_placements.save.plans import LocalPlan, Statement
+from dcp_placements.table.digests import Digests
 from dcp_placements.table.table import OBJECT, Group
 from dcp_placements.table.world import Piece, World
+
+if TYPE_CHECKING:
+    from dcp_placements.save.coordinator import LocalPlan, Statement
 
 T = TypeVar("T")
 

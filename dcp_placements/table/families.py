@@ -24,8 +24,7 @@ import numpy as np
 from dcp_placements.errors import format_ranks
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.names.renames import number_in
-from dcp_placements.table.cover import Cover, cover_of
-from dcp_placements.table.world import World
+from dcp_placements.table.world import Cover, World, cover_of
 
 
 class Family(NamedTuple):

@@ -3,11 +3,13 @@
 Ranks that sent the same tables and as many boxes of each group are a *cohort*: what they hold is
 one integer array. A *piece* is the keys that the same tables have: a group of one table, or a part
 of one where another table has some of its keys, too (a tied embedding on the first and the last
-pipeline stage, say). Everything that holds for one key of a piece holds for all of them.
+pipeline stage, say). Everything that holds for one key of a piece holds for all of them: its
+*cover* is which ranks hold which box, so whether the boxes make the whole, and which are replicas.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,12 +17,100 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dcp_placements.layout.boxes import Boxes, Ints
-from dcp_placements.table.cover import NOTHING, Cover
+from dcp_placements.layout.boxes import Boxes, Ints, numel, unique
 from dcp_placements.table.table import Group, Sent, Table, unpacked_ints
 
 _MOST_PIECES = 1 << 32
 """More pieces than any table has."""
+
+
+class Cover(NamedTuple):
+    """The boxes of all ranks side by side.
+
+    A *row* is one box on one rank. Equal boxes are replicas. An expert weight of shape ``(4, 3)``
+    on ranks 0 and 1 of ``ep``, and again on ranks 2 and 3::
+
+        boxes   [[[0, 0], [2, 3]], [[2, 0], [2, 3]]]
+        numel   [6, 6]
+        box_of  [0, 1, 0, 1]
+        ranks   [0, 1, 2, 3]
+        order   [0, 2, 1, 3]
+        starts  [0, 2, 4]
+
+    Attributes:
+        boxes: The different boxes, in order of offsets.
+        numel: Elements of each box.
+        box_of: By row, position in ``boxes``.
+        ranks: By row, the rank (position among those that take part).
+        order: The rows by box, then by rank.
+        starts: By box, its first place in ``order``; the number of rows last.
+        has_replicas: Whether any box is held more than once.
+    """
+
+    boxes: Boxes
+    numel: Ints
+    box_of: Ints
+    ranks: Ints
+    order: Ints
+    starts: Ints
+    has_replicas: bool
+
+    def holders(self, box: int) -> Ints:
+        """Return the ranks that hold a box, ascending."""
+        return self.ranks[self.order[self.starts[box] : self.starts[box + 1]]]
+
+    def parts(self) -> dict[frozenset[int], list[int]]:
+        """Return the ranks by the boxes that they hold: ``{{0}: [0, 2], {1}: [1, 3]}``."""
+        order = np.argsort(self.ranks, kind="stable")
+        ranks = self.ranks[order]
+        starts = np.flatnonzero(np.diff(ranks, prepend=-1))
+        found: dict[frozenset[int], list[int]] = {}
+        for rank, boxes in zip(
+            ranks[starts].tolist(), np.split(self.box_of[order], starts[1:]), strict=True
+        ):
+            found.setdefault(frozenset(boxes.tolist()), []).append(rank)
+        return found
+
+
+def cover_of(ranks: Ints, boxes: Boxes) -> Cover:
+    """Return who holds what: by row the rank and the box."""
+    first, box_of = unique(boxes)
+    order = np.lexsort((ranks, box_of))
+    starts = np.searchsorted(box_of[order], np.arange(len(first) + 1))
+    different, has_replicas = boxes[first], len(first) < len(boxes)
+    return Cover(different, numel(different), box_of, ranks, order, starts, has_replicas)
+
+
+NOTHING = cover_of(np.zeros(0, np.int64), np.zeros((0, 2, 0), np.int64))
+"""The cover of no rows."""
+
+
+def repeated(parts: Mapping[frozenset[int], Sequence[int]]) -> list[frozenset[int]]:
+    """Return the parts of a whole all of which another rank holds, too.
+
+    Parts that only overlap are those of ranks with copies of some experts.
+
+    >>> repeated({frozenset({0, 1}): [0], frozenset({1, 2}): [1]})
+    []
+    >>> repeated({frozenset({0, 1}): [0, 1]})
+    [frozenset({0, 1})]
+
+    Args:
+        parts: The ranks that hold each part.
+    """
+    counts = Counter(element for part in parts for element in part)
+    return [
+        part
+        for part, ranks in parts.items()
+        if part
+        and (
+            len(ranks) > 1
+            or (
+                all(counts[element] > 1 for element in part)
+                and any(part < other for other in parts)
+            )
+        )
+    ]
 
 
 class Cohort(NamedTuple):

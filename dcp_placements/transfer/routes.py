@@ -29,7 +29,7 @@ from dcp_placements.layout.boxes import (
 )
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.stacks_and_parts import Target
-from dcp_placements.table.cover import cover_of
+from dcp_placements.table.world import cover_of
 from dcp_placements.transfer.cutting import HeldBoxes
 from dcp_placements.transfer.names import Named
 from dcp_placements.transfer.world import TransferWorld

@@ -23,7 +23,7 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.storage.metadata.save_ids import ID_PREFIX
-from dcp_placements.table.cover import BALANCE
+from dcp_placements.table.owners import BALANCE
 from dcp_placements.testing import FakeDTensor, FakeMesh, World
 
 KIB = 1 << 10

@@ -10,7 +10,7 @@ from strategies import SMALL_SHAPES, boxes_in, count, examples, tilings
 
 from dcp_placements.layout.boxes import apart, tile
 from dcp_placements.layout.sharding import Box
-from dcp_placements.table.cover import Cover, cover_of
+from dcp_placements.table.world import Cover, cover_of
 
 Row = tuple[int, ...]
 

@@ -17,7 +17,7 @@ from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
 from dcp_placements.storage.byte_ranges import segments
 from dcp_placements.storage.file_reads import cheap_gap
 from dcp_placements.storage.record_reads import is_read_whole
-from dcp_placements.table.cover import Cover
+from dcp_placements.table.world import Cover
 
 COLUMNS = ("wanted", "slices", "chunks", "exchange", "reads")
 """Of the elements; of what this package's reader reads, and torch's; with an exchange; items."""

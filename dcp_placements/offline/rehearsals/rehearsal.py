@@ -22,8 +22,8 @@ from dcp_placements.offline.rehearsals.costs import COLUMNS, Costs
 from dcp_placements.offline.rehearsals.world import RehearsedWorld
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.patterns import unmatched_faults
-from dcp_placements.table.cover import cover_of
 from dcp_placements.table.table import OBJECT
+from dcp_placements.table.world import cover_of
 from dcp_placements.transfer.world import MeshAxes
 
 

@@ -30,7 +30,7 @@ from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.metadata.record import RESERVED_KEY, identity, packed_record
 from dcp_placements.storage.metadata.save_ids import named
 from dcp_placements.storage.records import Template
-from dcp_placements.table.cover import cover_of
+from dcp_placements.table.world import cover_of
 
 REFUSED = "the checkpoint cannot be rewritten for this world"
 """The opening line of refusals."""

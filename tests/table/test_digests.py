@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 
-from dcp_placements.save.digests import Digests, folded, has_number, may_have_replicas
+from dcp_placements.table.digests import Digests, folded, has_number, may_have_replicas
 from dcp_placements.table.table import SHARD, Group
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dcp_placements.storage.hashing import (
+from dcp_placements.table.digests import (
     full_digest,
     object_digest,
     sampled_digests,
