@@ -229,6 +229,7 @@ def _differences_by_rule(saved: Cuts, placed: Placed, record: SaveRecord) -> Ite
     so.
     """
     loaded = placed.place.sharding.cuts
+    ruled = {cut.axis for cut in loaded[: placed.place.ruled]}
     one, other = _cutting(saved), _cutting(loaded)
     swapped = [
         axis
@@ -242,18 +243,19 @@ def _differences_by_rule(saved: Cuts, placed: Placed, record: SaveRecord) -> Ite
     is_stacked = any(step.kind == "Stack" for step in record.renames)
     here = {axis.name: axis.size for axis in placed.place.axes}
     for axis, cut in one.items():
-        if cut.kind is not Kind.LISTED and cut.dim >= 0:
-            continue
-        is_plain = cut.dim >= 0 and other.get(axis) == Cut(cut.dim, axis, cut.size, of=cut.of)
-        if not is_stacked and is_plain:
-            rows = f"IndexShard({cut.dim}, this rank's rows)"
-            way_out = f'{{"{axis}": {rows}}} in the rules of this load'
-            yield ((axis,), str(cut), str(other[axis]), way_out)
-        elif cut.dim < 0 and axis not in other and here.get(axis) == cut.size:
-            # The axis of the save is here, too, and ranks along another one hold other rows.
+        if cut.kind is Kind.LISTED and other.get(axis) == Cut(cut.dim, axis, cut.size, of=cut.of):
+            if cut.dim >= 0 and not is_stacked:
+                rows = f"IndexShard({cut.dim}, this rank's rows)"
+                way_out = f'{{"{axis}": {rows}}} in the rules of this load'
+                yield ((axis,), str(cut), str(other[axis]), way_out)
+        elif axis not in other and here.get(axis) == cut.size:
+            # The axis of the save is here, too: its ranks ask for the same, and those along an
+            # axis that cut nothing then ask for the parts.
             for name, another in other.items():
-                if another.dim < 0 and another.size == cut.size:
-                    way_out = f'the stacked tensor cut by "{axis}" in the rules of this load'
+                is_alike = another.dim == cut.dim or max(another.dim, cut.dim) < 0
+                is_other = name in ruled and name not in one
+                if is_other and is_alike and another.size == cut.size:
+                    way_out = f'the tensor cut by "{axis}" in the rules of this load'
                     yield ((axis, name), str(cut), str(another), way_out)
 
 

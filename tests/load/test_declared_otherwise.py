@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hazard_scenes import arange, assert_holds, load, refused, same_bits, save
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dcp_placements import (
@@ -114,6 +114,83 @@ def test_m75_unstacked_experts_over_the_wrong_axis_are_refused(tmp_path: Path) -
             rules_of(FOUR, axes, "experts", edp=Shard(0)),
             rename=rename,
         )
+
+
+EP_EDP = {"ep": 2, "edp": 2}
+
+
+def rows_at(axis: str) -> Any:
+    """Return rules that list the rows by a rank's position along an axis."""
+
+    def on(rank: int) -> PlacementRules:
+        mesh = FOUR.mesh(rank, **EP_EDP)
+        at = rank // 2 if axis == "ep" else rank % 2
+        placement = CheckpointPlacement(mesh, {axis: IndexShard(0, ROWS[at])}, global_shape=(4, 3))
+        return PlacementRules({"w": placement})
+
+    return on
+
+
+def cut_over(placement: Any) -> Any:
+    return lambda axis: rules_of(FOUR, EP_EDP, "w", **{axis: placement})
+
+
+KINDS = {"plain": cut_over(Shard(0)), "fused": cut_over(FusedShard(0, 2)), "listed": rows_at}
+
+
+@pytest.mark.parametrize("by", KINDS.values(), ids=KINDS)
+def test_m75_a_tensor_over_edp_that_was_saved_over_ep_is_refused(tmp_path: Path, by: Any) -> None:
+    parts = {
+        "plain": arange(4, 3).chunk(2),
+        "fused": (arange(4, 3)[[0, 2]], arange(4, 3)[[1, 3]]),
+        "listed": [arange(4, 3)[list(rows)] for rows in ROWS],
+    }
+    (kind,) = [name for name, one in KINDS.items() if one is by]
+    save(FOUR, tmp_path, lambda rank: {"w": parts[kind][rank // 2].clone()}, by("ep"))
+    blank = {"w": torch.zeros(2, 3)}
+    with refused() as refusal:
+        load(FOUR, tmp_path, lambda rank: blank, by("edp"))
+    refusal.says("w: this load cuts it by 'ep' and 'edp' in another way than the save did")
+    load(FOUR, tmp_path, lambda rank: blank, by("edp"), waive={"w": "experts are over edp here"})
+    states = [{"w": torch.zeros(2, 3)} for _ in range(4)]
+    load(FOUR, tmp_path, states.__getitem__, by("ep"))
+    assert all(same_bits(state["w"], parts[kind][at // 2]) for at, state in enumerate(states))
+
+
+OVER: dict[str, tuple[dict[str, int], str]] = {
+    "tp": ({"tp": 4}, "tp"),
+    "another number of ranks": ({"ep": 2, "edp": 2}, "edp"),
+    "other names": ({"dp": 1, "expert": 4}, "expert"),
+    "ranks of both": ({"edp": 4, "ep": 1}, "edp"),
+}
+
+
+@pytest.mark.parametrize(("axes", "axis"), OVER.values(), ids=OVER)
+def test_a_load_over_other_axes_than_those_of_the_save_is_quiet(
+    tmp_path: Path, axes: dict[str, int], axis: str
+) -> None:
+    whole = arange(4, 3)
+    save(FOUR, tmp_path, lambda r: {"w": whole[[r]]}, rules_of(FOUR, {"ep": 4}, "w", ep=Shard(0)))
+    size = axes[axis]
+    states = [{"w": torch.zeros(4 // size, 3)} for _ in range(4)]
+    load(FOUR, tmp_path, states.__getitem__, rules_of(FOUR, axes, "w", **{axis: Shard(0)}))
+    for rank, state in enumerate(states):
+        mesh = FOUR.mesh(rank, **axes)
+        assert same_bits(state["w"], whole.chunk(size)[mesh[axis].get_coordinate()[0]])
+
+
+def test_a_load_by_fsdp_over_another_axis_than_that_of_the_save_is_quiet(tmp_path: Path) -> None:
+    """The DTensor itself says that edp cuts it; the rule names an axis that cuts nothing."""
+    whole = arange(4, 3)
+    parts = whole.chunk(2)
+    save(FOUR, tmp_path, lambda r: {"w": parts[r // 2]}, rules_of(FOUR, EP_EDP, "w", ep=Shard(0)))
+
+    def state(rank: int) -> dict[str, Any]:
+        mesh = FOUR.mesh(rank, **EP_EDP)["edp"]
+        return {"w": FakeDTensor(torch.zeros(2, 3), mesh, [Shard(0)], (4, 3))}
+
+    loaded, _ = load(FOUR, tmp_path, state, rules_of(FOUR, EP_EDP, "w", ep=Replicate()))
+    assert all(same_bits(one["w"].to_local(), parts[at % 2]) for at, one in enumerate(loaded))
 
 
 def test_dtensors_that_swap_their_dims_are_quiet(tmp_path: Path) -> None:
