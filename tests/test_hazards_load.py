@@ -684,6 +684,60 @@ def test_m78_sharded_state_is_reset_on_every_rank(tmp_path: Path) -> None:
         assert any("reset to 0" in warning for warning in reports[rank].warnings)
 
 
+@pytest.mark.parametrize("partial", [False, True])
+def test_m78_a_rank_none_of_whose_parameters_was_stepped_resets_their_state(
+    tmp_path: Path, partial: bool
+) -> None:
+    """The state of another rank's parameter shows that the optimizer was saved."""
+    two = World(2)
+
+    def state(rank: int, fill: float | None = None) -> dict[str, Any]:
+        made = optimized("ab"[rank], fill=fill)
+        if fill is None and rank == 1:
+            made["optim"]["state"] = {}
+        return made
+
+    save(two, tmp_path, state)
+    with warned() as texts:
+        loaded, reports = load(
+            two, tmp_path, lambda rank: state(rank, FILL), allow_partial_load=partial
+        )
+    assert_same(loaded[0], state(0))
+    assert same_bits(loaded[1]["model"]["b"], arange(3, 2, start=1))
+    assert not any(one.any() for one in loaded[1]["optim"]["state"]["b"].values())
+    assert (reports[1].stateless, reports[1].missing) == (("b",), ())
+    assert "was reset to 0" in texts[0]
+
+
+def renamed_state(there: str, here: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what is saved and asked for, of which the optimizers name ``w`` differently."""
+    saved, asked = optimized("w", "v"), optimized("w", "v", fill=FILL)
+    for one, name in ((saved, there), (asked, here)):
+        one["optim"]["state"] = {name: one["optim"]["state"]["w"]}
+    return saved, asked
+
+
+@pytest.mark.parametrize("names", [("w", "_orig_mod.w"), ("_orig_mod.w", "w")])
+def test_optimizer_state_under_another_name_is_no_parameter_that_was_never_stepped(
+    tmp_path: Path, names: tuple[str, str]
+) -> None:
+    saved, asked = renamed_state(*names)
+    saved["optim"]["param_groups"] = {names[0]: {"lr": 0.1}}
+    save(ONE, tmp_path, lambda rank: saved)
+    with refused() as refusal:
+        load(ONE, tmp_path, lambda rank: asked)
+    refusal.says(f"optim.state.{names[1]}.exp_avg", "the checkpoint lacks this key")
+
+
+def test_an_optimizer_alone_that_has_no_state_is_refused(tmp_path: Path) -> None:
+    """Whether its parameters were never stepped or have other names, nothing tells."""
+    save(ONE, tmp_path, lambda rank: optimized("a"))
+    asked = {"optim": optimized("b", fill=FILL)["optim"]}
+    with refused() as refusal:
+        load(ONE, tmp_path, lambda rank: asked)
+    refusal.says("optim.state.b.exp_avg: the checkpoint lacks this key")
+
+
 def optimized(*names: str, fill: float | None = None) -> dict[str, Any]:
     """Parameters and their moments, all numbers differing; or all ``fill``."""
     weights = {name: arange(3, 2, start=10 * at + 1) for at, name in enumerate(names)}
