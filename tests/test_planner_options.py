@@ -483,3 +483,11 @@ def test_keys_that_are_one_text_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException) as caught:
         dcp.save(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
     assert "0 and '0' are keys of one dict" in str(caught.value.failures[0][0])
+    dcp.save({"0": torch.ones(2)}, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    with pytest.raises(CheckpointException) as caught:
+        World(1).load(
+            tmp_path,
+            lambda rank: dict(state),
+            lambda rank: PlacementLoadPlanner(flatten_state_dict=False),
+        )
+    assert "0 and '0' are keys of one dict" in str(caught.value.failures[0][0])

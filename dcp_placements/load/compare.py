@@ -18,7 +18,7 @@ Two ep ranks that both forgot their rename ask for ``experts.0.w`` and ``experts
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import accumulate, count, takewhile
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -32,13 +32,13 @@ from dcp_placements.layout.sharding import Box, Cut, Cuts, Kind, part_sizes, unk
 from dcp_placements.load.missing import Policy
 from dcp_placements.load.reads import Request, format_cuts
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
-from dcp_placements.names.renames import Step, number_in, recorded
+from dcp_placements.names.renames import FUNCTION, Step, number_in, recorded
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.storage.entries import entries_at
 from dcp_placements.storage.metadata.record import SaveRecord
-from dcp_placements.table.families import Families, format_numbers
-from dcp_placements.table.table import PLAIN, Sent, holding_of
+from dcp_placements.table.families import Families, Family, format_numbers
+from dcp_placements.table.table import PLAIN, Group, Sent, holding_of
 from dcp_placements.table.world import Piece, World, cover_of, repeated
 
 _MAX_PARTS = 4
@@ -47,7 +47,7 @@ _MAX_PARTS = 4
 _MAX_HOLES = 1 << 10
 """Boxes that no rank asks for that are looked for, per key."""
 
-_NUMBERING = ("Renumber", "Unstack", "function")
+_NUMBERING = ("Renumber", "Unstack", FUNCTION)
 """Renames that leave a number in the checkpoint's keys."""
 
 _ON_PURPOSE = "optional=[pattern] or waive={pattern: reason} where the rest is left out on purpose"
@@ -525,8 +525,12 @@ def _number_faults(
     numbers = families.numbers(tensors) if asked_for else {}
     faults = []
     for family in asked_for:
-        missing = numbers[family.name, family.pattern].difference(family.numbers)
-        parts = family.parts(load.world) if missing else {}
+        stored_numbers = numbers[family.name, family.pattern]
+        missing = stored_numbers.difference(family.numbers)
+        if not missing:
+            faults += _unnumbered(load, family, stored_numbers, tensors)
+            continue
+        parts = family.parts(load.world)
         wrong = repeated(parts)
         if not load.complete:
             parts = {
@@ -550,6 +554,40 @@ def _number_faults(
     return faults
 
 
+def _unnumbered(
+    load: _Load, family: Family, stored: Set[int], tensors: Sequence[str]
+) -> list[Fault]:
+    """Return the fault of ranks without the rename by which another rank asks for their numbers.
+
+    Where all ranks together ask for all numbers, the others are replicas of the right rank.
+    """
+    member = next(family.members(tensors))
+    head = family.name.partition("{}")[0]
+
+    def is_numbered(step: Step) -> bool:
+        found = number_in(step.pattern, member) if step.kind in _NUMBERING else None
+        return step.kind == FUNCTION or (found is not None and found.head == head)
+
+    numbered = [any(map(is_numbered, steps)) for steps in load.renames]
+    if all(numbered) or not any(numbered) or any(map(load.policy.excuses, family.members(tensors))):
+        return []
+    parts = family.parts(load.world)
+    others = [part for part, ranks in parts.items() if any(numbered[at] for at in ranks)]
+    faults = []
+    for part, ranks in parts.items():
+        without = [load.ranks[at] for at in ranks if not numbered[at]]
+        is_local = part == set(range(len(part))) and part != stored
+        if without and is_local and any(part <= other for other in others):
+            details = (
+                f"other ranks: {load.renames_on(parts)}",
+                "likely:      rename= was forgotten on these ranks, which ask by local numbers",
+                f"way out:     rename= on each rank its own; {_ON_PURPOSE}",
+            )
+            headline = f"no rename= of {format_ranks(without)} numbers it, as others do"
+            faults.append(Fault(family.name, headline, details))
+    return faults
+
+
 def _box_faults(load: _Load, piece: Piece, states: OptimizerStates) -> list[Fault]:
     """Return the keys of a piece of which several ranks ask for the same boxes, none for others."""
     groups = [source.group for source in piece.sources]
@@ -557,6 +595,9 @@ def _box_faults(load: _Load, piece: Piece, states: OptimizerStates) -> list[Faul
     if group is None or len({one.shape for one in groups}) > 1:  # of shapes there is another fault
         return []
     cover, whole = cover_of(piece.ranks, piece.boxes), Box.whole(group.shape)
+    if not len(piece.ranks) and group.padded_shape is not None:
+        fqns = [fqn for fqn in piece.fqns if not load.policy.excuses(fqn)]
+        return [Fault(fqn, f"{_NO_RANK} of {group.shape}", _padding(group)) for fqn in fqns]
     if not cover.has_replicas or tile(whole, cover.boxes):
         return []
     parts = cover.parts()
@@ -587,6 +628,16 @@ def _box_faults(load: _Load, piece: Piece, states: OptimizerStates) -> list[Faul
         unasked = _format(missing, whole)
         faults.append(load.fault(fqn, parts, twice, unasked, text, *details, of=str(group.shape)))
     return faults
+
+
+_NO_RANK = "every rank has padding alone of it, so that none asks for any part"
+
+
+def _padding(group: Group) -> tuple[str, ...]:
+    return (
+        f"this load:   {format_cuts(group.cuts)}; padded to {group.padded_shape}",
+        f"way out:     the mesh of the save, or this rank's position in it; {_ON_PURPOSE}",
+    )
 
 
 def _format(boxes: Sequence[Box], whole: Box) -> str:

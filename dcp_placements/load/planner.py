@@ -50,7 +50,7 @@ from dcp_placements.load.exchange import Answer, Exchange, answers, obstacle
 from dcp_placements.load.missing import Policy, reset_note
 from dcp_placements.load.reads import Request
 from dcp_placements.load.tied import land, memory_faults, settle_tied, tied_keys
-from dcp_placements.names.flat import Path, Reshaped, put_at, rename_keys
+from dcp_placements.names.flat import Path, Reshaped, check_texts, put_at, rename_keys
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import LoadReport, Traffic
@@ -487,6 +487,8 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         if metadata is not None:
             with refusing():
                 check_fields(metadata)
+        if not self.flatten_state_dict:  # else torch refuses them
+            check_texts(state_dict)
         load = self._runs.begin()
         load.is_coordinator = is_coordinator
         load.metadata = metadata if metadata is not None else Metadata({})

@@ -232,3 +232,34 @@ def test_a_rank_that_declares_nothing_asks_for_what_it_has(
     with refused() as refusal:
         World(3).load(tmp_path, state, planner)
     refusal.says("w: several ranks ask for [0:2, :] of (4, 2), and none for [2:4, :]", "ranks 0-1")
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_tensor_of_which_every_rank_has_padding_alone_is_refused(
+    tmp_path: Path, first: int
+) -> None:
+    dcp.save({"w": arange(4, 2), "norm": arange(2)}, checkpoint_id=tmp_path, no_dist=True)
+    whole = {"global_shape": (4, 2), "padded_shape": (8, 2)}
+
+    def rules(rank: int) -> PlacementRules:
+        mesh = MeshCoordinate(("ep",), (4,), (first + rank,))
+        return PlacementRules({"w": CheckpointPlacement(mesh, {"ep": Shard(0)}, **whole)})
+
+    states = [{"w": torch.zeros(2, 2), "norm": torch.zeros(2)} for _ in range(3)]
+
+    def load_all(**options: Any) -> None:
+        World(2).load(
+            tmp_path, states.__getitem__, lambda rank: PlacementLoadPlanner(rules(rank), **options)
+        )
+
+    if first:
+        with refused() as refusal:
+            load_all()
+        refusal.says("w: every rank has padding alone of it", "of (4, 2)", "padded to (8, 2)")
+        load_all(optional=["w"])
+        return
+    with without_warning():
+        load_all()
+        load(tmp_path, states.__getitem__, World(3), rules=rules)  # the last has padding alone
+    assert same_bits(states[1]["w"], arange(4, 2)[2:])
+    assert not states[2]["w"].any()

@@ -491,6 +491,51 @@ def test_m49_a_load_with_the_rename_of_another_rank_is_refused(tmp_path: Path) -
     )
 
 
+def by_ep(rank: int) -> Renumber:
+    """Return the rename of a rank of ``edp`` by ``ep``, which are two each."""
+    return renumbered(owned(rank % 2))
+
+
+def test_m43_a_rank_without_the_rename_that_its_replicas_have_is_refused(tmp_path: Path) -> None:
+    """All numbers are asked for, since a replica of that rank asks for its own."""
+    save_experts(tmp_path)
+
+    def state(rank: int) -> dict[str, Any]:
+        return local_experts(owned(rank % 2))
+
+    def load_with(rename: Callable[[int], Any], **options: Any) -> list[dict[str, Any]]:
+        return load_experts(tmp_path, FOUR, state, rename=rename, **options)
+
+    with refused() as refusal:
+        load_with(lambda rank: None if rank == 1 else by_ep(rank))
+    refusal.says(
+        "layers.0.experts.{}, layers.1.experts.{}: no rename= of rank 1 numbers it, as others do",
+        "other ranks: rename=Renumber('experts.{}', total=4)",
+    )
+    with refused():  # of the layers it has one, which changes nothing
+        layers = Renumber("layers.{}", [0, 1], total=2)
+        load_with(lambda rank: layers if rank == 1 else Renames(layers, by_ep(rank)))
+    load_with(lambda rank: None if rank == 1 else by_ep(rank), waive={"experts": "a test"})
+    with without_warning():
+        # Ranks whose numbers are those of the whole need none.
+        loaded = load_with(lambda rank: by_ep(rank) if rank % 2 else None)
+    for rank, one in enumerate(loaded):
+        assert all(same_bits(one[fqn], value) for fqn, value in state(rank).items())
+
+
+def test_a_rank_that_asks_for_all_numbers_needs_no_rename(tmp_path: Path) -> None:
+    save_experts(tmp_path)
+
+    def state(rank: int) -> dict[str, Any]:
+        return local_experts(owned(rank)) if rank < 2 else dict(EXPERTS)
+
+    with without_warning():
+        loaded = load_experts(
+            tmp_path, World(3), state, rename=lambda r: renumbered(owned(r)) if r < 2 else None
+        )
+    assert all(same_bits(loaded[2][fqn], value) for fqn, value in EXPERTS.items())
+
+
 @pytest.mark.parametrize("options", [{}, {"optional": ["layers.*.experts.*.w"]}])
 def test_m49_numbers_of_a_checkpoint_without_renames_are_divided_among_ranks(
     tmp_path: Path, options: dict[str, Any]
