@@ -10,6 +10,7 @@ from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.rules.patterns import PlacementRules, Rules, RuleTable, check_declaration
 from dcp_placements.save.planner import PlacementSavePlanner
+from dcp_placements.table.whole import WholeModel
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -28,11 +29,13 @@ class Placements:
         rename: This rank's key to the checkpoint's; None where the two are equal.
         waive: ``{pattern: reason}`` of keys that both planners accept although they would warn of,
             or refuse, their name and kind of cut.
+        whole: The keys and shapes of the unsharded model; None where it is not given.
     """
 
     rules: Rules | None
     rename: Rename | None
     waive: Mapping[str, str]
+    whole: WholeModel | None
 
     def __init__(
         self,
@@ -40,6 +43,7 @@ class Placements:
         *,
         rename: Rename | None = None,
         waive: Mapping[str, str] | None = None,
+        whole: Any = None,
     ) -> None:
         """Check and keep the declaration.
 
@@ -49,9 +53,16 @@ class Placements:
                 tensor keeps its own mesh and placements.
             rename: As for ``PlacementSavePlanner``.
             waive: As for the planners, each of which takes more.
+            whole: The unsharded model: ``{key: shape}`` by the checkpoint's keys, or the model
+                made under ``torch.device("meta")``. Every save and load is compared with it: a
+                key that it has and no rank, one that it lacks, or another whole shape is refused.
+                The keys may stand under a level of the state dict, such as ``model.``; what is
+                beside it is left alone. A value may be a shape, a tensor, whose shape counts, or a
+                pair of shape and dtype.
 
         Raises:
-            PlacementError: Rules or a rename that cannot be called, or a waiver without a reason.
+            PlacementError: Rules or a rename that cannot be called, a waiver without a reason, or
+                ``whole=`` of another kind.
         """
         resolved = PlacementRules(rules) if isinstance(rules, Mapping) else rules
         waivers = check_declaration(resolved, rename, waive)
@@ -59,6 +70,7 @@ class Placements:
         object.__setattr__(self, "rules", resolved)
         object.__setattr__(self, "rename", rename)
         object.__setattr__(self, "waive", waivers)
+        object.__setattr__(self, "whole", WholeModel.of(whole))
 
     def save_planner(
         self, *, waive: Mapping[str, str] | None = None, **options: Any
@@ -70,6 +82,7 @@ class Placements:
             options: Of ``PlacementSavePlanner``, but for ``rules`` and ``rename``.
         """
         waivers = {**self.waive, **check_declaration(None, None, waive)}
+        options = {"whole": self.whole, **options}
         return PlacementSavePlanner(self.rules, rename=self.rename, waive=waivers, **options)
 
     def load_planner(
@@ -82,4 +95,5 @@ class Placements:
             options: Of ``PlacementLoadPlanner``, but for ``rules`` and ``rename``.
         """
         waivers = {**self.waive, **check_declaration(None, None, waive)}
+        options = {"whole": self.whole, **options}
         return PlacementLoadPlanner(self.rules, rename=self.rename, waive=waivers, **options)

@@ -47,6 +47,8 @@ class SaveReport:
             stages and per-rank experts have such keys.
         stateless: Parameters without optimizer state, where others have it.
         waived: Patterns whose lint warnings are waived, with the reason given.
+        whole: What was compared with the unsharded model, as text; empty where ``whole=`` is not
+            given.
         warnings: What does not refuse the save but may be wrong; each is also issued as a warning.
         planned: Whether a plan was made; if not, the numbers mean nothing.
     """
@@ -59,6 +61,7 @@ class SaveReport:
     partial_keys: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     stateless: tuple[str, ...] = ()
     waived: Mapping[str, str] = field(default_factory=dict)
+    whole: str = ""
     warnings: tuple[str, ...] = ()
     planned: bool = True
 
@@ -85,6 +88,7 @@ class SaveReport:
             ("unique", f"{format_nbytes(self.unique_nbytes)} of {whole} in the whole tensors"),
             ("replicas", f"{held} held beyond that"),
             *[("rule", f"{rule} for {format_count(n, 'key')}") for rule, n in self.rules.items()],
+            *([("whole", f"as the whole model: {self.whole}")] if self.whole else []),
             *_named("partial", tuple(self.partial_keys)),
             *_named("stateless", self.stateless),
         ]
@@ -135,6 +139,7 @@ class LoadReport:
         unchecked: Records that were read whole and have no checksum to compare, as
             ``PlacementFileSystemReader`` counts them.
         traffic: What this rank read and received, as ``PlacementFileSystemReader`` counts it.
+        whole: As in ``SaveReport``; on the coordinator only.
         compared: Whether this load is declared as the save was, with the number of keys that
             both shard; ``"no record"`` if the checkpoint has no record of its save.
         waived: Patterns of keys whose differences are waived, with the reason given.
@@ -154,6 +159,7 @@ class LoadReport:
     casts: Mapping[str, str] = field(default_factory=dict)
     unchecked: int = 0
     traffic: Traffic = Traffic()
+    whole: str = ""
     compared: str = "no record"
     waived: Mapping[str, str] = field(default_factory=dict)
     unmatched: tuple[str, ...] = ()
@@ -174,6 +180,7 @@ class LoadReport:
             *_named("padded", tuple(self.padded), f"; {kept} of padding kept"),
             *_named("alone", self.alone),
             *[row for cast, keys in by_cast.items() for row in _named("cast", keys, f": {cast}")],
+            *([("whole", f"as the whole model: {self.whole}")] if self.whole else []),
             ("compared", self.compared),
         ]
         if self.unchecked:

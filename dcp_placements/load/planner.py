@@ -69,6 +69,8 @@ from dcp_placements.storage.metadata.save_ids import MIXED, IdRecord, id_records
 from dcp_placements.storage.record_reads import DAMAGED
 from dcp_placements.storage.storage_table import places_of
 from dcp_placements.table.table import Sent
+from dcp_placements.table.whole import WholeModel, compare_with_whole
+from dcp_placements.table.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -217,19 +219,22 @@ class RankLoad:
             self.warn(request.notes)
         notes = [*lint(placing.placed.values(), renamed=rename is not None, waived=policy.waived)]
         self.report.warnings += tuple(map(str, notes))
-        return asked_by(request, rules, rename) if world_size() > 1 else None, notes
+        return asked_by(request, rules, rename), notes
 
     def warn(self, notes: Sequence[Fault]) -> None:
         """Warn of what is accepted, and keep it in the report."""
         self.report.warnings += tuple(map(str, notes))
         warnings.warn(format_faults("look at this load", notes, "note"), stacklevel=3)
 
-    def judge(self, messages: Sequence[LoadMessage], policy: Policy) -> None:
+    def judge(
+        self, messages: Sequence[LoadMessage], policy: Policy, whole: WholeModel | None
+    ) -> None:
         """Refuse, or warn of, what all ranks together show. Called on the coordinator.
 
         Args:
             messages: Of the ranks that sent one.
             policy: What is accepted.
+            whole: The unsharded model, which what all ranks ask for is compared with.
 
         Raises:
             PlacementError: What single ranks refuse; or ranks that together ask for something else
@@ -256,7 +261,16 @@ class RankLoad:
         elif record is not None:
             self.report.compared += ", but not with what other ranks ask for"
         asked = {one.rank: one.asked for one in messages if one.asked is not None}
-        faults = asked_faults(asked, record, self.metadata, policy, complete=complete)
+        faults = []
+        if whole is not None:
+            world = World([one.sent for one in asked.values()])
+            faults, self.report.whole = compare_with_whole(
+                whole,
+                world,
+                [*policy.waived, *policy.optional],
+                complete=complete and not policy.partial,
+            )
+        faults += asked_faults(asked, record, self.metadata, policy, complete=complete)
         if faults:
             raise_faults("the ranks do not ask for what was saved", [*faults, *mistakes])
         if mistakes:
@@ -414,6 +428,8 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         flatten_sharded_tensors: As in ``DefaultLoadPlanner``.
         allow_partial_load: As in ``DefaultLoadPlanner``, but a load that matches nothing is an
             error.
+        whole: The unsharded model, which the keys and shapes of all ranks are compared with, as in
+            ``Placements``.
 
     Attributes:
         report: After planning, this rank's ``LoadReport``; complete when the load has ended.
@@ -446,6 +462,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         flatten_state_dict: bool = True,
         flatten_sharded_tensors: bool = True,
         allow_partial_load: bool = False,
+        whole: Any = None,
     ) -> None:
         self._runs = Runs(RankLoad)
         super().__init__(
@@ -462,6 +479,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self.rename = rename
         self.cast = cast
         self.exchange = exchange
+        self.whole = WholeModel.of(whole)
         if not isinstance(optional, Iterable):
             raise PlacementError(f"optional={optional!r}: give patterns of keys")
         patterns = [optional] if isinstance(optional, str) else optional
@@ -550,7 +568,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         plans = super().create_global_plan(global_plan)
         sent = [plan.planner_data for plan in plans]
         messages = [message for message in sent if isinstance(message, LoadMessage)]
-        self._runs.planned.judge(messages, self._policy)
+        self._runs.planned.judge(messages, self._policy, self.whole)
         wishes = {one.rank: one.wish for one in messages if one.wish is not None}
         given: list[Answer | None] = [None] * len(plans)
         if wishes:

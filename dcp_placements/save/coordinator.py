@@ -57,6 +57,7 @@ from dcp_placements.storage.metadata.record import packed_record
 from dcp_placements.table.digests import Contents, SentDigests, may_have_replicas
 from dcp_placements.table.owners import runs_of
 from dcp_placements.table.table import OBJECT, Group, Holding, Sent, packed_ints, unpacked_ints
+from dcp_placements.table.whole import WholeModel, compare_with_whole
 from dcp_placements.table.world import Piece, World, cover_of
 
 REFUSED = "cannot be placed in the checkpoint"
@@ -185,6 +186,7 @@ class Coordinator:
         complete: Whether the plans are all there are.
         waived: As of the planner.
         strict: Whether replicas that differ refuse the save.
+        whole: The unsharded model, which the keys and shapes are compared with.
 
     Attributes:
         plans: The same.
@@ -201,10 +203,11 @@ class Coordinator:
         complete: bool,
         waived: Mapping[str, str],
         strict: bool,
+        whole: WholeModel | None = None,
     ) -> None:
         self.plans = plans
         self.complete = complete
-        self._size = size
+        self._size, self._whole = size, whole
         self._ranks_of: dict[bytes, list[int]] = {}
         for plan in plans:
             self._ranks_of.setdefault(plan.statement, []).append(plan.rank)
@@ -256,6 +259,12 @@ class Coordinator:
                     (self._notes if group.kind == OBJECT else self._conflicts).append(fault)
                 if uncompared := sum(map(contents.uncompared, self.world.pieces)):
                     self._notes.append(refusals.uncompared(uncompared))
+        if self._whole is not None:
+            excused = [compile_pattern(pattern) for pattern in self.report.waived]
+            faults, self.report.whole = compare_with_whole(
+                self._whole, self.world, excused, complete=self.complete
+            )
+            self._faults += faults
         matches = [one for each in statements for one in (each.matched, each.rename_matches)]
         # A rank that plans alone cannot see what the patterns match on others.
         if self.complete and (unmatched := matched_nowhere(matches)):

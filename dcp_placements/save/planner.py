@@ -93,6 +93,7 @@ from dcp_placements.table.table import (
     held_chunks,
     holding_of,
 )
+from dcp_placements.table.whole import WholeModel
 
 DIGESTS = ("sampled", "full", "off")
 ON_CONFLICT = ("error", "warn")
@@ -180,6 +181,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
             numbers are on purpose not all of ``Renumber(total=)``.
         step: The training step, kept with the checkpoint; an attribute, to be set before each
             save.
+        whole: The unsharded model, which the keys and shapes of all ranks are compared with, as in
+            ``Placements``.
         flatten_state_dict: As in ``DefaultSavePlanner``.
         flatten_sharded_tensors: As in ``DefaultSavePlanner``.
         dedup_replicated_tensors: As in ``DefaultSavePlanner`` (deprecated there, no effect).
@@ -218,6 +221,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         on_conflict: str = "error",
         waive: Mapping[str, str] | None = None,
         step: int | None = None,
+        whole: Any = None,
         flatten_state_dict: bool = True,
         flatten_sharded_tensors: bool = True,
         dedup_replicated_tensors: bool | None = None,
@@ -243,6 +247,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         if step is not None and not isinstance(step, int):
             raise PlacementError(f"step={step!r}: give a number")
         self.step = step
+        self.whole = WholeModel.of(whole)
         self._exact = False
 
     @property
@@ -401,6 +406,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 complete=not alone,
                 waived=self.waive,
                 strict=self.on_conflict == "error",
+                whole=self.whole,
             )
             coordinator.prove()
             metadata = coordinator.metadata([] if save.holding is None else save.holding.fqns)

@@ -19,6 +19,8 @@ def check(
     state_dict: dict[str, Any],
     rules: Any,
     process_group: dist.ProcessGroup | None = None,
+    *,
+    whole: Any = None,
     **options: Any,
 ) -> SaveReport:
     """Return what a save of ``state_dict`` would come to, or refuse as it would.
@@ -30,6 +32,7 @@ def check(
         state_dict: As for ``dcp.save``.
         rules: ``Placements``, or rules as for ``PlacementSavePlanner``.
         process_group: As for ``dcp.save``.
+        whole: The unsharded model, as for ``Placements``, in place of that of ``rules``.
         options: Further options of ``PlacementSavePlanner``; with ``Placements``, of its
             ``save_planner``.
 
@@ -40,6 +43,8 @@ def check(
         PlacementError: All that a save would refuse, on all ranks; no state dict, or no rules.
     """
     _check_arguments(state_dict, rules)
+    if whole is not None:
+        options["whole"] = whole
     of_declaration = getattr(rules, "save_planner", None)
     planner: PlacementSavePlanner = (of_declaration or partial(PlacementSavePlanner, rules))(
         **options

@@ -38,14 +38,13 @@ from dcp_placements.layout.sharding import Box, Chunk
 from dcp_placements.report import SaveReport
 from dcp_placements.table.digests import Digests
 from dcp_placements.table.table import OBJECT, Group
-from dcp_placements.table.world import Piece, World
+from dcp_placements.table.world import NO_RULE, Piece, World
 
 if TYPE_CHECKING:
     from dcp_placements.save.coordinator import LocalPlan, Statement
 
 T = TypeVar("T")
 
-_NO_RULE = "no rule"
 _MOST_SHOWN = 4
 _WITH_WORD = re.compile(rf"\w*{NUMBERED_EXPERT.pattern}")
 _ANYWAY = 'on_conflict="warn" saves one of the copies anyway'
@@ -285,11 +284,7 @@ class Refusals:
         """Return a fault of each key of a piece, or of some; its last line names its rules."""
         found = []
         for at in range(len(piece.fqns)) if positions is None else positions:
-            rules = set()
-            for source in piece.sources:
-                table = self.world.tables[source.table]
-                rules.add(table.rule(source.number, source.positions[at]) or _NO_RULE)
-            by_rule = f"by rule:     {', '.join(sorted(rules))}"
+            by_rule = f"by rule:     {self.world.rules(piece, at)}"
             found.append(Fault(piece.fqns[at], headline, (*details, by_rule), place))
         return found
 
@@ -336,7 +331,7 @@ def repeat_fault(placed: Placed, copies: Sequence[Chunk]) -> Fault:
         "different contents",
         (
             f"way out:     make the copies equal, or correct the numbers; {_ANYWAY}",
-            f"by rule:     {placed.rule or _NO_RULE}",
+            f"by rule:     {placed.rule or NO_RULE}",
         ),
     )
 

@@ -20,6 +20,8 @@ import numpy as np
 from dcp_placements.layout.boxes import Boxes, Ints, numel, unique
 from dcp_placements.table.table import Group, Sent, Table, unpacked_ints
 
+NO_RULE = "no rule"
+
 _MOST_PIECES = 1 << 32
 """More pieces than any table has."""
 
@@ -274,6 +276,14 @@ class World:
             boxes = np.concatenate([one.boxes for one in sources]) if alike else NOTHING.boxes
             pieces.append(Piece(fqns, sources, sources[0].group, ranks, boxes))
         return pieces, split
+
+    def rules(self, piece: Piece, at: int) -> str:
+        """Return the names of the rules that match the key at a position of a piece, as text."""
+        names = [
+            self.tables[one.table].rule(one.number, one.positions[at]) or NO_RULE
+            for one in piece.sources
+        ]
+        return ", ".join(sorted(set(names)))
 
     def by_rank(self, values: Sequence[Ints]) -> list[Ints]:
         """Return by rank what pieces have by row: table after table, piece after piece.

@@ -1,0 +1,314 @@
+"""The whole model as the specification: what it does not have is refused, before any byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.tensor import Shard
+
+from dcp_placements import CheckpointPlacement, PlacementError, Placements, Renumber, check
+from dcp_placements.table.whole import WholeModel
+from dcp_placements.testing import FakeDTensor, World
+
+WORLD = World(4)
+EXPERTS, HIDDEN, VOCAB = 4, 6, 61
+
+WHOLE: dict[str, Any] = {
+    "embed": (VOCAB, HIDDEN),
+    **{
+        f"layers.{layer}.{name}": shape
+        for layer in range(2)
+        for name, shape in {
+            "router": (EXPERTS, HIDDEN),
+            "down": (HIDDEN, 2 * HIDDEN),
+            "norm": (HIDDEN,),
+            **{f"experts.{expert}.w1": (3, HIDDEN) for expert in range(EXPERTS)},
+        }.items()
+    },
+}
+
+
+def values(key: str) -> torch.Tensor:
+    """Return the whole tensor of a key: of each other values."""
+    number = list(WHOLE).index(key)
+    shape = WHOLE[key]
+    return torch.arange(1000.0 * number, 1000 * number + torch.Size(shape).numel()).view(shape)
+
+
+def padded(whole: torch.Tensor, rows: int) -> torch.Tensor:
+    return torch.cat([whole, torch.zeros(rows - len(whole), *whole.shape[1:])])
+
+
+class Job:
+    """Ranks of ep 2 x tp 2: experts by ep, renumbered from 0; ``down`` and the embedding by tp."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.changes = changes
+
+    def mesh(self, rank: int) -> Any:
+        return WORLD.mesh(rank, ep=2, tp=2)
+
+    def weights(self, rank: int) -> dict[str, torch.Tensor]:
+        ep, tp = divmod(rank, 2)
+        local = {}
+        for key in WHOLE:
+            value = values(key)
+            if key == "embed":
+                value = padded(value, 64).chunk(2)[tp]
+            elif key.endswith("down"):
+                value = value.chunk(2, 1)[tp]
+            elif "experts" in key:
+                _, layer, _, expert, name = key.split(".")
+                if int(expert) // 2 != ep:
+                    continue
+                key = f"layers.{layer}.experts.{int(expert) % 2}.{name}"
+            local[key] = value.contiguous()
+        return local
+
+    def state(self, rank: int) -> dict[str, Any]:
+        weights = self.weights(rank)
+        moments = {
+            name: {"step": torch.tensor(3.0), "exp_avg": value + 1}
+            for name, value in weights.items()
+        }
+        state = {"model": weights, "optim": {"state": moments}, "step": 3}
+        edit: Callable[[dict[str, Any]], Any] = self.changes.get("edit", lambda state: None)
+        edit(state)
+        return state
+
+    def placements(self, rank: int, **options: Any) -> Placements:
+        mesh = self.mesh(rank)
+        ids = range(2 * (rank // 2), 2 * (rank // 2) + 2)
+        rules: dict[str, Any] = {
+            "down": CheckpointPlacement(mesh, {"tp": Shard(1)}),
+            "embed": CheckpointPlacement(
+                mesh,
+                {"tp": Shard(0)},
+                global_shape=(VOCAB, HIDDEN),
+                padded_shape=(64, HIDDEN),
+            ),
+        }
+        rename = Renumber("experts.{}", ids, total=EXPERTS)
+        given = {"rename": rename, "whole": WHOLE, **self.changes.get("options", {}), **options}
+        first = self.changes.get("rules", lambda mesh: {})(mesh)
+        return Placements({**first, **rules, **first}, **given)
+
+    def save(self, path: Path) -> Any:
+        planners = [self.placements(rank).save_planner() for rank in range(WORLD.size)]
+        WORLD.save(path, self.state, planners.__getitem__)
+        return planners[0].report
+
+    def refused(self, path: Path) -> str:
+        with pytest.raises(CheckpointException) as refused:
+            self.save(path)
+        assert not list(path.glob("*"))
+        return str(refused.value.failures[0][0])
+
+
+def test_a_right_declaration_passes_and_the_report_names_the_level(tmp_path: Path) -> None:
+    report = Job().save(tmp_path)
+    assert report.whole == f"{len(WHOLE)} keys under 'model.'"
+    assert "as the whole model: 15 keys" in str(report)
+    assert not report.warnings
+
+
+def test_it_is_compared_without_a_level_and_under_several() -> None:
+    weights = {key: values(key) for key in WHOLE}
+    for state in (
+        weights,
+        {"app": {"model": weights}, "epoch": 1},
+        {"model": weights, "ema": {"embed": torch.zeros(3)}},  # of some parameters alone
+        {"step": torch.tensor(1.0), **weights},
+    ):
+        assert check(state, None, whole=WHOLE).whole.startswith(f"{len(WHOLE)} keys")
+    named = {f"{level}.{key}": shape for level in ("model", "ema") for key, shape in WHOLE.items()}
+    with pytest.raises(PlacementError, match=r"ema\.embed: is \(3,\), where the whole model has"):
+        check({"model": weights, "ema": {"embed": torch.zeros(3)}}, None, whole=named)
+
+
+@pytest.mark.parametrize(
+    ("changes", "texts"),
+    [
+        # M103: experts of a ModuleList, numbered from 0 on each rank, glued together by a rule.
+        (
+            {
+                "options": {"rename": None},
+                "rules": lambda mesh: {"experts": CheckpointPlacement(mesh, {"ep": Shard(0)})},
+            },
+            ["is (6, 6), where the whole model has (3, 6)", 'Renumber("experts.{}", ids, total=)'],
+        ),
+        # M104: a replicated router declared as sharded.
+        (
+            {"rules": lambda mesh: {"router": CheckpointPlacement(mesh, {"tp": Shard(0)})}},
+            ["is (8, 6), where the whole model has (4, 6)", "dim 0 is twice as long", "'router'"],
+        ),
+        # M104: the wrong dim.
+        (
+            {"rules": lambda mesh: {"down": CheckpointPlacement(mesh, {"tp": Shard(0)})}},
+            ["is (12, 6), where the whole model has (6, 12)", "cut along dim 1, and declared"],
+        ),
+        # M104: a rule that matches too much.
+        (
+            {"rules": lambda mesh: {"layers.*": CheckpointPlacement(mesh, {"tp": Shard(0)})}},
+            ["norm: is (12,), where the whole model has (6,)", "by rule 'layers.*'"],
+        ),
+        # M105: a row of the vocabulary taken for padding.
+        (
+            {
+                "rules": lambda mesh: {
+                    "model.embed": CheckpointPlacement(
+                        mesh, {"tp": Shard(0)}, global_shape=(60, 6), padded_shape=(64, 6)
+                    )
+                }
+            },
+            ["is (60, 6), where the whole model has (61, 6)", "global_shape=(61, 6)"],
+        ),
+        # M106: padding forgotten.
+        (
+            {
+                "rules": lambda mesh: {
+                    "model.embed": CheckpointPlacement(mesh, {"tp": Shard(0)}),
+                }
+            },
+            ["is (64, 6), where the whole model has (61, 6)", "padded_shape=(64, 6)"],
+        ),
+        # A rule forgotten: here the copies differ as well.
+        (
+            {"rules": lambda mesh: {"down": None}},
+            ["is (6, 6), where the whole model has (6, 12)", "dim 1 is 1/2 as long"],
+        ),
+    ],
+)
+def test_another_whole_shape_is_refused(
+    tmp_path: Path, changes: dict[str, Any], texts: list[str]
+) -> None:
+    message = Job(**changes).refused(tmp_path)
+    for text in texts:
+        assert text in message
+    assert "propose_placements(" in message
+
+
+def test_a_missing_layer_and_an_unknown_key_are_refused(tmp_path: Path) -> None:
+    def edit(state: dict[str, Any]) -> None:
+        for part in (state["model"], state["optim"]["state"]):
+            for key in [key for key in part if key.startswith("layers.1.")]:
+                del part[key]
+        state["model"]["layers.7.norm"] = torch.zeros(HIDDEN)
+
+    message = Job(edit=edit).refused(tmp_path)
+    assert "model.layers.1.down" in message
+    assert "no rank has this key of the whole model" in message
+    assert "model.layers.7.norm: the whole model has no such key" in message
+
+
+def test_state_of_another_shape_than_its_parameter_is_refused(tmp_path: Path) -> None:
+    def edit(state: dict[str, Any]) -> None:
+        moments = state["optim"]["state"]
+        moments["layers.0.norm"]["exp_avg"] = torch.zeros(HIDDEN - 1)
+        # Factored, and a scalar kept as one element.
+        moments["layers.0.router"]["row"] = torch.zeros(EXPERTS)
+        moments["layers.1.norm"]["step"] = torch.zeros(1)
+
+    message = Job(edit=edit).refused(tmp_path)
+    assert "optim.state.layers.0.norm.exp_avg: is (5,), where its parameter has (6,)" in message
+    assert "(1 fault)" in message
+
+
+def test_waived_keys_are_not_compared(tmp_path: Path) -> None:
+    def edit(state: dict[str, Any]) -> None:
+        del state["model"]["layers.1.norm"]
+        state["model"]["layers.0.norm"] = torch.zeros(2)
+        state["model"]["adapter"] = torch.zeros(2)
+
+    waive = {"model.layers.*.norm": "left out", "adapter": "beside the model"}
+    Job(edit=edit, options={"waive": waive}).save(tmp_path)
+
+
+def test_names_none_of_which_are_the_models_are_refused() -> None:
+    with pytest.raises(PlacementError, match="has no key of whole="):
+        check({"net.w": torch.zeros(2)}, None, whole={"embed": (2,)})
+
+
+def test_a_dtype_is_compared_where_it_is_given() -> None:
+    state = {"w": torch.zeros(2)}
+    check(state, None, whole={"w": torch.zeros(2, dtype=torch.bfloat16, device="meta")})
+    with pytest.raises(PlacementError, match=r"w: is of torch\.float32, where the whole model has"):
+        check(state, None, whole={"w": ((2,), torch.bfloat16)})
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+
+
+def test_of_tied_weights_one_name_is_enough_and_other_buffers_count_for_nothing() -> None:
+    with torch.device("meta"):
+        whole = Tied()
+    state = Tied().state_dict()
+    assert set(state) == {"embed.weight", "head.weight"}
+    check(state, None, whole=whole)
+    del state["head.weight"]
+    check({"model": state}, None, whole=whole)
+    with pytest.raises(PlacementError, match="no rank has this key"):
+        check({"model": state}, None, whole={key: (5, 3) for key in Tied().state_dict()})
+
+
+@pytest.mark.parametrize(
+    ("whole", "text"),
+    [
+        (3, "whole= is a int"),
+        ({}, "whole= has no keys"),
+        ({"w": "large"}, "'w' has the value 'large', which is no shape"),
+        ({1: (2,)}, "1 has the value"),
+        ({"w": None}, "which is no shape"),
+    ],
+)
+def test_what_is_no_model_is_named(whole: Any, text: str) -> None:
+    with pytest.raises(PlacementError, match=text):
+        Placements({}, whole=whole)
+
+
+def test_a_model_that_is_sharded_already_is_refused() -> None:
+    sharded = FakeDTensor(torch.zeros(1, 3), WORLD.mesh(0, fsdp=4), [Shard(0)], (4, 3))
+    with pytest.raises(PlacementError, match="of a model that is sharded already"):
+        WholeModel.of({"w": sharded})
+
+
+def test_the_first_of_levels_that_have_most_of_it_counts() -> None:
+    whole = WholeModel({"w": (), "0.w": (), "1.w": ()})
+    assert whole.level(["w", "0.w", "1.w"]) == ""
+    assert whole.level(["ema.w", "model.w", "model.0.w", "model.1.w"]) == "model."
+    assert whole.level(["model.0.w", "model.w", "ema.w", "ema.0.w", "ema.1.w"]) == "model."
+    assert whole.level(["step"]) is None
+
+
+def test_a_load_is_compared_too(tmp_path: Path) -> None:
+    Job().save(tmp_path)
+    Job(options={"whole": None}).save(tmp_path / "again")
+    for path in (tmp_path, tmp_path / "again"):
+        job = Job()
+        targets = [zeros_like(job.state(rank)) for rank in range(WORLD.size)]
+        planners = [job.placements(rank).load_planner() for rank in range(WORLD.size)]
+        WORLD.load(path, targets.__getitem__, planners.__getitem__)
+        assert planners[0].report.whole == f"{len(WHOLE)} keys under 'model.'"
+        for rank, target in enumerate(targets):
+            for key, value in job.state(rank)["model"].items():
+                assert torch.equal(target["model"][key], value) or key == "embed"
+
+
+def zeros_like(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: zeros_like(value)
+        if isinstance(value, Mapping)
+        else (torch.zeros_like(value) if isinstance(value, torch.Tensor) else value)
+        for key, value in state.items()
+    }
