@@ -27,7 +27,7 @@ FLOORS = (
     {"table"},
     {"save", "load"},
     {"placements"},
-    {"installation"},
+    {"installation", "proposal"},
     {"presets"},
     {"transfer"},
     {"offline"},

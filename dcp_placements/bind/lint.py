@@ -166,11 +166,11 @@ NUMBERED_EXPERT = re.compile(r"experts\.(?:\d+|[\w.]*(?:weight|bias)\d+)(?:\.|$)
 """One tensor per expert: distinct by its number, if names are renamed to global ones."""
 _EXPERTS = re.compile(r"(?:^|\.)(?:local_|routed_|inner_)?experts(?:\.|$)")
 # Megatron's linear_qkv and Megatron Lite's qkv.linear are laid out per query group: not among them.
-_QKV = re.compile(
+QKV = re.compile(
     r"(?:^|\.)(?:qkv(?!\.linear)(?:_proj)?|query_key_value|c_attn|wqkv|W_pack"
     r"|in_proj(?=_weight|_bias))(?:_weight|_bias)?(?:\.|$)"
 )
-_GATE_UP = re.compile(
+GATE_UP = re.compile(
     r"(?:^|\.)(?:gate_up(?:_proj)?|linear_fc1|in_proj(?!_weight|_bias)|w13)(?:_weight|_bias)?(?:\.|$)"
 )
 # Parameters of which every expert-parallel rank has a copy.
@@ -297,9 +297,9 @@ def _findings(
     if _TENSOR_AXIS.match(name):
         is_two = cut is not None and cut.kind is Kind.FUSED and cut.parts == 2
         how = "plainly" if is_plain else "as two parts"
-        if (is_plain or is_two) and _QKV.search(fqn):
+        if (is_plain or is_two) and QKV.search(fqn):
             yield _FUSED, {**facts, **_IS_QKV, "how": how}
-        elif is_plain and _GATE_UP.search(fqn):
+        elif is_plain and GATE_UP.search(fqn):
             yield _FUSED, {**facts, **_IS_GATE_UP, "how": how}
     elif _EXPERTS.search(fqn):
         # Rows that no axis shards are those of a stack, whose names are distinct.

@@ -261,7 +261,7 @@ class RankLoad:
         elif record is not None:
             self.report.compared += ", but not with what other ranks ask for"
         asked = {one.rank: one.asked for one in messages if one.asked is not None}
-        faults = []
+        faults: list[Fault] = []
         if whole is not None:
             world = World([one.sent for one in asked.values()])
             faults, self.report.whole = compare_with_whole(

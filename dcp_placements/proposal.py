@@ -1,0 +1,637 @@
+"""A declaration, proposed: what the shapes, names and contents of all ranks leave possible.
+
+The unsharded model says how large each tensor is, and the mesh how many ranks there are along each
+axis. Of the placements of a tensor over the axes that its DTensor does not shard, few make the
+parts that the ranks hold. Where several do, copies have to be equal, so an axis along which the
+contents differ shards. Two ep ranks hold experts of shape (2, 3) of (4, 3), and equal norms::
+
+    shapes      experts: [None over ep] makes (4, 3), [Shard(0)] makes (2, 3): Shard(0) fits
+                norm:    [None over ep] makes (3,): no rule
+    proposal    {"experts": CheckpointPlacement(mesh, {"ep": Shard(0)})}
+
+A proposal is not a declaration: what shapes and contents leave open is said, nothing is applied.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
+from torch.distributed.tensor import Shard
+
+from dcp_placements._torch import DistWrapper, facts_of, state_dicts_of_statefuls, world_size
+from dcp_placements.bind.lint import GATE_UP, QKV
+from dcp_placements.errors import PlacementError, format_names
+from dcp_placements.layout.sharding import Sharding
+from dcp_placements.names.renames import Renames, Renumber, contiguous
+from dcp_placements.placements import Placements
+from dcp_placements.rules.mesh import Mesh, mesh_axes
+from dcp_placements.rules.patterns import RuleTable, compile_pattern
+from dcp_placements.rules.placement import CheckpointPlacement, FusedShard, cut_of, format_placement
+from dcp_placements.storage.hashing import sampled_digests
+from dcp_placements.table.whole import Shape, WholeModel
+
+
+class Option(NamedTuple):
+    """One way to place a tensor: ``Option((("ep", Shard(0)),))``.
+
+    Attributes:
+        placements: By axis that shards it.
+        whole: Its shape, where the placements do not make it of the parts.
+        padded: The shape that is cut, where that is larger.
+    """
+
+    placements: tuple[tuple[str, Any], ...] = ()
+    whole: Shape | None = None
+    padded: Shape | None = None
+
+    def __str__(self) -> str:
+        if not self.placements:
+            return "None"
+        axes = ", ".join(f'"{axis}": {format_placement(one)}' for axis, one in self.placements)
+        shapes = {"global_shape": self.whole, "padded_shape": self.padded}
+        given = "".join([f", {name}={shape}" for name, shape in shapes.items() if shape])
+        return f"CheckpointPlacement(mesh, {{{axes}}}{given})"
+
+    def on(self, mesh: Mesh) -> CheckpointPlacement | None:
+        """Return it on a mesh; None where nothing shards it."""
+        if not self.placements:
+            return None
+        shapes = {"global_shape": self.whole, "padded_shape": self.padded}
+        return CheckpointPlacement(mesh, dict(self.placements), **shapes)
+
+
+class Numbering(NamedTuple):
+    """Names that each rank along an axis counts from 0: ``Numbering("experts.{}", "ep", (2, 2))``.
+
+    Attributes:
+        pattern: Where the number stands.
+        axis: Along which the ranks have parts of them.
+        counts: How many each position of the axis has.
+    """
+
+    pattern: str
+    axis: str
+    counts: tuple[int, ...]
+
+    def __str__(self) -> str:
+        ids = f'contiguous({list(self.counts)}, at=mesh.get_local_rank("{self.axis}"))'
+        return f'Renumber("{self.pattern}", {ids}, total={sum(self.counts)})'
+
+    def on(self, mesh: Any) -> Renumber:
+        """Return it on a mesh."""
+        ids = contiguous(self.counts, at=mesh.get_local_rank(self.axis))
+        return Renumber(self.pattern, ids, total=sum(self.counts))
+
+
+@dataclass
+class Decision:
+    """What is proposed, the same on all ranks.
+
+    Attributes:
+        rules: By pattern, in the order in which they have to stand.
+        numberings: Renames.
+        undecided: By pattern what is open, and why.
+        choices: By pattern of those, what fits.
+    """
+
+    rules: dict[str, Option] = field(default_factory=dict)
+    numberings: list[Numbering] = field(default_factory=list)
+    undecided: dict[str, str] = field(default_factory=dict)
+    choices: dict[str, Sequence[Option | Numbering]] = field(default_factory=dict)
+
+
+class Proposal:
+    """A declaration that fits the shapes, names and contents of all ranks.
+
+    ``print`` of it is Python to paste, in terms of ``mesh`` and ``whole``.
+
+    Attributes:
+        placements: The same as an object, on this rank. Keys that are undecided have no rule in it,
+            unless ``undecided`` says which was taken.
+        undecided: By pattern of keys, why they have no rule, or what else would fit.
+    """
+
+    def __init__(self, decision: Decision, mesh: Any, whole: WholeModel) -> None:
+        self.undecided: Mapping[str, str] = decision.undecided
+        self._decision = decision
+        rules: RuleTable = {pattern: one.on(mesh) for pattern, one in decision.rules.items()}
+        renames = [one.on(mesh) for one in decision.numberings]
+        rename = renames[0] if len(renames) == 1 else Renames(*renames) if renames else None
+        self.placements = Placements(rules, rename=rename, whole=whole)
+
+    def __str__(self) -> str:
+        rules, numberings = self._decision.rules, self._decision.numberings
+        body = [f"        {_quoted(pattern)}: {option}," for pattern, option in rules.items()]
+        for pattern, why in self.undecided.items():
+            body += [f"        # {pattern}: {why}"]
+            for option in self._decision.choices.get(pattern, ()):
+                is_rule = isinstance(option, Option)
+                choice = f"{_quoted(pattern)}: {option}," if is_rule else f"rename={option}"
+                body += [f"        #     {choice}"]
+        lines = ["placements = Placements(", "    {", *body, "    },"]
+        if len(numberings) == 1:
+            lines += [f"    rename={numberings[0]},"]
+        elif numberings:
+            lines += ["    rename=Renames(", *[f"        {one}," for one in numberings], "    ),"]
+        lines += ["    whole=whole,", ")"]
+        text = "\n".join(lines)
+        names = ["CheckpointPlacement", "FusedShard", "Placements", "Renames", "Renumber"]
+        used = [name for name in [*names, "contiguous"] if f"{name}(" in text]
+        imports = [f"from dcp_placements import {', '.join(used)}", "", text]
+        if re.search(r"\bShard\(", text):
+            imports.insert(0, "from torch.distributed.tensor import Shard\n")
+        return "\n".join(imports)
+
+
+def _quoted(pattern: str) -> str:
+    return '"' + pattern.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def propose_placements(
+    whole: Any,
+    state_dict: dict[str, Any],
+    mesh: Any,
+    process_group: dist.ProcessGroup | None = None,
+) -> Proposal:
+    """Return the declaration that fits what the ranks hold of the unsharded model.
+
+    To be called on all ranks, with weights that differ as those of a real model do, and best after
+    a step. The coordinator gets shapes and digests of all ranks, some 100 bytes for each tensor and
+    rank; no data moves. Nothing is applied: read what it prints, and paste it.
+
+    Args:
+        whole: The unsharded model, as for ``Placements``.
+        state_dict: As for ``dcp.save``.
+        mesh: The mesh whose axes shard tensors beside their DTensors, with axis names.
+        process_group: As for ``dcp.save``.
+
+    Returns:
+        The proposal; its text is the same on all ranks.
+
+    Raises:
+        PlacementError: A mesh without names, or a state dict with no key of the model.
+    """
+    model = WholeModel.of(whole)
+    if model is None:
+        raise PlacementError("whole= is None: give {key: shape} of the unsharded model")
+    names = getattr(mesh, "mesh_dim_names", None)
+    if not names:
+        raise PlacementError("mesh= has no axis names: init_device_mesh(..., mesh_dim_names=(...))")
+    plain = state_dicts_of_statefuls(state_dict)
+
+    def decided(facts: list[RankFacts]) -> Decision:
+        return decide(model, facts, dict(zip(names, mesh.shape, strict=True)))
+
+    try:
+        group = DistWrapper(process_group, world_size() > 1, 0)
+        decision = group.all_reduce("propose", lambda: rank_facts(plain, mesh), decided)
+    except CheckpointException as failed:
+        error = next(iter(failed.failures.values()))[0]
+        raise error if isinstance(error, Exception) else RuntimeError(str(failed)) from None
+    return Proposal(decision, mesh, model)
+
+
+class TensorFacts(NamedTuple):
+    """One tensor on one rank.
+
+    Attributes:
+        shape: Over its own mesh; a plain tensor's own.
+        own: The axes over which its DTensor shards it, and this rank's position along each.
+        digest: Of its elements on this rank; None where they are all equal, as in a new moment.
+    """
+
+    shape: Shape
+    own: tuple[tuple[str | None, int], ...]
+    digest: bytes | None
+
+
+class RankFacts(NamedTuple):
+    """What a rank holds: its position along each axis of the mesh, and its tensors by key."""
+
+    position: dict[str, int]
+    tensors: dict[str, TensorFacts]
+
+
+def rank_facts(state_dict: dict[str, Any], mesh: Any) -> RankFacts:
+    """Return what this rank holds of a state dict."""
+    planner = DefaultSavePlanner(flatten_sharded_tensors=False)
+    planner.set_up_planner(state_dict)
+    tensors: dict[str, TensorFacts] = {}
+    locals_: dict[str, torch.Tensor] = {}
+    for fqn, value in planner.state_dict.items():
+        if not hasattr(value, "shape") or not isinstance(fqn, str):
+            continue
+        local, own_mesh, placements, shape = facts_of(value)
+        axes = () if own_mesh is None else mesh_axes(own_mesh) or ()
+        own = [
+            (axis.name, axis.position)
+            for axis, placement in zip(axes, placements, strict=False)
+            if axis.size > 1 and not placement.is_replicate()
+        ]
+        tensors[fqn] = TensorFacts(tuple(shape), tuple(own), None)
+        locals_[fqn] = local.detach()
+    for fqn, digest in zip(locals_, sampled_digests([*locals_.values()]), strict=True):
+        local = locals_[fqn]
+        if local.numel() and not bool(
+            (local == local.reshape(-1)[:1].view([1] * local.dim())).all()
+        ):
+            tensors[fqn] = tensors[fqn]._replace(digest=digest)
+    coordinate = mesh.get_coordinate()
+    position = {} if coordinate is None else dict(zip(mesh.mesh_dim_names, coordinate, strict=True))
+    return RankFacts(position, tensors)
+
+
+def decide(whole: WholeModel, facts: Sequence[RankFacts], sizes: Mapping[str, int]) -> Decision:
+    """Return what fits.
+
+    Args:
+        whole: The unsharded model.
+        facts: Of the ranks of the mesh.
+        sizes: The axes of the mesh.
+
+    Raises:
+        PlacementError: No rank has a key of the model.
+    """
+    keys = list(dict.fromkeys(fqn for one in facts for fqn in one.tensors))
+    level = whole.level(keys)
+    if level is None:
+        text = (
+            f"whole= has {format_names(list(whole.shapes), 3)}, the ranks {format_names(keys, 3)}"
+        )
+        raise PlacementError(f"no rank has a key of whole=\n    found:       {text}")
+    ranks = [
+        RankFacts(
+            one.position,
+            {
+                fqn.removeprefix(level): tensor
+                for fqn, tensor in one.tensors.items()
+                if fqn.startswith(level)
+            },
+        )
+        for one in facts
+        if one.position or not sizes
+    ]
+    axes = {name: size for name, size in sizes.items() if size > 1}
+    decision = Decision()
+    ranks, unnumbered = _renumbered(whole, ranks, axes, decision)
+    kinds: dict[tuple[Any, ...], list[str]] = {}
+    held = {
+        key: [(one.position, one.tensors[key]) for one in ranks if key in one.tensors]
+        for key in whole.shapes
+        if not any(_folded(head) in unnumbered for head, *_ in _numbers(key))
+    }
+    missing = [
+        key for key, parts in held.items() if not parts and whole.names.get(key, (key,))[0] == key
+    ]
+    for pattern in _patterns(missing, whole):
+        decision.undecided[pattern] = "no rank has this key"
+    for key, parts in held.items():
+        shapes = tuple([(part.shape, tuple(at.items())) for at, part in parts])
+        kinds.setdefault((_folded(key), whole.shapes[key], shapes), []).append(key)
+    options: dict[str, Option] = {}
+    for (_, shape, shapes), members in kinds.items():
+        if not shapes:
+            continue
+        fitting, why = _fitting(shape, [held[key] for key in members], axes)
+        if len(fitting) == 1:
+            named = _named(members[0], whole, fitting[0])
+            options.update(dict.fromkeys(members, named))
+            if named != fitting[0]:
+                why = f"taken by its name; the shapes fit {fitting[0]} as well"
+        for pattern in _patterns(members, whole) if why else ():
+            decision.undecided[pattern] = why
+            decision.choices[pattern] = fitting if len(fitting) > 1 else []
+    decision.rules = _rules(options, whole)
+    return decision
+
+
+def _fitting(
+    shape: Shape,
+    held: Sequence[Sequence[tuple[dict[str, int], TensorFacts]]],
+    axes: Mapping[str, int],
+) -> tuple[list[Option], str]:
+    """Return the placements that make the parts of keys that lie alike, and what is open.
+
+    Args:
+        shape: Of the whole tensors.
+        held: By key, the position and the part of each rank.
+        axes: Those of the mesh, of more than one rank.
+    """
+    parts = held[0]
+    own = {name for _, part in parts for name, _ in part.own}
+    free = {name: size for name, size in axes.items() if name not in own}
+    if any(len(part.shape) != len(shape) for _, part in parts):
+        return [], f"the ranks hold {parts[0][1].shape}, the whole model has {shape}"
+    differ, equal = _along(held, free)
+    fitting: list[Option] = []
+    for dims in product([None, *range(len(shape))], repeat=len(free)):
+        placements = tuple(
+            [(name, Shard(dim)) for name, dim in zip(free, dims, strict=True) if dim is not None]
+        )
+        option = _option(shape, parts, placements, free)
+        if option is not None:
+            fitting.append(option)
+    if not fitting:
+        shapes = ", ".join(sorted({str(part.shape) for _, part in parts}))
+        text = " x ".join(f"{name} {size}" for name, size in free.items()) or "no axis"
+        return [], f"no Shard over {text} makes {shape} of the parts {shapes}"
+    sharding: list[set[str]] = [{name for name, _ in one.placements} for one in fitting]
+    sound = [one for one, axes_of in zip(fitting, sharding, strict=True) if differ <= axes_of]
+    if not sound:
+        names = ", ".join(sorted(differ))
+        return [], (
+            f"the contents differ along {names}, and no placement shards that: a name that each "
+            "rank counts for itself, or copies that drifted"
+        )
+    if len(sound) > 1:
+        # Parts of one tensor that are equal would be a coincidence.
+        likely = [one for one in sound if not equal & {name for name, _ in one.placements}]
+        sound = likely or sound
+    return sound, "" if len(sound) == 1 else "shapes and contents fit each of these"
+
+
+def _option(
+    shape: Shape,
+    parts: Sequence[tuple[dict[str, int], TensorFacts]],
+    placements: tuple[tuple[str, Any], ...],
+    sizes: Mapping[str, int],
+) -> Option | None:
+    """Return the placements with the shapes that they need; None where they do not fit."""
+    cuts = tuple([cut_of(one, len(shape), name, sizes[name]) for name, one in placements])
+    first = parts[0][1].shape
+    made = list(first)
+    for cut in cuts:
+        made[cut.dim] *= cut.size
+
+    def fits(sharding: Sharding) -> bool:
+        return all(
+            sharding.local_shape([at[name] for name, _ in placements]) == part.shape
+            for at, part in parts
+        )
+
+    if fits(Sharding(shape, cuts)):
+        return Option(placements, None if tuple(made) == shape else shape)
+    is_padded = all(one >= two for one, two in zip(made, shape, strict=True))
+    cut_dims = {cut.dim for cut in cuts}
+    only_cut = all(made[d] == shape[d] or d in cut_dims for d in range(len(shape)))
+    # Each rank has rows that are no padding.
+    is_held = all(shape[dim] > made[dim] - first[dim] for dim in cut_dims)
+    if is_padded and only_cut and is_held and fits(Sharding(shape, cuts, tuple(made))):
+        return Option(placements, shape, tuple(made))
+    return None
+
+
+def _along(
+    held: Sequence[Sequence[tuple[dict[str, int], TensorFacts]]], axes: Iterable[str]
+) -> tuple[set[str], set[str]]:
+    """Return the axes along which contents differ, and those along which all are equal.
+
+    Ranks are compared that differ in their position along one axis alone.
+    """
+    differ, equal = set(), set()
+    for axis in axes:
+        contents: dict[Any, set[bytes]] = {}
+        count = 0
+        for number, parts in enumerate(held):
+            for at, part in parts:
+                if part.digest is not None:
+                    rest = tuple([(name, one) for name, one in at.items() if name != axis])
+                    alike = number, rest, part.own, part.shape
+                    contents.setdefault(alike, set()).add(part.digest)
+                    count += 1
+        if any(len(digests) > 1 for digests in contents.values()):
+            differ.add(axis)
+        elif count > len(contents):
+            equal.add(axis)
+    return differ, equal
+
+
+def _renumbered(
+    whole: WholeModel, ranks: list[RankFacts], axes: Mapping[str, int], decision: Decision
+) -> tuple[list[RankFacts], set[str]]:
+    """Return the ranks with the model's numbers in their keys, and what stays without them.
+
+    Args:
+        whole: The unsharded model.
+        ranks: With the keys that they have.
+        axes: Those of the mesh, of more than one rank.
+        decision: Takes in the renames, and what is open.
+
+    Returns:
+        The ranks; and, of numbers that are not found, the keys up to them, with ``{}`` for other
+        numbers.
+    """
+    slots: dict[str, set[int]] = {}
+    for key in whole.shapes:
+        for head, number, _ in _numbers(key):
+            slots.setdefault(_folded(head), set()).add(number)
+    unnumbered = set()
+    for head, numbers in slots.items():
+        of_ranks = [
+            {
+                number
+                for key in one.tensors
+                for at, number, _ in _numbers(key)
+                if _folded(at) == head
+            }
+            for one in ranks
+        ]
+        union, total = set().union(*of_ranks), len(numbers)
+        if not union or len(union) >= total or numbers != set(range(total)):
+            continue
+        pattern = _shortest_number(f"{head.replace('{}', '*')}{{}}", whole)
+        found = []
+        if all(each == set(range(len(each))) for each in of_ranks):
+            found = _counts_along(ranks, of_ranks, axes, total)
+        differing = _differing(ranks, axes, head)
+        found = [one for one in found if one[0] in differing] or found
+        numberings = [Numbering(pattern, *one) for one in found]
+        if len(numberings) == 1:
+            ((axis, counts),) = found
+            decision.numberings += numberings
+            ranks = [_with_numbers(one, head, sum(counts[: one.position[axis]])) for one in ranks]
+            continue
+        unnumbered.add(head)
+        held = f"the ranks have {len(union)} of its {total} numbers"
+        decision.undecided[pattern] = held + (", and each of these fits" if found else "")
+        decision.choices[pattern] = numberings
+    return ranks, unnumbered
+
+
+def _counts_along(
+    ranks: Sequence[RankFacts],
+    of_ranks: Sequence[set[int]],
+    axes: Mapping[str, int],
+    total: int,
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the axes along which the ranks' numbers add up to all, with how many each has."""
+    found = []
+    for axis, size in axes.items():
+        counts: dict[int, set[int]] = {}
+        for one, numbers in zip(ranks, of_ranks, strict=True):
+            counts.setdefault(one.position[axis], set()).add(len(numbers))
+        if all(len(each) == 1 for each in counts.values()) and len(counts) == size:
+            row = tuple([counts[at].pop() for at in range(size)])
+            if sum(row) == total:
+                found.append((axis, row))
+    return found
+
+
+def _differing(ranks: Sequence[RankFacts], axes: Iterable[str], head: str) -> set[str]:
+    """Return the axes along which keys with a number differ wherever they can be compared."""
+    all_keys = {key for one in ranks for key in one.tensors}
+    keys = {key for key in all_keys for at, *_ in _numbers(key) if _folded(at) == head}
+    differ: set[str] = set()
+    equal: set[str] = set()
+    for key in keys:
+        parts = [(one.position, one.tensors[key]) for one in ranks if key in one.tensors]
+        for all_axes, some in zip((differ, equal), _along([parts], axes), strict=True):
+            all_axes |= some
+    return differ - equal
+
+
+def _with_numbers(rank: RankFacts, head: str, first: int) -> RankFacts:
+    tensors = {}
+    for key, tensor in rank.tensors.items():
+        for at, number, tail in _numbers(key):
+            if _folded(at) == head:
+                key = f"{at}{number + first}{tail}"
+                break
+        tensors[key] = tensor
+    return RankFacts(rank.position, tensors)
+
+
+def _numbers(key: str) -> Iterator[tuple[str, int, str]]:
+    """Yield each component of a key that is a number, with what is before and behind it."""
+    for match in re.finditer(r"(?:(?<=\.)|^)\d+(?=\.|$)", key):
+        yield key[: match.start()], int(match[0]), key[match.end() :]
+
+
+def _folded(key: str) -> str:
+    """Return a key with ``{}`` for numbers.
+
+    >>> _folded("layers.0.experts.12.w1")
+    'layers.{}.experts.{}.w1'
+    """
+    return re.sub(r"(?:(?<=\.)|^)\d+(?=\.|$)", "{}", key)
+
+
+def _shortest_number(pattern: str, whole: WholeModel) -> str:
+    """Return the shortest pattern that finds the same numbers in the model's keys."""
+
+    def found(text: str) -> set[tuple[str, int]]:
+        regex = compile_pattern(text.replace("{}", "*"))
+        return {(key, m.end()) for key in whole.shapes for m in regex.finditer(f".{key}")}
+
+    wanted, best = found(pattern), pattern
+    components = pattern.split(".")
+    for start in range(len(components) - 2, 0, -1):
+        shorter = ".".join(components[start:])
+        if not components[start].startswith("*") and found(shorter) == wanted:
+            return shorter
+    return best
+
+
+def _named(key: str, whole: WholeModel, option: Option) -> Option:
+    """Return a placement with the parts that the name of a key says it has.
+
+    Gate and up, or Q, K and V, joined along the dim that is cut. Shapes cannot show them.
+    """
+    shape = whole.shapes[key]
+    placements = dict(option.placements)
+    for axis, placement in option.placements:
+        dim = placement.dim
+        if len(shape) == 3 and dim == 0:  # stacked experts
+            continue
+        if GATE_UP.search(key) and shape[dim] % 2 == 0:
+            placements[axis] = FusedShard(dim, 2)
+        elif QKV.search(key) and (parts := _parts_of_qkv(key, whole, dim)):
+            placements[axis] = FusedShard(dim, parts)
+    return option._replace(placements=tuple(placements.items()))
+
+
+def _parts_of_qkv(key: str, whole: WholeModel, dim: int) -> tuple[int, ...] | int | None:
+    """Return the sizes of Q, K and V by what reads the heads' output in the same module."""
+    rows = whole.shapes[key][dim]
+    parent = key.rpartition(".")[0].rpartition(".")[0]
+    outputs = {
+        size
+        for other, shape in whole.shapes.items()
+        if other != key and other.startswith(f"{parent}.") and len(shape) == 2
+        for size in shape
+        if size < rows
+        and (rows - size) % 2 == 0
+        and 0 < (rows - size) // 2 <= size
+        and size % ((rows - size) // 2) == 0
+    }
+    if len(outputs) != 1:
+        return None
+    (queries,) = outputs
+    keys = (rows - queries) // 2
+    return 3 if keys == queries else (queries, keys, keys)
+
+
+def _patterns(keys: Sequence[str], whole: WholeModel) -> list[str]:
+    """Return patterns of some keys of the model and no others."""
+    folded = dict.fromkeys(_folded(key).replace("{}", "*") for key in keys)
+    exact = set(keys)
+    return [
+        pattern
+        for one in folded
+        for pattern in (
+            [one]
+            if {key for key in whole.shapes if _folded(key).replace("{}", "*") == one} <= exact
+            else [key for key in keys if _folded(key).replace("{}", "*") == one]
+        )
+    ]
+
+
+def _rules(options: Mapping[str, Option], whole: WholeModel) -> dict[str, Option]:
+    """Return few patterns that give each key its placement."""
+    none = Option()
+    wanted = {key: options.get(key, none) for key in whole.shapes}
+    by_option: dict[Option, list[str]] = {}
+    for key, option in wanted.items():
+        if option.placements:
+            by_option.setdefault(option, []).append(key)
+    rules: dict[str, Option] = {}
+    for option, keys in by_option.items():
+        for pattern in _patterns(keys, whole):
+            short = _shortest(pattern, option, wanted)
+            rules.setdefault(short, option)
+    # What a pattern matches beside its keys stands before it.
+    guards: dict[str, Option] = {}
+    for key, option in wanted.items():
+        found = next((one for one in rules if _matches(one, key)), None)
+        if found is not None and rules[found] != option:
+            guards[_folded(key).replace("{}", "*")] = option
+    ordered = {**guards, **rules}
+    return dict(sorted(ordered.items(), key=lambda rule: rule[0] not in guards))
+
+
+def _matches(pattern: str, key: str) -> bool:
+    return compile_pattern(pattern).search(f".{key}") is not None
+
+
+def _shortest(pattern: str, option: Option, wanted: Mapping[str, Option]) -> str:
+    """Return the pattern of fewest components that matches keys of this placement alone."""
+    components = pattern.split(".")
+    runs = [
+        components[start:stop]
+        for start in range(len(components))
+        for stop in range(start + 1, len(components) + 1)
+    ]
+    for run in sorted(runs, key=len):
+        if run[0] in ("*", "weight", "bias") or run[-1] == "*" or run[0].isdigit():
+            continue
+        shorter = ".".join(run)
+        if all(wanted[key] == option for key in wanted if _matches(shorter, key)):
+            return shorter
+    return pattern
