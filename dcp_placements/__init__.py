@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from dcp_placements.names.stacks_and_parts import Parts as Parts, Row as Row, Rows as Rows
     from dcp_placements.placements import Placements as Placements
+    from dcp_placements.preflight import check as check
     from dcp_placements.proposal import propose_placements as propose_placements
     from dcp_placements.report import LoadReport as LoadReport, SaveReport as SaveReport
     from dcp_placements.rules.mesh import MeshCoordinate as MeshCoordinate
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
         FusedShard as FusedShard,
         IndexShard as IndexShard,
     )
-    from dcp_placements.save.preflight import check as check
     from dcp_placements.save.planner import PlacementSavePlanner as PlacementSavePlanner
     from dcp_placements.storage.reader import PlacementFileSystemReader as PlacementFileSystemReader
     from dcp_placements.storage.writer import PlacementFileSystemWriter as PlacementFileSystemWriter
@@ -52,12 +52,12 @@ _NAMES = {
     "names.renames": "Renames Renumber Replace Split Stack Unstack contiguous",
     "names.stacks_and_parts": "Parts Row Rows",
     "placements": "Placements",
+    "preflight": "check",
     "proposal": "propose_placements",
     "report": "LoadReport SaveReport",
     "rules.mesh": "MeshCoordinate",
     "rules.patterns": "PlacementRules",
     "rules.placement": "CheckpointPlacement FusedShard IndexShard",
-    "save.preflight": "check",
     "save.planner": "PlacementSavePlanner",
     "storage.reader": "PlacementFileSystemReader",
     "storage.writer": "PlacementFileSystemWriter",

@@ -34,7 +34,7 @@ from dcp_placements.placements import Placements
 from dcp_placements.rules.mesh import Mesh, mesh_axes
 from dcp_placements.rules.patterns import RuleTable, compile_pattern
 from dcp_placements.rules.placement import CheckpointPlacement, FusedShard, cut_of, format_placement
-from dcp_placements.storage.hashing import sampled_digests
+from dcp_placements.table.digests import sampled_digests
 from dcp_placements.table.whole import Shape, WholeModel
 
 
@@ -106,6 +106,29 @@ class Decision:
     undecided: dict[str, str] = field(default_factory=dict)
     choices: dict[str, Sequence[Option | Numbering]] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        rules, numberings = self.rules, self.numberings
+        body = [f"        {_quoted(pattern)}: {option}," for pattern, option in rules.items()]
+        for pattern, why in self.undecided.items():
+            body += [f"        # {pattern}: {why}"]
+            for option in self.choices.get(pattern, ()):
+                is_rule = isinstance(option, Option)
+                choice = f"{_quoted(pattern)}: {option}," if is_rule else f"rename={option}"
+                body += [f"        #     {choice}"]
+        lines = ["placements = Placements(", "    {", *body, "    },"]
+        if len(numberings) == 1:
+            lines += [f"    rename={numberings[0]},"]
+        elif numberings:
+            lines += ["    rename=Renames(", *[f"        {one}," for one in numberings], "    ),"]
+        lines += ["    whole=whole,", ")"]
+        text = "\n".join(lines)
+        names = ["CheckpointPlacement", "FusedShard", "Placements", "Renames", "Renumber"]
+        used = [name for name in [*names, "contiguous"] if f"{name}(" in text]
+        imports = [f"from dcp_placements import {', '.join(used)}", "", text]
+        if re.search(r"\bShard\(", text):
+            imports.insert(0, "from torch.distributed.tensor import Shard\n")
+        return "\n".join(imports)
+
 
 class Proposal:
     """A declaration that fits the shapes, names and contents of all ranks.
@@ -127,27 +150,7 @@ class Proposal:
         self.placements = Placements(rules, rename=rename, whole=whole)
 
     def __str__(self) -> str:
-        rules, numberings = self._decision.rules, self._decision.numberings
-        body = [f"        {_quoted(pattern)}: {option}," for pattern, option in rules.items()]
-        for pattern, why in self.undecided.items():
-            body += [f"        # {pattern}: {why}"]
-            for option in self._decision.choices.get(pattern, ()):
-                is_rule = isinstance(option, Option)
-                choice = f"{_quoted(pattern)}: {option}," if is_rule else f"rename={option}"
-                body += [f"        #     {choice}"]
-        lines = ["placements = Placements(", "    {", *body, "    },"]
-        if len(numberings) == 1:
-            lines += [f"    rename={numberings[0]},"]
-        elif numberings:
-            lines += ["    rename=Renames(", *[f"        {one}," for one in numberings], "    ),"]
-        lines += ["    whole=whole,", ")"]
-        text = "\n".join(lines)
-        names = ["CheckpointPlacement", "FusedShard", "Placements", "Renames", "Renumber"]
-        used = [name for name in [*names, "contiguous"] if f"{name}(" in text]
-        imports = [f"from dcp_placements import {', '.join(used)}", "", text]
-        if re.search(r"\bShard\(", text):
-            imports.insert(0, "from torch.distributed.tensor import Shard\n")
-        return "\n".join(imports)
+        return str(self._decision)
 
 
 def _quoted(pattern: str) -> str:
@@ -181,7 +184,7 @@ def propose_placements(
     model = WholeModel.of(whole)
     if model is None:
         raise PlacementError("whole= is None: give {key: shape} of the unsharded model")
-    names = getattr(mesh, "mesh_dim_names", None)
+    names = axis_names(mesh)
     if not names:
         raise PlacementError("mesh= has no axis names: init_device_mesh(..., mesh_dim_names=(...))")
     plain = state_dicts_of_statefuls(state_dict)
@@ -196,6 +199,11 @@ def propose_placements(
         error = next(iter(failed.failures.values()))[0]
         raise error if isinstance(error, Exception) else RuntimeError(str(failed)) from None
     return Proposal(decision, mesh, model)
+
+
+def axis_names(mesh: Any) -> tuple[str, ...]:
+    """Return the names of the axes of a mesh; none where it has no names, or is no mesh."""
+    return tuple(getattr(mesh, "mesh_dim_names", None) or ())
 
 
 class TensorFacts(NamedTuple):

@@ -28,6 +28,7 @@ FLOORS = (
     {"save", "load"},
     {"placements"},
     {"installation", "proposal"},
+    {"preflight"},
     {"presets"},
     {"transfer"},
     {"offline"},

@@ -74,14 +74,14 @@ class WholeModel:
             raise PlacementError("whole= has no keys")
         shapes: dict[str, Shape] = {}
         dtypes: dict[str, torch.dtype] = {}
-        keys_of: dict[int, list[str]] = {}
+        keys_of: dict[torch.Tensor, list[str]] = {}
         for key, value in values.items():
             shape, dtype = _shape_and_dtype(key, value)
             shapes[key] = shape
             if dtype is not None:
                 dtypes[key] = dtype
             if isinstance(value, torch.Tensor):
-                keys_of.setdefault(id(value), []).append(key)
+                keys_of.setdefault(value, []).append(key)
         tied = [tuple(keys) for keys in keys_of.values() if len(keys) > 1]
         return WholeModel(shapes, dtypes, {key: keys for keys in tied for key in keys})
 

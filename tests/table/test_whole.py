@@ -312,3 +312,20 @@ def zeros_like(state: Mapping[str, Any]) -> dict[str, Any]:
         else (torch.zeros_like(value) if isinstance(value, torch.Tensor) else value)
         for key, value in state.items()
     }
+
+
+def test_check_gives_rules_to_paste() -> None:
+    """Of one process: a forgotten ``Renumber`` and a rule too many need more ranks."""
+    mesh = World(1).mesh(0, tp=1)
+    state = {"model": {"w": torch.arange(6.0).view(2, 3), "v": torch.arange(3.0)}}
+    rules = {
+        "w": CheckpointPlacement(mesh, {"tp": Shard(0)}, global_shape=(1, 3), padded_shape=(2, 3))
+    }
+    placements = Placements(rules, whole={"w": (2, 3), "v": (3,)})
+    with pytest.raises(PlacementError) as refused:
+        check(state, placements)
+    error, _, text = str(refused.value).partition("read it before you use it:\n\n")
+    assert "model.w: is (1, 3), where the whole model has (2, 3)" in error
+    names: dict[str, Any] = {"mesh": mesh, "whole": {"w": (2, 3), "v": (3,)}}
+    exec(text, names)
+    assert check(state, names["placements"]).whole == "2 keys under 'model.'"

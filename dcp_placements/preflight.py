@@ -11,7 +11,9 @@ from torch.distributed.checkpoint import CheckpointException, LoadPlanner, SaveP
 
 from dcp_placements._torch import DistWrapper, state_dicts_of_statefuls, world_size
 from dcp_placements.errors import PlacementError
+from dcp_placements.proposal import RankFacts, axis_names, decide, rank_facts
 from dcp_placements.report import SaveReport
+from dcp_placements.rules.patterns import PlacementRules
 from dcp_placements.save.planner import PlacementSavePlanner
 
 
@@ -40,7 +42,8 @@ def check(
         The report on all ranks together, the same on each of them.
 
     Raises:
-        PlacementError: All that a save would refuse, on all ranks; no state dict, or no rules.
+        PlacementError: All that a save would refuse, on all ranks, with rules to paste where
+            ``whole=`` is known and the rules have a mesh; no state dict, or no rules.
     """
     _check_arguments(state_dict, rules)
     if whole is not None:
@@ -52,13 +55,28 @@ def check(
     planner._exact = True
     rank = dist.get_rank(process_group) if dist.is_initialized() else 0
     plain = state_dicts_of_statefuls(state_dict)
+    meshes = planner.rules.meshes if isinstance(planner.rules, PlacementRules) else []
+    mesh = max(filter(axis_names, meshes), key=lambda one: len(one.shape), default=None)
 
-    def on_rank() -> SavePlan:
+    def on_rank() -> tuple[SavePlan, RankFacts | None]:
         planner.set_up_planner(plain, is_coordinator=rank == 0)
-        return planner.create_local_plan()
+        plan = planner.create_local_plan()
+        is_known = mesh is not None and planner.whole is not None
+        return plan, rank_facts(plain, mesh) if is_known else None
 
-    def on_coordinator(plans: list[SavePlan]) -> SaveReport:
-        planner.create_global_plan(plans)
+    def on_coordinator(sent: list[tuple[SavePlan, RankFacts | None]]) -> SaveReport:
+        try:
+            planner.create_global_plan([plan for plan, _ in sent])
+        except PlacementError as refusal:
+            facts = [one for _, one in sent if one is not None]
+            if planner.whole is None or mesh is None or len(facts) < len(sent):
+                raise
+            sizes = dict(zip(axis_names(mesh), mesh.shape, strict=True))
+            try:
+                decision = decide(planner.whole, facts, sizes)
+            except PlacementError:
+                raise refusal from None
+            raise PlacementError(f"{refusal}\n\n{_FITS}\n\n{decision}") from None
         return planner.report
 
     try:
@@ -66,6 +84,9 @@ def check(
         return group.all_reduce("check", on_rank, on_coordinator)
     except CheckpointException as failed:
         raise _one_error(failed) from None
+
+
+_FITS = "this fits the shapes, the names and the contents of all ranks; read it before you use it:"
 
 
 def _check_arguments(state_dict: Any, rules: Any) -> None:
