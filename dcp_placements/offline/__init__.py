@@ -24,7 +24,7 @@ _HOMES = {
     "reshard": "dcp_placements.offline.resharding.reshard",
     "save_figure": "dcp_placements.offline.views.picture",
     "to_json": "dcp_placements.offline.as_json",
-    "verify": "dcp_placements.offline.checks.verification",
+    "verify": "dcp_placements.offline.verification",
 }
 
 

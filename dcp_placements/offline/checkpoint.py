@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -28,7 +28,7 @@ from dcp_placements.offline.readers.dcp import (
 from dcp_placements.offline.readers.safetensors import read_safetensors_metadata
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.entries import entries_of
-from dcp_placements.storage.index import APART, RowIndex
+from dcp_placements.storage.index import RowIndex
 from dcp_placements.storage.metadata.rank_files import merge_rank_metadata
 from dcp_placements.storage.metadata.record import OWN_PREFIX, SaveRecord, record_of, stored
 from dcp_placements.storage.metadata.save_ids import ID_PREFIX, IdRecord, absent_ranks, writer_of
@@ -42,6 +42,7 @@ SAFETENSORS = "safetensors"
 class StoredChunk:
     """One stored chunk of a tensor, and its place."""
 
+    fqn: str  # the tensor's key
     box: Box  # of the chunk, in the whole tensor
     file: str | None  # name of its file; None where the metadata name no place
     # Offset of its record in the file, in bytes. A record of a ``.distcp`` file is a small zip file
@@ -50,6 +51,11 @@ class StoredChunk:
     nbytes: int = 0  # length of the record
     # Names of the transforms that the record went through, such as compression
     transforms: tuple[str, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Where its record ends in the file, in bytes."""
+        return self.start + self.nbytes
 
     @property
     def writer(self) -> int | None:
@@ -71,6 +77,11 @@ class StoredTensor:
     def boxes(self) -> tuple[Box, ...]:
         """Of its chunks, in the metadata's order; one object for tensors with equal boxes."""
         return self._cut.boxes
+
+    @property
+    def offsets(self) -> frozenset[tuple[int, ...] | None]:
+        """Of its chunks."""
+        return self._cut.offsets
 
     @property
     def cut(self) -> int:
@@ -111,19 +122,10 @@ class StoredTensor:
     def chunks(self) -> tuple[StoredChunk, ...]:
         """Its chunks, one for each of ``boxes``."""
         places = self._places.by_offset(self.fqn)
-        return tuple([StoredChunk(box, *places.get(box.offsets, (None,))) for box in self.boxes])
-
-
-@dataclass(frozen=True, slots=True)
-class Alike:
-    """Tensors of one shape, dtype and cut, whose chunks have the same places in the index."""
-
-    tensors: list[StoredTensor]  # in the checkpoint's order
-    places: int  # the number of their places in the index, or what stands for it
-    placed: list[int]  # which chunks have a place there
-    positions: list[int]  # where each of these is among all that have one
-    unplaced: list[Box]  # of the chunks that have no place
-    is_claimed: bool  # whether the tensors list every chunk that has a place
+        fqn, nowhere = self.fqn, (None,)
+        return tuple(
+            [StoredChunk(fqn, box, *places.get(box.offsets, nowhere)) for box in self.boxes]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,15 @@ class StoredObject:
     start: int = 0  # offset of its record in the file, in bytes
     nbytes: int = 0  # length of the record
     transforms: tuple[str, ...] = ()  # as of a StoredChunk
+
+    @property
+    def end(self) -> int:
+        """Where its record ends in the file, in bytes."""
+        return self.start + self.nbytes
+
+
+StoredRecord = StoredChunk | StoredObject
+"""A stretch of a file, as the metadata describe it."""
 
 
 class Checkpoint:
@@ -171,7 +182,7 @@ class Checkpoint:
             self.format, self.metadata = self._read()
             entries = entries_of(self.metadata.state_dict_metadata)
             self.rows = index_for(self.metadata.storage_data or {}, entries)
-            self._places = _Places(self.rows, self.rows.files_by_key())
+            self._places = _Places(self.rows)
             self.tensors: dict[str, StoredTensor] = {}
             self.objects: dict[str, StoredObject] = {}
             cuts = [
@@ -228,11 +239,10 @@ class Checkpoint:
                     records.setdefault(place[0], IdRecord(fqn, offset, *place))
         return records
 
-    def read_record(self, fqn: str, stored: StoredChunk | StoredObject, most: int) -> bytes | None:
+    def read_record(self, stored: StoredRecord, most: int) -> bytes | None:
         """Return the record of a chunk or an object, as it was before its transforms.
 
         Args:
-            fqn: Its key.
             stored: One of the checkpoint's.
             most: The most bytes to return.
 
@@ -258,21 +268,10 @@ class Checkpoint:
         from dcp_placements.load.reads import read_items
 
         undone = FileSystemReader(".").transforms.transform_load_stream
-        (item,) = read_items([(fqn, None)])
+        (item,) = read_items([(stored.fqn, None)])
         stream = undone(item, stored.transforms, io.BytesIO(record))
         content: bytes = stream.read(most + 1)
         return None if len(content) > most else content
-
-    @cached_property
-    def alike(self) -> list[Alike]:
-        """Its tensors by shape, dtype, cut and places."""
-        groups: dict[tuple[Any, ...], list[StoredTensor]] = {}
-        for fqn, one in self.tensors.items():
-            number = int(self.rows.place_of[self.rows.numbers[fqn]])
-            # Keys apart are alike as long as they are there under the same offset.
-            where = tuple(self.rows.offsets_of(fqn)) if number == APART else ()
-            groups.setdefault((number, where, one.cut, one.shape, one.dtype), []).append(one)
-        return [self._alike(kind[0], ones) for kind, ones in groups.items()]
 
     def unclaimed(self) -> list[tuple[str, tuple[int, ...] | None, str]]:
         """Return ``(key, offsets, file)`` of stored chunks that no tensor's metadata list.
@@ -280,19 +279,19 @@ class Checkpoint:
         Records of this package's own, such as those of save ids, are left out.
         """
         unclaimed: list[tuple[str, tuple[int, ...] | None, str]] = []
-        claimed_all = {one.fqn for alike in self.alike if alike.is_claimed for one in alike.tensors}
         for fqn in self.rows.fqns:
-            if fqn in claimed_all:
-                continue
             tensor = self.tensors.get(fqn)
-            if tensor is None and fqn not in self.objects and fqn.startswith(OWN_PREFIX):
+            if tensor is not None:
+                claimed = tensor.offsets
+            elif fqn in self.objects:
+                claimed = frozenset([None])
+            elif fqn.startswith(OWN_PREFIX):
                 continue
-            boxes = () if tensor is None else tensor.boxes
-            claimed: set[tuple[int, ...] | None] = {box.offsets for box in boxes}
-            if fqn in self.objects and tensor is None:
-                claimed = {None}
-            places = self._places.by_offset(fqn).items()
-            unclaimed += [(fqn, at, place[0]) for at, place in places if at not in claimed]
+            else:
+                claimed = frozenset()
+            if not claimed.issuperset(self.rows.offsets_of(fqn)):
+                places = self._places.by_offset(fqn).items()
+                unclaimed += [(fqn, at, place[0]) for at, place in places if at not in claimed]
         return unclaimed
 
     def _read(self) -> tuple[str, Metadata]:
@@ -310,16 +309,6 @@ class Checkpoint:
             return SAFETENSORS, metadata
         raise no_checkpoint(directory)
 
-    def _alike(self, number: int, tensors: list[StoredTensor]) -> Alike:
-        offsets = self.rows.offsets_of(tensors[0].fqn)
-        position = {offset: at for at, offset in enumerate(offsets)}
-        boxes = tensors[0].boxes
-        placed = [chunk for chunk, box in enumerate(boxes) if box.offsets in position]
-        positions = [position[boxes[chunk].offsets] for chunk in placed]
-        unplaced = [box for box in boxes if box.offsets not in position]
-        is_claimed = position.keys() <= {box.offsets for box in boxes}
-        return Alike(tensors, number, placed, positions, unplaced, is_claimed)
-
 
 class _Cut:
     """The boxes of tensors that are cut alike, made when they are used."""
@@ -331,6 +320,10 @@ class _Cut:
     def boxes(self) -> tuple[Box, ...]:
         return self._made()
 
+    @cached_property
+    def offsets(self) -> frozenset[tuple[int, ...] | None]:
+        return frozenset([box.offsets for box in self.boxes])
+
 
 _Place = tuple[str, int, int, tuple[str, ...]]
 
@@ -338,8 +331,12 @@ _Place = tuple[str, int, int, tuple[str, ...]]
 class _Places:
     """The place of every stored chunk, by key and offset."""
 
-    def __init__(self, rows: RowIndex, files: Sequence[tuple[str, ...]]) -> None:
-        self._rows, self._files = rows, files
+    def __init__(self, rows: RowIndex) -> None:
+        self._rows = rows
+
+    @cached_property
+    def _files(self) -> list[tuple[str, ...]]:
+        return self._rows.files_by_key()
 
     def files(self, fqn: str) -> tuple[str, ...]:
         number = self._rows.numbers.get(fqn)

@@ -12,7 +12,7 @@ from dcp_placements.cli.arguments import CheckpointPath, Fqn, Json
 from dcp_placements.cli.printing import print_lines, print_table, ranges, short, show
 from dcp_placements.cli.progress import progress
 from dcp_placements.errors import format_count, format_nbytes
-from dcp_placements.offline.views.families import families, natural_key
+from dcp_placements.offline.texts import families, natural_key
 
 if TYPE_CHECKING:
     from dcp_placements.offline.experts import ExpertLayer

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from dcp_placements.errors import Fault, PlacementError, format_faults, format_names
 from dcp_placements.names.optimizer_state import OptimizerStates, possible_parameters
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
-from dcp_placements.offline.checks.records import records_by_file
-from dcp_placements.offline.checks.structure import structural_faults
+from dcp_placements.offline.structure import structural_faults
 from dcp_placements.transfer.world import matcher
 
 
@@ -119,7 +118,7 @@ def _saved_prefix(checkpoint: Checkpoint, tensors: Sequence[StoredTensor]) -> st
 
 def _check_whole(checkpoint: Checkpoint, kept: set[str]) -> None:
     lines = []
-    for fault in structural_faults(checkpoint, records_by_file(checkpoint)):
+    for fault in structural_faults(checkpoint):
         names = [fqn for fqn in fault.tensors if fqn in kept]
         if names:
             lines.append(f"{format_names(names, 4)}: {fault.kind}: {fault.message}")

@@ -15,12 +15,12 @@ from dcp_placements.errors import CannotLook, PlacementError, format_names
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredObject, StoredTensor
-from dcp_placements.offline.checks.structure import box_faults
-from dcp_placements.offline.checks.verification import MEMORY_NBYTES
 from dcp_placements.offline.declared import Progress, Rename, matching_keys
 from dcp_placements.offline.differences.comparing import Tally
 from dcp_placements.offline.directory import shows_damage
-from dcp_placements.offline.views.families import families, whole_branches
+from dcp_placements.offline.structure import box_faults
+from dcp_placements.offline.texts import families
+from dcp_placements.offline.verification import MEMORY_NBYTES
 from dcp_placements.storage.checked_load import load_plain
 
 PIECE_NBYTES = 32 << 20
@@ -57,9 +57,9 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class DifferenceFamily:
-    """Differences of one kind, of keys that differ in numbers alone or make a whole branch."""
+    """Differences of one kind, of keys that differ in numbers alone."""
 
-    name: str  # the keys as one name: numbers as ranges, ``*`` for all keys of a branch
+    name: str  # the keys as one name, with ranges of numbers
     kind: str  # of the differences
     keys: int  # how many they are
     first: Difference  # the first of them
@@ -77,7 +77,6 @@ class Diff:
     notes: tuple[str, ...]  # what was not compared
     tensors: int  # tensors that were compared, element by element
     nbytes: int  # their bytes in the first
-    keys: tuple[str, ...]  # all keys of both, by the second's names
 
     @property
     def families(self) -> tuple[DifferenceFamily, ...]:
@@ -85,18 +84,11 @@ class Diff:
         by_kind: dict[str, dict[str, Difference]] = {}
         for difference in self.differences:
             by_kind.setdefault(difference.kind, {})[difference.fqn] = difference
-        found: list[DifferenceFamily] = []
-        for kind, of_key in by_kind.items():
-            # Only what one side lacks is missing as a whole.
-            one_sided = kind in ("missing", "extra")
-            branches = (
-                whole_branches(of_key, self.keys) if one_sided else {key: [key] for key in of_key}
-            )
-            for family in families(list(branches)):
-                keys = [key for branch in family.keys for key in branches[branch]]
-                first = of_key[keys[0]]
-                found.append(DifferenceFamily(family.name, kind, len(keys), first))
-        return tuple(found)
+        return tuple(
+            DifferenceFamily(family.name, kind, len(family.keys), of_key[family.keys[0]])
+            for kind, of_key in by_kind.items()
+            for family in families(list(of_key))
+        )
 
     @property
     def compared(self) -> dict[str, int]:
@@ -166,7 +158,6 @@ def diff(
         tuple(notes),
         comparison.tensors,
         comparison.nbytes,
-        tuple(keys),
     )
 
 
@@ -248,7 +239,7 @@ class _Comparison:
 
     def _record(self, checkpoint: Checkpoint, stored: StoredObject, most: int) -> bytes | None:
         try:
-            return checkpoint.read_record(stored.fqn, stored, most)
+            return checkpoint.read_record(stored, most)
         except OSError as error:
             if stored.transforms or shows_damage(error):
                 raise

@@ -19,14 +19,13 @@ from dcp_placements.errors import (
     raise_faults,
 )
 from dcp_placements.offline.checkpoint import Checkpoint
-from dcp_placements.offline.checks.records import records_by_file
-from dcp_placements.offline.checks.structure import structural_faults
 from dcp_placements.offline.declared import Progress, format_mesh_axes
 from dcp_placements.offline.readers.dcp import TORCH_DIST
 from dcp_placements.offline.rehearsals.world import RehearsedWorld
 from dcp_placements.offline.remote_output import AnyFolder, output_at
 from dcp_placements.offline.resharding.records import RecordWriter
 from dcp_placements.offline.resharding.target import REFUSED, Target
+from dcp_placements.offline.structure import structural_faults
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.patterns import unmatched_faults
@@ -142,7 +141,7 @@ def _check_whole(checkpoint: Checkpoint) -> None:
             f"{checkpoint.path}: Megatron's torch_dist has state beside its tensors\n"
             "    way out:     dcp-placements import makes a DCP checkpoint of it"
         )
-    faults = structural_faults(checkpoint, records_by_file(checkpoint))
+    faults = structural_faults(checkpoint)
     if faults:
         lines = [
             f"{fault.kind}: {format_names(fault.tensors or fault.files, 4)}: {fault.message}"

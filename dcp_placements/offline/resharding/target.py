@@ -24,8 +24,8 @@ from dcp_placements.layout.boxes import as_boxes
 from dcp_placements.layout.sharding import Box, Cuts
 from dcp_placements.names.renames import Step
 from dcp_placements.offline.checkpoint import StoredObject, StoredTensor
-from dcp_placements.offline.checks.structure import box_faults
 from dcp_placements.offline.rehearsals.world import RehearsedWorld
+from dcp_placements.offline.structure import box_faults
 from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.metadata.record import RESERVED_KEY, identity, packed_record
 from dcp_placements.storage.metadata.save_ids import named

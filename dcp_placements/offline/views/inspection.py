@@ -11,7 +11,7 @@ from dcp_placements.layout.sharding import Cuts
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor, ranks_of
 from dcp_placements.offline.declared import matching_keys
 from dcp_placements.offline.experts import ExpertLayer, find_experts
-from dcp_placements.offline.views.families import Family, families
+from dcp_placements.offline.texts import Family, families
 from dcp_placements.offline.views.object_values import plain_values
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.metadata.record import SaveRecord

@@ -38,7 +38,7 @@ def plain_values(checkpoint: Checkpoint, objects: Iterable[StoredObject]) -> dic
     small = [stored for stored in objects if stored.nbytes <= MAX_NBYTES]
     for stored in small[:MAX_OBJECTS]:
         try:
-            record = checkpoint.read_record(stored.fqn, stored, MAX_NBYTES)
+            record = checkpoint.read_record(stored, MAX_NBYTES)
             data, _ = saved_pickle(io.BytesIO(record or b""))
             value = _PlainUnpickler(data).load()
         except Exception:

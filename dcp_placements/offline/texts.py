@@ -1,17 +1,20 @@
-"""Families of keys: keys that differ in numbers alone, as one name.
+"""What results say: families of keys, ranges of numbers, tables.
 
-``layers.0-57.experts.0-255.w1`` is the name of the keys of 58 layers with 256 experts each.
+A family is the keys that differ in numbers alone: ``layers.0-57.experts.0-255.w1`` is the name of
+those of 58 layers with 256 experts each.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, zip_longest
 
-from dcp_placements.errors import format_ranks
+from dcp_placements.errors import format_name, format_names, format_ranks
+
+MIN_FOLDED = 5
+"""The first column of a table is folded to no less."""
 
 _Numbers = tuple[int, ...]
 
@@ -65,36 +68,6 @@ def families(keys: Iterable[str] | Mapping[str, Hashable]) -> list[Family]:
     return sorted(result, key=lambda family: natural_key(family.keys[0]))
 
 
-def whole_branches(keys: Iterable[str], all_keys: Iterable[str]) -> dict[str, list[str]]:
-    """Return keys by the shortest branch of which all keys are among them.
-
-    Args:
-        keys: Some of ``all_keys``.
-        all_keys: The keys of a checkpoint.
-
-    Returns:
-        Keys by branch: ``experts.*`` for all keys that begin with ``experts.``, where there are
-        several; else the key itself.
-
-    >>> whole_branches(["a.b.c", "a.b.d", "a.e"], ["a.b.c", "a.b.d", "a.e", "a.f"])
-    {'a.b.*': ['a.b.c', 'a.b.d'], 'a.e': ['a.e']}
-    """
-    keys = list(keys)
-    counts = Counter(branch for key in keys for branch in _branches(key))
-    totals = Counter(branch for key in all_keys for branch in _branches(key))
-    result: dict[str, list[str]] = {}
-    for key in keys:
-        whole = (b for b in _branches(key) if counts[b] == totals[b] > 1)
-        branch = next(whole, None)
-        result.setdefault(key if branch is None else f"{branch}.*", []).append(key)
-    return result
-
-
-def _branches(key: str) -> list[str]:
-    """Return the prefixes of a key that end before a dot, the shortest first."""
-    return [key[: match.start()] for match in re.finditer(r"\.", key)]
-
-
 def _products(members: frozenset[_Numbers]) -> list[tuple[_Numbers, ...]]:
     """Return tuples of numbers as products: per position, the numbers that it takes."""
     if () in members:
@@ -111,4 +84,57 @@ def _products(members: frozenset[_Numbers]) -> list[tuple[_Numbers, ...]]:
 
 
 def _format_range(numbers: _Numbers) -> str:
-    return format_ranks(numbers).partition(" ")[2].replace(", ", ",")
+    return ranges(numbers).replace(", ", ",")
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return numbers as ranges; ``-`` for none.
+
+    >>> ranges([3, 0, 1, 2]), ranges([])
+    ('0-3', '-')
+    """
+    listed = list(numbers)
+    return format_ranks(listed).partition(" ")[2] if listed else "-"
+
+
+def short(names: Sequence[str], limit: int = 3) -> str:
+    """Return some names; ``-`` for none."""
+    return format_names(names, limit) if names else "-"
+
+
+def format_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    right: str = "",
+    width: int | None = None,
+) -> list[str]:
+    """Return the lines of a table: its headings, then its rows.
+
+    Args:
+        columns: Headings.
+        rows: Texts, one for each column.
+        right: Headings of the columns of numbers, separated by spaces.
+        width: Of a terminal: where a line would be longer, the first column is folded.
+
+    >>> for line in format_table(("key", "bytes"), [("layers.0", "8")], right="bytes", width=12):
+    ...     print(line)
+    key    bytes
+    layer      8
+    s.0
+    """
+    cells = [list(columns), *[[format_name(cell) for cell in row] for row in rows]]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    if width is not None:
+        rest = sum(widths[1:]) + 2 * len(widths[1:])
+        widths[0] = max(min(widths[0], width - rest), MIN_FOLDED)
+    lines = []
+    for first, *others in cells:
+        folds = [first[at : at + widths[0]] for at in range(0, max(len(first), 1), widths[0])]
+        for fold, texts in zip_longest(folds, [others], fillvalue=None):
+            padded = [
+                text.rjust(size) if heading in right.split() else text.ljust(size)
+                for text, size, heading in zip(texts or (), widths[1:], columns[1:], strict=False)
+            ]
+            lines.append("  ".join([(fold or "").ljust(widths[0]), *padded]).rstrip())
+    return lines

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,34 +20,64 @@ from dcp_placements.layout.boxes import (
     within,
 )
 from dcp_placements.layout.sharding import Box
-from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
-from dcp_placements.offline.checks.records import FileRecords, Record, fqns_of
-from dcp_placements.offline.readers.dcp import misplaced_in_stock
+from dcp_placements.offline.checkpoint import Checkpoint, StoredChunk, StoredRecord, StoredTensor
+from dcp_placements.offline.readers.dcp import check_count, misplaced_in_stock
 from dcp_placements.storage.metadata.save_ids import id_in_name
 
 MAX_BOXES = 4
 """Boxes that a message lists."""
+
+Records = Mapping[str, Sequence[StoredRecord]]
+"""The records of a checkpoint, by file, in the order of the files' bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFault:
     """One thing wrong with a checkpoint."""
 
-    kind: str  # what it is, in one word that stays; README.md lists them
+    kind: str  # what it is, in one word that stays; the guide of cli lists them
     tensors: tuple[str, ...]  # keys that it is about, sorted
     files: tuple[str, ...]  # files that it is about, sorted
     message: str  # the numbers in the files against those declared
 
 
+def records_by_file(checkpoint: Checkpoint) -> Records:
+    """Return the records of every file, in file order; files sorted by name.
+
+    Raises:
+        CannotLook: There are too many.
+    """
+    check_count(checkpoint.path, len(checkpoint.rows))
+    by_file: dict[str, list[StoredRecord]] = {}
+    for tensor in checkpoint.tensors.values():
+        for chunk in tensor.chunks:
+            if chunk.file is not None:
+                by_file.setdefault(chunk.file, []).append(chunk)
+    for stored in checkpoint.objects.values():
+        if stored.file is not None:
+            by_file.setdefault(stored.file, []).append(stored)
+    for records in by_file.values():
+        records.sort(key=lambda record: (record.start, record.nbytes))
+    return dict(sorted(by_file.items()))
+
+
+def record_name(checkpoint: Checkpoint, record: StoredRecord) -> str:
+    """Return the key of a record, with the box where that is a part of the tensor."""
+    tensor = checkpoint.tensors.get(record.fqn)
+    if tensor is None or tensor.count == 1 or not isinstance(record, StoredChunk):
+        return record.fqn
+    return f"{record.fqn} {format_box(record.box, tensor.shape)}"
+
+
 def structural_faults(
-    checkpoint: Checkpoint, records: Mapping[str, FileRecords]
+    checkpoint: Checkpoint, records: Records | None = None
 ) -> list[CheckpointFault]:
     """Return all that the metadata, the sizes of files and the ids of saves prove to be wrong."""
     return [
         *_tiling_faults(checkpoint),
         *_place_faults(checkpoint),
         *_id_faults(checkpoint),
-        *_file_faults(checkpoint, records),
+        *_file_faults(checkpoint, records_by_file(checkpoint) if records is None else records),
     ]
 
 
@@ -65,9 +94,9 @@ def stock_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
 
 def _tiling_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
     """Yield holes, overlaps, and chunks out of bounds: one fault for tensors that are cut alike."""
-    groups: dict[tuple[tuple[int, ...], int], list[StoredTensor]] = defaultdict(list)
-    for alike in checkpoint.alike:
-        groups[alike.tensors[0].shape, alike.tensors[0].cut] += alike.tensors
+    groups: dict[tuple[tuple[int, ...], int], list[StoredTensor]] = {}
+    for tensor in checkpoint.tensors.values():
+        groups.setdefault((tensor.shape, tensor.cut), []).append(tensor)
     for tensors in groups.values():
         for kind, message in box_faults(tensors[0].whole, tensors[0].boxes):
             names = tuple(sorted([tensor.fqn for tensor in tensors]))
@@ -104,12 +133,11 @@ def box_faults(whole: Box, boxes: Iterable[Box]) -> Iterator[tuple[str, str]]:
 
 def _place_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
     """Yield chunks without a place, places without a chunk, and keys of an index without either."""
-    lacking = [alike for alike in checkpoint.alike if alike.unplaced]
-    unplaced = {tensor.fqn: alike.unplaced for alike in lacking for tensor in alike.tensors}
-    for fqn in [fqn for fqn in checkpoint.tensors if fqn in unplaced]:
-        shape = checkpoint.tensors[fqn].shape
-        message = f"the metadata name no file for {format_boxes(unplaced[fqn], shape)}"
-        yield CheckpointFault("unplaced", (fqn,), (), message)
+    for fqn, tensor in checkpoint.tensors.items():
+        if not tensor.offsets.issubset(checkpoint.rows.offsets_of(fqn)):
+            unplaced = [chunk.box for chunk in tensor.chunks if chunk.file is None]
+            message = f"the metadata name no file for {format_boxes(unplaced, tensor.shape)}"
+            yield CheckpointFault("unplaced", (fqn,), (), message)
     for fqn, stored in checkpoint.objects.items():
         if stored.file is None:
             message = "the metadata name no file for this object"
@@ -150,9 +178,7 @@ def files_without_id(checkpoint: Checkpoint) -> list[str]:
     return [file for file in checkpoint.files if file not in own and id_in_name(file) is None]
 
 
-def _file_faults(
-    checkpoint: Checkpoint, records: Mapping[str, FileRecords]
-) -> Iterator[CheckpointFault]:
+def _file_faults(checkpoint: Checkpoint, records: Records) -> Iterator[CheckpointFault]:
     """Yield files that are missing or too short, and records that share bytes."""
     absent = checkpoint.absent_ranks
     if absent:
@@ -165,30 +191,25 @@ def _file_faults(
             why = checkpoint.directory.why_barred(file) or "the file is not there"
             yield CheckpointFault("missing_file", fqns_of(in_file), (file,), why)
             continue
-        beyond = np.flatnonzero(in_file.ends > size)
-        if len(beyond):
+        beyond = [record for record in in_file if record.end > size]
+        if beyond:
             message = (
-                f"{size} bytes, and {in_file.ends.max()} are needed: {len(beyond)} of "
-                f"{len(in_file)} records end beyond its end"
+                f"{size} bytes, and {max(record.end for record in beyond)} are needed: "
+                f"{len(beyond)} of {len(in_file)} records end beyond its end"
             )
-            names = fqns_of(map(in_file.__getitem__, beyond.tolist()))
-            yield CheckpointFault("truncated_file", names, (file,), message)
-        for reached, record in _shared_bytes(in_file):
-            message = (
-                f"bytes {record.start}-{reached.end} belong to {reached.name} and to {record.name}"
-            )
-            names = tuple(sorted({reached.fqn, record.fqn}))
-            yield CheckpointFault("shared_bytes", names, (file,), message)
+            yield CheckpointFault("truncated_file", fqns_of(beyond), (file,), message)
+        # Two keys may share one whole record; that they share a part of one is a fault.
+        reached = in_file[0]  # the record before that reaches farthest
+        for record in in_file[1:]:
+            if reached.start < record.start < reached.end:
+                names = (record_name(checkpoint, one) for one in (reached, record))
+                message = f"bytes {record.start}-{reached.end} belong to {' and to '.join(names)}"
+                keys = fqns_of([reached, record])
+                yield CheckpointFault("shared_bytes", keys, (file,), message)
+            if record.end > reached.end:
+                reached = record
 
 
-def _shared_bytes(records: FileRecords) -> Iterator[tuple[Record, Record]]:
-    """Yield each record that begins inside one before it, behind the one that reaches farthest.
-
-    Two keys may share one whole record; that they share a part of one is a fault.
-    """
-    starts, ends = records.starts, records.ends
-    farther = np.append(True, ends[1:] > np.maximum.accumulate(ends)[:-1])
-    reached = np.maximum.accumulate(np.where(farther, np.arange(len(ends)), 0))[:-1]
-    is_shared = (starts[reached] < starts[1:]) & (starts[1:] < ends[reached])
-    for at in np.flatnonzero(is_shared).tolist():
-        yield records[int(reached[at])], records[at + 1]
+def fqns_of(records: Iterable[StoredRecord]) -> tuple[str, ...]:
+    """Return the keys of what records hold, sorted."""
+    return tuple(sorted({record.fqn for record in records}))

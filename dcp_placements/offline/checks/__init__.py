@@ -1,1 +1,0 @@
-"""``verify``: whether a checkpoint is whole, by its metadata and by its data files."""

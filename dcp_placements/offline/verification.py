@@ -1,0 +1,507 @@
+"""``verify``: whether a checkpoint is whole, by its metadata and by its data files.
+
+A record of a ``.distcp`` file is a zip file that ``torch.save`` wrote. Its first bytes tell shape
+and dtype, and every part of it has a checksum, which ``torch.load`` does not compare.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import ClassVar
+
+import torch
+
+from dcp_placements._torch import check_opens
+from dcp_placements.errors import (
+    CannotLook,
+    format_count,
+    format_error,
+    format_names,
+    format_nbytes,
+)
+from dcp_placements.offline.checkpoint import (
+    SAFETENSORS,
+    Checkpoint,
+    StoredChunk,
+    StoredObject,
+    StoredRecord,
+)
+from dcp_placements.offline.declared import Progress
+from dcp_placements.offline.directory import Directory, shows_damage
+from dcp_placements.offline.structure import (
+    CheckpointFault,
+    files_without_id,
+    fqns_of,
+    record_name,
+    records_by_file,
+    stock_faults,
+    structural_faults,
+)
+from dcp_placements.offline.texts import families, natural_key, short
+from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.storage.checked_load import BROKEN, load_saved_tensor, stored_zip
+from dcp_placements.storage.fast_zlib import crc32
+from dcp_placements.storage.file_reads import CountedFile, FilePart, HeldPart, Part
+from dcp_placements.storage.safe_pickle import RefusedGlobal
+from dcp_placements.storage.tensor_record import (
+    DESCRIPTOR,
+    LOCAL,
+    RecordHeads,
+    TensorRecord,
+    behind_elements,
+    entry_start,
+)
+
+MEMORY_NBYTES = 2 << 30
+
+AFTER_S = 1.0
+"""A data file that is younger than ``.metadata`` by more than this is noted."""
+
+PIECE_NBYTES = 4 << 20
+"""Contents are read in pieces of this size."""
+
+BLOCK_NBYTES = 256 << 10
+NEAR_NBYTES = 16 << 10
+"""The heads of records that begin less than this apart are read together, in blocks."""
+
+MAX_GROUPS = 10
+"""Files and kinds of faults that are shown at first: three lines each."""
+
+Finding = tuple[str, str]
+"""The kind of a fault, and its message without the record's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """Whether a checkpoint is whole."""
+
+    JSON: ClassVar[str] = "path sound faults notes checked"
+
+    path: str  # where it is
+    faults: tuple[CheckpointFault, ...]  # what is wrong, sorted by kind, file and key
+    notes: tuple[str, ...]  # observations that prove no fault
+    tensors: int  # tensors that were checked
+    chunks: int  # their chunks
+    nbytes: int  # bytes of records whose contents were read and compared
+    unread: int  # records that were not read; the notes name them
+    contents: bool  # whether contents were to be read
+
+    @property
+    def sound(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.faults
+
+    @property
+    def checked(self) -> dict[str, int]:
+        """How much was checked."""
+        return {"tensors": self.tensors, "chunks": self.chunks, "bytes": self.nbytes}
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, most: int = MAX_GROUPS) -> str:
+        """Return the faults by file and kind, the notes and the verdict.
+
+        Args:
+            most: The most groups of faults to show.
+        """
+        groups: dict[tuple[str, str], list[CheckpointFault]] = {}
+        for fault in self.faults:
+            where = short(fault.files) if fault.files else "in the metadata"
+            groups.setdefault((where, fault.kind), []).append(fault)
+        ordered = sorted(groups.items(), key=lambda item: (natural_key(item[0][0]), item[0][1]))
+        lines: list[str] = []
+        place = None
+        for (where, kind), faults in ordered[:most]:
+            lines += [] if where == place else [where]
+            place = where
+            keys = families({fqn for fault in faults for fqn in fault.tensors})
+            names = short([family.name for family in keys]) if keys else "no key"
+            several = len(faults) > 1
+            number = f"{format_count(len(faults), 'fault')}, " if several else ""
+            lines.append(f"    {kind}: {number}{names}")
+            first = " (the first)" if several else ""
+            lines.append(f"        found:       {faults[0].message}{first}")
+        rest = ordered[most:]
+        if rest:
+            number = format_count(sum(len(faults) for _, faults in rest), "more fault")
+            places = format_count(len({where for (where, _), _ in rest}), "place")
+            lines.append(f"... and {number} in {places}; --all")
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join([*lines, f"{self.path}: {self._verdict()}"])
+
+    def _verdict(self) -> str:
+        tensors, chunks = format_count(self.tensors, "tensor"), format_count(self.chunks, "chunk")
+        read = f", {format_nbytes(self.nbytes)} read" if self.nbytes else ""
+        if self.faults:
+            verdict = f"not sound, {format_count(len(self.faults), 'fault')}"
+        elif not self.contents:
+            verdict = "sizes and structure sound; contents not read (--contents)"
+        elif self.unread:
+            verdict = f"sound but for {format_count(self.unread, 'record')} not read"
+        else:
+            verdict = "sound"
+        return f"{verdict} ({tensors} in {chunks}{read})"
+
+
+def verify(
+    path: str | os.PathLike[str] | Checkpoint,
+    *,
+    contents: bool = False,
+    memory: int = MEMORY_NBYTES,
+    progress: Progress = lambda done, total: None,
+) -> Verification:
+    """Return what is wrong with a checkpoint.
+
+    Without ``contents`` only the head of every record is read. Checked are then:
+    chunks tile their tensors, files exist and are long enough, records match the metadata.
+
+    Args:
+        path: The checkpoint.
+        contents: Read everything, and compare it with the checksums that ``torch.save`` writes.
+            The places in the pickle of ``.metadata`` are compared with those of its index, too.
+        memory: Bytes that data may take.
+        progress: Called as files are read.
+
+    Raises:
+        CannotLook: There is no checkpoint, or it cannot be read; or there are faults, and a save
+            has replaced its ``.metadata`` meanwhile.
+    """
+    directory = path.directory if isinstance(path, Checkpoint) else Directory(path)
+    before = _version(directory)
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(directory)
+    with quiet_gc():
+        records = records_by_file(checkpoint)
+        faults = structural_faults(checkpoint, records)
+        if contents:
+            faults += stock_faults(checkpoint)
+        total = sum([record.nbytes for in_file in records.values() for record in in_file])
+        checker = _RecordChecker(
+            checkpoint,
+            contents=contents,
+            limit_nbytes=memory // 3,
+            progress=lambda done: progress(min(done, total), total),
+        )
+        for file, in_file in records.items():
+            faults += checker.check_file(file, in_file)
+    if faults and _version(directory) != before:
+        raise directory.overwritten([".metadata"])
+    return Verification(
+        path=checkpoint.path,
+        faults=tuple(sorted(faults, key=lambda fault: (fault.kind, fault.files, fault.tensors))),
+        notes=(*_notes(checkpoint), *checker.notes()),
+        tensors=len(checkpoint.tensors),
+        chunks=sum([tensor.count for tensor in checkpoint.tensors.values()]),
+        nbytes=checker.nbytes if contents else 0,
+        unread=len(checker.skipped) + len(checker.other_types),
+        contents=contents,
+    )
+
+
+def _version(directory: Directory) -> str | None:
+    """Return what is different after ``.metadata`` was written again; None without one."""
+    try:
+        return directory.version(".metadata")
+    except OSError:
+        return None
+
+
+class _InBlocks(CountedFile):
+    """A file in which small reads that follow one another are read together, in blocks."""
+
+    _held, _first, _end = memoryview(b""), 0, 0
+
+    def read_into(self, buffer: memoryview, position: int) -> None:
+        is_near = 0 <= position - self._end < NEAR_NBYTES
+        start, self._end = position - self._first, position + buffer.nbytes
+        if start < 0 or self._end > self._first + self._held.nbytes:
+            nbytes = min(BLOCK_NBYTES, self.size - position)
+            if not is_near or buffer.nbytes > nbytes:
+                super().read_into(buffer, position)
+                return
+            self._held, self._first, start = memoryview(bytearray(nbytes)), position, 0
+            super().read_into(self._held, position)
+        buffer[:] = self._held[start : start + buffer.nbytes]
+
+
+class _RecordChecker:
+    """Checks the records of a checkpoint's files.
+
+    Args:
+        checkpoint: The checkpoint.
+        contents: Whether to read everything and compare checksums.
+        limit_nbytes: Records that cannot be checked in pieces are skipped above this size.
+        progress: Called with the bytes checked so far, after every piece.
+
+    Attributes:
+        nbytes: Bytes of contents that were checked.
+        skipped: Names of the records above ``limit_nbytes``.
+        other_types: Names of those of types that ``torch.load`` was not told to allow.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        contents: bool,
+        limit_nbytes: int,
+        progress: Callable[[int], None],
+    ) -> None:
+        self.nbytes = 0
+        self.skipped: list[str] = []
+        self.other_types: list[str] = []
+        self._unchecked = self._transformed = 0
+        self._checkpoint = checkpoint
+        self._contents = contents
+        self._limit_nbytes = limit_nbytes
+        self._progress = progress
+        self._heads = RecordHeads()
+
+    def notes(self) -> Iterator[str]:
+        """Yield what was not checked, and why."""
+        if self._contents and self._checkpoint.format == SAFETENSORS:
+            yield "safetensors files have no checksums: nothing proves their contents"
+        if self._unchecked:
+            yield (
+                f"{format_count(self._unchecked, 'record')} have no checksums "
+                "(torch.serialization.set_crc32_options(False)): nothing proves their contents"
+            )
+        if self._transformed:
+            yield (
+                f"{format_count(self._transformed, 'record')} went through transforms such as "
+                "compression: only --contents checks them"
+            )
+        if self.skipped:
+            names = format_names(self.skipped, 4)
+            yield f"not plain, and larger than a third of --memory, so not read: {names}"
+        if self.other_types:
+            names = format_names(self.other_types, 4)
+            yield f"of types that torch.load was not told to allow, so not read: {names}"
+
+    def check_file(self, file: str, records: Sequence[StoredRecord]) -> list[CheckpointFault]:
+        """Return the faults of those records of one file that lie within it.
+
+        Raises:
+            CannotLook: The file may not be read, or its service does not answer.
+        """
+        size = self._checkpoint.directory.size(file)
+        if size is None:
+            return []
+        faults: list[CheckpointFault] = []
+        try:
+            with self._checkpoint.directory.open(file) as stream:
+                blocks = _InBlocks(stream)
+                for record in records:
+                    if record.end > size:
+                        continue
+                    part = FilePart(blocks, record.start, record.nbytes)
+                    for kind, message in self._check(part, record):
+                        name = record_name(self._checkpoint, record)
+                        message = f"{name} in {file}: {message}"
+                        faults.append(CheckpointFault(kind, (record.fqn,), (file,), message))
+        except (OSError, EOFError) as error:
+            message = f"it cannot be read: {error}"
+            if not shows_damage(error):
+                raise CannotLook(f"{self._checkpoint.path}/{file}: {message}") from error
+            # A disk is broken, or the file was removed or cut off since its size was read.
+            kind = "truncated_file" if isinstance(error, EOFError) else "missing_file"
+            return [CheckpointFault(kind, fqns_of(records), (file,), message)]
+        return faults
+
+    def _check(self, part: FilePart, record: StoredRecord) -> Iterable[Finding]:
+        if record.transforms:
+            return self._check_transformed(record)
+        if isinstance(record, StoredObject):
+            return self._check_object(part) if self._contents else ()
+        if self._checkpoint.format == SAFETENSORS:
+            # Nothing but the header describes these bytes, and the metadata are the header.
+            self._advance(record.nbytes)
+            return ()
+        return self._check_tensor(part, record)
+
+    def _check_tensor(self, part: Part, chunk: StoredChunk) -> list[Finding]:
+        head = self._heads.find(part, chunk.nbytes)
+        # A wrong checksum is more specific than a record that cannot be read.
+        broken = list(self._checksums(part, head)) if self._contents else []
+        if head is not None:
+            return [*self._mismatch(chunk, head.shape, head.dtype), *broken]
+        return broken or list(self._check_loaded(part, chunk))
+
+    def _check_object(self, part: Part) -> Iterator[Finding]:
+        start = bytearray(min(part.size, len(LOCAL)))
+        part.read_into(memoryview(start), 0)
+        # An object may be written in any way; if it begins or ends as a zip file, it has checksums.
+        if bytes(start) == LOCAL or zipfile.is_zipfile(part.stream()):
+            yield from self._checksums(part)
+
+    def _check_transformed(self, record: StoredRecord) -> Iterator[Finding]:
+        """Check what a record was before its transforms. All of it must be read for that."""
+        if not self._contents:
+            self._transformed += 1
+            return
+        try:
+            content = self._checkpoint.read_record(record, self._limit_nbytes)
+        except OSError:
+            raise
+        except Exception as error:
+            # An extension can raise anything.
+            yield "wrong_record", _reason(error)
+            return
+        if content is None:
+            self.skipped.append(record_name(self._checkpoint, record))
+            return
+        part = HeldPart(memoryview(content))
+        broken = list(self._checksums(part)) if content.startswith(LOCAL) else []
+        yield from broken
+        if isinstance(record, StoredChunk) and not broken:
+            yield from self._check_loaded(part, record)
+
+    def _check_loaded(self, part: Part, chunk: StoredChunk) -> Iterator[Finding]:
+        """Check a tensor whose record is not plain: other strides, or transforms."""
+        if chunk.nbytes > self._limit_nbytes:
+            self.skipped.append(record_name(self._checkpoint, chunk))
+            return
+        # Not through a reader, which converts to the dtype of the metadata.
+        content = io.BytesIO(part.stream().read())
+        try:
+            tensor = load_saved_tensor(content)
+        except RefusedGlobal:  # of a type that this process was not told to allow
+            self.other_types.append(record_name(self._checkpoint, chunk))
+            return
+        except Exception as error:
+            # torch.load of a broken file can raise anything.
+            yield "wrong_record", _reason(error)
+            return
+        yield from self._mismatch(chunk, tuple(tensor.shape), tensor.dtype)
+
+    def _mismatch(
+        self, chunk: StoredChunk, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Iterator[Finding]:
+        declared = chunk.box.sizes, self._checkpoint.tensors[chunk.fqn].dtype
+        if (shape, dtype) != declared:
+            message = (
+                f"a {shape} {dtype} tensor is at byte {chunk.start}, where the metadata have "
+                f"{declared[0]} {declared[1]}"
+            )
+            yield "wrong_record", message
+
+    def _advance(self, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self._progress(self.nbytes)
+
+    def _checksums(self, part: Part, tensor: TensorRecord | None = None) -> Iterator[Finding]:
+        """Yield the parts that do not match their checksums.
+
+        Args:
+            part: The record.
+            tensor: Where its elements are, if it is plain.
+        """
+        try:
+            file = stored_zip(part.stream())
+            if file is None:
+                raise zipfile.BadZipFile("it is no zip file")
+            entries = file.infolist()
+            _check_entries(file, part)
+            # torch.serialization.set_crc32_options(False) writes none.
+            has_sums = any(entry.CRC for entry in entries)
+            self._unchecked += not has_sums
+            for entry in entries:
+                start = entry_start(part.read_into, entry)
+                checksum = 0
+                for piece in _pieces(part, start, entry.file_size):
+                    checksum = crc32(piece, checksum)
+                    self._advance(piece.nbytes)
+                plain = tensor and (start, entry.file_size) == (tensor.start, tensor.nbytes)
+                if has_sums and checksum != entry.CRC:
+                    what = "the elements" if plain else f"its {entry.filename.partition('/')[2]}"
+                    message = f"{what}: checksum {checksum:08x}, where {entry.CRC:08x} was saved"
+                    yield "checksum", message
+                elif tensor and plain and _differs_behind(part, tensor, checksum):
+                    message = f"the elements: their checksum {checksum:08x} does not follow them"
+                    yield "checksum", message
+        except BROKEN as error:
+            yield "wrong_record", f"this is no whole file of torch.save: {_first_sentence(error)}"
+
+
+def _differs_behind(part: Part, tensor: TensorRecord, checksum: int) -> bool:
+    """Whether a load, which goes by what follows the elements, would refuse them."""
+    if not tensor.has_crc or not tensor.nbytes:
+        return False
+    return behind_elements(part, tensor) != DESCRIPTOR + checksum.to_bytes(4, "little")
+
+
+def _check_entries(file: zipfile.ZipFile, part: Part) -> None:
+    """Refuse a record that a load cannot open, whatever its checksums say.
+
+    Raises:
+        Exception: One of ``BROKEN``.
+    """
+    for entry in file.infolist():
+        file.open(entry).close()
+    if any(entry.filename.endswith("/data.pkl") for entry in file.infolist()):
+        check_opens(part.stream())
+
+
+def _pieces(part: Part, start: int, nbytes: int) -> Iterator[memoryview]:
+    buffer = memoryview(bytearray(min(nbytes, PIECE_NBYTES)))
+    for at in range(0, nbytes, PIECE_NBYTES):
+        piece = buffer[: min(PIECE_NBYTES, nbytes - at)]
+        part.read_into(piece, start + at)
+        yield piece
+
+
+def _first_sentence(error: Exception) -> str:
+    """Return a message of torch's without its advice."""
+    return str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
+
+
+def _reason(error: Exception) -> str:
+    """Return what is wrong with a record; of torch's message without its advice."""
+    text = str(error)
+    _, refused, reason = text.partition("WeightsUnpickler error: ")
+    if refused:
+        sentence = reason.partition("\n")[0].partition(". ")[0].strip()
+        return f"torch.load refuses it: {sentence or 'it is broken'}"
+    lines = [line.strip() for line in text.splitlines()]
+    return "; ".join(lines[1:3] or lines[:1]) or format_error(error)
+
+
+def _notes(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield signs of damage that prove none: a copy of a checkpoint has them as well."""
+    directory = checkpoint.directory
+    has_metadata = directory.size(".metadata") is not None
+    if checkpoint.newer:
+        rewrite = " --rewrite" if has_metadata else ""
+        yield (
+            f"plain torch {version('torch')} cannot read .metadata here: it has "
+            f"{' and '.join(sorted(checkpoint.newer))}. PlacementFileSystemReader reads it; "
+            f"dcp-placements merge-metadata {checkpoint.path}{rewrite} writes it as every torch "
+            "reads it"
+        )
+    without = files_without_id(checkpoint)
+    if 0 < len(without) < len(checkpoint.files):
+        yield (
+            f"no id of a save in {format_names(without, 4)}: where another save wrote one of them "
+            "and not the rank's other files, nothing can tell"
+        )
+    for name in checkpoint.other_files:
+        if name.endswith((".tmp", ".partial")):
+            yield f"{name} was left over by a process that was cut off"
+    written = directory.modified(".metadata") if has_metadata else None
+    younger = [
+        file
+        for file in without
+        if written is not None
+        and checkpoint.files[file] is not None
+        and (directory.modified(file) or 0) > written + AFTER_S
+    ]
+    if younger:
+        yield (
+            f"written after .metadata, which is written last: {format_names(younger, 4)}. A copy "
+            "looks like that, and so does a later save that was cut off"
+        )
