@@ -178,7 +178,7 @@ import sys, dcp_placements, dcp_placements.save.planner
 assert not any(name.startswith("dcp_placements.presets") for name in sys.modules)
 from dcp_placements import presets
 assert presets.megatron_lite.__module__ == "dcp_placements.presets.megatron_lite"
-import dcp_placements.cli.app, dcp_placements.offline.views.drawing
+import dcp_placements.cli.app, dcp_placements.offline.picture
 assert not {"transformers", "megatron", "matplotlib"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -309,7 +309,7 @@ def test_picture_of_the_walk_through_is_what_is_drawn(walk_through: Path) -> Non
 
 
 JSON_OF = {
-    "inspect": "step-1 --experts",
+    "inspect": "step-1",
     "verify": "step-1",
     "diff": "step-1 step-2",
     "rehearse": "step-1 --rules moe_rules:rules --mesh ep=8",

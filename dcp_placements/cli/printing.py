@@ -7,19 +7,23 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from json import dumps
+from shutil import get_terminal_size
 from typing import Any
 
-from dcp_placements.errors import format_name, format_names, format_ranks
+from dcp_placements.errors import format_name
+from dcp_placements.offline.texts import format_table
 
 
-def show(result: Any, print_result: Callable[[], None], *, json: bool, code: int = 0) -> int:
+def show(
+    result: Any, text: Callable[[], str | None] | None = None, *, json: bool, code: int = 0
+) -> int:
     """Print a command's result and return its exit code.
 
     The code is that of the finding, also if the reader of a pipe stops early (``| head -1``).
 
     Args:
         result: What ``to_json`` takes.
-        print_result: Prints it as text.
+        text: Returns it as text, or prints it; by default it is ``str(result)``.
         json: Whether to print one JSON document instead.
         code: The exit code.
     """
@@ -29,8 +33,15 @@ def show(result: Any, print_result: Callable[[], None], *, json: bool, code: int
 
             print(dumps(to_json(result), indent=2, default=str))
         else:
-            print_result()
+            printed = str(result) if text is None else text()
+            if printed is not None:
+                print_text(printed)
     return code
+
+
+def terminal_width() -> int | None:
+    """Return the columns of the terminal on stdout; None where that is a file or a pipe."""
+    return get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 @contextmanager
@@ -90,40 +101,4 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right:
         rows: Texts, one for each column.
         right: Headings of the columns of numbers, separated by spaces.
     """
-    cells = [list(columns), *[[format_name(cell) for cell in row] for row in rows]]
-    justified = ["right" if heading in right.split() else "left" for heading in columns]
-    if not sys.stdout.isatty():
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        for row in cells:
-            texts = [
-                cell.rjust(width) if side == "right" else cell.ljust(width)
-                for cell, width, side in zip(row, widths, justified, strict=True)
-            ]
-            print("  ".join(texts).rstrip())
-        return
-    # Imported where it is used: help and pipes need none of it.
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for heading, side in zip(columns, justified, strict=True):
-        justify: Any = side
-        table.add_column(heading, justify=justify, overflow="fold", no_wrap=side == "right")
-    for row in cells[1:]:
-        table.add_row(*row)
-    Console(highlight=False, markup=False).print(table)
-
-
-def short(names: Sequence[str], limit: int = 3) -> str:
-    """Return some names; ``-`` for none."""
-    return format_names(names, limit) if names else "-"
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Return numbers as ranges; ``-`` for none.
-
-    >>> ranges([3, 0, 1, 2]), ranges([])
-    ('0-3', '-')
-    """
-    listed = list(numbers)
-    return format_ranks(listed).partition(" ")[2] if listed else "-"
+    print("\n".join(format_table(columns, rows, right=right, width=terminal_width())))

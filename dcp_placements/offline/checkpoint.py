@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import Metadata
 
+from dcp_placements.errors import CannotLook, format_name, format_names
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.directory import Directory, no_checkpoint
 from dcp_placements.offline.readers.dcp import (
@@ -238,6 +240,28 @@ class Checkpoint:
                 for offset, place in self._places.by_offset(fqn).items():
                     records.setdefault(place[0], IdRecord(fqn, offset, *place))
         return records
+
+    def tensor(self, fqn: str) -> StoredTensor:
+        """Return the tensor of a key.
+
+        Raises:
+            CannotLook: There is none of that name; near names are in the message.
+        """
+        if fqn in self.tensors:
+            return self.tensors[fqn]
+        if fqn in self.objects:
+            raise CannotLook(f"{fqn} is an object and no tensor")
+        near = [key for key in self.tensors if key.endswith("." + fqn)]
+        near = near or get_close_matches(fqn, list(self.tensors), 4)
+        likely = f"likely:      {format_names(near, 4)}"
+        hint = likely if near else "way out:     inspect lists its keys"
+        raise CannotLook(f"{self.path}: no tensor {format_name(fqn)}\n    {hint}")
+
+    def records(self) -> Iterator[StoredRecord]:
+        """Yield the records of all tensors, then those of objects."""
+        for tensor in self.tensors.values():
+            yield from tensor.chunks
+        yield from self.objects.values()
 
     def read_record(self, stored: StoredRecord, most: int) -> bytes | None:
         """Return the record of a chunk or an object, as it was before its transforms.

@@ -11,20 +11,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import ClassVar
 
-from dcp_placements.errors import CannotLook, format_ranks
+from dcp_placements.errors import CannotLook, format_count, format_name, format_ranks
+from dcp_placements.layout.sharding import Kind
 from dcp_placements.names.optimizer_state import OptimizerStates
-from dcp_placements.offline.checkpoint import Checkpoint
-from dcp_placements.offline.experts import (
-    ExpertFamily,
-    expert_families,
-    expert_key,
-    recorded_experts,
-)
+from dcp_placements.names.renames import number_in
+from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
+from dcp_placements.offline.texts import families, ranges, short
 from dcp_placements.transfer.world import MeshAxes
 
 EP = "ep"
@@ -32,7 +29,17 @@ EP = "ep"
 
 WHOLE, OVERWRITTEN, UNCLEAR = "whole", "overwritten", "unclear"
 
+MOST_EXPERTS = 1 << 20
+"""More experts than any layer has."""
+
+_KEY = re.compile(
+    r"^(?P<layer>(?:.*\.)?(?!shared_)\w*experts(?:_list)?)(?:\.(?P<index>\d+))?\.(?P<name>.+)$"
+)
+# Megatron's grouped linear layers have one weight per expert.
+_GROUPED = re.compile(r"^(?P<head>.*(?:weight|bias))(?P<index>\d+)(?P<state>\.[^.]+)?$")
+_LAYER_AXIS = re.compile(r"(^|\.)layers\.(?!\d)")
 _ROUTER = re.compile(r"(^|\.)(gate|router)(\.|$)|score_correction_bias|expert_bias")
+_ANY_EXPERT = "123456789"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +49,13 @@ class ExpertTensor:
     JSON: ClassVar[str] = "stored experts verdict reason"
 
     fqn: str  # its key, with ``{}`` for the expert if each has a key of its own
+    layer: str  # the key up to the experts
     stored: int  # the number of experts that the checkpoint has of it
     experts: int | None  # the number of experts that the model has; None if that is not known
     # ``"whole"``; ``"overwritten"``: experts of several ranks were taken for replicas;
     # ``"unclear"``
     verdict: str
-    # Why it is unclear; of a whole tensor, what the checkpoint records of its save
-    reason: str = ""
+    reason: str  # who says how many experts there are; or why it is unclear
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +72,33 @@ class Diagnosis:
     def healthy(self) -> bool:
         """Whether all experts are there."""
         return all(tensor.verdict == WHOLE for tensor in self.tensors.values())
+
+    def __str__(self) -> str:
+        findings: dict[tuple[str, str], dict[str, None]] = {}
+        for tensor in self.tensors.values():
+            finding = f"{tensor.stored} of {tensor.experts} experts stored"
+            if tensor.experts is None:
+                finding = f"{format_count(tensor.stored, 'expert')} stored"
+            where = findings.setdefault((tensor.verdict, f"{finding}; {tensor.reason}"), {})
+            where[tensor.layer] = None
+        lines = []
+        for (verdict, finding), layers in findings.items():
+            names = short([family.name for family in families(list(layers))])
+            lines.append(f"{names}: {'unclear: ' * (verdict == UNCLEAR)}{finding}")
+        verdicts = {verdict for verdict, _ in findings}
+        if UNCLEAR in verdicts:
+            lines.append("    way out:     --experts-per-layer, or --mesh of the run that saved")
+        if OVERWRITTEN in verdicts:
+            lines += [
+                "    likely:      the save took the experts of other ep ranks for replicas",
+                "    way out:     they are nowhere in this checkpoint; save with rules from where "
+                "they still are",
+            ]
+        if not findings:
+            lines.append("no key names experts")
+        if self.unchecked:
+            lines.append(f"not checked: {format_count(len(self.unchecked), 'other key')}")
+        return "\n".join(lines)
 
 
 def diagnose(
@@ -88,48 +122,116 @@ def diagnose(
         CannotLook: There is no checkpoint; or ``axes`` has no ``ep``, or fewer ranks than wrote.
     """
     checkpoint = Checkpoint(path)
-    families = _families(checkpoint)
-    recorded = recorded_experts(checkpoint, families, axis=EP)
-    if axes is not None and len(recorded) < len(families):
+    found = _families(checkpoint.tensors.values())
+    recorded = _recorded(checkpoint, found)
+    if axes is not None and len(recorded) < len(found):
         _check_axes(checkpoint, axes)
-    routers = _routers(checkpoint, families)
+    routers = _routers(checkpoint, found)
     tensors = {}
-    for fqn, family in families.items():
-        experts = experts_per_layer
+    for fqn, family in found.items():
+        stored = len(family.experts)
+        experts, reason = experts_per_layer, f"--experts-per-layer says {experts_per_layer}"
+        if experts is None and fqn in recorded:
+            experts, reason = stored, f"saved as {recorded[fqn]}"
         if experts is None:
-            experts = family.stored if fqn in recorded else routers.get(_layer(family.layer))
+            experts = routers.get(_layer(family.layer))
+            reason = f"the router says {experts}"
         if experts is None and axes is not None:
-            experts = family.stored * axes[EP]
-        verdict, reason = _verdict(family, experts)
-        if verdict == WHOLE:
-            reason = recorded.get(fqn, "")
-        tensors[fqn] = ExpertTensor(fqn, family.stored, experts, verdict, reason)
+            experts = stored * axes[EP]
+            reason = f"--mesh says {experts}"
+        verdict, why = _verdict(family, experts)
+        tensors[fqn] = ExpertTensor(fqn, family.layer, stored, experts, verdict, why or reason)
+    checked = {key for family in found.values() for key in family.keys}
     keys = (*checkpoint.tensors, *checkpoint.objects)
-    checked = {key for family in families.values() for key in family.keys}
     return Diagnosis(checkpoint.path, tensors, tuple(key for key in keys if key not in checked))
 
 
-def _families(checkpoint: Checkpoint) -> dict[str, ExpertFamily]:
-    """Return the expert tensors, sorted by key.
+def _verdict(family: _Family, experts: int | None) -> tuple[str, str]:
+    """Return the verdict on a tensor, and why it is unclear."""
+    stored = len(family.experts)
+    if experts is None:
+        return UNCLEAR, "how many experts the model has is not known"
+    if list(family.experts) != list(range(stored)):
+        return UNCLEAR, f"they are not numbered from 0 without gaps: {ranges(family.experts)}"
+    if stored == experts:
+        return WHOLE, ""
+    if not stored or stored > experts or experts % stored:
+        return UNCLEAR, f"{experts} experts are not a multiple of the {stored} stored"
+    return OVERWRITTEN, ""
 
-    The only dim of a stacked tensor may be anything. It is one of experts if larger tensors of the
-    layer have as many.
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """One tensor of all experts of a layer: stacked, or as a tensor per expert."""
+
+    layer: str  # the key up to the experts, which identifies the layer
+    dim: int | None  # the dim along which experts are stacked; None if each has its own tensor
+    experts: range | list[int]  # the numbers of those that are stored
+    keys: list[str]  # of its tensors
+    is_certain: bool = True  # the only dim of a stacked tensor may be anything
+
+
+def _families(tensors: Iterable[StoredTensor]) -> dict[str, _Family]:
+    """Return the tensors of experts by key, with ``{}`` for the expert if each has a key.
+
+    A stacked tensor of one dim counts if larger tensors of the layer have as many experts.
+
+    Raises:
+        CannotLook: A number, or a dim, is beyond what a layer has.
     """
-    families = expert_families(checkpoint.tensors.values())
-
-    def is_certain(family: ExpertFamily) -> bool:
-        return family.dim is None or len(family.members[0].shape) > family.dim + 1
-
-    counts = {
-        (_layer(family.layer), family.stored)
-        for family in families.values()
-        if family.dim is not None and is_certain(family)
+    stacked: dict[str, _Family] = {}
+    numbered: dict[str, tuple[str, dict[int, str]]] = {}
+    for tensor in tensors:
+        key = split_expert_key(tensor.fqn)
+        if key is None:
+            continue
+        layer, index, template = key
+        # Megatron also stacks layers (``decoder.layers.mlp.experts...``, without a number): experts
+        # are the second dim there.
+        dim = 1 if _LAYER_AXIS.search(tensor.fqn) else 0
+        is_stacked = index is None and len(tensor.shape) > dim
+        last = tensor.shape[dim] - 1 if is_stacked else index or 0
+        if last >= MOST_EXPERTS:
+            raise CannotLook(
+                f"{format_name(tensor.fqn)}: its name and shape say that a layer has an expert "
+                f"{last:,}, and no layer has more than {MOST_EXPERTS:,}"
+            )
+        if index is not None:
+            numbered.setdefault(template, (layer, {}))[1][index] = tensor.fqn
+        elif is_stacked:
+            is_certain = len(tensor.shape) > dim + 1
+            stacked[tensor.fqn] = _Family(layer, dim, range(last + 1), [tensor.fqn], is_certain)
+    counts = {(_layer(one.layer), one.experts) for one in stacked.values() if one.is_certain}
+    found = {
+        fqn: one
+        for fqn, one in stacked.items()
+        if one.is_certain or (_layer(one.layer), one.experts) in counts
     }
-    return {
-        fqn: family
-        for fqn, family in sorted(families.items())
-        if is_certain(family) or (_layer(family.layer), family.stored) in counts
-    }
+    for template, (layer, keys) in numbered.items():
+        found[template] = _Family(layer, None, sorted(keys), list(keys.values()))
+    return dict(sorted(found.items()))
+
+
+def split_expert_key(fqn: str) -> tuple[str, int | None, str] | None:
+    """Return layer, expert, and the key with ``{}`` for it; None for the key of anything else.
+
+    >>> split_expert_key("layers.0.mlp.experts.3.w1.weight")
+    ('layers.0.mlp.experts', 3, 'layers.0.mlp.experts.{}.w1.weight')
+    >>> split_expert_key("layers.0.experts.linear_fc1.weight3.exp_avg")
+    ('layers.0.experts', 3, 'layers.0.experts.linear_fc1.weight{}.exp_avg')
+    >>> split_expert_key("layers.0.shared_experts.w1") is None
+    True
+    """
+    match = _KEY.match(fqn)
+    if match is None:
+        return None
+    layer, index, name = match["layer"], match["index"], match["name"]
+    if index is not None:
+        return layer, int(index), f"{layer}.{{}}.{name}"
+    if grouped := _GROUPED.match(name):
+        template = f"{layer}.{grouped['head']}{{}}{grouped['state'] or ''}"
+        return layer, int(grouped["index"]), template
+    return layer, None, fqn
 
 
 def _layer(layer: str) -> str:
@@ -143,13 +245,13 @@ def _layer(layer: str) -> str:
     return ".".join(parts[numbered[0] - 1 :] if numbered and numbered[0] else parts[-1:])
 
 
-def _routers(checkpoint: Checkpoint, families: Mapping[str, ExpertFamily]) -> dict[str, int]:
+def _routers(checkpoint: Checkpoint, found: Mapping[str, _Family]) -> dict[str, int]:
     """Return the number of experts by layer, from the routers' shapes."""
     states = OptimizerStates({**checkpoint.tensors, **checkpoint.objects})
-    layers = {_layer(family.layer) for family in families.values()}
+    layers = {_layer(family.layer) for family in found.values()}
     counts: dict[str, set[int]] = {}
     for fqn, tensor in checkpoint.tensors.items():
-        if not tensor.shape or not _ROUTER.search(fqn) or expert_key(fqn):
+        if not tensor.shape or not _ROUTER.search(fqn) or split_expert_key(fqn):
             continue
         if states.of(fqn) is not None or fqn.startswith("optim"):
             continue
@@ -158,6 +260,31 @@ def _routers(checkpoint: Checkpoint, families: Mapping[str, ExpertFamily]) -> di
             if parent and f".{parent}." in f".{fqn}":
                 counts.setdefault(layer, set()).add(tensor.shape[0])
     return {layer: shapes.pop() for layer, shapes in counts.items() if len(shapes) == 1}
+
+
+def _recorded(checkpoint: Checkpoint, found: Mapping[str, _Family]) -> dict[str, str]:
+    """Return how each expert tensor was saved, as far as the checkpoint records it.
+
+    A stacked tensor counts if its dim of experts was cut over ep, or into rows that ranks list.
+    Another cut of that dim proves nothing: FSDP makes one without a rule. Tensors with a key per
+    expert count if a rename numbered the experts.
+    """
+    record = checkpoint.record
+    if record is None:
+        return {}
+    result = {}
+    for fqn, family in found.items():
+        if family.dim is None:
+            key = fqn.replace("{}", _ANY_EXPERT)
+            for step in record.renames:
+                number = number_in(step.pattern, key) if "{}" in step.pattern else None
+                if number is not None and number.number == int(_ANY_EXPERT):
+                    result[fqn] = str(step)
+            continue
+        for cut in record.cuts(fqn):
+            if cut.dim == family.dim and (cut.axis == EP or cut.kind is Kind.LISTED):
+                result.setdefault(fqn, str(cut))
+    return result
 
 
 def _check_axes(checkpoint: Checkpoint, axes: MeshAxes) -> None:
@@ -171,17 +298,3 @@ def _check_axes(checkpoint: Checkpoint, axes: MeshAxes) -> None:
             f"the mesh {axes} has {ranks} ranks, but {format_ranks(beyond)} wrote a part of the "
             "checkpoint\n    way out:     the mesh of all ranks that saved"
         )
-
-
-def _verdict(family: ExpertFamily, experts: int | None) -> tuple[str, str]:
-    """Return the verdict on a tensor, and why it is unclear."""
-    stored = family.stored
-    if experts is None:
-        return UNCLEAR, "how many experts the model has is not known"
-    if family.experts != list(range(stored)):
-        return UNCLEAR, "the experts that are stored are not numbered from 0 without gaps"
-    if stored == experts:
-        return WHOLE, ""
-    if not stored or stored > experts or experts % stored:
-        return UNCLEAR, f"{experts} experts are not a multiple of the {stored} stored"
-    return OVERWRITTEN, ""

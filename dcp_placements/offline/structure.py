@@ -49,13 +49,9 @@ def records_by_file(checkpoint: Checkpoint) -> Records:
     """
     check_count(checkpoint.path, len(checkpoint.rows))
     by_file: dict[str, list[StoredRecord]] = {}
-    for tensor in checkpoint.tensors.values():
-        for chunk in tensor.chunks:
-            if chunk.file is not None:
-                by_file.setdefault(chunk.file, []).append(chunk)
-    for stored in checkpoint.objects.values():
-        if stored.file is not None:
-            by_file.setdefault(stored.file, []).append(stored)
+    for record in checkpoint.records():
+        if record.file is not None:
+            by_file.setdefault(record.file, []).append(record)
     for records in by_file.values():
         records.sort(key=lambda record: (record.start, record.nbytes))
     return dict(sorted(by_file.items()))

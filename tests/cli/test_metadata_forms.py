@@ -25,7 +25,7 @@ RULES = ("--rules", "tests.offline_scenes:rules_by_ep")
 EP, EP_FSDP = ("--mesh", "ep=4"), ("--mesh", "ep=2,fsdp=2", "--fsdp", "fsdp")
 
 ARGUMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "inspect": (("ckpt",), ("ckpt", "--keys"), ("ckpt", "--experts"), ("ckpt", "--json")),
+    "inspect": (("ckpt",), ("ckpt", "--keys"), ("ckpt", "layers.0.experts.w1"), ("ckpt", "--json")),
     "draw": (("ckpt", "-o", "all.svg"), ("ckpt", "layers.0.experts.w1", "-o", "w1.svg")),
     "megatron": (("ckpt",),),
     "verify": (("ckpt",), ("ckpt", "--contents"), ("ckpt", "--contents", "--json")),

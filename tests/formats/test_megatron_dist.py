@@ -22,7 +22,7 @@ from dcp_placements import (
     Stack,
 )
 from dcp_placements.offline import CannotLook, import_megatron, inspect, megatron_layout, verify
-from dcp_placements.offline.differences.comparing import same_bits
+from dcp_placements.offline.comparing import same_bits
 from dcp_placements.testing import World, cut
 from dcp_placements.testing.megatron import MegatronModel
 from dcp_placements.testing.megatron_dist import write_torch_dist

@@ -26,7 +26,7 @@ from dcp_placements import (
 from dcp_placements.formats.megatron import files as megatron_files
 from dcp_placements.formats.megatron.torch_files import load_torch_file
 from dcp_placements.offline import CannotLook, import_megatron, verify
-from dcp_placements.offline.differences.comparing import same_bits
+from dcp_placements.offline.comparing import same_bits
 from dcp_placements.testing import World, cut
 from dcp_placements.testing.megatron import (
     MegatronModel,

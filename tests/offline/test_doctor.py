@@ -93,7 +93,10 @@ def test_of_an_unaware_save_the_part_of_one_ep_rank_is_stored(
     save(tmp_path, {"ep": ep, "edp": 2}, alone=alone, fsdp_dim=fsdp_dim)
     ran = run("doctor", tmp_path)  # the routers' shapes tell the number
     assert ran.code == 1
-    assert f"{EXPERTS // ep} of {EXPERTS} experts stored" in ran.out
+    line = f"{EXPERTS // ep} of {EXPERTS} experts stored; the router says {EXPERTS}"
+    assert ran.out.splitlines()[0] == (
+        f"model.layers.0-1.experts, optim.state.layers.0-1.experts: {line}"
+    )
     document = run("doctor", tmp_path, "--json").json
     assert document["healthy"] is False
     for layer in (0, 1):
@@ -102,7 +105,7 @@ def test_of_an_unaware_save_the_part_of_one_ep_rank_is_stored(
             "stored": EXPERTS // ep,
             "experts": EXPERTS,
             "verdict": OVERWRITTEN,
-            "reason": "",
+            "reason": f"the router says {EXPERTS}",
         }
     assert {tensor["verdict"] for tensor in document["tensors"].values()} == {OVERWRITTEN}
 
@@ -112,7 +115,8 @@ def test_m111_keys_beside_experts_are_called_not_checked(tmp_path: Path, run: Ru
     lost = {"layers.0.experts.w1": torch.ones(4, 3, 2), "embedding": torch.ones(8, 2), "step": 3}
     dcp.save(lost, checkpoint_id=tmp_path)
     ran = run("doctor", tmp_path, "--experts-per-layer", 8)
-    assert "layers.0.experts.w1: 4 of 8 experts stored" in ran.out
+    line = "layers.0.experts: 4 of 8 experts stored; --experts-per-layer says 8"
+    assert line in ran.out.splitlines()
     assert "not checked: 2 other keys" in ran.out
     assert "sound" not in ran.out
     assert diagnose(tmp_path, experts_per_layer=8).unchecked == ("embedding", "step")
@@ -126,19 +130,19 @@ def test_how_many_experts_there_are(tmp_path: Path) -> None:
         return tensor.verdict, tensor.reason
 
     assert verdict() == (UNCLEAR, "how many experts the model has is not known")
-    assert verdict(experts_per_layer=4) == (WHOLE, "")
-    assert verdict(experts_per_layer=8) == (OVERWRITTEN, "")
-    assert verdict(axes={"ep": 1}) == (WHOLE, "")
-    assert verdict(axes={"ep": 3}) == (OVERWRITTEN, "")
+    assert verdict(experts_per_layer=4) == (WHOLE, "--experts-per-layer says 4")
+    assert verdict(experts_per_layer=8) == (OVERWRITTEN, "--experts-per-layer says 8")
+    assert verdict(axes={"ep": 1}) == (WHOLE, "--mesh says 4")
+    assert verdict(axes={"ep": 3}) == (OVERWRITTEN, "--mesh says 12")
     assert verdict(experts_per_layer=6)[0] == UNCLEAR
-    assert verdict(experts_per_layer=4, axes={"ep": 3}) == (WHOLE, "")
+    assert verdict(experts_per_layer=4, axes={"ep": 3})[0] == WHOLE
 
 
 def test_a_sound_save_is_healthy(tmp_path: Path, run: Run) -> None:
     save_sharded(tmp_path)
     ran = run("doctor", tmp_path, "--experts-per-layer", 8)
     assert ran.code == 0
-    assert "experts:     all there, in 2 tensors" in ran.out
+    assert "layers.0.experts: 8 of 8 experts stored; --experts-per-layer says 8" in ran.out
 
 
 def test_a_save_by_rules_is_sound_whatever_the_mesh(tmp_path: Path, run: Run) -> None:
@@ -155,8 +159,7 @@ def test_a_save_by_rules_is_sound_whatever_the_mesh(tmp_path: Path, run: Run) ->
     for mesh in ("ep=4,edp=2", "ep=2,edp=2", "edp=1,ep=1", "dp=4"):
         ran = run("doctor", tmp_path, "--mesh", mesh)
         assert ran.code == 0
-        assert "experts:     all there, in 9 tensors" in ran.out
-        assert "saved as:    Shard(0) over 'ep' of size 2" in ran.out
+        assert "12 of 12 experts stored; saved as Shard(0) over 'ep' of size 2" in ran.out
     assert run("doctor", tmp_path, "--experts-per-layer", 24).code == 1
 
 
@@ -199,7 +202,7 @@ def test_gaps_in_local_numbers_are_unclear(tmp_path: Path) -> None:
     dcp.save({key: torch.ones(2, 2) for key in keys}, checkpoint_id=tmp_path)
     (tensor,) = diagnose(tmp_path, experts_per_layer=4).tensors.values()
     assert tensor.verdict == UNCLEAR
-    assert "without gaps" in tensor.reason
+    assert tensor.reason == "they are not numbered from 0 without gaps: 0, 2"
 
 
 def test_grouped_weights_are_numbered_too(tmp_path: Path) -> None:
@@ -218,3 +221,15 @@ def test_a_mesh_that_cannot_have_saved_it_is_refused(tmp_path: Path, run: Run) -
         ran = run("doctor", tmp_path, "--mesh", wrong)
         assert (ran.code, ran.out) == (2, "")
         assert message in ran.err
+
+
+@pytest.mark.parametrize(
+    ("key", "shape"), [(f"layers.0.experts.{1 << 62}.w1", (2,)), ("experts.w1", (10**9, 0))]
+)
+def test_more_experts_than_any_layer_has_are_one_message(
+    tmp_path: Path, run: Run, key: str, shape: tuple[int, ...]
+) -> None:
+    dcp.save({key: torch.empty(shape)}, checkpoint_id=tmp_path)
+    ran = run("doctor", tmp_path)
+    assert (ran.code, ran.out) == (2, "")
+    assert f"{key}: its name and shape say that a layer has an expert" in ran.err

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_placements import PlacementSavePlanner
-from dcp_placements.offline import diff, inspect, verify
+from dcp_placements.offline import diagnose, diff, inspect, verify
 from tests.offline_scenes import (
     Run,
     save_hugging_face,
@@ -76,62 +75,35 @@ def test_a_pattern_picks_keys(tmp_path: Path, run: Run) -> None:
     assert result["objects"] == {}
 
 
-def test_experts_gaps_and_doubles(tmp_path: Path, run: Run) -> None:
-    state_dict = {
-        **{f"layers.0.experts.{i}.w{n}": torch.ones(2) for i in (0, 1, 3) for n in (1, 2)},
-        "layers.0.experts.2.w1": torch.ones(2),
-        "layers.0.shared_experts.w1": torch.ones(2),
-        "layers.1.mlp.experts.w1": torch.ones(6, 2),
+@pytest.mark.parametrize("lean", [True, False], ids=["lean", "stock-metadata"])
+def test_the_chunks_of_one_tensor(tmp_path: Path, run: Run, lean: bool) -> None:
+    save_sharded(tmp_path, lean=lean)
+    places = {
+        tuple(index.offset): place
+        for index, place in dcp.FileSystemReader(tmp_path).read_metadata().storage_data.items()
+        if index.fqn == "layers.0.experts.w1"
     }
-    dcp.save(state_dict, checkpoint_id=tmp_path)
-    result = run("inspect", tmp_path, "--experts", "--json").json["experts"]
-    assert sorted(result) == ["layers.0.experts", "layers.1.mlp.experts"]
-    assert result["layers.0.experts"]["experts"] == [0, 1, 3]
-    assert result["layers.0.experts"]["gaps"] == [2, 4, 5]
-    assert result["layers.1.mlp.experts"] == {
-        "stacked": True,
-        "tensors": ["w1"],
-        "experts": [0, 1, 2, 3, 4, 5],
-        "gaps": [],
-        "doubles": [],
-    }
-    ran = run("inspect", tmp_path, "--experts")
-    assert "layers.1.mlp.experts (stacked)  0-5" in ran.out
-
-
-def test_rows_of_a_stacked_tensor_that_are_alike_are_looked_at_once(tmp_path: Path) -> None:
-    state_dict = {"layers.0.experts.w1": torch.ones(200_000, 1)}
-    dcp.save(state_dict, checkpoint_id=tmp_path)
-    begin = time.process_time()
-    (layer,) = inspect(tmp_path, experts=True).experts or ()
-    assert time.process_time() - begin < 20  # row by row it takes minutes
-    assert layer.experts == tuple(range(200_000))
-
-
-@pytest.mark.parametrize("command", [["inspect", "--experts"], ["doctor"]])
-@pytest.mark.parametrize(
-    ("key", "shape"), [(f"layers.0.experts.{1 << 62}.w1", (2,)), ("experts.w1", (10**9, 0))]
-)
-def test_more_experts_than_any_layer_has_are_one_message(
-    tmp_path: Path, run: Run, command: list[str], key: str, shape: tuple[int, ...]
-) -> None:
-    dcp.save({key: torch.empty(shape)}, checkpoint_id=tmp_path)
-    ran = run(*command, tmp_path)
-    assert (ran.code, ran.out) == (2, "")
-    assert f"{key}: its name and shape say that a layer has an expert" in ran.err
-
-
-def test_grouped_weights_are_one_per_expert(tmp_path: Path) -> None:
-    keys = [f"layers.0.experts.linear_fc1.weight{number}" for number in (0, 1, 3)]
-    dcp.save({key: torch.ones(64, 2) for key in keys}, checkpoint_id=tmp_path)
-    (layer,) = inspect(tmp_path, experts=True).experts or ()
-    assert (layer.stacked, layer.tensors) == (False, ("linear_fc1.weight{}",))
-    assert (layer.experts, layer.gaps) == ((0, 1, 3), (2,))
+    found = run("inspect", tmp_path, "layers.0.experts.w1", "--json").json
+    assert (found["shape"], found["dtype"], found["bytes"]) == ([8, 5, 3], "float32", 480)
+    assert found["cuts"][0] == "Shard(0) over 'ep' of size 2"
+    assert [chunk["offsets"] for chunk in found["chunks"]] == [[row, 0, 0] for row in (0, 2, 4, 6)]
+    for chunk, rank in zip(found["chunks"], range(4), strict=True):
+        place = places[tuple(chunk["offsets"])]
+        assert (chunk["sizes"], chunk["rank"]) == ([2, 5, 3], rank)
+        assert chunk["file"] == place.relative_path == data_file(tmp_path, rank).name
+        assert (chunk["start"], chunk["bytes"]) == (place.offset, place.length)
+    lines = run("inspect", tmp_path, "layers.0.experts.w1").out.splitlines()
+    assert lines[0].split() == ["chunk", "rank", "file", "offset", "length"]
+    assert lines[2].startswith("[2:4, :, :]     1  ")
+    assert "layers.0.experts.w1: (8, 5, 3) float32, 480 B in 4 chunks" in lines
+    wrong = run("inspect", tmp_path, "experts.w1")
+    assert (wrong.code, wrong.out) == (2, "")
+    assert "likely:      layers.0.experts.w1" in wrong.err
 
 
 def test_a_torch_dist_directory(tmp_path: Path, run: Run) -> None:
     tensors = save_torch_dist(tmp_path / "step")
-    result = run("inspect", tmp_path / "step", "--experts", "--json").json
+    result = run("inspect", tmp_path / "step", "--json").json
     assert result["format"] == "torch_dist"
     assert {fqn: tuple(t["shape"]) for fqn, t in result["tensors"].items()} == {
         fqn: tuple(tensor.shape) for fqn, tensor in tensors.items()
@@ -139,8 +111,8 @@ def test_a_torch_dist_directory(tmp_path: Path, run: Run) -> None:
     assert sorted(result["objects"]) == ["rng_state/shard_0_2", "rng_state/shard_1_2"]
     assert result["files"]["common.pt"]["data"] is False
     # Layers are stacked in front of the experts.
-    (layer,) = result["experts"].values()
-    assert (layer["stacked"], layer["experts"]) == (True, [0, 1, 2, 3])
+    (experts,) = diagnose(tmp_path / "step").tensors.values()
+    assert experts.stored == 4
     assert verify(tmp_path / "step", contents=True).faults == ()
     save_hugging_face(tmp_path / "hf", tensors)
     assert diff(tmp_path / "step", tmp_path / "hf").same

@@ -15,7 +15,7 @@ from dcp_placements.errors import format_count, format_nbytes
 from dcp_placements.offline.declared import Rename
 
 if TYPE_CHECKING:
-    from dcp_placements.offline.differences.difference import Diff
+    from dcp_placements.offline.difference import Diff
 
 MAX_FAMILIES = 15
 """Families of keys that are printed without ``--all``: two lines each."""

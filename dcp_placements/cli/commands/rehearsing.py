@@ -11,10 +11,11 @@ import typer
 
 from dcp_placements import offline
 from dcp_placements.cli.arguments import MESH, RULES, CheckpointPath, Fsdp, Json, Out
-from dcp_placements.cli.printing import print_lines, print_table, print_text, ranges, short, show
+from dcp_placements.cli.printing import print_lines, print_table, print_text, show
 from dcp_placements.cli.progress import progress
 from dcp_placements.errors import CannotLook, format_count, format_faults, format_nbytes
 from dcp_placements.offline.declared import format_mesh_axes, resolve
+from dcp_placements.offline.texts import ranges, short
 from dcp_placements.transfer.world import MeshAxes
 
 if TYPE_CHECKING:

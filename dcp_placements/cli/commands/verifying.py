@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from dcp_placements import offline
 from dcp_placements.cli.arguments import MEMORY, CheckpointPath, Json, Memory
-from dcp_placements.cli.printing import print_text, show
+from dcp_placements.cli.printing import show
 from dcp_placements.cli.progress import progress
 
 
@@ -26,5 +27,5 @@ def verify_command(
     """Find holes, overlaps, missing and damaged files, mixed saves."""
     with progress("verify") as step:
         result = offline.verify(ckpt, contents=contents, memory=memory, progress=step)
-    text = result.text(sys.maxsize) if all_faults else str(result)
-    return show(result, lambda: print_text(text), json=json, code=0 if result.sound else 1)
+    text = partial(result.text, sys.maxsize) if all_faults else None
+    return show(result, text, json=json, code=0 if result.sound else 1)

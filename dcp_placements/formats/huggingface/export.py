@@ -29,8 +29,8 @@ from dcp_placements.formats.huggingface.assembly import AssembledTensor, assembl
 from dcp_placements.formats.huggingface.selection import select
 from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
+from dcp_placements.offline.comparing import same_bits
 from dcp_placements.offline.declared import Progress, Rename
-from dcp_placements.offline.differences.comparing import same_bits
 from dcp_placements.offline.remote_output import AnyOutput, output_at
 from dcp_placements.storage.file_reads import write_all
 from dcp_placements.storage.safetensors_files import DTYPES, write_header

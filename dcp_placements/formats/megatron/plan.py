@@ -14,7 +14,7 @@ from dcp_placements.formats.megatron.layout import MegatronLayout
 from dcp_placements.layout.boxes import as_array, format_boxes, tile, uncovered
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.chunk_writer import Piece, Target
-from dcp_placements.offline.differences.comparing import same_bits
+from dcp_placements.offline.comparing import same_bits
 
 OF_THE_RUN = "of the run, not of the model"
 """Why arguments, schedules and random states are left out."""

@@ -15,8 +15,8 @@ from dcp_placements.errors import CannotLook, PlacementError, format_names
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredObject, StoredTensor
+from dcp_placements.offline.comparing import Tally
 from dcp_placements.offline.declared import Progress, Rename, matching_keys
-from dcp_placements.offline.differences.comparing import Tally
 from dcp_placements.offline.directory import shows_damage
 from dcp_placements.offline.structure import box_faults
 from dcp_placements.offline.texts import families

@@ -1,1 +1,0 @@
-"""``diff``: what differs between two checkpoints, by content."""

@@ -1,1 +1,0 @@
-"""``inspect`` and ``draw``: what a checkpoint holds, as data and as pictures."""
