@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import struct
 import zipfile
 import zlib
@@ -24,6 +23,7 @@ import xxhash
 from dcp_placements.layout.boxes import Ints
 from dcp_placements.storage.entries import OTHER, Entries, Form
 from dcp_placements.storage.index import LARGEST, Places, RowIndex
+from dcp_placements.storage.metadata.checks import check_files
 from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.packing import (
     Column,
@@ -199,15 +199,6 @@ def _check_forms(
             raise IndexDamage("a tensor with chunks of other dims")
 
 
-def _check_file(name: str) -> None:
-    if os.path.isabs(name) or ".." in name.split("/") or "\0" in name:
-        raise IndexDamage(f"a file outside of the checkpoint: {name!r}")
-    try:
-        os.fsencode(name)
-    except UnicodeEncodeError as error:
-        raise IndexDamage("a file's name that no file can have") from error
-
-
 def archive(
     columns: Mapping[str, Sequence[Column]], names: Any, values: bytes
 ) -> tuple[bytes, bytes]:
@@ -304,10 +295,9 @@ class Archive:
         """Return the names of all files."""
         try:
             names = unpacked_texts(self.names["files"], *self.columns("files", 4)[:2])
+            check_files(names)
         except _NOT_ITS_KIND as error:
-            raise IndexDamage("names of files that are none") from error
-        for name in names:
-            _check_file(name)
+            raise IndexDamage(f"names of files that are none: {error}") from error
         return names
 
     def _member(self, name: str) -> bytes:

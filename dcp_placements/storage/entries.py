@@ -69,7 +69,7 @@ def build_entries(stored: Mapping[str, Any]) -> Entries:
     forms: dict[Form, int] = {}
     properties: dict[Hashable, tuple[int, TensorProperties]] = {}
     shapes: dict[tuple[int, ...], int] = {}
-    lists = _Lists()
+    lists: dict[Hashable, tuple[int, ChunkList]] = {}
     others: list[Any] = []
     form_of: list[int] = []
     # Of keys that are cut alike the planner lists one entry.
@@ -85,7 +85,9 @@ def build_entries(stored: Mapping[str, Any]) -> Entries:
             one = entry.properties
             held = properties.setdefault(_portable(one), (len(properties), one))
             shape = shapes.setdefault(tuple(entry.size), len(shapes))
-            form = Form(held[0], shape, lists.number(entry.chunks, len(entry.size)))
+            chunks = ChunkList.of(entry.chunks, len(entry.size))
+            content = chunks.array.shape, chunks.array.tobytes()
+            form = Form(held[0], shape, lists.setdefault(content, (len(lists), chunks))[0])
         elif type(entry) is BytesStorageMetadata:
             form = Form(OBJECT)
         else:
@@ -100,7 +102,7 @@ def build_entries(stored: Mapping[str, Any]) -> Entries:
         tuple(forms),
         [one for _, one in properties.values()],
         tuple(shapes),
-        lists.all,
+        [one for _, one in lists.values()],
         others,
     )
 
@@ -108,29 +110,6 @@ def build_entries(stored: Mapping[str, Any]) -> Entries:
 def _portable(one: TensorProperties) -> Hashable:
     """Return what every torch has of properties."""
     return one.dtype, one.layout, one.requires_grad, one.memory_format, one.pin_memory
-
-
-class _Lists:
-    """Lists of chunks, each different one once."""
-
-    def __init__(self) -> None:
-        self.all: list[ChunkList] = []
-        self._arrays: dict[Hashable, list[tuple[ChunkList, int]]] = {}
-
-    def number(self, chunks: Sequence[Any], ndim: int) -> int:
-        if isinstance(chunks, ChunkList):
-            return self._number(chunks)
-        return self._number(ChunkList.of(chunks, ndim))
-
-    def _number(self, chunks: ChunkList) -> int:
-        ends = chunks.offsets[-1:].tobytes(), chunks.sizes[-1:].tobytes()
-        alike = self._arrays.setdefault((chunks.offsets.shape, ends), [])
-        for other, number in alike:
-            if other is chunks or other == chunks:
-                return number
-        alike.append((chunks, len(self.all)))
-        self.all.append(chunks)
-        return len(self.all) - 1
 
 
 class StoredEntries(Mapping[str, Any]):

@@ -20,12 +20,10 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
 
     Args:
         index: Of its rows.
-        sent: What is pickled in its place.
     """
 
-    def __init__(self, index: RowIndex, sent: Any = None) -> None:
+    def __init__(self, index: RowIndex) -> None:
         self.index = index
-        self._sent = sent
 
     def beginning(self, prefix: str) -> list[tuple[MetadataIndex, StorageInfo]]:
         """Return the items whose keys begin with ``prefix``, without a search of other rows."""
@@ -61,7 +59,7 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
         return f"StorageTable({len(self)} entries)"
 
     def __reduce__(self) -> Any:
-        return (dict, (dict(self),)) if self._sent is None else self._sent.__reduce__()
+        return dict, (dict(self),)
 
     def _indices(self, fqn: str) -> Iterator[MetadataIndex]:
         for position, offset in enumerate(self.index.offsets_of(fqn)):

@@ -42,8 +42,7 @@ from dcp_placements.storage.data_file import DataFile, errors_of, split_by_chunk
 from dcp_placements.storage.entries import Entries, StoredEntries, entries_of
 from dcp_placements.storage.index import RowIndex, build_index, index_of_rows
 from dcp_placements.storage.metadata.file import (
-    SentIndex,
-    SentPart,
+    SentMetadata,
     read_file_names,
     write_metadata,
 )
@@ -81,8 +80,8 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
     """Writes a checkpoint that any reader of torch's reads; takes what ``FileSystemWriter`` takes.
 
     ``dcp.save(state_dict, storage_writer=PlacementFileSystemWriter(path), planner=...)``, with
-    any planner. ``storage_data``, ``state_dict_metadata`` and ``planner_data`` of the ``Metadata``
-    that ``dcp.save`` returns are read-only mappings; ``dict()`` converts them.
+    any planner. ``storage_data`` and ``state_dict_metadata`` of the ``Metadata`` that ``dcp.save``
+    returns are read-only mappings, the latter not on the coordinator; ``dict()`` converts them.
 
     The names of data files carry the id of the save, as in ``__3_5e0f1a2b_0.distcp``. A save over
     an older checkpoint leaves its files as they are, and removes them when its own ``.metadata``
@@ -315,14 +314,15 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             metadata.storage_meta = self.storage_meta()
             has_stock = self._has_stock(len(metadata.storage_data))
             stored: Any = StoredEntries(entries)
-            written = replace(metadata, state_dict_metadata=stored)
+            facts = metadata.planner_data, metadata.storage_data, metadata.storage_meta
+            written = Metadata(stored, *facts, metadata.version)
             write = partial(write_metadata, written, stock_metadata=has_stock)
             path = self._metadata_path
             if isinstance(self.fs, RemoteFileSystem) and self.fs.is_object_store:
                 upload = BytesIO()
                 sent = write(upload)
                 self.fs.put(os.fspath(path), upload.getvalue())
-                _send(metadata, sent)
+                SentMetadata.of(metadata, sent)
                 return
             # Another save into this directory has a name of its own.
             name = unfinished_name(os.path.basename(path))
@@ -334,7 +334,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             except BaseException:
                 self._remove([name])
                 raise
-            _send(metadata, sent)
+            SentMetadata.of(metadata, sent)
         if type(self.fs) is FileSystem:
             # Atomic: a job that is killed here leaves the older checkpoint or the new one.
             os.replace(new, path)
@@ -382,17 +382,6 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             os.fsync(stream.fileno())
         except (AttributeError, UnsupportedOperation):
             os.sync()
-
-
-def _send(metadata: Metadata, sent: SentIndex) -> None:
-    """Let metadata be pickled as the index that was written, for the other ranks."""
-    assert isinstance(metadata.storage_data, StorageTable)
-    rows = SentPart(sent, "storage_data")
-    metadata.storage_data = StorageTable(metadata.storage_data.index, sent=rows)
-    for name in ("state_dict_metadata", "planner_data"):
-        held = getattr(metadata, name)
-        if type(held) is dict:
-            setattr(metadata, name, SentPart(sent, name, held))
 
 
 def _index_of(results: Sequence[Sequence[WriteResult]], entries: Entries) -> RowIndex:

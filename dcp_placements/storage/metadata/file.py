@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from functools import cached_property, partial
 from itertools import chain
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 from torch.distributed.checkpoint import Metadata
 
@@ -55,14 +54,10 @@ from dcp_placements.storage.older_index import has_older_index, older_file_names
 from dcp_placements.storage.packing import IndexDamage
 from dcp_placements.storage.storage_table import StorageTable, index_for, paths_of
 
-T = TypeVar("T")
-
 _HEAD_NBYTES = 1 << 10
 
 
-def write_metadata(
-    metadata: Metadata, stream: IO[bytes], *, stock_metadata: bool = True
-) -> SentIndex:
+def write_metadata(metadata: Metadata, stream: IO[bytes], *, stock_metadata: bool = True) -> bytes:
     """Write a ``.metadata`` file.
 
     Args:
@@ -71,12 +66,10 @@ def write_metadata(
         stock_metadata: Whether to write what plain DCP reads; otherwise it is refused.
 
     Returns:
-        The index in the file.
+        The index in the file, without the pickle before it.
     """
     with quiet_gc():
         entries = entries_of(metadata.state_dict_metadata)
-        if isinstance(metadata.planner_data, SentPart):
-            metadata = replace(metadata, planner_data=dict(metadata.planner_data))
         index = index_for(metadata.storage_data or {}, entries)
         packed, digest = packed_index(values_pickle(metadata, entries), index)
         pieces = (
@@ -84,67 +77,47 @@ def write_metadata(
         )
         for piece in chain(pieces, [packed]):
             stream.write(piece)
-        return SentIndex(packed)
+        return packed
 
 
-class SentIndex:
-    """The index of a ``.metadata`` file, as it is sent to other ranks; it is read when it is used.
+class SentMetadata(Metadata):
+    """Metadata that are sent to other ranks as the index that was written.
 
     Torch sends the metadata to all ranks after a save, where they are mostly not used. Their
-    objects are many times as large as the index, and take as long to make as a rank's plan.
-
-    Args:
-        packed: The index, without the pickle before it.
+    objects are many times as large as the index, and take as long to make as a rank's plan: they
+    are made when one is used.
     """
 
-    def __init__(self, packed: bytes) -> None:
-        self._packed = packed
+    _packed: bytes | None = None
+
+    @staticmethod
+    def of(metadata: Metadata, packed: bytes) -> None:
+        """Let metadata be sent as an index, which ``write_metadata`` returned."""
+        metadata.__class__ = SentMetadata
+        vars(metadata)["_packed"] = packed
 
     @cached_property
-    def metadata(self) -> Metadata:
-        """The metadata, as they are read from the file."""
+    def _read(self) -> Metadata:
+        assert self._packed is not None
         with quiet_gc():
             return _indexed(Archive(self._packed), load_metadata_pickle, restricted=False)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SentIndex, (self._packed,)
+    state_dict_metadata = cached_property[Any](lambda self: self._read.state_dict_metadata)
+    planner_data = cached_property[Any](lambda self: self._read.planner_data)
+    storage_data = cached_property[Any](lambda self: self._read.storage_data)
+    storage_meta = cached_property[Any](lambda self: self._read.storage_meta)
+    version = cached_property[Any](lambda self: self._read.version)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._packed is None:
+            return super().__reduce_ex__(protocol)
+        return _arrived, (self._packed,)
 
 
-class SentPart(Mapping[str, Any]):
-    """A mapping of ``Metadata`` that is sent as a part of its index.
-
-    Args:
-        index: The index.
-        name: The attribute of ``Metadata``.
-        held: Its value, where that is at hand.
-    """
-
-    def __init__(self, index: SentIndex, name: str, held: Mapping[str, Any] | None = None) -> None:
-        self._index = index
-        self._name = name
-        self._held = held
-
-    @property
-    def _mapping(self) -> Mapping[str, Any]:
-        if self._held is None:
-            held: Mapping[str, Any] = getattr(self._index.metadata, self._name)
-            self._held = held
-        return self._held
-
-    def __getitem__(self, key: str) -> Any:
-        return self._mapping[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._mapping)
-
-    def __len__(self) -> int:
-        return len(self._mapping)
-
-    def __repr__(self) -> str:
-        return f"SentPart({self._name!r}, {len(self)} keys)"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return SentPart, (self._index, self._name)
+def _arrived(packed: bytes) -> SentMetadata:
+    metadata = object.__new__(SentMetadata)
+    vars(metadata)["_packed"] = packed
+    return metadata
 
 
 def read_metadata(
@@ -171,13 +144,50 @@ def read_metadata(
         Exception: It is broken, or something is not what DCP's own readers expect; of any type.
     """
     load = partial(load_safely, newer=newer) if restricted else load_metadata_pickle
-    return read_parts(
-        opener,
-        load,
-        lambda archive: _indexed(archive, load, restricted=restricted),
-        in_columns if restricted else _as_it_is,
-        most=MOST_NUMBERS if restricted else None,
-    )
+    with quiet_gc(), opener() as stream:
+        head = stream.read(_HEAD_NBYTES)
+        metadata = None
+        try:
+            archive = _archive_in(stream, head, MOST_NUMBERS if restricted else None)
+            if archive is not None:
+                return _indexed(archive, load, restricted=restricted)
+            if has_older_index(stream) and is_refusing(head):
+                metadata = read_older_index(stream, load)
+        except IndexDamage as damage:
+            if is_refusing(head):
+                raise PlacementError(
+                    f"the index of .metadata cannot be used: {damage}\n"
+                    "    why:         it was saved with stock_metadata=False, so nothing else says "
+                    "what is where\n"
+                    "    way out:     copy .metadata again, or load another checkpoint"
+                ) from damage
+            warnings.warn(
+                f"the index of .metadata cannot be used: {damage}; the pickle before it is read "
+                "in its place\n"
+                "    way out:     dcp-placements merge-metadata PATH --rewrite",
+                stacklevel=2,
+            )
+        if metadata is None:
+            stream.seek(0)
+            metadata = load(stream)
+        return in_columns(metadata) if restricted else metadata
+
+
+def read_file_names(opener: Opener) -> set[str]:
+    """Return the names of data files in the index of a checkpoint; none of one without an index.
+
+    Args:
+        opener: Opens its ``.metadata``, for reading by position.
+
+    Raises:
+        Exception: The index is damaged, or names other files than those of a checkpoint.
+    """
+    with opener() as stream:
+        if has_older_index(stream):
+            return older_file_names(stream)
+        stream.seek(0)
+        archive = _archive_in(stream, stream.read(_HEAD_NBYTES), MOST_NUMBERS)
+        return set() if archive is None else set(archive.files())
 
 
 def read_stock_pickle(opener: Opener) -> Metadata | None:
@@ -195,27 +205,6 @@ def read_stock_pickle(opener: Opener) -> Metadata | None:
             return None
         stream.seek(0)
         return in_columns(load_safely(stream))
-
-
-def read_file_names(opener: Opener) -> set[str]:
-    """Return the names of data files in the index of a checkpoint; none of one without an index.
-
-    Args:
-        opener: Opens its ``.metadata``, for reading by position.
-
-    Raises:
-        Exception: As of ``read_metadata`` of a restricted file.
-    """
-    with opener() as stream:
-        if has_older_index(stream):
-            return older_file_names(stream)
-    return read_parts(
-        opener,
-        load_safely,
-        lambda archive: set(archive.files()),
-        lambda metadata: set(),
-        most=MOST_NUMBERS,
-    )
 
 
 def in_columns(metadata: Any) -> Metadata:
@@ -239,10 +228,6 @@ def in_columns(metadata: Any) -> Metadata:
     entries = build_entries(stored)
     check_entries(entries, len(places))
     return with_columns(metadata, index_for(places, entries))
-
-
-def _as_it_is(metadata: Metadata) -> Metadata:
-    return metadata
 
 
 def with_columns(metadata: Metadata, rows: RowIndex) -> Metadata:
@@ -271,63 +256,19 @@ def _indexed(archive: Archive, load: Callable[[IO[bytes]], Any], *, restricted: 
     return metadata
 
 
-def read_parts(
-    opener: Opener,
-    load: Callable[[IO[bytes]], Any],
-    indexed: Callable[[Archive], T],
-    pickled: Callable[[Any], T],
-    *,
-    most: int | None,
-) -> T:
-    """Return what is read of a ``.metadata`` file: of its index, or else of its pickle.
-
-    Args:
-        opener: Opens the file, for reading by position.
-        load: Reads a pickle.
-        indexed: Takes the index.
-        pickled: Takes the value of the pickle.
-        most: Integers that the index may have; None for any number.
-
-    Raises:
-        PlacementError: The index is that of another save; or it is damaged, and there is no stock
-            metadata.
-    """
-    with quiet_gc(), opener() as stream:
-        head = stream.read(_HEAD_NBYTES)
-        try:
-            data = archive_of(stream)
-            if data is not None:
-                archive = Archive(data, most)
-                _check_same(archive.digest, marked_digest(head))
-                return indexed(archive)
-            if has_older_index(stream) and is_refusing(head):
-                return pickled(read_older_index(stream, load))
-            if marked_digest(head) is not None and not has_older_index(stream):
-                raise IndexDamage("it is missing")
-        except IndexDamage as damage:
-            if is_refusing(head):
-                raise PlacementError(
-                    f"the index of .metadata cannot be used: {damage}\n"
-                    "    why:         it was saved with stock_metadata=False, so nothing else says "
-                    "what is where\n"
-                    "    way out:     copy .metadata again, or load another checkpoint"
-                ) from damage
-            warnings.warn(
-                f"the index of .metadata cannot be used: {damage}; the pickle before it is read "
-                "in its place\n"
-                "    way out:     dcp-placements merge-metadata PATH --rewrite",
-                stacklevel=2,
-            )
-        stream.seek(0)
-        return pickled(load(stream))
-
-
-def _check_same(digest: bytes, marked: bytes | None) -> None:
-    """Check that an index is that of the pickle before it, which has its digest."""
-    if digest != marked:
+def _archive_in(stream: IO[bytes], head: bytes, most: int | None) -> Archive | None:
+    """Return the index in a file, which begins with ``head``; None where it has none of these."""
+    data = archive_of(stream)
+    if data is None:
+        if marked_digest(head) is not None and not has_older_index(stream):
+            raise IndexDamage("it is missing")
+        return None
+    archive = Archive(data, most)
+    if archive.digest != marked_digest(head):
         raise PlacementError(
             "the index at the end of .metadata is not that of the metadata before it\n"
             "    likely:      it was copied over the .metadata of another save, and the copy was "
             "cut off\n"
             "    way out:     copy it again, or load another checkpoint"
         )
+    return archive
