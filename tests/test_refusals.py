@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[Ranked, Ranked, tuple[str, ...]]] = {
             "[Shard(0), Replicate()] on mesh (ep=2, edp=2)",
             "DTensor of shape (7, 5), [Shard(0)] on mesh (edp=2)",
             "(ep=0, edp=0) on rank 0",
-            "whole tensor (14, 5), cut by ep (x2) on dim 0, then edp (x2) on dim 0",
+            "whole tensor (14, 5), cut by Shard(0) over 'ep' of size 2, then Shard(0) over 'edp'",
             "by rule:     'w'",
         ),
     ),

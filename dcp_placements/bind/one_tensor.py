@@ -329,12 +329,8 @@ def _misfit(
     axes: Sequence[Axis],
 ) -> CannotPlace:
     """Return the refusal of a local tensor that is not what its sources make of the whole."""
-    cuts = []
-    for cut, position in zip(sharding.cuts, positions, strict=True):
-        axis = f"of size {cut.size}" if cut.axis is None else cut.axis
-        inside = "" if cut.parts == 1 else f" inside parts {cut.parts}"
-        rows = "" if isinstance(position, int) else f", {len(position)} listed rows"
-        cuts.append(f"{axis} (x{cut.size}) on dim {cut.dim}{inside}{rows}")
+    rows = [f", {len(at)} of them" if isinstance(at, tuple) else "" for at in positions]
+    cuts = [f"{cut}{of}" for cut, of in zip(sharding.cuts, rows, strict=True)]
     declared = []
     if placement is not None:
         whole, padded = placement.global_shape, placement.padded_shape

@@ -310,24 +310,13 @@ def sampled_digests(tensors: Sequence[torch.Tensor]) -> list[bytes | None]:
     """
     digests: list[bytes | None] = [None] * len(tensors)
     on_device: dict[torch.device, list[int]] = {}
-    chars: dict[int, type[ctypes.Array[ctypes.c_char]]] = {}
     for index, tensor in enumerate(tensors):
-        # The common case in place: for thousands of small tensors another call takes time.
-        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-        if plain and tensor.is_cpu and tensor.is_contiguous():
-            nbytes = tensor.nbytes
-            if 0 < nbytes <= SAMPLE_NBYTES and not (tensor.is_quantized or _is_lazy(tensor)):
-                kind = chars.get(nbytes)
-                if kind is None:
-                    kind = chars[nbytes] = ctypes.c_char * nbytes
-                digests[index] = xxhash.xxh3_64_digest(kind.from_address(tensor.data_ptr()))
-                continue
         if _is_made_of_others(tensor):
-            digests[index] = _digest_of_parts(tensor)
+            parts = _digests_of_parts(tensor, sampled_digests)
+            digests[index] = None if parts is None else xxhash.xxh3_64_digest(parts)
+        elif not _readable(tensor):
             continue
-        if not _readable(tensor):
-            continue
-        if tensor.is_cpu:
+        elif tensor.is_cpu:
             digests[index] = _sampled_on_host(tensor)
         else:
             on_device.setdefault(tensor.device, []).append(index)
@@ -342,16 +331,12 @@ def sampled_digests(tensors: Sequence[torch.Tensor]) -> list[bytes | None]:
 
 def full_digest(tensor: torch.Tensor) -> bytes | None:
     """Return a digest of 16 bytes over all bytes of ``tensor`` in C order; None if unreadable."""
-    hasher = xxhash.xxh3_128()
     if _is_made_of_others(tensor):
-        made = _parts(tensor)
-        digests = [full_digest(part) for part in made[0]] if made is not None else [None]
-        if made is None or None in digests:
-            return None
-        hasher.update(b"".join([made[1], *[digest or b"" for digest in digests]]))
-        return hasher.digest()
+        parts = _digests_of_parts(tensor, lambda parts: list(map(full_digest, parts)))
+        return None if parts is None else xxhash.xxh3_128_digest(parts)
     if not _readable(tensor):
         return None
+    hasher = xxhash.xxh3_128()
     for slab in _slabs(_resolved(tensor.detach())):
         hasher.update(_memory(slab))
     return hasher.digest()
@@ -454,15 +439,15 @@ def quantizer(tensor: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def _digest_of_parts(tensor: torch.Tensor) -> bytes | None:
-    """Return a digest of 8 bytes of a tensor that is made of others."""
+def _digests_of_parts(
+    tensor: torch.Tensor, digests_of: Callable[[list[torch.Tensor]], list[bytes | None]]
+) -> bytes | None:
+    """Return the digests of all that a tensor is made of; None where one of them has none."""
     made = _parts(tensor)
     if made is None:
         return None
-    parts = sampled_digests(made[0])
-    if None in parts:
-        return None
-    return xxhash.xxh3_64_digest(b"".join([made[1], *[part or b"" for part in parts]]))
+    digests = [made[1], *digests_of(made[0])]
+    return None if None in digests else b"".join([digest or b"" for digest in digests])
 
 
 def _readable(tensor: torch.Tensor) -> bool:
