@@ -8,6 +8,7 @@ carries all faults of one pass, sorted by FQN.
 from __future__ import annotations
 
 import pickle
+import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,8 +30,26 @@ class PlacementError(ValueError):
 
     ``dcp.save`` and ``dcp.load`` wrap it in torch's ``CheckpointException`` (a ``BaseException``);
     it is then ``e.failures[rank][0]``. The faults of all ranks' plans are one error, that of the
-    coordinator.
+    coordinator, which says them: what it sends to higher ranks is one line.
     """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        kind = PlacementError if "__init__" in vars(type(self)) else type(self)
+        return _received, (kind, str(self), _rank())
+
+
+def _rank() -> int:
+    distributed = sys.modules.get("torch.distributed")
+    is_one = distributed is not None and distributed.is_initialized()
+    return int(distributed.get_rank()) if distributed is not None and is_one else 0
+
+
+def _received(kind: type[PlacementError], text: str, sender: int) -> PlacementError:
+    """Return the error that a rank sent: all of its text, or on higher ranks its first line."""
+    first, *more = text.split("\n")
+    if more and _rank() > sender:
+        text = f"{first}; rank {sender} has the whole message"
+    return kind(text)
 
 
 class CannotLook(PlacementError):
@@ -163,9 +182,6 @@ class RankFaults(PlacementError):
     def __init__(self, opening: str, faults: Sequence[Fault]) -> None:
         super().__init__(format_faults(opening, faults))
         self.faults = faults
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PlacementError, (str(self),)
 
 
 def packed_faults(faults: Sequence[Fault]) -> bytes:

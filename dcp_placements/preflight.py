@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,8 +11,17 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException, LoadPlanner, SavePlan, SavePlanner
 
 from dcp_placements._torch import DistWrapper, state_dicts_of_statefuls, world_size
-from dcp_placements.errors import PlacementError
-from dcp_placements.proposal import RankFacts, axis_names, decide, rank_facts
+from dcp_placements.bind.lint import EXPERT_AXIS
+from dcp_placements.errors import Fault, PlacementError, format_faults
+from dcp_placements.proposal import (
+    RankFacts,
+    TensorFacts,
+    along,
+    axis_names,
+    contents_of,
+    decide,
+    rank_facts,
+)
 from dcp_placements.report import SaveReport
 from dcp_placements.rules.patterns import PlacementRules
 from dcp_placements.save.planner import PlacementSavePlanner
@@ -61,12 +71,16 @@ def check(
     def on_rank() -> tuple[SavePlan, RankFacts | None]:
         planner.set_up_planner(plain, is_coordinator=rank == 0)
         plan = planner.create_local_plan()
-        is_known = mesh is not None and planner.whole is not None
-        return plan, rank_facts(plain, mesh) if is_known else None
+        if planner.whole is None:
+            return plan, _declared_parts(planner)
+        return plan, None if mesh is None else rank_facts(plain, mesh)
 
     def on_coordinator(sent: list[tuple[SavePlan, RankFacts | None]]) -> SaveReport:
         try:
             planner.create_global_plan([plan for plan, _ in sent])
+            if planner.whole is None and (notes := _equal_parts([one for _, one in sent if one])):
+                planner.report.warnings += tuple(map(str, notes))
+                warnings.warn(format_faults("look at this save", notes, "note"), stacklevel=2)
         except PlacementError as refusal:
             facts = [one for _, one in sent if one is not None]
             if planner.whole is None or mesh is None or len(facts) < len(sent):
@@ -84,6 +98,43 @@ def check(
         return group.all_reduce("check", on_rank, on_coordinator)
     except CheckpointException as failed:
         raise _one_error(failed) from None
+
+
+def _declared_parts(planner: PlacementSavePlanner) -> RankFacts:
+    """Return the parts of tensors that the rules cut over axes that are not expert-parallel.
+
+    Experts may well be equal before the first step.
+    """
+    tensors: dict[str, TensorFacts] = {}
+    parts = {}
+    for fqn, placed in planner._runs.planned.placing.placed.items():
+        cuts = zip(placed.place.sharding.cuts, placed.place.positions, strict=False)
+        at = [(cut.axis, one) for cut, one in cuts if cut.size > 1 and isinstance(one, int)]
+        if placed.rule is not None and at and len(placed.tensors) == 1:
+            tensors[fqn], parts[fqn] = (
+                TensorFacts(placed.global_shape, tuple(at), None),
+                placed.tensor,
+            )
+    digests = contents_of(parts)
+    return RankFacts({}, {fqn: one._replace(digest=digests[fqn]) for fqn, one in tensors.items()})
+
+
+def _equal_parts(facts: Sequence[RankFacts]) -> list[Fault]:
+    """Return the notes on parts that are equal along an axis that a rule cuts, and not constant."""
+    notes = []
+    for fqn in dict.fromkeys(fqn for one in facts for fqn in one.tensors):
+        held = [one.tensors[fqn] for one in facts if fqn in one.tensors]
+        axes = [name for name, _ in held[0].own if name and not EXPERT_AXIS.match(name)]
+        parts = [({name: at for name, at in one.own if name}, one._replace(own=())) for one in held]
+        for axis in sorted(along([parts], axes)[1]):
+            details = (
+                f"found:       equal parts, of which the rule makes {held[0].shape}",
+                f"likely:      a tensor that every rank of {axis!r} holds whole, declared Shard; "
+                "or parts that were initialized with one seed",
+                "way out:     None in the rules where it is replicated; whole= proves the shape",
+            )
+            notes.append(Fault(fqn, f"its parts along {axis!r} are bit for bit equal", details))
+    return notes
 
 
 _FITS = "this fits the shapes, the names and the contents of all ranks; read it before you use it:"

@@ -244,16 +244,22 @@ def rank_facts(state_dict: dict[str, Any], mesh: Any) -> RankFacts:
             if axis.size > 1 and not placement.is_replicate()
         ]
         tensors[fqn] = TensorFacts(tuple(shape), tuple(own), None)
-        locals_[fqn] = local.detach()
-    for fqn, digest in zip(locals_, sampled_digests([*locals_.values()]), strict=True):
-        local = locals_[fqn]
-        if local.numel() and not bool(
-            (local == local.reshape(-1)[:1].view([1] * local.dim())).all()
-        ):
-            tensors[fqn] = tensors[fqn]._replace(digest=digest)
+        locals_[fqn] = local
+    for fqn, digest in contents_of(locals_).items():
+        tensors[fqn] = tensors[fqn]._replace(digest=digest)
     coordinate = mesh.get_coordinate()
     position = {} if coordinate is None else dict(zip(mesh.mesh_dim_names, coordinate, strict=True))
     return RankFacts(position, tensors)
+
+
+def contents_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes | None]:
+    """Return digests of local tensors; None of those whose elements are all equal."""
+    values = [tensor.detach() for tensor in tensors.values()]
+    digests = dict(zip(tensors, sampled_digests(values), strict=True))
+    for fqn, local in zip(tensors, values, strict=True):
+        if not local.numel() or bool((local == local[(0,) * local.dim()]).all()):
+            digests[fqn] = None
+    return digests
 
 
 def decide(whole: WholeModel, facts: Sequence[RankFacts], sizes: Mapping[str, int]) -> Decision:
@@ -337,7 +343,7 @@ def _fitting(
     free = {name: size for name, size in axes.items() if name not in own}
     if any(len(part.shape) != len(shape) for _, part in parts):
         return [], f"the ranks hold {parts[0][1].shape}, the whole model has {shape}"
-    differ, equal = _along(held, free)
+    differ, equal = along(held, free)
     fitting: list[Option] = []
     for dims in product([None, *range(len(shape))], repeat=len(free)):
         placements = tuple(
@@ -396,7 +402,7 @@ def _option(
     return None
 
 
-def _along(
+def along(
     held: Sequence[Sequence[tuple[dict[str, int], TensorFacts]]], axes: Iterable[str]
 ) -> tuple[set[str], set[str]]:
     """Return the axes along which contents differ, and those along which all are equal.
@@ -500,7 +506,7 @@ def _differing(ranks: Sequence[RankFacts], axes: Iterable[str], head: str) -> se
     equal: set[str] = set()
     for key in keys:
         parts = [(one.position, one.tensors[key]) for one in ranks if key in one.tensors]
-        for all_axes, some in zip((differ, equal), _along([parts], axes), strict=True):
+        for all_axes, some in zip((differ, equal), along([parts], axes), strict=True):
             all_axes |= some
     return differ - equal
 

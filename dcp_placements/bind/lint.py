@@ -178,7 +178,7 @@ _COPIED = re.compile(
     r"(?:^|\.)(?:router|gate|(?:self_)?att(?:n|ention)|(?:\w+_)?(?:layer)?norm\d*)(?:\.|$)"
 )
 _TENSOR_AXIS = re.compile(r"^(?:e?tp|tensor(?:_.*)?|model_parallel)$")
-_EXPERT_AXIS = re.compile(r"^(?:ep|expert(?:_parallel|_model_parallel)?)$")
+EXPERT_AXIS = re.compile(r"^(?:ep|expert(?:_parallel|_model_parallel)?)$")
 _DATA_AXIS = re.compile(r"^(?:.*fsdp.*|e?dp(?:_.*)?|data(?:_.*)?)$")
 
 _ORDER = (
@@ -267,7 +267,7 @@ def _doubts(place: Place) -> list[Doubt]:
     doubts: list[Doubt] = []
     for axis in place.axes:
         name = axis.name or ""
-        if axis.size == 1 or not (_TENSOR_AXIS.match(name) or _EXPERT_AXIS.match(name)):
+        if axis.size == 1 or not (_TENSOR_AXIS.match(name) or EXPERT_AXIS.match(name)):
             continue
         outer: dict[int, Cut] = {}
         for cut in place.sharding.cuts:
