@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.state_dict_saver import (
 )
 from torch.distributed.checkpoint.utils import _DistWrapper as DistWrapper
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.serialization import _get_layout
 from torch.torch_version import TorchVersion
 
@@ -50,6 +51,7 @@ __all__ = [
     "ShardedTensor",
     "StorageInfo",
     "StoragePrefix",
+    "StridedShard",
     "chunk_list",
     "default_write_items",
     "flatten_state_dict",
@@ -118,6 +120,15 @@ def facts_of(value: Any) -> Facts:
     wait = getattr(local, "wait", None)
     local = local if wait is None else wait()
     return local, value.device_mesh, tuple(value.placements), torch.Size(value.shape)
+
+
+RANK = "_rank"
+"""Under this name a saved ``DeviceMesh`` has its rank."""
+
+
+def parts_of(tensor: DTensor) -> tuple[torch.Tensor, Any]:
+    """Return the local tensor of a DTensor, and what it keeps of its mesh and placements."""
+    return tensor._local_tensor, tensor._spec
 
 
 def set_up_by_torch(kind: Any, ours: Any, state_dict: dict[str, Any]) -> Any:

@@ -32,7 +32,7 @@ FLOORS = (
     {"presets"},
     {"transfer"},
     {"offline"},
-    {"formats"},
+    {"convert"},
     {"cli"},
 )
 """Folders and modules of the package's root, low to high. Those of one floor, ``save`` and ``load``

@@ -25,7 +25,7 @@ from dcp_placements import (
 from dcp_placements.offline import (
     diff,
     export_safetensors,
-    import_safetensors,
+    import_checkpoint,
     merge_metadata,
     reshard,
     verify,
@@ -305,7 +305,7 @@ def test_commands_keep_every_bit(tmp_path: Path) -> None:
         exported = load_file(root / "hf" / "model.safetensors")
         assert exported.keys() == tensors.keys()
         assert all(same_bits(exported[key], tensor) for key, tensor in tensors.items())
-        import_safetensors(root / "hf", root / "imported")
+        import_checkpoint(root / "hf", root / "imported")
         read = {key: opposite(tensor) for key, tensor in tensors.items()}
         dcp.load(read, checkpoint_id=root / "imported", no_dist=True)
         assert all(same_bits(read[key], tensor) for key, tensor in tensors.items())

@@ -28,6 +28,16 @@ Fqn = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")
+]
+Files = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="A torch file per rank: their name, with {rank} for the number. Verl's are found.",
+    ),
+]
 Out = Annotated[str, typer.Argument(metavar="OUT", help="The checkpoint to write; must not exist.")]
 
 

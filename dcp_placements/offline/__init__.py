@@ -6,7 +6,7 @@ Results are dataclasses. Nothing that a checkpoint's pickles name is executed.
 from importlib import import_module
 from typing import Any
 
-# Imported on first use: `formats` stands above this folder.
+# Imported on first use: `convert` stands above this folder.
 _HOMES = {
     "CannotLook": "dcp_placements.errors",
     "Checkpoint": "dcp_placements.offline.checkpoint",
@@ -14,15 +14,15 @@ _HOMES = {
     "diagnose": "dcp_placements.offline.doctor",
     "diff": "dcp_placements.offline.difference",
     "draw": "dcp_placements.offline.picture",
-    "export_safetensors": "dcp_placements.formats.huggingface.export",
-    "import_megatron": "dcp_placements.formats.megatron.importing",
-    "import_safetensors": "dcp_placements.formats.huggingface.importing",
+    "export_safetensors": "dcp_placements.convert.conversion",
+    "import_checkpoint": "dcp_placements.convert.conversion",
     "inspect": "dcp_placements.offline.inspection",
     "inspect_tensor": "dcp_placements.offline.inspection",
-    "megatron_layout": "dcp_placements.formats.megatron.layout",
+    "megatron_layout": "dcp_placements.convert.megatron.layout",
     "merge_metadata": "dcp_placements.offline.merging",
     "rehearse": "dcp_placements.offline.rehearsals.rehearsal",
-    "reshard": "dcp_placements.offline.resharding.reshard",
+    "open_source": "dcp_placements.convert.conversion",
+    "reshard": "dcp_placements.convert.conversion",
     "save_figure": "dcp_placements.offline.picture",
     "to_json": "dcp_placements.offline.as_json",
     "verify": "dcp_placements.offline.verification",

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, ReadItem, TensorStorageMetadata
@@ -24,9 +24,13 @@ from dcp_placements.storage.byte_ranges import c_strides
 from dcp_placements.storage.file_reads import CountedFile, FilePart, Part
 from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.record_reads import ChunkReader, Record
-from dcp_placements.storage.tensor_record import TensorRecord
+from dcp_placements.storage.tensor_record import BEHIND, DESCRIPTOR, TensorRecord
 
 MAX_OPEN_FILES = 32
+
+BLOCK_NBYTES = 8 << 20
+REMOTE_BLOCK_NBYTES = 32 << 20
+"""Of a URL, where a request takes long."""
 
 
 @dataclass
@@ -59,6 +63,17 @@ class _RawReader(ChunkReader):
 
 def _no_transform(item: ReadItem, descriptors: Sequence[str], stream: Any) -> Any:
     return stream
+
+
+class Run(NamedTuple):
+    """Bytes of a file that are elements of a box, one after another in C order."""
+
+    start: int  # where they begin in the box, in bytes from its first element
+    fqn: str  # the tensor's key
+    file: str  # its name
+    begin: int  # where they begin in the file
+    nbytes: int  # how many they are
+    is_summed: bool  # whether they are all of a record whose CRC-32 follows them
 
 
 class BoxReader(AbstractContextManager["BoxReader"]):
@@ -143,13 +158,12 @@ class BoxReader(AbstractContextManager["BoxReader"]):
                 self.nbytes += file.nbytes - before
         return into
 
-    def runs(self, tensor: StoredTensor, box: Box) -> list[tuple[int, str, int, int]] | None:
+    def runs(self, tensor: StoredTensor, box: Box) -> list[Run] | None:
         """Return the contiguous runs of file bytes that a box consists of.
 
         Returns:
-            ``(bytes from the box's first element, file, start, bytes)`` of each run; None where
-            there is none for some element: a chunk that overlaps the box in no contiguous run of
-            both, or a record that is not plain.
+            None where there is none for some element: a chunk that overlaps the box in no
+            contiguous run of both, or a record that is not plain.
 
         Raises:
             PlacementError: A file is missing or too short.
@@ -175,30 +189,44 @@ class BoxReader(AbstractContextManager["BoxReader"]):
                 return None
             skipped = position(_minus(shared, held), held.sizes) * itemsize
             start = position(_minus(shared, box), box.sizes) * itemsize
-            begin = chunk.start + head.start + skipped
-            runs.append((start, chunk.file, begin, shared.numel * itemsize))
+            begin, nbytes = chunk.start + head.start + skipped, shared.numel * itemsize
+            is_summed = head.has_crc and shared == held
+            runs.append(Run(start, tensor.fqn, chunk.file, begin, nbytes, is_summed))
         return runs
 
-    def chunk_at(self, tensor: StoredTensor, box: Box) -> StoredChunk | None:
-        """Return the stored chunk that is this box; None where there is none."""
-        met = pieces_of(box, self._finder(tensor))
-        if len(met) != 1 or met[0][1] != box:
-            return None
-        chunk = self._chunks(tensor)[met[0][0]]
-        return None if chunk.file is None or chunk.transforms else chunk
-
-    def copy(self, name: str, start: int, nbytes: int, into: IO[bytes]) -> None:
-        """Append bytes of a file to another, which is open without a buffer of its own.
+    def blocks(self, run: Run) -> Iterator[memoryview]:
+        """Yield the bytes of a run; each block may be used until the next but one is asked for.
 
         Raises:
-            PlacementError: The file is missing or too short.
+            PlacementError: The file is missing or too short, or the elements of a whole record are
+                not those of its CRC-32.
         """
-        file = self._open(name, name)
+        file = self._open(run.file, run.fqn)
+        most = min(run.nbytes, BLOCK_NBYTES if file.is_local else REMOTE_BLOCK_NBYTES)
+        buffers = [memoryview(bytearray(most)) for _ in range(1 if most == run.nbytes else 2)]
+        checksum = 0
         try:
-            file.copy_to(into, start, nbytes)
+            for number, at in enumerate(range(0, run.nbytes, max(most, 1))):
+                block = buffers[number % 2][: run.nbytes - at]
+                if run.is_summed:
+                    checksum = file.read_summed(block, run.begin + at, checksum)
+                else:
+                    file.read_into(block, run.begin + at)
+                self.nbytes += block.nbytes
+                yield block
+            if run.is_summed:
+                behind = memoryview(bytearray(BEHIND))
+                file.read_into(behind, run.begin + run.nbytes)
         except EOFError as error:
-            raise _unread(name, name, str(error)) from error
-        self.nbytes += nbytes
+            raise _unread(run.fqn, run.file, str(error)) from error
+        if run.is_summed and behind != DESCRIPTOR + checksum.to_bytes(4, "little"):
+            stored = int.from_bytes(behind[4:], "little")
+            raise _unread(
+                run.fqn,
+                run.file,
+                f"its elements at byte {run.begin} are not what was written: their CRC-32 is "
+                f"{checksum:08x}, where {stored:08x} was written",
+            )
 
     def _chunks(self, tensor: StoredTensor) -> tuple[StoredChunk, ...]:
         if self._last is None or self._last[0] is not tensor:

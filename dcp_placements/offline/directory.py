@@ -15,8 +15,8 @@ from dcp_placements.errors import CannotLook, format_name, format_names
 from dcp_placements.storage.file_reads import open_inside, why_barred
 from dcp_placements.storage.remote import RemoteFileSystem, is_url, local_or_url
 
-MARKER = ".unfinished-"
-"""How the names of markers of unfinished outputs begin; the number of the attempt follows."""
+MARKER = ".unfinished"
+"""The marker of an unfinished output at a URL. Older versions put a number behind it."""
 
 _DESCRIBING = (".metadata", ".index.json", "metadata.json")
 """How the names of files end that tell where the tensors are."""

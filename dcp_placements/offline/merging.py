@@ -10,13 +10,13 @@ from torch.distributed.checkpoint import Metadata
 
 from dcp_placements.errors import CannotLook, format_names
 from dcp_placements.offline.directory import Directory
+from dcp_placements.offline.output import replaced_file
 from dcp_placements.offline.readers.dcp import (
     check_count,
     is_torch_dist,
     read_dcp,
     read_rank_parts,
 )
-from dcp_placements.offline.remote_output import output_at
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.metadata.file import write_metadata
 from dcp_placements.storage.metadata.pickles.stock_pickle import is_refusing
@@ -134,13 +134,12 @@ def _rewritten(directory: Directory) -> Metadata:
 def _write(directory: Directory, metadata: Metadata, versions: Mapping[str, str]) -> None:
     """Write ``.metadata``, if the metadata that were read, of ``versions``, are still the same."""
     target = os.path.join(directory.path, ".metadata")
-    with output_at(target, replace=True) as output:
-        if directory.local(".metadata") is None:
-            # At a URL the output may be there as soon as it is opened.
-            directory.check_versions(versions)
-        with output.file() as stream:
-            write_metadata(metadata, stream)
-            stream.flush()
-            if directory.local(".metadata") is not None:
-                os.fsync(stream.fileno())
-                directory.check_versions(versions)  # the last step before the rename
+    if directory.local(".metadata") is None:
+        # At a URL the output may be there as soon as it is opened.
+        directory.check_versions(versions)
+    with replaced_file(target) as stream:
+        write_metadata(metadata, stream)
+        stream.flush()
+        if directory.local(".metadata") is not None:
+            os.fsync(stream.fileno())
+            directory.check_versions(versions)  # the last step before the rename

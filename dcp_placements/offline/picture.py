@@ -18,7 +18,7 @@ from dcp_placements.errors import CannotLook, format_count, format_name, format_
 from dcp_placements.layout.boxes import as_array, as_boxes, intersect, overlaps, uncovered
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.checkpoint import Checkpoint
-from dcp_placements.offline.remote_output import output_at
+from dcp_placements.offline.output import replaced_file
 from dcp_placements.storage.metadata.save_ids import writer_of
 
 FEW = ("#2f6db3", "#d9771f", "#86b3e0", "#f4bd85", "#4f8a5b", "#a8cfa6", "#77629e", "#c5b8dc")
@@ -353,8 +353,7 @@ def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
     reproducible: Any = {"svg.hashsalt": "dcp_placements", "svg.fonttype": "none"}
     notes = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
     with (
-        output_at(path, replace=True) as output,
-        output.file() as stream,
+        replaced_file(path) as stream,
         matplotlib.rc_context(reproducible),
     ):
         figure.savefig(stream, format=kind, facecolor="white", metadata=notes)

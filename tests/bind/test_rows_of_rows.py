@@ -21,7 +21,7 @@ from dcp_placements import (
     Row,
     Stack,
 )
-from dcp_placements.formats.huggingface.export import export_safetensors
+from dcp_placements.convert.conversion import export_safetensors
 from dcp_placements.testing import World
 from dcp_placements.testing.megatron import MegatronModel
 from dcp_placements.testing.megatron_dist import write_torch_dist

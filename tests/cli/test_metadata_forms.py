@@ -33,7 +33,12 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "rehearse": (("ckpt", *RULES, *EP), ("ckpt", *RULES, *EP_FSDP, "--json")),
     "doctor": (("ckpt", "--experts-per-layer", "8"), ("ckpt", "--json")),
     "merge-metadata": (("ckpt",),),
-    "import": (("ckpt", "imported", "--from", "hf"),),
+    "import": (
+        (
+            "ckpt",
+            "imported",
+        ),
+    ),
     "export": (("ckpt", "hf"), ("ckpt", "hf32", "--dtype", "float32", "--json")),
     "reshard": (("ckpt", "resharded", *RULES, *EP),),
 }

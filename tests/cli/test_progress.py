@@ -29,7 +29,10 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "doctor": ("sharded", "--experts-per-layer", 8),
     "megatron": ("megatron",),
     "merge-metadata": ("ranks",),
-    "import": ("hub", "imported", "--from", "hf"),
+    "import": (
+        "hub",
+        "imported",
+    ),
     "export": ("sharded", "exported"),
     "reshard": ("sharded", "resharded", *RULES),
 }

@@ -108,7 +108,7 @@ def test_safetensors_that_are_not_opened_are_refused_by_name(
         ("inspect", path),
         ("diff", path, path),
         ("diff", other, path),
-        ("import", "--from", "hf", path, tmp_path / "out"),
+        ("import", path, tmp_path / "out"),
     ):
         ran = run(*asked)
         assert (ran.code, ran.out) == (2, ""), asked
@@ -412,7 +412,11 @@ def test_tensors_that_share_bytes_or_leave_some_are_refused(
     with nullcontext() if is_sound else pytest.raises(SafetensorError):
         safe_open(tmp_path / "hf" / "model.safetensors", "pt")
     assert run("verify", tmp_path / "hf").code == (0 if is_sound else 2)
-    ran = run("import", tmp_path / "hf", tmp_path / "out", "--from", "hf")
+    ran = run(
+        "import",
+        tmp_path / "hf",
+        tmp_path / "out",
+    )
     assert ran.code == (0 if is_sound else 2)
     assert (tmp_path / "out").exists() == is_sound
 

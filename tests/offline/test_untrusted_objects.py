@@ -19,8 +19,8 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_placements import PlacementError, PlacementFileSystemReader, PlacementLoadPlanner
 from dcp_placements.cli.memory import limited_memory
+from dcp_placements.convert.torch_files import load_torch_file
 from dcp_placements.errors import CannotLook
-from dcp_placements.formats.megatron.torch_files import load_torch_file
 from dcp_placements.offline import diff, inspect, verify
 from dcp_placements.storage.checked_load import load_plain
 from tests.offline_scenes import Run

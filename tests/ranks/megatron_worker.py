@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dcp_placements import Placements
-from dcp_placements.offline import import_megatron
+from dcp_placements.offline import import_checkpoint
 from dcp_placements.presets import megatron_core, megatron_meshes
 from dcp_placements.testing import World
 
@@ -235,7 +235,7 @@ def imported(models: dict[str, Model], saved: str, out: Path) -> dict[str, Any]:
         file = folder / (name + (f"_{ep:03d}" if sizes["ep"] > 1 else "")) / "model_optim_rng.pt"
         file.parent.mkdir(parents=True, exist_ok=True)
         torch.save({"args": args, "checkpoint_version": 3.0, **held}, file)
-    import_megatron(folder, out / f"{saved}-imported")
+    import_checkpoint(folder, out / f"{saved}-imported")
     truth = models["one"].held[0]["model"]
     whole = read_whole(out / f"{saved}-imported")
     return {

@@ -98,7 +98,14 @@ def test_export_and_import_write_what_plain_torch_reads(
     path: Path, tmp_path: Path, run: Run
 ) -> None:
     assert run("export", path, tmp_path / "hf", "--to", "hf").code == 0
-    assert run("import", tmp_path / "hf", tmp_path / "out", "--from", "hf").code == 0
+    assert (
+        run(
+            "import",
+            tmp_path / "hf",
+            tmp_path / "out",
+        ).code
+        == 0
+    )
     assert fields_of_properties(tmp_path / "out") == {5}
     state = {name: torch.full_like(tensor, -1) for name, tensor in WHOLE.items()}
     dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)

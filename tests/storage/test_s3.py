@@ -85,7 +85,14 @@ def test_an_export_to_a_bucket_and_back(s3: str, run: Run) -> None:
     ran = run("export", f"{s3}/dcp", out, "--to", "hf", "--max-shard-size", "500")
     assert ran.code == 0, ran.err
     assert "model.safetensors.index.json" in names(out)
-    assert run("import", out, f"{s3}/again", "--from", "hf").code == 0
+    assert (
+        run(
+            "import",
+            out,
+            f"{s3}/again",
+        ).code
+        == 0
+    )
     assert diff(f"{s3}/again", out).same
 
 

@@ -9,9 +9,13 @@ import typer
 
 from dcp_placements import offline
 from dcp_placements.cli.arguments import (
+    RULES,
     CheckpointPath,
+    DryRun,
+    Files,
     Json,
     Memory,
+    Mesh,
     Size,
     parse_dtype,
     parse_nbytes,
@@ -20,7 +24,7 @@ from dcp_placements.cli.arguments import (
 )
 from dcp_placements.cli.printing import print_text, show
 from dcp_placements.cli.progress import progress
-from dcp_placements.offline.declared import Rename
+from dcp_placements.offline.declared import Rename, resolve
 
 SHARD_SIZE = Size(5 << 30)
 MEMORY = Size(1 << 30)
@@ -73,13 +77,18 @@ def export_command(
     exclude: Annotated[
         list[str] | None, typer.Option(metavar="PATTERN", help="Leave out keys that match.")
     ] = None,
+    files: Files = None,
+    rules: Annotated[str | None, RULES] = None,
+    mesh: Mesh = None,
     memory: Memory = MEMORY,
+    dry_run: DryRun = False,
     json: Json = False,
 ) -> int:
-    """Write a checkpoint as the files that from_pretrained reads."""
+    """Write a checkpoint, or a torch file per rank, as the files that from_pretrained reads."""
     with progress("export") as step:
+        declared = None if rules is None else resolve(rules)
         exported = offline.export_safetensors(
-            checkpoint,
+            offline.open_source(checkpoint, files=files, rules=declared, axes=mesh),
             out,
             max_shard_size=max_shard_size,
             dtype=dtype,
@@ -89,6 +98,7 @@ def export_command(
             optimizer=optimizer,
             exclude=exclude or (),
             memory=memory,
+            dry_run=dry_run,
             progress=step,
         )
     return show(exported, lambda: print_text(str(exported)), json=json)

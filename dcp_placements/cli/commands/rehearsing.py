@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dcp_placements import offline
-from dcp_placements.cli.arguments import MESH, RULES, CheckpointPath, Fsdp, Json, Out
+from dcp_placements.cli.arguments import MESH, RULES, CheckpointPath, DryRun, Fsdp, Json, Out
 from dcp_placements.cli.printing import print_lines, print_table, print_text, show
 from dcp_placements.cli.progress import progress
 from dcp_placements.errors import CannotLook, format_count, format_faults, format_nbytes
@@ -52,6 +52,7 @@ def reshard_command(
     rules: Annotated[str, RULES],
     mesh: Annotated[MeshAxes, MESH],
     fsdp: Fsdp = "",
+    dry_run: DryRun = False,
     json: Json = False,
 ) -> int:
     """Rewrite a checkpoint for the mesh that will load it: each rank's bytes in one file.
@@ -60,7 +61,9 @@ def reshard_command(
     are not copied.
     """
     with progress("reshard") as step:
-        result = offline.reshard(src, out, resolve(rules), mesh, fsdp=fsdp, progress=step)
+        result = offline.reshard(
+            src, out, resolve(rules), mesh, fsdp=fsdp, dry_run=dry_run, progress=step
+        )
     return show(result, lambda: print_text(str(result)), json=json)
 
 

@@ -1,0 +1,1 @@
+"""Conversions of checkpoints: sources, assembly by a rename, a layout, two writers, one output."""

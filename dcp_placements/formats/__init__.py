@@ -1,1 +1,0 @@
-"""Files of other tools, imported as DCP checkpoints and exported from them."""

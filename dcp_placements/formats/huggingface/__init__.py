@@ -1,1 +1,0 @@
-"""Safetensors files in the form of the Hugging Face hub: export and import."""

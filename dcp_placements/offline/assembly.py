@@ -1,0 +1,278 @@
+"""Tensors assembled from boxes of stored ones: renamed, split, unstacked, stacked.
+
+The boxes of every rename (``renamed_boxes``) become blocks: which box of the new tensor is which
+box of which stored one. Nothing is read for that, so every fault is reported before anything is
+written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from dcp_placements.errors import CannotPlace, Fault, format_names
+from dcp_placements.layout.boxes import common
+from dcp_placements.layout.sharding import Box
+from dcp_placements.names.optimizer_state import OptimizerStates
+from dcp_placements.names.stacks_and_parts import (
+    Parts,
+    Renamed,
+    Row,
+    Rows,
+    Target,
+    renamed_boxes,
+)
+from dcp_placements.offline.box_reads import Run, is_run, pieces, position
+from dcp_placements.offline.declared import Rename
+
+
+class SourceTensor(Protocol):
+    """A tensor whose boxes can be read: a checkpoint's, or one that ranks' files have parts of."""
+
+    @property
+    def fqn(self) -> str:
+        """Its key."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its elements."""
+
+
+class Reader(Protocol):
+    """Reads boxes of a source's tensors, as ``BoxReader`` does."""
+
+    def read(self, tensor: Any, box: Box) -> torch.Tensor:
+        """Return the elements of a box."""
+
+    def runs(self, tensor: Any, box: Box) -> list[Run] | None:
+        """Return the runs of file bytes that a box consists of; None where it does not."""
+
+    def blocks(self, run: Run) -> Iterator[memoryview]:
+        """Yield the bytes of a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A box of a tensor, and the box of a stored tensor that has its elements."""
+
+    box: Box  # the box in the tensor
+    source: SourceTensor  # the stored tensor
+    at: Box  # the box in the stored tensor
+    # For each dim of the tensor the source's, ascending; None for one that the source lacks. The
+    # source's other dims have one element in ``at``
+    dims: tuple[int | None, ...]
+
+    def source_box(self, piece: Box) -> Box:
+        """Return the box of the source for a piece of ``box``."""
+        offsets, sizes = list(self.at.offsets), [1] * len(self.at.sizes)
+        for dim, origin in enumerate(self.dims):
+            if origin is not None:
+                offsets[origin] += piece.offsets[dim] - self.box.offsets[dim]
+                sizes[origin] = piece.sizes[dim]
+        return Box(tuple(offsets), tuple(sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class AssembledTensor:
+    """A tensor to write."""
+
+    fqn: str  # its key
+    shape: tuple[int, ...]  # its whole shape
+    dtype: torch.dtype  # its dtype
+    blocks: tuple[Block, ...]  # the blocks that tile it
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def whole(self) -> Box:
+        """All of it."""
+        return Box.whole(self.shape)
+
+    def read(self, reader: Reader, piece: Box) -> torch.Tensor:
+        """Return the elements of a piece, contiguous.
+
+        Raises:
+            PlacementError: As ``BoxReader.read``.
+        """
+        into: torch.Tensor | None = None
+        for block in self.blocks:
+            shared = common(block.box, piece)
+            if shared is None:
+                continue
+            read = reader.read(block.source, block.source_box(shared))
+            elements = read.reshape(shared.sizes).to(self.dtype)
+            if shared == piece:
+                return elements.contiguous()
+            if into is None:
+                into = torch.empty(piece.sizes, dtype=self.dtype, device="cpu")
+            spans = zip(shared.offsets, piece.offsets, shared.sizes, strict=True)
+            into[tuple(slice(a - b, a - b + n) for a, b, n in spans)] = elements
+        return torch.empty(piece.sizes, dtype=self.dtype, device="cpu") if into is None else into
+
+    def slabs(self, reader: Reader, box: Box, limit_nbytes: int) -> Iterator[torch.Tensor]:
+        """Yield the elements of a box in C order; reading takes three times that memory."""
+        wide = max((block.source.dtype.itemsize for block in self.blocks), default=1)
+        wide = max(wide, self.dtype.itemsize)
+        for piece in pieces(box, max(limit_nbytes // wide, 1)):
+            yield self.read(reader, piece)
+
+    def runs(self, reader: Reader, box: Box) -> list[Run] | None:
+        """Return the runs of file bytes that are the elements of a box, in C order.
+
+        None if there are no such runs, if the dtypes differ, or if the runs are too short.
+        """
+        runs: list[tuple[int, Run]] = []
+        for block in self.blocks:
+            shared = common(block.box, box)
+            if shared is None:
+                continue
+            if block.source.dtype != self.dtype or not is_run(shared.sizes, box.sizes):
+                return None
+            offsets = [a - b for a, b in zip(shared.offsets, box.offsets, strict=True)]
+            start = position(offsets, box.sizes) * self.dtype.itemsize
+            read = reader.runs(block.source, block.source_box(shared))
+            if read is None:
+                return None
+            runs += [(start + run.start, run) for run in read]
+        if len(runs) > 1 and len(runs) * SHORT_NBYTES > box.numel * self.dtype.itemsize:
+            return None
+        return [run for _, run in sorted(runs, key=lambda one: one[0])]
+
+
+SHORT_NBYTES = 64 << 10
+"""Runs shorter than this on average are read and assembled in memory."""
+
+
+class _Entry(NamedTuple):
+    """A stored tensor, the answer of the rename for its name, and one target of that."""
+
+    name: str
+    tensor: SourceTensor
+    answer: Renamed
+    target: Target
+
+
+def assemble(
+    tensors: Mapping[str, SourceTensor], rename: Rename | None
+) -> tuple[list[AssembledTensor], list[Fault]]:
+    """Return the tensors that a rename makes of stored ones, in their order, and its faults.
+
+    Args:
+        tensors: By the names that are renamed.
+        rename: Name to name, or to a ``Row``, ``Rows`` or ``Parts``; None changes nothing. A name
+            without an answer (a ``LookupError`` or ``ValueError``, None, or "") is a fault.
+    """
+    faults: list[Fault] = []
+    answers: list[tuple[str, SourceTensor, Renamed]] = []
+    for name, tensor in tensors.items():
+        answer = name if rename is None else _answer(rename, name)
+        if isinstance(answer, Fault):
+            faults.append(answer)
+        else:
+            answers.append((name, tensor, answer))
+    # Scalars of optimizer state come last: they need the number of rows of their parameter.
+    answers.sort(key=lambda one: isinstance(one[2], Rows | Parts) and not one[1].shape)
+    states = OptimizerStates(tensors)
+    rows: dict[str, int] = {}
+    entries: dict[str, list[_Entry]] = {}
+    for name, tensor, answer in answers:
+        state = states.of(name)
+        parameter = name if state is None else state.parameter
+        try:
+            targets = renamed_boxes(answer, tensor.shape, rows=rows.get(parameter, 1))
+        except CannotPlace as error:
+            faults.append(error.fault(name))
+            continue
+        if isinstance(answer, Rows | Parts) and tensor.shape:
+            rows[parameter] = len(targets) // len(answer.fqns)
+        for target in targets:
+            if "{}" in target.fqn and "{}" not in name:
+                faults.append(_unnumbered(name, target.fqn))
+                continue
+            same = entries.setdefault(target.fqn, [])
+            if same and not (isinstance(answer, Row) and isinstance(same[0].answer, Row)):
+                first = same[0].name
+                of = f"both {first} and {name}" if first != name else f"several parts of {name}"
+                faults.append(Fault(target.fqn, f"rename= gives this one name to {of}"))
+            else:
+                same.append(_Entry(name, tensor, answer, target))
+    place = {name: at for at, name in enumerate(tensors)}
+    ordered = sorted(entries, key=lambda fqn: place[entries[fqn][0].name])
+    joined = [_joined(fqn, entries[fqn], faults) for fqn in ordered]
+    return [tensor for tensor in joined if tensor is not None], faults
+
+
+def _answer(rename: Rename, name: str) -> Renamed | Fault:
+    """Return the answer of a rename, or the fault that it has none."""
+    try:
+        new = rename(name)
+    except CannotPlace as error:
+        return error.fault(name)
+    except (LookupError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+    else:
+        if isinstance(new, Row | Rows | Parts) or (isinstance(new, str) and new):
+            return new
+        reason = f"it returned {new!r}"
+    way_out = "way out:     a name for every key; exclude= of an export leaves keys out"
+    return Fault(name, f"rename= has no name for it: {reason}", (way_out,))
+
+
+def _unnumbered(name: str, fqn: str) -> Fault:
+    """Return the fault of a new name with ``{}``, which stands for a number, and of no rows."""
+    return Fault(
+        name,
+        f"rename= makes {fqn} of it, and it is no stack whose rows could have numbers there",
+        (
+            "likely:      it has the name that the rename gives already",
+            "way out:     no rename, if the names are those that are wanted",
+        ),
+    )
+
+
+def _joined(fqn: str, entries: list[_Entry], faults: list[Fault]) -> AssembledTensor | None:
+    """Return the tensor that entries make; None, and a fault, if their rows do not make it."""
+    stacked = [(e.name, e.tensor, e.answer) for e in entries if isinstance(e.answer, Row)]
+    kinds = {
+        (e.answer.axes if isinstance(e.answer, Row) else (), e.tensor.dtype, e.tensor.shape)
+        for e in entries
+    }
+    if len(kinds) > 1:
+        details = [
+            f"{name}: {tensor.dtype}, {tensor.shape}, of {row.whole_text()}"
+            for name, tensor, row in stacked[:4]
+        ]
+        headline = "rows of different dtypes, shapes or totals cannot be stacked"
+        faults.append(Fault(fqn, headline, tuple(details)))
+        return None
+    names: dict[tuple[int, ...], str] = {}
+    for name, _, row in stacked:
+        if row.indices in names:
+            which = " within ".join(map(str, row.indices))
+            headline = f"both {names[row.indices]} and {name} are row {which} of it"
+            faults.append(Fault(fqn, headline))
+        names[row.indices] = name
+    ((axes, dtype, _),) = kinds
+    rows = product(*[range(total) for total, _ in axes]) if axes else ()
+    missing = [" within ".join(map(str, row)) for row in rows if row not in names]
+    if missing:
+        count = prod([total for total, _ in axes])
+        headline = f"of {count} rows these are missing: {format_names(missing)}"
+        faults.append(Fault(fqn, headline))
+        return None
+    blocks = [
+        Block(box, e.tensor, at, e.target.dims) for e in entries for at, box in e.target.boxes
+    ]
+    return AssembledTensor(fqn, entries[0].target.shape, dtype, tuple(blocks))

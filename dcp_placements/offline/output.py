@@ -1,0 +1,422 @@
+"""Outputs appear whole or not at all, and an interrupted one is continued.
+
+On a disk a directory is written under a temporary name beside its own, and renamed when all of it
+is on the disk; meanwhile a lock beside it, which the system drops with its process, keeps other
+processes out. Nothing that appeared meanwhile is replaced, and links are not followed.
+
+An object store renames nothing, so files are put where they stay, and the one that completes them
+(``.metadata``, or the index of safetensors files) is put last. Until then a marker among them has
+the identity of the output, and a number of the attempt that began it. Only attempts of the same
+identity go on there, and whatever several of them write is the same, byte for byte::
+
+    s3://bucket/out/.unfinished                        5f0c... 81d2...
+    s3://bucket/out/model-00001-of-00002.safetensors   whole
+    s3://bucket/out/model-00002-of-00002.safetensors   being uploaded, so not there
+    s3://bucket/out/model.safetensors.index.json       last; the marker goes then
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import IO
+from uuid import uuid4
+
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
+
+from dcp_placements.errors import CannotLook, format_name, format_names, format_nbytes
+from dcp_placements.offline.directory import MARKER
+from dcp_placements.storage.data_file import errors_of
+from dcp_placements.storage.remote import RemoteFileSystem, is_url, local_or_url
+
+logger = logging.getLogger(__name__)
+
+IDENTITY = "identity"
+"""The file in an unfinished directory that identifies the output."""
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+"""The errors of ``flock`` on file systems without locks."""
+
+
+def output_at(
+    path: str | os.PathLike[str], *, source: str | os.PathLike[str] | None = None
+) -> Output | RemoteOutput:
+    """Return the directory that is to be created at a path of this machine, or at a URL.
+
+    Args:
+        path: Where nothing is yet, or an empty directory, or an unfinished output.
+        source: The path or URL that the output is written from, if there is one.
+    """
+    path = local_or_url(path)
+    if is_url(path):
+        return RemoteOutput(path)
+    local = None if source is None else local_or_url(source)
+    return Output(path, source=None if local is None or is_url(local) else local)
+
+
+class Output(AbstractContextManager["Output"]):
+    """The right to create one directory of this machine, from the first check to the rename.
+
+    Args:
+        path: Of the output.
+        source: The path that the output is written from, if there is one.
+
+    Attributes:
+        path: Of the output.
+
+    Raises:
+        CannotLook: The path exists, is no name, or another process is writing it; or the source is
+            the output's own unfinished directory.
+        OSError: Nothing can be written there.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, source: str | os.PathLike[str] | None = None
+    ) -> None:
+        if not Path(path).name or "\0" in os.fspath(path):
+            raise CannotLook(
+                f"{format_name(repr(os.fspath(path)))}: this names no output\n"
+                "    way out:     give the name of a directory that is to be created"
+            )
+        self.path = _absent(path)
+        hidden = f".{self.path.name.lstrip('.')}"
+        self._partial = self.path.with_name(f"{hidden}.partial")
+        self._lock_path = self.path.with_name(f"{hidden}.lock")
+        self._lock: BaseFileLock | None = None
+        if source is not None and Path(source).resolve().is_relative_to(self._partial.resolve()):
+            raise CannotLook(
+                f"{format_name(source)}: this is what an interrupted attempt at "
+                f"{format_name(self.path)} left, and the next one removes it\n"
+                "    way out:     give the output another name, or rename the source"
+            )
+
+    def __enter__(self) -> Output:
+        self._parents = [p for p in self.path.parents if not p.exists()]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._take_lock()
+            # Another process may have finished between the first check and the lock.
+            _absent(self.path)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self._lock is not None:
+            if not isinstance(self._lock, SoftFileLock):
+                # Removed before it is unlocked: whoever opens it next creates a new file.
+                self._lock_path.unlink(missing_ok=True)
+            self._lock.release()
+        for parent in self._parents:
+            with suppress(OSError):
+                parent.rmdir()  # still empty, as after an error
+
+    @contextmanager
+    def directory(self, files: Sequence[str], identity: str) -> Iterator[Folder]:
+        """Yield a directory to write into; it becomes the output when the block ends.
+
+        Args:
+            files: As in ``RemoteOutput.directory``, whose files have no directory to themselves.
+            identity: Different for different outputs. The directory outlasts a block that raises,
+                and the next block of the same identity gets it with its files.
+        """
+        folder = Folder(self._partial)
+        if not self._is_unfinished(identity):
+            _remove(self._partial)
+            self._partial.mkdir()
+            with folder.file(IDENTITY) as stream:
+                stream.write(identity.encode())
+        yield folder
+        (self._partial / IDENTITY).unlink()
+        _sync_directory(self._partial)
+        try:
+            # An empty directory of that name gives way to it.
+            os.rename(self._partial, self.path)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise _is_there(self.path) from None
+            raise
+        _sync_directory(self.path.parent)
+
+    def check_room(self, nbytes: int, identity: str) -> None:
+        """Check that there is room for an output of so many bytes.
+
+        Room is what is free, and what an unfinished directory of that identity has.
+
+        Raises:
+            CannotLook: There is not.
+        """
+        held = 0
+        if self._is_unfinished(identity):
+            held = sum(file.stat().st_size for file in self._partial.iterdir())
+        room = shutil.disk_usage(self.path.parent).free + held
+        if room < nbytes:
+            raise CannotLook(
+                f"{format_name(self.path)}: it takes {format_nbytes(nbytes)}, and there is room "
+                f"for {format_nbytes(room)}\n"
+                "    way out:     give a path on another disk, or make room"
+            )
+
+    def _is_unfinished(self, identity: str) -> bool:
+        """Whether this user left an unfinished directory of that identity."""
+        try:
+            held = os.lstat(self._partial)
+            if not stat.S_ISDIR(held.st_mode) or held.st_uid != os.geteuid():
+                return False
+            written = self._partial / IDENTITY
+            return _is_own_file(written) and written.read_text() == identity
+        except (OSError, ValueError):
+            return False
+
+    def _take_lock(self) -> None:
+        """Take the lock, which is the system's; or the file itself, where there are no locks."""
+        lock: BaseFileLock = FileLock(self._lock_path, timeout=0)
+        try:
+            try:
+                lock.acquire()
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                self._lock_path.unlink(missing_ok=True)  # it is no lock of anybody
+                self._lock_path = self._lock_path.with_name(f"{self._lock_path.name}.soft")
+                lock = SoftFileLock(self._lock_path, timeout=0)
+                lock.acquire()
+        except Timeout:
+            way_out = "wait for it, or give another name"
+            if isinstance(lock, SoftFileLock):
+                way_out += f"; if that process has ended, remove {self._lock_path.name}"
+            raise CannotLook(
+                f"{format_name(self.path)}: is being written by another process\n"
+                f"    way out:     {format_name(way_out)}"
+            ) from None
+        self._lock = lock
+
+
+class Folder:
+    """An unfinished directory on this machine."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @contextmanager
+    def file(self, name: str, *, buffering: int = -1) -> Iterator[IO[bytes]]:
+        """Yield a new file; it gets its name when it is whole."""
+        partial = self.path / f".{name}.partial"
+        _remove(partial)
+        with _new_file(partial, buffering=buffering) as stream:
+            yield stream
+        os.replace(partial, self.path / name)
+
+    def has(self, name: str) -> bool:
+        """Whether an earlier attempt has finished a file."""
+        return _is_own_file(self.path / name)
+
+
+class RemoteOutput(AbstractContextManager["RemoteOutput"]):
+    """One directory to be created at a URL, in the manner of ``Output``.
+
+    Args:
+        path: The URL, where nothing is but what an earlier attempt left unfinished.
+
+    Attributes:
+        path: The URL.
+
+    Raises:
+        CannotLook: Something is there, or fsspec does not know the protocol.
+        OSError: The service cannot be reached or refuses.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._fs = RemoteFileSystem()
+        self.path = self._fs.init_path(path)
+        entry = self._fs.entry(self.path)
+        names = set() if entry is None or entry.nbytes is not None else self._names()
+        if entry is not None and MARKER not in names and (names or entry.nbytes is not None):
+            raise _is_there(self.path)
+
+    def __exit__(self, *raised: object) -> None:
+        """Do nothing: what was begun is there for the next attempt."""
+
+    def check_room(self, nbytes: int, identity: str) -> None:
+        """Check nothing: the room at a URL is not known."""
+
+    @contextmanager
+    def directory(self, files: Sequence[str], identity: str) -> Iterator[RemoteFolder]:
+        """Yield a directory to write into; the file that is written last completes it.
+
+        Args:
+            files: The names of all files that are written, the last one at the end. No other file
+                is ever removed.
+            identity: As in ``Output.directory``, on an object store. Elsewhere a file may be there
+                in part, so that nothing is left of a block that raises.
+        """
+        is_resumable = self._fs.is_object_store
+        if not is_resumable:
+            self._fs.mkdir(self.path)
+        held = self._begin(files, f"{identity} {uuid4().hex}", is_resumable)
+        folder = RemoteFolder(self._fs, self.path, files[-1], held)
+        try:
+            yield folder
+        except BaseException:
+            if not is_resumable:
+                self._remove([*sorted(self._names().intersection(files[:-1])), MARKER])
+            raise
+        self._remove([MARKER])
+
+    def _begin(self, files: Sequence[str], mark: str, is_resumable: bool) -> frozenset[str]:
+        """Create the marker, or take that of the same identity; return which files are there."""
+        marker = self._fs.concat_path(self.path, MARKER)
+        is_new = self._fs.create(marker, mark.encode())
+        try:
+            stored = self._fs.read(marker).decode(errors="replace").partition(" ")[0]
+        except FileNotFoundError:  # another process has finished meanwhile
+            raise _is_there(self.path) from None
+        names = self._names() - {MARKER}
+        is_same = is_new or (is_resumable and stored == mark.partition(" ")[0])
+        if (is_new and names) or (is_same and files[-1] in names):
+            # Another process has finished since nothing was there; or it was stopped before it
+            # removed the marker.
+            self._remove([MARKER])
+            raise _is_there(self.path)
+        foreign = sorted(names.difference(files))
+        if foreign or not is_same:
+            why = f"{format_names(foreign, 4)}: not of this output" if is_same else f"{MARKER}"
+            raise CannotLook(
+                f"{format_name(self.path)}: another output was begun here, and is not complete\n"
+                f"    found:       {why}\n"
+                "    likely:      another process is writing it; or one was interrupted that had "
+                "another source or other arguments\n"
+                "    way out:     give another name; or, if no process is writing, remove what is "
+                f"there, {MARKER} last"
+            )
+        return frozenset(names)
+
+    def _names(self) -> set[str]:
+        return set(self._fs.entries(self.path, below=True))
+
+    def _remove(self, names: Sequence[str]) -> None:
+        """Remove files, as far as possible."""
+        for name in names:
+            url = self._fs.concat_path(self.path, name)
+            try:
+                self._fs.rm_file(url)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                logger.warning("%s is left over from an output that ended: %s", url, error)
+
+
+class RemoteFolder:
+    """A directory at a URL, which is completed by the last file."""
+
+    def __init__(self, fs: RemoteFileSystem, path: str, last: str, held: frozenset[str]) -> None:
+        self.path = path
+        self._fs = fs
+        self._last = last
+        self._held = held
+
+    @contextmanager
+    def file(self, name: str, *, buffering: int = -1) -> Iterator[IO[bytes]]:
+        """Yield a new file; it appears when the block ends.
+
+        Raises:
+            CannotLook: It completes the output, and somebody else has written it.
+        """
+        url = self._fs.concat_path(self.path, name)
+        if name == self._last and self._fs.exists(url):
+            raise _is_there(self.path)
+        with self._fs.create_stream(url, "wb") as stream:
+            yield stream
+
+    def has(self, name: str) -> bool:
+        """Whether an earlier attempt has finished a file."""
+        return name in self._held
+
+
+AnyOutput = Output | RemoteOutput
+AnyFolder = Folder | RemoteFolder
+
+
+@contextmanager
+def replaced_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """Yield a file to write into; it replaces the one of that name when the block ends."""
+    path = local_or_url(path)
+    if is_url(path):
+        fs = RemoteFileSystem()
+        with fs.create_stream(fs.init_path(path), "wb") as stream:
+            yield stream
+        return
+    target = Path(path)
+    partial = target.with_name(f".{target.name.lstrip('.')}.{uuid4().hex}.partial")
+    try:
+        with _new_file(partial) as written:
+            yield written
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+    _sync_directory(target.parent)
+
+
+def _absent(path: str | os.PathLike[str]) -> Path:
+    """Return the path of an output, which does not exist yet or is an empty directory.
+
+    Raises:
+        CannotLook: It exists.
+    """
+    out = Path(path)
+    is_empty = out.is_dir() and not out.is_symlink() and not any(out.iterdir())
+    if os.path.lexists(out) and not is_empty:
+        raise _is_there(out)
+    return out
+
+
+def _is_there(out: str | os.PathLike[str]) -> CannotLook:
+    return CannotLook(
+        f"{format_name(out)}: is there already, and is left as it is\n"
+        "    way out:     give another name"
+    )
+
+
+@contextmanager
+def _new_file(path: Path, *, buffering: int = -1) -> Iterator[IO[bytes]]:
+    """Yield a new file to write into; it is on disk when the block ends, and links are refused."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
+    with errors_of(path), open(descriptor, "wb", buffering=buffering) as stream:
+        yield stream
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _is_own_file(path: Path) -> bool:
+    """Whether this is a plain file of this user's, and no link to one."""
+    try:
+        held = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISREG(held.st_mode) and held.st_uid == os.geteuid()
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, a directory with its content, or a link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass  # some file systems cannot sync directories
+    finally:
+        os.close(descriptor)

@@ -1,1 +1,0 @@
-"""``reshard``: a checkpoint rewritten for the world that loads it."""

@@ -1,0 +1,267 @@
+"""Outputs appear as a whole, one writer makes them, and nothing is written through links."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dcp_placements.offline import CannotLook, Checkpoint, draw, merge_metadata, save_figure
+from dcp_placements.offline.box_reads import BoxReader
+from dcp_placements.offline.output import Output, replaced_file
+from tests.offline_scenes import Run, save_sharded
+
+ROOT = Path(__file__).parents[2]
+ROUNDS = int(os.environ.get("DCP_PLACEMENTS_ROUNDS", "4"))
+
+WORKER = """
+import contextlib, io, json, sys
+from dcp_placements.cli import main
+import dcp_placements.offline
+print("ready", flush=True)
+for line in sys.stdin:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(json.loads(line))
+    print(json.dumps([code, err.getvalue()]), flush=True)
+"""
+
+
+def start_worker(stack: ExitStack, *program: str) -> subprocess.Popen[str]:
+    """Start a process that runs in the background, and ends with the test."""
+    worker = subprocess.Popen(
+        [sys.executable, "-c", *program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    stack.enter_context(worker)
+    stack.callback(worker.kill)
+    return worker
+
+
+def line_of(worker: subprocess.Popen[str]) -> str:
+    assert worker.stdout is not None
+    return worker.stdout.readline().strip()
+
+
+def test_of_two_at_once_one_succeeds_and_the_other_names_it(tmp_path: Path) -> None:
+    sources = []
+    for number in range(2):
+        (tmp_path / f"hf{number}").mkdir()
+        held = {"w": torch.full((300, 1000), float(number)), f"only{number}": torch.ones(3)}
+        save_file(held, tmp_path / f"hf{number}" / "model.safetensors")
+        sources.append(tmp_path / f"hf{number}")
+    with ExitStack() as stack:
+        workers = [start_worker(stack, WORKER) for _ in sources]
+        for worker in workers:
+            assert line_of(worker) == "ready"
+        for number in range(ROUNDS):
+            how = "import" if number % 2 else "export"
+            out = tmp_path / "out" / str(number)
+            for worker, source in zip(workers, sources, strict=True):
+                assert worker.stdin is not None
+                worker.stdin.write(json.dumps([how, str(source), str(out)]) + "\n")
+                worker.stdin.flush()
+            ended = [json.loads(line_of(worker)) for worker in workers]
+            codes = [code for code, _ in ended]
+            assert sorted(codes) == [0, 2], ended
+            winner = codes.index(0)
+            message = ended[1 - winner][1]
+            assert "is being written" in message or "is there already" in message
+            found = Checkpoint(out)
+            with BoxReader(found) as reader:
+                w = found.tensors["w"]
+                assert torch.equal(reader.read(w, w.whole), torch.full((300, 1000), float(winner)))
+            assert sorted(found.tensors) == [f"only{winner}", "w"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
+        str(number) for number in range(ROUNDS)
+    )
+
+
+HOLDER = """
+import sys, time
+from dcp_placements.offline.output import Output, replaced_file
+with Output(sys.argv[1]) as output, output.directory([], "the same") as folder:
+    (folder.path / "half").write_text("half")
+    print("holds", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_m92_the_output_of_a_killed_process_is_resumed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with ExitStack() as stack:
+        worker = start_worker(stack, HOLDER, str(out))
+        assert line_of(worker) == "holds"
+        with pytest.raises(CannotLook, match="is being written by another process"):
+            Output(out).__enter__()
+        worker.kill()
+        worker.wait()
+        with Output(out) as output, output.directory([], "the same") as folder:
+            assert (folder.path / "half").read_text() == "half"
+            (folder.path / "whole").write_text("whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert sorted(path.name for path in out.iterdir()) == ["half", "whole"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_without_locks_of_the_file_system_the_file_is_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def flock(*given: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # filelock says so for one of them
+        with Output(tmp_path / "out") as output, output.directory([], "a") as folder:
+            with pytest.raises(CannotLook, match=r"if that process has ended, remove \.out\.lock"):
+                Output(tmp_path / "out").__enter__()
+            (folder.path / "whole").write_text("whole")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_two_threads_of_one_process_keep_each_other_out(tmp_path: Path) -> None:
+    with Output(tmp_path / "out"), pytest.raises(CannotLook, match="another process"):
+        Output(tmp_path / "out").__enter__()
+    with Output(tmp_path / "out"):
+        pass
+
+
+def test_what_fails_leaves_what_the_next_attempt_takes(tmp_path: Path) -> None:
+    def refused() -> None:
+        with Output(tmp_path / "a" / "b" / "out"):
+            raise RuntimeError
+
+    def file() -> None:
+        with replaced_file(tmp_path / "file") as stream:
+            stream.write(b"half")
+            raise RuntimeError
+
+    for fails in (refused, file):
+        with pytest.raises(RuntimeError):
+            fails()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_came_to_be_there_meanwhile_stays(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def directory() -> None:
+        with Output(out) as output, output.directory([], "a"):
+            out.mkdir()
+            (out / "precious").write_text("x")
+
+    with pytest.raises(CannotLook, match="is there already"):
+        directory()
+    assert (out / "precious").read_text() == "x"
+
+
+def plant(folder: Path, outside: Path, *names: str) -> None:
+    """Put links to a file elsewhere under the names that an output passes through."""
+    outside.write_text("precious")
+    for name in names:
+        (folder / name).symlink_to(outside)
+
+
+def test_merge_metadata_does_not_write_through_links(tmp_path: Path) -> None:
+    """M58: what was in the link's place is replaced; what it points to stays."""
+    path, outside = tmp_path / "ckpt", tmp_path / "outside"
+    save_sharded(path, collectives=False)
+    plant(path, outside, ".metadata", ".metadata.tmp", ".metadata.partial", "..metadata.partial")
+    os.remove(path / ".metadata")
+    merge_metadata(path)
+    assert outside.read_text() == "precious"
+    assert not (path / ".metadata").is_symlink()
+    assert len(Checkpoint(path).tensors) == 5
+
+
+def test_a_link_in_the_place_of_the_output_is_replaced_or_refused(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    outside = tmp_path / "outside"
+    save_sharded(tmp_path / "ckpt")
+    plant(tmp_path, outside, "a.png", ".a.png.tmp", ".a.png.partial")
+    save_figure(draw(tmp_path / "ckpt"), tmp_path / "a.png")
+    assert outside.read_text() == "precious"
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CannotLook, match="is there already"):
+        Output(tmp_path / "dangling")
+
+
+def test_a_planted_lock_is_not_followed(tmp_path: Path, run: Run) -> None:
+    save_sharded(tmp_path / "ckpt")
+    plant(tmp_path, tmp_path / "outside", ".out.lock")
+    ran = run("export", tmp_path / "ckpt", tmp_path / "out")
+    assert (ran.code, ran.out) == (2, "")
+    assert ".out.lock" in ran.err
+    assert (tmp_path / "outside").read_text() == "precious"
+
+
+def test_planted_parts_of_an_export_are_not_kept(tmp_path: Path, run: Run) -> None:
+    save_sharded(tmp_path / "ckpt")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("x")
+    (tmp_path / ".out.partial").symlink_to(outside)
+    ran = run("export", tmp_path / "ckpt", tmp_path / "out", "--to", "hf", "--prefix", "")
+    assert ran.code == 0, ran.err
+    assert [path.name for path in outside.iterdir()] == ["precious"]
+    assert not (tmp_path / "out").is_symlink()
+
+
+def test_what_a_stopped_attempt_left_is_kept_for_the_same_output_only(tmp_path: Path) -> None:
+    def attempt(identity: str) -> Any:
+        with Output(tmp_path / "out") as output, output.directory([], identity) as folder:
+            seen = sorted(path.name for path in folder.path.iterdir())
+            (folder.path / "part").write_text("part")
+            raise RuntimeError(seen)
+
+    for identity, seen in (("a", []), ("a", ["part"]), ("b", []), ("b", ["part"])):
+        with pytest.raises(RuntimeError) as caught:
+            attempt(identity)
+        assert caught.value.args[0] == sorted(["identity", *seen])
+
+
+@pytest.mark.parametrize("free", [100, 10_000])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("export", "ckpt", "out", "--to", "hf"),
+        ("import", "hf", "out"),
+    ],
+)
+def test_too_little_room_is_refused_before_anything_is_written(
+    tmp_path: Path,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...],
+    free: int,
+) -> None:
+    save_sharded(tmp_path / "ckpt")
+    (tmp_path / "hf").mkdir()
+    save_file({"w": torch.ones(200)}, tmp_path / "hf" / "model.safetensors")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
+    ran = run(*command)
+    if free > 1000:
+        assert (tmp_path / "out").exists(), ran.err
+        return
+    assert ran.code == 2
+    assert re.search(r"out: it takes [0-9.]+ (B|KiB), and there is room for 100 B", ran.err)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before

@@ -1,0 +1,249 @@
+"""A torch file per rank, as verl and home-made trainers leave them, against plain slicing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hazard_scenes import read_whole
+from safetensors.torch import load_file
+from torch.distributed.tensor import Shard
+
+from dcp_placements import CheckpointPlacement, MeshCoordinate, PlacementError, Placements
+from dcp_placements.offline import (
+    CannotLook,
+    export_safetensors,
+    import_checkpoint,
+    open_source,
+    verify,
+)
+from dcp_placements.testing import cut
+from tests.convert.hostile import Hostile
+from tests.offline_scenes import Run, run
+from tests.strategies import arange
+
+__all__ = ["run"]
+
+ROOT = Path(__file__).parents[2]
+
+SAVER = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from tests.convert.test_rank_files import wholes, local_part
+
+folder, kind = sys.argv[1:]
+for rank in range(8):
+    dist.init_process_group("fake", rank=rank, world_size=8, store=FakeStore())
+    if kind == "fsdp":
+        mesh = fsdp = init_device_mesh("cpu", (8,), mesh_dim_names=("fsdp",))
+    elif kind == "hsdp":
+        mesh = fsdp = init_device_mesh("cpu", (2, 4), mesh_dim_names=("ddp", "fsdp"))
+    else:
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("ep", "fsdp"))
+        fsdp = mesh["fsdp"]
+    model = {}
+    for key, whole in wholes().items():
+        is_expert = kind == "ep" and "experts" in key
+        rows = whole.chunk(2)[rank // 4] if is_expert else whole
+        size, at = (8, rank) if kind == "fsdp" else (4, rank % 4)
+        local = local_part(rows, size, at)
+        placements = [Shard(0)] if fsdp.ndim == 1 else [Replicate(), Shard(0)]
+        model[key] = DTensor.from_local(
+            local, fsdp, placements, run_check=False, shape=rows.shape, stride=rows.stride()
+        )
+    state = {0: {"exp_avg": model["embed.weight"], "step": torch.tensor(3.0)}}
+    for name, value in {
+        "model": model,
+        "optim": {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]},
+        "extra_state": {"lr_scheduler": {"last_epoch": 3}, "rng": {"cpu": torch.arange(4)}},
+    }.items():
+        torch.save(value, f"{folder}/{name}_world_size_8_rank_{rank}.pt")
+    dist.destroy_process_group()
+"""
+
+
+def wholes() -> dict[str, torch.Tensor]:
+    """Return a model's whole tensors; 13 rows leave short and empty parts."""
+    return {
+        "embed.weight": arange((13, 4)).to(torch.bfloat16),
+        "layers.0.experts.gate_up": arange((4, 6, 3)) + 100,
+        "layers.0.norm.weight": arange((5,)) + 1000,
+    }
+
+
+def local_part(rows: torch.Tensor, size: int, at: int) -> torch.Tensor:
+    """Return the part of one rank, cut by ``torch.chunk``."""
+    parts = rows.chunk(size)
+    return parts[at].clone() if at < len(parts) else rows[:0].clone()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Give what eight ranks of verl save: real DTensors, in a process of their own."""
+    held: dict[str, Path] = {}
+
+    def save(kind: str) -> Path:
+        if kind not in held:
+            held[kind] = tmp_path_factory.mktemp(kind)
+            subprocess.run(
+                [sys.executable, "-c", SAVER, held[kind], kind],
+                check=True,
+                cwd=ROOT,
+                env={"PYTHONPATH": f"{ROOT}:{ROOT}/tests", "PATH": ""},
+            )
+            (held[kind] / "fsdp_config.json").write_text("{}")
+        return held[kind]
+
+    return save
+
+
+def by_ep(mesh: MeshCoordinate) -> Placements:
+    """Return what a rank of verl's world with expert parallelism declares."""
+    return Placements({"experts": CheckpointPlacement(mesh, {"ep": Shard(0)})})
+
+
+def assert_whole(found: dict[str, torch.Tensor]) -> None:
+    expected = wholes()
+    assert found.keys() == expected.keys()
+    for key, whole in expected.items():
+        assert found[key].dtype == whole.dtype
+        assert torch.equal(found[key], whole), key
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "hsdp", "ep"])
+def test_verls_files_become_a_checkpoint_and_safetensors(
+    saved: Callable[[str], Path], kind: str, tmp_path: Path, run: Run
+) -> None:
+    source = saved(kind)
+    options: tuple[str, ...] = ()
+    if kind == "ep":
+        rules = "tests.convert.test_rank_files:by_ep"
+        options = ("--rules", rules, "--mesh", "ep=2,fsdp=4")
+    ran = run("import", source, tmp_path / "dcp", *options, "--json")
+    assert ran.code == 0, ran.err
+    assert_whole(read_whole(tmp_path / "dcp"))
+    assert verify(tmp_path / "dcp", contents=True).sound
+    assert {part["what"] for part in ran.json["beside"]} == {
+        "optim_world_size_8.pt",
+        "extra_state_world_size_8.pt",
+    }
+    ran = run("export", source, tmp_path / "hf", *options)
+    assert ran.code == 0, ran.err
+    assert "left out: extra_state_world_size_8.pt" in ran.out
+    assert_whole(load_file(tmp_path / "hf" / "model.safetensors"))
+
+
+def test_experts_of_an_axis_that_nothing_names_are_refused(
+    saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    with pytest.raises(PlacementError, match=r"experts\.gate_up: .* differ in 18 of 18") as caught:
+        import_checkpoint(saved("ep"), tmp_path / "out")
+    assert "an axis that cuts it (ep) is in no rule and no DTensor" in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_renamed_or_foreign_file_is_refused(
+    saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    files = {file.name: file.read_bytes() for file in saved("fsdp").glob("model*")}
+
+    def written(**changed: bytes | None) -> Path:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        for name, data in (files | changed).items():
+            if data is not None:
+                (folder / name).write_bytes(data)
+        return folder
+
+    name = "model_world_size_8_rank_{}.pt".format
+    with pytest.raises(PlacementError, match="of 8 ranks these have no file: 3"):
+        open_source(written(**{name(3): None}))
+    with pytest.raises(PlacementError, match="was written by rank 2, in the file of rank 3"):
+        open_source(written(**{name(3): files[name(2)]}))
+    with pytest.raises(CannotLook, match="files of several kinds"):
+        open_source(written(**{"model_world_size_4_rank_0.pt": b""}))
+    torch.save({"w": Hostile(tmp_path / "ran")}, tmp_path / "evil")
+    with pytest.raises(CannotLook, match=r"asks for: +posix\.system"):
+        open_source(written(**{name(3): (tmp_path / "evil").read_bytes()}))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_plain_shards_are_placed_by_rules_with_renames(tmp_path: Path, run: Run) -> None:
+    """A home-made trainer: plain tensors, experts numbered per rank, nested dicts."""
+    experts = {f"experts.{n}.w": arange((4, 3)) + 100 * n for n in range(4)}
+    norm, table = arange((5,)), arange((6, 7)) + 1000
+    source = tmp_path / "src"
+    source.mkdir()
+    for rank in range(4):
+        ep, tp = divmod(rank, 2)
+        model: dict[str, Any] = {
+            f"experts.{n}.w": cut(experts[f"experts.{2 * ep + n}.w"], [Shard(1)], (2,), (tp,))
+            for n in range(2)
+        }
+        model |= {"norm": norm, "table": cut(table, [Shard(0)], (2,), (tp,))}
+        torch.save({"model": model, "step": 7}, source / f"shard-{rank}.pth")
+    options = (
+        *("--files", "shard-{rank}.pth", "--mesh", "ep=2,tp=2"),
+        *("--rules", "tests.convert.test_rank_files:home_made"),
+    )
+    ran = run("import", source, tmp_path / "dcp", *options)
+    assert ran.code == 0, ran.err
+    found = read_whole(tmp_path / "dcp")
+    expected = {f"model.{k}": v for k, v in {**experts, "norm": norm, "table": table}.items()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], whole) for key, whole in expected.items())
+    assert "copies, found equal" in ran.out
+    ran = run("import", source, tmp_path / "two", *options[:2])
+    assert (ran.code, "contradict each other" in ran.err) == (1, True)
+    ran = run("import", source, tmp_path / "two", *options[:2], "--mesh", "ep=2", *options[4:])
+    assert (ran.code, "files of 4 ranks, and a mesh of 2" in ran.err) == (1, True)
+    torch.save({"model": model, "step": 7}, source / "shard-1.pth")
+    ran = run("import", source, tmp_path / "two", *options)
+    assert (ran.code, "contradict each other" in ran.err) == (1, True)
+
+
+def home_made(mesh: MeshCoordinate) -> Placements:
+    """Return what a rank of the home-made trainer declares."""
+    from dcp_placements import Renumber, contiguous
+
+    mine = contiguous([2, 2], at=mesh.get_coordinate()[0])
+    return Placements(
+        {
+            "experts.*.w": CheckpointPlacement(mesh, {"tp": Shard(1)}),
+            "table": CheckpointPlacement(mesh, {"tp": Shard(0)}),
+        },
+        rename=Renumber("experts.{}", mine, total=4),
+    )
+
+
+def test_a_stopped_import_of_ranks_files_is_continued(
+    saved: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dcp_placements.convert.layout.FILE_NBYTES", 150)
+
+    def stop(done: int, total: int) -> None:
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        import_checkpoint(saved("fsdp"), tmp_path / "out", progress=stop)
+    assert import_checkpoint(saved("fsdp"), tmp_path / "out").kept
+    import_checkpoint(saved("fsdp"), tmp_path / "whole")
+    one, other = (
+        {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()}
+        for name in ("out", "whole")
+    )
+    assert one == other
+    assert_whole(read_whole(tmp_path / "out"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+    export_safetensors(open_source(saved("fsdp")), tmp_path / "hf", max_shard_size=100)
+    assert len(list((tmp_path / "hf").iterdir())) == 4

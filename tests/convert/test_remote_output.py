@@ -1,0 +1,350 @@
+"""The command line on URLs: checkpoints, outputs and their last file, errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from safetensors.torch import load as load_safetensors
+
+from dcp_placements import PlacementFileSystemReader
+from dcp_placements.errors import CannotLook
+from dcp_placements.offline import (
+    Checkpoint,
+    diff,
+    export_safetensors,
+    import_checkpoint,
+    merge_metadata,
+)
+from dcp_placements.offline.output import MARKER, RemoteOutput
+from dcp_placements.storage.remote import RemoteFileSystem
+from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
+from tests.remote_scenes import contents, memory, names
+from tests.storage_scenes import load, same
+
+__all__ = ["memory"]
+
+
+@pytest.fixture
+def writes(memory: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Give the names of files in memory in the order in which they are begun."""
+    order: list[str] = []
+    for name in ("pipe_file", "_open"):
+        real = getattr(MemoryFileSystem, name)
+
+        def noted(self: Any, path: str, *args: Any, _real: Any = real, **kwargs: Any) -> Any:
+            if _real.__name__ == "pipe_file" or "wb" in (*args, *kwargs.values()):
+                order.append(path.rpartition("/")[2])
+            return _real(self, path, *args, **kwargs)
+
+        monkeypatch.setattr(MemoryFileSystem, name, noted)
+    return order
+
+
+def upload(source: Path, url: str) -> None:
+    fs = fsspec.filesystem("memory")
+    for path in source.iterdir():
+        fs.pipe_file(f"{url}/{path.name}", path.read_bytes())
+
+
+def test_safetensors_are_exported_to_a_url_and_imported_from_it(
+    tmp_path: Path, memory: str, run: Run
+) -> None:
+    save_sharded(tmp_path / "ckpt")
+    upload(tmp_path / "ckpt", f"{memory}/ckpt")
+    out = f"{memory}/hf"
+    ran = run("export", f"{memory}/ckpt", out, "--to", "hf", "--max-shard-size", "500", "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["out"] == out
+    held = names(out)
+    assert held[-1] == "model.safetensors.index.json"
+    tensors: dict[str, torch.Tensor] = {}
+    for name in held[:-1]:
+        tensors |= load_safetensors(fsspec.filesystem("memory").cat_file(f"{out}/{name}"))
+    assert tensors.keys() == wholes().keys()
+    assert all(same(tensors[key], value) for key, value in wholes().items())
+    again = run("export", f"{memory}/ckpt", out, "--to", "hf")
+    assert (again.code, "is there already" in again.err) == (2, True)
+    ran = run(
+        "import",
+        out,
+        f"{memory}/dcp",
+    )
+    assert ran.code == 0, ran.err
+    assert diff(f"{memory}/dcp", out).same
+    assert run("verify", f"{memory}/dcp", "--contents").code == 0
+    assert run("diff", f"{memory}/dcp", tmp_path / "ckpt", "--json").code in (0, 1)
+
+
+def test_the_last_file_completes_an_output(
+    tmp_path: Path, memory: str, run: Run, writes: list[str]
+) -> None:
+    save_hugging_face(tmp_path / "hf", wholes())
+    assert (
+        run(
+            "import",
+            tmp_path / "hf",
+            f"{memory}/dcp",
+        ).code
+        == 0
+    )
+    assert writes[-1] == ".metadata"
+    assert len(writes) > 1
+    writes.clear()
+    out = f"{memory}/out"
+    assert run("export", tmp_path / "hf", out, "--to", "hf", "--max-shard-size", "500").code == 0
+    assert writes[-1] == "model.safetensors.index.json"
+    assert len(writes) > 2
+
+
+class Sftp(MemoryFileSystem):
+    """A file system that is no object store: a file may be there in part."""
+
+    protocol = "parts"
+    store: dict[str, Any] = {}  # noqa: RUF012
+    pseudo_dirs = [""]  # noqa: RUF012
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return MemoryFileSystem._strip_protocol(path.replace("parts://", "memory://"))
+
+
+def test_what_fails_leaves_nothing_where_a_file_may_be_there_in_part(tmp_path: Path) -> None:
+    fsspec.register_implementation("parts", Sftp, clobber=True)
+    four_files(tmp_path)
+    stopped_export(tmp_path, "parts://there/out")
+    assert names("parts://there/out") == []
+    export_safetensors(tmp_path, "parts://there/out", max_shard_size=4000)
+    assert len(names("parts://there/out")) == 5
+    fsspec.filesystem("parts").pipe_file("parts://there/two/.unfinished", b"x y")
+    with pytest.raises(CannotLook, match="another output was begun here"):
+        export_safetensors(tmp_path, "parts://there/two", max_shard_size=4000)
+
+
+def stopped_export(source: Path, url: str, **options: Any) -> None:
+    """Begin an export of four files, and stop it after two of them."""
+
+    def stop(done: int, total: int) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export_safetensors(source, url, max_shard_size=4000, progress=stop, **options)
+
+
+def four_files(path: Path) -> dict[str, torch.Tensor]:
+    tensors = {f"w{n}": torch.arange(1000.0) + n for n in range(4)}
+    save_hugging_face(path, tensors)
+    return tensors
+
+
+def held_at(url: str) -> dict[str, torch.Tensor]:
+    """Return the tensors of an export, and check that nothing but its files is there."""
+    fs = fsspec.filesystem("memory")
+    index = json.loads(fs.cat_file(f"{url}/model.safetensors.index.json"))
+    files = sorted(set(index["weight_map"].values()))
+    assert names(url) == [*files, "model.safetensors.index.json"]
+    return {
+        k: v for file in files for k, v in load_safetensors(fs.cat_file(f"{url}/{file}")).items()
+    }
+
+
+def test_an_export_goes_on_where_it_was_stopped(tmp_path: Path, memory: str) -> None:
+    tensors = four_files(tmp_path)
+    out = f"{memory}/out"
+    stopped_export(tmp_path, out)
+    assert [name for name in names(out) if not name.startswith(MARKER)] == [
+        f"model-0000{n}-of-00004.safetensors" for n in (1, 2)
+    ]
+    with pytest.raises(CannotLook, match="the export to this directory has not finished"):
+        Checkpoint(out)
+    exported = export_safetensors(tmp_path, out, max_shard_size=4000)
+    assert len(exported.kept) == 2
+    held = held_at(out)
+    assert held.keys() == tensors.keys()
+    assert all(same(held[key], value) for key, value in tensors.items())
+    with pytest.raises(CannotLook, match="is there already"):
+        export_safetensors(tmp_path, out, max_shard_size=4000)
+
+
+def test_another_export_takes_nothing_from_the_one_that_was_stopped(
+    tmp_path: Path, memory: str
+) -> None:
+    four_files(tmp_path)
+    out = f"{memory}/out"
+    stopped_export(tmp_path, out)
+    before = contents(out)
+    with pytest.raises(CannotLook, match="another output was begun here") as caught:
+        export_safetensors(tmp_path, out, max_shard_size=4000, dtype=torch.bfloat16)
+    assert f"remove what is there, {MARKER} last" in str(caught.value)
+    assert contents(out) == before
+    fsspec.filesystem("memory").rm(out, recursive=True)
+    exported = export_safetensors(tmp_path, out, max_shard_size=4000, dtype=torch.bfloat16)
+    assert exported.kept == ()
+    assert {tensor.dtype for tensor in held_at(out).values()} == {torch.bfloat16}
+
+
+def test_a_source_that_was_written_again_is_another_output(tmp_path: Path, memory: str) -> None:
+    source, out = f"{memory}/source", f"{memory}/out"
+    four_files(tmp_path)
+    upload(tmp_path, source)
+    stopped_export(source, out)  # type: ignore[arg-type]
+    upload(tmp_path, source)
+    with pytest.raises(CannotLook, match="another output was begun here"):
+        export_safetensors(source, out, max_shard_size=4000)
+
+
+def test_of_two_with_one_identity_the_second_goes_on_and_the_bytes_are_the_same(
+    tmp_path: Path, memory: str
+) -> None:
+    four_files(tmp_path)
+    out, ended = f"{memory}/out", []
+
+    def meanwhile(done: int, total: int) -> None:
+        if done > total // 2 and not ended:
+            ended.append(export_safetensors(tmp_path, out, max_shard_size=4000))
+
+    with pytest.raises(CannotLook, match="is there already"):
+        export_safetensors(tmp_path, out, max_shard_size=4000, progress=meanwhile)
+    assert len(ended) == 1
+    assert len(held_at(out)) == 4
+    export_safetensors(tmp_path, f"{memory}/alone", max_shard_size=4000)
+    assert contents(out) == contents(f"{memory}/alone")
+
+
+@pytest.mark.parametrize("note", [b"", b"no json", b"\xff", b'{"files": [], "identity": null}'])
+def test_a_marker_of_somebody_else_is_left_alone(memory: str, note: bytes) -> None:
+    fs, url = fsspec.filesystem("memory"), f"{memory}/out"
+    fs.pipe_file(f"{url}/{MARKER}", note)
+    fs.pipe_file(f"{url}/part", b"x")
+    before = contents(url)
+    with pytest.raises(CannotLook, match=f"found:       {MARKER}"):
+        RemoteOutput(url).directory(["part", "whole"], "mine").__enter__()
+    assert contents(url) == before
+
+
+def test_an_output_that_was_finished_meanwhile_stays(
+    memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process begins and finishes between any two requests."""
+    url = f"{memory}/out"
+    real = RemoteFileSystem.create
+
+    def late(self: RemoteFileSystem, path: str, data: bytes) -> bool:
+        monkeypatch.setattr(RemoteFileSystem, "create", real)
+        output = RemoteOutput(url).directory(["theirs"], "their")
+        with output as folder, folder.file("theirs") as stream:
+            stream.write(b"x")
+        return real(self, path, data)
+
+    waiting = RemoteOutput(url)
+    monkeypatch.setattr(RemoteFileSystem, "create", late)
+    with pytest.raises(CannotLook, match="is there already"):
+        waiting.directory(["mine"], "mine").__enter__()
+    assert names(url) == ["theirs"]
+    with pytest.raises(CannotLook, match="is there already"):
+        RemoteOutput(url)
+    with pytest.raises(CannotLook, match="is there already"):
+        RemoteOutput(f"{url}/theirs")
+
+
+def test_a_finished_output_with_its_marker_left_over_stays(memory: str) -> None:
+    fs, url = fsspec.filesystem("memory"), f"{memory}/out"
+    for name, data in ((MARKER, b"mine 1"), ("__0_0.distcp", b"x"), (".metadata", b"x")):
+        fs.pipe_file(f"{url}/{name}", data)
+    with pytest.raises(CannotLook, match="is there already"):
+        RemoteOutput(url).directory(["__0_0.distcp", ".metadata"], "mine").__enter__()
+    assert names(url) == [".metadata", "__0_0.distcp"]
+
+
+OTHER_FILES = ("step-100/.metadata", ".metadata", "notes.txt", f"step/{MARKER}1", f"{MARKER}01")
+
+
+@pytest.mark.parametrize("name", OTHER_FILES)
+def test_an_interrupted_export_goes_on_beside_no_file_of_others(
+    tmp_path: Path, memory: str, name: str
+) -> None:
+    four_files(tmp_path)
+    out = f"{memory}/out"
+    stopped_export(tmp_path, out)
+    fsspec.filesystem("memory").pipe_file(f"{out}/{name}", b"theirs")
+    before = contents(out)
+    with pytest.raises(CannotLook, match="another output was begun here") as caught:
+        export_safetensors(tmp_path, out, max_shard_size=4000)
+    assert f"found:       {name}: not of this output\n" in str(caught.value)
+    assert contents(out) == before
+
+
+def test_an_import_replaces_no_checkpoint_that_appeared_meanwhile(
+    tmp_path: Path, memory: str
+) -> None:
+    four_files(tmp_path / "hf")
+    save_sharded(tmp_path / "ckpt")
+    out = f"{memory}/out"
+    theirs = {path.name: path.read_bytes() for path in (tmp_path / "ckpt").iterdir()}
+    with pytest.raises(CannotLook, match="is there already"):
+        import_checkpoint(
+            tmp_path / "hf", out, progress=lambda done, total: upload(tmp_path / "ckpt", out)
+        )
+    assert theirs.items() <= contents(out).items()
+
+
+def test_metadata_of_ranks_are_merged_at_a_url(tmp_path: Path, memory: str, run: Run) -> None:
+    save_sharded(tmp_path, collectives=False)
+    upload(tmp_path, memory)
+    assert ".metadata" not in names(memory)
+    ran = run("merge-metadata", memory)
+    assert ran.code == 0, ran.err
+    assert ".metadata" in names(memory)
+    merge_metadata(memory)  # again, over the first
+    read = load(Path("none"), {"scale": torch.zeros(())}, PlacementFileSystemReader(memory))
+    assert float(read["scale"]) == 3.5
+
+
+def test_a_picture_goes_to_a_url(tmp_path: Path, memory: str, run: Run) -> None:
+    pytest.importorskip("matplotlib")
+    save_sharded(tmp_path)
+    assert run("draw", tmp_path, "-o", f"{memory}/a.png").code == 0
+    assert fsspec.filesystem("memory").cat_file(f"{memory}/a.png").startswith(b"\x89PNG")
+
+
+def test_no_command_makes_a_folder_of_a_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    save_sharded(tmp_path / "ckpt", collectives=False)
+    monkeypatch.chdir(tmp_path)
+    for command in (
+        ("verify", "nothing://b/x"),
+        ("merge-metadata", "nothing://b/x"),
+        ("doctor", "nothing://b/x"),
+        ("export", "ckpt", "nothing://b/x", "--to", "hf"),
+        (
+            "import",
+            "ckpt",
+            "nothing://b/x",
+        ),
+        ("import", "ckpt", "nothing://b/x"),
+        ("draw", "ckpt", "-o", "nothing://b/x.png"),
+    ):
+        ran = run(*command)
+        assert (ran.code, ran.out) == (2, ""), command
+        assert "Protocol not known: nothing" in ran.err
+        assert ran.err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_options_of_the_storage_are_given_by_name(memory: str, tmp_path: Path, run: Run) -> None:
+    save_sharded(tmp_path)
+    upload(tmp_path, memory)
+    options = ("--storage-option", f"path={memory}", "--storage-option", "target_protocol=memory")
+    before = dict(fsspec.config.conf)
+    ran = run("verify", "dir://ckpt/..", *options)
+    assert fsspec.config.conf == before
+    assert ran.code in (0, 2)
+    ran = run("verify", memory, "--storage-option", "nonsense")
+    assert (ran.code, "write KEY=VALUE" in ran.err) == (2, True)

@@ -1,0 +1,331 @@
+"""``import`` of safetensors as a DCP checkpoint, read back by torch's default planner."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hazard_scenes import read_whole
+from safetensors.torch import save_file
+from torch.distributed.tensor import Shard
+
+from dcp_placements import (
+    CheckpointPlacement,
+    PlacementError,
+    PlacementLoadPlanner,
+    PlacementRules,
+    Replace,
+    Split,
+    Stack,
+    Unstack,
+)
+from dcp_placements.convert import layout
+from dcp_placements.offline import (
+    CannotLook,
+    Checkpoint,
+    diff,
+    export_safetensors,
+    import_checkpoint,
+    verify,
+)
+from dcp_placements.presets import hub
+from dcp_placements.storage.safetensors_files import DTYPES
+from dcp_placements.testing import FakeDTensor, World, cut
+from tests.offline_scenes import Run, overwriting, run, save_hugging_face
+from tests.strategies import arange
+
+__all__ = ["run"]
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """Return what a directory of the hub holds."""
+    held = {
+        **{f"mlp.experts.{n}.gate_proj.weight": arange((3, 4)) + 100 * n for n in range(4)},
+        **{f"mlp.experts.{n}.up_proj.weight": arange((3, 4)) + 100 * n + 50 for n in range(4)},
+        **{f"mlp.experts.{n}.down_proj.weight": arange((4, 3)) + 100 * n + 25 for n in range(4)},
+        "mlp.gate.weight": arange((4, 4)).to(torch.bfloat16),
+        "none": torch.empty(0, 3),
+        "scalar": torch.tensor(5),
+    }
+    raw = torch.arange(48, dtype=torch.uint8) % 2
+    return held | {f"t{i}": raw.clone().view(d) for i, d in enumerate(DTYPES.values())}
+
+
+def test_every_tensor_is_there_whatever_its_dtype(tmp_path: Path) -> None:
+    held = tensors()
+    save_hugging_face(tmp_path / "hf", held)
+    result = import_checkpoint(tmp_path / "hf", tmp_path / "ckpt")
+    assert set(result.keys) == set(held)
+    assert result.nbytes == sum(tensor.nbytes for tensor in held.values())
+    found = read_whole(tmp_path / "ckpt")
+    assert sorted(found) == sorted(held)
+    for name, tensor in held.items():
+        assert found[name].dtype == tensor.dtype
+        assert found[name].shape == tensor.shape
+        a, b = found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)
+        assert torch.equal(a, b), name
+    assert verify(tmp_path / "ckpt", contents=True).sound
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "hf"]
+
+
+def test_pieces_and_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = {"w": arange((1 << 16, 8)), "v": arange((7, 5))}
+    (tmp_path / "hf").mkdir()
+    save_file(whole, tmp_path / "hf" / "model.safetensors")
+    monkeypatch.setattr(layout, "FILE_NBYTES", 1 << 20)
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", memory=4 << 20)
+    found = read_whole(tmp_path / "ckpt")
+    assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+    sizes = [path.stat().st_size for path in (tmp_path / "ckpt").glob("*.distcp")]
+    assert len(sizes) == 3
+    assert max(sizes) < (1 << 20) + 8192
+
+
+def test_what_is_imported_loads_into_stacked_and_fused_experts_and_exports_again(
+    tmp_path: Path,
+) -> None:
+    held = {name: t for name, t in tensors().items() if "mlp" in name}
+    save_hugging_face(tmp_path / "hf", held)
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt")
+    rows = [
+        torch.cat([held[f"mlp.experts.{n}.{part}_proj.weight"] for part in ("gate", "up")])
+        for n in range(4)
+    ]
+    whole, world = torch.stack(rows), World(4)
+
+    def state_dict(rank: int, fill: float | None = None) -> dict[str, Any]:
+        mesh = world.mesh(rank, ep=2, fsdp=2)
+        mine = cut(whole, [Shard(0)], (2,), mesh["ep"].get_coordinate())
+        made = FakeDTensor.distribute(mine, mesh["fsdp"], [Shard(1)])
+        if fill is not None:
+            made.to_local().fill_(fill)
+        return {"mlp.experts.gate_up_proj": made}
+
+    def planner(rank: int) -> PlacementLoadPlanner:
+        by = CheckpointPlacement(world.mesh(rank, ep=2, fsdp=2), {"ep": Shard(0)})
+        return PlacementLoadPlanner(PlacementRules({"mlp.experts": by}), rename=hub.qwen3_moe)
+
+    loaded = world.load(tmp_path / "ckpt", lambda rank: state_dict(rank, -1), planner)
+    for rank in range(4):
+        wanted = state_dict(rank)["mlp.experts.gate_up_proj"].to_local()
+        assert torch.equal(loaded[rank]["mlp.experts.gate_up_proj"].to_local(), wanted)
+    export_safetensors(tmp_path / "ckpt", tmp_path / "again")
+    assert diff(tmp_path / "again", tmp_path / "hf").same
+
+
+@pytest.mark.parametrize(
+    ("held", "rename", "parts"),
+    [
+        (
+            {f"layers.0.experts.{n}.w1": (3, 4) for n in range(2)},
+            Unstack("experts.{}"),
+            ["layers.0.experts.1.w1: has a number already where Unstack(pattern='experts.{}'"],
+        ),
+        (
+            {"mlp.experts.0.down_proj.weight": (4, 3), "mlp.experts.0.up_proj.weight": (3, 4)},
+            hub.qwen3_moe,
+            ["rename= makes mlp.experts.{}.down_proj.weight.weight of it, and it is no stack"],
+        ),
+        (
+            {"experts.0.gate_up": (4, 3)},
+            Split("experts.*.gate_up", ("experts.{}.gate", "experts.{}.up")),
+            ["rename= makes experts.{}.gate of it, and it is no stack"],
+        ),
+    ],
+)
+def test_m86_the_rename_of_an_export_is_not_applied_to_its_own_names(
+    tmp_path: Path, held: dict[str, tuple[int, ...]], rename: Any, parts: list[str]
+) -> None:
+    save_hugging_face(tmp_path / "hf", {name: torch.ones(shape) for name, shape in held.items()})
+    with pytest.raises(PlacementError) as refused:
+        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", rename=rename)
+    for part in parts:
+        assert part in str(refused.value), refused.value
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_stacked_experts_of_files_are_unstacked_by_a_rename(tmp_path: Path) -> None:
+    held = {"experts.w1": arange((3, 4, 2)), "experts.w2": arange((3, 2, 4))}
+    save_hugging_face(tmp_path / "hf", held)
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", rename=Unstack("experts.{}"))
+    found = read_whole(tmp_path / "ckpt")
+    assert sorted(found) == [f"experts.{n}.{name}" for n in range(3) for name in ("w1", "w2")]
+    for key, tensor in found.items():
+        _, n, name = key.split(".")
+        assert torch.equal(tensor, held[f"experts.{name}"][int(n)])
+
+
+@pytest.mark.parametrize(
+    "rename", [hub.mixtral, Stack("experts.{}.w", 3), Replace("module", ""), lambda name: name]
+)
+def test_a_rename_that_changes_no_name_is_refused(tmp_path: Path, rename: Any) -> None:
+    save_hugging_face(tmp_path / "hf", {"layers.0.w": torch.ones(2)})
+    with pytest.raises(PlacementError, match="rename changes none of these names"):
+        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", rename=rename)
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_a_rename_stacks(tmp_path: Path, run: Run) -> None:
+    held = {f"experts.{n}.w": arange((2, 3)) + n for n in range(3)}
+    save_hugging_face(tmp_path / "hf", held)
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", rename=Stack("experts.{}.w", 3))
+    assert torch.equal(read_whole(tmp_path / "ckpt")["experts.w"], torch.stack([*held.values()]))
+    ran = run("import", tmp_path / "hf", tmp_path / "cli", "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["tensors"] == 3
+    assert sorted(read_whole(tmp_path / "cli")) == sorted(held)
+
+
+def test_what_is_wrong_is_told_before_anything_is_written(tmp_path: Path, run: Run) -> None:
+    save_hugging_face(tmp_path / "hf", tensors())
+    with pytest.raises(PlacementError, match=r"gives this one name to both"):
+        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", rename=lambda name: "one")
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(PlacementError, match="DCP checkpoint already"):
+        import_checkpoint(tmp_path / "dcp", tmp_path / "ckpt")
+    with pytest.raises(PlacementError, match="is there already"):
+        import_checkpoint(tmp_path / "hf", tmp_path / "dcp")
+    for option in ("--vocab-size", "--expert-parallel-size"):
+        ran = run("import", tmp_path / "hf", tmp_path / "ckpt", option, 3)
+        assert ran.code == 2
+        assert "is not for a checkpoint" in ran.err
+    (tmp_path / "hf" / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(PlacementError, match=r"not whole\n.*missing_file"):
+        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(CannotLook):
+        import_checkpoint(tmp_path / "none", tmp_path / "ckpt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "hf", "none"]
+
+
+def test_a_stopped_import_is_continued_to_equal_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "FILE_NBYTES", 200)
+    save_hugging_face(tmp_path / "hf", tensors())
+
+    def stop(done: int, total: int) -> None:
+        if done > total / 2:
+            raise KeyboardInterrupt(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", progress=stop)
+    assert not (tmp_path / "ckpt").exists()
+    again = import_checkpoint(tmp_path / "hf", tmp_path / "ckpt")
+    assert 0 < len(again.kept) < len(again.files)
+    assert diff(tmp_path / "ckpt", tmp_path / "hf").same
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "hf"]
+    import_checkpoint(tmp_path / "hf", tmp_path / "whole")
+    one, other = (
+        {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()}
+        for name in ("ckpt", "whole")
+    )
+    assert one == other
+
+
+def test_files_that_are_overwritten_meanwhile_are_refused(tmp_path: Path) -> None:
+    source, out = tmp_path / "hf", tmp_path / "ckpt"
+    save_hugging_face(source, tensors())
+    with pytest.raises(CannotLook, match="it was overwritten while it was read") as caught:
+        import_checkpoint(source, out, progress=overwriting(source, "*.safetensors"))
+    assert "model-00001-of-00002.safetensors" in str(caught.value)
+    assert not out.exists()
+    import_checkpoint(source, out)
+    assert diff(out, source).same
+
+
+def test_m87_of_two_indices_none_is_guessed(tmp_path: Path, run: Run) -> None:
+    save_hugging_face(tmp_path / "hf", {"w": arange((3, 4)), "v": arange((5,))})
+    index = tmp_path / "hf" / "model.safetensors.index.json"
+    save_file({"w": torch.zeros(3, 4)}, tmp_path / "hf" / "model.bf16-00001-of-00001.safetensors")
+    other = tmp_path / "hf" / "model.bf16.safetensors.index.json"
+    other.write_text('{"weight_map": {"w": "model.bf16-00001-of-00001.safetensors"}}')
+    importing = ("import", tmp_path / "hf", tmp_path / "ckpt")
+    for command in (importing, ("inspect", tmp_path / "hf")):
+        ran = run(*command)
+        assert ran.code == 2, ran.out
+        assert f"2 indices of safetensors files: {other.name}, {index.name}" in ran.err
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    other.unlink()
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt")
+    assert torch.equal(read_whole(tmp_path / "ckpt")["w"], arange((3, 4)))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["model", "consolidated"],
+        ["adapter_model", "model-00001-of-00002", "model-00002-of-00002"],
+        ["model", "model.fp16"],
+        ["consolidated", "vision"],
+    ],
+)
+def test_m87_a_model_beside_other_files_is_refused(
+    tmp_path: Path, run: Run, names: list[str]
+) -> None:
+    (tmp_path / "hf").mkdir()
+    for number, name in enumerate(names):
+        save_file({f"w{number}": torch.ones(3)}, tmp_path / "hf" / f"{name}.safetensors")
+    ran = run("import", tmp_path / "hf", tmp_path / "ckpt")
+    assert ran.code == 2, ran.out
+    assert "safetensors files of 2 kinds, and no index" in ran.err
+    assert all(f"{name}.safetensors" in ran.err for name in names[:2])
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["attention", "experts"],
+        ["model-00001-of-00002", "model-00002-of-00002"],
+        ["shard-00001-model-00001-of-00001", "shard-00002-model-00001-of-00001"],
+    ],
+)
+def test_m87_files_of_one_kind_or_of_parts_are_one_model(tmp_path: Path, names: list[str]) -> None:
+    for number, name in enumerate(names):
+        save_file({f"w{number}": torch.ones(3)}, tmp_path / f"{name}.safetensors")
+    assert set(Checkpoint(tmp_path).tensors) == {"w0", "w1"}
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["model-00001-of-00002"], ["1 of 2 parts of model", "missing:     2\n"]),
+        (["model-2-of-9", "model-9-of-9"], ["2 of 9 parts", "missing:     1, 3, 4, 5 and more\n"]),
+        (["shard-00001-model-00001-of-00002"], ["1 of 2 parts of model", "missing:     2\n"]),
+        (["x-00000-of-00002"], ["1 of 2 parts of x", "missing:     1\n"]),
+        (["m-1-of-9999999999999999"], ["missing:     2, 3, 4, 5 and more\n"]),
+    ],
+)
+def test_parts_of_a_model_without_the_others_are_refused(
+    tmp_path: Path, run: Run, names: list[str], said: list[str]
+) -> None:
+    (tmp_path / "hf").mkdir()
+    for number, name in enumerate(names):
+        save_file({f"w{number}": torch.ones(3)}, tmp_path / "hf" / f"{name}.safetensors")
+    for asked in (
+        ("verify", tmp_path / "hf", "--contents"),
+        ("diff", tmp_path / "hf", tmp_path / "hf"),
+        ("import", tmp_path / "hf", tmp_path / "ckpt"),
+    ):
+        ran = run(*asked)
+        assert (ran.code, ran.out) == (2, "")
+        assert all(text in ran.err for text in said), ran.err
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_files_without_a_tensor_are_refused(tmp_path: Path, run: Run) -> None:
+    save_file({}, tmp_path / "model.safetensors")
+    ran = run("verify", tmp_path, "--contents")
+    assert (ran.code, ran.out) == (2, "")
+    assert "no tensor in model.safetensors" in ran.err
+
+
+def test_m87_where_there_is_an_index_other_files_do_not_count(tmp_path: Path) -> None:
+    save_hugging_face(tmp_path, {"w": torch.ones(3), "v": torch.ones(2)})
+    save_file({"w": torch.zeros(3), "u": torch.ones(2)}, tmp_path / "consolidated.safetensors")
+    assert set(Checkpoint(tmp_path).tensors) == {"w", "v"}
