@@ -385,8 +385,8 @@ def import_checkpoint(
         if opened.checkpoint is not None and opened.checkpoint.format != SAFETENSORS:
             raise PlacementError(
                 f"{opened.path}: this is a DCP checkpoint already\n"
-                "    way out:     load it as it is; rename=Stack of the planner makes layers of one "
-                "tensor of all of them"
+                "    way out:     load it as it is; with rename=Stack(...) where layers are one "
+                "tensor"
             )
         selection = select(opened, prefix="", optimizer=True)
         tensors = {tensor.fqn: tensor for tensor in _renamed(rename, selection.tensors)}
