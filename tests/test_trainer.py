@@ -12,7 +12,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import Shard
 
+from dcp_placements import CheckpointPlacement, MeshCoordinate, Placements
+from dcp_placements.offline import rehearse
 from tests.torchrun import forked
 
 README = Path(__file__).parent.parent / "README.md"
@@ -40,6 +43,11 @@ def whole_tensors(path: Path) -> dict[str, Any]:
     }
     dcp.load(whole, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(), no_dist=True)
     return whole
+
+
+def rules(mesh: MeshCoordinate) -> Placements:
+    """Return the trainer's placements."""
+    return Placements({"experts": CheckpointPlacement(mesh, {"ep": Shard(0)})})
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +79,13 @@ def test_resumed_it_ends_as_the_run_that_was_not_interrupted(
     uninterrupted: Path, ranks: int, ep: int, tmp_path: Path
 ) -> None:
     shutil.copytree(uninterrupted / "checkpoints" / "2", tmp_path / "checkpoints" / "2")
+    fsdp = {"experts": ["edp"], "**": ["edp", "ep"]}
+    mesh = {"edp": ranks // ep, "ep": ep}
+    found = rehearse(tmp_path / "checkpoints" / "2", rules, mesh, fsdp=fsdp)
+    assert found.loads, found.faults
+    sizes = sum(one.wanted_nbytes for one in found.ranks)
+    steps = 4 * 11  # which every rank reads
+    assert sizes - steps * (ranks - 1) == found.unique_nbytes, "every element is one rank's"
     lines = train(tmp_path, ranks=ranks, ep=ep)
     assert lines[0].startswith("step 3:")
     expected = whole_tensors(uninterrupted / "checkpoints" / str(STEPS))

@@ -12,7 +12,7 @@ import typer
 
 from dcp_placements.errors import CannotLook, PlacementError, format_nbytes
 from dcp_placements.offline.declared import parse_mesh, resolve
-from dcp_placements.transfer.world import MeshAxes
+from dcp_placements.transfer.world import EVERY, MeshAxes
 
 if TYPE_CHECKING:
     import torch
@@ -143,13 +143,31 @@ MESH = typer.Option(
     help="Outermost axis first: ep=8,edp=2.",
 )
 Mesh = Annotated[MeshAxes | None, MESH]
+
+
+def parse_fsdp(text: str) -> tuple[str, list[str]]:
+    """Return the pattern of keys and the axes of ``experts=edp``, or of ``edp,ep`` for all keys.
+
+    >>> parse_fsdp("experts=edp"), parse_fsdp("edp,ep")
+    (('experts', ['edp']), ('**', ['edp', 'ep']))
+    """
+    pattern, _, axes = text.rpartition("=")
+    return pattern or EVERY, parse_list(axes)
+
+
+def fsdp_of(given: list[Any] | None) -> dict[str, list[str]]:
+    """Return the axes of FSDP by pattern; those of all other keys are the last."""
+    return dict(sorted(given or [], key=lambda one: one[0] == EVERY))
+
+
 Fsdp = Annotated[
-    Any,
+    list[Any] | None,
     typer.Option(
         "--fsdp",
-        metavar="AXIS,...",
-        parser=parse_list,
-        help="The axes over which FSDP shards dim 0.",
+        metavar="[PATTERN=]AXIS,...",
+        parser=parse_fsdp,
+        help="The axes over which FSDP shards dim 0: of all tensors, or of those that match. May "
+        "be repeated.",
     ),
 ]
 

@@ -50,7 +50,7 @@ from dcp_placements.offline.rehearsals.world import RehearsedWorld
 from dcp_placements.offline.structure import structural_faults
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.patterns import unmatched_faults
-from dcp_placements.transfer.world import MeshAxes
+from dcp_placements.transfer.world import Fsdp, MeshAxes
 
 SHARD_NBYTES = 5 << 30
 MEMORY_NBYTES = 1 << 30
@@ -408,7 +408,7 @@ def reshard(
     rules: Callable[[MeshCoordinate], Any],
     axes: MeshAxes,
     *,
-    fsdp: Sequence[str] = (),
+    fsdp: Fsdp = (),
     dry_run: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Converted:

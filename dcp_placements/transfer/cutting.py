@@ -10,7 +10,7 @@ the rule's cuts. Of a ``(4, 3)`` weight with ``Shard(0)`` over two ep ranks::
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import chain
 from math import prod
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from dcp_placements.layout.sharding import Cut, Kind, Sharding, dim_pieces
 from dcp_placements.rules.patterns import PlacementRules, Rules, asked
 from dcp_placements.rules.placement import CheckpointPlacement, cut_of, kind_of, shards
 from dcp_placements.transfer.names import Named
+from dcp_placements.transfer.world import EVERY, Fsdp
 
 
 class HeldBoxes(NamedTuple):
@@ -33,15 +34,43 @@ class HeldBoxes(NamedTuple):
     boxes: Boxes  # in the whole tensor
 
 
-def in_mesh_order(axes: Mapping[str, int], fsdp: Sequence[str]) -> list[str]:
-    """Return the FSDP axes in the mesh's order.
+class FsdpAxes:
+    """The axes over which FSDP cuts dim 0 of the tensors of a world.
+
+    >>> fsdp = FsdpAxes({"experts": ["edp"], "**": ["ep", "edp"]}, {"edp": 2, "ep": 4})
+    >>> fsdp.of("layers.0.experts.w1"), fsdp.of("layers.0.norm")
+    (('edp',), ('edp', 'ep'))
+
+    Args:
+        declared: Of all tensors, or by pattern.
+        axes: The mesh.
 
     Raises:
-        CannotLook: The mesh does not have one of them.
+        CannotLook: The mesh does not have one of them, or a pattern has an empty component.
     """
-    if unknown := sorted(set(fsdp) - set(axes)):
-        raise CannotLook(f"no axis {', '.join(unknown)} for FSDP: the mesh has {', '.join(axes)}")
-    return [name for name in axes if name in fsdp]
+
+    def __init__(self, declared: Fsdp, axes: Mapping[str, int]) -> None:
+        by_pattern = declared if isinstance(declared, Mapping) else {EVERY: declared}
+        self._axes: dict[str | None, tuple[str, ...]] = {None: ()}
+        for pattern, names in by_pattern.items():
+            if unknown := sorted(set(names) - set(axes)):
+                has = ", ".join(axes)
+                raise CannotLook(f"no axis {', '.join(unknown)} for FSDP: the mesh has {has}")
+            self._axes[pattern] = tuple([name for name in axes if name in names])
+        try:
+            self._patterns = PlacementRules(dict.fromkeys(by_pattern))
+        except PlacementError as error:
+            raise CannotLook(str(error)) from error
+
+    def of(self, key: str) -> tuple[str, ...]:
+        """Return the axes of a tensor, in the mesh's order."""
+        return self._axes[self._patterns.pattern_of(key)]
+
+    def matches(self, keys: Iterable[str]) -> dict[str, bool]:
+        """Return which of the patterns match any of the keys."""
+        matched = {self._patterns.pattern_of(key) for key in keys}
+        patterns = [one for one in self._patterns.patterns if one != EVERY]
+        return {f"fsdp({pattern!r})": pattern in matched for pattern in patterns}
 
 
 def tensor_sharding(
@@ -57,7 +86,7 @@ def tensor_sharding(
         placement: Its rule's, of whose mesh the rank is a part; of a row of a stack that of the
             stack.
         axes: The mesh.
-        fsdp: All axes of FSDP, in mesh order.
+        fsdp: The axes of FSDP, in mesh order.
 
     Returns:
         The sharding, with FSDP's cut last; the axes of FSDP; for each cut of the rule its axis of

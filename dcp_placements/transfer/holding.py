@@ -24,10 +24,10 @@ from dcp_placements.rules.patterns import (
 )
 from dcp_placements.rules.placement import CheckpointPlacement
 from dcp_placements.transfer.cutting import (
+    FsdpAxes,
     HeldBoxes,
     cut_signature,
     held_boxes,
-    in_mesh_order,
     listed_rows,
     rule_label,
     tensor_sharding,
@@ -109,6 +109,7 @@ def held_groups(
         PlacementError: A rename that is not as ``TransferWorld`` has it.
     """
     ranks, whole = _declared(world)
+    fsdp = FsdpAxes(world.fsdp, world.axes)
     named = named_tensors(tensors, whole, more, faults)
     # What any function but a table of patterns answers may differ from rank to rank.
     different = {
@@ -120,7 +121,8 @@ def held_groups(
         labels = tuple([rule_label(rules, tensor) for rules in different.values()])
         lies = tensor.shape, tensor.dtype, tensor.rule_shape, tensor.rule_dims
         forms = tuple([(target.dims, target.boxes) for target in tensor.targets])
-        key = lies, forms, labels, np.packbits(having).tobytes()
+        own = fsdp.of(tensor.rule_name)
+        key = lies, forms, labels, own, np.packbits(having).tobytes()
         alike.setdefault(key, ([], labels, having))[0].append(tensor)
     placed: dict[Hashable, list[_Placed]] = {}
     numbers = np.array(world.global_ranks, np.int64)
@@ -130,12 +132,14 @@ def held_groups(
         labels = *labels, bool(first.shape)
         if labels not in placed:
             placed[labels] = list(_placements(ranks, first))
-        held = _held(world, ranks, placed[labels], having, members, faults)
+        own = fsdp.of(first.rule_name)
+        held = _held(world, ranks, placed[labels], own, having, members, faults)
         held = held._replace(ranks=numbers[held.ranks])
         parts = [Holders(held, target, hosts) for target in first.targets]
         groups.append(Group(members, parts))
     common = whole if more is None else Renames(*whole.steps, more)
-    return groups, _unmatched(ranks, list(different.values()), common, named)
+    matches = [fsdp.matches([one.rule_name for one in named])]
+    return groups, _unmatched(ranks, list(different.values()), common, named, matches)
 
 
 def _declared(world: TransferWorld) -> tuple[list[_Rank], Renames]:
@@ -171,12 +175,15 @@ def _held_numbers(rename: Renames) -> Numbers:
 
 
 def _unmatched(
-    ranks: Sequence[_Rank], different: Sequence[Rules], common: Renames, named: Sequence[Named]
+    ranks: Sequence[_Rank],
+    different: Sequence[Rules],
+    common: Renames,
+    named: Sequence[Named],
+    matches: list[dict[str, bool]],
 ) -> tuple[str, ...]:
     """Return what no key of a world matches, as far as the world's own keys show it."""
     keys = [tensor.key for tensor in named]
     names = {tensor.rule_name for tensor in named if tensor.shape}
-    matches: list[dict[str, bool]] = []
     for rules in different:
         if isinstance(rules, PlacementRules):
             matched = {repr(rules.pattern_of(name)) for name in names}
@@ -249,13 +256,13 @@ def _held(
     world: TransferWorld,
     ranks: Sequence[_Rank],
     placed: Iterable[_Placed],
+    fsdp: Sequence[str],
     having: Array,
     tensors: Sequence[Named],
     faults: list[Fault],
 ) -> HeldBoxes:
     """Return what the rank at each place holds of each of some tensors that lie alike."""
     first, axes = tensors[0], dict(world.axes)
-    fsdp = in_mesh_order(axes, world.fsdp)
     none = np.zeros((0, 2, len(first.shape)), np.int64)
     found = [HeldBoxes(np.zeros(0, np.int64), none[:, 0], none)]
     for placement, all_places, all_coordinates in placed:

@@ -14,6 +14,12 @@ from dcp_placements.rules.patterns import PlacementRules, Rules, compile_pattern
 MeshAxes = dict[str, int]
 """Axis name to size, the outermost first."""
 
+Fsdp = Sequence[str] | Mapping[str, Sequence[str]]
+"""Axes over which FSDP cuts dim 0: of every tensor, or by pattern of its key."""
+
+EVERY = "**"
+"""The pattern of all keys."""
+
 
 @dataclass(frozen=True, eq=False)
 class TransferWorld:
@@ -32,6 +38,8 @@ class TransferWorld:
             the source's tensors become by their renames.
         fsdp: Axes over which FSDP cuts dim 0 of every tensor (of one dim or more), inside what
             the rules cut, as one flattened axis without the axes that a tensor's rule cuts over.
+            Or such axes by pattern, as in ``PlacementRules``: ``{"experts": ["edp"], "**": ["edp",
+            "ep"]}``; the first pattern that matches counts.
         ranks: The global rank at each place of the mesh; by default from 0 up. A rank of both
             worlds is one process, which copies what it already has. For two jobs without a common
             process, give the second other ranks.
@@ -48,7 +56,7 @@ class TransferWorld:
     axes: Mapping[str, int]
     rules: Callable[[MeshCoordinate], Any]
     tensors: Mapping[str, Any] | None = None
-    fsdp: Sequence[str] = ()
+    fsdp: Fsdp = ()
     ranks: Sequence[int] | None = None
     hosts: Sequence[Hashable] | int | None = None
     absent: Callable[[MeshCoordinate], Sequence[str]] | None = None

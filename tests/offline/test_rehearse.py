@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from dcp_placements import (
     Stack,
     contiguous,
 )
-from dcp_placements.offline import CannotLook, rehearse
+from dcp_placements.offline import CannotLook, Checkpoint, rehearse
 from dcp_placements.testing import FakeDTensor, FakeMesh, World, cut, damage
 from tests.offline_scenes import Run, rules_by_ep, save_sharded, wholes
 from tests.storage_scenes import data_file
@@ -170,6 +171,88 @@ def test_every_rank_wants_what_plain_slicing_gives_it(
         assert found.faults[0].fqn == "w"
     else:
         assert [rank.memory_nbytes for rank in found.ranks] == expected
+
+
+MOE = {f"layers.{layer}.experts.{at}.w": (6, 4) for layer in range(2) for at in range(4)}
+MOE |= {f"layers.{layer}.router": (8, 5) for layer in range(2)}
+BY_PATTERN = {"experts": ["edp"], "**": ["edp", "ep"]}
+
+
+def numbered(mesh: Any, ids: Any = range) -> Placements:
+    """Experts as names of their own, which no rule cuts: ep is in their numbers."""
+    at = mesh.get_local_rank("ep")
+    return Placements(None, rename=Renumber("experts.{}", ids(2 * at, 2 * at + 2), total=4))
+
+
+def forgotten(mesh: Any) -> Placements:
+    return numbered(mesh, lambda start, stop: range(2))
+
+
+@pytest.mark.parametrize("placements", [numbered, forgotten])
+def test_m112_experts_over_edp_and_the_rest_over_edp_and_ep(
+    tmp_path: Path, placements: Any
+) -> None:
+    """A trainer on ``(edp=2, ep=2)``: the verdict and the bytes are those of its load."""
+    dcp.save({key: torch.ones(shape) for key, shape in MOE.items()}, checkpoint_id=tmp_path)
+    axes, world = {"edp": 2, "ep": 2}, World(4)
+    held: list[int] = []
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        edp = rank // 2
+        both = FakeMesh((4,), ("fsdp",), rank=rank)
+        own = FakeMesh((2,), ("edp",), rank=edp)
+        made = {}
+        for key, shape in MOE.items():
+            if not re.search(r"experts\.[23]", key):
+                mesh = own if "experts" in key else both
+                made[key] = FakeDTensor.distribute(torch.zeros(shape), mesh, [Shard(0)])
+        held.append(sum(one.to_local().nbytes for one in made.values()))
+        return made
+
+    try:
+        world.load(tmp_path, state_dict, lambda r: placements(world.mesh(r, **axes)).load_planner())
+        loads = True
+    except dcp.CheckpointException:
+        loads = False
+    assert loads == (placements is numbered)
+    found = rehearse(tmp_path, placements, axes, fsdp=BY_PATTERN)
+    assert found.loads == loads, found.faults
+    assert [rank.memory_nbytes for rank in found.ranks] == held
+    # By one list for all tensors each expert is cut over ep, too: other bytes than the trainer's.
+    assert rehearse(tmp_path, numbered, axes, fsdp=["edp", "ep"]).ranks[0].memory_nbytes < held[0]
+
+
+def test_fsdp_of_a_pattern_that_matches_no_key_is_a_finding(saved: Path, run: Run) -> None:
+    given = ("--rules", "tests.offline_scenes:rules_by_ep", "--mesh", "edp=2,ep=2")
+    ran = run("rehearse", saved, *given, "--fsdp", "edp,ep", "--fsdp", "expert=edp")
+    assert ran.code == 1
+    assert "fsdp('expert'): no key on any rank matches" in ran.out
+    assert run("rehearse", saved, *given, "--fsdp", "experts=edp").code == 0
+
+
+def test_who_asks_for_what_of_one_tensor(saved: Path, run: Run) -> None:
+    key = "layers.1.experts.w1"
+    found = rehearse(saved, rules_by_ep, {"edp": 2, "ep": 4}, fqn="layers.1.experts")
+    assert [(one.fqn, one.box.offsets[0], one.ranks) for one in found.requests] == [
+        (key, 0, (0, 4)),
+        (key, 2, (1, 5)),
+        (key, 4, (2, 6)),
+        (key, 6, (3, 7)),
+    ]
+    # Each box by itself, against all chunks of the checkpoint.
+    stored = {chunk.box: chunk.file for chunk in Checkpoint(saved).tensors[key].chunks}
+    for one in found.requests:
+        start, stop = one.box.offsets[0], one.box.offsets[0] + one.box.sizes[0]
+        meets = [
+            file
+            for box, file in stored.items()
+            if box.offsets[0] < stop and start < box.offsets[0] + box.sizes[0]
+        ]
+        assert list(one.files) == sorted(set(map(str, meets)))
+    given = ("--rules", "tests.offline_scenes:rules_by_ep", "--mesh", "edp=2,ep=4", "--fqn", key)
+    ran = run("rehearse", saved, *given)
+    assert re.search(rf"{key} +\[2:4, :, :\] +1, 5 +__", ran.out), ran.out
+    assert run("rehearse", saved, *given[:-1], "nothing").code == 2
 
 
 def test_a_hole_is_told_to_the_ranks_that_need_it(tmp_path: Path) -> None:

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dcp_placements import offline
-from dcp_placements.cli.arguments import MESH, RULES, CheckpointPath, DryRun, Fsdp, Json, Out
+from dcp_placements.cli.arguments import (
+    MESH,
+    RULES,
+    CheckpointPath,
+    DryRun,
+    Fqn,
+    Fsdp,
+    Json,
+    Out,
+    fsdp_of,
+)
 from dcp_placements.cli.printing import print_lines, print_table, print_text, show
 from dcp_placements.cli.progress import progress
 from dcp_placements.errors import CannotLook, format_count, format_faults, format_nbytes
@@ -19,8 +29,9 @@ from dcp_placements.offline.texts import ranges, short
 from dcp_placements.transfer.world import MeshAxes
 
 if TYPE_CHECKING:
-    from dcp_placements.offline.rehearsals.rehearsal import RankRehearsal, Rehearsal
+    from dcp_placements.offline.rehearsals.rehearsal import RankRehearsal, Rehearsal, Request
 
+COLUMNS = ("ranks", "wants", "reads", "reads/wants", "stock", "stock/wants", "chunks", "files")
 MAX_ROWS = 16
 MAX_RANKS_WIDTH = 16
 
@@ -29,18 +40,25 @@ def rehearse_command(
     ckpt: CheckpointPath,
     rules: Annotated[str, RULES],
     mesh: Annotated[MeshAxes, MESH],
-    fsdp: Fsdp = "",
+    fsdp: Fsdp = None,
     expect: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="The model's keys: a JSON list, or one per line."),
     ] = None,
+    fqn: Fqn = None,
     json: Json = False,
 ) -> int:
     """Plan a load on every rank of a mesh that need not exist. No data is read."""
     keys = None if expect is None else _keys(expect)
     with progress("rehearse", "ranks") as step:
         rehearsal = offline.rehearse(
-            ckpt, resolve(rules), mesh, fsdp=fsdp, expect=keys, progress=step
+            ckpt,
+            resolve(rules),
+            mesh,
+            fsdp=fsdp_of(fsdp),
+            expect=keys,
+            fqn=fqn,
+            progress=step,
         )
     code = 0 if rehearsal.loads and not rehearsal.unmatched else 1
     return show(rehearsal, lambda: _print(rehearsal), json=json, code=code)
@@ -51,7 +69,7 @@ def reshard_command(
     out: Out,
     rules: Annotated[str, RULES],
     mesh: Annotated[MeshAxes, MESH],
-    fsdp: Fsdp = "",
+    fsdp: Fsdp = None,
     dry_run: DryRun = False,
     json: Json = False,
 ) -> int:
@@ -62,7 +80,7 @@ def reshard_command(
     """
     with progress("reshard") as step:
         result = offline.reshard(
-            src, out, resolve(rules), mesh, fsdp=fsdp, dry_run=dry_run, progress=step
+            src, out, resolve(rules), mesh, fsdp=fsdp_of(fsdp), dry_run=dry_run, progress=step
         )
     return show(result, lambda: print_text(str(result)), json=json)
 
@@ -81,11 +99,11 @@ def _keys(path: Path) -> list[str]:
 
 
 def _print(rehearsal: Rehearsal) -> None:
-    print_table(
-        ("ranks", "wants", "reads", "", "stock reads", " ", "records", "files"),
-        _rows(rehearsal.ranks),
-        right="wants reads stock records files",
-    )
+    if rehearsal.requests:
+        rows = [_request(one) for one in rehearsal.requests]
+        print_table(("key", "box", "ranks", "files"), rows)
+    else:
+        print_table(COLUMNS, _rows(rehearsal.ranks), right=" ".join(COLUMNS[1:]))
     ranks = format_count(len(rehearsal.ranks), "rank")
     memory = max(rank.memory_nbytes for rank in rehearsal.ranks)
     ours = format_nbytes(sum(rank.slices_nbytes for rank in rehearsal.ranks))
@@ -97,7 +115,7 @@ def _print(rehearsal: Rehearsal) -> None:
         f"memory:    {format_nbytes(memory)} at most, on a rank",
         f"in all:    {ours} read of {format_nbytes(rehearsal.unique_nbytes)}, stock {stock}",
         f"exchange:  {exchanged} read with exchange=True",
-        f"whole:     {format_count(rehearsal.replicated, 'tensor')} that no rule cuts",
+        f"uncut:     {format_count(rehearsal.replicated, 'tensor')}, whole on every rank",
     )
     for label, keys in (("unread", rehearsal.unread), ("missing", rehearsal.missing)):
         if keys:
@@ -106,8 +124,18 @@ def _print(rehearsal: Rehearsal) -> None:
         print_text(format_faults("a load would warn", rehearsal.notes, "note"))
     if rehearsal.faults:
         print_text(format_faults("does not load", rehearsal.faults))
-    loads = "loads, but with declarations that match no key" if rehearsal.unmatched else "loads"
-    print_lines(loads if rehearsal.loads else "does not load")
+    elif rehearsal.missing:
+        print_lines("does not load: the checkpoint lacks keys that are expected")
+    else:
+        but = ", but with declarations that match no key" if rehearsal.unmatched else ""
+        print_lines(f"loads{but}")
+
+
+def _request(request: Request) -> tuple[str, ...]:
+    from dcp_placements.layout.boxes import format_box  # imports numpy
+
+    box = format_box(request.box, request.shape)
+    return request.fqn, box, _ranks(request.ranks), short(request.files)
 
 
 def _rows(ranks: Sequence[RankRehearsal]) -> list[tuple[str, ...]]:

@@ -102,7 +102,7 @@ class LocalKeys:
             if isinstance(step, Renumber):
                 key = step.pattern, tuple(rest)
                 if key not in self._numbered:
-                    self._numbered[key] = _Numbered(step.pattern, after)
+                    self._numbered[key] = _Numbered(step.pattern, after, self._before[()])
                 found = self._numbered[key].held(step)
             elif isinstance(step, Stack):
                 found = dict(_rows(step, after))
@@ -116,9 +116,17 @@ class LocalKeys:
 
 
 class _Numbered:
-    """Keys by the number that a ``Renumber`` gives, with its selector."""
+    """Keys by the number that a ``Renumber`` gives, with its selector.
 
-    def __init__(self, pattern: str, wholes: Wholes) -> None:
+    Args:
+        pattern: The pattern of the step.
+        wholes: What ranks have after it, of which later steps have left out some.
+        stored: What the checkpoint has.
+    """
+
+    def __init__(self, pattern: str, wholes: Wholes, stored: Wholes) -> None:
+        numbers = [number_in(pattern, key) for key in stored]
+        self._stored = {(one.by, one.number) for one in numbers if one is not None}
         self._others: dict[str, Whole] = {}
         self._members: dict[str, dict[int, dict[str, Whole]]] = {}
         for key, whole in wholes.items():
@@ -139,7 +147,8 @@ class _Numbered:
             members = self._members.get(selector, {})
             any_number = next(iter(members.values()), {})
             for local, number in enumerate(numbers):
-                for form, whole in members.get(number, any_number).items():
+                others = {} if (selector, number) in self._stored else any_number
+                for form, whole in members.get(number, others).items():
                     held[form.replace("\0", str(local))] = whole
         return held
 

@@ -7,7 +7,7 @@ over the mesh by the rules.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, ClassVar
@@ -15,16 +15,17 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dcp_placements.errors import Fault
-from dcp_placements.layout.boxes import Ints
+from dcp_placements.layout.boxes import Index, Ints, as_array, as_boxes
+from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.checkpoint import Checkpoint
-from dcp_placements.offline.declared import Progress
+from dcp_placements.offline.declared import Progress, matching_keys
 from dcp_placements.offline.rehearsals.costs import COLUMNS, Costs
 from dcp_placements.offline.rehearsals.world import RehearsedWorld
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.patterns import unmatched_faults
 from dcp_placements.table.table import OBJECT
 from dcp_placements.table.world import cover_of
-from dcp_placements.transfer.world import MeshAxes
+from dcp_placements.transfer.world import Fsdp, MeshAxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +49,24 @@ class RankRehearsal:
 
 
 @dataclass(frozen=True, slots=True)
+class Request:
+    """A box of one tensor that ranks ask for."""
+
+    JSON: ClassVar[str] = "fqn box ranks files"
+
+    fqn: str  # the key in the checkpoint
+    box: Box  # in the checkpoint's tensor
+    ranks: tuple[int, ...]  # who asks for it
+    files: tuple[str, ...]  # names of the files that hold any of it, sorted
+    shape: tuple[int, ...]  # of the checkpoint's tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Rehearsal:
     """Whether a checkpoint loads into a topology."""
 
     JSON: ClassVar[str] = (
-        "loads axes faults notes missing unread unmatched replicated unique_nbytes ranks"
+        "loads axes faults notes missing unread unmatched replicated unique_nbytes ranks requests"
     )
 
     axes: Mapping[str, int]  # sizes by axis name
@@ -66,6 +80,7 @@ class Rehearsal:
     # Patterns of rules, and steps of ``rename=``, that match no key
     unmatched: tuple[str, ...]
     unique_nbytes: int  # bytes of the whole tensors that are needed, each once
+    requests: tuple[Request, ...] = ()  # who asks for what of the tensors that ``fqn`` names
 
     @property
     def loads(self) -> bool:
@@ -78,8 +93,9 @@ def rehearse(
     rules: Callable[[MeshCoordinate], Any],
     axes: MeshAxes,
     *,
-    fsdp: Sequence[str] = (),
+    fsdp: Fsdp = (),
     expect: Iterable[str] | None = None,
+    fqn: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Rehearsal:
     """Plan a load on every rank of a world that need not exist.
@@ -95,18 +111,23 @@ def rehearse(
         axes: The mesh: sizes by axis name, the last axis fastest in rank order.
         fsdp: Axes over which FSDP cuts dim 0 of every tensor (of one dim or more), inside what
             the rules cut, as one flattened axis without the axes that a tensor's rule cuts over.
+            Or such axes by pattern: ``{"experts": ["edp"], "**": ["edp", "ep"]}``; the first
+            pattern that matches the checkpoint's key counts.
         expect: The keys that the model has; None for those of the checkpoint.
+        fqn: Pattern of the tensors whose ``requests`` are listed.
         progress: Called with the number of ranks planned, and of all.
 
     Returns:
         The costs and the faults of all ranks.
 
     Raises:
-        CannotLook: There is no checkpoint, an axis in ``fsdp`` is unknown, or ``rules`` fails.
+        CannotLook: There is no checkpoint, an axis in ``fsdp`` is unknown, ``rules`` fails,
+            or no tensor matches ``fqn``.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     stored = {*checkpoint.tensors, *checkpoint.objects}
     expected = stored if expect is None else set(expect)
+    shown = set() if fqn is None else matching_keys(fqn, checkpoint.tensors)
     world = RehearsedWorld(checkpoint, rules, axes, fsdp, expected, progress)
     costs = Costs(checkpoint, world.size)
     memory = np.zeros(world.size, np.int64)
@@ -145,7 +166,23 @@ def rehearse(
         replicated=sum(one.fqn not in cut for one in tensors),
         unmatched=unmatched,
         unique_nbytes=sum(one.nbytes for one in tensors),
+        requests=tuple(_requests(world, shown)),
     )
+
+
+def _requests(world: RehearsedWorld, fqns: set[str]) -> Iterator[Request]:
+    """Yield which boxes ranks ask for of some tensors, and the files that hold them."""
+    for piece in world.table.pieces:
+        for fqn in sorted(fqns.intersection(piece.fqns)):
+            stored = world.checkpoint.tensors[fqn]
+            cover, chunks = cover_of(piece.ranks, piece.boxes), stored.chunks
+            of_box: list[set[str]] = [set() for _ in cover.boxes]
+            index = Index(as_array(stored.boxes, len(stored.shape)))
+            for box, chunk in zip(*map(np.ndarray.tolist, index.meeting(cover.boxes)), strict=True):
+                of_box[box].add(chunks[chunk].file or "")
+            for at, box in enumerate(as_boxes(cover.boxes)):
+                ranks, files = tuple(cover.holders(at).tolist()), tuple(sorted(of_box[at]))
+                yield Request(fqn, box, ranks, files, stored.shape)
 
 
 def _add_faults(world: RehearsedWorld, costs: Costs, opened: Ints) -> None:

@@ -52,15 +52,15 @@ from dcp_placements.table.table import (
 )
 from dcp_placements.table.world import World
 from dcp_placements.transfer.cutting import (
+    FsdpAxes,
     cut_signature,
     held_boxes,
-    in_mesh_order,
     rule_label,
     tensor_sharding,
 )
 from dcp_placements.transfer.names import Named, named_tensors
 from dcp_placements.transfer.routes import as_common
-from dcp_placements.transfer.world import MeshAxes, rules_at
+from dcp_placements.transfer.world import Fsdp, MeshAxes, rules_at
 
 
 class LocalShard:
@@ -179,12 +179,12 @@ class RehearsedWorld:
         checkpoint: Checkpoint,
         function: Callable[[MeshCoordinate], Any],
         axes: MeshAxes,
-        fsdp: Sequence[str],
+        fsdp: Fsdp,
         expected: set[str] | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         self.checkpoint, self.axes = checkpoint, dict(axes)
-        self._fsdp = in_mesh_order(axes, fsdp)
+        self._fsdp = FsdpAxes(fsdp, axes)
         wholes = {fqn: Whole(one.shape, one.dtype) for fqn, one in checkpoint.tensors.items()}
         wholes |= {fqn: Whole((), None) for fqn in checkpoint.objects}
         stored = {f: one for f, one in wholes.items() if expected is None or f in expected}
@@ -212,7 +212,11 @@ class RehearsedWorld:
     def unmatched(self) -> tuple[str, ...]:
         """Return what is declared by pattern and matches no key on any rank."""
         known = [lot.declared for lot in self.lots if lot.declared is not None]
-        return matched_nowhere(known) if len(known) == len(self.lots) else ()
+        if len(known) < len(self.lots):
+            return ()
+        kinds = [kind for lot in self.lots for kind in lot.keys.kinds]
+        names = {one.rule_name for kind in kinds for one in kind.tensors}
+        return matched_nowhere([*known, self._fsdp.matches(names)])
 
     def faults(self) -> tuple[Fault, ...]:
         """Return why the load is refused, sorted by key: by ranks, or else by all together."""
@@ -284,9 +288,9 @@ class RehearsedWorld:
             dims = one.targets[0].dims if one.targets else ()
             row_dims = sorted(set(range(len(one.shape))) - set(dims))
             is_damaged = any(target.fqn in self._damaged for target in one.targets)
-            lies = one.shape, one.dtype, one.rule_shape, one.rule_dims, tuple(row_dims)
+            lies = one.shape, one.dtype, one.rule_shape, one.rule_dims, self._fsdp.of(rule_key)
             kind = Kind([], rule_key, row_dims[0] if row_dims else None, is_damaged)
-            kinds.setdefault((lies, label, is_damaged), kind).tensors.append(one)
+            kinds.setdefault((lies, tuple(row_dims), label, is_damaged), kind).tensors.append(one)
         objects = [key for key, whole in wholes.items() if whole.dtype is None]
         keys = Keys(list(kinds.values()), objects, faults)
         if patterns is not None:
@@ -302,10 +306,11 @@ class RehearsedWorld:
             if at is None:
                 return Cutting("no part of the mesh")
             cuts = cut_signature(placement)
-            key = first, cuts
+            fsdp = self._fsdp.of(kind.rule_key)
+            key = first, cuts, fsdp
             if key not in self._shardings:
                 self._shardings[key] = tensor_sharding(
-                    _as_declared(first, placement), placement, self.axes, self._fsdp
+                    _as_declared(first, placement), placement, self.axes, fsdp
                 )
             sharding, own, columns = self._shardings[key]
             position = size = 0
