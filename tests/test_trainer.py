@@ -12,9 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import Shard
 
-from dcp_placements import CheckpointPlacement, MeshCoordinate, Placements
+from dcp_placements import MeshCoordinate, Placements, Renumber, contiguous
 from dcp_placements.offline import rehearse
 from tests.torchrun import forked
 
@@ -39,15 +38,17 @@ def whole_tensors(path: Path) -> dict[str, Any]:
     whole = {
         fqn: torch.full(tensor.size, 7.0).to(tensor.properties.dtype)
         for fqn, tensor in stored.items()
-        if isinstance(tensor, TensorStorageMetadata) and fqn.startswith(("model.", "optim."))
+        if isinstance(tensor, TensorStorageMetadata)
+        and fqn.startswith(("model.", "optim.", "ema."))
     }
     dcp.load(whole, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(), no_dist=True)
     return whole
 
 
-def rules(mesh: MeshCoordinate) -> Placements:
-    """Return the trainer's placements."""
-    return Placements({"experts": CheckpointPlacement(mesh, {"ep": Shard(0)})})
+def placements(mesh: MeshCoordinate) -> Placements:
+    """Return what the trainer declares on a rank of ``(edp, ep)``."""
+    ep, at = mesh.size(1), mesh.get_local_rank("ep")
+    return Placements({}, rename=Renumber("experts.{}", contiguous([8 // ep] * ep, at), total=8))
 
 
 @pytest.fixture(scope="module")
@@ -59,18 +60,21 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_is_short() -> None:
-    assert len(TRAINER.splitlines()) < 120
+    assert len(TRAINER.splitlines()) < 150
 
 
 @pytest.mark.dist
 def test_its_experts_differ_and_were_trained(uninterrupted: Path) -> None:
     first = whole_tensors(uninterrupted / "checkpoints" / "2")
     last = whole_tensors(uninterrupted / "checkpoints" / str(STEPS))
-    experts = last["model.1.experts.w1"]
-    assert experts.shape == (8, 16, 24)
+    experts = [last[f"model.1.experts.{number}.w1"] for number in range(8)]
+    assert {expert.shape for expert in experts} == {(16, 24)}
     assert len({expert.sum().item() for expert in experts}) == 8
-    assert not torch.equal(experts, first["model.1.experts.w1"])
-    assert len(last) == 44  # 11 weights; two moments and a step of each
+    assert not torch.equal(experts[7], first["model.1.experts.7.w1"])
+    assert not torch.equal(experts[7], last["ema.1.experts.7.w1"])
+    # 39 weights, with an average, two moments and a step of each.
+    assert sum(fqn.startswith("model.") for fqn in last) == 39
+    assert len(last) == 5 * 39
 
 
 @pytest.mark.dist
@@ -81,11 +85,12 @@ def test_resumed_it_ends_as_the_run_that_was_not_interrupted(
     shutil.copytree(uninterrupted / "checkpoints" / "2", tmp_path / "checkpoints" / "2")
     fsdp = {"experts": ["edp"], "**": ["edp", "ep"]}
     mesh = {"edp": ranks // ep, "ep": ep}
-    found = rehearse(tmp_path / "checkpoints" / "2", rules, mesh, fsdp=fsdp)
+    found = rehearse(tmp_path / "checkpoints" / "2", placements, mesh, fsdp=fsdp)
     assert found.loads, found.faults
     sizes = sum(one.wanted_nbytes for one in found.ranks)
-    steps = 4 * 11  # which every rank reads
-    assert sizes - steps * (ranks - 1) == found.unique_nbytes, "every element is one rank's"
+    # Of each step, 4 bytes, that every rank reads which has the parameter.
+    again = 4 * (7 * (ranks - 1) + 32 * (ranks // ep - 1))
+    assert sizes - again == found.unique_nbytes, "every element is one rank's"
     lines = train(tmp_path, ranks=ranks, ep=ep)
     assert lines[0].startswith("step 3:")
     expected = whole_tensors(uninterrupted / "checkpoints" / str(STEPS))
