@@ -9,8 +9,8 @@ from typing import IO
 from dcp_placements.convert.elements import Elements
 from dcp_placements.errors import Fault, raise_faults
 from dcp_placements.offline.assembly import AssembledTensor
+from dcp_placements.offline.safetensors_files import DTYPES, write_header
 from dcp_placements.storage.file_reads import write_all
-from dcp_placements.storage.safetensors_files import DTYPES, write_header
 
 INDEX = "model.safetensors.index.json"
 

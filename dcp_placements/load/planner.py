@@ -630,27 +630,6 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             return tensor
         return cast(torch.Tensor, super().transform_tensor(read_item, tensor))
 
-    def resolve_tensors(self, items: Sequence[ReadItem]) -> list[torch.Tensor]:
-        """Return what ``resolve_tensor`` returns of each item; the items are of one load."""
-        load = self._runs.of(items[0])
-        if load.tied or not has_own(
-            self, PlacementLoadPlanner, "resolve_tensor", "transform_tensor"
-        ):
-            return [self.resolve_tensor(item) for item in items]
-        chunks = [getattr(item, "chunk", None) for item in items]
-        return [
-            self.resolve_tensor(item) if chunk is None or item.lengths != chunk.shape else chunk
-            for item, chunk in zip(items, chunks, strict=True)
-        ]
-
-    def commit_tensors(self, items: Sequence[ReadItem], tensors: Sequence[torch.Tensor]) -> None:
-        """Take what was read, as ``commit_tensor`` takes each; the items are of one load."""
-        load = self._runs.of(items[0])
-        is_taken = load.tied or load.request.shared or any([one.is_quantized for one in tensors])
-        if is_taken or not has_own(self, PlacementLoadPlanner, "commit_tensor"):
-            for item, tensor in zip(items, tensors, strict=True):
-                self.commit_tensor(item, tensor)
-
     def _memory(self, load: RankLoad, read_item: ReadItem) -> torch.Tensor:
         chunk: torch.Tensor | None = getattr(read_item, "chunk", None)
         if chunk is None:

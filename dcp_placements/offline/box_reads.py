@@ -21,7 +21,7 @@ from dcp_placements.load.reads import pieces_of
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredChunk, StoredTensor
 from dcp_placements.offline.directory import shows_damage
 from dcp_placements.storage.byte_ranges import c_strides
-from dcp_placements.storage.file_reads import CountedFile, FilePart, Part
+from dcp_placements.storage.file_reads import CountedFile, Part
 from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.record_reads import ChunkReader, Record
 from dcp_placements.storage.tensor_record import BEHIND, DESCRIPTOR, TensorRecord
@@ -182,7 +182,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
                 raise _unread(tensor.fqn, chunk.file, "it ends too early")
             record = _record(tensor.fqn, chunk, shared, box)
             try:
-                head = self._reader.tensor_record(record, FilePart(file, chunk.start, chunk.nbytes))
+                head = self._reader.tensor_record(record, Part(file, chunk.start, chunk.nbytes))
             except EOFError as error:  # it was cut off since it was opened
                 raise _unread(tensor.fqn, chunk.file, str(error)) from error
             if head is None or (head.dtype, head.shape) != (tensor.dtype, held.sizes):

@@ -32,7 +32,7 @@ from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from dcp_placements.errors import CannotLook, format_name, format_names, format_nbytes
 from dcp_placements.offline.directory import MARKER
-from dcp_placements.storage.data_file import errors_of
+from dcp_placements.storage.records import errors_of
 from dcp_placements.storage.remote import RemoteFileSystem, is_url, local_or_url
 
 logger = logging.getLogger(__name__)

@@ -45,8 +45,7 @@ from dcp_placements.offline.structure import (
 from dcp_placements.offline.texts import families, natural_key, short
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.checked_load import BROKEN, load_saved_tensor, stored_zip
-from dcp_placements.storage.fast_zlib import crc32
-from dcp_placements.storage.file_reads import CountedFile, FilePart, HeldPart, Part
+from dcp_placements.storage.file_reads import CountedFile, Part, crc32, part_of
 from dcp_placements.storage.safe_pickle import RefusedGlobal
 from dcp_placements.storage.tensor_record import (
     DESCRIPTOR,
@@ -299,7 +298,7 @@ class _RecordChecker:
                 for record in records:
                     if record.end > size:
                         continue
-                    part = FilePart(blocks, record.start, record.nbytes)
+                    part = Part(blocks, record.start, record.nbytes)
                     for kind, message in self._check(part, record):
                         name = record_name(self._checkpoint, record)
                         message = f"{name} in {file}: {message}"
@@ -313,7 +312,7 @@ class _RecordChecker:
             return [CheckpointFault(kind, fqns_of(records), (file,), message)]
         return faults
 
-    def _check(self, part: FilePart, record: StoredRecord) -> Iterable[Finding]:
+    def _check(self, part: Part, record: StoredRecord) -> Iterable[Finding]:
         if record.transforms:
             return self._check_transformed(record)
         if isinstance(record, StoredObject):
@@ -325,7 +324,7 @@ class _RecordChecker:
         return self._check_tensor(part, record)
 
     def _check_tensor(self, part: Part, chunk: StoredChunk) -> list[Finding]:
-        head = self._heads.find(part, chunk.nbytes)
+        head = self._heads.find(part)
         # A wrong checksum is more specific than a record that cannot be read.
         broken = list(self._checksums(part, head)) if self._contents else []
         if head is not None:
@@ -355,7 +354,7 @@ class _RecordChecker:
         if content is None:
             self.skipped.append(record_name(self._checkpoint, record))
             return
-        part = HeldPart(memoryview(content))
+        part = part_of(content)
         broken = list(self._checksums(part)) if content.startswith(LOCAL) else []
         yield from broken
         if isinstance(record, StoredChunk) and not broken:

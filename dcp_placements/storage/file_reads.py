@@ -1,4 +1,4 @@
-"""Reads from one data file, counted."""
+"""Reads from one data file, counted and summed; which files may be opened."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ import errno
 import io
 import os
 import stat
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
 from dcp_placements.errors import format_name
-from dcp_placements.storage.fast_zlib import crc32
+from dcp_placements.storage.byte_ranges import Segments
+
+crc32: Callable[..., int] = import_module("isal.isal_zlib" if find_spec("isal") else "zlib").crc32
+"""The checksum of zip files, which isal takes in a quarter of the time."""
 
 ANNOUNCED_NBYTES = 16 << 20
 """Bytes of a file announced at once."""
@@ -19,6 +26,17 @@ ANNOUNCED_NBYTES = 16 << 20
 BLOCK_NBYTES = 512 << 10
 """Bytes that are read before they are summed, while they are in the processor's cache. A load from
 memory takes 9 % longer with checksums, 15 % in blocks of 1 MiB and 29 % of 4 MiB."""
+
+NEAR_NBYTES = 64 << 10
+"""Reads this near to each other are announced, so that the pages between come along: to fetch them
+takes less time than a second request."""
+
+LOCAL_GAP_NBYTES = 4 << 10
+"""Where runs begin less than a page apart, all pages are fetched anyway, and a call takes longer
+than to copy a page."""
+
+REMOTE_GAP_NBYTES = 1 << 20
+"""A request to a URL takes as long as some MiB."""
 
 
 def why_barred(root: str | os.PathLike[str], name: str) -> str | None:
@@ -60,18 +78,6 @@ def open_inside(root: str | os.PathLike[str], name: str) -> IO[bytes]:
     return open(descriptor, "rb")
 
 
-NEAR_NBYTES = 64 << 10
-"""Reads this near to each other are announced, so that the pages between come along: to fetch them
-takes less time than a second request."""
-
-LOCAL_GAP_NBYTES = 4 << 10
-"""Where runs begin less than a page apart, all pages are fetched anyway, and a call takes longer
-than to copy a page."""
-
-REMOTE_GAP_NBYTES = 1 << 20
-"""A request to a URL takes as long as some MiB."""
-
-
 def cheap_gap(run_nbytes: int, most_nbytes: int = LOCAL_GAP_NBYTES) -> int:
     """Return how many bytes between two runs cost less to read than another call.
 
@@ -81,60 +87,8 @@ def cheap_gap(run_nbytes: int, most_nbytes: int = LOCAL_GAP_NBYTES) -> int:
     return max(most_nbytes - run_nbytes, most_nbytes // 8)
 
 
-class Part:
-    """Bytes that are read by position: a file, or a record in it.
-
-    Args:
-        size: How many they are.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def read_into(self, buffer: memoryview, position: int) -> None:
-        """Fill ``buffer`` with the bytes from ``position`` on.
-
-        Raises:
-            EOFError: They end before.
-        """
-        raise NotImplementedError
-
-    def read_summed(self, buffer: memoryview, position: int, checksum: int = 0) -> int:
-        """Fill ``buffer`` as ``read_into``; return the CRC-32 with that of the bytes before."""
-        self.read_into(buffer, position)
-        return crc32(buffer, checksum)
-
-    def read_each(
-        self, buffer: memoryview, nbytes: int, positions: Iterable[int], *, near: bool
-    ) -> None:
-        """Fill ``buffer`` with ``nbytes`` from each position, one after another.
-
-        Args:
-            buffer: Where to.
-            nbytes: To read from each position.
-            positions: Ascending.
-            near: Whether most of the pages from the first to the last are needed. Reads that
-                leave gaps look random to the system, and it would fetch page by page for them.
-
-        Raises:
-            EOFError: They end before.
-        """
-        start = 0
-        for position in positions:
-            self.read_into(buffer[start : start + nbytes], position)
-            start += nbytes
-
-    def gap(self, run_nbytes: int) -> int:
-        """Return how many bytes between two runs are read along with them."""
-        return NEAR_NBYTES
-
-    def stream(self) -> io.BufferedIOBase:
-        """Return the bytes as a file of their own."""
-        return io.BufferedReader(_View(self))
-
-
-class CountedFile(Part):
-    """An open file.
+class CountedFile:
+    """An open file, or bytes in memory as a stream, read by position.
 
     Args:
         stream: Opened by a checkpoint's file system; seekable.
@@ -146,19 +100,24 @@ class CountedFile(Part):
     """
 
     def __init__(self, stream: Any) -> None:
-        super().__init__(int(stream.seek(0, io.SEEK_END)))
+        self.size = int(stream.seek(0, io.SEEK_END))
         self.nbytes = 0
         self.reads = 0
         self._stream = stream
         # Only for a plain file do descriptor and stream surely have the same bytes.
         plain = isinstance(stream, io.BufferedReader) and isinstance(stream.raw, io.FileIO)
         self._fd = stream.fileno() if plain and hasattr(os, "preadv") else None
-        self._gap_nbytes = LOCAL_GAP_NBYTES if plain else REMOTE_GAP_NBYTES
 
     def gap(self, run_nbytes: int) -> int:
-        return cheap_gap(run_nbytes, self._gap_nbytes)
+        """Return how many bytes between two runs are read along with them."""
+        return cheap_gap(run_nbytes, REMOTE_GAP_NBYTES if self._fd is None else LOCAL_GAP_NBYTES)
 
     def read_into(self, buffer: memoryview, position: int) -> None:
+        """Fill ``buffer`` with the bytes from ``position`` on.
+
+        Raises:
+            EOFError: They end before.
+        """
         while buffer.nbytes:
             if self._fd is not None:
                 count = os.preadv(self._fd, [buffer], position)
@@ -173,39 +132,42 @@ class CountedFile(Part):
             buffer = buffer[count:]
 
     def read_summed(self, buffer: memoryview, position: int, checksum: int = 0) -> int:
+        """Fill ``buffer`` as ``read_into``; return the CRC-32 with that of the bytes before."""
         # At a URL a request for each block would take longer.
-        if self._fd is None:
-            return super().read_summed(buffer, position, checksum)
-        for at in range(0, buffer.nbytes, BLOCK_NBYTES):
-            block = buffer[at : at + BLOCK_NBYTES]
+        step = buffer.nbytes if self._fd is None else BLOCK_NBYTES
+        for at in range(0, buffer.nbytes, step):
+            block = buffer[at : at + step]
             self.read_into(block, position + at)
             checksum = crc32(block, checksum)
         return checksum
 
-    def read_each(
-        self, buffer: memoryview, nbytes: int, positions: Iterable[int], *, near: bool
-    ) -> None:
-        fd = self._fd
-        if fd is None:
-            super().read_each(buffer, nbytes, positions, near=near)
-            return
-        start = announced = 0
-        if not near or not hasattr(os, "posix_fadvise"):
-            announced = self.size
-        preadv, complete = os.preadv, 0
-        for position in positions:
-            if position >= announced:
+    def read_segments(self, buffer: memoryview, slices: Segments, chunk: int) -> None:
+        """Fill ``buffer`` with the segments of a slice, one after another.
+
+        Args:
+            buffer: Where to.
+            slices: What is wanted.
+            chunk: Where the chunk begins of which they are a slice.
+
+        Raises:
+            EOFError: The file ends before.
+        """
+        fd, nbytes, announced = self._fd, slices.nbytes, self.size
+        # Reads that leave gaps look random to the system, which would fetch page by page.
+        if 0 < slices.distance <= NEAR_NBYTES and hasattr(os, "posix_fadvise"):
+            announced = 0
+        start = complete = 0
+        for position in slices.positions(chunk):
+            into = buffer[start : start + nbytes]
+            start += nbytes
+            if fd is not None and position >= announced:
                 announced = position + ANNOUNCED_NBYTES
                 os.posix_fadvise(fd, position, ANNOUNCED_NBYTES, os.POSIX_FADV_WILLNEED)
-            stop = start + nbytes
             # As read_into, without the cost of a call: there may be a million.
-            count = preadv(fd, [buffer[start:stop]], position)
-            if count == nbytes:
+            if fd is not None and os.preadv(fd, [into], position) == nbytes:
                 complete += 1
             else:
-                self.nbytes += count
-                self.read_into(buffer[start + count : stop], position + count)
-            start = stop
+                self.read_into(into, position)
         self.reads += complete
         self.nbytes += complete * nbytes
 
@@ -221,57 +183,53 @@ def write_all(into: IO[bytes], buffer: memoryview) -> None:
         buffer = buffer[into.write(buffer) :]
 
 
-class FilePart(Part):
-    """A part of a file, read on demand.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes of a file that are read as a file of their own, as a record in it.
 
-    Args:
+    Attributes:
         file: The file.
-        start: Where the part begins.
-        length: Its length.
+        start: Where they begin.
+        size: How many they are.
     """
 
-    def __init__(self, file: CountedFile, start: int, length: int) -> None:
-        super().__init__(length)
-        self._file = file
-        self._start = start
-
-    def gap(self, run_nbytes: int) -> int:
-        return self._file.gap(run_nbytes)
+    file: CountedFile
+    start: int
+    size: int
 
     def read_into(self, buffer: memoryview, position: int) -> None:
-        self._file.read_into(buffer, self._start + position)
+        """Fill ``buffer`` with the bytes from ``position`` in the part on."""
+        self.file.read_into(buffer, self.start + position)
 
-    def read_summed(self, buffer: memoryview, position: int, checksum: int = 0) -> int:
-        return self._file.read_summed(buffer, self._start + position, checksum)
-
-    def read_each(
-        self, buffer: memoryview, nbytes: int, positions: Iterable[int], *, near: bool
-    ) -> None:
-        start = self._start
-        self._file.read_each(buffer, nbytes, map(start.__add__, positions), near=near)
+    def stream(self) -> io.BufferedIOBase:
+        """Return them as a stream."""
+        return io.BufferedReader(RawPart(self.size, self.read_into))
 
 
-class HeldPart(Part):
-    """A part of a file that is in memory.
+def part_of(data: bytes | memoryview) -> Part:
+    """Return bytes in memory, as what is read of a file."""
+    return Part(CountedFile(io.BytesIO(data)), 0, len(data))
+
+
+class RawPart(io.RawIOBase):
+    """Bytes that are read at a position, as a file of Python's.
 
     Args:
-        held: Its bytes.
+        nbytes: How many they are.
+        read_into: Fills a buffer from a position on.
+        most_nbytes: The most that one call reads.
     """
 
-    def __init__(self, held: memoryview) -> None:
-        super().__init__(held.nbytes)
-        self._held = held
-
-    def read_into(self, buffer: memoryview, position: int) -> None:
-        buffer[:] = self._held[position : position + buffer.nbytes]
-
-
-class SeekableRaw(io.RawIOBase):
-    """Bytes of a known length that are read at a position; subclasses read them."""
-
-    def __init__(self, nbytes: int) -> None:
+    def __init__(
+        self,
+        nbytes: int,
+        read_into: Callable[[memoryview, int], object],
+        most_nbytes: int = sys.maxsize,
+    ) -> None:
         super().__init__()
         self._nbytes = nbytes
+        self._read_into = read_into
+        self._most_nbytes = most_nbytes
         self._position = 0
 
     def readable(self) -> bool:
@@ -284,19 +242,17 @@ class SeekableRaw(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        # As in io.BytesIO, and not as in files: zipfile takes an OSError for one of the disk.
+        if whence == os.SEEK_SET and offset < 0:
+            raise ValueError(f"there is no position {offset}")
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}[whence]
-        self._position = base + offset
+        self._position = max(base + offset, 0)
         return self._position
 
-
-class _View(SeekableRaw):
-    def __init__(self, part: Part) -> None:
-        super().__init__(part.size)
-        self._part = part
-
     def readinto(self, buffer: Any) -> int:
-        left = max(self._nbytes - self._position, 0)
+        left = min(max(self._nbytes - self._position, 0), self._most_nbytes)
         view = memoryview(buffer).cast("B")[:left]
-        self._part.read_into(view, self._position)
+        if view.nbytes:
+            self._read_into(view, self._position)
         self._position += view.nbytes
         return view.nbytes

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-import torch
-from torch.distributed.checkpoint import LoadPlan, ReadItem
+from torch.distributed.checkpoint import LoadPlan
 
 from dcp_placements.report import Traffic
 
@@ -35,17 +33,4 @@ class AfterReads(Protocol):
             traffic: What the reader moved.
             unchecked: The number of records that it could not compare with a checksum.
         """
-        ...
-
-
-@runtime_checkable
-class TakesMany(Protocol):
-    """A load planner that is asked for thousands of small tensors at once."""
-
-    def resolve_tensors(self, items: Sequence[ReadItem]) -> list[torch.Tensor]:
-        """Return what ``resolve_tensor`` returns of each item."""
-        ...
-
-    def commit_tensors(self, items: Sequence[ReadItem], tensors: Sequence[torch.Tensor]) -> None:
-        """Take what was read, as ``commit_tensor`` takes each."""
         ...

@@ -7,19 +7,18 @@ formats, strides and extensions go through ``torch.load``.
 
 from __future__ import annotations
 
-import io
 import os
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner, Metadata, ReadItem
+from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner, Metadata
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.futures import Future
@@ -36,8 +35,7 @@ from dcp_placements.errors import (
 )
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import Traffic
-from dcp_placements.storage.checked_load import load_plain
-from dcp_placements.storage.file_reads import CountedFile, FilePart, open_inside
+from dcp_placements.storage.file_reads import CountedFile, Part, open_inside
 from dcp_placements.storage.metadata.checks import check_facts, refusing
 from dcp_placements.storage.metadata.file import read_metadata
 from dcp_placements.storage.metadata.rank_files import (
@@ -215,28 +213,21 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
                     record = records[place] = Record(info)
                 record.items.append(item)
         ids = {record.file: record for record in speaking_for(wanted, self._ids)}
-        if self.restricted:
-            planner = cast(LoadPlanner, _Restricted(planner))
         jobs = list(jobs_of(wanted, ids, threads))
-
-        def reader_for(planner: LoadPlanner) -> ChunkReader:
-            undone = self.transforms.transform_load_stream
-            work = ChunkReader(planner, self._stored, undone, check_crc=self.check_crc)
-            readers.append(work)
-            return work
-
-        if threads == 1 or len(jobs) <= 1:
-            work = reader_for(planner)
-            for job in jobs:
-                self._read_job(work, job)
-            return
-        planner = cast(LoadPlanner, _OneAtATime(planner))
-        waiting, failed = iter(jobs), threading.Event()
+        waiting, failed, lock = iter(jobs), threading.Event(), threading.Lock()
         grad = torch.is_grad_enabled()
 
         def read() -> None:
-            # With a buffer of its own.
-            work = reader_for(planner)
+            # With buffers of its own.
+            work = ChunkReader(
+                planner,
+                self._stored,
+                self.transforms.transform_load_stream,
+                check_crc=self.check_crc,
+                restricted=self.restricted,
+                lock=lock,
+            )
+            readers.append(work)
             with torch.set_grad_enabled(grad):  # the setting of a thread, not of the process
                 for job in waiting:
                     if failed.is_set():
@@ -247,19 +238,25 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
                         failed.set()
                         raise
 
+        if min(threads, len(jobs)) <= 1:
+            read()
+            return
         with ThreadPoolExecutor(min(threads, len(jobs))) as pool:
             for result in [pool.submit(read) for _ in range(min(threads, len(jobs)))]:
                 result.result()
 
     def _read_job(self, work: ChunkReader, job: Job) -> None:
         """Read records of one file. Runs in any thread."""
-        with self._opened(job.path) as stream:
-            file = CountedFile(stream)
+        with ExitStack() as stack:
             try:
-                if job.id_record is not None:
-                    self._check_id(file, job.id_record)
+                file = CountedFile(stack.enter_context(self._open(job.path)))
+            except FileNotFoundError as error:
+                text = format_faults("the checkpoint is not whole", [missing(job.path)])
+                raise PlacementError(text) from error
+            try:
+                self._check_id(file, job.id_record)
                 work.read(file, job.records)
-                if job.id_record is not None and job.records:
+                if job.records:
                     # Torch's writer writes into the file that is there.
                     self._check_id(file, job.id_record)
             except EOFError as error:  # it was cut off since it was opened
@@ -272,50 +269,31 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
                     self.reads += file.reads
 
     def _open(self, name: str) -> Any:
-        if not self.restricted:
-            return self.fs.create_stream(self.fs.concat_path(self.path, name), "rb")
-        if type(self.fs) is FileSystem:
+        """Open a file of the checkpoint."""
+        if self.restricted and type(self.fs) is FileSystem:
             return open_inside(self.path, name)
-        if name.startswith("/") or "://" in name or ".." in name.split("/"):
+        if self.restricted and (name.startswith("/") or "://" in name or ".." in name.split("/")):
             raise PlacementError(f"{format_name(name)}: a file outside of the checkpoint")
         return self.fs.create_stream(self.fs.concat_path(self.path, name), "rb")
 
-    def _open_metadata(self, path: Any) -> Any:
-        if self.restricted and type(self.fs) is FileSystem:
-            return open_inside(self.path, os.path.basename(path))
-        return self.fs.create_stream(path, "rb")
-
-    @contextmanager
-    def _opened(self, path: str) -> Iterator[Any]:
-        with ExitStack() as stack:
-            try:
-                stream = stack.enter_context(self._open(path))
-            except FileNotFoundError as error:
-                text = format_faults("the checkpoint is not whole", [missing(path)])
-                raise PlacementError(text) from error
-            yield stream
-
-    def _check_id(self, file: CountedFile, record: IdRecord) -> None:
+    def _check_id(self, file: CountedFile, record: IdRecord | None) -> None:
         """Compare the id of the save that wrote a file with that in the metadata.
 
         Raises:
             PlacementError: They differ.
         """
-        part = FilePart(file, record.start, record.nbytes)
+        if record is None:
+            return
+        nbytes = max(min(record.nbytes, file.size - record.start), 0)
+        stream: Any = Part(file, record.start, nbytes).stream()
         if record.transforms:
             item = record.read_item()
-            stream: Any = part.stream()
             stream = self.transforms.transform_load_stream(item, record.transforms, stream)
-            data = bytes(stream.read(-1))
-        else:
-            held = bytearray(max(min(record.nbytes, file.size - record.start), 0))
-            part.read_into(memoryview(held), 0)
-            data = bytes(held)
-        raise_faults(MIXED, filter(None, [record.fault(data)]))
+        raise_faults(MIXED, filter(None, [record.fault(bytes(stream.read(-1)))]))
 
     def _read_metadata(self, path: Any) -> Metadata:
         is_remote = isinstance(self.fs, RemoteFileSystem)
-        opener = self.fs.opener(path) if is_remote else partial(self._open_metadata, path)
+        opener = self.fs.opener(path) if is_remote else partial(self._open, os.path.basename(path))
         try:
             return read_metadata(opener, restricted=self.restricted)
         except (PlacementError, OSError):
@@ -373,58 +351,6 @@ def jobs_of(
         step = max(-(-len(records) // parts), 1)
         for start in range(0, max(len(records), 1), step):
             yield Job(path, records[start : start + step], ids.get(path))
-
-
-class _OneAtATime:
-    """A planner that one thread calls at a time; planners are not made for several."""
-
-    def __init__(self, planner: LoadPlanner) -> None:
-        self._planner = planner
-        self._lock = threading.Lock()
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        with self._lock:
-            return self._planner.resolve_tensor(read_item)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        with self._lock:
-            self._planner.commit_tensor(read_item, tensor)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        with self._lock:
-            self._planner.load_bytes(read_item, value)
-
-
-class _Restricted:
-    """A planner that gets no object whose pickle names more than plain values.
-
-    Planners load objects with ``weights_only=False``, by an unpickler that may read the same bytes
-    otherwise. What they get is the value that was checked, saved again.
-    """
-
-    def __init__(self, planner: LoadPlanner) -> None:
-        self._planner = planner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._planner, name)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Pass on what ``torch.load`` accepts with ``weights_only``."""
-        checked = io.BytesIO()
-        try:
-            torch.save(load_plain(value), checked)
-        except Exception as error:
-            # Of any type, by what is in the pickle.
-            reason = format_name((str(error).strip() or type(error).__name__).splitlines()[0])
-            raise PlacementError(
-                f"{format_name(read_item.storage_index.fqn)}: this object is not loaded with "
-                "restricted=True, since torch.load(weights_only=True) does not\n"
-                f"    torch says:  {reason}\n"
-                "    way out:     torch.serialization.add_safe_globals for what you trust, or "
-                "leave the key out of the state dict"
-            ) from error
-        checked.seek(0)
-        self._planner.load_bytes(read_item, checked)
 
 
 _COUNTING = threading.Lock()

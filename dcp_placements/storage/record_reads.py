@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from ctypes import c_char
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,12 +23,17 @@ from torch.distributed.checkpoint import LoadPlanner, ReadItem, TensorStorageMet
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from dcp_placements._torch import StorageInfo, narrow_tensor_by_index
-from dcp_placements.errors import Fault, PlacementError, format_error, format_faults, raise_faults
+from dcp_placements.errors import (
+    Fault,
+    PlacementError,
+    format_error,
+    format_faults,
+    format_name,
+    raise_faults,
+)
 from dcp_placements.storage.byte_ranges import halves, segments
-from dcp_placements.storage.checked_load import load_saved_tensor, zip_problem
-from dcp_placements.storage.fast_zlib import crc32
-from dcp_placements.storage.file_reads import NEAR_NBYTES, CountedFile, FilePart, HeldPart, Part
-from dcp_placements.storage.protocols import TakesMany
+from dcp_placements.storage.checked_load import load_plain, load_saved_tensor, zip_problem
+from dcp_placements.storage.file_reads import CountedFile, Part, crc32, part_of
 from dcp_placements.storage.safe_pickle import RefusedGlobal
 from dcp_placements.storage.tensor_record import (
     BEHIND,
@@ -62,6 +67,7 @@ Transformed = Callable[[ReadItem, Sequence[str], Any], Any]
 """Undoes the transforms of a record's stream."""
 
 IS_DAMAGED = "the checkpoint is damaged"
+_IS_OTHER = "the checkpoint is not what it says"
 DAMAGED = (
     "likely:      the file was damaged or cut short, or a later save into the same directory was "
     "cut off and left files of two saves",
@@ -121,6 +127,8 @@ class ChunkReader:
         stored: The metadata of what is stored, by key.
         transformed: Undoes the transforms of a record's stream.
         check_crc: Whether what is read whole is compared with its checksum.
+        restricted: Whether objects that name more than plain values are refused.
+        lock: Held while the planner is called, where several threads read for it.
 
     Attributes:
         unchecked: Records that were read whole and have no checksum.
@@ -133,15 +141,16 @@ class ChunkReader:
         transformed: Transformed,
         *,
         check_crc: bool = False,
+        restricted: bool = False,
+        lock: AbstractContextManager[Any] | None = None,
     ) -> None:
         self.unchecked = 0
         self._planner = planner
-        # Of its class: what passes other calls on to a planner may have hooks of its own.
-        is_asked_once = issubclass(type(planner), TakesMany)
-        self._many = cast(TakesMany, planner) if is_asked_once else None
         self._stored = stored
         self._transformed = transformed
         self._check_crc = check_crc
+        self._restricted = restricted
+        self._lock = lock or nullcontext()
         self._heads = RecordHeads()
         self._span, self._elements = _Buffer(), _Buffer()
 
@@ -160,11 +169,10 @@ class ChunkReader:
         ]
         # One number for all of them, so that they are one fault.
         needed = max((record.end for record in outside), default=0)
-        faults = [record.fault(_beyond(record, file.size, needed)) for record in outside]
-        raise_faults(IS_DAMAGED, faults)
+        raise_faults(IS_DAMAGED, [_beyond(record, file.size, needed) for record in outside])
         for span in self._spans(records):
             if len(span) == 1 and not self._is_small(span[0]):
-                self._read_record(span[0], FilePart(file, span[0].info.offset, span[0].info.length))
+                self._read_record(span[0], Part(file, span[0].info.offset, span[0].info.length))
             else:
                 self._read_span(file, span)
 
@@ -172,28 +180,22 @@ class ChunkReader:
         """Return where the elements of a record are; None where it is not plain."""
         if record.is_object or record.info.transform_descriptors:
             return None
-        return self._heads.find(part, record.info.length)
+        return self._heads.find(part)
 
     def _spans(self, records: Sequence[Record]) -> Iterator[list[Record]]:
-        """Yield records that are read in one call."""
+        """Yield records that are read in one call: small ones of one type, near to each other."""
         span: list[Record] = []
-        start = end = 0
         kind: tuple[bool, bool] | None = None
         for record in records:
-            offset, before = record.info.offset, kind
-            kind = is_small, _ = self._is_small(record), record.is_object
+            before, kind = kind, (self._is_small(record), record.is_object)
             if span and not (
-                is_small
-                and kind == before
-                and offset - end <= NEIGHBOUR_NBYTES
-                and offset + record.info.length - start <= SPAN_NBYTES
+                kind == before == (True, record.is_object)
+                and record.info.offset - span[-1].end <= NEIGHBOUR_NBYTES
+                and record.end - span[0].info.offset <= SPAN_NBYTES
             ):
                 yield span
                 span = []
-            if not span:
-                start = offset
             span.append(record)
-            end = offset + record.info.length
         if span:
             yield span
 
@@ -216,68 +218,61 @@ class ChunkReader:
         held = self._span.take(span[-1].end - start)
         file.read_into(held, start)
         for records in _alike(span):
-            first = records[0].info.offset - start
-            if len(records) > 1:
-                part = HeldPart(held[first : records[0].end - start])
-                tensor = self.tensor_record(records[0], part)
-                rows = np.frombuffer(held[first : records[-1].end - start], np.uint8)
-                rows = rows.reshape(len(records), -1)
-                heads = rows[:, : tensor.start if tensor else 0]
-                if tensor is not None and tensor.nbytes and (heads == heads[0]).all():
-                    self._read_alike(records, tensor, rows)
-                    continue
-            for record in records:
-                part = HeldPart(held[record.info.offset - start : record.end - start])
-                self._read_record(record, part)
+            data = held[records[0].info.offset - start : records[-1].end - start]
+            rows = np.frombuffer(data, np.uint8).reshape(len(records), -1)
+            tensor = self.tensor_record(records[0], part_of(rows[0].data))
+            if tensor is not None and self._are_whole(records, tensor, rows):
+                self._read_alike(records, tensor, rows)
+                continue
+            for record, row in zip(records, rows, strict=True):
+                self._read_record(record, part_of(row.data))
+
+    def _are_whole(self, records: Sequence[Record], tensor: TensorRecord, rows: Array) -> bool:
+        """Whether records have elements and begin alike, and one item wants all of each."""
+        heads, begin = rows[:, : tensor.start], (0,) * len(tensor.shape)
+        return (
+            tensor.nbytes > 0
+            and all(
+                len(record.items) == 1
+                and record.item.lengths == tensor.shape
+                and record.item.storage_offsets == begin
+                for record in records
+            )
+            and bool((heads == heads[0]).all())
+        )
 
     def _read_alike(self, records: Sequence[Record], tensor: TensorRecord, rows: Array) -> None:
         """Deliver records whose heads are equal.
 
         Args:
-            records: Each wanted by one item.
+            records: Each wanted whole, by one item.
             tensor: Where their elements are.
             rows: The records, one in each row of bytes.
         """
-        begin, is_whole = (0,) * len(tensor.shape), np.ones(len(records), bool)
-        for at, record in enumerate(records):
-            item = record.items[0]
-            if item.lengths != tensor.shape or item.storage_offsets != begin:
-                self._read_record(record, HeldPart(rows[at].data))
-                is_whole[at] = False
-        if not is_whole.all():
-            rows = rows[is_whole]
-            records = [records[at] for at in np.flatnonzero(is_whole).tolist()]
-        if not records:
-            return
         items = [record.items[0] for record in records]
-        if self._many is None:
+        with self._lock:
             resolved = [self._planner.resolve_tensor(item) for item in items]
-        else:
-            resolved = self._many.resolve_tensors(items)
-        targets = [
-            _checked(record, target, tensor.shape)
-            if target.requires_grad or target.shape != tensor.shape
-            else target
-            for record, target in zip(records, resolved, strict=True)
-        ]
+        pairs = zip(records, resolved, strict=True)
+        targets = [_checked(record, target, tensor.shape) for record, target in pairs]
         end = tensor.start + tensor.nbytes
-        elements = np.ascontiguousarray(rows[:, tensor.start : end])
+        # A copy is aligned, as torch takes it to be; a single row would be a view.
+        elements = rows[:, tensor.start : end].copy()
         if self._check_crc:
-            self._check(records, tensor, list(map(crc32, elements)), rows[:, end : end + BEHIND])
+            behind = [row.tobytes() for row in rows[:, end : end + BEHIND]]
+            self._check(records, tensor, list(map(crc32, elements)), behind)
         values = torch.from_numpy(elements).view(-1).view(tensor.dtype).view(-1, *tensor.shape)
-        _fill_each(targets, values)
-        if self._many is not None:
-            self._many.commit_tensors(items, targets)
-            return
-        for item, target in zip(items, targets, strict=True):
-            self._planner.commit_tensor(item, target)
+        for target, value in zip(targets, values.unbind(), strict=True):
+            target.copy_(value)
+        with self._lock:
+            for item, target in zip(items, targets, strict=True):
+                self._planner.commit_tensor(item, target)
 
     def _check(
         self,
         records: Sequence[Record],
         tensor: TensorRecord,
         checksums: Sequence[int],
-        behind: Array | None,
+        behind: Sequence[bytes],
     ) -> None:
         """Compare the checksums of elements with those behind them.
 
@@ -285,29 +280,27 @@ class ChunkReader:
             records: They begin alike.
             tensor: Where the elements are in each.
             checksums: Those of what was read.
-            behind: What is behind the elements of each, in a row; None where they have none.
+            behind: What is behind the elements of each.
 
         Raises:
             PlacementError: Some differ.
         """
-        if behind is None or not tensor.has_crc:
+        if not tensor.has_crc:
             self.unchecked += len(records)
             return
-        found = np.empty((len(records), BEHIND), np.uint8)
-        found[:, :4] = np.frombuffer(DESCRIPTOR, np.uint8)
-        found[:, 4:] = np.array(checksums, "<u4").view(np.uint8).reshape(-1, 4)
         faults = []
-        for at in np.flatnonzero((found != behind).any(axis=1)).tolist():
-            stored = behind[at].tobytes()
+        for record, checksum, stored in zip(records, checksums, behind, strict=True):
+            if stored == DESCRIPTOR + checksum.to_bytes(4, "little"):
+                continue
             what = f"{int.from_bytes(stored[4:], 'little'):08x} was written"
             if not stored.startswith(DESCRIPTOR):
                 what = "no checksum follows any more"
-            info = records[at].info
+            place = f"byte {record.info.offset + tensor.start} of {record.info.relative_path}"
             problem = (
-                f"its elements at byte {info.offset + tensor.start} of {info.relative_path} are "
-                f"not what was written: their CRC-32 is {checksums[at]:08x}, where {what}"
+                f"its elements at {place} are not what was written: their CRC-32 is "
+                f"{checksum:08x}, where {what}"
             )
-            faults.append(records[at].fault(problem, _OTHER_SUM))
+            faults.append(record.fault(problem, _OTHER_SUM))
         raise_faults(IS_DAMAGED, faults)
 
     def _read_record(self, record: Record, part: Part) -> None:
@@ -335,14 +328,20 @@ class ChunkReader:
                 raise_faults(IS_DAMAGED, [record.fault(text, _OTHER_SUM)])
         if record.is_object:
             for item in record.items:
-                self._planner.load_bytes(item, io.BytesIO(stream.getbuffer()))
+                data = io.BytesIO(stream.getbuffer())
+                value = _plain(item, data) if self._restricted else data
+                with self._lock:
+                    self._planner.load_bytes(item, value)
             return
         loaded = _load(stream, record)
         for item in record.items:
             source = narrow_tensor_by_index(loaded, item.storage_offsets, item.lengths)
-            target = _checked(record, self._planner.resolve_tensor(item), source.shape)
+            with self._lock:
+                resolved = self._planner.resolve_tensor(item)
+            target = _checked(record, resolved, source.shape)
             target.copy_(source)
-            self._planner.commit_tensor(item, target)
+            with self._lock:
+                self._planner.commit_tensor(item, target)
 
     def _read_item(self, record: Record, item: ReadItem, tensor: TensorRecord, part: Part) -> None:
         """Read a slice of a plain record."""
@@ -351,19 +350,22 @@ class ChunkReader:
         sizes = None if is_whole else self._stored_sizes(item)
         holds = f"{record.info.relative_path} holds a {tensor.shape} tensor, where the metadata say"
         if sizes not in (None, tensor.shape):
-            raise _not_as_described(record, f"{holds}s that it is a chunk of {sizes}")
+            raise_faults(_IS_OTHER, [record.fault(f"{holds}s that it is a chunk of {sizes}")])
         ends = zip(offsets, lengths, tensor.shape, strict=True)
         if any(offset + length > size for offset, length, size in ends):
-            raise _not_as_described(record, f"{holds}s that {lengths} can be read at {offsets}")
-        target = _checked(record, self._planner.resolve_tensor(item), lengths)
+            text = f"{holds}s that {lengths} can be read at {offsets}"
+            raise_faults(_IS_OTHER, [record.fault(text)])
+        with self._lock:
+            resolved = self._planner.resolve_tensor(item)
+        target = _checked(record, resolved, lengths)
         if target.numel():
             summed = is_whole and self._check_crc
             checksum = self._fill(target, offsets, lengths, tensor, part, summed=summed)
             if summed:
-                behind = behind_elements(part, tensor) if tensor.has_crc else None
-                rows = None if behind is None else np.frombuffer(behind, np.uint8)[None]
-                self._check([record], tensor, [checksum], rows)
-        self._planner.commit_tensor(item, target)
+                behind = behind_elements(part, tensor) if tensor.has_crc else b""
+                self._check([record], tensor, [checksum], [behind])
+        with self._lock:
+            self._planner.commit_tensor(item, target)
 
     def _stored_sizes(self, item: ReadItem) -> tuple[int, ...] | None:
         """Return the sizes of the chunk that an item is read from; None where they are unknown."""
@@ -390,31 +392,31 @@ class ChunkReader:
         Returns:
             The CRC-32 of the elements, if ``summed``: they are read whole then.
         """
-        itemsize, checksum = tensor.dtype.itemsize, 0
+        file, chunk, checksum = part.file, part.start + tensor.start, 0
         memory = memory_of(target) if target.dtype == tensor.dtype else None
         todo = [(offsets, lengths)]
         while todo:
             at, sizes = todo.pop()
-            plan = segments(
-                tensor.shape, offsets=at, lengths=sizes, itemsize=itemsize, gap=part.gap
+            itemsize = tensor.dtype.itemsize
+            slices = segments(
+                tensor.shape, offsets=at, lengths=sizes, itemsize=itemsize, gap=file.gap
             )
-            direct = memory is not None and plan.exact and sizes == lengths
-            if not direct and plan.total_nbytes > BUFFER_NBYTES:
+            direct = memory is not None and slices.exact and sizes == lengths
+            if not direct and slices.total_nbytes > BUFFER_NBYTES:
                 # Along the first dim that can be cut: of a whole tensor the parts are in order.
                 todo += reversed(halves(at, sizes))
                 continue
-            buffer = memory if direct else self._elements.take(plan.total_nbytes)
+            buffer = memory if direct else self._elements.take(slices.total_nbytes)
             assert buffer is not None
             if summed:
-                checksum = part.read_summed(buffer, tensor.start + plan.start, checksum)
+                checksum = file.read_summed(buffer, chunk + slices.start, checksum)
             else:
-                near = 0 < plan.distance <= NEAR_NBYTES
-                part.read_each(buffer, plan.nbytes, plan.positions(tensor.start), near=near)
+                file.read_segments(buffer, slices, chunk)
             if not direct:
                 elements = torch.frombuffer(buffer, dtype=tensor.dtype)
                 place = zip(at, offsets, sizes, strict=True)
                 block = target[tuple(slice(a - o, a - o + n) for a, o, n in place)]
-                block.copy_(elements.as_strided(sizes, plan.strides))
+                block.copy_(elements.as_strided(sizes, slices.strides))
         return checksum
 
 
@@ -430,26 +432,26 @@ class _Buffer:
         return self._held[:nbytes]
 
 
-def _beyond(record: Record, nbytes: int, needed: int) -> str:
-    """Return why a record does not lie within its file of ``nbytes``, which lacks some."""
+def _beyond(record: Record, nbytes: int, needed: int) -> Fault:
+    """Return that a record does not lie within its file of ``nbytes``, which lacks some."""
     path, start, end = record.info.relative_path, record.info.offset, record.end
     if 0 <= start <= end:
-        return f"{path} ends before it: {nbytes} bytes, {needed} needed"
-    return f"{path} has no bytes from {start} to {end}, where the metadata has it"
+        return record.fault(f"{path} ends before it: {nbytes} bytes, {needed} needed")
+    return record.fault(f"{path} has no bytes from {start} to {end}, where the metadata has it")
 
 
 def _alike(span: Sequence[Record]) -> Iterator[list[Record]]:
     """Yield records of a span in runs of equal lengths without gaps, each wanted by one item."""
     run: list[Record] = []
-    end = length = 0
     for record in span:
-        info, is_shared = record.info, len(record.items) > 1
-        if run and (info.length != length or info.offset != end or is_shared):
+        info = record.info
+        if run and not (
+            len(record.items) == len(run[-1].items) == 1
+            and (info.offset, info.length) == (run[-1].end, run[-1].info.length)
+        ):
             yield run
             run = []
         run.append(record)
-        # Nothing follows a record that several items want.
-        end, length = info.offset + info.length, -1 if is_shared else info.length
     yield run
 
 
@@ -457,13 +459,9 @@ def _checked(record: Record, target: torch.Tensor, sizes: Sequence[int]) -> torc
     """Return a planner's tensor, which is to be filled with elements of these sizes."""
     if target.shape != sizes:
         problem = f"a {tuple(sizes)} tensor was read, where {tuple(target.shape)} is to be filled"
-        raise _not_as_described(record, problem)
+        raise_faults(_IS_OTHER, [record.fault(problem)])
+    # A detached view takes writes also where it is of a parameter, or of an inference tensor.
     return target.detach()
-
-
-def _not_as_described(record: Record, problem: str) -> PlacementError:
-    text = format_faults("the checkpoint is not what it says", [record.fault(problem)])
-    return PlacementError(text)
 
 
 def _load(stream: Any, record: Record) -> torch.Tensor:
@@ -488,39 +486,41 @@ def _load(stream: Any, record: Record) -> torch.Tensor:
         raise PlacementError(format_faults(IS_DAMAGED, [fault])) from error
 
 
+def _plain(item: ReadItem, data: io.BytesIO) -> io.BytesIO:
+    """Return an object that ``torch.load`` accepts with ``weights_only``, saved again.
+
+    Planners load objects with ``weights_only=False``, by an unpickler that may read the same bytes
+    otherwise: so they get the value that was checked, and not the bytes.
+
+    Raises:
+        PlacementError: Its pickle names more than plain values.
+    """
+    checked = io.BytesIO()
+    try:
+        torch.save(load_plain(data), checked)
+    except Exception as error:
+        # Of any type, by what is in the pickle.
+        reason = format_name((str(error).strip() or type(error).__name__).splitlines()[0])
+        raise PlacementError(
+            f"{format_name(item.storage_index.fqn)}: this object is not loaded with "
+            "restricted=True, since torch.load(weights_only=True) does not\n"
+            f"    torch says:  {reason}\n"
+            "    way out:     torch.serialization.add_safe_globals for what you trust, or "
+            "leave the key out of the state dict"
+        ) from error
+    checked.seek(0)
+    return checked
+
+
 def memory_of(tensor: torch.Tensor) -> memoryview | None:
     """Return the memory of a tensor's elements; None where they are not contiguous host memory."""
-    if type(tensor) is not torch.Tensor or not _are_alike([tensor]):
+    if not (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout == torch.strided
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and not (tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
+    ):
         return None
     # A tensor of one element is contiguous with any stride; a row of bytes needs stride 1.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
-
-
-def _fill_each(targets: Sequence[torch.Tensor], values: torch.Tensor) -> None:
-    """Copy ``values[0]`` into the first target, ``values[1]`` into the second, and so on.
-
-    Torch copies into a list of tensors by a call of 2 us for each; ``readinto`` takes a tenth.
-    """
-    if _are_alike(targets):
-        elements = values.to(targets[0].dtype).view(-1).view(torch.uint8)
-        stream, memory = io.BytesIO(elements.numpy().data), c_char * targets[0].nbytes
-        for target in targets:
-            stream.readinto(memory.from_address(target.data_ptr()))
-        return
-    with torch.no_grad():
-        for target, value in zip(targets, values.unbind(), strict=True):
-            target.detach().copy_(value)
-
-
-def _are_alike(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the memory of tensors of one shape is elements of one dtype, in C order."""
-    first = tensors[0]
-    return (
-        set(map(type, tensors)) <= {torch.Tensor, torch.nn.Parameter}
-        and {tensor.layout for tensor in tensors} == {torch.strided}
-        and all([tensor.is_cpu for tensor in tensors])
-        and {tensor.dtype for tensor in tensors} == {first.dtype}
-        and not (first.is_quantized or any(map(torch.Tensor.is_neg, tensors)))
-        and not (first.is_complex() and any(map(torch.Tensor.is_conj, tensors)))
-        and all(map(torch.Tensor.is_contiguous, tensors))
-    )

@@ -1,4 +1,4 @@
-"""Records of tensors, by that which ``torch.save`` wrote of one of their dtype and shape.
+"""Data files and their records: small tensors many at a time, large ones block by block.
 
 ``torch.save`` takes 100 us and more, however small the tensor, which dominates a checkpoint of many
 small tensors, and its CRC-32 is a quarter of the time of writing a large one. Two records of one
@@ -10,19 +10,26 @@ large ones pass through the processor's cache once, for the checksum and for the
 
 from __future__ import annotations
 
-import io
+import os
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
+from io import BytesIO
 from math import prod
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint import SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import WriteItemType
 
+from dcp_placements._torch import cpu_tensors, global_rank
+from dcp_placements.errors import PlacementError
 from dcp_placements.storage.byte_ranges import c_strides
-from dcp_placements.storage.fast_zlib import crc32
+from dcp_placements.storage.file_reads import crc32
 from dcp_placements.storage.tensor_record import DESCRIPTOR
+from dcp_placements.storage.written import RowsBuilder, is_whole
 
 T = TypeVar("T")
 Array = np.ndarray[Any, Any]
@@ -42,6 +49,93 @@ PROVED_NBYTES = 64 << 10
 """A template with at most so many bytes of elements is tried out when it is made."""
 
 _DIRECTORY_ENTRY = b"PK\x01\x02"
+
+
+def write_items(
+    name: str,
+    items: Sequence[WriteItem],
+    stream: Any,
+    planner: SavePlanner,
+    builder: RowsBuilder,
+    *,
+    threads: int,
+    ahead_nbytes: int,
+) -> None:
+    """Write a data file: the chunks of cut tensors, then whole tensors, then objects.
+
+    The records of cut tensors are so where they are in the files of other ranks, whatever this rank
+    alone has besides.
+
+    Args:
+        name: Of the file.
+        items: What it is to hold.
+        stream: Open for writing, at its beginning.
+        planner: Gives the data of items.
+        builder: Takes a row for each of what is written.
+        threads: That write files.
+        ahead_nbytes: Bytes that may be copied to the host ahead.
+
+    Raises:
+        PlacementError: A tensor of another dtype or shape than its item says.
+    """
+    objects = [item for item in items if item.type == WriteItemType.BYTE_IO]
+    tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
+    loaded = cpu_tensors(
+        sorted(tensors, key=is_whole),
+        _nbytes,
+        planner.resolve_data,
+        threads=threads,
+        ahead_nbytes=ahead_nbytes,
+    )
+    for batch, written in batches(map(_as_planned, loaded)):
+        builder.append(written, path=name, length=save_tensors(batch, stream))
+    for item in objects:
+        data = planner.resolve_data(item)
+        assert isinstance(data, BytesIO)
+        with data.getbuffer() as contents:
+            stream.write(contents)
+            builder.append([item], path=name, length=contents.nbytes)
+
+
+def _as_planned(loaded: tuple[torch.Tensor, WriteItem]) -> tuple[torch.Tensor, WriteItem]:
+    """Return a tensor and its item, which say the same of dtype and shape."""
+    tensor, item = loaded
+    data = item.tensor_data
+    assert data is not None
+    if tensor.shape != data.chunk.sizes or tensor.dtype != data.properties.dtype:
+        raise PlacementError(
+            f"{item.index.fqn}, rank {global_rank()}: resolve_data() of the planner returned "
+            f"{tensor.dtype} of shape {tuple(tensor.shape)}, but the metadata will say "
+            f"{data.properties.dtype} of shape {tuple(data.chunk.sizes)}\n"
+            "    likely:      the planner is a subclass that casts while it saves\n"
+            "    way out:     cast before: dcp.save() with the tensors that are to be stored"
+        )
+    return loaded
+
+
+def _nbytes(item: WriteItem) -> int:
+    """Return the bytes of the elements that an item writes."""
+    assert item.tensor_data is not None
+    return int(item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize)
+
+
+def split_by_chunk(bins: int, items: Sequence[WriteItem]) -> list[list[WriteItem]]:
+    """Return the items in bins of about equal bytes, the largest placed first.
+
+    Torch's own function takes every chunk to be as large as its whole tensor.
+    """
+    if bins == 1:
+        return [list(items)]
+    buckets: list[list[WriteItem]] = [[] for _ in range(bins)]
+    tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
+    for number, item in enumerate(item for item in items if item.type == WriteItemType.BYTE_IO):
+        buckets[number % bins].append(item)
+    filled = [0] * bins
+    for item in sorted(tensors, key=_nbytes, reverse=True):
+        number = filled.index(min(filled))
+        buckets[number].append(item)
+        filled[number] += _nbytes(item)
+    return buckets
 
 
 def save_tensors(tensors: Sequence[torch.Tensor], stream: Any) -> int:
@@ -174,7 +268,7 @@ class Template:
             ValueError: They differ.
         """
         ones = b"\x01" * self._nbytes
-        record = io.BytesIO()
+        record = BytesIO()
         self.write_blocks([memoryview(ones)], record.write)
         try:
             with zipfile.ZipFile(record) as file:
@@ -266,3 +360,25 @@ class _AroundElements:
 
     def flush(self) -> None:
         """Do nothing: nothing is buffered."""
+
+
+@contextmanager
+def errors_of(path: Any) -> Iterator[None]:
+    """Raise the system's error for a file that is being written, with the file's name.
+
+    ``torch.save`` closes its zip file when a write fails, which fails as well, over positions that
+    do not fit; the reason is what that error came after.
+    """
+    try:
+        yield
+    except PlacementError:
+        raise  # of what is read
+    except Exception as error:
+        reason: BaseException | None = error
+        while reason is not None and not isinstance(reason, OSError):
+            reason = reason.__cause__ or reason.__context__
+        if reason is None or reason.filename is not None or (reason is error and not error.errno):
+            raise
+        if reason.errno is None:
+            raise reason from error
+        raise OSError(reason.errno, os.strerror(reason.errno), os.fspath(path)) from error

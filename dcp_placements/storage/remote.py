@@ -23,7 +23,7 @@ from functools import partial
 from typing import IO, Any, NamedTuple, TypeVar
 
 from dcp_placements.errors import CannotLook, format_name
-from dcp_placements.storage.file_reads import SeekableRaw
+from dcp_placements.storage.file_reads import RawPart
 
 OBJECT_STORES = frozenset(
     ["abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss", "r2", "s3", "s3a", "tos"]
@@ -146,8 +146,8 @@ def _download(fs: Any, url: str, nbytes: int | None = None, **span: int) -> byte
     return data
 
 
-class RangeReader(SeekableRaw):
-    """A remote file that is read by ranges, one request each.
+def range_reader(fs: Any, url: str, nbytes: int) -> io.BufferedReader:
+    """Return a remote file that is read by ranges, one request each.
 
     fsspec's own files read ahead by up to 50 MB, whatever is asked for, and give up at the first
     error that their library does not retry.
@@ -156,26 +156,13 @@ class RangeReader(SeekableRaw):
         fs: Of fsspec.
         url: The file.
         nbytes: Its length.
-
-    Raises:
-        OSError: On a read, that the service does not return what was requested.
     """
 
-    def __init__(self, fs: Any, url: str, nbytes: int) -> None:
-        super().__init__(nbytes)
-        self._fs = fs
-        self._url = url
+    def read_into(view: memoryview, start: int) -> None:
+        end = start + view.nbytes
+        view[:] = request(url, lambda: _download(fs, url, end - start, start=start, end=end))
 
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        start = self._position
-        nbytes = min(view.nbytes, REQUEST_NBYTES, self._nbytes - start)
-        if nbytes <= 0:
-            return 0
-        read = partial(_download, self._fs, self._url, nbytes, start=start, end=start + nbytes)
-        view[:nbytes] = request(self._url, read)
-        self._position += nbytes
-        return nbytes
+    return io.BufferedReader(RawPart(nbytes, read_into, REQUEST_NBYTES), BUFFER_NBYTES)
 
 
 class _Upload(io.RawIOBase):
@@ -312,7 +299,7 @@ class RemoteFileSystem:
         nbytes = _entry(self._ask("info", url)).nbytes
         if nbytes is None:
             raise IsADirectoryError(errno.EISDIR, "this is a directory", url)
-        return io.BufferedReader(RangeReader(self.fs, url, nbytes), BUFFER_NBYTES)
+        return range_reader(self.fs, url, nbytes)
 
     def opener(self, url: str) -> Callable[[], IO[bytes]]:
         """Return a function that opens a file, any number of times.

@@ -16,11 +16,12 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from dcp_placements.storage.byte_ranges import c_strides
+from dcp_placements.storage.file_reads import Part
 from dcp_placements.storage.safe_pickle import (
     DTYPES,
     ORDERED_DICT,
@@ -66,14 +67,7 @@ class TensorRecord:
         return prod(self.shape) * self.dtype.itemsize
 
 
-class ReadsInto(Protocol):
-    """The bytes of a record."""
-
-    def read_into(self, buffer: memoryview, position: int) -> None:
-        """Fill ``buffer`` from a position in the record on."""
-
-
-def behind_elements(part: ReadsInto, tensor: TensorRecord) -> bytes:
+def behind_elements(part: Part, tensor: TensorRecord) -> bytes:
     """Return what is behind the elements of a record."""
     behind = bytearray(BEHIND)
     part.read_into(memoryview(behind), tensor.start + tensor.nbytes)
@@ -87,14 +81,13 @@ class RecordHeads:
         self._parsed: dict[tuple[int, bytes], TensorRecord] = {}
         self._start_by_length: dict[int, int] = {}
 
-    def find(self, part: ReadsInto, nbytes: int) -> TensorRecord | None:
+    def find(self, part: Part) -> TensorRecord | None:
         """Return where the elements of a record are; None where the record is not plain.
 
         Args:
             part: The record. No more than its head is read.
-            nbytes: Its length.
         """
-        tried = 0
+        tried, nbytes = 0, part.size
         for wanted in (self._start_by_length.get(nbytes, HEADS_NBYTES[0]), *HEADS_NBYTES):
             wanted = min(wanted, nbytes)
             if wanted <= tried:
@@ -145,40 +138,6 @@ def parse_record(head: bytes, nbytes: int) -> TensorRecord | None:
     return None
 
 
-class LocalHeader(NamedTuple):
-    """What precedes the contents of an entry in a zip file.
-
-    Attributes:
-        flags: As the format defines them.
-        method: How the contents are compressed; 0 for not.
-        size: Bytes of the contents as they are stored; 0 where a descriptor after them has it.
-        name: Of the entry.
-        nbytes: Length of the header.
-    """
-
-    flags: int
-    method: int
-    size: int
-    name: bytes
-    nbytes: int
-
-
-def local_header(data: bytes | bytearray, position: int = 0) -> LocalHeader:
-    """Return the header of an entry.
-
-    Raises:
-        zipfile.BadZipFile: There is none.
-        struct.error: The data end before.
-    """
-    mark, flags, method, size, name, extra = _LOCAL_HEADER.unpack_from(data, position)
-    if mark != LOCAL:
-        raise zipfile.BadZipFile("a header is not where the directory says")
-    start = position + _LOCAL_HEADER.size
-    return LocalHeader(
-        flags, method, size, bytes(data[start : start + name]), start + name + extra - position
-    )
-
-
 def entry_start(read_into: Callable[[memoryview, int], object], entry: zipfile.ZipInfo) -> int:
     """Return where the contents of an entry begin.
 
@@ -190,30 +149,31 @@ def entry_start(read_into: Callable[[memoryview, int], object], entry: zipfile.Z
     name = entry.orig_filename.encode("utf-8" if entry.flag_bits & _UTF_8 else "cp437")
     head = bytearray(_LOCAL_HEADER.size + len(name))
     read_into(memoryview(head), entry.header_offset)
-    header = local_header(head)
-    if header.name != name or header.nbytes < len(head):
+    mark, *_, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack_from(head)
+    if (mark, name_nbytes) != (LOCAL, len(name)) or head[_LOCAL_HEADER.size :] != name:
         raise zipfile.BadZipFile("a header is not where the directory says")
-    return entry.header_offset + header.nbytes
+    return entry.header_offset + len(head) + int(extra_nbytes)
 
 
 def _entries(head: bytes) -> Iterator[tuple[str, int, int | None]]:
     """Yield ``(name, start, end)`` of zip entries; end is None where ``head`` ends before it."""
     position = 0
     while True:
-        header = local_header(head, position)
-        start = position + header.nbytes
-        if header.method != zipfile.ZIP_STORED or start > len(head):
+        mark, flags, method, size, name, extra = _LOCAL_HEADER.unpack_from(head, position)
+        named = position + _LOCAL_HEADER.size
+        start = named + name + extra
+        if mark != LOCAL or method != zipfile.ZIP_STORED or start > len(head):
             raise zipfile.BadZipFile("compressed or cut off")
-        end: int | None = start + header.size
-        position = start + header.size
-        if header.flags & _SIZES_FOLLOW:
+        end: int | None = start + size
+        position = start + size
+        if flags & _SIZES_FOLLOW:
             end = head.find(DESCRIPTOR, start)
             # The four bytes may be contents; the size that follows them is then another one.
             while end >= 0 and head[end + 8 : end + 12] != struct.pack("<I", end - start):
                 end = head.find(DESCRIPTOR, end + 1)
             position = end + _DESCRIPTOR_NBYTES
             end = None if end < 0 else end
-        yield header.name.decode(), start, end
+        yield head[named : named + name].decode(), start, end
         if end is None:
             return
 

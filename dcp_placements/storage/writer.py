@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import stat
 import threading
 import uuid
@@ -26,6 +25,7 @@ from typing import Any, Literal
 
 from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, SavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -38,7 +38,6 @@ from dcp_placements._torch import (
 )
 from dcp_placements.errors import PlacementError
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.storage.data_file import DataFile, errors_of, split_by_chunk
 from dcp_placements.storage.entries import Entries, StoredEntries, entries_of
 from dcp_placements.storage.index import RowIndex, build_index, index_of_rows
 from dcp_placements.storage.metadata.file import (
@@ -58,12 +57,8 @@ from dcp_placements.storage.metadata.save_ids import (
     unfinished_name,
     writer_of,
 )
-from dcp_placements.storage.remote import (
-    RemoteFileSystem,
-    UrlPath,
-    is_url,
-    local_or_url,
-)
+from dcp_placements.storage.records import errors_of, split_by_chunk, write_items
+from dcp_placements.storage.remote import RemoteFileSystem, UrlPath, is_url, local_or_url
 from dcp_placements.storage.storage_table import StorageTable
 from dcp_placements.storage.written import Rows, RowsBuilder, WriteResults, place_of
 
@@ -175,10 +170,8 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             buckets = [[item] for item in plan.items]
         else:
             buckets = [items for items in split_by_chunk(self.thread_count, plan.items) if items]
-        files: queue.Queue[DataFile] = queue.Queue()
         names = [f"{plan.storage_data.prefix}{n}{DEFAULT_SUFFIX}" for n in range(len(buckets))]
-        for name, bucket in zip(names, buckets, strict=True):
-            files.put(DataFile(name, bucket))
+        files = iter(list(zip(names, buckets, strict=True)))
         builder = RowsBuilder()
         failures: list[BaseException] = []
 
@@ -360,18 +353,17 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         return bool(self.stock_metadata)
 
     def _write_files(
-        self, files: queue.Queue[DataFile], planner: SavePlanner, builder: RowsBuilder
+        self,
+        files: Iterator[tuple[str, Sequence[WriteItem]]],
+        planner: SavePlanner,
+        builder: RowsBuilder,
     ) -> None:
-        """Write files until the queue is empty. Runs in every thread."""
+        """Write files until there is none left. Runs in every thread."""
         ahead = {"threads": self.thread_count, "ahead_nbytes": self.per_thread_copy_ahead}
-        while True:
-            try:
-                file = files.get_nowait()
-            except queue.Empty:
-                return
-            path = self.fs.concat_path(self.path, file.name)
+        for name, items in files:
+            path = self.fs.concat_path(self.path, name)
             with errors_of(path), self.fs.create_stream(path, "wb") as stream:
-                file.write(stream, planner, builder, **ahead)
+                write_items(name, items, stream, planner, builder, **ahead)
                 self._sync(stream)
 
     def _sync(self, stream: Any) -> None:

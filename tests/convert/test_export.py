@@ -36,8 +36,8 @@ from dcp_placements import (
 )
 from dcp_placements.convert import elements
 from dcp_placements.offline import CannotLook, export_safetensors
+from dcp_placements.offline.safetensors_files import DTYPES
 from dcp_placements.presets import hub
-from dcp_placements.storage.safetensors_files import DTYPES
 from dcp_placements.testing import FakeDTensor, World, cut
 from dcp_placements.testing.damage import drop_chunk, flip_bit, foreign_pickle, remove_file
 from tests.offline_scenes import Run, run, save_hugging_face, save_sharded, saving_over

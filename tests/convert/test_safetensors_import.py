@@ -32,8 +32,8 @@ from dcp_placements.offline import (
     import_checkpoint,
     verify,
 )
+from dcp_placements.offline.safetensors_files import DTYPES
 from dcp_placements.presets import hub
-from dcp_placements.storage.safetensors_files import DTYPES
 from dcp_placements.testing import FakeDTensor, World, cut
 from tests.offline_scenes import Run, overwriting, run, save_hugging_face
 from tests.strategies import arange

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import warnings
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.offline import verify
+from dcp_placements.storage.checked_load import zip_problem
+from dcp_placements.storage.file_reads import part_of
 from dcp_placements.testing import FakeDTensor, World
 from tests.storage_scenes import (
     all_kinds,
@@ -247,3 +250,16 @@ def test_damage_of_what_surrounds_the_elements_never_moves_them(
                 assert path.name in text, (at, bit, text)
             else:
                 assert torch.equal(blank["w"], state["w"]), (at, bit)
+
+
+def test_a_damaged_directory_is_a_problem_of_the_record_and_no_error_of_the_disk() -> None:
+    held = io.BytesIO()
+    torch.save(torch.arange(6.0).reshape(2, 3).t(), held)
+    sound = held.getvalue()
+    assert zip_problem(part_of(sound).stream()) == (None, True)
+    for at in range(len(sound) - 98, len(sound)):
+        for bit in range(8):
+            data = sound[:at] + bytes([sound[at] ^ 1 << bit]) + sound[at + 1 :]
+            problem, has_crc = zip_problem(part_of(data).stream())
+            assert has_crc
+            assert problem is None or problem

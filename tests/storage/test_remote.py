@@ -29,8 +29,8 @@ from dcp_placements.storage import remote, writer
 from dcp_placements.storage.remote import (
     BUFFER_NBYTES,
     TRIES,
-    RangeReader,
     RemoteFileSystem,
+    range_reader,
 )
 from tests.remote_scenes import (
     Flaky,
@@ -214,7 +214,7 @@ def test_answers_of_another_length_are_errors(
         return answer if start else bytes(end)
 
     monkeypatch.setattr(Flaky, "cat_file", answers)
-    stream = RangeReader(fs.fs, "flaky://bucket/file", 200)
+    stream = range_reader(fs.fs, "flaky://bucket/file", 200).raw
     assert stream.read(100) == bytes(100)
     with pytest.raises(OSError, match=r"flaky://bucket/file: the service returned \d+ bytes"):
         stream.read(100)

@@ -29,7 +29,6 @@ from dcp_placements._torch import StorageInfo
 from dcp_placements.errors import PlacementError, format_name
 from dcp_placements.storage.entries import Entries
 from dcp_placements.storage.metadata.record import DIGESTS_OF_RANK, stored
-from dcp_placements.storage.safetensors_files import LARGEST, counts
 
 _SPARE_CHUNKS = 1 << 16
 
@@ -184,3 +183,28 @@ def _check_counts(name: str, values: Sequence[Any]) -> None:
         raise ValueError(f"{name} is negative")
     if max(values, default=0) >= LARGEST:
         raise ValueError(f"{name} is larger than any tensor")
+
+
+LARGEST = 1 << 63
+"""No tensor has as many bytes."""
+
+MAX_DIMS = 256
+
+
+def counts(values: Any) -> tuple[int, ...]:
+    """Return counts of elements or bytes that came from a file.
+
+    Raises:
+        TypeError: They are something else.
+        ValueError: They are negative, too large, or too many.
+    """
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"a {type(values).__name__} where counts should be")
+    if len(values) > MAX_DIMS:
+        raise ValueError(f"{len(values)} counts, as of a tensor of so many dims")
+    for value in values:
+        if type(value) is not int:
+            raise TypeError(f"a {type(value).__name__} where a count should be")
+        if not 0 <= value < LARGEST:
+            raise ValueError("a count that is negative, or larger than any tensor")
+    return tuple(values)

@@ -13,6 +13,7 @@ import torch
 
 from dcp_placements.errors import CannotLook, format_name
 from dcp_placements.layout.sharding import Box
+from dcp_placements.storage.metadata.checks import LARGEST, counts
 
 HEADER_LIMIT_NBYTES = 100 << 20
 """What the safetensors library allows."""
@@ -121,31 +122,6 @@ def _saved_offsets(metadata: Any) -> dict[str, Any]:
     if sharding is None:
         return {}
     return {fqn: entry["saved_offsets"] for fqn, entry in json.loads(sharding).items()}
-
-
-LARGEST = 1 << 63
-"""No tensor has as many bytes."""
-
-MAX_DIMS = 256
-
-
-def counts(values: Any) -> tuple[int, ...]:
-    """Return counts of elements or bytes that came from a file.
-
-    Raises:
-        TypeError: They are something else.
-        ValueError: They are negative, too large, or too many.
-    """
-    if not isinstance(values, list | tuple):
-        raise TypeError(f"a {type(values).__name__} where counts should be")
-    if len(values) > MAX_DIMS:
-        raise ValueError(f"{len(values)} counts, as of a tensor of so many dims")
-    for value in values:
-        if type(value) is not int:
-            raise TypeError(f"a {type(value).__name__} where a count should be")
-        if not 0 <= value < LARGEST:
-            raise ValueError("a count that is negative, or larger than any tensor")
-    return tuple(values)
 
 
 def write_header(
