@@ -8,12 +8,13 @@ carries all faults of one pass, sorted by FQN.
 from __future__ import annotations
 
 import pickle
+import re
 import sys
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
-from typing import Any, ClassVar
+from itertools import chain, product
+from typing import Any, ClassVar, NamedTuple
 
 MAX_FAULTS = 40
 """Different faults that one message describes; of the rest it lists the FQNs."""
@@ -134,11 +135,12 @@ def format_faults(
     for fault in sorted(faults, key=lambda fault: (fault.fqn, fault.headline, fault.details)):
         alike.setdefault((fault.headline, fault.details), {})[fault] = None
     groups = [list(group) for group in alike.values()]
-    count = sum(len({fault.fqn for fault in group}) for group in groups)
-    lines = [f"{opening} ({format_count(count, noun)})"]
+    keys = sum(len({fault.fqn for fault in group}) for group in groups)
+    of_keys = f" of {format_count(keys, 'key')}" if keys > len(groups) else ""
+    lines = [f"{opening} ({format_count(len(groups), noun)}{of_keys})"]
     lines += [_format_entry(group, ranks) for group in groups[:MAX_FAULTS]]
     if rest := dict.fromkeys(fault.fqn for group in groups[MAX_FAULTS:] for fault in group):
-        lines.append(f"... and {len(rest)} more, at: {format_names(list(rest))}")
+        lines.append(f"... and {len(rest)} more, at: {format_names(folded(rest))}")
     return "\n".join(lines)
 
 
@@ -160,7 +162,7 @@ def _format_entry(alike: Sequence[Fault], ranks: tuple[int, ...] = ()) -> str:
         on = [f"on:          {format_ranks(everywhere)}{some}"]
     # Any line may contain names of files or keys, so all of them are escaped.
     headline, *details = map(format_name, [first.headline, *on, *place, *first.details])
-    names = format_names(list(of_key), MAX_NAMES)
+    names = format_names(folded(of_key), MAX_NAMES)
     return "\n    ".join([f"{names}: {headline}", *details])
 
 
@@ -225,6 +227,76 @@ def raise_faults_of_ranks(
         raise PlacementError(format_faults(opening, [*faults, *mistakes], ranks=refusing))
 
 
+class KeyFamily(NamedTuple):
+    """Keys that differ in numbers alone: ``KeyFamily("h.0-1.w", ("h.0.w", "h.1.w"))``.
+
+    Attributes:
+        name: The keys as one name, with ranges of numbers; every combination of them is a key.
+        keys: In natural order.
+    """
+
+    name: str
+    keys: tuple[str, ...]
+
+
+def natural_key(name: str) -> tuple[tuple[int, str, int], ...]:
+    """Return what sorts names by the numbers in them.
+
+    >>> sorted(["layers.10.w", "layers.2.w", "embed"], key=natural_key)
+    ['embed', 'layers.2.w', 'layers.10.w']
+    """
+    parts = [part for part in _DIGITS.split(name) if part]
+    return tuple([(0, "", int(part)) if part.isdecimal() else (1, part, 0) for part in parts])
+
+
+def families(keys: Iterable[str] | Mapping[str, Hashable]) -> list[KeyFamily]:
+    """Return the families of keys, in natural order of their first keys.
+
+    Args:
+        keys: The keys. Of a mapping, only keys with equal values form one family.
+
+    >>> [family.name for family in families(["h.0.w", "h.1.w", "h.1.b", "head"])]
+    ['h.0-1.w', 'h.1.b', 'head']
+    """
+    values: Mapping[str, Hashable] = keys if isinstance(keys, Mapping) else dict.fromkeys(keys)
+    by_text: dict[tuple[tuple[str, ...], Hashable], dict[_Numbers, str]] = {}
+    for key, value in values.items():
+        parts = _NUMBER.split(key)  # texts and numbers alternate
+        numbers = tuple(map(int, parts[1::2]))
+        by_text.setdefault((tuple(parts[::2]), value), {})[numbers] = key
+    result = []
+    for (texts, _), members in by_text.items():
+        for ranges in _products(frozenset(members)):
+            parts = [format_ranks(numbers).partition(" ")[2] for numbers in ranges]
+            between = zip([part.replace(", ", ",") for part in parts], texts[1:], strict=True)
+            name = texts[0] + "".join([numbers + text for numbers, text in between])
+            result.append(KeyFamily(name, tuple([members[each] for each in product(*ranges)])))
+    return sorted(result, key=lambda family: natural_key(family.keys[0]))
+
+
+def _products(members: frozenset[_Numbers]) -> list[tuple[_Numbers, ...]]:
+    """Return tuples of numbers as products: per position, the numbers that it takes."""
+    if () in members:
+        return [()]
+    rests: dict[int, set[_Numbers]] = {}
+    for first, *rest in members:
+        rests.setdefault(first, set()).add(tuple(rest))
+    alike: dict[frozenset[_Numbers], list[int]] = {}
+    for first in sorted(rests):
+        alike.setdefault(frozenset(rests[first]), []).append(first)
+    return [
+        (tuple(firsts), *others) for rest, firsts in alike.items() for others in _products(rest)
+    ]
+
+
+_Numbers = tuple[int, ...]
+
+_DIGITS = re.compile(r"(\d+)")
+# A whole component, or the expert in Megatron's weight3; the digit of w1 belongs to the name.
+# That it begins with a digit is tested first: the search is twice as fast.
+_NUMBER = re.compile(r"(?=[0-9])(?:^|(?<=\.)|(?<=\.weight)|(?<=\.bias))(0|[1-9]\d*)(?=\.|$)")
+
+
 def format_ranks(ranks: Iterable[int]) -> str:
     """Return ranks as short text.
 
@@ -244,6 +316,11 @@ def format_ranks(ranks: Iterable[int]) -> str:
     if len(runs) > 12:
         texts.append(f"... ({len(ordered)} in all)")
     return ("rank " if len(ordered) == 1 else "ranks ") + ", ".join(texts)
+
+
+def folded(names: Iterable[str]) -> list[str]:
+    """Return names with those that differ in numbers alone as one."""
+    return [family.name for family in families(list(names))]
 
 
 def format_names(names: Sequence[str], limit: int = 8) -> str:

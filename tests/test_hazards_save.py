@@ -158,7 +158,7 @@ class TestExpertsOfTwoGroups:
         with refused_save(tmp_path) as refusal:
             save(WORLD, tmp_path, lambda rank: self.state(shapes, rank))
         refusal.says(
-            f"({len(shapes)} fault{'s' if len(shapes) > 1 else ''})",
+            "(1 fault)" if len(shapes) == 1 else f"(1 fault of {len(shapes)} keys)",
             "content A:   rank 0",
             "content B:   rank 2",
             "2 different contents on 2 ranks that claim to be replicas",

@@ -341,8 +341,8 @@ def test_a_fault_of_several_ranks_stands_once_with_its_ranks(saved: Path) -> Non
         load(WORLD, saved, state_dict)
     assert set(refusal.by_rank) == {0}, "one rank speaks for all"
     refusal.says(
-        "ranks 0-3 cannot be loaded from this checkpoint (4 faults)",
-        "absent, late.1.w, late.3.w: the checkpoint lacks this key",
+        "ranks 0-3 cannot be loaded from this checkpoint (2 faults of 4 keys)",
+        "absent, late.1,3.w: the checkpoint lacks this key",
         "ranks 0-3, some of the keys on fewer",
         "norm: the checkpoint holds a (5,) tensor, but (6,) is needed",
         "on:          ranks 2-3",
@@ -380,7 +380,7 @@ def test_what_many_ranks_send_is_bounded(saved: Path) -> None:
             saved,
             lambda rank: {f"absent.{rank}.{at:05}": torch.zeros(1) for at in range(keys)},
         )
-    refusal.says(f"the first {MAX_SENT:,} faults of each rank ({2 * MAX_SENT:,} faults)\n")
+    refusal.says(f"the first {MAX_SENT:,} faults of each rank (1 fault of {2 * MAX_SENT:,} keys)\n")
     assert len(refusal.text.splitlines()) < 200
 
 

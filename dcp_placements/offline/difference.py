@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dcp_placements.errors import CannotLook, PlacementError, format_names
+from dcp_placements.errors import CannotLook, PlacementError, families, format_names
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredObject, StoredTensor
@@ -19,7 +19,6 @@ from dcp_placements.offline.comparing import Tally
 from dcp_placements.offline.declared import Progress, Rename, matching_keys
 from dcp_placements.offline.directory import shows_damage
 from dcp_placements.offline.structure import box_faults
-from dcp_placements.offline.texts import families
 from dcp_placements.offline.verification import MEMORY_NBYTES
 from dcp_placements.storage.checked_load import load_plain
 

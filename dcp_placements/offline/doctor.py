@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import ClassVar
 
-from dcp_placements.errors import CannotLook, format_count, format_name, format_ranks
+from dcp_placements.errors import CannotLook, families, format_count, format_name, format_ranks
 from dcp_placements.layout.sharding import Kind
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.names.renames import number_in
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
-from dcp_placements.offline.texts import families, ranges, short
+from dcp_placements.offline.texts import ranges, short
 from dcp_placements.transfer.world import MeshAxes
 
 EP = "ep"

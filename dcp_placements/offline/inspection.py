@@ -11,19 +11,12 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dcp_placements.errors import format_count, format_nbytes
+from dcp_placements.errors import KeyFamily, families, format_count, format_nbytes, natural_key
 from dcp_placements.layout.boxes import format_box
 from dcp_placements.layout.sharding import Box, Cuts
 from dcp_placements.offline.checkpoint import Checkpoint, StoredObject, StoredTensor, ranks_of
 from dcp_placements.offline.declared import matching_keys
-from dcp_placements.offline.texts import (
-    Family,
-    families,
-    format_table,
-    natural_key,
-    ranges,
-    short,
-)
+from dcp_placements.offline.texts import format_table, ranges, short
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.checked_load import saved_pickle
 from dcp_placements.storage.metadata.record import SaveRecord
@@ -337,7 +330,7 @@ def _ranks(tensors: Iterable[TensorInfo]) -> tuple[int, ...]:
     return tuple(sorted(ranks))
 
 
-def _group(family: Family, tensors: Sequence[TensorInfo]) -> TensorGroup:
+def _group(family: KeyFamily, tensors: Sequence[TensorInfo]) -> TensorGroup:
     return TensorGroup(
         name=family.name,
         tensors=len(tensors),

@@ -19,10 +19,12 @@ import torch
 from dcp_placements._torch import check_opens
 from dcp_placements.errors import (
     CannotLook,
+    families,
     format_count,
     format_error,
     format_names,
     format_nbytes,
+    natural_key,
 )
 from dcp_placements.offline.checkpoint import (
     SAFETENSORS,
@@ -42,7 +44,7 @@ from dcp_placements.offline.structure import (
     stock_faults,
     structural_faults,
 )
-from dcp_placements.offline.texts import families, natural_key, short
+from dcp_placements.offline.texts import short
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.checked_load import BROKEN, load_saved_tensor, stored_zip
 from dcp_placements.storage.file_reads import CountedFile, Part, crc32, part_of

@@ -91,7 +91,7 @@ def test_m43_numbers_by_the_position_along_edp_are_refused(tmp_path: Path) -> No
     with refused() as refusal:
         load(tmp_path, experts, rename=numbered("edp"))
     refusal.says(
-        "layers.0.experts.0.w, layers.0.experts.1.w",
+        "layers.0-1.experts.0-2.w: several ranks",
         "several ranks ask for [0:2, :] of (4, 2), and none for [2:4, :]",
         "several ranks ask for [2:4, :] of (4, 2), and none for [0:2, :]",
         "saved:       Shard(0) over 'edp' of size 2",
@@ -111,7 +111,7 @@ def test_m43_a_stack_of_experts_by_the_position_along_edp_is_refused(tmp_path: P
     with refused() as refusal:
         load(tmp_path, experts, rename=stacks("edp"))
     refusal.says(
-        "layers.0.experts.w, layers.1.experts.w: several ranks ask for [0:3, 0:2, :] "
+        "layers.0-1.experts.w: several ranks ask for [0:3, 0:2, :] "
         "of (6, 4, 2), and none for [0:3, 2:4, :], [3:6, 0:2, :]",
     )
 
@@ -145,7 +145,7 @@ def test_m43_a_rule_with_the_axes_of_its_mesh_in_the_wrong_order_is_refused(
     with refused() as refusal:
         load(tmp_path, stacked, rules=swapped)
     refusal.says(
-        "layers.0.experts.w, layers.1.experts.w: several ranks ask for [0:3, 0:2, :] of "
+        "layers.0-1.experts.w: several ranks ask for [0:3, 0:2, :] of "
         "(6, 4, 2), and none for [0:3, 2:4, :], [3:6, 0:2, :]",
         "by ranks 0-1; [3:6, 2:4, :] by ranks 2-3",
     )

@@ -47,7 +47,7 @@ def test_numbers_that_no_rank_has_are_listed_with_those_that_there_are() -> None
         lambda rank: Renumber("experts.{}", [[0, 1, 2], [5, 6, 7]][rank], total=9),
     )
     assert "experts.{}: no rank holds 3-4, 8 of 0-8" in message
-    assert "model.layers.3.mlp.experts.{}, model.layers.4.mlp.experts.{}" in message
+    assert "model.layers.3-4.mlp.experts.{}" in message
     assert "held are:    0-2, 5-7" in message
     assert "total=None" in message
 

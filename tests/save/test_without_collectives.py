@@ -283,7 +283,9 @@ def test_copies_without_digests_are_named_when_ranks_metadata_are_merged(tmp_pat
         lambda rank: PlacementSavePlanner(digests="off" if rank == 1 else "sampled"),
         use_collectives=False,
     )
-    with pytest.warns(UserWarning, match=r"look at this checkpoint \(3 notes\)\nb, lr, w: stored"):
+    with pytest.warns(
+        UserWarning, match=r"look at this checkpoint \(1 note of 3 keys\)\nb, lr, w: stored"
+    ):
         merge_metadata(tmp_path)
     assert torch.equal(read_whole(tmp_path)["w"], WHOLE)
     (tmp_path / ".metadata").unlink()
