@@ -368,7 +368,17 @@ def _fitting(
         # Parts of one tensor that are equal would be a coincidence.
         likely = [one for one in sound if not equal & {name for name, _ in one.placements}]
         sound = likely or sound
-    return sound, "" if len(sound) == 1 else "shapes and contents fit each of these"
+    if len(sound) > 1:
+        return sound, "shapes and contents fit each of these"
+    (taken,) = sound
+    cut_dims = [placement.dim for _, placement in taken.placements]
+    together = [one for one, at in taken.placements if cut_dims.count(at.dim) > 1]
+    if not together:
+        return sound, ""
+    return sound, (
+        f"taken in the order of the mesh, {together[0]} first; shapes fit {together[-1]} first as "
+        "well, which is a _StridedShard over the axes left of it"
+    )
 
 
 def _option(

@@ -394,3 +394,29 @@ def test_one_process_and_what_is_refused() -> None:
         propose_placements({"w": (2,)}, {"v": torch.ones(2)}, mesh)
     with pytest.raises(PlacementError, match="no axis names"):
         propose_placements({"w": (2,)}, {"w": torch.ones(2)}, None)
+
+
+def test_the_order_of_axes_along_one_dim_is_said_to_be_open() -> None:
+    whole = filled({"w": (8, 3), "norm": (5,)})
+
+    def state(rank: int) -> dict[str, Any]:
+        dp, tp = divmod(rank, 2)
+        part = whole["w"].chunk(2)[tp].chunk(2)[dp]  # FSDP cuts what tp has left
+        return {"model": {"w": part.contiguous(), "norm": whole["norm"]}}
+
+    proposals, _ = proposed(whole, state, dp=2, tp=2)
+    assert proposals[0].undecided.keys() == {"w"}
+    assert "shapes fit tp first as well" in str(proposals[0])
+
+
+def test_q_k_v_of_flash_attention_are_taken_as_three_parts() -> None:
+    whole = filled({"attn.Wqkv.weight": (12, 4), "attn.out_proj.weight": (4, 4)})
+
+    def state(rank: int) -> dict[str, Any]:
+        parts = [part.chunk(2)[rank] for part in whole["attn.Wqkv.weight"].chunk(3)]
+        out = whole["attn.out_proj.weight"].chunk(2, 1)[rank].contiguous()
+        return {"model": {"attn.Wqkv.weight": torch.cat(parts), "attn.out_proj.weight": out}}
+
+    proposals, _ = proposed(whole, state, tp=2)
+    assert '{"tp": FusedShard(0, 3)}' in str(proposals[0])
+    assert "by its name" in proposals[0].undecided["attn.Wqkv.weight"]

@@ -167,7 +167,7 @@ NUMBERED_EXPERT = re.compile(r"experts\.(?:\d+|[\w.]*(?:weight|bias)\d+)(?:\.|$)
 _EXPERTS = re.compile(r"(?:^|\.)(?:local_|routed_|inner_)?experts(?:\.|$)")
 # Megatron's linear_qkv and Megatron Lite's qkv.linear are laid out per query group: not among them.
 QKV = re.compile(
-    r"(?:^|\.)(?:qkv(?!\.linear)(?:_proj)?|query_key_value|c_attn|wqkv|W_pack"
+    r"(?:^|\.)(?:qkv(?!\.linear)(?:_proj)?|query_key_value|c_attn|[Ww]qkv|W_pack"
     r"|in_proj(?=_weight|_bias))(?:_weight|_bias)?(?:\.|$)"
 )
 GATE_UP = re.compile(

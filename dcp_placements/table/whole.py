@@ -27,6 +27,9 @@ from dcp_placements.table.world import Piece, World
 
 Shape = tuple[int, ...]
 
+_BESIDE_WEIGHTS = re.compile(r"(?:^|[._])(?:ema|swa|avg|average|averaged|shadow|optim)", re.I)
+"""Levels whose keys are those of the weights, too."""
+
 PROPOSE = "propose_placements(whole, state_dict, mesh) prints a declaration that fits"
 
 
@@ -92,8 +95,8 @@ class WholeModel:
         'model.'
 
         Args:
-            fqns: All keys of a checkpoint. Of several levels with the same keys, as those of
-                weights and of their moving average, the first counts.
+            fqns: All keys of a checkpoint. Of several levels with the same keys the first counts
+                whose name is not that of a moving average or of optimizer state.
 
         Returns:
             Empty where there is none; None if no key is found.
@@ -106,7 +109,10 @@ class WholeModel:
             if at or fqn in self.shapes:
                 counts[fqn[:at]] = counts.get(fqn[:at], 0) + 1
         most = max(counts.values(), default=0)
-        return next((level for level, count in counts.items() if 2 * count >= most), None)
+        levels = [level for level, count in counts.items() if 2 * count >= most]
+        return min(
+            levels, key=lambda level: _BESIDE_WEIGHTS.search(level) is not None, default=None
+        )
 
 
 def _shape_and_dtype(key: Any, value: Any) -> tuple[Shape, torch.dtype | None]:

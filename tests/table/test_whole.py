@@ -133,6 +133,22 @@ def test_it_is_compared_without_a_level_and_under_several() -> None:
 
 
 @pytest.mark.parametrize(
+    "beside", ["ema", "model_ema", "optimizer.state.exp_avg"], ids=["ema", "model_ema", "moments"]
+)
+def test_the_weights_are_compared_where_their_average_or_moments_stand_before(beside: str) -> None:
+    weights = {key: values(key) for key in WHOLE}
+    less = {key: value for key, value in weights.items() if "layers.1.norm" not in key}
+
+    def flat(of_average: dict[str, Any], of_model: dict[str, Any]) -> dict[str, Any]:
+        first = {f"{beside}.{key}": value for key, value in of_average.items()}
+        return first | {f"model.{key}": value for key, value in of_model.items()}
+
+    assert check(flat(less, weights), None, whole=WHOLE).whole.endswith("'model.'")
+    with pytest.raises(PlacementError, match=r"model\.layers\.1\.norm: no rank has this key"):
+        check(flat(weights, less), None, whole=WHOLE)
+
+
+@pytest.mark.parametrize(
     ("changes", "texts"),
     [
         # M103: experts of a ModuleList, numbered from 0 on each rank, glued together by a rule.
