@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from dcp_placements.errors import CannotPlace, Fault, format_names
+from dcp_placements.errors import CannotLook, CannotPlace, Fault, format_faults, format_names
 from dcp_placements.layout.boxes import common
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.optimizer_state import OptimizerStates
@@ -89,6 +89,11 @@ class AssembledTensor:
     shape: tuple[int, ...]  # its whole shape
     dtype: torch.dtype  # its dtype
     blocks: tuple[Block, ...]  # the blocks that tile it
+
+    @property
+    def dtype_name(self) -> str:
+        """The name of the dtype, without ``torch.``."""
+        return str(self.dtype).removeprefix("torch.")
 
     @property
     def nbytes(self) -> int:
@@ -212,6 +217,20 @@ def assemble(
     ordered = sorted(entries, key=lambda fqn: place[entries[fqn][0].name])
     joined = [_joined(fqn, entries[fqn], faults) for fqn in ordered]
     return [tensor for tensor in joined if tensor is not None], faults
+
+
+def assembled(
+    path: str, tensors: Mapping[str, SourceTensor], rename: Rename | None
+) -> dict[str, AssembledTensor]:
+    """Return the tensors that a rename makes of a checkpoint's, by their new keys.
+
+    Raises:
+        CannotLook: It does not make tensors of all of them; every fault is in the message.
+    """
+    made, faults = assemble(tensors, rename)
+    if faults:
+        raise CannotLook(format_faults(f"{path}: cannot be renamed", faults))
+    return {tensor.fqn: tensor for tensor in made}
 
 
 def _answer(rename: Rename, name: str) -> Renamed | Fault:

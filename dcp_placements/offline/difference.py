@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 
-from dcp_placements.errors import CannotLook, PlacementError, families, format_names
+from dcp_placements.errors import CannotLook, CannotPlace, PlacementError, families, format_names
 from dcp_placements.layout.sharding import Box
+from dcp_placements.offline.assembly import AssembledTensor, assembled
 from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredObject, StoredTensor
 from dcp_placements.offline.comparing import Tally
@@ -123,21 +124,31 @@ def diff(
         fqn: A pattern, as in ``PlacementRules``, of the second's keys: only those are compared.
         rtol: Relative tolerance.
         atol: Absolute tolerance.
-        rename: From the first's keys to the second's.
+        rename: From the first's keys to the second's: to a name, or to a ``Row``, ``Rows`` or
+            ``Parts``, as an export takes it.
         memory: Bytes that data may take.
         progress: Called as tensors are compared.
 
     Raises:
         CannotLook: One of them is no checkpoint, or it or a file of it cannot be read; or
-            ``rename`` maps two keys to one; or no key matches ``fqn``.
+            ``rename`` does not make tensors of all of the first's; or no key matches ``fqn``.
     """
     first = one if isinstance(one, Checkpoint) else Checkpoint(one)
     second = other if isinstance(other, Checkpoint) else Checkpoint(other)
-    names = _renamed(list({**first.tensors, **first.objects, **first.absent}), rename)
-    keys = sorted(matching_keys(fqn, {*names, *second.tensors, *second.objects, *second.absent}))
+    sides = (
+        _Side(
+            first,
+            assembled(first.path, first.tensors, rename),
+            {_renamed(rename, key): stored for key, stored in first.objects.items()},
+            {_renamed(rename, key): file for key, file in first.absent.items()},
+        ),
+        _Side(second, second.tensors, second.objects, second.absent),
+    )
+    there = [held for side in sides for held in (side.tensors, side.objects, side.absent)]
+    keys = sorted(matching_keys(fqn, set().union(*there)))
     notes = []
     if SAFETENSORS in (first.format, second.format):
-        objects = {k for k in keys if names.get(k) in first.objects or k in second.objects}
+        objects = {key for side in sides for key in side.objects}.intersection(keys)
         keys = [key for key in keys if key not in objects]
         if objects:
             notes.append(
@@ -145,11 +156,10 @@ def diff(
             )
     with ExitStack() as stack:
         readers = [stack.enter_context(BoxReader(checkpoint)) for checkpoint in (first, second)]
-        comparison = _Comparison((first, second), readers, rtol, atol, memory, progress)
-        comparison.total = sum(
-            first.tensors[names[key]].nbytes for key in keys if names.get(key) in first.tensors
-        )
-        differences = [d for k in keys for d in comparison.differences(k, names.get(k, ""))]
+        comparison = _Comparison(sides, readers, rtol, atol, memory, progress)
+        held = sides[0].tensors
+        comparison.total = sum(held[key].nbytes for key in keys if key in held)
+        differences = [d for key in keys for d in comparison.differences(key)]
     return Diff(
         first.path,
         second.path,
@@ -160,22 +170,40 @@ def diff(
     )
 
 
-def _renamed(keys: list[str], rename: Rename | None) -> dict[str, str]:
-    """Return the first's keys by the names they have in the second."""
-    names: dict[str, str] = {}
-    for key in keys:
+_Tensor = TypeVar("_Tensor", AssembledTensor, StoredTensor)
+
+
+@dataclass(frozen=True, slots=True)
+class _Side(Generic[_Tensor]):
+    """What a checkpoint has, by the keys of the second one."""
+
+    checkpoint: Checkpoint
+    tensors: Mapping[str, _Tensor]
+    objects: Mapping[str, StoredObject]
+    absent: Mapping[str, str]
+
+    def kind(self, key: str) -> str | None:
+        """Return what it has under a key; None for nothing."""
+        tensor = self.tensors.get(key)
+        if tensor is not None:
+            return f"a {tensor.shape} {tensor.dtype_name} tensor"
+        return "an object" if key in self.objects else None
+
+
+def _renamed(rename: Rename | None, key: str) -> str:
+    """Return the name of what is no tensor: its key where the rename has no name for it."""
+    try:
         name = key if rename is None else rename(key)
-        if name in names:
-            raise CannotLook(f"rename makes {name!r} of {names[name]!r} and of {key!r}")
-        names[name] = key
-    return names
+    except (LookupError, ValueError, CannotPlace):
+        return key
+    return name if isinstance(name, str) and name else key
 
 
 @dataclass(slots=True, eq=False)
 class _Comparison:
     """Compares two checkpoints key by key, tensors in pieces that both fit into memory."""
 
-    checkpoints: tuple[Checkpoint, Checkpoint]
+    sides: tuple[_Side[AssembledTensor], _Side[StoredTensor]]
     readers: list[BoxReader]
     rtol: float
     atol: float
@@ -186,11 +214,11 @@ class _Comparison:
     nbytes: int = 0  # of these
     box_messages: dict[Any, str] = field(default_factory=dict)
 
-    def differences(self, key: str, name: str) -> Iterator[Difference]:
-        """Yield what differs under a key, which the first checkpoint has as ``name``."""
-        first, second = self.checkpoints
-        a, b = first.tensors.get(name), second.tensors.get(key)
-        places = (first.absent.get(name), second.absent.get(key))
+    def differences(self, key: str) -> Iterator[Difference]:
+        """Yield what differs under a key."""
+        first, second = self.sides
+        a, b = first.tensors.get(key), second.tensors.get(key)
+        places = (first.absent.get(key), second.absent.get(key))
         if lost := sorted({file for file in places if file is not None}):
             message = f"the index names {format_names(lost)} for it, where it is not"
             yield Difference("unreadable", key, message)
@@ -198,20 +226,21 @@ class _Comparison:
             yield from self._tensor_differences(key, a, b)
             self.tensors += 1
             self.nbytes += a.nbytes
-        elif name in first.objects and key in second.objects:
-            stored = first.objects[name], second.objects[key]
+        elif key in first.objects and key in second.objects:
+            stored = first.objects[key], second.objects[key]
             yield from self._object_differences(key, stored)
         else:
-            yield _one_sided(key, _kind(first, name), _kind(second, key))
+            yield _one_sided(key, first.kind(key), second.kind(key))
 
     def _tensor_differences(
-        self, key: str, a: StoredTensor, b: StoredTensor
+        self, key: str, a: AssembledTensor, b: StoredTensor
     ) -> Iterator[Difference]:
         """Yield what differs between two tensors: one difference at most."""
         if a.shape != b.shape:
             yield Difference("shape", key, f"{a.shape} in the first, {b.shape} in the second")
             return
-        for side, tensor in (("first", a), ("second", b)):
+        stored = [("first", source) for source in _sources(a)] + [("second", b)]
+        for side, tensor in stored:
             if message := self._box_message(side, tensor):
                 yield Difference("incomplete", key, f"in the {side} {message}")
                 return
@@ -219,10 +248,7 @@ class _Comparison:
         done = 0
         try:
             for box in self._boxes(a, b):
-                one, other = (
-                    reader.read(tensor, box)
-                    for reader, tensor in zip(self.readers, (a, b), strict=True)
-                )
+                one, other = a.read(self.readers[0], box), self.readers[1].read(b, box)
                 tally.add(one, other, box.offsets, rtol=self.rtol, atol=self.atol)
                 done += one.nbytes
                 self.progress(self.nbytes + done, self.total)
@@ -245,11 +271,16 @@ class _Comparison:
             path = f"{checkpoint.path}/{stored.file}"
             raise CannotLook(f"{path}: it cannot be read: {error}") from error
 
-    def _boxes(self, a: StoredTensor, b: StoredTensor) -> Iterator[Box]:
+    def _boxes(self, a: AssembledTensor, b: StoredTensor) -> Iterator[Box]:
         """Yield pieces of the whole: along the first's chunks, to read files in order."""
         piece_nbytes = max(min(PIECE_NBYTES, self.memory // 8), 1)
         limit = max(piece_nbytes // max(a.dtype.itemsize, b.dtype.itemsize), 1)
-        for box in (a.whole,) if a.whole.numel <= limit else a.boxes:
+        boxes: Sequence[Box] = (a.whole,)
+        if a.whole.numel > limit:
+            source = _sources(a)[0]
+            is_as_stored = len(a.blocks) == 1 and source.shape == a.shape
+            boxes = source.boxes if is_as_stored else [block.box for block in a.blocks]
+        for box in boxes:
             yield from pieces(box, limit)
 
     def _box_message(self, side: str, tensor: StoredTensor) -> str:
@@ -266,7 +297,8 @@ class _Comparison:
         """Yield whether two objects differ. Nothing that their pickles name is called."""
         most = max(self.memory // 4, OBJECT_NBYTES)
         try:
-            one, other = map(self._record, self.checkpoints, stored, [most, most])
+            checkpoints = [side.checkpoint for side in self.sides]
+            one, other = map(self._record, checkpoints, stored, [most, most])
         except CannotLook:
             raise
         except Exception as error:
@@ -290,11 +322,10 @@ class _Comparison:
             yield Difference("object", key, " and ".join(map(_brief, values)))
 
 
-def _kind(checkpoint: Checkpoint, fqn: str) -> str | None:
-    tensor = checkpoint.tensors.get(fqn)
-    if tensor is not None:
-        return f"a {tensor.shape} {tensor.dtype_name} tensor"
-    return "an object" if fqn in checkpoint.objects else None
+def _sources(tensor: AssembledTensor) -> list[StoredTensor]:
+    """Return the stored tensors that it is made of."""
+    stored = {block.source.fqn: block.source for block in tensor.blocks}
+    return cast("list[StoredTensor]", list(stored.values()))
 
 
 def _one_sided(key: str, first: str | None, second: str | None) -> Difference:
@@ -305,7 +336,7 @@ def _one_sided(key: str, first: str | None, second: str | None) -> Difference:
     return Difference("object", key, f"{first} in the first, {second} in the second")
 
 
-def _difference(key: str, a: StoredTensor, b: StoredTensor, tally: Tally) -> Difference:
+def _difference(key: str, a: AssembledTensor, b: StoredTensor, tally: Tally) -> Difference:
     kind = "values" if a.dtype == b.dtype else "dtype"
     elements = a.whole.numel
     facts = []

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import examples
 
+from dcp_placements import Renames, Replace, Unstack
 from dcp_placements.offline import CannotLook, diff, to_json, verify
 from dcp_placements.offline.comparing import Tally
 from dcp_placements.testing import damage
@@ -183,11 +184,39 @@ def test_tensors_of_every_kind(tmp_path: Path) -> None:
         assert difference.first[0] == (0,) * kinds[fqn].ndim
 
 
+@pytest.mark.parametrize("memory", [2 << 30, 160])
+def test_an_export_of_stacked_experts_is_proved_by_its_rename(
+    saved: Path, tmp_path: Path, memory: int
+) -> None:
+    """The rows are cut by slicing here: one element of one expert differs in the second export."""
+    rename = Renames(Unstack("experts.{}.w*"), Replace("layers", "model.layers"))
+    expected = {"scale": wholes()["scale"]}
+    for key, tensor in wholes().items():
+        rest = key.removeprefix("layers.0.experts.") if "experts" in key else ""
+        if rest:
+            rows = {f"model.layers.0.experts.{i}.{rest}": row for i, row in enumerate(tensor)}
+            expected.update(rows)
+        elif key != "scale":
+            expected[f"model.{key}"] = tensor
+    save_hugging_face(tmp_path / "hf", expected)
+    same = diff(saved / "ep2", tmp_path / "hf", rename=rename, memory=memory)
+    assert (same.differences, same.tensors) == ((), len(expected))
+
+    flipped = "model.layers.0.experts.5.w1"
+    expected[flipped] = expected[flipped].clone()
+    expected[flipped][4, 1] += 2
+    save_hugging_face(tmp_path / "other", expected)
+    (found,) = diff(saved / "ep2", tmp_path / "other", rename=rename, memory=memory).differences
+    assert (found.kind, found.fqn, found.differing, found.max_abs) == ("values", flipped, 1, 2)
+    assert found.first is not None
+    assert found.first[0] == (4, 1)
+
+
 def test_a_rename_maps_the_firsts_keys(saved: Path, tmp_path: Path, run: Run) -> None:
     dcp.save({f"model.{k}": v for k, v in wholes().items()}, checkpoint_id=tmp_path / "prefixed")
     assert not diff(saved / "hf", tmp_path / "prefixed").same
     assert diff(saved / "hf", tmp_path / "prefixed", rename=lambda key: f"model.{key}").same
-    with pytest.raises(CannotLook, match="rename makes 'x' of"):
+    with pytest.raises(CannotLook, match="x: rename= gives this one name to both"):
         diff(saved / "hf", tmp_path / "prefixed", rename=lambda key: "x")
     module = tmp_path / "some_renames.py"
     module.write_text("def prefixed(key):\n    return 'model.' + key\n")
