@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -11,7 +12,16 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 
-from dcp_placements.errors import CannotLook, CannotPlace, PlacementError, families, format_names
+from dcp_placements.errors import (
+    CannotLook,
+    CannotPlace,
+    PlacementError,
+    families,
+    format_count,
+    format_name,
+    format_names,
+    format_nbytes,
+)
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.assembly import AssembledTensor, assembled
 from dcp_placements.offline.box_reads import BoxReader, pieces
@@ -22,6 +32,9 @@ from dcp_placements.offline.directory import shows_damage
 from dcp_placements.offline.structure import box_faults
 from dcp_placements.offline.verification import MEMORY_NBYTES
 from dcp_placements.storage.checked_load import load_plain
+
+MAX_FAMILIES = 15
+"""Families of keys that are shown by default: two lines each."""
 
 PIECE_NBYTES = 32 << 20
 
@@ -77,6 +90,32 @@ class Diff:
     notes: tuple[str, ...]  # what was not compared
     tensors: int  # tensors that were compared, element by element
     nbytes: int  # their bytes in the first
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, most: int = MAX_FAMILIES) -> str:
+        """Return the verdict, the differences by family of keys, and the notes.
+
+        Args:
+            most: The most families to show.
+        """
+        result = "same" if self.same else format_count(len(self.differences), "difference")
+        kinds = Counter(difference.kind for difference in self.differences)
+        if len(kinds) > 1:
+            result += ": " + ", ".join(f"{number:,} {kind}" for kind, number in kinds.most_common())
+        compared = f"{format_count(self.tensors, 'tensor')}, {format_nbytes(self.nbytes)} compared"
+        lines = [f"{result} ({compared})"]
+        found = self.families
+        for family in found[:most]:
+            number = f" ({family.keys:,})" if family.keys > 1 else ""
+            first = f"{family.first.fqn}: " if family.keys > 1 else ""
+            lines += [f"{family.name}: {family.kind}{number}"]
+            lines += [f"    {first}{family.first.message}"]
+        if rest := sum(family.keys for family in found[most:]):
+            lines.append(f"... and {format_count(rest, 'more difference')}; --all")
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(map(format_name, lines))
 
     @property
     def families(self) -> tuple[DifferenceFamily, ...]:

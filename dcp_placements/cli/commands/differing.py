@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import TYPE_CHECKING, Annotated
+import sys
+from functools import partial
+from typing import Annotated
 
 import typer
 
 from dcp_placements import offline
 from dcp_placements.cli.arguments import MEMORY, Fqn, Json, Memory, rename_option
-from dcp_placements.cli.printing import print_lines, show
+from dcp_placements.cli.printing import show
 from dcp_placements.cli.progress import progress
-from dcp_placements.errors import format_count, format_nbytes
 from dcp_placements.offline.declared import Rename
-
-if TYPE_CHECKING:
-    from dcp_placements.offline.difference import Diff
-
-MAX_FAMILIES = 15
-"""Families of keys that are printed without ``--all``: two lines each."""
 
 
 def diff_command(
@@ -37,27 +31,5 @@ def diff_command(
         diff = offline.diff(
             a, b, fqn=fqn, rtol=rtol, atol=atol, rename=rename, memory=memory, progress=step
         )
-    return show(
-        diff, lambda: _print(diff, all_families=all_families), json=json, code=0 if diff.same else 1
-    )
-
-
-def _print(diff: Diff, *, all_families: bool) -> None:
-    result = "same" if diff.same else format_count(len(diff.differences), "difference")
-    kinds = Counter(difference.kind for difference in diff.differences)
-    if len(kinds) > 1:
-        result += ": " + ", ".join(f"{number:,} {kind}" for kind, number in kinds.most_common())
-    compared = f"{format_count(diff.tensors, 'tensor')}, {format_nbytes(diff.nbytes)} compared"
-    print_lines(f"{result} ({compared})")
-    found = diff.families
-    shown = found if all_families else found[:MAX_FAMILIES]
-    for family in shown:
-        number = f" ({family.keys:,})" if family.keys > 1 else ""
-        first = f"{family.first.fqn}: " if family.keys > 1 else ""
-        print_lines(f"{family.name}: {family.kind}{number}", f"    {first}{family.first.message}")
-    rest = found[len(shown) :]
-    if rest:
-        number = format_count(sum(family.keys for family in rest), "more difference")
-        print_lines(f"... and {number}; --all")
-    for note in diff.notes:
-        print_lines(f"note: {note}")
+    text = partial(diff.text, sys.maxsize) if all_families else None
+    return show(diff, text, json=json, code=0 if diff.same else 1)
