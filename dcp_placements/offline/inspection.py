@@ -11,7 +11,14 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dcp_placements.errors import KeyFamily, families, format_count, format_nbytes, natural_key
+from dcp_placements.errors import (
+    KeyFamily,
+    families,
+    format_count,
+    format_name,
+    format_nbytes,
+    natural_key,
+)
 from dcp_placements.layout.boxes import format_box
 from dcp_placements.layout.sharding import Box, Cuts
 from dcp_placements.offline.checkpoint import Checkpoint, StoredObject, StoredTensor, ranks_of
@@ -158,7 +165,7 @@ class Inspection:
             width: Of a terminal, to which tables are folded.
         """
         listed = self._key_lines(width) if keys else self._group_lines(width)
-        return "\n".join([*listed, "", *self._save_lines()])
+        return "\n".join([*listed, "", *map(format_name, self._save_lines())])
 
     def _group_lines(self, width: int | None) -> list[str]:
         lines: list[str] = []
@@ -392,7 +399,8 @@ class TensorChunks:
         lines = format_table(columns, rows, right="rank offset length", width=width)
         whole = f"{self.shape} {self.dtype}, {format_nbytes(self.nbytes)}"
         lines += ["", f"{self.fqn}: {whole} in {format_count(len(self.chunks), 'chunk')}"]
-        return "\n".join([*lines, *([f"cut: {', then '.join(self.cuts)}"] if self.cuts else [])])
+        lines += [f"cut: {', then '.join(self.cuts)}"] if self.cuts else []
+        return "\n".join(map(format_name, lines))
 
 
 def inspect_tensor(path: str | os.PathLike[str] | Checkpoint, fqn: str) -> TensorChunks:
