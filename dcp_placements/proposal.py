@@ -274,8 +274,8 @@ def decide(whole: WholeModel, facts: Sequence[RankFacts], sizes: Mapping[str, in
         PlacementError: No rank has a key of the model.
     """
     keys = list(dict.fromkeys(fqn for one in facts for fqn in one.tensors))
-    level = whole.level(keys)
-    if level is None:
+    levels = whole.levels(keys)
+    if not levels:
         text = (
             f"whole= has {format_names(list(whole.shapes), 3)}, the ranks {format_names(keys, 3)}"
         )
@@ -284,9 +284,9 @@ def decide(whole: WholeModel, facts: Sequence[RankFacts], sizes: Mapping[str, in
         RankFacts(
             one.position,
             {
-                fqn.removeprefix(level): tensor
+                fqn.removeprefix(levels[0]): tensor
                 for fqn, tensor in one.tensors.items()
-                if fqn.startswith(level)
+                if fqn.startswith(levels[0])
             },
         )
         for one in facts

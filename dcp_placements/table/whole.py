@@ -20,7 +20,6 @@ import torch
 
 from dcp_placements._torch import is_dtensor_like
 from dcp_placements.errors import Fault, PlacementError, format_count, format_name
-from dcp_placements.layout.sharding import Cuts
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.table.table import OBJECT, Group
 from dcp_placements.table.world import Piece, World
@@ -88,18 +87,19 @@ class WholeModel:
         tied = [tuple(keys) for keys in keys_of.values() if len(keys) > 1]
         return WholeModel(shapes, dtypes, {key: keys for keys in tied for key in keys})
 
-    def level(self, fqns: Sequence[str]) -> str | None:
-        """Return the level of a nested state dict, with its dot, under which the keys stand.
+    def levels(self, fqns: Sequence[str]) -> list[str]:
+        """Return the levels of a nested state dict, with their dots, under which the keys stand.
 
-        >>> WholeModel({"w": (), "b": ()}).level(["step", "model.w", "model.b", "ema.w", "ema.b"])
-        'model.'
+        >>> WholeModel({"w": (), "b": ()}).levels(["step", "ema.w", "ema.b", "model.w"])
+        ['model.']
 
         Args:
-            fqns: All keys of a checkpoint. Of several levels with the same keys the first counts
-                whose name is not that of a moving average or of optimizer state.
+            fqns: All keys of a checkpoint.
 
         Returns:
-            Empty where there is none; None if no key is found.
+            Those with at least half as many of the model's keys as the fullest, without those named
+            as a moving average or as optimizer state, if there are others. The empty level is that
+            of keys which stand in none.
         """
         counts: dict[str, int] = {}
         for fqn in fqns:
@@ -108,11 +108,9 @@ class WholeModel:
                 pass
             if at or fqn in self.shapes:
                 counts[fqn[:at]] = counts.get(fqn[:at], 0) + 1
-        most = max(counts.values(), default=0)
-        levels = [level for level, count in counts.items() if 2 * count >= most]
-        return min(
-            levels, key=lambda level: _BESIDE_WEIGHTS.search(level) is not None, default=None
-        )
+        weights = {one: n for one, n in counts.items() if not _BESIDE_WEIGHTS.search(one)} or counts
+        most = max(weights.values(), default=0)
+        return [level for level, count in weights.items() if 2 * count >= most]
 
 
 def _shape_and_dtype(key: Any, value: Any) -> tuple[Shape, torch.dtype | None]:
@@ -156,8 +154,8 @@ def compare_with_whole(
         complete: Whether these are all ranks, so that what none of them has is missing.
     """
     groups = {fqn: (piece, at) for piece in world.pieces for at, fqn in enumerate(piece.fqns)}
-    level = whole.level(list(groups))
-    if level is None:
+    levels = whole.levels(list(groups))
+    if not levels:
         details = (
             f"whole model: {format_count(len(whole.shapes), 'key')}, as {next(iter(whole.shapes))}",
             "likely:      names that rename= does not make those of the whole model; or a state "
@@ -165,12 +163,18 @@ def compare_with_whole(
             "way out:     whole= with the keys of what is saved, or a Placements without whole=",
         )
         return [Fault("this state dict", "has no key of whole=", details)], "no key"
-    compared = _Compared(whole, world, groups, level, excused)
-    faults = [*compared.shape_faults(), *compared.unknown_faults(), *compared.state_faults()]
-    if complete:
-        faults += compared.missing_faults()
-    count = len(whole.shapes) - len(compared.missing)
-    return faults, format_count(count, "key") + (f" under {level!r}" if level else "")
+    faults: list[Fault] = []
+    texts = []
+    for level in levels:
+        compared = _Compared(whole, world, groups, level, excused)
+        faults += [*compared.shape_faults(), *compared.unknown_faults()]
+        if level == levels[0]:
+            faults += compared.state_faults(levels)
+        if complete:
+            faults += compared.missing_faults()
+        count = format_count(len(whole.shapes) - len(compared.missing), "key")
+        texts.append(count + (f" under {level!r}" if level else ""))
+    return faults, ", ".join(texts)
 
 
 class _Compared:
@@ -246,7 +250,7 @@ class _Compared:
             headline, shape = "no rank has this key of the whole model", self._whole.shapes[key]
             yield Fault(self._level + key, headline, details, (f"whole model: {shape}",))
 
-    def state_faults(self) -> Iterator[Fault]:
+    def state_faults(self, levels: Sequence[str]) -> Iterator[Fault]:
         """Yield optimizer state of another shape than its parameter.
 
         State of fewer dims, as the rows and columns of a factored moment, is not compared.
@@ -256,7 +260,8 @@ class _Compared:
             state = None if piece.group.kind == OBJECT else states.of(fqn)
             if state is None:
                 continue
-            parameter = state.parameter.removeprefix(self._level)
+            names = [state.parameter.removeprefix(level) for level in levels]
+            parameter = next((name for name in names if name in self._whole.shapes), "")
             shape, found = self._whole.shapes.get(parameter), piece.group.shape
             if shape is None or found == shape or len(found) != len(shape):
                 continue
@@ -301,7 +306,7 @@ class _Compared:
                 yield f"likely:      cut along dim {other}, and declared along dim {dim}"
                 return
         for dim in differing:
-            yield f"likely:      {_cause(dim, found, shape, group.cuts)}"
+            yield f"likely:      {_cause(dim, group, shape)}"
         if longer and group.cuts and _family(key) in self._families:
             component = re.search(r"([^.]+\.)\d+(?!.*\.\d+(?:\.|$))", key)
             pattern = f"{component[1]}{{}}" if component else "experts.{}"
@@ -320,9 +325,9 @@ def _family(key: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)(?!.*\.\d+(?:\.|$))", "{}", key)
 
 
-def _cause(dim: int, found: Shape, shape: Shape, cuts: Cuts) -> str:
+def _cause(dim: int, group: Group, shape: Shape) -> str:
     """Return what makes one dim longer or shorter than the model's."""
-    have, want = found[dim], shape[dim]
+    cuts, have, want = group.cuts, group.shape[dim], shape[dim]
     if want and have % want == 0:
         factor = have // want
         cut = next((one for one in cuts if one.dim == dim and one.size == factor), None)
@@ -340,7 +345,7 @@ def _cause(dim: int, found: Shape, shape: Shape, cuts: Cuts) -> str:
     if have > want:
         return (
             f"dim {dim} has {have - want} more: padding, which is stored? global_shape={shape}, "
-            f"padded_shape={found}"
+            f"padded_shape={group.padded_shape or group.shape}"
         )
     return (
         f"dim {dim} lacks {want - have}: global_shape={shape} in the rule, where uneven parts or "

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import Shard
@@ -299,12 +300,52 @@ def test_a_model_that_is_sharded_already_is_refused() -> None:
         WholeModel.of({"w": sharded})
 
 
-def test_the_first_of_levels_that_have_most_of_it_counts() -> None:
+def test_levels_that_have_most_of_it_count() -> None:
     whole = WholeModel({"w": (), "0.w": (), "1.w": ()})
-    assert whole.level(["w", "0.w", "1.w"]) == ""
-    assert whole.level(["ema.w", "model.w", "model.0.w", "model.1.w"]) == "model."
-    assert whole.level(["model.0.w", "model.w", "ema.w", "ema.0.w", "ema.1.w"]) == "model."
-    assert whole.level(["step"]) is None
+    assert whole.levels(["w", "0.w", "1.w"]) == [""]
+    assert whole.levels(["ema.w", "model.w", "model.0.w", "model.1.w"]) == ["model."]
+    both = ["ema.w", "ema.0.w", "ema.1.w", "model.0.w"]
+    assert whole.levels(both) == ["model."]
+    assert whole.levels(["ema.w", "step"]) == ["ema."]
+    both = ["teacher.w", "teacher.0.w", "teacher.1.w", "student.w", "student.0.w"]
+    assert whole.levels(both) == ["teacher.", "student."]
+    assert whole.levels(["step"]) == []
+
+
+def test_weights_are_compared_at_save_and_load_whatever_their_average_has(tmp_path: Path) -> None:
+    """``dcp.load`` sorts the keys: the average comes first there."""
+    placements = Placements(None, whole={f"layers.{n}.w": (2,) for n in range(4)})
+
+    def layers(count: int) -> dict[str, torch.Tensor]:
+        return {f"layers.{n}.w": torch.arange(2.0) + n for n in range(count)}
+
+    def state(weights: int, average: int) -> dict[str, Any]:
+        return {"model": layers(weights), "ema": layers(average), "step": 1}
+
+    planner = placements.save_planner()
+    dcp.save(state(4, 4), checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    assert planner.report.whole == "4 keys under 'model.'"
+    for few in (state(3, 4), state(1, 4)):
+        with pytest.raises(PlacementError, match="no rank has this key"):
+            check(few, placements)
+        with pytest.raises(CheckpointException, match="no rank has this key"):
+            dcp.load(few, checkpoint_id=tmp_path, planner=placements.load_planner(), no_dist=True)
+    check(state(4, 3), placements)
+    # Where its level is named, the average is compared, too.
+    names = {f"{level}.layers.{n}.w": (2,) for level in ("model", "ema") for n in range(4)}
+    with pytest.raises(PlacementError, match=r"ema\.layers\.3\.w: no rank has this key"):
+        check(state(4, 3), None, whole=names)
+
+
+def test_two_models_beside_each_other_are_both_compared() -> None:
+    weights = {f"layers.{n}.w": torch.zeros(2) for n in range(4)}
+    whole = {key: (2,) for key in weights}
+    both = {"teacher": weights, "student": dict(weights)}
+    report = check(both, None, whole=whole)
+    assert report.whole == "4 keys under 'teacher.', 4 keys under 'student.'"
+    del both["student"]["layers.3.w"]
+    with pytest.raises(PlacementError, match=r"student\.layers\.3\.w: no rank has this key"):
+        check(both, None, whole=whole)
 
 
 def test_a_load_is_compared_too(tmp_path: Path) -> None:
