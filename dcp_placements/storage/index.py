@@ -5,7 +5,8 @@ chunks, and the keys that one rank alone has. So four things are kept, each once
 
 - a *template*: the records of a writer in its own order. Writers that wrote alike share one.
 - *places*: for each chunk of a key its writer, and its slot among the offsets of that writer. Keys
-  that are cut and assigned alike have the same places. Copies are further places of a chunk.
+  that are cut and assigned alike have the same places. Of several places of a chunk the
+  first counts.
 - keys *apart*, which have one chunk in all.
 - per writer its template, and the names of its files.
 
@@ -155,12 +156,11 @@ class RowIndex:
             return [origin(int(self.apart[5, self._apart_of[key]]))]
         return () if number == NOWHERE else self.offsets(number)
 
-    def find(self, indices: Sequence[MetadataIndex], writer: int = 0) -> Ints:
-        """Return where chunks are.
+    def find(self, indices: Sequence[MetadataIndex]) -> Ints:
+        """Return where chunks are; of several places of a chunk the first counts.
 
         Args:
             indices: Of the chunks; their positions in lists of chunks are tried first.
-            writer: Of several places of a chunk its own counts, and otherwise the first.
 
         Returns:
             ``(4, chunks)``: position among all files, transforms, start, length; -1 where there is
@@ -173,7 +173,7 @@ class RowIndex:
             at = np.flatnonzero(numbers == number)
             chunks = self._chunks(number, keys[at], [indices[one] for one in at.tolist()])
             at, chunks = at[chunks >= 0], chunks[chunks >= 0]
-            found[:, at] = self._rows_at(number, keys[at], chunks, writer)
+            found[:, at] = self._rows_at(number, keys[at], chunks)
         return found
 
     def rows_of(self, fqn: str) -> list[tuple[Offset, Row]]:
@@ -206,15 +206,12 @@ class RowIndex:
             chunks.append(chunk)
         return np.array(chunks, np.int64)
 
-    def _rows_at(self, number: int, keys: Ints, chunks: Ints, writer: int = 0) -> Ints:
+    def _rows_at(self, number: int, keys: Ints, chunks: Ints) -> Ints:
         """Return rows of keys of one class, a chunk of each, as ``find`` does."""
         if number == APART:
             return self.apart[1:5, self._apart_of[keys]]
-        one, (codes, order), count = self.places[number], self._order, len(self.template_of)
-        places = one.chunks * count + one.writers
-        at = places.searchsorted(chunks * count + writer)
-        is_own = np.append(places, -1)[at] == chunks * count + writer
-        at = np.where(is_own, at, places.searchsorted(chunks * count))
+        one, (codes, order) = self.places[number], self._order
+        at = one.chunks.searchsorted(chunks)
         writers = one.writers[at]
         wanted = self._codes(self.template_of[writers], keys, one.slots[at])
         rows = self.rows[3:, order[codes.searchsorted(wanted)]]
@@ -235,26 +232,22 @@ class RowIndex:
         for start, stop in zip(starts, [*starts, len(numbers)][1:], strict=True):
             yield int(numbers[start]), order[start:stop]
 
-    def pieces(
-        self, number: int, keys: Ints, *, copies: bool = False
-    ) -> Iterator[tuple[Ints, Ints]]:
+    def pieces(self, number: int, keys: Ints) -> Iterator[tuple[Ints, Ints]]:
         """Yield the rows of keys of one class, in pieces.
 
         Args:
             number: Of the class.
             keys: Their numbers.
-            copies: Whether all places of each chunk are wanted, and not the first one alone.
 
         Yields:
-            The numbers of some keys; and, for each of them and each place, ``(keys, places, 4)``:
+            The numbers of some keys; and, for each of them and each chunk, ``(keys, chunks, 4)``:
             position among all files, transforms, start, length.
         """
         if number == APART:
             yield keys, self.apart[1:5, self._apart_of[keys]].T[:, None]
             return
-        one = self.places[number]
-        if not copies:
-            one = _chosen(one, np.diff(one.chunks, prepend=-1) != 0)
+        every = self.places[number]
+        one = _chosen(every, np.diff(every.chunks, prepend=-1) != 0)
         kinds, kind_of = self._kinds(one)
         step = max(_PIECE_ROWS // max(len(kind_of), 1), 1)
         for start in range(0, len(keys), step):
