@@ -120,12 +120,14 @@ class Written:
         self.sent: list[bytes] = []
         self.chunks = 0
         for rank, (of_rank, file) in enumerate(zip(chunks, files, strict=True)):
-            held = sorted(of_rank, key=lambda chunk: position[chunk[0]])
-            whole = {fqn for fqn, group, box in held if box.sizes == group.shape}
+            chunks_held = list(of_rank)
+            whole = {fqn for fqn, group, box in chunks_held if box.sizes == group.shape}
+            # As the writer does: cut chunks, then whole tensors, then objects.
+            held = sorted(chunks_held, key=lambda chunk: (chunk[0] in whole, position[chunk[0]]))
             records = [(fqn, box.offsets, box.numel * 4) for fqn, _, box in held]
-            # As the writer does, objects first.
-            records.insert(len(records) // 2, (f"data.{rank}", (0,), 8 * DATA_POSITIONS))
-            records.insert(0, (f"rng.{rank}", None, 5000 + 7919 * rank % 64))
+            records.append((f"data.{rank}", (0,), 8 * DATA_POSITIONS))
+            records.append((f"rng.{rank}", None, 5000 + 7919 * rank % 64))
+            whole |= {f"data.{rank}", f"rng.{rank}"}
             self.sent.append(pickle.dumps(WriteResults(_sent(records, file, whole))))
             self.chunks += len(records)
 
@@ -147,7 +149,7 @@ def _sent(records: Iterable[tuple[str, Any, int]], file: str, whole: set[str]) -
     for fqn, offset, nbytes in records:
         places.append(StoredPlace(fqn, offset, file, start, nbytes + RECORD_NBYTES))
         start += nbytes + RECORD_NBYTES
-    return Sent.of(Rows.of(places), whole | {places[0].fqn} | {f"data{places[0].fqn[3:]}"})
+    return Sent.of(Rows.of(places), whole)
 
 
 def _own_keys(rank: int) -> dict[str, Any]:
