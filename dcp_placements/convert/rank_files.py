@@ -259,7 +259,10 @@ def rank_files_source(
         if rules is not None:
             declared, rename, _ = rules_at(rules, axes or {"rank": len(names)}, rank)
         state_dict: dict[str, Any] = {}
-        _flatten(contents, "", rank, state_dict, found)
+        try:
+            _flatten(contents, "", rank, state_dict, found)
+        except RecursionError as error:
+            raise CannotLook(f"{folder / name}: dicts are nested too deeply in it") from error
         found.add(name, state_dict, declared, rename)
     for other in sorted(set(os.listdir(folder)) - set(names.values())):
         if (folder / other).is_file() and (why := verl.why_left_out(other)):

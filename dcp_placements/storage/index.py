@@ -328,6 +328,7 @@ class RowIndex:
         for one in self.places:
             check_below(one.writers, writers)
             check_below(one.slots, self._slots)
+            check_below(one.chunks, LARGEST)
             ordered = np.diff(one.chunks * writers + one.writers) > 0
             if not ordered.all() or (np.diff(one.chunks, prepend=-1) > 1).any():
                 raise IndexDamage("places in another order than that of their chunks")

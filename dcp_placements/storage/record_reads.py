@@ -68,6 +68,10 @@ Transformed = Callable[[ReadItem, Sequence[str], Any], Any]
 
 IS_DAMAGED = "the checkpoint is damaged"
 _IS_OTHER = "the checkpoint is not what it says"
+_NO_EXTENSION = (
+    "likely:      it was saved with an extension that this process lacks, or the file was damaged",
+    "way out:     PlacementFileSystemReader(_extension_registry=...) with that extension",
+)
 DAMAGED = (
     "likely:      the file was damaged or cut short, or a later save into the same directory was "
     "cut off and left files of two saves",
@@ -315,7 +319,10 @@ class ChunkReader:
                 self._read_item(record, item, tensor, part)
             return
         transforms = record.info.transform_descriptors or ()
-        stream = self._transformed(record.item, transforms, part.stream())
+        try:
+            stream = self._transformed(record.item, transforms, part.stream())
+        except ValueError as error:  # of torch's registry of extensions
+            raise_faults(_IS_OTHER, [record.fault(f"it cannot be decoded: {error}", _NO_EXTENSION)])
         if record.is_object or not stream.seekable():
             stream = io.BytesIO(stream.read(-1))
         if self._check_crc:

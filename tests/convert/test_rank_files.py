@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import Shard
 
 from dcp_placements import CheckpointPlacement, MeshCoordinate, PlacementError, Placements
+from dcp_placements.convert.rank_files import rank_files_source
 from dcp_placements.offline import (
     CannotLook,
     export_safetensors,
@@ -247,3 +249,12 @@ def test_a_stopped_import_of_ranks_files_is_continued(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
     export_safetensors(open_source(saved("fsdp")), tmp_path / "hf", max_shard_size=100)
     assert len(list((tmp_path / "hf").iterdir())) == 4
+
+
+def test_dicts_that_are_nested_too_deeply_are_one_message(tmp_path: Path) -> None:
+    pickled = b"\x80\x02" + b"}X\x01\0\0\0a" * 10_000 + b"}" + b"s" * 10_000 + b"."
+    with zipfile.ZipFile(tmp_path / "model_world_size_1_rank_0.pt", "w") as file:
+        file.writestr("archive/data.pkl", pickled)
+        file.writestr("archive/version", "3")
+    with pytest.raises(CannotLook, match="nested too deeply"):
+        rank_files_source(tmp_path)

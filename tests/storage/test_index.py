@@ -31,6 +31,7 @@ from dcp_placements.storage import writer
 from dcp_placements.storage.entries import StoredEntries
 from dcp_placements.storage.metadata.file import read_metadata, write_metadata
 from dcp_placements.storage.metadata.pickles.stock_pickle import MARKER_NBYTES
+from dcp_placements.storage.packing import IndexDamage
 from dcp_placements.storage.storage_table import StorageTable, paths_of
 from dcp_placements.testing import World
 from tests.differential import checkpoint
@@ -273,6 +274,30 @@ def test_of_every_flipped_byte_comes_the_same_or_an_error(tmp_path: Path) -> Non
         except (PlacementError, pickle.UnpicklingError, ValueError):
             continue
         assert dict(metadata.storage_data) == expected
+
+
+def test_places_of_chunks_before_the_first_are_damage(tmp_path: Path) -> None:
+    save(tmp_path)
+    rows = read(tmp_path).storage_data.index
+    for number, one in enumerate(rows.places):
+        if len(one.chunks) >= 3:
+            rows.places[number] = one._replace(chunks=one.chunks - 2)
+    with pytest.raises(IndexDamage, match="a number out of"):
+        rows.check()
+
+
+def test_an_extension_that_is_not_there_is_named_with_its_key(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.transform_descriptors = ["nowhere"]
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    reader = PlacementFileSystemReader(tmp_path)
+    with pytest.raises(CheckpointException) as refused:
+        dcp.load({"w": torch.zeros(3)}, storage_reader=reader)
+    error = refused.value.failures[0][0]
+    assert isinstance(error, PlacementError)
+    assert "w: it cannot be decoded: Unknown extension name='nowhere'" in str(error)
 
 
 def test_above_a_number_of_chunks_stock_metadata_are_left_out_and_said(
