@@ -476,6 +476,7 @@ class _Load(NamedTuple):
 
 def asked_faults(
     asked: Mapping[int, Asked],
+    world: World,
     record: SaveRecord | None,
     metadata: Metadata,
     policy: Policy,
@@ -486,6 +487,7 @@ def asked_faults(
 
     Args:
         asked: By rank.
+        world: What they ask for.
         record: The checkpoint's; None where it has none.
         metadata: The checkpoint's.
         policy: What is accepted.
@@ -495,7 +497,7 @@ def asked_faults(
     of_ranks = list(asked.values())
     if not (record and record.renames) and not any(one.declares for one in of_ranks):
         return []
-    world, renames = World([one.sent for one in of_ranks]), [one.renames for one in of_ranks]
+    renames = [one.renames for one in of_ranks]
     load = _Load(world, list(asked), renames, record, policy, complete)
     saved = () if record is None else record.renames
     here = [step for steps in renames for step in steps] if complete else []

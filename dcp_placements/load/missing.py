@@ -276,21 +276,26 @@ def _other_prefixes(missing: Sequence[str], unread: Sequence[str]) -> dict[str, 
     Such a difference concerns thousands of keys, which get the same text; a table of name tails
     finds it in time linear in their number.
     """
-    prefix_of: dict[str, str] = {}
+    prefixes: dict[str, dict[str, None]] = {}
     for key in unread:
         for prefix, tail in _splits(key):
-            prefix_of[tail] = min(prefix_of.get(tail, prefix), prefix, key=len)
-    pairs: dict[str, tuple[str, str]] = {}
+            prefixes.setdefault(tail, {})[prefix] = None
+    pairs: dict[str, tuple[str, tuple[str, ...]]] = {}
     for fqn in missing:
-        found = ((prefix, prefix_of[tail]) for prefix, tail in _splits(fqn) if tail in prefix_of)
+        found = ((prefix, prefixes[tail]) for prefix, tail in _splits(fqn) if tail in prefixes)
         if pair := next(found, None):
-            pairs[fqn] = pair
+            shortest = min(one.count(".") for one in pair[1])
+            pairs[fqn] = pair[0], tuple([one for one in pair[1] if one.count(".") == shortest])
     count = Counter(pairs.values())
-    return {
-        fqn: f"it has:      the same name with the prefix {stored!r} in place of {asked!r}"
-        for fqn, (asked, stored) in pairs.items()
-        if count[asked, stored] > 1
-    }
+    details = {}
+    for fqn, (asked, stored) in pairs.items():
+        if count[asked, stored] > 1:
+            either = " or ".join(map(repr, stored))
+            open_ = ": which of these is meant, the names do not tell" if len(stored) > 1 else ""
+            details[fqn] = (
+                f"it has:      the same name with the prefix {either} in place of {asked!r}{open_}"
+            )
+    return details
 
 
 def _splits(key: str) -> Iterator[tuple[str, str]]:

@@ -184,7 +184,12 @@ class RankLoad:
         self.state_dict, self.mappings, self._reshaped, self._rename_matches = renamed
 
     def plan(
-        self, policy: Policy, rules: Rules | None, rename: Rename | None
+        self,
+        policy: Policy,
+        rules: Rules | None,
+        rename: Rename | None,
+        *,
+        is_compared: bool = True,
     ) -> tuple[Asked | None, list[Fault]]:
         """Plan the reads, and compare the load with the save.
 
@@ -192,9 +197,10 @@ class RankLoad:
             policy: What is accepted.
             rules: The user's rules.
             rename: The user's renaming.
+            is_compared: Whether what it asks for is compared, with others or the whole model.
 
         Returns:
-            What the rank asks for, where there are others; and declarations that are probably
+            What the rank asks for, where that is compared; and declarations that are probably
             wrong, of which the coordinator warns once for all ranks.
 
         Raises:
@@ -219,7 +225,7 @@ class RankLoad:
             self.warn(request.notes)
         notes = [*lint(placing.placed.values(), renamed=rename is not None, waived=policy.waived)]
         self.report.warnings += tuple(map(str, notes))
-        return asked_by(request, rules, rename), notes
+        return asked_by(request, rules, rename) if is_compared else None, notes
 
     def warn(self, notes: Sequence[Fault]) -> None:
         """Warn of what is accepted, and keep it in the report."""
@@ -262,15 +268,15 @@ class RankLoad:
             self.report.compared += ", but not with what other ranks ask for"
         asked = {one.rank: one.asked for one in messages if one.asked is not None}
         faults: list[Fault] = []
+        world = World([one.sent for one in asked.values()])
         if whole is not None:
-            world = World([one.sent for one in asked.values()])
             faults, self.report.whole = compare_with_whole(
                 whole,
                 world,
                 [*policy.waived, *policy.optional],
                 complete=complete and not policy.partial,
             )
-        faults += asked_faults(asked, record, self.metadata, policy, complete=complete)
+        faults += asked_faults(asked, world, record, self.metadata, policy, complete=complete)
         if faults:
             raise_faults("the ranks do not ask for what was saved", [*faults, *mistakes])
         if mistakes:
@@ -285,8 +291,7 @@ class RankLoad:
         """
         items = self.request.items(self, is_known=is_known)
         if self.exchange is not None:
-            with quiet_gc():
-                items = self.exchange.share(items, self.report)
+            items = self.exchange.share(items, self.report)
         files = self.metadata.storage_data
         final = items
         # Only the reader of this package has other mappings, and compares the ids by itself.
@@ -538,7 +543,12 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             if load.refusal is not None:
                 raise load.refusal
             with quiet_gc():
-                asked, notes = load.plan(self._policy, self.rules, self.rename)
+                asked, notes = load.plan(
+                    self._policy,
+                    self.rules,
+                    self.rename,
+                    is_compared=world_size() > 1 or self.whole is not None,
+                )
         except RankFaults as refusal:
             load.refusal = refusal
             message = LoadMessage(
@@ -599,9 +609,10 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
                 load.warn([exchange.answer.obstacle])
             load.exchange = exchange if exchange.answer.is_active else None
         try:
-            plan = load.finished(
-                new_plan, is_known=has_own(self, PlacementLoadPlanner, "lookup_tensor")
-            )
+            with quiet_gc():
+                plan = load.finished(
+                    new_plan, is_known=has_own(self, PlacementLoadPlanner, "lookup_tensor")
+                )
         except Exception as error:
             if load.exchange is None:
                 raise

@@ -123,7 +123,7 @@ def test_what_is_imported_loads_into_stacked_and_fused_experts_and_exports_again
         (
             {f"layers.0.experts.{n}.w1": (3, 4) for n in range(2)},
             Unstack("experts.{}"),
-            ["layers.0.experts.1.w1: has a number already where Unstack(pattern='experts.{}'"],
+            ["layers.0.experts.0-1.w1: has a number already where Unstack(pattern='experts.{}'"],
         ),
         (
             {"mlp.experts.0.down_proj.weight": (4, 3), "mlp.experts.0.up_proj.weight": (3, 4)},

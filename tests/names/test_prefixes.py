@@ -63,3 +63,15 @@ def test_a_source_without_any_key_is_told_of_once(tmp_path: Path) -> None:
     text = str(refused.value.failures[0][0])
     assert "has no tensor and no object, but the state dict asks for a and 1 more" in text
     assert "(1 fault)" in text
+
+
+def test_m110_all_levels_that_have_the_names_are_named(tmp_path: Path) -> None:
+    weights = {f"layers.{number}.w": torch.ones(2) for number in range(3)}
+    dcp.save({"ema": weights, "model": weights}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(CheckpointException) as refused:
+        dcp.load(
+            dict(weights), checkpoint_id=tmp_path, planner=PlacementLoadPlanner(), no_dist=True
+        )
+    message = str(refused.value.failures[0][0])
+    assert "with the prefix 'ema' or 'model' in place of ''" in message
+    assert "which of these is meant" in message
