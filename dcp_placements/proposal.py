@@ -480,6 +480,10 @@ def _renumbered(
         if len(numberings) == 1:
             ((axis, counts),) = found
             decision.numberings += numberings
+            decision.undecided[pattern] = (
+                f"taken as contiguous along {axis}; names and shapes fit other orders, too, such "
+                "as round robin or interleaved stages"
+            )
             ranks = [_with_numbers(one, head, sum(counts[: one.position[axis]])) for one in ranks]
             continue
         unnumbered.add(head)

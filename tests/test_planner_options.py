@@ -491,3 +491,11 @@ def test_keys_that_are_one_text_are_refused(tmp_path: Path) -> None:
             lambda rank: PlacementLoadPlanner(flatten_state_dict=False),
         )
     assert "0 and '0' are keys of one dict" in str(caught.value.failures[0][0])
+
+
+def test_the_class_in_place_of_a_load_planner_is_named(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(2)}
+    dcp.save(dict(state), checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(CheckpointException) as refused:
+        dcp.load(state, checkpoint_id=tmp_path, planner=PlacementLoadPlanner, no_dist=True)  # type: ignore[arg-type]
+    assert "planner= is the class PlacementLoadPlanner" in str(refused.value.failures[0][0])

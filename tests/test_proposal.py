@@ -272,7 +272,8 @@ def test_a_module_list_of_experts_numbered_from_0(tmp_path: Path) -> None:
     ids = 'contiguous([2, 2, 2, 2], at=mesh.get_local_rank("ep"))'
     assert f'rename=Renumber("experts.{{}}", {ids}, total=8),' in text
     assert '{"tp": Shard(1)}' in text
-    assert not proposal.undecided
+    assert list(proposal.undecided) == ["experts.{}"]
+    assert "# experts.{}: taken as contiguous along ep;" in text
     # Along two axes of one size, either may number them.
     few = {
         key: value for key, value in whole.items() if ".experts." not in key or key[17] in "0123"
