@@ -219,6 +219,14 @@ _REPLICAS = (
     'in the name is local; {{"{axis}": Shard(0)}} for a part of each; or waive={{pattern: reason}} '
     "where they are equal",
 )
+_GLUED = (
+    "its name says one expert, but a rule cuts it along {axis!r}",
+    "found:       {cut}, which joins those of {size} ranks to one {shape} tensor",
+    "reason:      expert-parallel ranks hold whole experts; those of one number on several ranks, "
+    "each counted from 0, become one",
+    'way out:     rename=Renumber("experts.{{}}", this rank\'s experts, total=), and no Shard over '
+    "{axis!r}; or waive={{pattern: reason}} where each expert is cut over it",
+)
 _NO_EXPERTS = (
     "its name is not that of experts, but {axis!r} cuts it",
     "found:       {cut}, which makes a {shape} tensor",
@@ -309,5 +317,7 @@ def _findings(
             yield _REPLICAS, facts
         if cut is not None and cut.dim and len(placed.global_shape) == 3 and not is_numbered:
             yield _OTHER_DIM, facts
+        if is_numbered and cut in placed.place.sharding.cuts[: placed.place.ruled]:
+            yield _GLUED, facts
     elif cut is not None and placed.rule and "expert" not in fqn and _COPIED.search(fqn):
         yield _NO_EXPERTS, facts

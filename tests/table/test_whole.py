@@ -386,3 +386,15 @@ def test_check_gives_rules_to_paste() -> None:
     names: dict[str, Any] = {"mesh": mesh, "whole": {"w": (2, 3), "v": (3,)}}
     exec(text, names)
     assert check(state, names["placements"]).whole == "2 keys under 'model.'"
+
+
+def test_m103_glued_experts_are_warned_of_without_the_whole_model(tmp_path: Path) -> None:
+    changes = {
+        "options": {"rename": None, "whole": None},
+        "rules": lambda mesh: {"experts": CheckpointPlacement(mesh, {"ep": Shard(0)})},
+    }
+    with pytest.warns(UserWarning, match=r"its name says one expert, but a rule cuts it") as texts:
+        Job(**changes).save(tmp_path)
+    (text,) = [str(one.message) for one in texts if "one expert" in str(one.message)]
+    assert "model.layers.0-1.experts.0-1.w1, optim.state.layers.0-1.experts.0-1.w1.exp_avg" in text
+    assert 'Renumber("experts.{}"' in text
