@@ -20,6 +20,7 @@ from dcp_placements.proposal import (
     axis_names,
     contents_of,
     decide,
+    one_error,
     rank_facts,
 )
 from dcp_placements.report import SaveReport
@@ -97,7 +98,7 @@ def check(
         group = DistWrapper(process_group, world_size() > 1, 0)
         return group.all_reduce("check", on_rank, on_coordinator)
     except CheckpointException as failed:
-        raise _one_error(failed) from None
+        raise one_error(failed) from None
 
 
 def _declared_parts(planner: PlacementSavePlanner) -> RankFacts:
@@ -153,10 +154,3 @@ def _check_arguments(state_dict: Any, rules: Any) -> None:
             f"rules= is a {type(rules).__name__}\n"
             "    way out:     check(state_dict, placements), with the Placements that made it"
         )
-
-
-def _one_error(failed: CheckpointException) -> Exception:
-    """Return the coordinator's refusal, or the error of the first rank that failed."""
-    errors = [failed.failures[rank][0] for rank in sorted(failed.failures)]
-    error = next((one for one in errors if isinstance(one, PlacementError)), errors[0])
-    return error if isinstance(error, Exception) else RuntimeError(str(failed))

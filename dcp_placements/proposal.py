@@ -196,9 +196,15 @@ def propose_placements(
         group = DistWrapper(process_group, world_size() > 1, 0)
         decision = group.all_reduce("propose", lambda: rank_facts(plain, mesh), decided)
     except CheckpointException as failed:
-        error = next(iter(failed.failures.values()))[0]
-        raise error if isinstance(error, Exception) else RuntimeError(str(failed)) from None
+        raise one_error(failed) from None
     return Proposal(decision, mesh, model)
+
+
+def one_error(failed: CheckpointException) -> Exception:
+    """Return the coordinator's refusal, or the error of the first rank that failed."""
+    errors = [failed.failures[rank][0] for rank in sorted(failed.failures)]
+    error = next((one for one in errors if isinstance(one, PlacementError)), errors[0])
+    return error if isinstance(error, Exception) else RuntimeError(str(failed))
 
 
 def axis_names(mesh: Any) -> tuple[str, ...]:
@@ -551,6 +557,11 @@ def _folded(key: str) -> str:
     return re.sub(r"(?:(?<=\.)|^)\d+(?=\.|$)", "{}", key)
 
 
+def _any_number(key: str) -> str:
+    """Return the pattern of the keys that differ from this one in numbers alone."""
+    return _folded(key).replace("{}", "*")
+
+
 def _shortest_number(pattern: str, whole: WholeModel) -> str:
     """Return the shortest pattern that finds the same numbers in the model's keys."""
 
@@ -558,13 +569,13 @@ def _shortest_number(pattern: str, whole: WholeModel) -> str:
         regex = compile_pattern(text.replace("{}", "*"))
         return {(key, m.end()) for key in whole.shapes for m in regex.finditer(f".{key}")}
 
-    wanted, best = found(pattern), pattern
+    wanted = found(pattern)
     components = pattern.split(".")
     for start in range(len(components) - 2, 0, -1):
         shorter = ".".join(components[start:])
         if not components[start].startswith("*") and found(shorter) == wanted:
             return shorter
-    return best
+    return pattern
 
 
 def _named(key: str, whole: WholeModel, option: Option) -> Option:
@@ -608,16 +619,14 @@ def _parts_of_qkv(key: str, whole: WholeModel, dim: int) -> tuple[int, ...] | in
 
 def _patterns(keys: Sequence[str], whole: WholeModel) -> list[str]:
     """Return patterns of some keys of the model and no others."""
-    folded = dict.fromkeys(_folded(key).replace("{}", "*") for key in keys)
-    exact = set(keys)
+    others = {_any_number(key) for key in whole.shapes.keys() - set(keys)}
+    by_pattern: dict[str, list[str]] = {}
+    for key in keys:
+        by_pattern.setdefault(_any_number(key), []).append(key)
     return [
         pattern
-        for one in folded
-        for pattern in (
-            [one]
-            if {key for key in whole.shapes if _folded(key).replace("{}", "*") == one} <= exact
-            else [key for key in keys if _folded(key).replace("{}", "*") == one]
-        )
+        for one, members in by_pattern.items()
+        for pattern in (members if one in others else [one])
     ]
 
 
@@ -639,9 +648,8 @@ def _rules(options: Mapping[str, Option], whole: WholeModel) -> dict[str, Option
     for key, option in wanted.items():
         found = next((one for one in rules if _matches(one, key)), None)
         if found is not None and rules[found] != option:
-            guards[_folded(key).replace("{}", "*")] = option
-    ordered = {**guards, **rules}
-    return dict(sorted(ordered.items(), key=lambda rule: rule[0] not in guards))
+            guards[_any_number(key)] = option
+    return {**guards, **rules}
 
 
 def _matches(pattern: str, key: str) -> bool:

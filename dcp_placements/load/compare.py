@@ -476,7 +476,7 @@ class _Load(NamedTuple):
 
 def asked_faults(
     asked: Mapping[int, Asked],
-    world: World,
+    world: Callable[[], World],
     record: SaveRecord | None,
     metadata: Metadata,
     policy: Policy,
@@ -487,7 +487,7 @@ def asked_faults(
 
     Args:
         asked: By rank.
-        world: What they ask for.
+        world: Returns what they ask for.
         record: The checkpoint's; None where it has none.
         metadata: The checkpoint's.
         policy: What is accepted.
@@ -498,7 +498,7 @@ def asked_faults(
     if not (record and record.renames) and not any(one.declares for one in of_ranks):
         return []
     renames = [one.renames for one in of_ranks]
-    load = _Load(world, list(asked), renames, record, policy, complete)
+    load = _Load(world(), list(asked), renames, record, policy, complete)
     saved = () if record is None else record.renames
     here = [step for steps in renames for step in steps] if complete else []
     steps: dict[str, Step] = {}

@@ -15,6 +15,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -268,11 +269,12 @@ class RankLoad:
             self.report.compared += ", but not with what other ranks ask for"
         asked = {one.rank: one.asked for one in messages if one.asked is not None}
         faults: list[Fault] = []
-        world = World([one.sent for one in asked.values()])
+        # Most loads without a declaration need no world of all ranks.
+        world = cache(lambda: World([one.sent for one in asked.values()]))
         if whole is not None:
             faults, self.report.whole = compare_with_whole(
                 whole,
-                world,
+                world(),
                 [*policy.waived, *policy.optional],
                 complete=complete and not policy.partial,
             )

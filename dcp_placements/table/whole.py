@@ -210,17 +210,18 @@ class _Compared:
         """Yield keys whose whole tensors are not those of the model."""
         for key, (piece, at) in self._held.items():
             group, shape, dtype = piece.group, self._whole.shapes[key], self._whole.dtypes.get(key)
-            if self._is_excused(self._level + key):
+            fqn = self._level + key
+            if self._is_excused(fqn):
                 continue
             if group.kind == OBJECT:
                 headline = f"is an object, where the whole model has a {shape} tensor"
-                yield self._fault(key, headline, piece, at)
+                yield self._fault(fqn, headline, piece, at)
             elif group.shape != shape:
                 headline = f"is {group.shape}, where the whole model has {shape}"
-                yield self._fault(key, headline, piece, at, *self._causes(key, group, shape))
+                yield self._fault(fqn, headline, piece, at, *self._causes(key, group, shape))
             elif dtype is not None and group.dtype != dtype:
                 headline = f"is of {group.dtype}, where the whole model has {dtype}"
-                yield self._fault(key, headline, piece, at)
+                yield self._fault(fqn, headline, piece, at)
 
     def unknown_faults(self) -> Iterator[Fault]:
         """Yield tensors among those of the model that it does not have."""
@@ -237,7 +238,7 @@ class _Compared:
                 "layers or experts"
             )
             headline, place = "the whole model has no such key", f"shape:       {piece.group.shape}"
-            yield self._fault(key, headline, piece, at, likely, place=place)
+            yield self._fault(fqn, headline, piece, at, likely, place=(place,))
 
     def missing_faults(self) -> Iterator[Fault]:
         """Yield keys of the model that no rank has."""
@@ -269,17 +270,16 @@ class _Compared:
                 continue
             headline = f"is {found}, where its parameter has {shape} in the whole model"
             causes = self._causes(parameter, piece.group, shape)
-            yield self._fault(fqn, headline, piece, at, *causes, level="")
+            yield self._fault(fqn, headline, piece, at, *causes)
 
     def _fault(
         self,
-        key: str,
+        fqn: str,
         headline: str,
         piece: Piece,
         at: int,
         *causes: str,
-        level: str | None = None,
-        place: str = "",
+        place: tuple[str, ...] = (),
     ) -> Fault:
         """Return the fault of a key, with how it is declared."""
         cuts = ", then ".join(map(str, piece.group.cuts)) or "cut by no axis"
@@ -288,8 +288,7 @@ class _Compared:
             f"declared:    {cuts}; by rule {self._world.rules(piece, at)}",
             f"way out:     {PROPOSE}; waive={{pattern: reason}} where it is right",
         )
-        fqn = (self._level if level is None else level) + key
-        return Fault(fqn, headline, details, (place,) if place else ())
+        return Fault(fqn, headline, details, place)
 
     def _causes(self, key: str, group: Group, shape: Shape) -> Iterator[str]:
         """Yield what makes a tensor of this shape of one of the model's."""

@@ -230,7 +230,10 @@ class RehearsedWorld:
             policy = Policy(waived=[*map(compile_pattern, self.lots[0].waive)])
             sent = {rank: one for lot in self.lots for rank, one in _sent(lot, lot.asked).items()}
             asked = dict(sorted(sent.items()))
-            world = World([one.sent for one in asked.values()])
+
+            def world() -> World:
+                return World([one.sent for one in asked.values()])
+
             with rehearsed(0, self.size):
                 faults = asked_faults(asked, world, record, metadata, policy, complete=True)
         return tuple(sorted(faults, key=lambda fault: astuple(fault)[:2]))
