@@ -70,8 +70,8 @@ from dcp_placements import (
 from dcp_placements.layout.sharding import Box
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.save.coordinator import tensor_properties
-from dcp_placements.storage.metadata.save_ids import writer_of
-from dcp_placements.storage.storage_table import places_of
+from dcp_placements.storage.index import places_of
+from dcp_placements.storage.save_ids import writer_of
 from dcp_placements.storage.written import Rows, StoredPlace, WriteResults
 from dcp_placements.storage.written import Written as Sent
 

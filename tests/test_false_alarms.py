@@ -38,7 +38,7 @@ from dcp_placements import (
     Renumber,
     contiguous,
 )
-from dcp_placements.storage.metadata.record import RESERVED_KEY
+from dcp_placements.storage.provenance import RESERVED_KEY
 from dcp_placements.testing import FakeDTensor, FakeMesh, World
 
 WORLD = World(4)

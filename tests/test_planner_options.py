@@ -38,8 +38,8 @@ from dcp_placements import (
     PlacementRules,
     PlacementSavePlanner,
 )
-from dcp_placements.storage.metadata.record import RESERVED_KEY
-from dcp_placements.storage.metadata.save_ids import ID_PREFIX
+from dcp_placements.storage.provenance import RESERVED_KEY
+from dcp_placements.storage.save_ids import ID_PREFIX
 from dcp_placements.testing import FakeDTensor, World, real_dtensor
 from tests.remote_scenes import FsspecReader, FsspecWriter
 

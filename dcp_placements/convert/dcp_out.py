@@ -21,14 +21,13 @@ from dcp_placements.offline.assembly import AssembledTensor
 from dcp_placements.offline.checkpoint import StoredObject
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.checked_load import zip_problem
-from dcp_placements.storage.entries import StoredEntries, entries_of
 from dcp_placements.storage.file_reads import write_all
-from dcp_placements.storage.index import index_of_rows
-from dcp_placements.storage.metadata.file import write_metadata
-from dcp_placements.storage.metadata.record import RESERVED_KEY, identity, packed_record
-from dcp_placements.storage.metadata.save_ids import named
+from dcp_placements.storage.index import StorageTable, index_of_rows
+from dcp_placements.storage.metadata_file import write_metadata
+from dcp_placements.storage.provenance import RESERVED_KEY, identity, packed_record
 from dcp_placements.storage.records import Template
-from dcp_placements.storage.storage_table import StorageTable
+from dcp_placements.storage.save_ids import named
+from dcp_placements.storage.torch_metadata import StoredEntries, entries_of
 from dcp_placements.storage.written import Rows, StoredPlace
 
 

@@ -22,7 +22,7 @@ from dcp_placements.offline.assembly import AssembledTensor
 from dcp_placements.offline.box_reads import pieces
 from dcp_placements.offline.rehearsals.world import RehearsedWorld
 from dcp_placements.offline.structure import box_faults
-from dcp_placements.storage.metadata.chunk_list import ChunkList
+from dcp_placements.storage.torch_metadata import ChunkList
 from dcp_placements.table.world import cover_of
 
 REFUSED = "the checkpoint cannot be rewritten for this world"

@@ -35,8 +35,8 @@ from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.names.renames import FUNCTION, Step, number_in, recorded
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.rules.patterns import Rules
-from dcp_placements.storage.entries import entries_at
-from dcp_placements.storage.metadata.record import SaveRecord
+from dcp_placements.storage.provenance import SaveRecord
+from dcp_placements.storage.torch_metadata import entries_at
 from dcp_placements.table.families import Families, Family, format_numbers
 from dcp_placements.table.table import PLAIN, Group, Sent, holding_of
 from dcp_placements.table.world import Piece, World, cover_of, repeated

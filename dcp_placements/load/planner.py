@@ -64,11 +64,11 @@ from dcp_placements.rules.patterns import (
     unmatched_faults,
 )
 from dcp_placements.runs import ItemsToCome, ReadItemOfLoad, RunAttribute, Runs, has_own
-from dcp_placements.storage.metadata.checks import check_fields, refusing
-from dcp_placements.storage.metadata.record import saved_by, stored
-from dcp_placements.storage.metadata.save_ids import MIXED, IdRecord, id_records, speaking_for
+from dcp_placements.storage.checks import check_fields, refusing
+from dcp_placements.storage.index import places_of
+from dcp_placements.storage.provenance import saved_by, stored
 from dcp_placements.storage.record_reads import DAMAGED
-from dcp_placements.storage.storage_table import places_of
+from dcp_placements.storage.save_ids import MIXED, IdRecord, id_records, speaking_for
 from dcp_placements.table.table import Sent
 from dcp_placements.table.whole import WholeModel, compare_with_whole
 from dcp_placements.table.world import World

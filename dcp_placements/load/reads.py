@@ -49,9 +49,8 @@ from dcp_placements.load.missing import Policy, is_tensor, settle_missing
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.report import LoadReport
 from dcp_placements.runs import ReadItemOfLoad, made
-from dcp_placements.storage.entries import entries_at
-from dcp_placements.storage.metadata.chunk_list import ChunkList
-from dcp_placements.storage.metadata.record import record_of, stored
+from dcp_placements.storage.provenance import record_of, stored
+from dcp_placements.storage.torch_metadata import ChunkList, entries_at
 
 
 class Read(NamedTuple):

@@ -22,9 +22,9 @@ from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredChu
 from dcp_placements.offline.directory import shows_damage
 from dcp_placements.storage.byte_ranges import c_strides
 from dcp_placements.storage.file_reads import CountedFile, Part
-from dcp_placements.storage.metadata.chunk_list import ChunkList
 from dcp_placements.storage.record_reads import ChunkReader, Record
 from dcp_placements.storage.tensor_record import BEHIND, DESCRIPTOR, TensorRecord
+from dcp_placements.storage.torch_metadata import ChunkList
 
 MAX_OPEN_FILES = 32
 

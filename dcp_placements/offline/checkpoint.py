@@ -29,12 +29,11 @@ from dcp_placements.offline.readers.dcp import (
 )
 from dcp_placements.offline.readers.safetensors import read_safetensors_metadata
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.storage.entries import entries_of
-from dcp_placements.storage.index import RowIndex
-from dcp_placements.storage.metadata.rank_files import merge_rank_metadata
-from dcp_placements.storage.metadata.record import OWN_PREFIX, SaveRecord, record_of, stored
-from dcp_placements.storage.metadata.save_ids import ID_PREFIX, IdRecord, absent_ranks, writer_of
-from dcp_placements.storage.storage_table import index_for
+from dcp_placements.storage.index import RowIndex, index_for
+from dcp_placements.storage.provenance import OWN_PREFIX, SaveRecord, record_of, stored
+from dcp_placements.storage.rank_files import merge_rank_metadata
+from dcp_placements.storage.save_ids import ID_PREFIX, IdRecord, absent_ranks, writer_of
+from dcp_placements.storage.torch_metadata import entries_of
 
 DCP = "dcp"
 SAFETENSORS = "safetensors"

@@ -26,9 +26,9 @@ from dcp_placements.offline.declared import matching_keys
 from dcp_placements.offline.texts import format_table, ranges, short
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.checked_load import saved_pickle
-from dcp_placements.storage.metadata.record import SaveRecord
-from dcp_placements.storage.metadata.save_ids import writer_of
+from dcp_placements.storage.provenance import SaveRecord
 from dcp_placements.storage.safe_pickle import DTYPES, ORDERED_DICT, SafeUnpickler
+from dcp_placements.storage.save_ids import writer_of
 
 MAX_GROUPS = 12
 """Groups of tensors, and of objects, that are shown at first."""

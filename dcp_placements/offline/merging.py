@@ -18,12 +18,12 @@ from dcp_placements.offline.readers.dcp import (
     read_rank_parts,
 )
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.storage.metadata.file import write_metadata
-from dcp_placements.storage.metadata.pickles.stock_pickle import is_refusing
-from dcp_placements.storage.metadata.rank_files import merge_rank_metadata
-from dcp_placements.storage.metadata.record import stored
-from dcp_placements.storage.metadata.save_ids import absent_ranks
-from dcp_placements.storage.storage_table import paths_of
+from dcp_placements.storage.index import paths_of
+from dcp_placements.storage.metadata_file import write_metadata
+from dcp_placements.storage.provenance import stored
+from dcp_placements.storage.rank_files import merge_rank_metadata
+from dcp_placements.storage.save_ids import absent_ranks
+from dcp_placements.storage.stock_pickle import is_refusing
 
 _HEAD_NBYTES = 1 << 10
 

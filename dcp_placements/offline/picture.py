@@ -19,7 +19,7 @@ from dcp_placements.layout.boxes import as_array, as_boxes, intersect, overlaps,
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.output import replaced_file
-from dcp_placements.storage.metadata.save_ids import writer_of
+from dcp_placements.storage.save_ids import writer_of
 
 FEW = ("#2f6db3", "#d9771f", "#86b3e0", "#f4bd85", "#4f8a5b", "#a8cfa6", "#77629e", "#c5b8dc")
 """Colours of up to eight writers; those of more writers are steps along ``RAMP``."""

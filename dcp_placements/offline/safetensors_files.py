@@ -13,7 +13,7 @@ import torch
 
 from dcp_placements.errors import CannotLook, format_name
 from dcp_placements.layout.sharding import Box
-from dcp_placements.storage.metadata.checks import LARGEST, counts
+from dcp_placements.storage.checks import LARGEST, counts
 
 HEADER_LIMIT_NBYTES = 100 << 20
 """What the safetensors library allows."""

@@ -22,7 +22,7 @@ from dcp_placements.layout.boxes import (
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.checkpoint import Checkpoint, StoredChunk, StoredRecord, StoredTensor
 from dcp_placements.offline.readers.dcp import check_count, misplaced_in_stock
-from dcp_placements.storage.metadata.save_ids import id_in_name
+from dcp_placements.storage.save_ids import id_in_name
 
 MAX_BOXES = 4
 """Boxes that a message lists."""

@@ -48,12 +48,12 @@ from dcp_placements.rules.patterns import (
 )
 from dcp_placements.save import refusals
 from dcp_placements.save.numbers import numbering_faults
-from dcp_placements.storage.metadata.chunk_list import ChunkList
-from dcp_placements.storage.metadata.pickles.tensor_properties import (
+from dcp_placements.storage.provenance import packed_record
+from dcp_placements.storage.torch_metadata import (
     PORTABLE_PROPERTIES,
     PROPERTIES,
+    ChunkList,
 )
-from dcp_placements.storage.metadata.record import packed_record
 from dcp_placements.table.digests import Contents, SentDigests, may_have_replicas
 from dcp_placements.table.owners import runs_of
 from dcp_placements.table.table import OBJECT, Group, Holding, Sent, packed_ints, unpacked_ints

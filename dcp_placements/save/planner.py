@@ -74,9 +74,9 @@ from dcp_placements.save.coordinator import (
     tensor_properties,
 )
 from dcp_placements.save.refusals import repeat_fault
-from dcp_placements.storage.metadata.rank_files import saves_before
-from dcp_placements.storage.metadata.record import DIGESTS_OF_RANK, REPLACED, RESERVED_KEY, identity
-from dcp_placements.storage.metadata.save_ids import id_data, id_items, is_named
+from dcp_placements.storage.provenance import DIGESTS_OF_RANK, REPLACED, RESERVED_KEY, identity
+from dcp_placements.storage.rank_files import saves_before
+from dcp_placements.storage.save_ids import id_data, id_items, is_named
 from dcp_placements.table.digests import (
     SentDigests,
     differing_repeats,

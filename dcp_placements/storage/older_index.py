@@ -21,9 +21,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_placements._torch import StorageInfo
 from dcp_placements.layout.boxes import Ints
-from dcp_placements.storage.entries import OBJECT
-from dcp_placements.storage.metadata.chunk_list import ChunkList
-from dcp_placements.storage.packing import IndexDamage, split
+from dcp_placements.storage.columns import IndexDamage, split
+from dcp_placements.storage.torch_metadata import OBJECT, ChunkList
 
 _MAGIC = b"dcp_placements/3"
 _TRAILER = struct.Struct("<QQQ16s16s")

@@ -35,24 +35,16 @@ from dcp_placements.errors import (
 )
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import Traffic
+from dcp_placements.storage.checks import check_facts, refusing
 from dcp_placements.storage.file_reads import CountedFile, Part, open_inside
-from dcp_placements.storage.metadata.checks import check_facts, refusing
-from dcp_placements.storage.metadata.file import read_metadata
-from dcp_placements.storage.metadata.rank_files import (
+from dcp_placements.storage.index import places_of
+from dcp_placements.storage.metadata_file import read_metadata
+from dcp_placements.storage.protocols import AfterReads, WantsReader
+from dcp_placements.storage.rank_files import (
     merge_rank_metadata,
     no_checkpoint,
     unreadable,
 )
-from dcp_placements.storage.metadata.save_ids import (
-    ID_PREFIX,
-    MIXED,
-    IdRecord,
-    id_records,
-    missing,
-    rank_files,
-    speaking_for,
-)
-from dcp_placements.storage.protocols import AfterReads, WantsReader
 from dcp_placements.storage.record_reads import DAMAGED, IS_DAMAGED, ChunkReader, Record
 from dcp_placements.storage.remote import (
     URL_THREADS,
@@ -61,7 +53,15 @@ from dcp_placements.storage.remote import (
     is_url,
     local_or_url,
 )
-from dcp_placements.storage.storage_table import places_of
+from dcp_placements.storage.save_ids import (
+    ID_PREFIX,
+    MIXED,
+    IdRecord,
+    id_records,
+    missing,
+    rank_files,
+    speaking_for,
+)
 
 
 class PlacementFileSystemReader(UrlPath, FileSystemReader):

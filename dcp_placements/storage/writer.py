@@ -38,16 +38,17 @@ from dcp_placements._torch import (
 )
 from dcp_placements.errors import PlacementError
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.storage.entries import Entries, StoredEntries, entries_of
-from dcp_placements.storage.index import RowIndex, build_index, index_of_rows
-from dcp_placements.storage.metadata.file import (
+from dcp_placements.storage.index import RowIndex, StorageTable, build_index, index_of_rows
+from dcp_placements.storage.metadata_file import (
     SentMetadata,
     read_file_names,
     write_metadata,
 )
-from dcp_placements.storage.metadata.rank_files import saves_before
-from dcp_placements.storage.metadata.record import REPLACED, RESERVED_KEY, stored
-from dcp_placements.storage.metadata.save_ids import (
+from dcp_placements.storage.provenance import REPLACED, RESERVED_KEY, stored
+from dcp_placements.storage.rank_files import saves_before
+from dcp_placements.storage.records import errors_of, split_by_chunk, write_items
+from dcp_placements.storage.remote import RemoteFileSystem, UrlPath, is_url, local_or_url
+from dcp_placements.storage.save_ids import (
     file_states,
     id_in_name,
     is_data_file,
@@ -57,9 +58,7 @@ from dcp_placements.storage.metadata.save_ids import (
     unfinished_name,
     writer_of,
 )
-from dcp_placements.storage.records import errors_of, split_by_chunk, write_items
-from dcp_placements.storage.remote import RemoteFileSystem, UrlPath, is_url, local_or_url
-from dcp_placements.storage.storage_table import StorageTable
+from dcp_placements.storage.torch_metadata import Entries, StoredEntries, entries_of
 from dcp_placements.storage.written import Rows, RowsBuilder, WriteResults, place_of
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_placements._torch import StorageInfo
 from dcp_placements.layout.boxes import Ints
-from dcp_placements.storage.packing import (
+from dcp_placements.storage.columns import (
     packed_columns,
     packed_texts,
     unpacked_columns,

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from dcp_placements.bind.one_tensor import Placed
 from dcp_placements.layout.boxes import Bools
 from dcp_placements.layout.sharding import Chunk
-from dcp_placements.storage.metadata.record import StoredDigests
+from dcp_placements.storage.provenance import StoredDigests
 from dcp_placements.table.table import OBJECT, Group, Held, Holding
 from dcp_placements.table.world import Cover, Piece, World, cover_of
 

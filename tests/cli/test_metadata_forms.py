@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from dcp_placements.cli.app import COMMANDS
-from dcp_placements.storage.archive import MAGIC
-from dcp_placements.storage.metadata.pickles.stock_pickle import MARKER_NBYTES, marked_digest
+from dcp_placements.storage.index_file import MAGIC
+from dcp_placements.storage.stock_pickle import MARKER_NBYTES, marked_digest
 from dcp_placements.testing import World
 from tests.offline_scenes import Ran, Run, save_sharded, wholes
 from tests.storage_scenes import blank, load, pickle_nbytes, same, sharded

@@ -42,7 +42,7 @@ from dcp_placements import (
     Renumber,
     Replace,
 )
-from dcp_placements.storage.metadata.record import RESERVED_KEY
+from dcp_placements.storage.provenance import RESERVED_KEY
 from dcp_placements.testing import FakeDTensor, World
 
 ONE, WORLD, FOUR = World(1), World(2), World(4)

@@ -27,7 +27,7 @@ from dcp_placements import (
     Stack,
     Unstack,
 )
-from dcp_placements.storage.metadata.record import RESERVED_KEY
+from dcp_placements.storage.provenance import RESERVED_KEY
 from dcp_placements.testing import World
 
 ONE, TWO, FOUR = World(1), World(2), World(4)

@@ -26,13 +26,11 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.offline import CannotLook, diff, inspect, merge_metadata, merging, verify
-from dcp_placements.storage.entries import StoredEntries, entries_of
-from dcp_placements.storage.index import build_index
-from dcp_placements.storage.metadata import file as metadata_file
-from dcp_placements.storage.metadata.chunk_list import ChunkList
-from dcp_placements.storage.metadata.file import write_metadata
-from dcp_placements.storage.metadata.pickles.stock_pickle import stock_pickle
-from dcp_placements.storage.storage_table import StorageTable
+from dcp_placements.storage import metadata_file
+from dcp_placements.storage.index import StorageTable, build_index
+from dcp_placements.storage.metadata_file import write_metadata
+from dcp_placements.storage.stock_pickle import stock_pickle
+from dcp_placements.storage.torch_metadata import ChunkList, StoredEntries, entries_of
 from dcp_placements.storage.written import Rows, StoredPlace, Written
 from dcp_placements.testing import World
 from tests.offline_scenes import Run

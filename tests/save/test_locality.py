@@ -22,7 +22,7 @@ from dcp_placements import (
     PlacementRules,
     PlacementSavePlanner,
 )
-from dcp_placements.storage.metadata.save_ids import ID_PREFIX
+from dcp_placements.storage.save_ids import ID_PREFIX
 from dcp_placements.table.owners import BALANCE
 from dcp_placements.testing import FakeDTensor, FakeMesh, World
 

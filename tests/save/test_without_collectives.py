@@ -26,8 +26,8 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.offline import merge_metadata, verify
-from dcp_placements.storage.metadata.record import DIGESTS_OF_RANK, RESERVED_KEY
-from dcp_placements.storage.metadata.save_ids import ID_PREFIX
+from dcp_placements.storage.provenance import DIGESTS_OF_RANK, RESERVED_KEY
+from dcp_placements.storage.save_ids import ID_PREFIX
 from dcp_placements.testing import FakeDTensor, World
 from tests.storage_scenes import save_alone
 

@@ -15,7 +15,7 @@ from strategies import SMALL_SHAPES, examples, tilings
 from torch.distributed.checkpoint import ChunkStorageMetadata
 
 from dcp_placements.layout.sharding import Box
-from dcp_placements.storage.metadata.chunk_list import ChunkList
+from dcp_placements.storage.torch_metadata import ChunkList
 
 
 def torchs(boxes: list[Box]) -> list[ChunkStorageMetadata]:

@@ -19,9 +19,9 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.offline import verify
-from dcp_placements.storage.archive import Archive, archive_of, packed_index
-from dcp_placements.storage.metadata.file import read_metadata
-from dcp_placements.storage.metadata.pickles.stock_pickle import MARKER_NBYTES, marker
+from dcp_placements.storage.index_file import Archive, archive_of, packed_index
+from dcp_placements.storage.metadata_file import read_metadata
+from dcp_placements.storage.stock_pickle import MARKER_NBYTES, marker
 from tests.storage_scenes import pickle_nbytes, stock_metadata
 
 

@@ -28,11 +28,11 @@ from dcp_placements import (
 )
 from dcp_placements.offline import CannotLook, Checkpoint, inspect, verify
 from dcp_placements.storage import writer
-from dcp_placements.storage.entries import StoredEntries
-from dcp_placements.storage.metadata.file import read_metadata, write_metadata
-from dcp_placements.storage.metadata.pickles.stock_pickle import MARKER_NBYTES
-from dcp_placements.storage.packing import IndexDamage
-from dcp_placements.storage.storage_table import StorageTable, paths_of
+from dcp_placements.storage.columns import IndexDamage
+from dcp_placements.storage.index import StorageTable, paths_of
+from dcp_placements.storage.metadata_file import read_metadata, write_metadata
+from dcp_placements.storage.stock_pickle import MARKER_NBYTES
+from dcp_placements.storage.torch_metadata import StoredEntries
 from dcp_placements.testing import World
 from tests.differential import checkpoint
 from tests.differential import wholes as elements_of

@@ -23,7 +23,7 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.storage import writer
-from dcp_placements.storage.storage_table import paths_of
+from dcp_placements.storage.index import paths_of
 from dcp_placements.testing import World
 from tests.storage_scenes import assert_index_agrees, blank, load, same, sharded, wholes
 

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from dcp_placements import PlacementFileSystemReader, PlacementFileSystemWriter
 from dcp_placements.offline import CannotLook, Checkpoint
-from dcp_placements.storage.archive import MAGIC
-from dcp_placements.storage.metadata.file import read_metadata, write_metadata
-from dcp_placements.storage.metadata.pickles.metadata_pickle import load_safely
+from dcp_placements.storage.index_file import MAGIC
+from dcp_placements.storage.metadata_file import read_metadata, write_metadata
+from dcp_placements.storage.metadata_pickle import load_safely
 from dcp_placements.storage.safe_pickle import RefusedGlobal
 from tests.offline_scenes import Run, save_sharded
 from tests.storage_scenes import all_kinds, pickle_nbytes, stock_metadata

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_placements import PlacementFileSystemReader, PlacementFileSystemWriter
 from dcp_placements.offline import CannotLook, inspect, merge_metadata, verify
-from dcp_placements.storage.metadata.file import read_metadata
+from dcp_placements.storage.metadata_file import read_metadata
 from tests.offline_scenes import Run
 from tests.strategies import arange
 

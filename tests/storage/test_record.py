@@ -24,7 +24,7 @@ from dcp_placements import (
 )
 from dcp_placements.names.renames import Step, recorded
 from dcp_placements.offline import inspect
-from dcp_placements.storage.metadata.record import SaveRecord, record_of, stored
+from dcp_placements.storage.provenance import SaveRecord, record_of, stored
 from dcp_placements.testing import FakeDTensor, World
 
 WORLD = World(4)

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_placements import PlacementError, PlacementSavePlanner
 from dcp_placements.storage import records
-from dcp_placements.storage.metadata.file import read_metadata, write_metadata
+from dcp_placements.storage.metadata_file import read_metadata, write_metadata
 from dcp_placements.storage.records import save_tensors
 from dcp_placements.storage.writer import PlacementFileSystemWriter
 from dcp_placements.testing import World

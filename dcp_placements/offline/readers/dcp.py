@@ -10,11 +10,10 @@ from torch.distributed.checkpoint import Metadata
 
 from dcp_placements.errors import CannotLook, PlacementError, format_error, format_name
 from dcp_placements.offline.directory import Directory
-from dcp_placements.storage.index import RowIndex
-from dcp_placements.storage.metadata.file import read_metadata, read_stock_pickle
-from dcp_placements.storage.metadata.save_ids import rank_file_rank
+from dcp_placements.storage.index import RowIndex, StorageTable
+from dcp_placements.storage.metadata_file import read_metadata, read_stock_pickle
 from dcp_placements.storage.safe_pickle import RefusedGlobal
-from dcp_placements.storage.storage_table import StorageTable
+from dcp_placements.storage.save_ids import rank_file_rank
 from dcp_placements.storage.written import Offset
 
 T = TypeVar("T")

@@ -16,11 +16,10 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from dcp_placements.errors import CannotLook, format_name, format_names
 from dcp_placements.offline.directory import MARKER, Directory
 from dcp_placements.offline.safetensors_files import Entry, read_header
-from dcp_placements.storage.entries import build_entries
+from dcp_placements.storage.checks import LARGEST
 from dcp_placements.storage.index import index_of_rows
-from dcp_placements.storage.metadata.checks import LARGEST
-from dcp_placements.storage.metadata.chunk_list import ChunkList
-from dcp_placements.storage.metadata.file import with_columns
+from dcp_placements.storage.metadata_file import with_columns
+from dcp_placements.storage.torch_metadata import ChunkList, build_entries
 from dcp_placements.storage.written import Rows, StoredPlace
 
 WHOLE = {"model", "consolidated", "adapter_model"}

@@ -43,8 +43,8 @@ from dcp_placements.rules.patterns import (
     rule_name,
 )
 from dcp_placements.rules.placement import CheckpointPlacement
-from dcp_placements.storage.metadata.chunk_list import ChunkList
-from dcp_placements.storage.metadata.record import record_of
+from dcp_placements.storage.provenance import record_of
+from dcp_placements.storage.torch_metadata import ChunkList
 from dcp_placements.table.table import (
     Group,
     holding_of,

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, Te
 
 from dcp_placements._torch import StorageInfo
 from dcp_placements.errors import PlacementError, format_name
-from dcp_placements.storage.entries import Entries
-from dcp_placements.storage.metadata.record import DIGESTS_OF_RANK, stored
+from dcp_placements.storage.provenance import DIGESTS_OF_RANK, stored
+from dcp_placements.storage.torch_metadata import Entries
 
 _SPARE_CHUNKS = 1 << 16
 

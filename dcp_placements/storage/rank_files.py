@@ -46,9 +46,9 @@ from dcp_placements.layout.boxes import (
     uncovered,
 )
 from dcp_placements.layout.sharding import Box
-from dcp_placements.storage.archive import Opener
-from dcp_placements.storage.metadata.file import read_metadata
-from dcp_placements.storage.metadata.record import (
+from dcp_placements.storage.index_file import Opener
+from dcp_placements.storage.metadata_file import read_metadata
+from dcp_placements.storage.provenance import (
     REPLACED,
     RESERVED_KEY,
     merged_provenance,
@@ -56,8 +56,8 @@ from dcp_placements.storage.metadata.record import (
     stored,
     stored_digest,
 )
-from dcp_placements.storage.metadata.save_ids import id_records
 from dcp_placements.storage.remote import is_url
+from dcp_placements.storage.save_ids import id_records
 
 MAX_LISTED = 200
 """Directories beside a path that a message is derived from."""

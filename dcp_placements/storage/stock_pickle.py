@@ -25,10 +25,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, Te
 
 from dcp_placements._torch import MemoryFormat, StorageInfo
 from dcp_placements.layout.boxes import Ints
-from dcp_placements.storage.entries import Entries, StoredEntries
 from dcp_placements.storage.index import APART, RowIndex
-from dcp_placements.storage.metadata.pickles.metadata_pickle import PATHS_OF_3_13
-from dcp_placements.storage.metadata.pickles.tensor_properties import portable_state
+from dcp_placements.storage.metadata_pickle import PATHS_OF_3_13
+from dcp_placements.storage.torch_metadata import Entries, StoredEntries, portable_state
 from dcp_placements.storage.written import Offset, origin
 
 NO_STOCK_METADATA = (

@@ -21,11 +21,7 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
 
 from dcp_placements._torch import MemoryFormat, StorageInfo, layout_named
-from dcp_placements.storage.metadata.pickles.tensor_properties import (
-    PICKLED_PROPERTIES,
-    PROPERTIES,
-)
-from dcp_placements.storage.metadata.record import DIGESTS_OF_RANK, stored
+from dcp_placements.storage.provenance import DIGESTS_OF_RANK, stored
 from dcp_placements.storage.safe_pickle import (
     DTYPES,
     ORDERED_DICT,
@@ -35,6 +31,10 @@ from dcp_placements.storage.safe_pickle import (
     check_unfolded,
     most_elements,
     refusal,
+)
+from dcp_placements.storage.torch_metadata import (
+    PICKLED_PROPERTIES,
+    PROPERTIES,
 )
 
 PATHS = "pathlib"

@@ -21,17 +21,7 @@ from torch.distributed.checkpoint import Metadata
 
 from dcp_placements.errors import PlacementError
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.storage.archive import (
-    MOST_NUMBERS,
-    Archive,
-    Opener,
-    archive_of,
-    packed_index,
-    unpacked_index,
-)
-from dcp_placements.storage.entries import StoredEntries, build_entries, entries_of
-from dcp_placements.storage.index import RowIndex
-from dcp_placements.storage.metadata.checks import (
+from dcp_placements.storage.checks import (
     check_count,
     check_entries,
     check_facts,
@@ -39,20 +29,29 @@ from dcp_placements.storage.metadata.checks import (
     check_files,
     check_properties,
 )
-from dcp_placements.storage.metadata.pickles.metadata_pickle import (
+from dcp_placements.storage.columns import IndexDamage
+from dcp_placements.storage.index import RowIndex, StorageTable, index_for, paths_of
+from dcp_placements.storage.index_file import (
+    MOST_NUMBERS,
+    Archive,
+    Opener,
+    archive_of,
+    packed_index,
+    unpacked_index,
+)
+from dcp_placements.storage.metadata_pickle import (
     load_metadata_pickle,
     load_safely,
 )
-from dcp_placements.storage.metadata.pickles.stock_pickle import (
+from dcp_placements.storage.older_index import has_older_index, older_file_names, read_older_index
+from dcp_placements.storage.stock_pickle import (
     is_refusing,
     marked_digest,
     refusing_pickle,
     stock_pickle,
     values_pickle,
 )
-from dcp_placements.storage.older_index import has_older_index, older_file_names, read_older_index
-from dcp_placements.storage.packing import IndexDamage
-from dcp_placements.storage.storage_table import StorageTable, index_for, paths_of
+from dcp_placements.storage.torch_metadata import StoredEntries, build_entries, entries_of
 
 _HEAD_NBYTES = 1 << 10
 

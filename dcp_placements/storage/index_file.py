@@ -21,11 +21,8 @@ import numpy as np
 import xxhash
 
 from dcp_placements.layout.boxes import Ints
-from dcp_placements.storage.entries import OTHER, Entries, Form
-from dcp_placements.storage.index import LARGEST, Places, RowIndex
-from dcp_placements.storage.metadata.checks import check_files
-from dcp_placements.storage.metadata.chunk_list import ChunkList
-from dcp_placements.storage.packing import (
+from dcp_placements.storage.checks import check_files
+from dcp_placements.storage.columns import (
     Column,
     IndexDamage,
     check_below,
@@ -35,6 +32,8 @@ from dcp_placements.storage.packing import (
     unpacked_columns,
     unpacked_texts,
 )
+from dcp_placements.storage.index import LARGEST, Places, RowIndex
+from dcp_placements.storage.torch_metadata import OTHER, ChunkList, Entries, Form
 from dcp_placements.storage.written import from_ends, to_starts
 
 Opener = Callable[[], AbstractContextManager[IO[bytes]]]
