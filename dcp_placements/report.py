@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from dcp_placements.errors import format_count, format_names, format_nbytes
 
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+"""A local shape, and that of the whole tensor."""
+
 
 @dataclass(frozen=True, slots=True)
 class KeyReport:
@@ -41,6 +44,8 @@ class SaveReport:
         keys: One entry per tensor.
         objects: Keys that are not tensors.
         rules: Rules that matched, with the number of keys on the rank where each matched most.
+        shapes: Per rule, the local shapes that it makes other shapes of, with those: ``{"experts":
+            (((2, 6), (4, 6)),)}``.
         unmatched: Patterns of rules that matched no key on any rank; with their step, as
             ``rename=Replace('module')``, those of renames.
         partial_keys: Keys that only some ranks have, with those ranks. Not a fault: pipeline
@@ -57,6 +62,7 @@ class SaveReport:
     keys: dict[str, KeyReport] = field(default_factory=dict)
     objects: tuple[str, ...] = ()
     rules: Mapping[str, int] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[Shapes, ...]] = field(default_factory=dict)
     unmatched: tuple[str, ...] = ()
     partial_keys: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     stateless: tuple[str, ...] = ()
@@ -87,7 +93,7 @@ class SaveReport:
         rows = [
             ("unique", f"{format_nbytes(self.unique_nbytes)} of {whole} in the whole tensors"),
             ("replicas", f"{held} held beyond that"),
-            *[("rule", f"{rule} for {format_count(n, 'key')}") for rule, n in self.rules.items()],
+            *[("rule", self._rule_text(rule, count)) for rule, count in self.rules.items()],
             *([("whole", f"as the whole model: {self.whole}")] if self.whole else []),
             *_named("partial", tuple(self.partial_keys)),
             *_named("stateless", self.stateless),
@@ -97,6 +103,12 @@ class SaveReport:
             f"{format_count(len(self.objects), 'object')} from {format_count(self.ranks, 'rank')}"
         )
         return _format(opening, rows, self)
+
+    def _rule_text(self, rule: str, count: int) -> str:
+        shapes = [f"{local} -> {whole}" for local, whole in self.shapes.get(rule, ())]
+        more = [f"{len(shapes) - 2} more"] if len(shapes) > 2 else []
+        made = f", {', '.join([*shapes[:2], *more])}" if shapes else ""
+        return f"{rule} for {format_count(count, 'key')}{made}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -280,3 +280,7 @@ def test_an_async_save_that_is_refused_says_so_where_its_result_is_asked_for(
     seen = Seen(outcomes, "async_save_refused")
     assert_says(refusal(seen), "layers.w: 4 different contents on 4 ranks")
     assert seen.all("files") == []
+    # M109: said at once, where nobody asks for it; by one rank.
+    logged = seen.each("logged")
+    assert_says(logged[0], "this save is refused", "layers.w: 4 different contents")
+    assert set(logged[1:]) == {""}

@@ -945,3 +945,33 @@ def test_m96_an_error_of_many_keys_and_ranks_is_put_together_by_group(
         return planner.calls
 
     assert calls(many) - calls(few) < (many - few) * ranks
+
+
+@pytest.mark.parametrize(("size", "tail"), [(60, 1.0), (61, 0.0), (60, None)])
+def test_m105_rows_dropped_as_padding_that_are_not_constant_are_warned_of(
+    tmp_path: Path, size: int, tail: float | None
+) -> None:
+    """A vocabulary of 61 in 64 rows: the row that ``global_shape=(60, 6)`` loses."""
+    padded = torch.zeros(64, 6)
+    padded[:61] = arange(61, 6) + 1
+    if tail is None:
+        padded[60:] = 7.0
+
+    def rules(rank: int) -> PlacementRules:
+        shapes = {"global_shape": (size, 6), "padded_shape": (64, 6)}
+        return PlacementRules(
+            {"embed": CheckpointPlacement(WORLD.mesh(rank, tp=4), {"tp": Shard(0)}, **shapes)}
+        )
+
+    def held(rank: int) -> dict[str, Any]:
+        return {"embed.weight": padded.chunk(4)[rank].clone()}
+
+    with warned() if tail else without_warning() as texts:
+        save(WORLD, tmp_path, held, rules)
+    if tail:
+        (text,) = texts
+        assert "embed.weight: [60:64] of dim 0 is padding by the rule, and is not constant" in text
+        assert "global_shape=(60, 6), padded_shape=(64, 6)" in text
+        with without_warning():
+            save(WORLD, tmp_path, held, rules, waive={"embed": "two special rows"})
+    assert_holds(tmp_path, {"embed.weight": padded[:size]})

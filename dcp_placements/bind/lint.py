@@ -266,6 +266,57 @@ def lint(
                     yield Fault(one.fqn, headline, (*details, rule))
 
 
+def dropped_rows(
+    placed: Iterable[Placed], *, waived: Sequence[re.Pattern[str]] = ()
+) -> Iterator[Fault]:
+    """Yield a finding for each tensor whose padding, which is not stored, is not constant.
+
+    Args:
+        placed: As for ``lint``.
+        waived: Patterns of keys without findings.
+    """
+    for one in placed:
+        sharding = one.place.sharding
+        is_padded = sharding.padded_shape not in (None, sharding.global_shape)
+        if not is_padded or one.parts or any(pattern.search(f".{one.fqn}") for pattern in waived):
+            continue
+        for dim, (size, cut) in enumerate(
+            zip(sharding.global_shape, sharding.cut_shape, strict=True)
+        ):
+            if size == cut or not any(map(_vary, _pads(one, dim))):
+                continue
+            yield Fault(
+                one.fqn,
+                f"[{size}:{cut}] of dim {dim} is padding by the rule, and is not constant",
+                (
+                    f"found:       global_shape={sharding.global_shape}, "
+                    f"padded_shape={sharding.padded_shape}; what is beyond is not stored",
+                    f"likely:      a size of dim {dim} that is too small, so that every save loses "
+                    "rows; or padding that was initialized at random, or trained",
+                    "way out:     global_shape= of the model without padding, which whole= proves; "
+                    "or waive={pattern: reason} where these rows may be lost",
+                ),
+            )
+
+
+def _pads(placed: Placed, dim: int) -> list[torch.Tensor]:
+    """Return the views of a local tensor along a dim that hold padding only."""
+    tensor, pads, end = placed.tensor.detach(), [], 0
+    held = {(one.local_offsets[dim], one.sizes[dim]) for one in placed.chunks}
+    for start, size in [*sorted(held), (tensor.shape[dim], 0)]:
+        if start > end:
+            pads.append(tensor.narrow(dim, end, start - end))
+        end = start + size
+    return pads
+
+
+def _vary(padding: torch.Tensor) -> bool:
+    """Whether the elements of a tensor are not all the same value."""
+    if padding.is_floating_point() and padding.itemsize == 1:
+        padding = padding.float()  # float8 tensors cannot be compared
+    return padding.numel() > 0 and bool((padding != padding.flatten()[:1]).any())
+
+
 Doubt = tuple[Axis, Cut | None, Cut | None]
 """An axis, the cut over it, and the data-parallel cut of the same dim that comes before that."""
 

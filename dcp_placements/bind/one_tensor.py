@@ -148,6 +148,15 @@ class Placing:
     totals: dict[str, int] = field(default_factory=dict)
     groups: Groups = field(default_factory=dict)
 
+    def shapes(self) -> dict[str, tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]]:
+        """Return by rule the local shapes that it makes others of, each with that other."""
+        by_rule: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], None]] = {}
+        for one in {(one.place, one.rule): one for one in self.placed.values()}.values():
+            made = tuple(one.tensor.shape), one.global_shape
+            if one.rule is not None and made[0] != made[1]:
+                by_rule.setdefault(one.rule, {})[made] = None
+        return {rule: tuple(shapes) for rule, shapes in by_rule.items()}
+
     def add(self, fqn: str, value: Any, path: Path | None) -> None:
         """Note a value under its key in the checkpoint."""
         if fqn in self.state_dict:

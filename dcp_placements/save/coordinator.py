@@ -39,7 +39,7 @@ from dcp_placements.errors import (
 from dcp_placements.layout.boxes import apart, tile
 from dcp_placements.layout.sharding import Box, Cuts
 from dcp_placements.names.renames import Step
-from dcp_placements.report import KeyReport, SaveReport
+from dcp_placements.report import KeyReport, SaveReport, Shapes
 from dcp_placements.rules.patterns import (
     Matches,
     compile_pattern,
@@ -93,6 +93,7 @@ class Statement:
 
     Attributes:
         matched: By rule the number of keys here; 0 of patterns that match none.
+        shapes: As in ``SaveReport``, of what this rank holds.
         rename_matches: By step of its rename, whether a key here matches.
         stateless: Parameters without optimizer state where others have it.
         notes: Warnings of this rank.
@@ -105,6 +106,7 @@ class Statement:
     """
 
     matched: Matches = field(default_factory=dict)
+    shapes: Mapping[str, tuple[Shapes, ...]] = field(default_factory=dict)
     rename_matches: Matches = field(default_factory=dict)
     stateless: tuple[str, ...] = ()
     notes: tuple[Fault, ...] = ()
@@ -433,11 +435,15 @@ class Coordinator:
                 collectives: each rank then writes its own metadata, to be merged.
         """
         rules: dict[str, int] = {}
+        shapes: dict[str, dict[Shapes, None]] = {}
         statements = self.statements.values()
         for statement in statements:
             for rule, count in statement.matched.items():
                 rules[rule] = max(rules.get(rule, 0), count)
+            for rule, made in statement.shapes.items():
+                shapes.setdefault(rule, {}).update(dict.fromkeys(made))
         self.report.rules = {rule: count for rule, count in rules.items() if count}
+        self.report.shapes = {rule: tuple(made) for rule, made in shapes.items()}
         stateless = dict.fromkeys(name for one in statements for name in one.stateless)
         self.report.stateless = tuple(stateless)
         # Notes of several ranks with one text stand once.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import logging
+import multiprocessing
 import os
 import pickle
 import re
+import threading
 import uuid
 import zlib
 from collections.abc import Collection, Iterable, Mapping
@@ -36,7 +39,7 @@ from dcp_placements._torch import (
     without_class,
     world_size,
 )
-from dcp_placements.bind.lint import lint
+from dcp_placements.bind.lint import dropped_rows, lint
 from dcp_placements.bind.one_tensor import Placed, Placing
 from dcp_placements.bind.state_dict import place
 from dcp_placements.errors import PlacementError, RankFaults, packed_faults
@@ -98,6 +101,7 @@ from dcp_placements.table.whole import WholeModel
 DIGESTS = ("sampled", "full", "off")
 ON_CONFLICT = ("error", "warn")
 
+logger = logging.getLogger(__name__)
 _RANK_PREFIX = re.compile(r"__(\d+)_")
 
 
@@ -140,7 +144,7 @@ class RankSave:
     def own_report(self, waived: Mapping[str, str]) -> SaveReport:
         """Return the report on what this rank holds."""
         rules = {rule: count for rule, count in self.placing.matched.items() if count}
-        report = SaveReport(rules=rules, waived=dict(waived))
+        report = SaveReport(rules=rules, shapes=self.placing.shapes(), waived=dict(waived))
         objects: list[str] = []
         for held in self.holding.groups if self.holding is not None else ():
             if held.group.kind == OBJECT:
@@ -343,11 +347,15 @@ class PlacementSavePlanner(DefaultSavePlanner):
         of_places = [a.mesh for place in {one.place: 0 for one in placed} for a in place.axes]
         axes = named_axes([*meshes, *{mesh_state(mesh): mesh for mesh in of_places}.values()])
         groups = placing.groups
+        notes = [*repeats, *lint(placed, renamed=self.rename is not None, waived=waived)]
+        if self.whole is None:
+            notes += dropped_rows(placed, waived=waived)
         statement = Statement(
             matched=placing.matched,
+            shapes=placing.shapes(),
             rename_matches=save.rename_matches,
             stateless=tuple(stateless_parameters(save.state_dict, groups) if groups else ()),
-            notes=(*repeats, *lint(placed, renamed=self.rename is not None, waived=waived)),
+            notes=tuple(notes),
             renames=save.renames,
             axis_sizes={name: size for name, (_, size) in axes.items()},
             digest_kind=self.digests,
@@ -386,8 +394,19 @@ class PlacementSavePlanner(DefaultSavePlanner):
         Raises:
             PlacementError: Tensors and rules that do not fit, with the ranks; or ranks that
                 contradict each other, elements that nobody holds, replicas that differ. All in
-                one error.
+                one error. In a thread or a process of its own, as with ``async_save``, it is
+                logged as well: nobody may ask for the result.
         """
+        try:
+            return self._agree(all_plans)
+        except PlacementError as refusal:
+            is_main = threading.current_thread() is threading.main_thread()
+            if not is_main or multiprocessing.parent_process() is not None:
+                logger.error("this save is refused: %s", refusal)
+            raise
+
+    def _agree(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Return what ``create_global_plan`` does."""
         save = self._runs.planned
         with quiet_gc():
             # One plan where there are more ranks: a save without collectives, nobody sees the rest.

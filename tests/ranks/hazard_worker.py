@@ -9,6 +9,8 @@ Writes ``OUT/<rank>.json``: by scenario the errors, the warnings and what else w
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import sys
 import time
@@ -559,9 +561,11 @@ def async_save_in_a_process(path: Path) -> Facts:
 def async_save_refused(path: Path) -> Facts:
     """A refusal in the background arrives where the result is asked for."""
     state = {"layers.w": arange(4, 3, start=dist.get_rank())}
+    logged = io.StringIO()
+    logging.getLogger("dcp_placements").addHandler(logging.StreamHandler(logged))
     running = dcp.async_save(state, checkpoint_id=path, planner=PlacementSavePlanner())
     refused = refusal(lambda: running.result())  # type: ignore[union-attr]
-    return {"refused": refused, "files": files(path)}
+    return {"refused": refused, "files": files(path), "logged": logged.getvalue()}
 
 
 def main() -> None:
