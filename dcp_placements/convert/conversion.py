@@ -36,11 +36,10 @@ from dcp_placements.errors import (
     format_nbytes,
     raise_faults,
 )
-from dcp_placements.layout.sharding import Box
 from dcp_placements.names.renames import Unstack, number_in, steps
-from dcp_placements.offline.assembly import AssembledTensor, Block, SourceTensor, assemble
+from dcp_placements.offline.assembly import AssembledTensor, assemble, assembled
 from dcp_placements.offline.box_reads import pieces
-from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint
+from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, SourceTensor
 from dcp_placements.offline.comparing import same_bits
 from dcp_placements.offline.declared import Progress, Rename
 from dcp_placements.offline.directory import Directory
@@ -327,14 +326,14 @@ def export_safetensors(
     with output_at(out, source=_path_of(checkpoint)) as output:
         source = _opened(checkpoint)
         selection = select(source, prefix=prefix, optimizer=optimizer, exclude=exclude)
-        assembled, faults = assemble(selection.tensors, rename)
+        made, faults = assemble(selection.tensors, rename)
         unchanged: tuple[str, ...] = ()
         if rename is not None:
-            unchanged = _unchanged(selection.tensors, assembled)
+            unchanged = _unchanged(selection.tensors, made)
             if len(unchanged) == len(selection.tensors):
                 faults.append(_unmatched_rename(unchanged))
         raise_faults("the checkpoint cannot be exported", faults)
-        tensors = {tensor.fqn: _cast(tensor, dtype) for tensor in assembled}
+        tensors = {tensor.fqn: _cast(tensor, dtype) for tensor in made}
         _check_tied(source, tensors, tied or {}, memory)
         written = [tensor for fqn, tensor in tensors.items() if fqn not in (tied or {})]
         writer = SafetensorsOut(written, max_shard_size)
@@ -443,7 +442,7 @@ def reshard(
         world = RehearsedWorld(held, rules, axes, fsdp)
         layout = WorldFiles(world)
         raise_faults(REFUSED, unmatched_faults(world.unmatched(), list(held.tensors)))
-        tensors = {fqn: _as_stored(fqn, tensor) for fqn, tensor in source.tensors.items()}
+        tensors = assembled(held.path, source.tensors, None)
         converted = _convert(
             output,
             source,
@@ -456,12 +455,6 @@ def reshard(
     few = world.size - len(layout.ranks)
     notes = (f"without a file of their own: {few} ranks, replicas of lower ones",) if few else ()
     return replace(converted, objects=len(held.objects), left_out=others, notes=notes)
-
-
-def _as_stored(fqn: str, tensor: SourceTensor) -> AssembledTensor:
-    whole = Box.whole(tensor.shape)
-    block = Block(whole, tensor, whole, tuple(range(len(tensor.shape))))
-    return AssembledTensor(fqn, tensor.shape, tensor.dtype, (block,))
 
 
 def _check_whole(checkpoint: Checkpoint) -> None:
@@ -484,12 +477,12 @@ def _check_whole(checkpoint: Checkpoint) -> None:
 
 
 def _unchanged(
-    tensors: Mapping[str, SourceTensor], assembled: Sequence[AssembledTensor]
+    tensors: Mapping[str, SourceTensor], made: Sequence[AssembledTensor]
 ) -> tuple[str, ...]:
     """Return the names of the tensors that a rename left as they are."""
     return tuple(
         tensor.fqn
-        for tensor in assembled
+        for tensor in made
         if tensor.fqn in tensors
         and all(block.source.fqn == tensors[tensor.fqn].fqn for block in tensor.blocks)
     )

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from dcp_placements.convert.sources import Source
 from dcp_placements.errors import Fault, PlacementError, format_faults, format_names
-from dcp_placements.names.optimizer_state import OptimizerStates, possible_parameters
-from dcp_placements.offline.assembly import SourceTensor
+from dcp_placements.offline.checkpoint import SourceTensor
+from dcp_placements.offline.model_keys import model_tensors
 from dcp_placements.offline.structure import structural_faults
 from dcp_placements.transfer.world import matcher
 
@@ -49,23 +49,15 @@ def select(
     def is_excluded(fqn: str) -> bool:
         return any(matches(fqn) for matches in unwanted)
 
-    of_optimizer = OptimizerStates({**source.tensors, **source.objects})
-    states, model = {}, []
-    for fqn, tensor in source.tensors.items():
-        if not is_excluded(fqn):
-            if _is_state(fqn, of_optimizer):
-                states[fqn] = tensor
-            else:
-                model.append(tensor)
-    head = _saved_prefix(source, model) if prefix is None else prefix.rstrip(".")
-    start = f"{head}." if head else ""
-    selected = {t.fqn.removeprefix(start): t for t in model if t.fqn.startswith(start)}
-    if optimizer:
-        selected |= states
+    tensors = {fqn: one for fqn, one in source.tensors.items() if not is_excluded(fqn)}
+    saved = None if source.checkpoint is None else source.checkpoint.metadata.planner_data
+    found = model_tensors(tensors, {**source.tensors, **source.objects}, saved, prefix)
+    head, start = found.prefix, f"{found.prefix}." if found.prefix else ""
+    selected = {**found.model, **(found.states if optimizer else {})}
     if not selected:
         raise PlacementError(
             f"{source.path}: none of its {len(source.tensors)} tensors is selected"
-            + (f": no key begins with {start!r}" if model else "")
+            + (f": no key begins with {start!r}" if tensors.keys() > found.states.keys() else "")
             + f"\n    it has:      {format_names(list(source.tensors), 4) or 'no tensors'}"
         )
     kept = {tensor.fqn for tensor in selected.values()}
@@ -91,34 +83,6 @@ def _warn_unmatched(source: Source, exclude: Sequence[str]) -> None:
             ("way out:     correct the pattern, or drop it",),
         )
         warnings.warn(format_faults("look at this export", [note], "note"), stacklevel=4)
-
-
-def _is_state(fqn: str, states: OptimizerStates) -> bool:
-    """Whether a tensor is optimizer state; without its parameter, the key's first part decides."""
-    if states.of(fqn) is not None or ".param_groups." in f".{fqn}.":
-        return True
-    return fqn.startswith("optim") and bool(possible_parameters(fqn))
-
-
-def _saved_prefix(source: Source, tensors: Sequence[SourceTensor]) -> str:
-    """Return the keys below which the model was in the saved state dict; may be empty.
-
-    A ``model`` that is a dict is the model, whatever tensors are beside it.
-    """
-    saved = None if source.checkpoint is None else source.checkpoint.metadata.planner_data
-    parents = set()
-    for tensor in tensors:
-        path = saved.get(tensor.fqn) if isinstance(saved, dict) else None
-        if not isinstance(path, tuple | list) or ".".join(map(str, path)) != tensor.fqn:
-            return ""
-        parents.add(tuple(map(str, path[:-1])))
-    models = {parent[: parent.index("model") + 1] for parent in parents if "model" in parent}
-    if len(models) == 1:
-        (model,) = models
-        parents = {parent for parent in parents if parent[: len(model)] == model}
-        if len(parents) > 1:
-            return ".".join(model)
-    return ".".join(parents.pop()) if len(parents) == 1 else ""
 
 
 def _check_whole(source: Source, kept: set[str]) -> None:

@@ -12,9 +12,8 @@ import torch
 
 from dcp_placements.layout.boxes import common
 from dcp_placements.layout.sharding import Box
-from dcp_placements.offline.assembly import SourceTensor
 from dcp_placements.offline.box_reads import BoxReader, Run
-from dcp_placements.offline.checkpoint import Checkpoint, StoredObject
+from dcp_placements.offline.checkpoint import Checkpoint, SourceTensor, StoredObject
 from dcp_placements.offline.directory import Directory
 
 
@@ -28,7 +27,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class RankTensor:
+class RankTensor(SourceTensor):
     """A tensor of which ranks' files have boxes. Of an expert of (4, 3) on two ep ranks::
 
     RankTensor("experts.w", (4, 3), torch.float32,

@@ -28,23 +28,8 @@ from dcp_placements.names.stacks_and_parts import (
     renamed_boxes,
 )
 from dcp_placements.offline.box_reads import Run, is_run, pieces, position
+from dcp_placements.offline.checkpoint import SourceTensor
 from dcp_placements.offline.declared import Rename
-
-
-class SourceTensor(Protocol):
-    """A tensor whose boxes can be read: a checkpoint's, or one that ranks' files have parts of."""
-
-    @property
-    def fqn(self) -> str:
-        """Its key."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its elements."""
 
 
 class Reader(Protocol):
@@ -82,28 +67,13 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class AssembledTensor:
+class AssembledTensor(SourceTensor):
     """A tensor to write."""
 
-    fqn: str  # its key
-    shape: tuple[int, ...]  # its whole shape
-    dtype: torch.dtype  # its dtype
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
     blocks: tuple[Block, ...]  # the blocks that tile it
-
-    @property
-    def dtype_name(self) -> str:
-        """The name of the dtype, without ``torch.``."""
-        return str(self.dtype).removeprefix("torch.")
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its elements."""
-        return prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def whole(self) -> Box:
-        """All of it."""
-        return Box.whole(self.shape)
 
     def read(self, reader: Reader, piece: Box) -> torch.Tensor:
         """Return the elements of a piece, contiguous.
@@ -227,6 +197,12 @@ def assembled(
     Raises:
         CannotLook: It does not make tensors of all of them; every fault is in the message.
     """
+    if rename is None:  # each is one block
+        made = []
+        for fqn, tensor in tensors.items():
+            block = Block(tensor.whole, tensor, tensor.whole, tuple(range(len(tensor.shape))))
+            made.append(AssembledTensor(fqn, tensor.shape, tensor.dtype, (block,)))
+        return {tensor.fqn: tensor for tensor in made}
     made, faults = assemble(tensors, rename)
     if faults:
         raise CannotLook(format_faults(f"{path}: cannot be renamed", faults))

@@ -64,13 +64,37 @@ class StoredChunk:
         return None if self.file is None else writer_of(self.file)
 
 
-@dataclass(slots=True, eq=False)  # frozen would be three times as slow to make
-class StoredTensor:
-    """One stored tensor."""
+class SourceTensor:
+    """A whole tensor, stored in a checkpoint or in ranks' files, or made by a rename."""
 
+    __slots__ = ()
     fqn: str  # its key
     shape: tuple[int, ...]  # of the whole tensor
-    dtype: torch.dtype  # of the stored elements
+    dtype: torch.dtype  # of its elements
+
+    @property
+    def dtype_name(self) -> str:
+        """The name of the dtype, without ``torch.``."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor's elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def whole(self) -> Box:
+        """The box of the whole tensor."""
+        return Box.whole(self.shape)
+
+
+@dataclass(slots=True, eq=False)  # frozen would be three times as slow to make
+class StoredTensor(SourceTensor):
+    """One stored tensor."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
     _cut: _Cut
     _places: _Places
 
@@ -93,21 +117,6 @@ class StoredTensor:
     def count(self) -> int:
         """The number of its chunks."""
         return self._cut.count
-
-    @property
-    def dtype_name(self) -> str:
-        """The name of the dtype, without ``torch.``."""
-        return str(self.dtype).removeprefix("torch.")
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole tensor's elements."""
-        return prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def whole(self) -> Box:
-        """The box of the whole tensor."""
-        return Box.whole(self.shape)
 
     @property
     def files(self) -> tuple[str, ...]:

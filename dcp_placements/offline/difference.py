@@ -29,6 +29,7 @@ from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredObj
 from dcp_placements.offline.comparing import Tally
 from dcp_placements.offline.declared import Progress, Rename, matching_keys
 from dcp_placements.offline.directory import shows_damage
+from dcp_placements.offline.model_keys import model_tensors
 from dcp_placements.offline.structure import box_faults
 from dcp_placements.offline.verification import MEMORY_NBYTES
 from dcp_placements.storage.checked_load import load_plain
@@ -148,6 +149,7 @@ def diff(
     rtol: float = 0.0,
     atol: float = 0.0,
     rename: Rename | None = None,
+    prefix: str | None = None,
     memory: int = MEMORY_NBYTES,
     progress: Progress = lambda done, total: None,
 ) -> Diff:
@@ -157,6 +159,10 @@ def diff(
     ``|a - b| <= atol + rtol * |b|``, or if both are NaN. Tensors of two dtypes always differ, and
     are compared as float64.
 
+    Where the second one alone is of safetensors files, it is taken for an export of the first: that
+    one's weights are compared by the model's own names, its optimizer state only where the
+    second has any.
+
     Args:
         one: A checkpoint.
         other: Another; of any layout and format.
@@ -165,6 +171,7 @@ def diff(
         atol: Absolute tolerance.
         rename: From the first's keys to the second's: to a name, or to a ``Row``, ``Rows`` or
             ``Parts``, as an export takes it.
+        prefix: Of the model's names in the first, as an export takes it.
         memory: Bytes that data may take.
         progress: Called as tensors are compared.
 
@@ -174,10 +181,14 @@ def diff(
     """
     first = one if isinstance(one, Checkpoint) else Checkpoint(one)
     second = other if isinstance(other, Checkpoint) else Checkpoint(other)
+    notes: list[str] = []
+    tensors: Mapping[str, StoredTensor] = first.tensors
+    if second.format == SAFETENSORS != first.format:
+        tensors = _exported(first, second, prefix, notes)
     sides = (
         _Side(
             first,
-            assembled(first.path, first.tensors, rename),
+            assembled(first.path, tensors, rename),
             {_renamed(rename, key): stored for key, stored in first.objects.items()},
             {_renamed(rename, key): file for key, file in first.absent.items()},
         ),
@@ -185,7 +196,6 @@ def diff(
     )
     there = [held for side in sides for held in (side.tensors, side.objects, side.absent)]
     keys = sorted(matching_keys(fqn, set().union(*there)))
-    notes = []
     if SAFETENSORS in (first.format, second.format):
         objects = {key for side in sides for key in side.objects}.intersection(keys)
         keys = [key for key in keys if key not in objects]
@@ -207,6 +217,21 @@ def diff(
         comparison.tensors,
         comparison.nbytes,
     )
+
+
+def _exported(
+    first: Checkpoint, second: Checkpoint, prefix: str | None, notes: list[str]
+) -> dict[str, StoredTensor]:
+    """Return the tensors that an export of the first has, by their names before its rename."""
+    of_second = model_tensors(second.tensors, second.tensors, None)
+    held = {**first.tensors, **first.objects}
+    found = model_tensors(first.tensors, held, first.metadata.planner_data, prefix)
+    tensors = {**found.model, **(found.states if of_second.states else {})}
+    kept = {tensor.fqn for tensor in tensors.values()}
+    if rest := [fqn for fqn in first.tensors if fqn not in kept]:
+        names = format_names([family.name for family in families(rest)], 4)
+        notes.append(f"not compared, as an export leaves them out: {names}")
+    return tensors
 
 
 _Tensor = TypeVar("_Tensor", AssembledTensor, StoredTensor)

@@ -212,6 +212,27 @@ def test_an_export_of_stacked_experts_is_proved_by_its_rename(
     assert found.first[0] == (4, 1)
 
 
+def test_an_export_of_a_training_checkpoint_is_proved(tmp_path: Path, run: Run) -> None:
+    """Its weights stand below ``model``, beside optimizer state that the export leaves out."""
+    w, norm = torch.arange(12.0).reshape(4, 3), torch.ones(5)
+    moments = {key: {"exp_avg": torch.zeros_like(t)} for key, t in (("w", w), ("norm", norm))}
+    state = {"model": {"w": w, "norm": norm}, "optim": {"state": moments}, "step": 3}
+    dcp.save(state, checkpoint_id=tmp_path / "step", no_dist=True)
+    save_hugging_face(tmp_path / "hf", {"net.w": w, "net.norm": norm})
+    found = diff(tmp_path / "step", tmp_path / "hf", rename=lambda key: f"net.{key}")
+    assert (found.differences, found.tensors) == ((), 2)
+    assert "optim.state.norm.exp_avg" in found.notes[0]
+    # With the optimizer's state, and under the whole keys.
+    every = {"model.w": w, "model.norm": norm, "optim.state.w.exp_avg": torch.zeros(4, 3)}
+    save_hugging_face(tmp_path / "every", every)
+    (missing,) = diff(tmp_path / "step", tmp_path / "every", prefix="").differences
+    assert (missing.kind, missing.fqn) == ("missing", "optim.state.norm.exp_avg")
+    assert run("diff", tmp_path / "step", tmp_path / "every", "--prefix", "").code == 1
+    save_hugging_face(tmp_path / "less", {"w": w})
+    (missing,) = diff(tmp_path / "step", tmp_path / "less").differences
+    assert (missing.kind, missing.fqn) == ("missing", "norm")
+
+
 def test_a_rename_maps_the_firsts_keys(saved: Path, tmp_path: Path, run: Run) -> None:
     dcp.save({f"model.{k}": v for k, v in wholes().items()}, checkpoint_id=tmp_path / "prefixed")
     assert not diff(saved / "hf", tmp_path / "prefixed").same

@@ -22,6 +22,10 @@ def diff_command(
     rtol: Annotated[float, typer.Option(min=0.0, help="Relative tolerance.")] = 0.0,
     atol: Annotated[float, typer.Option(min=0.0, help="Absolute tolerance.")] = 0.0,
     rename: Annotated[Rename | None, rename_option("A function from A's keys to B's.")] = None,
+    prefix: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Of A's keys, where B is an export, as export has it."),
+    ] = None,
     all_families: Annotated[bool, typer.Option("--all", help="Print every difference.")] = False,
     memory: Memory = MEMORY,
     json: Json = False,
@@ -29,7 +33,15 @@ def diff_command(
     """Compare two checkpoints element by element; --rename maps A's keys to B's."""
     with progress("diff") as step:
         diff = offline.diff(
-            a, b, fqn=fqn, rtol=rtol, atol=atol, rename=rename, memory=memory, progress=step
+            a,
+            b,
+            fqn=fqn,
+            rtol=rtol,
+            atol=atol,
+            rename=rename,
+            prefix=prefix,
+            memory=memory,
+            progress=step,
         )
     text = partial(diff.text, sys.maxsize) if all_families else None
     return show(diff, text, json=json, code=0 if diff.same else 1)

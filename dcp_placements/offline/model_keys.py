@@ -1,0 +1,75 @@
+"""Which tensors of a training checkpoint are the model's weights, and their own names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from dcp_placements.names.optimizer_state import OptimizerStates, possible_parameters
+from dcp_placements.offline.checkpoint import SourceTensor
+
+Tensor = TypeVar("Tensor", bound=SourceTensor)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTensors(Generic[Tensor]):
+    """The tensors of a checkpoint, by what they are. Of ``{"model": {"w": w}, "optim": ...}``::
+
+    ModelTensors("model", {"w": ...}, {"optim.state.w.exp_avg": ...})
+    """
+
+    prefix: str  # what the names of the model's tensors have in front; may be empty
+    model: dict[str, Tensor]  # by the model's own names; other prefixes are left out
+    states: dict[str, Tensor]  # optimizer state, by the checkpoint's keys
+
+
+def model_tensors(
+    tensors: Mapping[str, Tensor],
+    held: Mapping[str, Any],
+    planner_data: Any,
+    prefix: str | None = None,
+) -> ModelTensors[Tensor]:
+    """Return the model's tensors, by the model's own names, and its optimizer state.
+
+    Args:
+        tensors: By key.
+        held: All tensors and objects of the checkpoint, by key.
+        planner_data: Of its metadata: the path of each key in the saved state dict, if it says so.
+        prefix: The prefix of the model's names. By default that of the saved state dict: ``model``
+            for ``{"model": model.state_dict(), "rng": ...}``.
+    """
+    of_optimizer = OptimizerStates(held)
+    states = {fqn: one for fqn, one in tensors.items() if _is_state(fqn, of_optimizer)}
+    model = [fqn for fqn in tensors if fqn not in states]
+    head = _saved_prefix(planner_data, model) if prefix is None else prefix.rstrip(".")
+    start = f"{head}." if head else ""
+    own = {fqn.removeprefix(start): tensors[fqn] for fqn in model if fqn.startswith(start)}
+    return ModelTensors(head, own, states)
+
+
+def _is_state(fqn: str, states: OptimizerStates) -> bool:
+    """Whether a tensor is optimizer state; without its parameter, the key's first part decides."""
+    if states.of(fqn) is not None or ".param_groups." in f".{fqn}.":
+        return True
+    return fqn.startswith("optim") and bool(possible_parameters(fqn))
+
+
+def _saved_prefix(planner_data: Any, fqns: Sequence[str]) -> str:
+    """Return the keys below which the model was in the saved state dict; may be empty.
+
+    A ``model`` that is a dict is the model, whatever tensors are beside it.
+    """
+    parents = set()
+    for fqn in fqns:
+        path = planner_data.get(fqn) if isinstance(planner_data, dict) else None
+        if not isinstance(path, tuple | list) or ".".join(map(str, path)) != fqn:
+            return ""
+        parents.add(tuple(map(str, path[:-1])))
+    models = {parent[: parent.index("model") + 1] for parent in parents if "model" in parent}
+    if len(models) == 1:
+        (model,) = models
+        parents = {parent for parent in parents if parent[: len(model)] == model}
+        if len(parents) > 1:
+            return ".".join(model)
+    return ".".join(parents.pop()) if len(parents) == 1 else ""
