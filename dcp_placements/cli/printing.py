@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from json import dumps
 from shutil import get_terminal_size
 from typing import Any
 
 from dcp_placements.errors import format_name
-from dcp_placements.offline.texts import format_table
 
 
-def show(
-    result: Any, text: Callable[[], str | None] | None = None, *, json: bool, code: int = 0
-) -> int:
+def show(result: Any, text: Callable[[], str] | None = None, *, json: bool, code: int = 0) -> int:
     """Print a command's result and return its exit code.
 
     The code is that of the finding, also if the reader of a pipe stops early (``| head -1``).
 
     Args:
         result: What ``to_json`` takes.
-        text: Returns it as text, or prints it; by default it is ``str(result)``.
+        text: Returns it as text, in which names are escaped; by default it is ``str(result)``.
         json: Whether to print one JSON document instead.
         code: The exit code.
     """
@@ -33,9 +30,7 @@ def show(
 
             print(dumps(to_json(result), indent=2, default=str))
         else:
-            printed = str(result) if text is None else text()
-            if printed is not None:
-                print_text(printed)
+            print(_escaped(str(result) if text is None else text()))
     return code
 
 
@@ -78,27 +73,5 @@ def print_json_error(kind: str, message: str) -> None:
         print(dumps({"error": {"type": kind, "message": message}}, indent=2))
 
 
-def print_lines(*lines: str) -> None:
-    """Print lines. Line breaks and control characters in names are escaped."""
-    for line in lines:
-        print(format_name(line))
-
-
-def print_text(text: str) -> None:
-    """Print a text of several lines, in which names are escaped already."""
-    print(_escaped(text))
-
-
 def _escaped(text: str) -> str:
     return "\n".join(map(format_name, text.split("\n")))
-
-
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: str = "") -> None:
-    """Print rows under headings: folded to the width of a terminal, and unfolded into a pipe.
-
-    Args:
-        columns: Headings.
-        rows: Texts, one for each column.
-        right: Headings of the columns of numbers, separated by spaces.
-    """
-    print("\n".join(format_table(columns, rows, right=right, width=terminal_width())))

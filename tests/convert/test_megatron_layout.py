@@ -17,7 +17,12 @@ import torch
 
 from dcp_placements import PlacementError
 from dcp_placements.convert.torch_files import RefusedFile, load_torch_file
-from dcp_placements.offline import CannotLook, import_checkpoint, megatron_layout
+from dcp_placements.offline import (
+    CannotLook,
+    import_checkpoint,
+    megatron_layout,
+    open_source,
+)
 from dcp_placements.testing.megatron import MegatronModel, MegatronRun, write_legacy
 from tests.convert.hostile import Hostile
 from tests.offline_scenes import Run
@@ -227,17 +232,6 @@ def test_files_of_several_iterations_are_told(tmp_path: Path) -> None:
     assert expected == "the files are of several iterations: 10 in mp_rank_00; 20 in mp_rank_01"
 
 
-def test_the_state_of_a_distributed_optimizer_is_looked_for(tmp_path: Path) -> None:
-    folder = write_legacy(tmp_path, SMALL, MegatronRun(tp=2), optimizer="distributed")
-    found = megatron_layout(tmp_path)
-    assert found.fits
-    assert "distributed optimizer" in found.reason
-    (folder / "mp_rank_01" / "distrib_optim.pt").unlink()
-    assert "no distrib_optim.pt in mp_rank_01" in megatron_layout(tmp_path).mismatches[0]
-    (folder / "mp_rank_00" / "distrib_optim.pt").unlink()
-    assert "no distrib_optim.pt in mp_rank_00" in megatron_layout(tmp_path).mismatches[0]
-
-
 def test_the_tracker_chooses_the_iteration(tmp_path: Path) -> None:
     write_legacy(tmp_path, SMALL, MegatronRun(), iteration=20)
     write_legacy(tmp_path, SMALL, MegatronRun(tp=2), iteration=10)
@@ -264,15 +258,12 @@ def test_m102_a_tracker_of_many_digits_is_one_message(tmp_path: Path, run: Run) 
     assert len(ran.err) < 1000
 
 
-def test_dcp_directories_of_megatron_are_known(tmp_path: Path) -> None:
-    (tmp_path / "__0_0.distcp").touch()
-    (tmp_path / ".metadata").touch()
-    plain = megatron_layout(tmp_path)
-    assert (plain.format, plain.layout, plain.fits) == ("torch_dcp or fsdp_dtensor", None, True)
-    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    assert megatron_layout(tmp_path).format == "torch_dist"
-    (tmp_path / ".metadata").unlink()
-    assert "no .metadata" in megatron_layout(tmp_path).mismatches[0]
+def test_a_dcp_directory_is_none_of_these(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000010").mkdir()
+    (tmp_path / "iter_0000010" / ".metadata").touch()
+    for look in (megatron_layout, open_source):
+        with pytest.raises(CannotLook, match=r"a DCP checkpoint.*\n.*rename=Stack"):
+            look(tmp_path)
 
 
 @pytest.mark.parametrize("form", ["protocol 2", "protocol 4", "plain pickle", "old format"])

@@ -11,7 +11,7 @@ import typer
 from dcp_placements import offline
 from dcp_placements.cli.arguments import MEMORY, Fqn, Json, Memory, rename_option
 from dcp_placements.cli.printing import show
-from dcp_placements.cli.progress import progress
+from dcp_placements.cli.progress import BYTES, progress
 from dcp_placements.offline.declared import Rename
 
 
@@ -31,7 +31,7 @@ def diff_command(
     json: Json = False,
 ) -> int:
     """Compare two checkpoints element by element; --rename maps A's keys to B's."""
-    with progress("diff") as step:
+    with progress("diff", BYTES) as step:
         diff = offline.diff(
             a,
             b,

@@ -8,8 +8,9 @@ import typer
 
 from dcp_placements import offline
 from dcp_placements.cli.arguments import CheckpointPath, Json
-from dcp_placements.cli.printing import print_lines, show
+from dcp_placements.cli.printing import show
 from dcp_placements.cli.progress import progress
+from dcp_placements.errors import format_name
 
 
 def draw_command(
@@ -30,4 +31,4 @@ def draw_command(
         offline.check_picture_name(output)
         offline.save_figure(offline.draw(ckpt, fqn), output)
     document = {"path": ckpt, "fqn": fqn, "written": str(output)}
-    return show(document, lambda: print_lines(f"{output}: written"), json=json)
+    return show(document, lambda: format_name(f"{output}: written"), json=json)

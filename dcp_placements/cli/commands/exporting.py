@@ -22,8 +22,8 @@ from dcp_placements.cli.arguments import (
     parse_pair,
     rename_option,
 )
-from dcp_placements.cli.printing import print_text, show
-from dcp_placements.cli.progress import progress
+from dcp_placements.cli.printing import show
+from dcp_placements.cli.progress import BYTES, progress
 from dcp_placements.offline.declared import Rename, resolve
 
 SHARD_SIZE = Size(5 << 30)
@@ -85,7 +85,7 @@ def export_command(
     json: Json = False,
 ) -> int:
     """Write a checkpoint, or a torch file per rank, as the files that from_pretrained reads."""
-    with progress("export") as step:
+    with progress("export", BYTES) as step:
         declared = None if rules is None else resolve(rules)
         exported = offline.export_safetensors(
             offline.open_source(checkpoint, files=files, rules=declared, axes=mesh),
@@ -101,4 +101,4 @@ def export_command(
             dry_run=dry_run,
             progress=step,
         )
-    return show(exported, lambda: print_text(str(exported)), json=json)
+    return show(exported, json=json)

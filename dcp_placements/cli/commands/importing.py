@@ -19,8 +19,8 @@ from dcp_placements.cli.arguments import (
     number,
     rename_option,
 )
-from dcp_placements.cli.printing import print_text, show
-from dcp_placements.cli.progress import progress
+from dcp_placements.cli.printing import show
+from dcp_placements.cli.progress import BYTES, progress
 from dcp_placements.offline.declared import Rename, resolve
 
 MEMORY = Size(1 << 30)
@@ -52,7 +52,7 @@ def import_command(
 
     Such as: dcp-placements import Mixtral-8x7B step-0
     """
-    with progress("import") as step:
+    with progress("import", BYTES) as step:
         source = offline.open_source(
             src,
             files=files,
@@ -65,4 +65,4 @@ def import_command(
         result = offline.import_checkpoint(
             source, out, rename=rename, memory=memory, dry_run=dry_run, progress=step
         )
-    return show(result, lambda: print_text(str(result)), json=json)
+    return show(result, json=json)

@@ -26,8 +26,9 @@ def inspect_command(
 ) -> int:
     """Sum up tensors, small objects with their values, and the record of the save."""
     with progress("inspect"):
-        if tensor is not None:
-            chunks = offline.inspect_tensor(ckpt, tensor)
-            return show(chunks, lambda: chunks.text(width=terminal_width()), json=json)
-        inspection = offline.inspect(ckpt, fqn=fqn)
+        chunks = None if tensor is None else offline.inspect_tensor(ckpt, tensor)
+        inspection = offline.inspect(ckpt, fqn=fqn) if chunks is None else None
+    if chunks is not None:
+        return show(chunks, lambda: chunks.text(width=terminal_width()), json=json)
+    assert inspection is not None
     return show(inspection, lambda: inspection.text(keys=keys, width=terminal_width()), json=json)

@@ -8,7 +8,7 @@ import typer
 
 from dcp_placements import offline
 from dcp_placements.cli.arguments import Json, number
-from dcp_placements.cli.printing import print_text, show
+from dcp_placements.cli.printing import show
 from dcp_placements.cli.progress import progress
 
 Path = Annotated[
@@ -34,4 +34,4 @@ def megatron_command(
             pipeline_parallel_size=pipeline_parallel_size,
             progress=step,
         )
-    return show(layout, lambda: print_text(str(layout)), json=json, code=0 if layout.fits else 1)
+    return show(layout, json=json, code=0 if layout.fits else 1)

@@ -8,9 +8,9 @@ import typer
 
 from dcp_placements import offline
 from dcp_placements.cli.arguments import CheckpointPath, Json
-from dcp_placements.cli.printing import print_lines, show
+from dcp_placements.cli.printing import show
 from dcp_placements.cli.progress import progress
-from dcp_placements.errors import format_count
+from dcp_placements.errors import format_count, format_name
 
 
 def merge_metadata_command(
@@ -28,4 +28,4 @@ def merge_metadata_command(
     document = {"path": ckpt, "written": ".metadata", "keys": keys, "chunks": chunks}
     counts = f"{format_count(keys, 'key')} in {format_count(chunks, 'record')}"
     line = f"{ckpt}/.metadata: written, {counts}"
-    return show(document, lambda: print_lines(line), json=json)
+    return show(document, lambda: format_name(line), json=json)

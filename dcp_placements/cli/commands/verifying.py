@@ -11,7 +11,7 @@ import typer
 from dcp_placements import offline
 from dcp_placements.cli.arguments import MEMORY, CheckpointPath, Json, Memory
 from dcp_placements.cli.printing import show
-from dcp_placements.cli.progress import progress
+from dcp_placements.cli.progress import BYTES, progress
 
 
 def verify_command(
@@ -25,7 +25,7 @@ def verify_command(
     json: Json = False,
 ) -> int:
     """Find holes, overlaps, missing and damaged files, mixed saves."""
-    with progress("verify") as step:
+    with progress("verify", BYTES) as step:
         result = offline.verify(ckpt, contents=contents, memory=memory, progress=step)
     text = partial(result.text, sys.maxsize) if all_faults else None
     return show(result, text, json=json, code=0 if result.sound else 1)

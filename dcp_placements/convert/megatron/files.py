@@ -76,12 +76,10 @@ class RankFile:
 
     directory: str  # its name
     fields: tuple[int, ...]  # the numbers in the name
-    has_flat_optimizer: bool  # whether the file of a distributed optimizer is in the directory
     problem: str = ""  # why the file cannot be used; empty if it can
     args: argparse.Namespace | None = None  # the run's arguments
     keys: frozenset[str] = frozenset()  # names of the weights
     iteration: int | None = None  # when the file was written
-    has_optimizer: bool = False  # whether the file contains optimizer state
     # Name, CRC-32 and size of everything in the zip file; empty if it is none
     checksums: tuple[tuple[str, int, int], ...] = ()
 
@@ -171,25 +169,23 @@ def scan_rank_file(folder: Path, name: str, fields: tuple[int, ...]) -> RankFile
     Raises:
         RefusedFile: It needs more than tensors, plain values and the classes of a training run.
     """
-    flat, file = (folder / name / DISTRIBUTED).is_file(), folder / name / WEIGHTS
+    file = folder / name / WEIGHTS
     if not file.is_file():
-        return RankFile(name, fields, flat, problem="incomplete: there is no such file")
+        return RankFile(name, fields, problem="incomplete: there is no such file")
     try:
         contents = load_torch_file(file)
     except UnreadableFile as error:
-        return RankFile(name, fields, flat, problem=f"incomplete: {error.reason}")
+        return RankFile(name, fields, problem=f"incomplete: {error.reason}")
     if not isinstance(contents, dict):
         problem = f"holds a {type(contents).__name__}, not a dict"
-        return RankFile(name, fields, flat, problem=problem)
+        return RankFile(name, fields, problem=problem)
     args, iteration = contents.get("args"), contents.get("iteration")
     return RankFile(
         name,
         fields,
-        flat,
         args=args if isinstance(args, argparse.Namespace) else None,
         keys=frozenset(str(key) for _, chunk in model_chunks(contents) for key in chunk),
         iteration=iteration if isinstance(iteration, int) else None,
-        has_optimizer="optimizer" in contents,
         checksums=_checksums(file),
     )
 

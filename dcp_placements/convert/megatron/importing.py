@@ -59,10 +59,9 @@ def megatron_source(
         expert_tensor_parallel_size: Of the experts, if the files hold no arguments.
 
     Raises:
-        CannotLook: There is no Megatron checkpoint, or a file cannot be read or is refused.
-        PlacementError: It is a DCP checkpoint already (``torch_dist``); files are missing or
-            contradict each other, a weight has no rule, or parts do not make whole tensors; all of
-            them at once.
+        CannotLook: There are no such files, or one cannot be read or is refused.
+        PlacementError: Files are missing or contradict each other, a weight has no rule, or parts
+            do not make whole tensors; all of them at once.
     """
     layout = megatron_layout(path, expert_parallel_size=expert_parallel_size)
     if layout.layout == "ambiguous":
@@ -71,13 +70,6 @@ def megatron_source(
         f"{layout.path} cannot be imported as it is",
         [Fault("checkpoint", line) for line in layout.mismatches],
     )
-    if layout.format != "torch":
-        raise PlacementError(
-            f"{layout.path}: this is a DCP checkpoint already, of whole tensors "
-            f"({layout.format})\n"
-            "    way out:     load it as it is; where all layers are one tensor, with "
-            "rename=Stack('decoder.layers.{}', total=layers)"
-        )
     layout = _with_expert_cut(layout, expert_tensor_parallel_size)
     directory = Directory(layout.path)
     versions = directory.versions([f"{name}/{WEIGHTS}" for name in layout.coordinates])

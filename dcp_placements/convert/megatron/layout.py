@@ -23,14 +23,12 @@ from dcp_placements.convert.megatron.axes import (
     AXES,
     Axes,
     asked_form,
-    extents,
     name_form,
     named_sizes,
     resolve_axes,
     stored_sizes,
 )
 from dcp_placements.convert.megatron.files import (
-    DISTRIBUTED,
     WEIGHTS,
     Coordinate,
     RankFile,
@@ -60,22 +58,16 @@ class MegatronLayout:
     JSON: ClassVar[str] = "layout fields reason pattern loader mismatches files"
 
     path: Path  # the directory of the iteration
-    # ``"torch"`` (``mp_rank_*``), ``"torch_dist"``, or ``"torch_dcp or fsdp_dtensor"``, which have
-    # the same files
-    format: str
-    # How ranks of ``mp_rank_*`` files are addressed: ``"1D"`` (tp), ``"2D"`` (tp, pp), ``"3D"``
-    # (tp, pp, ep: wherever there is expert parallelism), or ``"ambiguous"``; None for the other
-    # formats
-    layout: str | None
-    # How many numbers a name has, 1 to 3; an axis of size 1 may have none. None for the other
-    # formats
-    fields: int | None
+    # How ranks are addressed: ``"1D"`` (tp), ``"2D"`` (tp, pp), ``"3D"`` (tp, pp, ep: wherever
+    # there is expert parallelism), or ``"ambiguous"``
+    layout: str
+    fields: int  # how many numbers a name has, 1 to 3; an axis of size 1 may have none
     # ``"pp"`` or ``"ep"`` if a name has two fields and it is known; else None
     second_field: str | None
     reason: str  # how that is known, or what would settle it
     pattern: str  # the path of a rank's file, below ``path``'s parent, for the given sizes
-    loader: str | None  # ``"non-EP"``, ``"EP-aware"`` or ``"any DCP reader"``; None if ambiguous
-    sizes: Sizes  # of the run; without meaning for the other formats, or if ambiguous
+    loader: str | None  # ``"non-EP"`` or ``"EP-aware"``; None if ambiguous
+    sizes: Sizes  # of the run; without meaning if ambiguous
     mismatches: tuple[str, ...] = ()  # what is contradictory or missing
     files: tuple[str, ...] = ()  # the files present, below ``path``
     # The position of each directory's writer; empty if ambiguous
@@ -88,9 +80,9 @@ class MegatronLayout:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.path}: {self.format}",
-            f"    layout:    {self.layout or 'none: no name has a rank'}",
-            *([] if self.fields is None else [f"    fields:    {self.fields}"]),
+            f"{self.path}: mp_rank_* files",
+            f"    layout:    {self.layout}",
+            f"    fields:    {self.fields}",
             f"    reason:    {self.reason}",
             f"    pattern:   {self.pattern}",
             f"    loader:    {self.loader or 'unknown'}",
@@ -122,59 +114,36 @@ def megatron_layout(
         progress: Called with the number of files read, and of all.
 
     Raises:
-        CannotLook: There is no Megatron checkpoint, or a file needs more than tensors, plain values
-            and the classes of a training run. Then nothing in it is executed.
+        CannotLook: There are no ``mp_rank_*`` files, but a DCP checkpoint (``torch_dist``) or
+            others; or a file needs more than tensors, plain values and the classes of a training
+            run. Then nothing in it is executed.
     """
     folder = find_iteration(path)
     sizes = {"tp": tensor_parallel_size, "pp": pipeline_parallel_size, "ep": expert_parallel_size}
     given = {axis: size for axis, size in sizes.items() if size is not None}
     names = sorted(entry.name for entry in folder.iterdir())
     fields = {name: numbers for name in names if (numbers := rank_fields(name)) is not None}
-    if "metadata.json" in names or (".metadata" in names and not fields):
-        return _dcp_layout(folder, names)
+    if not fields and ".metadata" in names:
+        raise CannotLook(
+            f"{folder}: this is a DCP checkpoint (torch_dist, torch_dcp or fsdp_dtensor), of whole "
+            "tensors for any layout\n"
+            "    way out:     inspect and verify read it; load it as it is, with "
+            "rename=Stack('decoder.layers.{}', total=layers) where all layers are one tensor"
+        )
     if not fields:
         raise CannotLook(
             f"{folder}: no Megatron checkpoint in it\n"
             f"    found:       {format_names(names, 6) or 'nothing'}\n"
-            "    way out:     give a directory with mp_rank_* directories, or with .metadata"
+            "    way out:     give a directory with mp_rank_* directories"
         )
     ranks = []
     for name, numbers in fields.items():
         ranks.append(scan_rank_file(folder, name, numbers))
         progress(len(ranks), len(fields))
-    return _legacy_layout(folder, ranks, given)
+    return _layout_of(folder, ranks, given)
 
 
-def _dcp_layout(folder: Path, names: Sequence[str]) -> MegatronLayout:
-    is_dist = "metadata.json" in names
-    mismatches = []
-    if ".metadata" not in names:
-        mismatches.append("incomplete: no .metadata, which is written last")
-    if not any(name.endswith(".distcp") for name in names):
-        mismatches.append("incomplete: no .distcp files")
-    return MegatronLayout(
-        path=folder,
-        format="torch_dist" if is_dist else "torch_dcp or fsdp_dtensor",
-        layout=None,
-        fields=None,
-        second_field=None,
-        reason=(
-            "metadata.json makes it torch_dist: a DCP checkpoint of whole tensors, for any layout"
-            if is_dist
-            else ".metadata alone makes it torch_dcp or fsdp_dtensor: both are plain DCP, and no "
-            "file tells them apart (Megatron goes by --use-megatron-fsdp)"
-        ),
-        pattern=f"{folder.name}/__<rank>_<i>.distcp",
-        loader="any DCP reader",
-        sizes=Sizes(),
-        mismatches=tuple(mismatches),
-        files=tuple(name for name in names if (folder / name).is_file()),
-    )
-
-
-def _legacy_layout(
-    folder: Path, ranks: Sequence[RankFile], given: Mapping[str, int]
-) -> MegatronLayout:
+def _layout_of(folder: Path, ranks: Sequence[RankFile], given: Mapping[str, int]) -> MegatronLayout:
     count = max(len(rank.fields) for rank in ranks)
     named = [rank for rank in ranks if len(rank.fields) == count]
     stored, mismatches = stored_sizes(ranks)
@@ -190,23 +159,15 @@ def _legacy_layout(
         )
     coordinates: dict[str, Coordinate] = {}
     mismatches = [*_file_mismatches(ranks), *mismatches]
-    if layout == "ambiguous":
-        mismatches += _grid_mismatches(ranks)
-    elif len(named) == len(ranks):
+    if layout != "ambiguous" and len(named) == len(ranks):
         expected = writers(sizes)
         mismatches += _set_mismatches(ranks, sizes)
         coordinates = {r.directory: expected[r.directory] for r in ranks if r.directory in expected}
         mismatches += _rank_mismatches(ranks, sizes, coordinates)
     mismatches += _given_mismatches(given, sizes, axes)
-    has_flat_optimizer = any(rank.has_flat_optimizer for rank in ranks)
-    if not has_flat_optimizer or (sizes.ep == 1 and layout != "ambiguous"):
-        mismatches += _optimizer_mismatches(ranks)
-    if has_flat_optimizer:
-        reason += f"; {DISTRIBUTED}: with the state of a distributed optimizer"
     is_expert_loader = given["ep"] > 1 if "ep" in given else has_experts
     return MegatronLayout(
         path=folder,
-        format="torch",
         layout=layout,
         fields=count,
         second_field=axes[1] if count == 2 else None,
@@ -316,20 +277,6 @@ def _set_mismatches(ranks: Sequence[RankFile], sizes: Sizes) -> list[str]:
     return mismatches
 
 
-def _grid_mismatches(ranks: Sequence[RankFile]) -> list[str]:
-    """Return the directories that a full grid lacks."""
-    named = [rank for rank in ranks if len(rank.fields) == 2]
-    tp, others = extents(named)
-    grid = [f"mp_rank_{a:02d}_{b:03d}" for a in range(tp) for b in range(others)]
-    missing = [name for name in grid if name not in {rank.directory for rank in named}]
-    if not missing:
-        return []
-    return [
-        f"incomplete: {format_names(missing)} would make a grid of the {len(ranks)} directories "
-        "that are there"
-    ]
-
-
 def _given_mismatches(given: Mapping[str, int], sizes: Sizes, axes: Axes) -> list[str]:
     mismatches = [
         f"{_OPTIONS[axis]} {size}, but on disk {getattr(sizes, axis)}"
@@ -347,21 +294,3 @@ def _given_mismatches(given: Mapping[str, int], sizes: Sizes, axes: Axes) -> lis
             "is given: a non-EP loader would take experts for pipeline stages"
         )
     return mismatches
-
-
-def _optimizer_mismatches(ranks: Sequence[RankFile]) -> list[str]:
-    """Return files without the state of the distributed optimizer that belongs to them.
-
-    With expert parallelism some files have none.
-    """
-    without = [rank.directory for rank in ranks if not rank.has_flat_optimizer]
-    is_expected = len(without) < len(ranks) or any(
-        rank.has_optimizer and getattr(rank.args, "use_distributed_optimizer", False)
-        for rank in ranks
-    )
-    if not without or not is_expected:
-        return []
-    return [
-        f"incomplete: no {DISTRIBUTED} in {format_names(without)}: the state of the distributed "
-        "optimizer"
-    ]

@@ -20,6 +20,7 @@ from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.declared import Progress, matching_keys
 from dcp_placements.offline.rehearsals.costs import COLUMNS, Costs
+from dcp_placements.offline.rehearsals.text import rehearsal_text
 from dcp_placements.offline.rehearsals.world import RehearsedWorld
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.patterns import unmatched_faults
@@ -86,6 +87,13 @@ class Rehearsal:
     def loads(self) -> bool:
         """Whether every rank can load it."""
         return not self.faults and not self.missing
+
+    def text(self, width: int | None = None) -> str:
+        """Return it as text; the table is folded to the width of a terminal."""
+        return rehearsal_text(self, width)
+
+    def __str__(self) -> str:
+        return self.text()
 
 
 def rehearse(
