@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable
-from threading import RLock, current_thread
+from collections.abc import Callable, Mapping
+from threading import RLock, current_thread, get_ident
 from typing import Any
 
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
@@ -23,8 +23,8 @@ from dcp_placements.placements import Placements
 from dcp_placements.save.planner import PlacementSavePlanner
 
 _lock = RLock()
-_entered: list[installed] = []
-"""Those that are entered and not left, the innermost last; the same for all threads."""
+_entered: list[tuple[installed, int]] = []
+"""Those that are entered and not left, each with the thread that entered it, the innermost last."""
 
 
 class installed:
@@ -36,36 +36,65 @@ class installed:
     thread or process plans after the context is left.
 
     It is a context manager: ``with installed(placements): ...``. Contexts nest: the innermost
-    counts. They hold for all threads of the process.
+    counts. They hold for all threads of the process, since frameworks save from threads of their
+    own; so a thread cannot enter one of another declaration while another thread is inside.
 
     Args:
         placements: The rules and names of this job.
+        save: Options of ``PlacementSavePlanner`` for the saves inside, such as
+            ``{"on_conflict": "warn"}``; they count before those of torch's instance.
+        load: The same of ``PlacementLoadPlanner``.
         strict: Refuse a save or load that passes another planner of its own; by default such a
             planner is left alone, with a warning that names it.
 
     Raises:
-        PlacementError: ``placements`` is none; inside, with ``strict=True``, by a save or load.
+        PlacementError: ``placements`` is none, an unknown option; on entry, another declaration by
+            another thread; inside, with ``strict=True``, by a save or load.
     """
 
-    def __init__(self, placements: Placements, *, strict: bool = False) -> None:
+    def __init__(
+        self,
+        placements: Placements,
+        *,
+        save: Mapping[str, Any] | None = None,
+        load: Mapping[str, Any] | None = None,
+        strict: bool = False,
+    ) -> None:
         if not isinstance(placements, Placements):
             raise PlacementError(
                 f"installed() takes a Placements, not {type(placements).__name__}\n"
                 "    way out:     installed(Placements(rules, rename=...))"
             )
         self._placements = placements
+        self._options = {"save": dict(save or {}), "load": dict(load or {})}
         self._strict = strict
+        for call, options in self._options.items():
+            try:
+                self._planner(call, None)
+            except TypeError as error:
+                raise PlacementError(f"installed({call}={options}): {error}") from None
+
+    def _declares(self) -> tuple[Any, ...]:
+        return self._placements, self._options, self._strict
 
     def __enter__(self) -> None:
         with _lock:
+            for other, thread in _entered:
+                if thread != get_ident() and other._declares() != self._declares():
+                    raise PlacementError(
+                        "another thread is inside installed() with another declaration, which "
+                        "this one would change under its saves and loads\n"
+                        "    way out:     planner=placements.save_planner() in one of the threads; "
+                        "or one after the other"
+                    )
             if not _entered:
                 _replace_seams()
-            _entered.append(self)
+            _entered.append((self, get_ident()))
 
     def __exit__(self, *_: object) -> None:
         with _lock:
             # The last one: the same instance may be entered again inside another.
-            own = [at for at, one in enumerate(_entered) if one is self]
+            own = [at for at, (one, _) in enumerate(_entered) if one is self]
             del _entered[own[-1]]
             if not _entered:
                 _restore_seams()
@@ -74,7 +103,8 @@ class installed:
         """Return the planner of a call that was made with ``planner``, which may be None."""
         default, names = _DEFAULTS[call]
         if planner is None or type(planner) is default:
-            options = {name: getattr(planner, name) for name in names if planner is not None}
+            given = {name: getattr(planner, name) for name in names if planner is not None}
+            options = {**given, **self._options[call]}
             return getattr(self._placements, f"{call}_planner")(**options)
         if isinstance(planner, PlacementSavePlanner | PlacementLoadPlanner):
             return planner
@@ -110,7 +140,7 @@ def _served(function: Callable[..., Any], call: str) -> Callable[..., Any]:
 
     def served(*args: Any, **kwargs: Any) -> Any:
         with _lock:
-            innermost = _entered[-1] if _entered else None
+            innermost = _entered[-1][0] if _entered else None
         # In its thread async_save has the planner of its call, perhaps outside of this context.
         in_thread = call == "save" and current_thread().name.startswith(ASYNC_THREAD)
         if innermost is None or in_thread:

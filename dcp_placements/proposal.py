@@ -63,8 +63,9 @@ class Option(NamedTuple):
         """Return it on a mesh; None where nothing shards it."""
         if not self.placements:
             return None
-        shapes = {"global_shape": self.whole, "padded_shape": self.padded}
-        return CheckpointPlacement(mesh, dict(self.placements), **shapes)
+        return CheckpointPlacement(
+            mesh, dict(self.placements), global_shape=self.whole, padded_shape=self.padded
+        )
 
 
 class Numbering(NamedTuple):

@@ -107,6 +107,52 @@ def test_options_of_torchs_default_planners_are_carried_over(tmp_path: Path) -> 
     assert target["new"].tolist() == [1, 1]
 
 
+def test_m82_options_of_installed_reach_every_save_and_load(tmp_path: Path) -> None:
+    writer, reader = Writer(tmp_path), Reader(tmp_path)
+    target = {"model": {"w": torch.zeros(6)}, "new": torch.ones(2)}
+    options = {
+        "save": {"on_conflict": "warn", "waive": {"w": "drifts"}},
+        "load": {"allow_partial_load": True, "cast": "allow"},
+    }
+    with installed(PLACEMENTS, **options):
+        dcp.save(STATE, storage_writer=writer)
+        dcp.load(target, storage_reader=reader, planner=DefaultLoadPlanner())
+    assert (writer.planner.on_conflict, writer.planner.waive) == ("warn", {"w": "drifts"})
+    assert reader.planner.allow_partial_load
+    assert target["new"].tolist() == [1, 1]
+    assert target["model"]["w"].tolist() == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(PlacementError, match=r"installed\(save=.*'digest'"):
+        installed(PLACEMENTS, save={"digest": "full"})
+    with pytest.raises(PlacementError, match="on_conflict='never'"):
+        installed(PLACEMENTS, save={"on_conflict": "never"})
+
+
+@pytest.mark.parametrize("other", [Placements({"w": None}), Placements(None)])
+def test_m83_another_declaration_of_another_thread_is_refused(other: Placements) -> None:
+    """A thread of a framework uses the one that there is; a second one would change it."""
+    refused: list[str] = []
+
+    def enter() -> None:
+        try:
+            with installed(other):
+                refused.append("entered")
+        except PlacementError as error:
+            refused.append(str(error))
+
+    with installed(PLACEMENTS):
+        with installed(other):  # of one thread they nest
+            pass
+        thread = threading.Thread(target=enter)
+        thread.start()
+        thread.join()
+    assert (refused == ["entered"]) == (other == PLACEMENTS)
+    assert refused == ["entered"] or "another thread is inside installed()" in refused[0]
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert refused[1] == "entered"
+
+
 @pytest.mark.parametrize("kind", ["save", "load"])
 def test_a_frameworks_own_planner_is_left_alone_and_named(tmp_path: Path, kind: str) -> None:
     dcp.save(STATE, checkpoint_id=tmp_path)

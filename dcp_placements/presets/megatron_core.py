@@ -109,7 +109,7 @@ def _placement(
     name: str, cut: Cut, parameter: nn.Parameter, mesh: Mesh, axis: str, vocab_size: int | None
 ) -> CheckpointPlacement:
     dim, parts = cut
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, Any] = {}
     if vocab_size is not None and name.endswith(VOCABULARY):
         rows, *rest = parameter.shape
         padded = rows * axis_sizes(mesh, axis)[axis]

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from torch.distributed.tensor import Shard
 
@@ -102,7 +103,7 @@ def _dense_placements(
     mesh: Mesh, vocabulary: tuple[int, int] | None
 ) -> dict[tuple[str, ...], CheckpointPlacement]:
     """Return the placements outside the experts, by the names of their modules."""
-    shapes: dict[str, tuple[int, int]] = {}
+    shapes: dict[str, Any] = {}
     if vocabulary is not None:
         words, hidden = vocabulary
         multiple = math.lcm(VOCABULARY_MULTIPLE, axis_sizes(mesh, "tp")["tp"])

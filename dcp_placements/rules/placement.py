@@ -86,11 +86,13 @@ class CheckpointPlacement:
             local shape and the axes that shard it (unequal experts per rank, padding).
         padded_shape: The shape that was split, where it is larger (a padded vocabulary). Rows
             beyond ``global_shape`` are not stored, and keep what they have on load.
+        absent: Names of axes in ``placements`` that the mesh of this topology may lack, as ``ep``
+            where there is one expert-parallel rank; nothing is sharded over one that it lacks.
 
     Raises:
-        PlacementError: An unknown axis, a wrong count, a dim out of range, a value that is not a
-            placement, an ``IndexShard`` without ``global_shape``, or shapes that contradict each
-            other.
+        PlacementError: An axis that is unknown and not among ``absent``, a wrong count, a dim out
+            of range, a value that is not a placement, an ``IndexShard`` without ``global_shape``,
+            or shapes that contradict each other.
     """
 
     mesh: Mesh = field(compare=False)
@@ -106,7 +108,10 @@ class CheckpointPlacement:
         *,
         global_shape: Sequence[int] | None = None,
         padded_shape: Sequence[int] | None = None,
+        absent: Iterable[str] = (),
     ) -> None:
+        if absent:
+            placements = _without_absent(mesh, placements, absent)
         whole = None if global_shape is None else _shape("global_shape", global_shape)
         padded = None if padded_shape is None else _shape("padded_shape", padded_shape)
         if padded is not None and whole is None:
@@ -283,6 +288,27 @@ def format_placements(placements: Sequence[Any]) -> str:
     return "[" + ", ".join(map(format_placement, placements)) + "]"
 
 
+def _without_absent(
+    mesh: Mesh, placements: Sequence[Any] | Mapping[str, Any], absent: Iterable[str]
+) -> Mapping[str, Any]:
+    """Return the placements without those of the axes that may be absent, and are.
+
+    Raises:
+        PlacementError: Placements without axis names, or an axis that they do not have.
+    """
+    names = {absent} if isinstance(absent, str) else set(absent)
+    if not isinstance(placements, Mapping) or not names <= placements.keys():
+        raise PlacementError(
+            f"absent={sorted(names)} names axes of placements= that the mesh may lack, but got "
+            f"{placements!r}\n"
+            '    way out:     CheckpointPlacement(mesh, {"ep": Shard(0)}, absent=("ep",))'
+        )
+    lacking = names.difference(getattr(mesh, "mesh_dim_names", None) or ())
+    for name in lacking:
+        kind_of(placements[name])
+    return {name: one for name, one in placements.items() if name not in lacking}
+
+
 def _one_per_axis(mesh: Mesh, placements: Sequence[Any] | Mapping[str, Any]) -> tuple[Any, ...]:
     if not hasattr(mesh, "mesh_dim_names"):
         raise PlacementError(
@@ -305,7 +331,8 @@ def _one_per_axis(mesh: Mesh, placements: Sequence[Any] | Mapping[str, Any]) -> 
         if unknown := sorted(set(placements) - set(names)):
             raise PlacementError(
                 f"no axis {', '.join(map(repr, unknown))} in mesh {format_mesh(mesh)}: "
-                f"its axes are {', '.join(map(repr, names))}"
+                f"its axes are {', '.join(map(repr, names))}\n"
+                f"    way out:     absent={tuple(unknown)} for an axis that a topology may lack"
             )
         given = [placements[name] if name in placements else _replicate() for name in names]
     else:

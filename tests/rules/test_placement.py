@@ -45,6 +45,16 @@ def test_a_mapping_may_name_the_axes_in_any_order() -> None:
     assert placement.placements == (Shard(0), Shard(1))
 
 
+def test_m84_an_axis_that_a_topology_lacks_may_be_absent() -> None:
+    placements = {"ep": Shard(0), "edp": Shard(1)}
+    one = MeshCoordinate(("edp",), (2,), (1,))
+    assert CheckpointPlacement(one, placements, absent=("ep",)).placements == (Shard(1),)
+    assert CheckpointPlacement(MESH, placements, absent=("ep",)) == (
+        CheckpointPlacement(MESH, placements)
+    )
+    assert CheckpointPlacement(one, placements, absent="ep").placements == (Shard(1),)
+
+
 def test_one_placement_per_axis_in_mesh_order() -> None:
     placement = CheckpointPlacement(MESH, [Shard(0), Replicate()])
     assert placement.placements == (Shard(0), Replicate())
@@ -57,6 +67,10 @@ def on_mesh(placements: Any, **shapes: Any) -> Callable[[], Any]:
 
 BY_EP = {"ep": Shard(0)}
 REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (on_mesh({"eq": Shard(0)}, absent=("ep",)), "absent=['ep'] names axes of placements="),
+    (on_mesh([Shard(0), Shard(1)], absent=("ep",)), "absent=['ep'] names axes of placements="),
+    (on_mesh({"eq": 0}, absent=("eq",)), "0 is no placement"),
+    (on_mesh({"eq": Shard(0), "ep": 0}, absent=("eq",)), "0 is no placement"),
     (on_mesh({"eq": Shard(0), "etp": Shard(0)}), "no axis 'eq', 'etp' in mesh (ep=4, edp=2)"),
     (lambda: CheckpointPlacement(FakeMesh((2, 3), rank=0), BY_EP), "mesh_dim_names="),
     *(
