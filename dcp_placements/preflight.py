@@ -24,7 +24,7 @@ from dcp_placements.proposal import (
     rank_facts,
 )
 from dcp_placements.report import SaveReport
-from dcp_placements.rules.patterns import PlacementRules
+from dcp_placements.rules.patterns import PlacementRules, check_declaration
 from dcp_placements.save.planner import PlacementSavePlanner
 
 
@@ -149,6 +149,8 @@ def _check_arguments(state_dict: Any, rules: Any) -> None:
     if not isinstance(state_dict, Mapping):
         way_out = "model.state_dict()" if hasattr(state_dict, "state_dict") else "{key: value}"
         raise PlacementError(f"state_dict= is a {kind}: pass {way_out}")
+    if isinstance(rules, type):
+        check_declaration(rules, None)
     if isinstance(rules, SavePlanner | LoadPlanner):
         raise PlacementError(
             f"rules= is a {type(rules).__name__}\n"

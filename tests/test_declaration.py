@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import pickle
 import re
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hazard_scenes import arange, assert_holds, without_warning
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import Shard
 
 from dcp_placements import (
     CheckpointPlacement,
+    FusedShard,
+    IndexShard,
     MeshCoordinate,
     PlacementError,
     PlacementLoadPlanner,
@@ -25,7 +30,7 @@ from dcp_placements import (
     check,
     contiguous,
 )
-from dcp_placements.testing import World
+from dcp_placements.testing import FakeMesh, World
 
 WORLD = World(2)
 MESH = MeshCoordinate(("ep",), (2,), (1,))
@@ -145,7 +150,9 @@ def test_an_argument_of_another_kind_is_refused_where_it_is_given(declare: Any, 
 
 @pytest.mark.parametrize("planner", [PlacementSavePlanner, PlacementLoadPlanner])
 def test_a_planner_given_one_for_rules_says_how_to_use_it(planner: Any) -> None:
-    with pytest.raises(PlacementError, match=r"way out: .* has its own \.save_planner"):
+    with pytest.raises(
+        PlacementError, match=r"a Placements, which makes both planners: \.save_planner"
+    ):
         planner(Placements(None))
 
 
@@ -204,3 +211,37 @@ def test_a_simulated_world_says_that_it_runs_no_exchange(tmp_path: Path) -> None
         WORLD.load(
             tmp_path, lambda rank: {}, lambda rank: PLACEMENTS.load_planner(exchange=rank == 1)
         )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: Placements(PlacementRules), "the class PlacementRules: give an instance"),  # type: ignore[arg-type]
+        (
+            lambda: Placements(FakeMesh((1,), ("ep",), rank=0)),
+            "a FakeMesh: PlacementRules({pattern: ",
+        ),  # type: ignore[arg-type]
+        (lambda: Placements([("w", None)]), "of type list: PlacementRules({pattern: "),  # type: ignore[arg-type]
+        (lambda: check({"w": 1}, Placements), "the class Placements: give an instance"),
+        (lambda: FusedShard(0, ("gate", "up")), "parts=('gate', 'up') must be numbers"),  # type: ignore[arg-type]
+        (lambda: IndexShard(0, 3), "indices=3 must be numbers of rows"),  # type: ignore[arg-type]
+    ],
+)
+def test_m113_what_is_of_a_wrong_type_is_named_in_one_line(
+    wrong: Callable[[], Any], message: str
+) -> None:
+    with pytest.raises(PlacementError) as refusal:
+        wrong()
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_m113_what_makes_a_planner_is_none(tmp_path: Path) -> None:
+    state: Any = {"experts.w": arange(4)}
+    dcp.save(state, checkpoint_id=tmp_path, planner=PLACEMENTS.save_planner(), no_dist=True)
+    wrong: list[Any] = [PLACEMENTS, PLACEMENTS.save_planner, PLACEMENTS.load_planner]
+    for call in (dcp.save, dcp.load):
+        for planner in wrong:
+            with pytest.raises(CheckpointException) as refusal:
+                call(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+            assert "planner=placements.save_planner() for" in str(refusal.value.failures[0][0])

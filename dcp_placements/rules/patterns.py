@@ -139,6 +139,23 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     return re.compile("".join(parts) + r"(?=\.|$)")
 
 
+def _given(rules: Any) -> str:
+    """Return what is given in the place of rules, and what to write."""
+    if isinstance(rules, type):
+        return f"the class {rules.__name__}: give an instance, {rules.__name__}(...)"
+    kind = type(rules).__name__
+    if hasattr(rules, "save_planner"):
+        return f"a {kind}, which makes both planners: .save_planner(), .load_planner()"
+    if hasattr(rules, "mesh_dim_names"):
+        return (
+            f'a {kind}: PlacementRules({{pattern: CheckpointPlacement(mesh, {{"ep": Shard(0)}})}})'
+        )
+    return (
+        f"of type {kind}: PlacementRules({{pattern: placement}}), a function (fqn, tensor) that "
+        "returns one, or None"
+    )
+
+
 def check_declaration(
     rules: Any, rename: Any, waive: Mapping[str, str] | None = None
 ) -> dict[str, str]:
@@ -148,12 +165,8 @@ def check_declaration(
         PlacementError: Rules or a rename that cannot be called; a waiver without a reason, or one
             for every key.
     """
-    if rules is not None and not callable(rules):
-        raise PlacementError(
-            f"rules= is of type {type(rules).__name__}\n"
-            "    way out:     PlacementRules({pattern: placement}), a function (fqn, tensor) that "
-            "returns one, or None; a Placements has its own .save_planner() and .load_planner()"
-        )
+    if rules is not None and (isinstance(rules, type) or not callable(rules)):
+        raise PlacementError(f"rules= is {_given(rules)}")
     if rename is not None and (isinstance(rename, type) or not callable(rename)):
         raise PlacementError(
             f"rename={rename!r} is no function of a key\n"

@@ -17,6 +17,14 @@ from dcp_placements.layout.sharding import Cut, Kind, unknown_kind
 from dcp_placements.rules.mesh import Mesh, format_mesh, mesh_state
 
 
+def _numbers(name: str, values: Any) -> tuple[int, ...]:
+    """Return the numbers of rows that are given for an argument."""
+    try:
+        return tuple([int(value) for value in values])
+    except (TypeError, ValueError):
+        raise PlacementError(f"{name}={values!r:.80} must be numbers of rows") from None
+
+
 @dataclass(frozen=True, slots=True)
 class FusedShard:
     """A shard of a dim that joins several logical tensors, each of them split on its own.
@@ -39,7 +47,7 @@ class FusedShard:
 
     def __post_init__(self) -> None:
         if not isinstance(self.parts, int):
-            object.__setattr__(self, "parts", tuple(int(part) for part in self.parts))
+            object.__setattr__(self, "parts", _numbers("parts", self.parts))
         sizes = (self.parts,) if isinstance(self.parts, int) else self.parts
         if not sizes or min(sizes) < 1:
             raise PlacementError(f"FusedShard needs at least one part of one row, not {self.parts}")
@@ -64,7 +72,7 @@ class IndexShard:
     indices: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "indices", tuple(int(index) for index in self.indices))
+        object.__setattr__(self, "indices", _numbers("indices", self.indices))
         if self.indices and min(self.indices) < 0:
             raise PlacementError(f"IndexShard takes rows from 0 up, not {min(self.indices)}")
 
