@@ -11,7 +11,7 @@ import pickle
 import re
 import sys
 import zlib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, product
 from typing import Any, ClassVar, NamedTuple
@@ -272,6 +272,28 @@ def families(keys: Iterable[str] | Mapping[str, Hashable]) -> list[KeyFamily]:
             name = texts[0] + "".join([numbers + text for numbers, text in between])
             result.append(KeyFamily(name, tuple([members[each] for each in product(*ranges)])))
     return sorted(result, key=lambda family: natural_key(family.keys[0]))
+
+
+def numbers_in(key: str) -> Iterator[tuple[str, int, str]]:
+    """Yield each number of a key that tells the members of its family apart.
+
+    >>> [*numbers_in("layers.0.experts.12.w1")]
+    [('layers.', 0, '.experts.12.w1'), ('layers.0.experts.', 12, '.w1')]
+
+    Yields:
+        What is before it, the number, and what is behind it.
+    """
+    for match in _NUMBER.finditer(key):
+        yield key[: match.start()], int(match[0]), key[match.end() :]
+
+
+def without_numbers(key: str) -> str:
+    """Return a key with ``{}`` for its numbers.
+
+    >>> without_numbers("layers.0.experts.12.w1")
+    'layers.{}.experts.{}.w1'
+    """
+    return _NUMBER.sub("{}", key)
 
 
 def _products(members: frozenset[_Numbers]) -> list[tuple[_Numbers, ...]]:

@@ -145,6 +145,7 @@ class LoadReport:
             is reset to 0 when the load ends.
         unread: Keys of the checkpoint that this rank does not request; other ranks may
             (pipeline stages, experts).
+        unasked: Tensors of the checkpoint that no rank requests; on the coordinator only.
         alone: With an exchange, the tensors of which this rank read by itself all that it holds.
         padded: Keys with padding, and the number of padding elements, which are left unchanged.
         casts: Keys whose dtype changes, as ``"float32 -> bfloat16"``.
@@ -166,6 +167,7 @@ class LoadReport:
     missing: tuple[str, ...] = ()
     stateless: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    unasked: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()
     padded: Mapping[str, int] = field(default_factory=dict)
     casts: Mapping[str, str] = field(default_factory=dict)
@@ -189,6 +191,7 @@ class LoadReport:
             *_named("missing", self.missing),
             *_named("stateless", self.stateless),
             *_named("not asked", self.unread),
+            *_named("no rank", self.unasked),
             *_named("padded", tuple(self.padded), f"; {kept} of padding kept"),
             *_named("alone", self.alone),
             *[row for cast, keys in by_cast.items() for row in _named("cast", keys, f": {cast}")],

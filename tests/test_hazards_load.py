@@ -961,3 +961,62 @@ def test_m22_state_of_experts_under_a_rule_is_kept_too(tmp_path: Path) -> None:
         assert not optim["experts.b"]["exp_avg"].any()
         assert optim["experts.b"]["step"] == 0
         assert [name.endswith("experts.b") for name in reports[rank].stateless] == [True]
+
+
+def trainer(layers: int, *, rank: int = 0, fill: float = 0.0) -> dict[str, Any]:
+    """Return the state of a rank, of which only rank 0 keeps the stream of data."""
+    names = [f"layers.{n}.w" for n in range(layers)]
+    moments = {name: {"exp_avg": torch.full((2,), fill)} for name in names}
+    return {
+        "model": {name: torch.full((2,), fill) for name in names},
+        "optim": {"state": moments, "groups": {"lr": 0.1}},
+        "data": {} if rank else {"seen": torch.tensor([fill])},
+        "rng": {str(rank): torch.full((3,), fill)},
+    }
+
+
+@pytest.mark.parametrize("world", [ONE, WORLD], ids=["one", "four"])
+def test_m108_tensors_of_a_level_that_no_rank_asks_for_are_warned_of_once(
+    world: World, tmp_path: Path
+) -> None:
+    save(World(8), tmp_path, lambda rank: trainer(3, rank=rank, fill=1.0))
+
+    def loaded(state: Callable[[int], dict[str, Any]], **options: Any) -> LoadReport:
+        return load(world, tmp_path, state, **options)[1][0]
+
+    def without_optim(rank: int, optim: Any) -> dict[str, Any]:
+        return {**trainer(3, rank=rank), "optim": optim}
+
+    for optim in ({}, {"groups": {"lr": 0.1}}):
+        with warned() as texts:
+            report = loaded(partial(without_optim, optim=optim))
+        (text,) = texts
+        assert "optim: the checkpoint has 3 tensors of it that no rank asks for: optim." in text
+        assert text.count("no rank asks for") == len(report.warnings) == 1
+    with warned() as texts:
+        loaded(lambda rank: trainer(2, rank=rank))
+    (text,) = texts
+    assert "model: the checkpoint has 1 tensor of it" in text
+    assert "optim: the checkpoint has 1 tensor of it" in text
+    with without_warning():
+        # Another number of ranks; weights alone; some of them by name; and what is said.
+        assert loaded(lambda rank: trainer(3, rank=rank)).unasked == ()
+        report = loaded(lambda rank: {"model": trainer(3)["model"]})
+        assert "optim.state.layers.0.w.exp_avg" in report.unasked
+        assert "no rank:" in str(report)
+        loaded(lambda rank: {"model": {"layers.2.w": torch.zeros(2)}})
+        loaded(lambda rank: trainer(2, rank=rank), waive={"layers.2": "a smaller model"})
+        loaded(lambda rank: without_optim(rank, {}), allow_partial_load=True)
+
+
+def test_m108_what_other_stages_ask_for_is_no_gap(tmp_path: Path) -> None:
+    def stage(rank: int) -> dict[str, Any]:
+        names = [f"layers.{n}.w" for n in (2 * rank, 2 * rank + 1)]
+        return {
+            "model": {name: torch.zeros(2) for name in names},
+            "optim": {name: torch.zeros(2) for name in names if rank},
+        }
+
+    with without_warning():
+        save(WORLD, tmp_path, stage)
+        load(WORLD, tmp_path, stage)

@@ -18,15 +18,32 @@ Two ep ranks that both forgot their rename ask for ``experts.0.w`` and ``experts
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from itertools import accumulate, count, takewhile
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
+from itertools import accumulate, chain, count, takewhile
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 
+from dcp_placements._torch import global_rank
 from dcp_placements.bind.one_tensor import Placed
-from dcp_placements.errors import Fault, format_count, format_ranks
+from dcp_placements.errors import (
+    Fault,
+    folded,
+    format_count,
+    format_names,
+    format_ranks,
+    numbers_in,
+)
 from dcp_placements.layout.boxes import as_array, format_box, tile, uncovered
 from dcp_placements.layout.sharding import Box, Cut, Cuts, Kind, part_sizes, unknown_kind
 from dcp_placements.load.missing import Policy
@@ -61,11 +78,13 @@ class Asked(NamedTuple):
         renames: The renames in force on the rank.
         declares: Whether the rank has rules, or renames. DTensors alone are complete over their
             meshes.
+        shared: Keys of scalars that are one scalar here.
     """
 
     sent: Sent = Sent()
     renames: tuple[Step, ...] = ()
     declares: bool = False
+    shared: tuple[str, ...] = ()
 
 
 def asked_by(request: Request, rules: Rules | None, rename: Rename | None) -> Asked:
@@ -75,7 +94,8 @@ def asked_by(request: Request, rules: Rules | None, rename: Rename | None) -> As
     others = request.state_dict.keys() - (tensors - request.shared.keys())
     holding = holding_of(request.state_dict, request.placing.placed, {}, others)
     renames = () if rename is None else recorded(rename)
-    return Asked(holding.sent, renames, rules is not None or rename is not None)
+    declares = rules is not None or rename is not None
+    return Asked(holding.sent, renames, declares, tuple(request.shared))
 
 
 def check_load(request: Request, rename: Rename | None) -> tuple[list[Fault], str]:
@@ -511,6 +531,90 @@ def asked_faults(
         for piece in load.world.pieces:
             faults += _box_faults(load, piece, states)
     return faults
+
+
+def unasked_of(request: Request, asked: Mapping[int, Asked], world: World) -> list[str]:
+    """Return the tensors of the checkpoint that no rank asks for.
+
+    Those of a level that has an entry for each rank, as ``{"rng": {str(rank): ...}}``, are of the
+    ranks of a larger world.
+
+    Args:
+        request: What this rank reads.
+        asked: By rank, what it asks for; nothing where this rank loads alone.
+        world: The same of all of them.
+    """
+    ranks = list(asked) or [global_rank()]
+    keys_of = [
+        (
+            [ranks[at] for at in cohort.ranks],
+            {fqn for at in cohort.tables for fqn in chain(*world.tables[at].keys)},
+        )
+        for cohort in world.cohorts
+    ] or [(ranks, set(request.state_dict))]
+    found = request.state_dict.keys() | {fqn for one in asked.values() for fqn in one.shared}
+    # By level, whether each rank asks for the entry with its own number alone.
+    per_rank: dict[str, bool] = {}
+    for members, fqns in keys_of:
+        found |= fqns
+        for level, entry in map(_level, fqns):
+            per_rank[level] = per_rank.get(level, True) and [entry] == [str(at) for at in members]
+    rest = [fqn for fqn in request.stored if fqn not in found]
+    return [
+        fqn
+        for fqn, entry in zip(rest, entries_at(request.stored, rest), strict=True)
+        if isinstance(entry, TensorStorageMetadata)
+        and not (per_rank.get(_level(fqn)[0]) and _level(fqn)[1].isdecimal())
+    ]
+
+
+def _level(fqn: str) -> tuple[str, str]:
+    """Return the level of a nested state dict that a key stands under, and its entry there."""
+    level, _, rest = fqn.partition(".")
+    return level, rest.partition(".")[0]
+
+
+def unasked_notes(fqns: Sequence[str], levels: Container[str], request: Request) -> list[Fault]:
+    """Return a note for each level of whose tensors no rank asks for some, probably by mistake.
+
+    That is so where it asks for none of a level that it names, as ``"optim": {}``; or for the first
+    numbers of a family alone, as a model with fewer layers does. A load of weights alone does not
+    name the optimizer, and somebody who picks keys by their names picks others.
+
+    Args:
+        fqns: The tensors.
+        levels: The levels that the state dict names.
+        request: What this rank reads.
+    """
+    policy, stored, rest = request.policy, request.stored, set(fqns)
+    entries = zip(stored, entries_at(stored, stored), strict=True)
+    used = {
+        _level(fqn)[0]
+        for fqn, entry in entries
+        if isinstance(entry, TensorStorageMetadata) and fqn not in rest
+    }
+    by_level: dict[str, list[str]] = {}
+    for fqn in fqns if not policy.partial else ():
+        level, _ = _level(fqn)
+        firsts = [f"{head}0{tail}" for head, number, tail in numbers_in(fqn) if number]
+        is_cut_off = any(first in stored and first not in rest for first in firsts)
+        is_empty = level in levels and level not in used
+        if (is_cut_off or is_empty) and not policy.excuses(fqn):
+            by_level.setdefault(level, []).append(fqn)
+    return [
+        Fault(
+            level,
+            f"the checkpoint has {format_count(len(of_level), 'tensor')} of it that no rank asks "
+            f"for: {format_names(folded(of_level), _MAX_PARTS)}",
+            (
+                "likely:      an empty dict under this key, as of an optimizer before its first "
+                "step; or a model with fewer layers than were saved",
+                "way out:     ask for them; waive={pattern: reason} where they are left out on "
+                "purpose",
+            ),
+        )
+        for level, of_level in by_level.items()
+    ]
 
 
 def _number_faults(

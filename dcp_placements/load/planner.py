@@ -46,7 +46,14 @@ from dcp_placements.errors import (
     unpacked_faults,
 )
 from dcp_placements.load.casting import CASTS, check_quantizer
-from dcp_placements.load.compare import Asked, asked_by, asked_faults, check_load
+from dcp_placements.load.compare import (
+    Asked,
+    asked_by,
+    asked_faults,
+    check_load,
+    unasked_notes,
+    unasked_of,
+)
 from dcp_placements.load.exchange import Answer, Exchange, answers, obstacle
 from dcp_placements.load.missing import Policy, reset_note
 from dcp_placements.load.reads import Request
@@ -281,6 +288,11 @@ class RankLoad:
         faults += asked_faults(asked, world, record, self.metadata, policy, complete=complete)
         if faults:
             raise_faults("the ranks do not ask for what was saved", [*faults, *mistakes])
+        # Of what a rank asks for that is alone, it knows all.
+        if self.report.unread and complete:
+            self.report.unasked = tuple(unasked_of(self.request, asked, world()))
+            levels = self.original_state_dict.keys()
+            mistakes += unasked_notes(self.report.unasked, levels, self.request)
         if mistakes:
             self.warn(mistakes)
 

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hazard_scenes import arange, blank, edit_metadata, refused, same_bits, without_warning
+from hazard_scenes import (
+    arange,
+    blank,
+    edit_metadata,
+    refused,
+    same_bits,
+    warned,
+    without_warning,
+)
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import Shard
 
@@ -376,6 +384,8 @@ def test_m73_rows_over_ranks_are_counted_together(tmp_path: Path) -> None:
     with refused() as refusal:
         load(3)
     refusal.says("layers.0.experts.{}: this load asks for 0-5 of it, and not for 6-7")
-    loaded = load(4)
+    with warned() as texts:
+        loaded = load(4)
+    assert ["no rank asks for: layers.1.experts.0-7.w" in text for text in texts] == [True]
     for rank in range(2):
         assert torch.equal(loaded[rank]["layers.0.experts.w"], whole.chunk(2)[rank])
