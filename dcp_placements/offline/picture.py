@@ -29,14 +29,8 @@ DARK, GREY, RED = "#222222", "#8a8f94", "#b3261e"
 WIDTH, MAX_HEIGHT = 8.0, 9.0
 """In inches."""
 
-MAX_NAMED = 32
-"""Up to so many writers have a label each, beside bars of bytes."""
-
-SMALLEST_LABEL = 5.0
-"""In points; smaller labels are left out."""
-
-MAX_LONG_LABELS = 64
-"""Up to so many chunks are labelled "rank 3"; more have the number alone."""
+MAX_LABELS = 32
+"""Up to so many writers or chunks have a label each; more have a legend."""
 
 MAX_FLAWS = 500
 
@@ -96,7 +90,7 @@ def bytes_figure(title: str, nbytes: Mapping[Writer, Mapping[str, int]]) -> Any:
     exponent = min(max(longest.bit_length() - 1, 0) // 10, 3)
     unit, scale = ("B", "KiB", "MiB", "GiB")[exponent], 1 << 10 * exponent
     axes.barh(range(len(writers)), [total / scale for total in totals], 0.78, color=FEW[0])
-    for position, writer in enumerate(writers if len(writers) <= MAX_NAMED else ()):
+    for position, writer in enumerate(writers if len(writers) <= MAX_LABELS else ()):
         files = len(nbytes[writer])
         note = format_nbytes(totals[position]) + (f" in {files} files" if files > 1 else "")
         end = (totals[position] + longest * 0.01) / scale
@@ -105,7 +99,7 @@ def bytes_figure(title: str, nbytes: Mapping[Writer, Mapping[str, int]]) -> Any:
     axes.set_xlim(0, longest * 1.2 / scale or 1)
     axes.set_xlabel(f"{unit}; dashed: the mean", fontsize=9)
     axes.set_ylim(len(writers) - 0.4, -0.6)
-    step = -(-len(writers) // MAX_NAMED) or 1
+    step = -(-len(writers) // MAX_LABELS) or 1
     axes.set_yticks(range(0, len(writers), step), [_label(w) for w in writers[::step]])
     axes.tick_params(length=0, labelsize=8)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -191,56 +185,39 @@ def tensor_figure(fqn: str, shape: Sequence[int], dtype: str, pieces: Sequence[P
     figure = _new_figure(1.2 + height)
     axes = figure.subplots()
     colors = _colors([piece.writer for piece in pieces])
-    unlabelled = _paint(axes, view, pieces, colors, height)
+    _paint(axes, view, pieces, colors)
     for outlined, style, _ in outlines:
         for rectangle in filter(None, map(view.rectangle, outlined)):
             axes.add_patch(_patch(rectangle, style))
-    _set_scales(axes, view, shape, height)
+    _set_scales(axes, view, shape)
     if 0 in shape:
         figure.text(0.5, 0.5, "no elements", ha="center", va="center", fontsize=9, color=GREY)
     chunks, writers = format_count(len(pieces), "chunk"), format_count(len(colors), "writer")
     facts = [f"{tuple(shape)} {dtype}", f"{chunks} of {writers}", *view.facts()]
-    if len(pieces) > MAX_LONG_LABELS and len(unlabelled) < len(colors):
-        facts.append("numbers: writer ranks")
     _add_title(figure, fqn, facts)
     _add_legend(
         figure,
         [(style, text) for outlined, style, text in outlines if outlined],
-        colors if unlabelled else {},
+        colors if len(pieces) > MAX_LABELS else {},
     )
     return figure
 
 
-def _paint(
-    axes: Any, view: _View, pieces: Sequence[Piece], colors: Mapping[Writer, str], height: float
-) -> set[Writer]:
-    """Paint the chunks, and return the writers whose labels do not fit."""
+def _paint(axes: Any, view: _View, pieces: Sequence[Piece], colors: Mapping[Writer, str]) -> None:
+    """Paint the chunks; where they are few, name their writers."""
     from matplotlib.collections import PatchCollection
 
-    per_x, per_y = (WIDTH - 1.0) / view.extent(view.across), height / view.extent(view.down)
-    patches, faces, unlabelled = [], [], set()
-    for piece in pieces:
-        rectangle = view.rectangle(piece.box)
-        if rectangle is None:
-            continue
-        x, y, width, depth = rectangle
-        patches.append(_patch(rectangle, {}))
-        faces.append(colors[piece.writer])
-        label = str(piece.writer) if len(pieces) > MAX_LONG_LABELS else _label(piece.writer)
-        # A letter is some 0.6 of its size wide; a line takes 1.3 of it.
-        points = min(9.0, width * per_x * 72 * 0.9 / (0.6 * len(label)), depth * per_y * 72 / 1.3)
-        if points < SMALLEST_LABEL:
-            unlabelled.add(piece.writer)
-            continue
-        red, green, blue = (int(faces[-1][i : i + 2], 16) for i in (1, 3, 5))
-        is_dark = 0.299 * red + 0.587 * green + 0.114 * blue < 140
-        style = {"ha": "center", "va": "center", "fontsize": points, "zorder": 3}
-        style["color"] = "white" if is_dark else DARK
-        axes.text(x + width / 2, y + depth / 2, label, **style)
-    line = 1.2 if len(patches) <= 64 else 0.7 if len(patches) <= 400 else 0.2
-    painted = PatchCollection(patches, facecolors=faces, edgecolors="white", linewidths=line)
-    axes.add_collection(painted)
-    return unlabelled
+    shown = [(piece, place) for piece in pieces if (place := view.rectangle(piece.box))]
+    patches = [_patch(place, {}) for _, place in shown]
+    faces = [colors[piece.writer] for piece, _ in shown]
+    line = 1.2 if len(patches) <= MAX_LABELS else 0.2
+    axes.add_collection(
+        PatchCollection(patches, facecolors=faces, edgecolors="white", linewidths=line)
+    )
+    for piece, (x, y, width, height) in shown if len(shown) <= MAX_LABELS else ():
+        text: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "color": DARK}
+        text["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1.5}
+        axes.text(x + width / 2, y + height / 2, _label(piece.writer), **text)
 
 
 def _patch(rectangle: tuple[int, int, int, int], style: Mapping[str, Any]) -> Any:
@@ -250,23 +227,18 @@ def _patch(rectangle: tuple[int, int, int, int], style: Mapping[str, Any]) -> An
     return Rectangle((x, y), width, height, **style)
 
 
-def _set_scales(axes: Any, view: _View, shape: Sequence[int], height: float) -> None:
+def _set_scales(axes: Any, view: _View, shape: Sequence[int]) -> None:
     from matplotlib.ticker import FixedLocator
 
     axes.set_xlim(0, view.extent(view.across))
     axes.set_ylim(view.extent(view.down), 0)
     axes.set_frame_on(False)
     axes.tick_params(length=2, width=0.6, labelsize=8, color=GREY)
-    digits = 1 if view.across is None else len(str(view.extent(view.across)))
-    for axis, dim, room in (
-        (axes.xaxis, view.across, (WIDTH - 1.0) / (0.09 * digits + 0.12)),
-        (axes.yaxis, view.down, height / 0.17),
-    ):
+    for axis, dim in ((axes.xaxis, view.across), (axes.yaxis, view.down)):
         if dim is None:
             axis.set_ticks([])
             continue
-        # Only as many edges as have room for their labels.
-        axis.set_major_locator(FixedLocator(view.edges[dim], nbins=max(int(room), 2)))
+        axis.set_major_locator(FixedLocator(view.edges[dim], nbins=12))
         axis.set_label_text(f"dim {dim} (of {shape[dim]})", fontsize=9, color=DARK)
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -116,35 +113,6 @@ def test_a_torch_dist_directory(tmp_path: Path, run: Run) -> None:
     assert verify(tmp_path / "step", contents=True).faults == ()
     save_hugging_face(tmp_path / "hf", tensors)
     assert diff(tmp_path / "step", tmp_path / "hf").same
-
-
-def test_terminals_of_80_columns_fold_and_lose_nothing(tmp_path: Path) -> None:
-    """In a real terminal, by way of a pseudo one."""
-    long = "model.layers.10.self_attention.projection_of_queries_and_keys.weight"
-    dcp.save({long: torch.ones(4, 3)}, checkpoint_id=tmp_path)
-    program = (
-        "import os, pty, sys\n"
-        "os.environ['COLUMNS'] = '80'\n"
-        "sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
-    )
-    command = [sys.executable, "-m", "dcp_placements", "inspect", str(tmp_path), "--keys"]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *command],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "NO_COLOR": "1", "TERM": "xterm"},
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", done.stdout).splitlines()
-    assert max(map(len, shown)) <= 80
-    lines = [
-        line for line in shown if line.strip() and "\N{BOX DRAWINGS HEAVY HORIZONTAL}" not in line
-    ]
-    table = lines[: next(n for n, line in enumerate(lines) if line.startswith("file  "))]
-    assert "".join(line.split("  ")[0].strip() for line in table[1:]) == long
 
 
 def save_numbered(path: Path, **objects: Any) -> None:

@@ -98,12 +98,6 @@ def test_the_rows_are_those_of_a_save_with_stock_metadata(tmp_path: Path) -> Non
     assert diff(tmp_path / "stock", tmp_path / "merged").same
 
 
-def test_ranks_that_wrote_an_index_each_are_merged(tmp_path: Path) -> None:
-    saved = save(tmp_path, use_collectives=False)
-    merge_metadata(tmp_path)
-    assert_torch_loads(tmp_path, saved)
-
-
 def save_alone(path: Path, value: float, *, use_collectives: bool) -> None:
     """Save one tensor of one rank, by torch's planner."""
     World(1).save(
@@ -113,20 +107,6 @@ def save_alone(path: Path, value: float, *, use_collectives: bool) -> None:
         lambda rank: PlacementFileSystemWriter(path),
         use_collectives=use_collectives,
     )
-
-
-def test_metadata_of_a_later_save_are_not_replaced_by_those_of_ranks(tmp_path: Path) -> None:
-    save_alone(tmp_path, 0.0, use_collectives=False)
-    merge_metadata(tmp_path)
-    merge_metadata(tmp_path)
-    save_alone(tmp_path, 1.0, use_collectives=True)
-    before = (tmp_path / ".metadata").read_bytes()
-    with pytest.raises(CannotLook, match="are of different saves"):
-        merge_metadata(tmp_path)
-    assert (tmp_path / ".metadata").read_bytes() == before
-    read = {"w": torch.full((4,), 7.0)}
-    dcp.load(read, checkpoint_id=tmp_path, planner=DefaultLoadPlanner(), no_dist=True)
-    assert read["w"].tolist() == [1.0] * 4
 
 
 @pytest.mark.parametrize("planner", [PlacementSavePlanner, dcp.DefaultSavePlanner])

@@ -27,7 +27,6 @@ from dcp_placements import (
     Renames,
     Renumber,
     Stack,
-    contiguous,
 )
 from dcp_placements.offline import CannotLook, Checkpoint, rehearse
 from dcp_placements.testing import FakeDTensor, FakeMesh, World, cut, damage
@@ -286,29 +285,6 @@ def test_missing_unread_and_unmatched_are_told(tmp_path: Path) -> None:
     assert found.unmatched == ("'nothing.like.it'",)
     assert not found.loads
     assert found.unique_nbytes == 4
-
-
-def test_a_trainers_placements_with_local_names_are_rehearsed(tmp_path: Path) -> None:
-    whole = {f"experts.{i}.w": torch.full((3,), float(i)) for i in range(5)}
-    dcp.save(whole, checkpoint_id=tmp_path, no_dist=True)
-    counts = [3, 2]
-
-    def placements(mesh: Any) -> Placements:
-        assert mesh["ep"].size() == mesh.size(0) == 2
-        ids = contiguous(counts, at=mesh["ep"].get_local_rank())
-        assert mesh.get_local_rank("ep") == mesh["ep"].get_local_rank()
-        return Placements(None, rename=Renumber("experts.{}", ids, total=5))
-
-    found = rehearse(tmp_path, placements, {"ep": 2, "edp": 2})
-    assert found.loads, found.faults
-    assert [rank.wanted_nbytes for rank in found.ranks] == [36, 36, 24, 24]
-    world = World(4)
-    loaded = world.load(
-        tmp_path,
-        lambda rank: {f"experts.{i}.w": torch.zeros(3) for i in range(counts[rank // 2])},
-        lambda rank: placements(world.mesh(rank, ep=2, edp=2)).load_planner(),
-    )
-    assert torch.equal(loaded[3]["experts.1.w"], whole["experts.4.w"])
 
 
 def misspelt(mesh: Any) -> Placements:

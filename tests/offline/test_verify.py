@@ -135,17 +135,6 @@ def test_m88_a_short_record_of_long_contents_is_not_read(
     assert found.notes[0].endswith(f"so not read: {key}")
 
 
-@pytest.mark.usefixtures("flipped_is_known")
-def test_m88_without_contents_no_transform_is_undone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer = dcp.FileSystemWriter(tmp_path, _extensions=[Flipped()])
-    dcp.save({"w": torch.ones(4, 3), "step": 7}, storage_writer=writer)
-    monkeypatch.setattr(Flipped, "transform_from", None)
-    assert verify(tmp_path).faults == ()
-    assert len(verify(tmp_path, contents=True).faults) == 2
-
-
 def test_many_faults_fit_a_screen(tmp_path: Path, run: Run) -> None:
     state_dict = {f"layers.{layer}.w": torch.ones(4) for layer in range(40)}
     dcp.save(state_dict, checkpoint_id=tmp_path, no_dist=True)
