@@ -29,10 +29,12 @@ from dcp_placements.layout.sharding import Chunk, Cut, FusedPart, Kind, Sharding
 from dcp_placements.names.flat import Path, RenamedValue, Reshaped
 from dcp_placements.names.optimizer_state import (
     OptimizerStates,
+    named_lists,
     parameter_groups,
     possible_parameters,
     unnamed_faults,
 )
+from dcp_placements.names.renames import fqns_of
 from dcp_placements.names.stacks_and_parts import (
     Parts,
     Rename,
@@ -77,7 +79,13 @@ def place(
         stored: The checkpoint's metadata by key on a load; None on a save.
         rename: What has renamed the keys.
     """
+    faults: list[Fault] = []
+    if any("param_groups" in fqn for fqn in state_dict):
+        names_of = None if rename is None else lambda key: fqns_of(rename(key))
+        lists, faults = named_lists(state_dict, names_of)
+        state_dict = {**state_dict, **lists}
     placer = _Placer(rules, reshaped or Reshaped(), stored)
+    placer.placing.faults += faults
     for fqn, value in state_dict.items():
         placer.add(fqn, value)
     if any("state." in fqn for fqn in state_dict):
@@ -107,9 +115,9 @@ def _optimizer_faults(placing: Placing, rename: Rename | None) -> list[Fault]:
     """Return the faults of optimizer state that cannot follow its parameters.
 
     They are named by their positions, and tensors are renamed, sharded by a rule, or lists of
-    chunks; or parameter groups list them by names that ``rename`` changes.
+    chunks.
     """
-    faults = unnamed_faults(placing.state_dict, placing.groups, rename)
+    faults = unnamed_faults(placing.state_dict, placing.groups)
     if not faults or rename is not None:
         return faults
     needs_names = any(

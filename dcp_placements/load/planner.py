@@ -59,6 +59,7 @@ from dcp_placements.load.missing import Policy, reset_note
 from dcp_placements.load.reads import Request
 from dcp_placements.load.tied import land, memory_faults, settle_tied, tied_keys
 from dcp_placements.names.flat import Path, Reshaped, check_texts, put_at, rename_keys
+from dcp_placements.names.optimizer_state import ParameterNames
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import LoadReport, Traffic
@@ -352,11 +353,13 @@ class RankLoad:
             self.buffered.append((fqn, memory.detach(), tensor.detach()))
 
     def take_object(self, fqn: str, value: Any) -> None:
-        """Put an object that was read into all its places.
+        """Put an object that was read into all its places, but for names of parameters.
 
         Raises:
             PlacementError: It stands for several rows, and they differ.
         """
+        if isinstance(self.state_dict[fqn], ParameterNames):
+            return
         if fqn in self.request.shared:
             self._take_value(fqn, value)
         for path in (self.mappings[fqn], *self.request.placing.copies.get(fqn, ())):

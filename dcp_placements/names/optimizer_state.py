@@ -17,7 +17,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from dcp_placements.errors import Fault, PlacementError
+from dcp_placements.errors import Fault
 
 UNSEEN: Any = object()
 """A tensor of unknown shape."""
@@ -214,30 +214,61 @@ def stateless_parameters(state_dict: Mapping[str, Any], groups: Groups) -> list[
     return [name for name in dict.fromkeys(named) if name not in with_state] if with_state else []
 
 
-def unnamed_faults(
-    state_dict: Mapping[str, Any], groups: Groups, rename: Callable[[str], Any] | None
-) -> list[Fault]:
-    """Return the faults of optimizer state that other ranks do not find by its parameters' names.
+class ParameterNames(list[str]):
+    """The parameters that a parameter group lists, by the checkpoint's names.
 
-    It has their positions; or its parameter groups list names that ``rename`` changes.
+    Ranks list other parameters in one group, so these lists are not compared, and a load leaves a
+    rank's own as it is. Pickled it is a list.
     """
-    found: dict[str, str] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, ([*self],)
+
+
+def named_lists(
+    state_dict: Mapping[str, Any], fqns_of: Callable[[str], tuple[str, ...]] | None
+) -> tuple[dict[str, ParameterNames], list[Fault]]:
+    """Return the lists of parameters in parameter groups under the checkpoint's names.
+
+    A name becomes what its optimizer state becomes, whose keys it is part of.
+
+    Args:
+        state_dict: Flat, with the checkpoint's keys.
+        fqns_of: What a rename makes of a key; None for no rename.
+
+    Returns:
+        The lists by key, and a fault for each whose names the rename does not take.
+    """
+    lists: dict[str, dict[str, None]] = {}
+    faults = []
+    for head, named in parameter_groups(state_dict).items():
+        state = f"{head}state."
+        for name, fqn in named.items():
+            if not isinstance(name, str) or not fqn.endswith(".params"):
+                continue
+            new: tuple[str, ...] = (name,)
+            if fqns_of is not None:
+                try:
+                    new = fqns_of(f"{state}{name}")
+                    if not all(one.startswith(state) for one in new):
+                        new = fqns_of(name)
+                except Exception as error:  # whatever a function of the user's raises
+                    headline = f"rename= does not take {name!r}, which it lists: {error!r}"
+                    faults.append(Fault(fqn, headline, (FLATTEN,)))
+            lists.setdefault(fqn, {}).update(dict.fromkeys([o.removeprefix(state) for o in new]))
+    return {fqn: ParameterNames(names) for fqn, names in lists.items()}, faults
+
+
+def unnamed_faults(state_dict: Mapping[str, Any], groups: Groups) -> list[Fault]:
+    """Return the faults of optimizer state that has the positions of its parameters."""
+    found: dict[str, None] = {}
     for head, named in groups.items():
         if any(isinstance(name, int) for name in named):
             position = re.compile(rf"{re.escape(head)}state\.\d+(?=\.)")
             if match := next(filter(None, map(position.match, state_dict)), None):
-                found[match[0]] = "names its parameter by its position in the optimizer"
-        for name, fqn in named.items() if rename is not None else ():
-            if fqn.endswith(".params") and isinstance(name, str) and _changes(rename, name):
-                found[fqn] = "it lists parameters by this rank's names, which rename= changes"
-    return [Fault(fqn, headline, (FLATTEN,)) for fqn, headline in found.items()]
-
-
-def _changes(rename: Callable[[str], Any] | None, name: str) -> bool:
-    try:
-        return rename is not None and bool(rename(name) != name)
-    except PlacementError:
-        return True
+                found[match[0]] = None
+    headline = "names its parameter by its position in the optimizer"
+    return [Fault(fqn, headline, (FLATTEN,)) for fqn in found]
 
 
 _STATE = re.compile(r"(?<![^.])state\.")

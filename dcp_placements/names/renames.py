@@ -462,7 +462,7 @@ def apply(steps: Iterable[Step], key: str, matches: dict[str, bool]) -> Renamed:
     name: Renamed = key
     for step in steps:
         if step.declared is not None and not matches.get(step.declared, True):
-            matches[step.declared] = any(_matches(step.rename, fqn) for fqn in _fqns(name))
+            matches[step.declared] = any(_matches(step.rename, fqn) for fqn in fqns_of(name))
         name = _renamed(step.rename, name)
     return name
 
@@ -506,7 +506,8 @@ def _matches(step: Rename, key: str) -> bool:
     return step(key) != key
 
 
-def _fqns(name: Renamed) -> tuple[str, ...]:
+def fqns_of(name: Renamed) -> tuple[str, ...]:
+    """Return the keys of the checkpoint that a rename has made of a key."""
     return (name,) if isinstance(name, str) else (name.fqn,) if isinstance(name, Row) else name.fqns
 
 

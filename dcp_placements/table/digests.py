@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from dcp_placements.bind.one_tensor import Placed
 from dcp_placements.layout.boxes import Bools
 from dcp_placements.layout.sharding import Chunk
+from dcp_placements.names.optimizer_state import ParameterNames
 from dcp_placements.storage.provenance import StoredDigests
 from dcp_placements.table.table import OBJECT, Group, Held, Holding
 from dcp_placements.table.world import Cover, Piece, World, cover_of
@@ -349,6 +350,8 @@ def object_digest(value: Any) -> bytes | None:
     equal values inside are one object, nor how tensors and arrays lie in memory. Objects that refer
     to themselves are pickled as usual.
     """
+    if isinstance(value, ParameterNames):
+        value = None  # ranks list other parameters, and none of the lists is wrong
     for pickler in (_OrderlessPickler, pickle.Pickler):
         buffer = BytesIO()
         try:

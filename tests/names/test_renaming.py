@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -371,19 +372,90 @@ def test_a_parameter_that_is_called_by_a_number_is_no_position(tmp_path: Path) -
     dcp.save(state_dict, checkpoint_id=tmp_path, planner=PlacementSavePlanner(rename=rename))
 
 
-def test_parameter_groups_that_list_renamed_parameters_are_refused(tmp_path: Path) -> None:
-    state_dict = {
-        "layers.0.w": torch.ones(2),
-        "optim": {
-            "state": {"layers.0.w": {"exp_avg": torch.ones(2)}},
-            "param_groups": [{"lr": torch.tensor(0.1), "params": ["layers.0.w"]}],
-        },
+def nested(experts: Sequence[int], start: float) -> dict[str, Any]:
+    """Return weights and torch's default form of optimizer state of some experts, from number 0."""
+    names = [f"layers.0.experts.{at}.w" for at in range(len(experts))]
+    values = [torch.full((2, 3), start + expert) for expert in experts]
+    state = {
+        name: {"exp_avg": value + 100, "step": torch.tensor(7.0)}
+        for name, value in zip(names, values, strict=True)
     }
-    planner = PlacementSavePlanner(rename=Renumber("layers.{}", [1], total=None))
-    with pytest.raises(CheckpointException) as refused:
-        dcp.save(state_dict, checkpoint_id=tmp_path, planner=planner)
-    message = str(refused.value.failures[0][0])
-    assert "optim.param_groups.0.params: it lists parameters by this rank's names" in message
+    groups = [
+        {"lr": torch.tensor(0.1), "params": names[:1]},
+        {"lr": torch.tensor(0.2), "params": names[1:]},
+    ]
+    optim = {"state": state, "param_groups": groups}
+    return {"model": dict(zip(names, values, strict=True)), "optim": optim}
+
+
+def test_m81_parameter_groups_that_list_renamed_parameters(tmp_path: Path) -> None:
+    """Experts numbered from 0 on each of two ep ranks, and resumed where one rank has all."""
+    held = [range(2), range(2, 4)]
+    world = World(2)
+
+    def renumber(rank: int) -> Renumber:
+        return Renumber("experts.{}", held[rank], total=4)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        world.save(
+            tmp_path,
+            lambda rank: nested(held[rank], 1.0),
+            lambda rank: PlacementSavePlanner(rename=renumber(rank)),
+        )
+        loaded = world.load(
+            tmp_path,
+            lambda rank: nested([-1, -1], 0.0),
+            lambda rank: PlacementLoadPlanner(rename=renumber(rank)),
+        )
+    whole = nested([-1] * 4, 0.0)
+    dcp.load(whole, checkpoint_id=tmp_path, planner=PlacementLoadPlanner(), no_dist=True)
+    for rank, state_dict in enumerate(loaded):
+        assert_equal(state_dict, nested(held[rank], 1.0))
+    assert_equal(whole, nested(range(4), 1.0))
+    # Torch's own planner finds the checkpoint's names, those of the rank that wrote the list.
+    stock = nested([-1] * 4, 0.0)
+    dcp.load(stock, checkpoint_id=tmp_path, no_dist=True)
+    listed = [group["params"] for group in stock["optim"]["param_groups"]]
+    assert [*map(type, listed)] == [list, list]
+    experts = [[f"layers.0.experts.{at}.w" for at in of] for of in ((0, 1), (2, 3))]
+    assert [*listed[0], *listed[1]] in [
+        *experts,
+        [experts[0][0], experts[1][1]],
+        [experts[1][0], experts[0][1]],
+    ]
+    for group, own in zip(
+        stock["optim"]["param_groups"], whole["optim"]["param_groups"], strict=True
+    ):
+        group["params"] = own["params"]
+    assert_equal(stock, nested(range(4), 1.0))
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    for pair in zip(facts_of(one), facts_of(other), strict=True):
+        torch.testing.assert_close(*pair, rtol=0, atol=0)
+    lists = [[group["params"] for group in of["optim"]["param_groups"]] for of in (one, other)]
+    assert lists[0] == lists[1]
+
+
+def facts_of(state_dict: Any) -> list[Any]:
+    optim = state_dict["optim"]
+    return [state_dict["model"], optim["state"], [group["lr"] for group in optim["param_groups"]]]
+
+
+def test_a_rename_that_does_not_take_a_listed_parameter_is_refused(tmp_path: Path) -> None:
+    keys = {
+        "w": "v",
+        "param_groups.0.lr": "param_groups.0.lr",
+        "param_groups.0.params": "param_groups.0.params",
+    }
+    state_dict = {
+        "w": torch.ones(2),
+        "param_groups": [{"lr": torch.tensor(1.0), "params": ["w", "x"]}],
+    }
+    planner = PlacementSavePlanner(rename=keys.__getitem__)
+    with pytest.raises(CheckpointException, match=r"rename= does not take 'w', which it lists"):
+        dcp.save(state_dict, checkpoint_id=tmp_path, planner=planner, no_dist=True)
 
 
 def test_a_rename_that_raises_is_a_fault_with_its_key(tmp_path: Path) -> None:
