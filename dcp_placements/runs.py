@@ -115,12 +115,14 @@ class WriteItemOfSave(_OfRun, WriteItem):
     Attributes:
         run: The save.
         chunk: The tensor that is written; None where the planner looks it up.
+        copied: Whether other ranks write the same into their files.
     """
 
     _torch_s = WriteItem
 
     run: Any = field(default=None, compare=False, repr=False)
     chunk: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    copied: bool = field(default=False, compare=False, repr=False)
 
 
 @dataclass(frozen=True, eq=False)

@@ -271,6 +271,18 @@ class Checkpoint:
             yield from tensor.chunks
         yield from self.objects.values()
 
+    def copies(self) -> Iterator[StoredChunk]:
+        """Yield the further records of chunks that several ranks wrote."""
+        steps = self.rows.transforms
+        for fqn, tensor in self.tensors.items() if self.rows.has_copies else ():
+            boxes = {box.offsets: box for box in tensor.boxes}
+            first = None
+            for offset, (file, number, start, length) in self.rows.rows_of(fqn, copies=True):
+                if offset is not None and offset == first and offset in boxes:
+                    place = file, start, length, steps[number] or ()
+                    yield StoredChunk(fqn, boxes[offset], *place)
+                first = offset
+
     def read_record(self, stored: StoredRecord, most: int) -> bytes | None:
         """Return the record of a chunk or an object, as it was before its transforms.
 

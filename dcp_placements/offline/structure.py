@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -42,14 +43,14 @@ class CheckpointFault:
 
 
 def records_by_file(checkpoint: Checkpoint) -> Records:
-    """Return the records of every file, in file order; files sorted by name.
+    """Return the records of every file, copies too, in file order; files sorted by name.
 
     Raises:
         CannotLook: There are too many.
     """
     check_count(checkpoint.path, len(checkpoint.rows))
     by_file: dict[str, list[StoredRecord]] = {}
-    for record in checkpoint.records():
+    for record in chain(checkpoint.records(), checkpoint.copies()):
         if record.file is not None:
             by_file.setdefault(record.file, []).append(record)
     for records in by_file.values():

@@ -36,7 +36,7 @@ from dcp_placements.errors import (
     raise_faults,
     raise_faults_of_ranks,
 )
-from dcp_placements.layout.boxes import apart, tile
+from dcp_placements.layout.boxes import Ints, apart, tile
 from dcp_placements.layout.sharding import Box, Cuts
 from dcp_placements.names.renames import Step
 from dcp_placements.report import KeyReport, SaveReport, Shapes
@@ -59,6 +59,12 @@ from dcp_placements.table.owners import runs_of
 from dcp_placements.table.table import OBJECT, Group, Holding, Sent, packed_ints, unpacked_ints
 from dcp_placements.table.whole import WholeModel, compare_with_whole
 from dcp_placements.table.world import Piece, World, cover_of
+
+COPIED = 2
+"""Of ``Assignment.is_written``."""
+
+Copies = str | int | Sequence[str]
+"""``"off"``, bytes, or patterns: as of the planner."""
 
 REFUSED = "cannot be placed in the checkpoint"
 
@@ -131,19 +137,26 @@ class Assignment(NamedTuple):
         pieces: For each table whose groups are split, packed: the piece of each key. Pieces are
             numbered in the order in which they begin.
         save_id: Names the save.
+        copied: For each table, packed: by key, whether every rank that holds it writes it. Empty
+            where there are no such keys.
     """
 
     runs: bytes
     pieces: tuple[bytes, ...] = ()
     save_id: bytes = b""
+    copied: tuple[bytes, ...] = ()
 
-    def is_written(self, holding: Holding) -> list[bool]:
-        """Return for each box of each key of each group of ``holding`` if the rank writes it."""
+    def is_written(self, holding: Holding) -> list[int]:
+        """Return for each box of each key of each group of ``holding`` if the rank writes it.
+
+        That is ``COPIED`` where other ranks that hold it write it, too.
+        """
         runs = iter(unpacked_ints(self.runs).reshape(-1, 2).tolist())
-        is_written = []
+        is_written: list[int] = []
         for at, groups in enumerate(holding.tables):
             of_keys = self.pieces[at] if self.pieces else b""
             split = iter(unpacked_ints(of_keys).tolist() if of_keys else ())
+            copied = iter(unpacked_ints(self.copied[at]).tolist() if self.copied else ())
             # By piece, the runs of its boxes, and how many of its keys have been.
             runs_of: dict[int, list[list[int]]] = {}
             seen: dict[int, int] = {}
@@ -154,7 +167,10 @@ class Assignment(NamedTuple):
                         runs_of[piece] = list(islice(runs, len(held.boxes)))
                     position = seen.get(piece, 0)
                     seen[piece] = position + 1
-                    is_written += [start <= position < stop for start, stop in runs_of[piece]]
+                    kind = COPIED * next(copied, 0)
+                    is_written += [
+                        kind or start <= position < stop for start, stop in runs_of[piece]
+                    ]
         return is_written
 
 
@@ -387,12 +403,15 @@ class Coordinator:
         self.report.objects, self.report.partial_keys = tuple(objects), partial
         return metadata
 
-    def assign(self, *, lowest_rank: bool, save_id: bytes) -> list[Assignment]:
+    def assign(
+        self, *, lowest_rank: bool, save_id: bytes, copies: Copies = "off"
+    ) -> list[Assignment]:
         """Return what each rank writes.
 
         Args:
             lowest_rank: Leave every replica to its lowest rank.
             save_id: Names the save.
+            copies: What every rank that holds it writes, as of the planner.
         """
         world = self.world
         runs = runs_of(
@@ -404,15 +423,51 @@ class Coordinator:
         )
         pack = cache(lambda row: packed_ints(np.frombuffer(row, np.int64)))
         split = [packed_ints(pieces) if pieces else b"" for pieces in world.split]
+        copied = {} if copies == "off" else self._copied(copies)
         assignments: list[Any] = [None] * len(self.plans)
         by_rank = world.by_rank(runs)
         for cohort in world.cohorts:
             pieces = tuple([split[table] for table in cohort.tables])
             pieces = pieces if any(pieces) else ()
+            of_tables = tuple([copied[table] for table in cohort.tables]) if copied else ()
             for rank in cohort.ranks.tolist():
                 runs_of_rank = pack(by_rank[rank].tobytes())
-                assignments[rank] = Assignment(runs_of_rank, pieces, save_id)
+                assignments[rank] = Assignment(runs_of_rank, pieces, save_id, of_tables)
         return assignments
+
+    def _copied(self, copies: Copies) -> dict[int, bytes]:
+        """Return by table which of its keys every rank that holds them writes, packed.
+
+        Of a number of bytes each key takes those of its replicated boxes on every rank that holds
+        them, also on the rank that writes them anyhow. The smallest keys are first.
+        """
+        flags = [np.zeros(sum(map(len, table.keys)), np.int64) for table in self.world.tables]
+        patterns = [] if isinstance(copies, str | int) else list(map(compile_pattern, copies))
+        room = np.full(len(self.plans), copies if isinstance(copies, int) else 0, np.int64)
+        nbytes: list[tuple[Piece, Ints]] = []
+        for piece in self.world.pieces:
+            cover = piece.cover
+            if cover.has_replicas and piece.group.kind != OBJECT:
+                replicated = cover.numel * (np.diff(cover.starts) > 1) * piece.group.itemsize
+                more = np.zeros_like(room)
+                np.add.at(more, cover.ranks, replicated[cover.box_of])
+                nbytes.append((piece, more))
+        for piece, more in sorted(nbytes, key=lambda one: int(one[1].max())):
+            if isinstance(copies, int):
+                has = more > 0
+                count = int((room[has] // more[has]).min(initial=len(piece.fqns)))
+                chosen = list(range(min(count, len(piece.fqns))))
+                room -= more * len(chosen)
+            else:
+                chosen = [
+                    at
+                    for at, fqn in enumerate(piece.fqns)
+                    if any(pattern.search(f".{fqn}") for pattern in patterns)
+                ]
+            for source in piece.sources:
+                first = sum(map(len, self.world.tables[source.table].keys[: source.number]))
+                flags[source.table][[first + source.positions[at] for at in chosen]] = 1
+        return dict(enumerate(map(packed_ints, flags)))
 
     def record(self, keys: Collection[str]) -> dict[str, Any]:
         """Return what a checkpoint with these keys is to keep of cuts and renames: plain values."""

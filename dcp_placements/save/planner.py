@@ -68,16 +68,24 @@ from dcp_placements.runs import (
     made,
 )
 from dcp_placements.save.coordinator import (
+    COPIED,
     REFUSED,
     Assignment,
     Coordinator,
+    Copies,
     LocalPlan,
     Statement,
     sent_plans,
     tensor_properties,
 )
 from dcp_placements.save.refusals import repeat_fault
-from dcp_placements.storage.provenance import DIGESTS_OF_RANK, REPLACED, RESERVED_KEY, identity
+from dcp_placements.storage.provenance import (
+    COPIES,
+    DIGESTS_OF_RANK,
+    REPLACED,
+    RESERVED_KEY,
+    identity,
+)
 from dcp_placements.storage.rank_files import saves_before
 from dcp_placements.storage.save_ids import id_data, id_items, is_named
 from dcp_placements.table.digests import (
@@ -191,6 +199,9 @@ class PlacementSavePlanner(DefaultSavePlanner):
         flatten_sharded_tensors: As in ``DefaultSavePlanner``.
         dedup_replicated_tensors: As in ``DefaultSavePlanner`` (deprecated there, no effect).
         dedup_save_to_lowest_rank: As in ``DefaultSavePlanner``.
+        copies: Which replicated tensors every rank that holds them writes into its own file, too:
+            ``"off"``; the bytes that a rank may write more, for the smallest tensors; or patterns
+            of keys. It needs ``PlacementFileSystemWriter``; other readers read one of the copies.
         enable_plan_caching: Accepted as in ``DefaultSavePlanner``, and changes nothing: every save
             is planned by what is there.
 
@@ -230,6 +241,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         flatten_sharded_tensors: bool = True,
         dedup_replicated_tensors: bool | None = None,
         dedup_save_to_lowest_rank: bool = False,
+        copies: Copies = "off",
         enable_plan_caching: bool = False,
     ) -> None:
         self._runs = Runs(RankSave)
@@ -244,6 +256,13 @@ class PlacementSavePlanner(DefaultSavePlanner):
             raise PlacementError(f"digests={digests!r}: choose one of {DIGESTS}")
         if on_conflict not in ON_CONFLICT:
             raise PlacementError(f"on_conflict={on_conflict!r}: choose one of {ON_CONFLICT}")
+        if (isinstance(copies, str) and copies != "off") or isinstance(copies, bool):
+            raise PlacementError(f'copies={copies!r}: choose "off", bytes, or a list of patterns')
+        if copies != "off" and on_conflict == "warn":
+            raise PlacementError('copies= needs on_conflict="error": copies have to be equal')
+        for pattern in () if isinstance(copies, str | int) else copies:
+            compile_pattern(pattern)
+        self.copies = copies
         self.rules = rules
         self.rename = rename
         self.digests = digests
@@ -412,6 +431,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
             # One plan where there are more ranks: a save without collectives, nobody sees the rest.
             alone = len(all_plans) == 1 and world_size() > 1
             sent = sent_plans(all_plans)
+            if alone and self.copies != "off":
+                raise PlacementError("copies= needs a save by all ranks together")
             in_group = _rank_in_group(all_plans[0].storage_data) if alone else None
             others_missing = in_group not in (None, global_rank())
             if alone and not save.is_coordinator and not others_missing:
@@ -436,7 +457,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             save.report = coordinator.report
             save_id = uuid.uuid4().bytes
             assignments = coordinator.assign(
-                lowest_rank=self.dedup_save_to_lowest_rank, save_id=save_id
+                lowest_rank=self.dedup_save_to_lowest_rank, save_id=save_id, copies=self.copies
             )
             # What a writer put into a local plan stays in it: without collectives, its file names.
             save.global_plan = [
@@ -445,6 +466,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
             ]
             provenance = identity(save_id, world_size=len(all_plans), step=self.step)
             provenance |= coordinator.record(metadata)
+            if self.copies != "off":
+                provenance[COPIES] = True
             if alone:
                 provenance |= self._provenance_of_rank(save)
             data: dict[str, Any] = {}
@@ -479,6 +502,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
         with quiet_gc():
             is_known = has_own(self, PlacementSavePlanner, "lookup_object")
             items = assigned_items(holding, assignment, save, is_known=is_known)
+            if assignment.copied and not is_named(new_plan.storage_data):
+                raise PlacementError("copies= needs PlacementFileSystemWriter as storage_writer=")
             # A rank that writes nothing makes no file for its id alone.
             if items and not is_named(new_plan.storage_data):
                 items = [*id_items(assignment.save_id, global_rank()), *items]
@@ -569,9 +594,10 @@ def assigned_items(
         boxes = [_values(held.group, box) for box in held.boxes]
         chunks = held.data() if is_known and held.group.kind == SHARD else repeat(None)
         for (fqn, (offsets, one)), chunk in zip(product(held.fqns, boxes), chunks, strict=False):
-            if next(is_written):
+            if kind := next(is_written):
                 index = made(MetadataIndex, {"fqn": fqn, "offset": offsets, "index": None})
                 values = {"index": index, **one, "run": save, "chunk": chunk}
+                values["copied"] = kind == COPIED
                 items.append(made(WriteItemOfSave, values))
     return items
 

@@ -33,7 +33,7 @@ from dcp_placements.storage.torch_metadata import Entries
 _SPARE_CHUNKS = 1 << 16
 
 _PROVENANCE: dict[str, Any] = {
-    **{"save_id": str, "step": int | str, "world_size": int},
+    **{"save_id": str, "step": int | str, "world_size": int, "copies": bool},
     **dict.fromkeys(("rules", DIGESTS_OF_RANK, "axes", "versions", "options", "row_maps"), Mapping),
 }
 """The types of what is recorded of a save."""

@@ -5,8 +5,8 @@ chunks, and the keys that one rank alone has. So four things are kept, each once
 
 - a *template*: the records of a writer in its own order. Writers that wrote alike share one.
 - *places*: for each chunk of a key its writer, and its slot among the offsets of that writer. Keys
-  that are cut and assigned alike have the same places. Of several places of a chunk the
-  first counts.
+  that are cut and assigned alike have the same places. A chunk has several places where ranks wrote
+  copies; a reader takes that of its own rank's file, and otherwise the first, as torch does.
 - keys *apart*, which have one chunk in all.
 - per writer its template, and the names of its files.
 
@@ -20,7 +20,7 @@ Two ranks of ``ep`` with half of ``experts`` and a key of its own each, ``rng.0`
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
 from typing import Any, NamedTuple, cast
@@ -30,9 +30,10 @@ from torch.distributed.checkpoint import ReadItem
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_placements._torch import StorageInfo
-from dcp_placements.errors import Fault, PlacementError, format_faults
+from dcp_placements.errors import Fault, PlacementError, format_faults, format_names
 from dcp_placements.layout.boxes import Ints, unique
 from dcp_placements.storage.columns import IndexDamage, check_below
+from dcp_placements.storage.save_ids import writer_of
 from dcp_placements.storage.torch_metadata import Entries
 from dcp_placements.storage.written import (
     Offset,
@@ -137,6 +138,20 @@ class RowIndex:
         return (template * len(self.fqns) + key) * self._slots + slot
 
     @cached_property
+    def has_copies(self) -> bool:
+        """Whether any chunk has several places."""
+        return any(len(one.chunks) > int(one.chunks[-1]) + 1 for one in self.places)
+
+    @cached_property
+    def _rank_of(self) -> Ints:
+        """By writer, the rank whose number its first file has; -1 where there is none."""
+        has_files = self.file_counts > 0
+        ranks = [writer_of(self.files[at]) for at in self.first_files[has_files].tolist()]
+        found = np.full(len(has_files), -1)
+        found[has_files] = [-1 if rank is None else rank for rank in ranks]
+        return found
+
+    @cached_property
     def _positions(self) -> dict[int, dict[Offset, int]]:
         return {}
 
@@ -160,11 +175,13 @@ class RowIndex:
             return [origin(int(self.apart[5, self._apart_of[key]]))]
         return () if number == NOWHERE else self.offsets(number)
 
-    def find(self, indices: Sequence[MetadataIndex]) -> Ints:
-        """Return where chunks are; of several places of a chunk the first counts.
+    def find(self, indices: Sequence[MetadataIndex], rank: int | None = None) -> Ints:
+        """Return where chunks are.
 
         Args:
             indices: Of the chunks; their positions in lists of chunks are tried first.
+            rank: Of several places of a chunk that in a file of this rank counts, and otherwise the
+                first.
 
         Returns:
             ``(4, chunks)``: position among all files, transforms, start, length; -1 where there is
@@ -177,19 +194,38 @@ class RowIndex:
             at = np.flatnonzero(numbers == number)
             chunks = self._chunks(number, keys[at], [indices[one] for one in at.tolist()])
             at, chunks = at[chunks >= 0], chunks[chunks >= 0]
-            found[:, at] = self._rows_at(number, keys[at], chunks)
+            found[:, at] = self._rows_at(number, keys[at], self._nearest(number, chunks, rank))
         return found
 
-    def rows_of(self, fqn: str) -> list[tuple[Offset, Row]]:
-        """Return offset and row of each chunk of a key."""
+    def rows_of(self, fqn: str, *, copies: bool = False) -> list[tuple[Offset, Row]]:
+        """Return offset and row of each chunk of a key; with ``copies`` of each of its places."""
         offsets = self.offsets_of(fqn)
         if not offsets:
             return []
         key = self.numbers[fqn]
-        chunks = np.arange(len(offsets))
-        rows = self._rows_at(int(self.place_of[key]), np.full_like(chunks, key), chunks).T.tolist()
-        found = [(self.files[file], steps, start, length) for file, steps, start, length in rows]
-        return list(zip(offsets, found, strict=True))
+        number, chunks = int(self.place_of[key]), np.arange(len(offsets))
+        at = self._nearest(number, chunks, None)
+        if copies and number != APART:
+            chunks = self.places[number].chunks
+            at = np.arange(len(chunks))
+        rows = self._rows_at(number, np.full_like(at, key), at).T.tolist()
+        return [
+            (offsets[chunk], (self.files[file], steps, start, length))
+            for chunk, (file, steps, start, length) in zip(chunks.tolist(), rows, strict=True)
+        ]
+
+    def _nearest(self, number: int, chunks: Ints, rank: int | None) -> Ints:
+        """Return which of its places counts of each chunk: of ``rank``, or else the first."""
+        if number == APART:
+            return chunks
+        one = self.places[number]
+        at = one.chunks.searchsorted(chunks)
+        if rank is None or not self.has_copies:
+            return at
+        own = np.flatnonzero(self._rank_of[one.writers] == rank)
+        of_chunk = np.full(int(one.chunks[-1]) + 1, -1)
+        of_chunk[one.chunks[own]] = own
+        return np.where(of_chunk[chunks] >= 0, of_chunk[chunks], at)
 
     def _chunks(self, number: int, keys: Ints, indices: Sequence[MetadataIndex]) -> Ints:
         """Return which chunk of keys of one class each index means; -1 for none."""
@@ -210,12 +246,11 @@ class RowIndex:
             chunks.append(chunk)
         return np.array(chunks, np.int64)
 
-    def _rows_at(self, number: int, keys: Ints, chunks: Ints) -> Ints:
-        """Return rows of keys of one class, a chunk of each, as ``find`` does."""
+    def _rows_at(self, number: int, keys: Ints, at: Ints) -> Ints:
+        """Return rows of keys of one class, at one of its places each, as ``find`` does."""
         if number == APART:
             return self.apart[1:5, self._apart_of[keys]]
         one, (codes, order) = self.places[number], self._order
-        at = one.chunks.searchsorted(chunks)
         writers = one.writers[at]
         wanted = self._codes(self.template_of[writers], keys, one.slots[at])
         rows = self.rows[3:, order[codes.searchsorted(wanted)]]
@@ -223,9 +258,9 @@ class RowIndex:
         return rows
 
     def all_rows(self) -> Iterator[StoredPlace]:
-        """Yield every row."""
+        """Yield every row, those of copies, too."""
         for fqn in self.fqns:
-            for offset, (file, steps, start, length) in self.rows_of(fqn):
+            for offset, (file, steps, start, length) in self.rows_of(fqn, copies=True):
                 yield StoredPlace(fqn, offset, file, start, length, self.transforms[steps])
 
     def classes(self) -> Iterator[tuple[int, Ints]]:
@@ -345,20 +380,23 @@ def _chosen(one: Places, chosen: Ints) -> Places:
     return Places(one.listed, one.own, one.chunks[chosen], one.writers[chosen], one.slots[chosen])
 
 
-def index_of_rows(rows: Rows, entries: Entries) -> RowIndex:
+def index_of_rows(rows: Rows, entries: Entries, *, copies: bool = False) -> RowIndex:
     """Return the index of rows of any origin, as if each file had a writer of its own."""
     counts = np.bincount(rows.table[0], minlength=len(rows.fqns)).tolist()
     whole = {fqn for fqn, count in zip(rows.fqns, counts, strict=True) if count == 1}
-    return build_index([Written.of(part, whole) for part in rows.by_file()], entries)
+    parts = rows.by_file(copies=copies)
+    return build_index([Written.of(part, whole) for part in parts], entries, copies=copies)
 
 
-def build_index(written: Sequence[Written], entries: Entries) -> RowIndex:
-    """Return the index of what writers wrote; of two rows for one chunk the later one counts.
+def build_index(written: Sequence[Written], entries: Entries, *, copies: bool = False) -> RowIndex:
+    """Return the index of what writers wrote.
 
     Args:
         written: By writer, in order.
         entries: Of the state dict: their keys come first in the index, and places are in the order
             of their chunks.
+        copies: Whether rows of several writers for one chunk are copies, which all count; otherwise
+            the later one counts.
     """
     owns = [one.own for one in written]
     groups: dict[bytes, list[int]] = {}
@@ -383,6 +421,7 @@ def build_index(written: Sequence[Written], entries: Entries) -> RowIndex:
         return build_index(
             [one if mixed.isdisjoint(one.own.fqns) else _without(one, mixed) for one in written],
             entries,
+            copies=copies,
         )
     template_of_writer = np.zeros(len(written), np.int64)
     offsets: list[list[Ints]] = []
@@ -393,6 +432,9 @@ def build_index(written: Sequence[Written], entries: Entries) -> RowIndex:
         offsets.append(np.split(joined, slots, axis=1))
     of_slot = _Slots(list(groups.values()), [template.dims for template in templates], offsets)
     place_of, places = _all_places(rows, of_slot, entries, len(numbers))
+    if not copies:
+        # Of two rows for the same chunk the later one counts.
+        places = [_chosen(one, np.diff(one.chunks, append=-1) != 0) for one in places]
     place_of[apart[0]] = APART
     return RowIndex(
         entries,
@@ -494,8 +536,9 @@ def _places(kinds: Sequence[Sequence[int]], listed: int, held: _Slots, entries: 
         listed, own = -1, list(numbers)
     order = np.lexsort((slots, writers, chunks))
     every = Places(listed, own, chunks[order], writers[order], slots[order])
-    # Of two rows for the same chunk the later one counts.
-    return _chosen(every, np.diff(every.chunks, append=-1) != 0)
+    # A writer has one row for a chunk, of whatever slot: the later one counts.
+    last = np.diff(every.chunks, append=-1) != 0
+    return _chosen(every, last | (np.diff(every.writers, append=-1) != 0))
 
 
 def _positions(rows: Ints, wanted: Ints) -> Ints | None:
@@ -530,8 +573,15 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
             raise KeyError(index)
         return info
 
-    def infos(self, indices: Sequence[MetadataIndex]) -> list[StorageInfo | None]:
-        """Return the rows of chunks; None where there is none."""
+    def infos(
+        self, indices: Sequence[MetadataIndex], rank: int | None = None
+    ) -> list[StorageInfo | None]:
+        """Return the rows of chunks; None where there is none.
+
+        Args:
+            indices: Of the chunks.
+            rank: Whose copies count, as in ``RowIndex.find``.
+        """
         files, steps = self.index.files, self.index.transforms
         return [
             None
@@ -539,7 +589,7 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
             else StorageInfo(
                 files[file], start, length, None if (one := steps[number]) is None else list(one)
             )
-            for file, number, start, length in self.index.find(indices).T.tolist()
+            for file, number, start, length in self.index.find(indices, rank).T.tolist()
         ]
 
     def __len__(self) -> int:
@@ -565,7 +615,8 @@ def index_for(data: Mapping[MetadataIndex, StorageInfo], entries: Entries) -> Ro
     if isinstance(data, StorageTable):
         if data.index.entries is entries:
             return data.index
-        return index_of_rows(Rows.of(data.index.all_rows()), entries)
+        rows = Rows.of(data.index.all_rows())
+        return index_of_rows(rows, entries, copies=data.index.has_copies)
     rows = Rows.of(place_of(index.fqn, index.offset, info) for index, info in data.items())
     return index_of_rows(rows, entries)
 
@@ -583,17 +634,39 @@ DAMAGED_METADATA = (
 )
 
 
+def with_copies(
+    fault: Fault, places: Mapping[MetadataIndex, StorageInfo], item: ReadItem, file: str
+) -> Fault:
+    """Return a fault of the chunk of an item in a file, with where other copies of it are."""
+    if not isinstance(places, StorageTable) or not places.index.has_copies:
+        return fault
+    fqn, offset = item.storage_index.fqn, item.storage_index.offset
+    rows = places.index.rows_of(fqn, copies=True)
+    wanted = None if offset is None else tuple(offset)
+    others = [f"byte {row[2]} of {row[0]}" for at, row in rows if at == wanted and row[0] != file]
+    if not others:
+        return fault
+    return replace(fault, place=(*fault.place, f"a copy:      {format_names(others, 2)}"))
+
+
 def places_of(
-    items: Iterable[ReadItem], places: Mapping[MetadataIndex, StorageInfo]
+    items: Iterable[ReadItem],
+    places: Mapping[MetadataIndex, StorageInfo],
+    rank: int | None = None,
 ) -> list[StorageInfo]:
     """Return the places of the chunks and objects that items are read from.
+
+    Args:
+        items: The items.
+        places: A checkpoint's ``storage_data``.
+        rank: Whose copies count, as in ``RowIndex.find``.
 
     Raises:
         PlacementError: There is none of some; all of them in one error.
     """
     indices = [item.storage_index for item in items]
     infos = (
-        places.infos(indices)
+        places.infos(indices, rank)
         if isinstance(places, StorageTable)
         else list(map(places.get, indices))
     )

@@ -34,6 +34,9 @@ DIGESTS_OF_RANK = "sampled_digests"
 REPLACED = "replaced"
 """The key in the provenance of a rank that saved alone: how often it had saved there before."""
 
+COPIES = "copies"
+"""The key in the provenance of a save whose ranks write copies of what others write."""
+
 StoredDigests = dict[str, dict[tuple[int, ...] | None, bytes]]
 """FQN to offset (None for an object) to digest."""
 

@@ -37,7 +37,7 @@ from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import Traffic
 from dcp_placements.storage.checks import check_facts, refusing
 from dcp_placements.storage.file_reads import CountedFile, Part, open_inside
-from dcp_placements.storage.index import places_of
+from dcp_placements.storage.index import places_of, with_copies
 from dcp_placements.storage.metadata_file import read_metadata
 from dcp_placements.storage.protocols import AfterReads, WantsReader
 from dcp_placements.storage.rank_files import (
@@ -206,11 +206,12 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         threads = self.thread_count or (URL_THREADS if isinstance(self.fs, RemoteFileSystem) else 1)
         with quiet_gc():
             items = [i for i in plan.items if not i.storage_index.fqn.startswith(ID_PREFIX)]
-            for item, info in zip(items, places_of(items, self.storage_data), strict=True):
+            places = places_of(items, self.storage_data, global_rank())
+            for item, info in zip(items, places, strict=True):
                 records = wanted.setdefault(info.relative_path, {})
                 place = (info.offset, info.length)
                 if (record := records.get(place)) is None:
-                    record = records[place] = Record(info)
+                    record = records[place] = Record(info, places=self.storage_data)
                 record.items.append(item)
         ids = {record.file: record for record in speaking_for(wanted, self._ids)}
         jobs = list(jobs_of(wanted, ids, threads))
@@ -251,7 +252,11 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
             try:
                 file = CountedFile(stack.enter_context(self._open(job.path)))
             except FileNotFoundError as error:
-                text = format_faults("the checkpoint is not whole", [missing(job.path)])
+                fault = missing(job.path)
+                if job.records:
+                    item = job.records[0].item
+                    fault = with_copies(fault, self.storage_data, item, job.path)
+                text = format_faults("the checkpoint is not whole", [fault])
                 raise PlacementError(text) from error
             try:
                 self._check_id(file, job.id_record)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.checkpoint import LoadPlanner, ReadItem, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from dcp_placements._torch import StorageInfo, narrow_tensor_by_index
@@ -34,6 +35,7 @@ from dcp_placements.errors import (
 from dcp_placements.storage.byte_ranges import halves, segments
 from dcp_placements.storage.checked_load import load_plain, load_saved_tensor, zip_problem
 from dcp_placements.storage.file_reads import CountedFile, Part, crc32, part_of
+from dcp_placements.storage.index import with_copies
 from dcp_placements.storage.safe_pickle import RefusedGlobal
 from dcp_placements.storage.tensor_record import (
     BEHIND,
@@ -98,10 +100,12 @@ class Record:
     Attributes:
         info: Where it is.
         items: What is read of it; all of one type.
+        places: Of all chunks, for the message that names another copy.
     """
 
     info: StorageInfo
     items: list[ReadItem] = field(default_factory=list)
+    places: Mapping[MetadataIndex, StorageInfo] = field(default_factory=dict)
 
     @property
     def end(self) -> int:
@@ -120,7 +124,8 @@ class Record:
 
     def fault(self, problem: str, details: Sequence[str] = DAMAGED) -> Fault:
         """Return that this record is not as it should be."""
-        return Fault(self.items[0].storage_index.fqn, problem, tuple(details))
+        fault = Fault(self.items[0].storage_index.fqn, problem, tuple(details))
+        return with_copies(fault, self.places, self.item, self.info.relative_path)
 
 
 class ChunkReader:

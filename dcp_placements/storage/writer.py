@@ -44,7 +44,7 @@ from dcp_placements.storage.metadata_file import (
     read_file_names,
     write_metadata,
 )
-from dcp_placements.storage.provenance import REPLACED, RESERVED_KEY, stored
+from dcp_placements.storage.provenance import COPIES, REPLACED, RESERVED_KEY, stored
 from dcp_placements.storage.rank_files import saves_before
 from dcp_placements.storage.records import errors_of, split_by_chunk, write_items
 from dcp_placements.storage.remote import RemoteFileSystem, UrlPath, is_url, local_or_url
@@ -302,12 +302,12 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         with quiet_gc():
             entries = entries_of(metadata.state_dict_metadata)
             metadata.version = CURRENT_DCP_VERSION
-            metadata.storage_data = StorageTable(_index_of(results, entries))
+            metadata.storage_data = StorageTable(_index_of(results, entries, metadata))
             metadata.storage_meta = self.storage_meta()
             has_stock = self._has_stock(len(metadata.storage_data))
-            stored: Any = StoredEntries(entries)
+            columns: Any = StoredEntries(entries)
             facts = metadata.planner_data, metadata.storage_data, metadata.storage_meta
-            written = Metadata(stored, *facts, metadata.version)
+            written = Metadata(columns, *facts, metadata.version)
             write = partial(write_metadata, written, stock_metadata=has_stock)
             path = self._metadata_path
             if isinstance(self.fs, RemoteFileSystem) and self.fs.is_object_store:
@@ -375,17 +375,20 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             os.sync()
 
 
-def _index_of(results: Sequence[Sequence[WriteResult]], entries: Entries) -> RowIndex:
+def _index_of(
+    results: Sequence[Sequence[WriteResult]], entries: Entries, metadata: Metadata
+) -> RowIndex:
     """Return the index of the results of all ranks."""
+    copies = bool((stored(metadata) or {}).get(COPIES))
     written = [one.written for one in results if isinstance(one, WriteResults)]
     if len(written) == len(results):
-        return build_index(written, entries)
+        return build_index(written, entries, copies=copies)
     rows = Rows.of(
         place_of(one.index.fqn, one.index.offset, one.storage_data)
         for result in results
         for one in result
     )
-    return index_of_rows(rows, entries)
+    return index_of_rows(rows, entries, copies=copies)
 
 
 def _is_known(results: Sequence[WriteResult]) -> bool:

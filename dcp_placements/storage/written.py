@@ -89,9 +89,13 @@ class Rows(NamedTuple):
             names = self.fqns[fqn], self.offsets[offset], self.paths[path]
             yield StoredPlace(*names, start, length, self.transforms[steps])
 
-    def by_file(self) -> Iterator[Rows]:
-        """Yield the rows of each file; of two rows for one chunk the later one counts."""
-        table = self.table[:, _last_of(self)]
+    def by_file(self, *, copies: bool = False) -> Iterator[Rows]:
+        """Yield the rows of each file.
+
+        Args:
+            copies: Whether files may have rows for the same chunk; otherwise the later one counts.
+        """
+        table = self.table if copies else self.table[:, _last_of(self)]
         order = np.argsort(table[2], kind="stable")
         starts = np.flatnonzero(np.diff(table[2][order], prepend=-1))
         for some in np.split(order, starts[1:]) if len(starts) else []:
@@ -247,8 +251,10 @@ def _in_order(names: Sequence[Any], column: Ints) -> tuple[list[Any], Ints]:
 
 
 def is_whole(item: WriteItem) -> bool:
-    """Whether an item writes all of a key."""
+    """Whether an item alone writes all of a key: no other rank writes a copy."""
     data = item.tensor_data
+    if getattr(item, "copied", False):
+        return False
     return data is None or data.chunk.sizes == data.size
 
 
