@@ -29,10 +29,10 @@ from dcp_placements.offline.readers.dcp import (
 )
 from dcp_placements.offline.readers.safetensors import read_safetensors_metadata
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.storage.index import RowIndex, index_for
+from dcp_placements.storage.index import RowIndex, StorageTable, index_for
 from dcp_placements.storage.provenance import OWN_PREFIX, SaveRecord, record_of, stored
 from dcp_placements.storage.rank_files import merge_rank_metadata
-from dcp_placements.storage.save_ids import ID_PREFIX, IdRecord, absent_ranks, writer_of
+from dcp_placements.storage.save_ids import IdRecord, absent_ranks, id_records, writer_of
 from dcp_placements.storage.torch_metadata import entries_of
 
 DCP = "dcp"
@@ -242,12 +242,7 @@ class Checkpoint:
     @cached_property
     def id_records(self) -> dict[str, IdRecord]:
         """The record with a file's save id, by file, for files without an id in their name."""
-        records: dict[str, IdRecord] = {}
-        for fqn in self.rows.fqns:
-            if fqn.startswith(ID_PREFIX):
-                for offset, place in self._places.by_offset(fqn).items():
-                    records.setdefault(place[0], IdRecord(fqn, offset, *place))
-        return records
+        return id_records(StorageTable(self.rows))
 
     def tensor(self, fqn: str) -> StoredTensor:
         """Return the tensor of a key.

@@ -161,7 +161,7 @@ def _id_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
             continue  # transforms are undone by extensions, which are not at hand here
         try:
             with checkpoint.directory.open(file) as stream:
-                stream.seek(record.start)
+                stream.seek(record.info.offset)
                 fault = record.fault(stream.read(record.nbytes))
         except OSError:
             continue  # its other records cannot be read either, which is a fault of its own

@@ -289,8 +289,8 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         """
         if record is None:
             return
-        nbytes = max(min(record.nbytes, file.size - record.start), 0)
-        stream: Any = Part(file, record.start, nbytes).stream()
+        nbytes = max(min(record.nbytes, file.size - record.info.offset), 0)
+        stream: Any = Part(file, record.info.offset, nbytes).stream()
         if record.transforms:
             item = record.read_item()
             stream = self.transforms.transform_load_stream(item, record.transforms, stream)

@@ -13,7 +13,7 @@ import io
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,43 +202,35 @@ def id_data(index: MetadataIndex) -> io.BytesIO | None:
 
 @dataclass(frozen=True, slots=True)
 class IdRecord:
-    """The record of a save id in a file.
+    """The record of a save id in a file, as ``storage_data`` lists it."""
 
-    Attributes:
-        fqn: Its key in ``storage_data``.
-        offset: Under which it is there.
-        file: The file that it is in.
-        start: Where it begins in the file, in bytes.
-        length: Its bytes.
-        transforms: Names of the transforms that it went through.
-    """
-
-    fqn: str
-    offset: tuple[int, ...] | None
-    file: str
-    start: int
-    length: int
-    transforms: tuple[str, ...]
+    index: MetadataIndex
+    info: StorageInfo
 
     @property
-    def index(self) -> MetadataIndex:
-        """Its place in ``storage_data``."""
-        return MetadataIndex(self.fqn, self.offset)
+    def file(self) -> str:
+        """The file that it is in."""
+        return str(self.info.relative_path)
 
     @property
     def save_id(self) -> str:
         """The id that ``.metadata`` names."""
-        return self.fqn[len(ID_PREFIX) :]
+        return self.index.fqn[len(ID_PREFIX) :]
+
+    @property
+    def transforms(self) -> Sequence[str]:
+        """Names of the transforms that it went through."""
+        return getattr(self.info, "transform_descriptors", None) or ()
 
     @property
     def nbytes(self) -> int:
         """Bytes to read: its length, bounded in case the metadata are damaged."""
-        return min(self.length, _RECORD_NBYTES)
+        return min(self.info.length, _RECORD_NBYTES)
 
     def read_item(self) -> ReadItem:
         """Return what reads it."""
-        index, size = self.index, torch.Size((0,))
-        return ReadItem(LoadItemType.BYTE_IO, index, size, index, size, size)
+        size = torch.Size((0,))
+        return ReadItem(LoadItemType.BYTE_IO, self.index, size, self.index, size, size)
 
     def fault(self, data: bytes) -> Fault | None:
         """Return the fault that another save wrote the file; None where this one did.
@@ -271,11 +263,7 @@ def id_records(data: Mapping[MetadataIndex, StorageInfo]) -> dict[str, IdRecord]
     )
     records: dict[str, IdRecord] = {}
     for index, info in entries:
-        offset = None if index.offset is None else tuple(index.offset)
-        steps = tuple(getattr(info, "transform_descriptors", None) or ())
-        file = str(info.relative_path)
-        record = IdRecord(index.fqn, offset, file, int(info.offset), int(info.length), steps)
-        records.setdefault(file, record)
+        records.setdefault(str(info.relative_path), IdRecord(index, info))
     return records
 
 

@@ -21,18 +21,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_placements import PlacementError, PlacementSavePlanner
 from dcp_placements.storage import records
-from dcp_placements.storage.metadata_file import read_metadata, write_metadata
+from dcp_placements.storage.metadata_file import read_metadata
 from dcp_placements.storage.records import save_tensors
 from dcp_placements.storage.writer import PlacementFileSystemWriter
 from dcp_placements.testing import World
@@ -213,16 +209,6 @@ def test_metadata_names_torchs_classes_only(tmp_path: Path) -> None:
     assert {str(name).split()[0].split(".")[0] for name in named} <= {"torch", "pathlib"}
 
 
-def test_our_reader_finds_in_metadata_what_torch_does(tmp_path: Path) -> None:
-    stock, ours = save_both(tmp_path, 4, 7)
-    for name, expected in (("ours", ours), ("stock", stock)):
-        found = read_metadata(partial(open, tmp_path / name / ".metadata", "rb"))
-        assert found.state_dict_metadata == expected.state_dict_metadata
-        assert found.planner_data == expected.planner_data
-        assert dict(found.storage_data) == expected.storage_data
-        assert len(found.storage_data) == len(expected.storage_data)
-
-
 def test_what_a_save_returns_can_be_looked_at_like_torchs(tmp_path: Path) -> None:
     saved = {"w": torch.randn(3, 5), "lr": 0.1}
     ours = dcp.save(saved, storage_writer=PlacementFileSystemWriter(tmp_path))
@@ -233,32 +219,6 @@ def test_what_a_save_returns_can_be_looked_at_like_torchs(tmp_path: Path) -> Non
     assert MetadataIndex("x", (0, 0)) not in ours.storage_data
     assert ours.storage_data[MetadataIndex("lr")].relative_path == data_file(tmp_path, 0).name
     assert pickle.loads(pickle.dumps(ours.storage_data)) == ours.storage_data
-
-
-@pytest.mark.parametrize("start", [0, (1 << 31) - 1, 1 << 31, 1 << 40])
-@pytest.mark.parametrize("transforms", [None, ["zstd"], []])
-def test_every_kind_of_record_comes_back(start: int, transforms: list[str] | None) -> None:
-    # Keys that are also attribute names, and one that is a path.
-    keys = ("offset", "fqn", "storage_data", "a.distcp", "\N{GREEK SMALL LETTER MU}", "")
-    stored: dict[str, Any] = {key: BytesStorageMetadata() for key in keys[3:]}
-    entries = {MetadataIndex(key): _StorageInfo("a.distcp", 3, 4) for key in keys[3:]}
-    for n, key in enumerate(keys[:3]):
-        chunks = [ChunkStorageMetadata(torch.Size([r, 0]), torch.Size([1, 4])) for r in range(300)]
-        size = torch.Size([300, 4])
-        stored[key] = TensorStorageMetadata(TensorProperties(torch.bfloat16), size, chunks)
-        for chunk in chunks:
-            index = MetadataIndex(key, chunk.offsets)
-            info = _StorageInfo(f"__{n}_{chunk.offsets[0]}", start + n, 1 << n, transforms)
-            entries[index] = info
-    wanted = Metadata(stored, {"a": ("a",)}, entries, None, "1.0.0")
-    written = io.BytesIO()
-    write_metadata(wanted, written)
-    assert pickle.loads(written.getvalue()) == wanted
-    ours = read_metadata(lambda: io.BytesIO(written.getvalue()))
-    assert dict(ours.storage_data) == entries
-    assert ours.state_dict_metadata == stored
-    assert ours.planner_data == wanted.planner_data
-    assert ours.version == wanted.version
 
 
 def test_an_empty_checkpoint_has_metadata(tmp_path: Path) -> None:
