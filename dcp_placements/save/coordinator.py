@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from dcp_placements.errors import (
     Fault,
     format_faults,
+    format_names,
     raise_faults,
     raise_faults_of_ranks,
 )
@@ -442,7 +443,8 @@ class Coordinator:
         them, also on the rank that writes them anyhow. The smallest keys are first.
         """
         flags = [np.zeros(sum(map(len, table.keys)), np.int64) for table in self.world.tables]
-        patterns = [] if isinstance(copies, str | int) else list(map(compile_pattern, copies))
+        patterns = {} if isinstance(copies, str | int) else {p: compile_pattern(p) for p in copies}
+        unmatched = set(patterns)
         room = np.full(len(self.plans), copies if isinstance(copies, int) else 0, np.int64)
         nbytes: list[tuple[Piece, Ints]] = []
         for piece in self.world.pieces:
@@ -459,14 +461,17 @@ class Coordinator:
                 chosen = list(range(min(count, len(piece.fqns))))
                 room -= more * len(chosen)
             else:
-                chosen = [
-                    at
-                    for at, fqn in enumerate(piece.fqns)
-                    if any(pattern.search(f".{fqn}") for pattern in patterns)
-                ]
+                chosen = []
+                for at, fqn in enumerate(piece.fqns):
+                    if found := {one for one in patterns if patterns[one].search(f".{fqn}")}:
+                        chosen.append(at)
+                        unmatched -= found
             for source in piece.sources:
                 first = sum(map(len, self.world.tables[source.table].keys[: source.number]))
                 flags[source.table][[first + source.positions[at] for at in chosen]] = 1
+        if unmatched:
+            names = format_names(sorted(unmatched), 4)
+            warnings.warn(f"copies=: no replicated tensor matches {names}", stacklevel=4)
         return dict(enumerate(map(packed_ints, flags)))
 
     def record(self, keys: Collection[str]) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def assert_whole(state: dict[str, Any]) -> None:
         (2411, ["norm"]),
         (2412, ["norm", "embed"]),
         (["embed"], ["embed"]),
-        (["norm", "experts"], ["norm"]),
+        (["norm"], ["norm"]),
     ],
 )
 def test_each_holder_writes_what_is_to_be_copied(
@@ -171,6 +171,12 @@ def test_copies_survive_a_rewrite_of_the_metadata(tmp_path: Path, run: Any) -> N
     assert run("merge-metadata", tmp_path, "--rewrite").code == 0
     assert written_by(tmp_path, "embed") == [0, 1]
     assert_whole(load_on(tmp_path, 1))
+
+
+def test_a_pattern_without_a_replicated_tensor_is_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="no replicated tensor matches experts"):
+        save_copies(tmp_path, ["norm", "experts"])
+    assert written_by(tmp_path, "norm") == [0, 1]
 
 
 def test_what_cannot_be_copied_is_refused(tmp_path: Path) -> None:
