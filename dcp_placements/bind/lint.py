@@ -34,6 +34,8 @@ def tensor_faults(
         is_save: Whether a meta tensor, which has no contents, is a fault.
     """
     faults = []
+    # By start in memory the first tensor there; of those with several all of them.
+    first: dict[int, tuple[str, torch.Tensor]] = {}
     starts: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for fqn, tensor in tensors:
         is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
@@ -48,10 +50,11 @@ def tensor_faults(
             faults.append(Fault(fqn, headline, _AROUND))
         else:
             start = tensor.data_ptr() if is_plain else data_pointer(tensor)
-            starts.setdefault(start, []).append((fqn, tensor))
-    for start, named in starts.items():
-        if start and len(named) > 1:
-            faults += _alias_faults(named, placed)
+            one = fqn, tensor
+            if start and first.setdefault(start, one) is not one:
+                starts.setdefault(start, [first[start]]).append(one)
+    for named in starts.values():
+        faults += _alias_faults(named, placed)
     return faults
 
 

@@ -53,9 +53,11 @@ def tied_keys(destinations: Sequence[tuple[str, torch.Tensor]]) -> dict[str, tup
         end = max(end, starts[at] + nbytes)
     tied: dict[str, tuple[str, ...]] = {}
     for run in runs:
+        if len(run) == 1:
+            continue
         views = [destinations[at][1] for at in run]
         # The extent of a column of a matrix has other columns, too.
-        if len(run) > 1 and (all(v.is_contiguous() for v in views) or _share_memory(views)):
+        if all(view.is_contiguous() for view in views) or _share_memory(views):
             keys = tuple(dict.fromkeys([destinations[at][0] for at in sorted(run)]))
             tied.update(dict.fromkeys(keys, keys))
     return tied

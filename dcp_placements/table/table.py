@@ -235,7 +235,7 @@ def holding_of(
         paths: By key, where it stands in the nested dict; empty where it was not flattened.
         without: Keys that it has no part of, or leaves to other ranks.
     """
-    fqns = [fqn for fqn in state_dict if fqn not in without]
+    fqns = [fqn for fqn in state_dict if fqn not in without] if without else list(state_dict)
     # Of each table, the groups.
     by_table: dict[Any, dict[tuple[Group, HeldBoxes], Held]] = {}
     # The group of a key, by all that determines it.
@@ -246,7 +246,9 @@ def holding_of(
         value = placed.get(fqn)
         source: tuple[Any, ...]
         if value is not None:
-            source = head, value.place, value.has_own_key, _LOOK(value.tensor)
+            tensor = value.tensor
+            look = tensor.dtype, tensor.layout, tensor.requires_grad
+            source = head, value.place, value.has_own_key, look
         else:
             value = state_dict[fqn]
             if has_hooks(value):
@@ -344,10 +346,12 @@ def packed_table(groups: Sequence[Held], paths: Mapping[str, Path]) -> bytes:
         for fqn, value in zip(held.fqns, held.values, strict=True):
             texts = _NUMBER.split(fqn)
             numbers += texts[1::2]
-            path = [
-                part.count(".") + 1 if isinstance(part, str) else 0 for part in paths.get(fqn, ())
-            ]
-            form = tuple(texts[::2]), tuple(path), value.rule if type(value) is Placed else None
+            path: tuple[int, ...] = ()
+            if paths:
+                path = tuple(
+                    [one.count(".") + 1 if type(one) is str else 0 for one in paths.get(fqn, ())]
+                )
+            form = tuple(texts[::2]), path, value.rule if type(value) is Placed else None
             form_of.append(forms.setdefault(form, len(forms)))
     columns = packed_ints(form_of), packed_ints(list(map(int, numbers)))
     declared, sizes = [held.group for held in groups], [len(held.fqns) for held in groups]
