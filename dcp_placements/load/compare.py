@@ -264,8 +264,10 @@ def _differences_by_rule(saved: Cuts, placed: Placed, record: SaveRecord) -> Ite
     here = {axis.name: axis.size for axis in placed.place.axes}
     for axis, cut in one.items():
         if cut.kind is Kind.LISTED and other.get(axis) == Cut(cut.dim, axis, cut.size, of=cut.of):
-            if cut.dim >= 0 and not is_stacked:
-                rows = f"IndexShard({cut.dim}, this rank's rows)"
+            if not is_stacked:
+                # Of a tensor that is a row, the dim of the rows is one of the tensor unstacked.
+                dim = cut.dim if cut.dim >= 0 else "dim"
+                rows = f"IndexShard({dim}, this rank's rows)"
                 way_out = f'{{"{axis}": {rows}}} in the rules of this load'
                 yield ((axis,), str(cut), str(other[axis]), way_out)
         elif axis not in other and here.get(axis) == cut.size:

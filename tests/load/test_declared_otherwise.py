@@ -72,6 +72,24 @@ def test_m74_listed_rows_that_a_load_declares_as_a_plain_cut_are_refused(tmp_pat
     refusal.says("rows of dim 0", "Shard(0) over 'ep'")
 
 
+def test_m74_listed_rows_that_are_unstacked_and_loaded_by_a_plain_cut_are_refused(
+    tmp_path: Path,
+) -> None:
+    whole, rename = arange(4, 3), Unstack("w.{}")
+    save(TWO, tmp_path, lambda rank: {"w": whole[list(ROWS[rank])]}, listed, rename=rename)
+    plain = rules_of(TWO, {"ep": 2}, "w", ep=Shard(0))
+    states = [{"w": torch.zeros(2, 3)} for _ in range(2)]
+    with refused() as refusal:
+        load(TWO, tmp_path, states.__getitem__, plain, rename=rename)
+    refusal.says("w.0-3", "one tensor per row, each rank its own", "Shard(dim of the rows)")
+    assert not any(state["w"].any() for state in states)
+    load(TWO, tmp_path, states.__getitem__, listed, rename=rename)
+    assert all(same_bits(states[at]["w"], whole[list(ROWS[at])]) for at in range(2))
+    waive = {"w.*": "this model has its experts in order"}
+    load(TWO, tmp_path, states.__getitem__, plain, rename=rename, waive=waive)
+    assert same_bits(states[1]["w"], whole[2:])
+
+
 NAMES = ["gate", "up"]
 OTHERWISE: dict[str, Any] = {
     "groups": Split("w", NAMES),
