@@ -341,7 +341,6 @@ class RemoteFolder:
 
 
 AnyOutput = Output | RemoteOutput
-AnyFolder = Folder | RemoteFolder
 
 
 @contextmanager
