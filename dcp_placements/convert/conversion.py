@@ -8,11 +8,13 @@ same source by the same arguments continues with the files that it has finished.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import IO, Any, ClassVar, Protocol
 
@@ -147,10 +149,11 @@ def _convert(
     writer.begin(identity)
     kept = []
     total = sum(writer.files.values())
-    output.check_room(total, identity)
+    output.check_room(total)
     if not dry_run:
         names = [name for name in writer.files if name != writer.last]
         with (
+            _room_for(output, total),
             output.directory([*names, writer.last], identity) as folder,
             source.reader() as reader,
             Elements(reader, memory, progress, total) as elements,
@@ -181,6 +184,24 @@ def _convert(
         accounted=source.accounted,
         notes=tuple(source.notes),
     )
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def _room_for(output: AnyOutput, nbytes: int) -> Iterator[None]:
+    """Say what is needed, where a disk, a quota, or a limit on files ends the block."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        raise CannotLook(
+            f"{output.path}: {error}\n"
+            f"    needed:      {format_nbytes(nbytes)} in all, and room for metadata\n"
+            "    way out:     make room, and give the same command again, which goes on from here"
+        ) from error
 
 
 def _identity(source: Source, tensors: Iterable[AssembledTensor], writer: Writer) -> str:

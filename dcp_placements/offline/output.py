@@ -145,16 +145,16 @@ class Output(AbstractContextManager["Output"]):
             raise
         _sync_directory(self.path.parent)
 
-    def check_room(self, nbytes: int, identity: str) -> None:
+    def check_room(self, nbytes: int) -> None:
         """Check that there is room for an output of so many bytes.
 
-        Room is what is free, and what an unfinished directory of that identity has.
+        Room is what is free, and what an unfinished directory has: it is continued, or removed.
 
         Raises:
             CannotLook: There is not.
         """
         held = 0
-        if self._is_unfinished(identity):
+        if self._partial.is_dir() and not self._partial.is_symlink():
             held = sum(file.stat().st_size for file in self._partial.iterdir())
         room = shutil.disk_usage(self.path.parent).free + held
         if room < nbytes:
@@ -244,7 +244,7 @@ class RemoteOutput(AbstractContextManager["RemoteOutput"]):
     def __exit__(self, *raised: object) -> None:
         """Do nothing: what was begun is there for the next attempt."""
 
-    def check_room(self, nbytes: int, identity: str) -> None:
+    def check_room(self, nbytes: int) -> None:
         """Check nothing: the room at a URL is not known."""
 
     @contextmanager

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import resource
-import signal
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -443,47 +438,6 @@ def test_a_hostile_pickle_is_refused_and_nothing_runs(tmp_path: Path, run: Run) 
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 
-KILLED = """
-import os, signal, sys
-from dcp_placements.offline import export_safetensors
-from dcp_placements.presets import hub
-
-def progress(done, total):
-    if done > total / 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-export_safetensors(sys.argv[1], sys.argv[2], rename=hub.mixtral, max_shard_size=400,
-                   progress=progress)
-"""
-
-
-def test_killed_and_run_again_it_is_as_if_never_killed(tmp_path: Path) -> None:
-    save(tmp_path / "ckpt")
-
-    def exported(name: str) -> Any:
-        out = tmp_path / name
-        made = {"rename": hub.mixtral, "max_shard_size": 400}
-        return export_safetensors(tmp_path / "ckpt", out, **made)
-
-    files = exported("whole").files
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, tmp_path / "ckpt", tmp_path / "out"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=False,
-    )
-    assert done.returncode == -signal.SIGKILL
-    assert not (tmp_path / "out").exists()
-    half = tmp_path / ".out.partial"
-    finished = {p.name: p.stat().st_ino for p in half.glob("*.safetensors")}
-    assert 0 < len(finished) < len(files)
-    result = exported("out")
-    assert result.kept == tuple(sorted(finished))
-    assert {n: (tmp_path / "out" / n).stat().st_ino for n in finished} == finished
-    for path in (tmp_path / "whole").iterdir():
-        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
-    assert len(list((tmp_path / "out").iterdir())) == len(list((tmp_path / "whole").iterdir()))
-
-
 def test_files_of_another_export_are_not_kept(tmp_path: Path) -> None:
     class Stopped(Exception):
         pass
@@ -574,18 +528,3 @@ def test_a_source_that_is_overwritten_meanwhile_is_refused(tmp_path: Path, shard
     with pytest.raises(CannotLook, match="it was overwritten while it was read"):
         export_safetensors(source, out, max_shard_size=shard_size, progress=overwrite)
     assert not out.exists()
-
-
-def test_a_full_disk_is_an_error_of_the_output(tmp_path: Path, run: Run) -> None:
-    save_hugging_face(tmp_path / "src", {"w": torch.arange(100_000.0)})
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        ran = run("export", tmp_path / "src", tmp_path / "out")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, ignored)
-    assert (ran.code, ran.err.count("\n")) == (2, 1)
-    assert "File too large" in ran.err
-    assert str(tmp_path / ".out.partial") in ran.err

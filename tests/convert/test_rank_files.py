@@ -19,7 +19,6 @@ from dcp_placements import CheckpointPlacement, MeshCoordinate, PlacementError, 
 from dcp_placements.convert.rank_files import rank_files_source
 from dcp_placements.offline import (
     CannotLook,
-    export_safetensors,
     import_checkpoint,
     open_source,
     verify,
@@ -225,30 +224,6 @@ def home_made(mesh: MeshCoordinate) -> Placements:
         },
         rename=Renumber("experts.{}", mine, total=4),
     )
-
-
-def test_a_stopped_import_of_ranks_files_is_continued(
-    saved: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dcp_placements.convert.layout.FILE_NBYTES", 150)
-
-    def stop(done: int, total: int) -> None:
-        if done > total / 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        import_checkpoint(saved("fsdp"), tmp_path / "out", progress=stop)
-    assert import_checkpoint(saved("fsdp"), tmp_path / "out").kept
-    import_checkpoint(saved("fsdp"), tmp_path / "whole")
-    one, other = (
-        {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()}
-        for name in ("out", "whole")
-    )
-    assert one == other
-    assert_whole(read_whole(tmp_path / "out"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
-    export_safetensors(open_source(saved("fsdp")), tmp_path / "hf", max_shard_size=100)
-    assert len(list((tmp_path / "hf").iterdir())) == 4
 
 
 def test_dicts_that_are_nested_too_deeply_are_one_message(tmp_path: Path) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -390,49 +387,6 @@ def test_what_a_load_would_be_refused_for_is_refused(
     with pytest.raises(CannotLook, match="there is room for 100 B"):
         reshard(source, tmp_path / "out", rules_by_ep, {"ep": 2})
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-KILLED = """
-import os, signal, sys
-from dcp_placements.offline import reshard
-from tests.offline_scenes import rules_by_ep
-
-def progress(done, total):
-    if done > total / 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-reshard(sys.argv[1], sys.argv[2], rules_by_ep, {"ep": 4}, progress=progress)
-"""
-
-
-def test_killed_and_run_again_it_is_as_if_never_killed(tmp_path: Path) -> None:
-    save_sharded(tmp_path / "source")
-    out = tmp_path / "out"
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path / "source"), str(out)],
-        cwd=ROOT,
-        check=False,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"},
-    )
-    assert killed.returncode == -signal.SIGKILL
-    assert not out.exists()
-    seen: list[tuple[int, int]] = []
-    expected = reshard(
-        tmp_path / "source",
-        out,
-        rules_by_ep,
-        {"ep": 4},
-        progress=lambda done, total: seen.append((done, total)),
-    )
-    assert 0 < len(expected.kept) < len(expected.files)
-    assert seen[-1][0] == seen[-1][1] == sum(expected.files.values())
-    whole = reshard(tmp_path / "source", tmp_path / "again", rules_by_ep, {"ep": 4})
-    assert whole.kept == ()
-    assert files_of(out) == files_of(tmp_path / "again")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "out", "source"]
-    # Another target does not take over what this one left.
-    other = reshard(tmp_path / "source", tmp_path / "other", rules_by_ep, {"ep": 2})
-    assert {*other.files}.isdisjoint(expected.files)
 
 
 def test_urls_are_read_and_written(tmp_path: Path, memory: str, run: Run) -> None:

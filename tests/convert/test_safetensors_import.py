@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -200,31 +199,6 @@ def test_what_is_wrong_is_told_before_anything_is_written(tmp_path: Path, run: R
     with pytest.raises(CannotLook):
         import_checkpoint(tmp_path / "none", tmp_path / "ckpt")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "hf", "none"]
-
-
-def test_a_stopped_import_is_continued_to_equal_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layout, "FILE_NBYTES", 200)
-    save_hugging_face(tmp_path / "hf", tensors())
-
-    def stop(done: int, total: int) -> None:
-        if done > total / 2:
-            raise KeyboardInterrupt(signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt):
-        import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", progress=stop)
-    assert not (tmp_path / "ckpt").exists()
-    again = import_checkpoint(tmp_path / "hf", tmp_path / "ckpt")
-    assert 0 < len(again.kept) < len(again.files)
-    assert diff(tmp_path / "ckpt", tmp_path / "hf").same
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "hf"]
-    import_checkpoint(tmp_path / "hf", tmp_path / "whole")
-    one, other = (
-        {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()}
-        for name in ("ckpt", "whole")
-    )
-    assert one == other
 
 
 def test_files_that_are_overwritten_meanwhile_are_refused(tmp_path: Path) -> None:
