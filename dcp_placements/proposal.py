@@ -15,7 +15,7 @@ A proposal is not a declaration: what shapes and contents leave open is said, no
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from torch.distributed.tensor import Shard
 
 from dcp_placements._torch import DistWrapper, facts_of, state_dicts_of_statefuls, world_size
 from dcp_placements.bind.lint import GATE_UP, QKV
-from dcp_placements.errors import PlacementError, format_names
+from dcp_placements.errors import PlacementError, format_names, numbers_in, without_numbers
 from dcp_placements.layout.sharding import Sharding
 from dcp_placements.names.renames import Renames, Renumber, contiguous
 from dcp_placements.placements import Placements
@@ -36,6 +36,9 @@ from dcp_placements.rules.patterns import RuleTable, compile_pattern
 from dcp_placements.rules.placement import CheckpointPlacement, FusedShard, cut_of, format_placement
 from dcp_placements.table.digests import sampled_digests
 from dcp_placements.table.whole import Shape, WholeModel
+
+_JOINED = re.compile(r"(?:^|[._])(?:w?kv(?:_proj)?(?=\.|$)|w\d_?w\d)")
+"""Names of tensors that join others along a dim, perhaps: shapes and contents fit a plain shard."""
 
 
 class Option(NamedTuple):
@@ -306,7 +309,7 @@ def decide(whole: WholeModel, facts: Sequence[RankFacts], sizes: Mapping[str, in
     held = {
         key: [(one.position, one.tensors[key]) for one in ranks if key in one.tensors]
         for key in whole.shapes
-        if not any(_folded(head) in unnumbered for head, *_ in _numbers(key))
+        if not any(without_numbers(head) in unnumbered for head, *_ in numbers_in(key))
     }
     missing = [
         key for key, parts in held.items() if not parts and whole.names.get(key, (key,))[0] == key
@@ -315,7 +318,7 @@ def decide(whole: WholeModel, facts: Sequence[RankFacts], sizes: Mapping[str, in
         decision.undecided[pattern] = "no rank has this key"
     for key, parts in held.items():
         shapes = tuple([(part.shape, tuple(at.items())) for at, part in parts])
-        kinds.setdefault((_folded(key), whole.shapes[key], shapes), []).append(key)
+        kinds.setdefault((without_numbers(key), whole.shapes[key], shapes), []).append(key)
     options: dict[str, Option] = {}
     for (_, shape, shapes), members in kinds.items():
         if not shapes:
@@ -324,6 +327,8 @@ def decide(whole: WholeModel, facts: Sequence[RankFacts], sizes: Mapping[str, in
         if len(fitting) == 1:
             named = _named(members[0], whole, fitting[0])
             options.update(dict.fromkeys(members, named))
+            if _JOINED.search(members[0]) and named.placements and not why:
+                why = "taken as one tensor by its shape; FusedShard where it joins several"
             if named != fitting[0]:
                 why = f"taken by its name; the shapes fit {fitting[0]} as well"
         for pattern in _patterns(members, whole) if why else ():
@@ -461,16 +466,16 @@ def _renumbered(
     """
     slots: dict[str, set[int]] = {}
     for key in whole.shapes:
-        for head, number, _ in _numbers(key):
-            slots.setdefault(_folded(head), set()).add(number)
+        for head, number, _ in numbers_in(key):
+            slots.setdefault(without_numbers(head), set()).add(number)
     unnumbered = set()
     for head, numbers in slots.items():
         of_ranks = [
             {
                 number
                 for key in one.tensors
-                for at, number, _ in _numbers(key)
-                if _folded(at) == head
+                for at, number, _ in numbers_in(key)
+                if without_numbers(at) == head
             }
             for one in ranks
         ]
@@ -522,7 +527,7 @@ def _counts_along(
 def _differing(ranks: Sequence[RankFacts], axes: Iterable[str], head: str) -> set[str]:
     """Return the axes along which keys with a number differ wherever they can be compared."""
     all_keys = {key for one in ranks for key in one.tensors}
-    keys = {key for key in all_keys for at, *_ in _numbers(key) if _folded(at) == head}
+    keys = {key for key in all_keys for at, *_ in numbers_in(key) if without_numbers(at) == head}
     differ: set[str] = set()
     equal: set[str] = set()
     for key in keys:
@@ -535,32 +540,17 @@ def _differing(ranks: Sequence[RankFacts], axes: Iterable[str], head: str) -> se
 def _with_numbers(rank: RankFacts, head: str, first: int) -> RankFacts:
     tensors = {}
     for key, tensor in rank.tensors.items():
-        for at, number, tail in _numbers(key):
-            if _folded(at) == head:
+        for at, number, tail in numbers_in(key):
+            if without_numbers(at) == head:
                 key = f"{at}{number + first}{tail}"
                 break
         tensors[key] = tensor
     return RankFacts(rank.position, tensors)
 
 
-def _numbers(key: str) -> Iterator[tuple[str, int, str]]:
-    """Yield each component of a key that is a number, with what is before and behind it."""
-    for match in re.finditer(r"(?:(?<=\.)|^)\d+(?=\.|$)", key):
-        yield key[: match.start()], int(match[0]), key[match.end() :]
-
-
-def _folded(key: str) -> str:
-    """Return a key with ``{}`` for numbers.
-
-    >>> _folded("layers.0.experts.12.w1")
-    'layers.{}.experts.{}.w1'
-    """
-    return re.sub(r"(?:(?<=\.)|^)\d+(?=\.|$)", "{}", key)
-
-
 def _any_number(key: str) -> str:
     """Return the pattern of the keys that differ from this one in numbers alone."""
-    return _folded(key).replace("{}", "*")
+    return without_numbers(key).replace("{}", "*")
 
 
 def _shortest_number(pattern: str, whole: WholeModel) -> str:
@@ -639,14 +629,24 @@ def _rules(options: Mapping[str, Option], whole: WholeModel) -> dict[str, Option
     for key, option in wanted.items():
         if option.placements:
             by_option.setdefault(option, []).append(key)
+    # Patterns without a number of their own match keys that differ in numbers alike.
+    alike: dict[tuple[str, Option], str] = {}
+    for key, option in wanted.items():
+        alike.setdefault((without_numbers(key), option), key)
+    few = {key: wanted[key] for key in alike.values()}
+
+    def matched_by(patterns: Iterable[str]) -> Mapping[str, Option]:
+        numbered = any(part.isdigit() for one in patterns for part in one.split("."))
+        return wanted if numbered else few
+
     rules: dict[str, Option] = {}
     for option, keys in by_option.items():
         for pattern in _patterns(keys, whole):
-            short = _shortest(pattern, option, wanted)
+            short = _shortest(pattern, option, matched_by([pattern]))
             rules.setdefault(short, option)
     # What a pattern matches beside its keys stands before it.
     guards: dict[str, Option] = {}
-    for key, option in wanted.items():
+    for key, option in matched_by(rules).items():
         found = next((one for one in rules if _matches(one, key)), None)
         if found is not None and rules[found] != option:
             guards[_any_number(key)] = option

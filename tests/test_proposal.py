@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Shard
 
 from dcp_placements import PlacementError, Placements, propose_placements
-from dcp_placements.proposal import Proposal, decide, rank_facts
+from dcp_placements.proposal import Option, Proposal, _rules, decide, rank_facts
 from dcp_placements.table.whole import WholeModel
 from dcp_placements.testing import FakeDTensor, World
 
@@ -421,3 +421,32 @@ def test_q_k_v_of_flash_attention_are_taken_as_three_parts() -> None:
     proposals, _ = proposed(whole, state, tp=2)
     assert '{"tp": FusedShard(0, 3)}' in str(proposals[0])
     assert "by its name" in proposals[0].undecided["attn.Wqkv.weight"]
+
+
+@pytest.mark.parametrize("name", ["kv_proj.weight", "mlp.w1w3"])
+def test_names_that_may_join_tensors_are_said_to_be_open(name: str) -> None:
+    whole = filled({f"layers.0.{name}": (8, 3), "embed": (5, 3)})
+
+    def cut(key: str, value: torch.Tensor, at: dict[str, int]) -> tuple[str, torch.Tensor]:
+        return key, fused(value, 2, 2, at["tp"], 0) if name in key else value
+
+    (first, _), _ = proposed(whole, job(whole, cut, tp=2), tp=2)
+    assert first.undecided == {
+        f"layers.*.{name}": "taken as one tensor by its shape; FusedShard where it joins several"
+    }
+    assert "FusedShard where it joins several" in str(first)
+
+
+def test_the_rules_of_many_keys_are_found_in_one_pass() -> None:
+    shapes = {
+        f"layers.{layer}.experts.{n}.{name}": (4, 4)
+        for layer in range(40)
+        for n in range(128)
+        for name in ("w1", "w2")
+    }
+    model = WholeModel.of(shapes)
+    assert model is not None
+    by_dim = {"w1": Option((("tp", Shard(0)),)), "w2": Option((("tp", Shard(1)),))}
+    options = {key: by_dim[key[-2:]] for key in shapes}
+    rules = _rules(options, model)
+    assert rules == by_dim

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from dcp_placements._torch import is_dtensor_like
-from dcp_placements.errors import Fault, PlacementError, format_count, format_name
+from dcp_placements.errors import Fault, PlacementError, format_count, format_name, numbers_in
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.table.table import OBJECT, Group
 from dcp_placements.table.world import Piece, World
@@ -321,7 +321,8 @@ def _family(key: str) -> str:
     >>> _family("layers.0.experts.3.w1")
     'layers.0.experts.{}.w1'
     """
-    return re.sub(r"(?<=\.)\d+(?=\.|$)(?!.*\.\d+(?:\.|$))", "{}", key)
+    found = [f"{head}{{}}{tail}" for head, _, tail in numbers_in(key)]
+    return found[-1] if found else key
 
 
 def _cause(dim: int, group: Group, shape: Shape) -> str:
