@@ -23,6 +23,7 @@ from dcp_placements import (
     PlacementSavePlanner,
     installed,
 )
+from tests.torchrun import forked, tail
 
 NAMES = ("_save_state_dict", "_ThreadBasedAsyncCheckpointExecutor")
 PLACEMENTS = Placements(None)
@@ -290,3 +291,137 @@ def test_rules_that_are_no_placements_are_refused() -> None:
     rules: Any = {"w": MeshCoordinate}
     with pytest.raises(PlacementError, match="Placements"), installed(rules):
         pass
+
+
+TRAINER = '''
+import sys
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from dcp_placements import Placements, Renumber, contiguous, installed
+
+EXPERTS = 4
+
+
+class Layer(nn.Module):
+    def __init__(self, ids):
+        super().__init__()
+        self.router = nn.Linear(6, EXPERTS)
+        self.experts = nn.ModuleList([nn.Linear(6, 6) for _ in ids])
+
+
+class Model(nn.Module):
+    def __init__(self, ids):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(ids) for _ in range(2)])
+
+
+class Trainer:
+    """It has no rename and no planner; its experts are numbered from 0 on every rank."""
+
+    def __init__(self, mesh, ids, seed):
+        self.model = Model(ids)
+        self.ids, self.seed = ids, seed
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(self.drawn(name, parameter.shape, 0))
+        if mesh is not None:
+            fully_shard(self.model, mesh=mesh)
+        named = list(self.model.named_parameters())
+        experts = [parameter for name, parameter in named if "experts" in name]
+        others = [parameter for name, parameter in named if "experts" not in name]
+        groups = [{"params": experts, "lr": 0.01}, {"params": others, "lr": 0.02}]
+        self.optimizer = torch.optim.AdamW(groups)
+        for name, parameter in named:
+            gradient = self.drawn(name, parameter.shape, 1)
+            if mesh is not None:
+                gradient = distribute_tensor(
+                    gradient, parameter.device_mesh, parameter.placements, src_data_rank=None
+                )
+            parameter.grad = gradient
+        self.optimizer.step()
+
+    def drawn(self, name, shape, kind):
+        parts = name.split(".")
+        if "experts" in parts:
+            parts[3] = str(self.ids[int(parts[3])])
+        seed = int.from_bytes(".".join(parts).encode(), "big") % 10007
+        values = torch.Generator().manual_seed(2 * (seed + self.seed) + kind)
+        return torch.randn(shape, generator=values)
+
+    def save(self, path):
+        model, optim = get_state_dict(self.model, self.optimizer)
+        dcp.save({"model": model, "optim": optim}, checkpoint_id=path)
+
+    def load(self, path):
+        model, optim = get_state_dict(self.model, self.optimizer)
+        dcp.load({"model": model, "optim": optim}, checkpoint_id=path)
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=model, optim_state_dict=optim
+        )
+
+
+def numbered(ep, at):
+    ids = contiguous([EXPERTS // ep] * ep, at)
+    return ids, Placements(None, rename=Renumber("experts.{}", ids, total=EXPERTS))
+
+
+def flat(values, head=""):
+    if not isinstance(values, dict):
+        return {head[:-1]: values}
+    return {k: v for key, one in values.items() for k, v in flat(one, f"{head}{key}.").items()}
+
+
+if __name__ == "__main__":
+    meshes = {
+        ep: init_device_mesh("cpu", (ep, 4 // ep), mesh_dim_names=("ep", "fsdp"))
+        for ep in (1, 2, 4)
+    }
+    ids, placements = numbered(2, meshes[2].get_local_rank("ep"))
+    with installed(placements):
+        Trainer(meshes[2]["fsdp"], ids, 0).save("saved")
+    for ep, mesh in meshes.items():
+        ids, placements = numbered(ep, mesh.get_local_rank("ep"))
+        resumed = Trainer(mesh["fsdp"], ids, 99)
+        with installed(placements):
+            resumed.load("saved")
+        model, optim = get_state_dict(resumed.model, resumed.optimizer)
+        whole = Trainer(None, range(EXPERTS), 0)
+        model_of, optim_of = get_state_dict(whole.model, whole.optimizer)
+        here = {**flat(model), **flat(optim["state"], "state.")}
+        there = {**flat(model_of), **flat(optim_of["state"], "state.")}
+        wrong = []
+        for name, value in here.items():
+            parts = name.split(".")
+            if "experts" in parts:
+                at = parts.index("experts") + 1
+                parts[at] = str(ids[int(parts[at])])
+            expected = there[".".join(parts)]
+            if hasattr(value, "to_local"):
+                expected = distribute_tensor(
+                    expected, value.device_mesh, value.placements, src_data_rank=None
+                ).to_local()
+                value = value.to_local()
+            if not torch.equal(value, expected):
+                wrong.append(name)
+        rates = [group["lr"] for group in optim["param_groups"]]
+        if wrong or rates != [0.01, 0.02]:
+            raise AssertionError((ep, wrong, rates))
+        if dist.get_rank() == 0:
+            print("RESUMED", ep, len(here))
+    dist.destroy_process_group()
+'''
+
+
+@pytest.mark.dist
+def test_m81_a_trainer_that_is_not_edited_resumes_in_other_topologies(tmp_path: Path) -> None:
+    """FSDP2 and expert parallelism, torch's default form of optimizer state, three user lines."""
+    (tmp_path / "trainer.py").write_text(TRAINER)
+    done = forked(tmp_path / "trainer.py", ranks=4, cwd=tmp_path)
+    resumed = [line for line in done.stdout.splitlines() if line.startswith("RESUMED")]
+    assert resumed == ["RESUMED 1 80", "RESUMED 2 48", "RESUMED 4 32"], tail(done)
