@@ -8,6 +8,7 @@ stride 0 has more elements than bytes. ``torch.save`` writes none of these but t
 from __future__ import annotations
 
 import io
+import pickle
 import struct
 import sys
 import zipfile
@@ -239,15 +240,20 @@ class _TorchUnpickler(SafeUnpickler):
 
     subject = "what torch.load(weights_only=True) loads"
     hashed: ClassVar = {*SafeUnpickler.hashed, Made, Call}
+    steps: ClassVar[Mapping[bytes, bytes]] = {
+        **SafeUnpickler.steps,
+        **dict.fromkeys((pickle.REDUCE, pickle.NEWOBJ), b"K\x02\x87Q"),
+    }
 
     def __init__(self, data: bytes, storages: Mapping[str, int]) -> None:
         super().__init__(data)
         self._storages = storages
+        self._steps = (*self._steps, self.call)
 
     def find_class(self, module: str, name: str) -> Any:
         return Call(f"{module}.{name}")
 
-    def persistent_load(self, pid: Any) -> Made:
+    def persistent(self, pid: Any) -> Made:
         storage = storage_of(pid)
         held = self._storages.get(storage.key, 0)
         itemsize = _ITEMSIZES.get(storage.kind.rpartition(".")[2])
@@ -258,7 +264,10 @@ class _TorchUnpickler(SafeUnpickler):
             )
         return Made()
 
-    def call(self, called: Any, args: tuple[Any, ...]) -> Made:
+    def call(self, called: Any, args: Any) -> Made:
+        """Return what stands for the result of a call, or for an instance."""
+        if type(args) is not tuple:
+            raise TypeError
         if type(called) is not Call:
             return Made()
         module, _, name = called.name.rpartition(".")
@@ -271,11 +280,10 @@ class _TorchUnpickler(SafeUnpickler):
                 self.check_keys(arg if isinstance(arg, list | tuple) else ())
         return Made(called.name)
 
-    def new(self, kind: Any, args: tuple[Any, ...]) -> Made:
-        return self.call(kind, args)
+    def fill(self, instance: Any, state: Any, *, once: bool = True) -> Any:
+        """Return what is not made, without its state."""
+        return instance
 
-    def fill(self, instance: Any, state: Any, *, once: bool = True) -> None:
-        """Leave out the state of what is not made."""
-
-    def set_items(self, held: Any, items: list[Any]) -> None:
+    def set_items(self, held: Any, items: tuple[Any, ...]) -> Any:
         super().set_items({} if type(held) is Made else held, items)
+        return held
