@@ -313,7 +313,7 @@ def _with_steps(data: bytes, steps: Mapping[bytes, bytes], subject: str) -> byte
             start = at + size
             at = start + int.from_bytes(data[at:start], "little")
             if at > len(data):
-                raise refusal(f"it has {at - start:,} bytes, where {len(data) - start:,} are left")
+                raise refusal(f"it is broken at byte {end}, which has a length beyond its end")
             checked += data[end:at]
         elif opcode == pickle.GLOBAL:
             at = data.index(b"\n", data.index(b"\n", at) + 1) + 1
