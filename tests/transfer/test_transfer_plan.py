@@ -231,6 +231,17 @@ def test_another_shape_is_refused() -> None:
     assert "a: the source has a in shape (2,), the target in shape (3,)" in text
 
 
+def test_experts_that_no_source_rank_holds_are_refused() -> None:
+    tensors = meta(**{f"experts.{index}.w": (3,) for index in range(3)})
+    ids = lambda mesh: Renumber("experts.{}", [mesh.get_coordinate()[0]], total=3)  # noqa: E731
+    text = refusal(world({"ep": 2}, {}, tensors, rename=ids), world({"tp": 2}, {}, tensors))
+    assert text.splitlines()[1:] == [
+        "experts.2.w: no source rank holds all of it",
+        "    rank 0 receives 0 of 3 elements; 2 ranks lack some",
+        "    nobody has:  [:]",
+    ]
+
+
 def test_boxes_that_share_elements_are_refused() -> None:
     def uneven(mesh: MeshCoordinate) -> dict[str, CheckpointPlacement | None]:
         cut_on_one = mesh.get_coordinate()[0] == 1
@@ -292,6 +303,18 @@ def test_ranks_that_hold_a_part_share_the_work_for_those_that_do_not() -> None:
     sender = world({"dp": 4, "tp": 2}, {"w": {"tp": Shard(0)}}, meta(w=(8, 4)))
     plan = transfer_plan(sender, world({"dp": 8}, {}, meta(w=(8, 4))))
     assert [plan.part(rank).sends.nbytes for rank in range(8)] == [4 * 4 * 4] * 8
+
+
+def test_padding_is_never_sent() -> None:
+    def padded(mesh: MeshCoordinate) -> dict[str, CheckpointPlacement]:
+        cuts = {"tp": Shard(0)}
+        made = CheckpointPlacement(mesh, cuts, global_shape=(5, 2), padded_shape=(8, 2))
+        return {"w": made}
+
+    sender = TransferWorld({"tp": 4}, padded, meta(w=(5, 2)))
+    plan = transfer_plan(sender, world({"tp": 1}, {}, ranks=[9]))
+    sent = {rank: [one.source_slices[0] for one in plan.part(rank).sends] for rank in range(4)}
+    assert sent == {0: [slice(0, 2)], 1: [slice(0, 2)], 2: [slice(0, 1)], 3: []}
 
 
 def test_sizes_that_64_bits_do_not_hold_are_refused() -> None:
@@ -381,3 +404,10 @@ def test_holes_of_a_stack_are_refused_with_the_rank() -> None:
     assert "e.w: no source rank holds all of it" in text
     assert "rank 7 receives 12 of 18 elements" in text
     assert "nobody has:  [1:2, :, :]" in text
+
+
+def test_an_unstacked_key_beyond_the_rows_is_named() -> None:
+    sender = world({"tp": 1}, {}, meta(**{"e.w": (2, 3)}))
+    receiver = world({"tp": 1}, {}, meta(**{"e.0.w": (3,), "e.2.w": (3,)}))
+    with pytest.raises(PlacementError, match=r"e\.2\.w: the source has no such tensor"):
+        transfer_plan(sender, receiver, rename=Unstack("e.{}.w"))
