@@ -236,12 +236,12 @@ class PlacementSavePlanner(DefaultSavePlanner):
         on_conflict: str = "error",
         waive: Mapping[str, str] | None = None,
         step: int | None = None,
+        copies: Copies = "off",
         whole: Any = None,
         flatten_state_dict: bool = True,
         flatten_sharded_tensors: bool = True,
         dedup_replicated_tensors: bool | None = None,
         dedup_save_to_lowest_rank: bool = False,
-        copies: Copies = "off",
         enable_plan_caching: bool = False,
     ) -> None:
         self._runs = Runs(RankSave)
