@@ -13,7 +13,15 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import Shard
 
-from dcp_placements import CheckpointPlacement, PlacementError, Placements, Renumber, check
+from dcp_placements import (
+    CheckpointPlacement,
+    PlacementError,
+    Placements,
+    PlacementSavePlanner,
+    Renumber,
+    check,
+    contiguous,
+)
 from dcp_placements.table.whole import WholeModel
 from dcp_placements.testing import FakeDTensor, World
 
@@ -398,3 +406,35 @@ def test_m103_glued_experts_are_warned_of_without_the_whole_model(tmp_path: Path
     (text,) = [str(one.message) for one in texts if "one expert" in str(one.message)]
     assert "model.layers.0-1.experts.0-1.w1, optim.state.layers.0-1.experts.0-1.w1.exp_avg" in text
     assert 'Renumber("experts.{}"' in text
+
+
+@pytest.mark.parametrize("ids", ["by global rank", "round robin", "right"])
+def test_m107_experts_that_are_numbered_twice_are_refused(tmp_path: Path, ids: str) -> None:
+    """Four experts on (edp 2, ep 2): rank 2 has those of rank 0. A wrong order has right sizes."""
+    world, whole = World(4), {f"experts.{at}.w": (3,) for at in range(4)}
+    held = [[0, 1], [2, 3], [0, 1], [2, 3]]
+
+    def planner(rank: int) -> PlacementSavePlanner:
+        mine = {
+            "by global rank": list(contiguous([2] * 4, rank)),
+            "round robin": [rank % 2, rank % 2 + 2],
+            "right": held[rank],
+        }[ids]
+        total = 8 if ids == "by global rank" else 4
+        rename = Renumber("experts.{}", mine, total=total)
+        return PlacementSavePlanner(rename=rename, whole=whole)
+
+    def state(rank: int) -> dict[str, Any]:
+        names = [f"experts.{at}.w" for at in range(2)]
+        return {n: torch.full((3,), float(e)) for n, e in zip(names, held[rank], strict=True)}
+
+    if ids == "by global rank":
+        with pytest.raises(CheckpointException, match=r"experts\.4-7\.w: the whole model has no"):
+            world.save(tmp_path, state, planner)
+        return
+    world.save(tmp_path, state, planner)
+    stored = {key: torch.zeros(3) for key in whole}
+    dcp.load(stored, checkpoint_id=tmp_path, no_dist=True)
+    found = [int(value[0]) for value in stored.values()]
+    # The limit: whose expert a number is, sizes do not show.
+    assert found == ([0, 1, 2, 3] if ids == "right" else [0, 2, 1, 3])
