@@ -975,3 +975,30 @@ def test_m105_rows_dropped_as_padding_that_are_not_constant_are_warned_of(
         with without_warning():
             save(WORLD, tmp_path, held, rules, waive={"embed": "two special rows"})
     assert_holds(tmp_path, {"embed.weight": padded[:size]})
+
+
+@pytest.mark.parametrize("drifted", ["all", "experts", "tp"])
+def test_m85_replicas_that_drifted_along_one_axis_are_said_once(
+    tmp_path: Path, drifted: str
+) -> None:
+    """A trainer that clips gradients by another norm on each ep rank; or a rule that is missing."""
+    rules = by_axis(ep=Shard(0))("experts.w", ep=2, tp=2)
+
+    def held(rank: int) -> dict[str, Any]:
+        ep, tp = divmod(rank, 2)
+        own = {"all": ep, "experts": 0, "tp": tp}[drifted]
+        dense = {f"layers.{at}.{name}": arange(2, 3) for at in range(6) for name in ("q", "norm")}
+        for name in dense:
+            if drifted == "all" or name.endswith("q"):
+                dense[name] = dense[name] + own
+        return {**dense, "experts.w": arange(2, 3, start=ep), "experts.v": arange(2, 3, start=ep)}
+
+    with refused_save(tmp_path) as refusal:
+        save(WORLD, tmp_path, held, rules)
+    text = refusal.text
+    is_said = "12 of the 12 tensors that no rule speaks of differ along 'ep'" in text
+    assert is_said == (drifted == "all")
+    assert text.count("drifted apart: gradients that are clipped") == is_said
+    # Experts without a rule are another fault, and so is a missing rule over tp.
+    assert "experts.v: 2 different contents" in text
+    assert ("layers.0-5.q: 2 different contents" in text) == (drifted == "tp")

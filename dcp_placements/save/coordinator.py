@@ -272,6 +272,8 @@ class Coordinator:
             contents = Contents(self.world, [plan.digests for plan in self.plans], self._size)
             for piece in self.world.pieces:
                 self._prove_piece(piece, contents)
+            if self._conflicts and (drift := self._refusals.drift()):
+                self._conflicts[:] = [drift.get(one.fqn, one) for one in self._conflicts]
             if contents.is_folded:
                 for group, fqns, ranks in contents.folded_conflicts():
                     fault = self._refusals.folded_conflict(fqns, ranks)

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _MOST_SHOWN = 4
+_FEW = 8
 _WITH_WORD = re.compile(rf"\w*{NUMBERED_EXPERT.pattern}")
 _ANYWAY = 'on_conflict="warn" saves one of the copies anyway'
 
@@ -65,6 +66,8 @@ class Refusals:
         self.world = world
         self.plans = plans
         self.statements = statements
+        # By axis the dense tensors that differ along it alone.
+        self._drifted: dict[str, list[str]] = {}
         self.axis_sizes = dict(
             size for one in statements.values() for size in one.axis_sizes.items()
         )
@@ -167,19 +170,52 @@ class Refusals:
             digests: Theirs, by row and key.
         """
         # Most keys that differ do so between the same ranks.
-        known: dict[bytes, Fault] = {}
+        known: dict[bytes, tuple[Fault, list[str]]] = {}
         for position, column in zip(positions, digests.T, strict=True):
             _, first, content = np.unique(column, return_index=True, return_inverse=True)
             # By rank, the first rank with the same content: whatever the digests are.
             key = first[content].tobytes() + (column == 0).tobytes()
             if key not in known:
                 known[key] = self._conflict(piece, column)
-            fault, renumber = known[key], renumber_of(piece.fqns[position])
+            (fault, differs), renumber = known[key], renumber_of(piece.fqns[position])
+            if len(differs) == 1 and self._is_dense(piece, position):
+                self._drifted.setdefault(differs[0], []).append(piece.fqns[position])
             details = [detail.replace(renumber_of(""), renumber) for detail in fault.details]
             yield from self._of_keys(piece, fault.headline, details, fault.place, [position])
 
-    def _conflict(self, piece: Piece, digests: Digests) -> Fault:
-        """Return what is said of all keys with such digests by row."""
+    def drift(self) -> dict[str, Fault]:
+        """Return by key what is said in place of its conflict where nearly all replicas differ.
+
+        A rule that is missing leaves others that are equal: norms along tp, and all but the experts
+        along ep. Where those differ as well, the trainer has let them drift.
+        """
+        axis, fqns = max(self._drifted.items(), key=lambda one: len(one[1]), default=("", []))
+        compared = sum(
+            self._is_dense(piece, at)
+            for piece in (self.world.pieces if fqns else ())
+            if piece.cover.has_replicas
+            for at in range(len(piece.fqns))
+        )
+        if len(fqns) < max(_FEW, 0.9 * compared):
+            return {}
+        headline = f"{len(fqns)} of the {compared} tensors that no rule speaks of differ along"
+        details = (
+            f"likely:      replicas along {axis!r} have drifted apart: gradients that are clipped "
+            "by a norm, or averaged over a group, of each rank's own; running means, or seeds, of "
+            "each rank's own; not a rule that is missing",
+            "way out:     mend the trainer; check(state_dict, placements) after a step says which "
+            f"replicas differ; {_ANYWAY}",
+        )
+        return {fqn: Fault(fqn, f"{headline} {axis!r}", details) for fqn in fqns}
+
+    def _is_dense(self, piece: Piece, position: int) -> bool:
+        """Whether a tensor is no expert's, and no rule speaks of it."""
+        is_tensor = piece.group.kind != OBJECT and 0 not in piece.group.shape
+        is_expert = "expert" in piece.fqns[position]
+        return is_tensor and not is_expert and self.world.rules(piece, position) == NO_RULE
+
+    def _conflict(self, piece: Piece, digests: Digests) -> tuple[Fault, list[str]]:
+        """Return what is said of all keys with such digests by row, and along what they differ."""
         cover = piece.cover
         ordered, ranks = digests[cover.order].tolist(), cover.ranks[cover.order].tolist()
         differing = []
@@ -208,7 +244,7 @@ class Refusals:
                 "that has drifted apart",
                 "way out:     a name per rank (f'rng.{rank}') for a state of each rank's own",
             ]
-            return Fault("", f"{headline}; that of the lowest is kept", tuple(details))
+            return Fault("", f"{headline}; that of the lowest is kept", tuple(details)), differs
         along = f" over {_quoted(differs, ' or ')}" if differs else ""
         details += [
             f"likely:      it is sharded{along}: it needs a rule with Shard; or every rank counts "
@@ -220,7 +256,7 @@ class Refusals:
             f"             {_ANYWAY}",
         ]
         place = f"place:       {self._box(piece, box)} of {piece.group.shape}{more}"
-        return Fault("", headline, tuple(details), (place,))
+        return Fault("", headline, tuple(details), (place,)), differs
 
     def _along(self, contents: Mapping[int, Sequence[int]]) -> tuple[list[str], list[str]]:
         """Return the axes that tell contents apart, and those along which copies agree."""
