@@ -80,7 +80,8 @@ def place(
         rename: What has renamed the keys.
     """
     faults: list[Fault] = []
-    if any("param_groups" in fqn for fqn in state_dict):
+    # Of flattened state, whose groups name one parameter each, there are no lists to look for.
+    if any(fqn.endswith(".params") for fqn in state_dict):
         names_of = None if rename is None else lambda key: fqns_of(rename(key))
         lists, faults = named_lists(state_dict, names_of)
         state_dict = {**state_dict, **lists}
