@@ -19,7 +19,15 @@ from typing import Any
 import torch
 
 from dcp_placements._torch import is_dtensor_like
-from dcp_placements.errors import Fault, PlacementError, format_count, format_name, numbers_in
+from dcp_placements.errors import (
+    Fault,
+    PlacementError,
+    folded,
+    format_count,
+    format_name,
+    format_names,
+    numbers_in,
+)
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.table.table import OBJECT, Group
 from dcp_placements.table.world import Piece, World
@@ -152,6 +160,10 @@ def compare_with_whole(
         world: What the ranks have, or ask for.
         excused: Patterns of keys that are not compared.
         complete: Whether these are all ranks, so that what none of them has is missing.
+
+    Returns:
+        The faults; and how many keys were compared, and which tensors were not: an average of the
+        weights, or state that names its parameter by a number.
     """
     groups = {fqn: (piece, at) for piece in world.pieces for at, fqn in enumerate(piece.fqns)}
     levels = whole.levels(list(groups))
@@ -163,18 +175,43 @@ def compare_with_whole(
             "way out:     whole= with the keys of what is saved, or a Placements without whole=",
         )
         return [Fault("this state dict", "has no key of whole=", details)], "no key"
+    states = _states(whole, groups, levels)
     faults: list[Fault] = []
     texts = []
     for level in levels:
         compared = _Compared(whole, world, groups, level, excused)
         faults += [*compared.shape_faults(), *compared.unknown_faults()]
         if level == levels[0]:
-            faults += compared.state_faults(levels)
+            faults += compared.state_faults(states)
         if complete:
             faults += compared.missing_faults()
         count = format_count(len(whole.shapes) - len(compared.missing), "key")
         texts.append(count + (f" under {level!r}" if level else ""))
+    beside = [
+        fqn
+        for fqn, (piece, _) in groups.items()
+        if piece.group.shape
+        and fqn not in states
+        and not any(fqn[len(one) :] in whole.shapes for one in levels if fqn.startswith(one))
+    ]
+    if beside:
+        texts[-1] += f"; {format_count(len(beside), 'tensor')} not compared"
+        texts[-1] += f" ({format_names(folded(beside), 2)})"
     return faults, ", ".join(texts)
+
+
+def _states(
+    whole: WholeModel, groups: Mapping[str, tuple[Piece, int]], levels: Sequence[str]
+) -> dict[str, str]:
+    """Return the keys of optimizer state, with the model's key of the parameter of each."""
+    states = OptimizerStates(dict.fromkeys(groups, UNSEEN))
+    found = {}
+    for fqn, (piece, _) in groups.items():
+        state = None if piece.group.kind == OBJECT else states.of(fqn)
+        names = [state.parameter.removeprefix(level) for level in levels] if state else []
+        if parameter := next((name for name in names if name in whole.shapes), None):
+            found[fqn] = parameter
+    return found
 
 
 class _Compared:
@@ -251,20 +288,15 @@ class _Compared:
             headline, shape = "no rank has this key of the whole model", self._whole.shapes[key]
             yield Fault(self._level + key, headline, details, (f"whole model: {shape}",))
 
-    def state_faults(self, levels: Sequence[str]) -> Iterator[Fault]:
+    def state_faults(self, states: Mapping[str, str]) -> Iterator[Fault]:
         """Yield optimizer state of another shape than its parameter.
 
         State of fewer dims, as the rows and columns of a factored moment, is not compared.
         """
-        states = OptimizerStates(dict.fromkeys(self._groups, UNSEEN))
-        for fqn, (piece, at) in self._groups.items():
-            state = None if piece.group.kind == OBJECT else states.of(fqn)
-            if state is None:
-                continue
-            names = [state.parameter.removeprefix(level) for level in levels]
-            parameter = next((name for name in names if name in self._whole.shapes), "")
-            shape, found = self._whole.shapes.get(parameter), piece.group.shape
-            if shape is None or found == shape or len(found) != len(shape):
+        for fqn, parameter in states.items():
+            piece, at = self._groups[fqn]
+            shape, found = self._whole.shapes[parameter], piece.group.shape
+            if found == shape or len(found) != len(shape):
                 continue
             if found == (1,) or self._is_excused(fqn):
                 continue

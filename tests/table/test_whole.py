@@ -141,6 +141,18 @@ def test_it_is_compared_without_a_level_and_under_several() -> None:
         check({"model": weights, "ema": {"embed": torch.zeros(3)}}, None, whole=named)
 
 
+def test_state_that_names_its_parameter_by_a_number_is_not_compared_and_said() -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    report = check(state, None, whole={"weight": (2, 3), "bias": (2,)})
+    assert report.whole.endswith(
+        "; 4 tensors not compared (optim.state.0-1.exp_avg, optim.state.0-1.exp_avg_sq)"
+    )
+
+
 @pytest.mark.parametrize(
     "beside", ["ema", "model_ema", "optimizer.state.exp_avg"], ids=["ema", "model_ema", "moments"]
 )
@@ -152,7 +164,9 @@ def test_the_weights_are_compared_where_their_average_or_moments_stand_before(be
         first = {f"{beside}.{key}": value for key, value in of_average.items()}
         return first | {f"model.{key}": value for key, value in of_model.items()}
 
-    assert check(flat(less, weights), None, whole=WHOLE).whole.endswith("'model.'")
+    compared = check(flat(less, weights), None, whole=WHOLE).whole
+    assert "under 'model.'; 14 tensors not compared" in compared
+    assert f"({beside}." in compared
     with pytest.raises(PlacementError, match=r"model\.layers\.1\.norm: no rank has this key"):
         check(flat(weights, less), None, whole=WHOLE)
 
@@ -332,7 +346,9 @@ def test_weights_are_compared_at_save_and_load_whatever_their_average_has(tmp_pa
 
     planner = placements.save_planner()
     dcp.save(state(4, 4), checkpoint_id=tmp_path, planner=planner, no_dist=True)
-    assert planner.report.whole == "4 keys under 'model.'"
+    assert planner.report.whole == (
+        "4 keys under 'model.'; 4 tensors not compared (ema.layers.0-3.w)"
+    )
     for few in (state(3, 4), state(1, 4)):
         with pytest.raises(PlacementError, match="no rank has this key"):
             check(few, placements)
