@@ -262,12 +262,6 @@ def test_every_public_name_has_a_line_with_a_link() -> None:
         assert re.search(rf"`[^`]*\b{name}\b[^`]*`", text), name
 
 
-def test_file_table_names_every_file() -> None:
-    named = set(re.findall(r"\]\(([\w/]+\.py)\)", DECISIONS.read_text()))
-    files = {file.relative_to(DECISIONS.parent) for file in DECISIONS.parent.rglob("*.py")}
-    assert named == {file.as_posix() for file in files if file.name != "__init__.py"}
-
-
 def named_in_files() -> list[tuple[Path, str]]:
     """Return every name that stands behind a link to a file, with the file."""
     return [
