@@ -52,7 +52,6 @@ from tests.torchrun import forked
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PACKAGE = ROOT / "dcp_placements"
-DECISIONS = PACKAGE / "README.md"
 COMMANDS = PACKAGE / "cli" / "README.md"
 GUIDES = [*sorted(PACKAGE.rglob("README.md")), ROOT / "fakes" / "README.md"]
 PAGES = [README, *GUIDES, ROOT / "scripts" / "README.md", *sorted((ROOT / ".github").glob("*.md"))]
