@@ -63,7 +63,6 @@ def check(
     planner: PlacementSavePlanner = (of_declaration or partial(PlacementSavePlanner, rules))(
         **options
     )
-    planner._exact = True
     rank = dist.get_rank(process_group) if dist.is_initialized() else 0
     plain = state_dicts_of_statefuls(state_dict)
     meshes = planner.rules.meshes if isinstance(planner.rules, PlacementRules) else []

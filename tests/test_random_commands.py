@@ -84,7 +84,7 @@ def alter(values: list[list[Value]], draw: random.Random) -> tuple[Value, int, i
     return value, number, sum(int((each.numbers == number).sum()) for each in of_it)
 
 
-@pytest.mark.parametrize("budget", [8, 1 << 24], ids=["folded", "one by one"])
+@pytest.mark.parametrize("budget", [8, 1 << 24], ids=["two bytes", "whole"])
 def test_a_copy_that_differs_in_one_element_refuses_the_save(
     budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -233,9 +233,7 @@ class Coordinator:
         self.statements: dict[bytes, Statement] = {
             packed: pickle.loads(zlib.decompress(packed)) for packed in self._ranks_of
         }
-        self.world = World(
-            [plan.sent for plan in plans], [plan.digests.is_folded for plan in plans]
-        )
+        self.world = World([plan.sent for plan in plans])
         self.report = SaveReport(ranks=len(plans), waived=dict(waived))
         self._faults: list[Fault] = []
         self._notes: list[Fault] = []
@@ -274,12 +272,6 @@ class Coordinator:
                 self._prove_piece(piece, contents)
             if self._conflicts and (drift := self._refusals.drift()):
                 self._conflicts[:] = [drift.get(one.fqn, one) for one in self._conflicts]
-            if contents.is_folded:
-                for group, fqns, ranks in contents.folded_conflicts():
-                    fault = self._refusals.folded_conflict(fqns, ranks)
-                    (self._notes if group.kind == OBJECT else self._conflicts).append(fault)
-                if uncompared := sum(map(contents.uncompared, self.world.pieces)):
-                    self._notes.append(refusals.uncompared(uncompared))
         if self._whole is not None:
             excused = [compile_pattern(pattern) for pattern in self.report.waived]
             faults, self.report.whole = compare_with_whole(

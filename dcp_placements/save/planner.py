@@ -271,7 +271,6 @@ class PlacementSavePlanner(DefaultSavePlanner):
             raise PlacementError(f"step={step!r}: give a number")
         self.step = step
         self.whole = WholeModel.of(whole)
-        self._exact = False
 
     @property
     def report(self) -> SaveReport:
@@ -400,11 +399,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         holding = holding_of(save.state_dict, save.placing.placed, paths, without)
         save.holding = holding
         return holding.sent, digests_of(
-            holding,
-            self.digests,
-            world=world_size(),
-            lookup=self.lookup_object,
-            exact=self._exact,
+            holding, self.digests, world=world_size(), lookup=self.lookup_object
         )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:

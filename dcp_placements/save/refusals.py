@@ -25,7 +25,7 @@ import numpy as np
 
 from dcp_placements.bind.lint import NUMBERED_EXPERT
 from dcp_placements.bind.one_tensor import Placed
-from dcp_placements.errors import Fault, format_names, format_nbytes, format_ranks
+from dcp_placements.errors import Fault, format_nbytes, format_ranks
 from dcp_placements.layout.boxes import (
     as_boxes,
     format_box,
@@ -275,21 +275,6 @@ class Refusals:
         # An axis of which only some positions are seen may tell them apart by chance.
         return seen_whole or differs, agrees
 
-    def folded_conflict(self, fqns: Sequence[str], ranks: Sequence[int]) -> Fault:
-        """Return that one or more keys of a group have different contents on some ranks."""
-        return Fault(
-            fqns[0],
-            f"this key, or others of its group, have different contents on {self._ranks(ranks)}, "
-            "which claim to be replicas",
-            (
-                f"it is one or more of {len(fqns)} keys: {format_names(fqns)}",
-                f"likely:      {renumber_of(fqns[0])}, or a rule with Shard, is missing; or the "
-                "replicas have drifted apart",
-                "way out:     dcp_placements.check(state_dict, rules) compares key by key; "
-                f"{_ANYWAY}",
-            ),
-        )
-
     def undigested(self, fqn: str, ranks: Sequence[int]) -> Fault:
         """Return that the contents of a key cannot be read on some ranks."""
         return Fault(
@@ -387,16 +372,6 @@ def unlike(what: str, values: Mapping[T, Sequence[int]], *details: str) -> Fault
     """
     texts = {repr(value): format_ranks(ranks) for value, ranks in values.items()}
     return this_save(f"{what}: {_by(texts)}", *details)
-
-
-def uncompared(keys: int) -> Fault:
-    """Return that keys are folded with other keys on some ranks than on others."""
-    return this_save(
-        f"replicas of {keys} keys are not compared",
-        "reason:      digests are folded in a world of this size, and the ranks that hold these "
-        "keys hold other keys beside them",
-        "way out:     dcp_placements.check(state_dict, rules) compares key by key",
-    )
 
 
 def not_all_ranks(report: SaveReport, ranks: Sequence[int], size: int) -> Fault:

@@ -185,7 +185,6 @@ class World:
 
     Args:
         sent: By rank, what it sends.
-        like: By rank, what else ranks of one cohort have in common.
 
     Attributes:
         tables: The different tables.
@@ -195,15 +194,14 @@ class World:
         split: By table, the piece of each key; empty where every group is a piece by itself.
     """
 
-    def __init__(self, sent: Sequence[Sent], like: Sequence[Hashable] = ()) -> None:
+    def __init__(self, sent: Sequence[Sent]) -> None:
         self.tables: list[Table] = []
         self.cohorts: list[Cohort] = []
         unpacked = cache(unpacked_ints)
         numbers: dict[bytes, int] = {}
-        alike: dict[Hashable, list[int]] = {}
+        alike: dict[tuple[tuple[bytes, ...], bytes], list[int]] = {}
         for rank, one in enumerate(sent):
-            kind = one.tables, one.counts, like[rank] if like else None
-            alike.setdefault(kind, []).append(rank)
+            alike.setdefault((one.tables, one.counts), []).append(rank)
         # By table and group, of each cohort the ranks, boxes and slots by row.
         rows: dict[tuple[int, int], list[tuple[Ints, Boxes, Ints]]] = {}
         having: list[list[Ints]] = []

@@ -1,53 +1,22 @@
-"""Digests within a budget: what is folded, and what is seen where two ranks differ."""
+"""Digests of all ranks: what is sent of them, and what is compared where some send less."""
 
 from __future__ import annotations
 
-import random
+from unittest import mock
 
-import numpy as np
+import pytest
 import torch
 
-from dcp_placements.table.digests import Digests, folded, has_number, may_have_replicas
-from dcp_placements.table.table import SHARD, Group
-
-
-def mixed(rng: random.Random, count: int, share: float) -> list[str]:
-    """Return keys of which some have a number of their own component."""
-    return [f"layers.{i}.w" if rng.random() < share else f"w{i}" for i in range(count)]
-
-
-def random_digests(keys: int, boxes: int = 1) -> Digests:
-    numbers = np.random.default_rng(keys).integers(1, 1 << 63, (keys, boxes), np.uint64)
-    return numbers
-
-
-def differ(fqns: list[str], one: Digests, two: Digests) -> list[int]:
-    """Return the rows in which the folded digests of two ranks differ."""
-    unlike = (folded(one, fqns) != folded(two, fqns)).any(axis=1)
-    return list(np.flatnonzero(unlike).tolist())
-
-
-def test_whatever_differs_is_seen() -> None:
-    rng = random.Random(2)
-    for _ in range(200):
-        count = rng.randint(1, 600)
-        fqns = mixed(rng, count, 0.9)
-        own = [at for at, fqn in enumerate(fqns) if not has_number(fqn)]
-        one = random_digests(count, rng.choice([1, 3]))
-        two = one.copy()
-        other = set(rng.sample(range(count), min(count, rng.randint(0, 4))))
-        for at in other:
-            two[at, rng.randrange(one.shape[1])] += np.uint64(rng.randint(1, 1 << 40))
-        expected = {own.index(at) if at in own else len(own) for at in other}
-        assert set(differ(fqns, one, two)) == expected
-
-
-def test_a_digest_that_there_is_not_differs_from_one_that_there_is() -> None:
-    fqns = [f"layers.{i}.w" for i in range(100)]
-    one = random_digests(100)
-    two = one.copy()
-    two[40] = 0
-    assert differ(fqns, one, two) == [0]
+from dcp_placements.table import digests
+from dcp_placements.table.digests import (
+    WIDTHS,
+    Contents,
+    SentDigests,
+    digests_of,
+    may_have_replicas,
+)
+from dcp_placements.table.table import SHARD, Group, Holding, holding_of
+from dcp_placements.table.world import World, cover_of
 
 
 def test_what_has_no_replicas_needs_no_digests() -> None:
@@ -57,3 +26,28 @@ def test_what_has_no_replicas_needs_no_digests() -> None:
     assert not may_have_replicas(group(8), 8)
     assert may_have_replicas(group(8), 16)
     assert may_have_replicas(group(1), 1)
+
+
+def sent(holding: Holding, width: int) -> SentDigests:
+    count = len(holding.fqns)
+    with mock.patch.object(digests, "WORLD_BUDGET_NBYTES", 2 * width * count):
+        made = digests_of(holding, "sampled", world=2, lookup=lambda index: None)
+    assert (made.width, len(made.packed)) == (width, width * count)
+    return made
+
+
+@pytest.mark.parametrize("widths", [(one, other) for one in WIDTHS for other in WIDTHS])
+def test_each_key_is_compared_by_the_bytes_that_all_ranks_sent(widths: tuple[int, int]) -> None:
+    """Of two ranks with other keys beside, one may send less of each digest."""
+    values = [{f"w.{i}": torch.full((2,), float(i)) for i in range(400)} for _ in range(2)]
+    values[1] |= {"w.7": torch.ones(2) * 3.5, "w.300": torch.ones(2) * 4.5, "own.0": torch.ones(3)}
+    holdings = [holding_of(one, {}, {}) for one in values]
+    world = World([one.sent for one in holdings])
+    contents = Contents(world, list(map(sent, holdings, widths)), 2)
+    differing = []
+    for piece in world.pieces:
+        piece.cover = cover_of(piece.ranks, piece.boxes)
+        found, of_ranks = contents.differing(piece)
+        differing += [piece.fqns[at] for at in found]
+        assert of_ranks.shape == (len(piece.ranks), len(found))
+    assert differing == ["w.7", "w.300"]
