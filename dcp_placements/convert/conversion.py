@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import IO, Any, ClassVar, Protocol
 
 import torch
@@ -23,11 +24,11 @@ import torch
 from dcp_placements.convert.dcp_out import DcpOut
 from dcp_placements.convert.elements import Elements
 from dcp_placements.convert.layout import REFUSED, WholeFiles, WorldFiles
-from dcp_placements.convert.megatron.importing import megatron_source
+from dcp_placements.convert.megatron import megatron_source
 from dcp_placements.convert.rank_files import rank_file_names, rank_files_source
 from dcp_placements.convert.safetensors_out import SafetensorsOut
 from dcp_placements.convert.selection import select
-from dcp_placements.convert.sources import LeftOut, RankTensor, Source
+from dcp_placements.convert.sources import LeftOut, Source
 from dcp_placements.errors import (
     CannotLook,
     Fault,
@@ -215,11 +216,7 @@ def _identity(source: Source, tensors: Iterable[AssembledTensor], writer: Writer
     for tensor in tensors:
         blocks = [(b.box, b.source.fqn, b.at, b.dims) for b in tensor.blocks]
         add(tensor.fqn, tensor.shape, tensor.dtype, blocks)
-    for held in source.tensors.values():
-        # Those of a checkpoint are where its metadata say, which are among the versions.
-        if isinstance(held, RankTensor):
-            add(held.fqn, [(piece.box, piece.file, piece.local) for piece in held.pieces])
-    for line in writer.text():
+    for line in chain(source.text(), writer.text()):
         add(line)
     return digest.hexdigest()
 
@@ -410,7 +407,7 @@ def import_checkpoint(
             )
         selection = select(opened, prefix="", optimizer=True)
         tensors = {tensor.fqn: tensor for tensor in _renamed(rename, selection.tensors)}
-        writer = DcpOut(replace(opened, objects={}), tensors, WholeFiles(tensors))
+        writer = DcpOut(opened, tensors, WholeFiles(tensors))
         return _convert(
             output,
             opened,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
 from dcp_placements.layout.sharding import Box
-from dcp_placements.offline.assembly import AssembledTensor, Reader
+from dcp_placements.offline.assembly import AssembledTensor
 from dcp_placements.offline.declared import Progress
 
 
@@ -25,7 +26,7 @@ class Elements(AbstractContextManager["Elements"]):
         total: Bytes to write.
     """
 
-    def __init__(self, reader: Reader, memory: int, progress: Progress, total: int) -> None:
+    def __init__(self, reader: Any, memory: int, progress: Progress, total: int) -> None:
         self._reader = reader
         # A slab takes four times its bytes: what is read, joined, cast, and written.
         self._limit = max((memory - _BESIDES_NBYTES) // 4, LEAST_NBYTES)

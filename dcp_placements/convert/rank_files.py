@@ -2,72 +2,134 @@
 
 Each file is one rank's state dict. A DTensor in it says how its mesh cuts it; what it does not say
 (the ep rank whose experts these are) a ``Placements`` per rank does, as for a save of that rank.
+
+verl's FSDP trainers leave, of a world of 8 ranks, in ``global_step_N/actor``::
+
+    model_world_size_8_rank_0.pt .. _rank_7.pt        the model: DTensors of FSDP2
+    optim_world_size_8_rank_0.pt ..                   the optimizer's state, by position
+    extra_state_world_size_8_rank_0.pt ..             schedule and random states
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from dcp_placements.bind.one_tensor import Placed
 from dcp_placements.bind.state_dict import place
-from dcp_placements.convert.sources import LeftOut, Piece, RankTensor, Source
-from dcp_placements.convert.torch_files import RankShard, load_torch_file, tensors_in
+from dcp_placements.convert.sources import LeftOut, Source
+from dcp_placements.convert.torch_files import load_torch_file, rank_shard, tensors_in
 from dcp_placements.errors import (
     CannotLook,
     CannotPlace,
     Fault,
     PlacementError,
     RankFaults,
-    format_faults,
     format_names,
     raise_faults,
 )
-from dcp_placements.layout.boxes import as_array, format_boxes, tile, uncovered
+from dcp_placements.layout.boxes import as_array, common, format_boxes, tile, uncovered
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.flat import rename_keys
+from dcp_placements.offline.checkpoint import SourceTensor
 from dcp_placements.offline.comparing import same_bits
-from dcp_placements.offline.declared import Rename
+from dcp_placements.offline.declared import Rename, format_mesh_axes
 from dcp_placements.offline.directory import Directory
-from dcp_placements.presets import verl
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.transfer.world import MeshAxes, rules_at
 
-NO_TENSOR = "no tensor"
-BY_POSITION = (
+_BY_POSITION = (
     "optimizer state by the position of its parameters, whose names are in no file: save it by "
     "name (get_optimizer_state_dict)"
 )
+_VERLS_MODEL = re.compile(r"model_world_size_(\d+)_rank_\{rank\}\.pt")
+_VERLS_OTHERS = {
+    "optim_world_size_": "optimizer state by position: no file has the names of its parameters",
+    "extra_state_world_size_": "schedule and random states: of the run, not of the model",
+}
 
 
-@dataclass(slots=True)
-class RankTensors:
-    """Collects the tensors that ranks' files make. Every byte is placed, or left out for a reason.
+class Piece(NamedTuple):
+    """A box of a tensor, as a rank's file has it."""
 
-    Attributes:
-        tensors: By key.
-        faults: Why they do not make a model.
-        copied: Bytes of copies of boxes that another file has, too.
-        tied: Likewise, of tensors under another name.
-        padding: Bytes that are in no box.
+    box: Box
+    file: str  # its name
+    at: tuple[int, ...]  # where it begins in the file's tensor
+    data: torch.Tensor  # the elements: mapped, not read
+
+
+@dataclass(eq=False, slots=True)
+class RankTensor(SourceTensor):
+    """A tensor of which ranks' files have boxes. Of an expert of (4, 3) on two ep ranks::
+
+    RankTensor("experts.w", (4, 3), torch.float32,
+               [Piece(Box((0, 0), (2, 3)), "model_rank_0.pt", (0, 0), ...),
+                Piece(Box((2, 0), (2, 3)), "model_rank_1.pt", (0, 0), ...)])
     """
 
-    tensors: dict[str, RankTensor] = field(default_factory=dict)
-    faults: list[Fault] = field(default_factory=list)
-    copied: int = 0
-    tied: int = 0
-    padding: int = 0
-    _boxes: dict[tuple[str, Box], Piece] = field(default_factory=dict)
-    _copies: list[tuple[RankTensor, Piece, Piece]] = field(default_factory=list)
-    _left_out: dict[tuple[str, str], LeftOut] = field(default_factory=dict)
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: list[Piece] = field(default_factory=list)
+
+
+class RankReader(AbstractContextManager["RankReader"]):
+    """Reads boxes of ranks' files, which are mapped: nothing is opened, no run of bytes is copied.
+
+    Its tensors were proved whole when they were collected.
+    """
+
+    def __exit__(self, *raised: object) -> None:
+        """Do nothing."""
+
+    def read(self, tensor: RankTensor, box: Box) -> torch.Tensor:
+        """Return the elements of a box."""
+        into = torch.empty(box.sizes, dtype=tensor.dtype, device="cpu")
+        for piece in tensor.pieces:
+            shared = common(piece.box, box)
+            if shared is not None:
+                into[_within(shared, box)] = piece.data[_within(shared, piece.box)]
+        return into
+
+    def runs(self, tensor: RankTensor, box: Box) -> None:
+        """Return none."""
+
+
+def _within(shared: Box, outer: Box) -> tuple[slice, ...]:
+    spans = zip(shared.offsets, outer.offsets, shared.sizes, strict=True)
+    return tuple([slice(a - b, a - b + n) for a, b, n in spans])
+
+
+class RankSource(Source):
+    """Tensors of ranks' files, put together. Every byte is placed, or left out for a reason.
+
+    Args:
+        directory: Of the files.
+        versions: Of those with tensors, from before they were read.
+    """
+
+    tensors: dict[str, SourceTensor]
+
+    def __init__(self, directory: Directory, versions: dict[str, str]) -> None:
+        super().__init__(directory, {}, list(versions))
+        self.versions = versions
+        self.faults: list[Fault] = []
+        self._pieces: dict[tuple[str, Box], Piece] = {}
+        self._copies: list[tuple[str, Piece, Piece]] = []
+        self._left_out: dict[tuple[str, str], LeftOut] = {}
+        self._padding = 0
+
+    def reader(self) -> RankReader:
+        """Return a reader of its tensors."""
+        return RankReader()
 
     def leave_out(self, what: str, why: str, nbytes: int) -> None:
         """Note something that is no tensor of the model."""
@@ -100,88 +162,68 @@ class RankTensors:
         for fqn, value in placing.state_dict.items():
             placed = placing.placed.get(fqn)
             if placed is not None:
-                self._add_placed(file, placed)
+                boxes = [(one.box, one.local_offsets, placed.view(one)) for one in placed.chunks]
+                self._padding += sum([tensor.nbytes for tensor in placed.tensors])
+                self._padding -= sum([view.nbytes for *_, view in boxes])
+                self._add(file, fqn, placed.global_shape, placed.tensor.dtype, boxes)
             elif fqn not in placing.absent:
                 whole = Box.whole(tuple(value.shape))
-                self._add(file, fqn, whole.sizes, value, [(whole, whole, value)])
-
-    def _add_placed(self, file: str, placed: Placed) -> None:
-        boxes = [
-            (chunk.box, Box(chunk.local_offsets, chunk.sizes), placed.view(chunk))
-            for chunk in placed.chunks
-        ]
-        self._add(file, placed.fqn, placed.global_shape, placed.tensor, boxes)
-        held = sum([tensor.nbytes for tensor in placed.tensors])
-        self.padding += held - sum([view.nbytes for _, _, view in boxes])
+                self._add(file, fqn, whole.sizes, value.dtype, [(whole, whole.offsets, value)])
 
     def _add(
         self,
         file: str,
         fqn: str,
         shape: tuple[int, ...],
-        tensor: torch.Tensor,
-        boxes: Iterable[tuple[Box, Box, torch.Tensor]],
+        dtype: torch.dtype,
+        boxes: Iterable[tuple[Box, tuple[int, ...], torch.Tensor]],
     ) -> None:
-        whole = self.tensors.setdefault(fqn, RankTensor(fqn, shape, tensor.dtype))
-        if (whole.shape, whole.dtype) != (shape, tensor.dtype):
-            headline = (
-                f"{file} makes it {tensor.dtype} of {shape}, another one {whole.dtype} of "
-                f"{whole.shape}"
-            )
-            self.faults.append(Fault(fqn, headline))
+        whole = self.tensors.setdefault(fqn, RankTensor(fqn, shape, dtype))
+        if (whole.shape, whole.dtype) != (shape, dtype):
+            other = f"another one {whole.dtype} of {whole.shape}"
+            self.faults.append(Fault(fqn, f"{file} makes it {dtype} of {shape}, {other}"))
             return
-        for box, local, view in boxes:
-            piece = Piece(box, file, local, view.detach())
-            first = self._boxes.setdefault((fqn, box), piece)
+        assert isinstance(whole, RankTensor)
+        for box, at, view in boxes:
+            piece = Piece(box, file, at, view.detach())
+            first = self._pieces.setdefault((fqn, box), piece)
             if first is piece:
                 whole.pieces.append(piece)
             else:
-                self.copied += view.nbytes
-                self._copies.append((whole, first, piece))
+                self._copies.append((fqn, first, piece))
 
-    def source(
-        self, directory: Directory, versions: dict[str, str], notes: Sequence[str] = ()
-    ) -> Source:
-        """Return what was collected, when it was compared.
-
-        Args:
-            directory: Of the files.
-            versions: Of those with tensors, from before they were read.
-            notes: Lines for a report.
-
-        Raises:
-            PlacementError: The files do not make whole tensors, or contradict each other.
-        """
-        path = directory.path
-        for tensor in self.tensors.values():
-            self.faults += _holes(tensor)
-        raise_faults(f"{path} cannot be put together", self.faults)
-        faults = [fault for copy in self._copies for fault in _differences(*copy)]
-        raise_faults(f"{path}: files contradict each other", faults)
-        left_out = sorted(self._left_out.values(), key=lambda part: (part.what, part.why))
-        accounted = {
-            "source": self.nbytes,
-            "copies, found equal": self.copied,
-            "tied, found equal": self.tied,
-            "padding, dropped": self.padding,
-        }
-        source = Source(
-            directory,
-            self.tensors,
-            list(versions),
-            left_out=left_out,
-            accounted={what: nbytes for what, nbytes in accounted.items() if nbytes},
-            notes=notes,
-        )
-        source.versions = versions
-        return source
+    def text(self) -> Iterator[object]:
+        """Yield which boxes of which files its tensors are."""
+        for (fqn, box), piece in self._pieces.items():
+            yield fqn, box, piece.file, piece.at
 
     @property
     def nbytes(self) -> int:
         """Bytes of all that was collected or left out."""
-        pieces = sum([piece.data.nbytes for piece in self._boxes.values()])
+        held = [*self._pieces.values(), *[copy for _, _, copy in self._copies]]
         left_out = sum([part.nbytes for part in self._left_out.values()])
-        return pieces + self.copied + self.tied + self.padding + left_out
+        return sum([piece.data.nbytes for piece in held]) + self._padding + left_out
+
+    def check(self) -> RankSource:
+        """Return it when it is whole and was compared.
+
+        Raises:
+            PlacementError: The files do not make whole tensors, or contradict each other.
+        """
+        for tensor in self.tensors.values():
+            assert isinstance(tensor, RankTensor)
+            self.faults += _holes(tensor)
+        raise_faults(f"{self.path} cannot be put together", self.faults)
+        differing = [fault for copy in self._copies for fault in _differences(*copy)]
+        raise_faults(f"{self.path}: files contradict each other", differing)
+        self.left_out = sorted(self._left_out.values(), key=lambda part: (part.what, part.why))
+        accounted = {
+            "source": self.nbytes,
+            "copies, found equal": sum([copy.data.nbytes for _, _, copy in self._copies]),
+            "padding, dropped": self._padding,
+        }
+        self.accounted = {what: nbytes for what, nbytes in accounted.items() if nbytes}
+        return self
 
 
 def _holes(tensor: RankTensor) -> list[Fault]:
@@ -191,21 +233,19 @@ def _holes(tensor: RankTensor) -> list[Fault]:
     if not prod(tensor.shape) or tile(whole, boxes):
         return []
     holes = uncovered(whole, boxes)
-    if holes:
-        headline = f"no file has {format_boxes(holes, tensor.shape)}"
-    else:
-        headline = "files hold parts that overlap"
+    lacks = f"no file has {format_boxes(holes, tensor.shape)}"
+    headline = lacks if holes else "files hold parts that overlap"
     return [Fault(tensor.fqn, headline, ("way out:     the files of all ranks, of one save",))]
 
 
-def _differences(tensor: RankTensor, kept: Piece, copy: Piece) -> list[Fault]:
+def _differences(fqn: str, kept: Piece, copy: Piece) -> list[Fault]:
     """Return that two files hold different contents of one box."""
     one, other = kept.data, copy.data
     if same_bits(one, other):
         return []
     return [
         Fault(
-            tensor.fqn,
+            fqn,
             f"{copy.file} and {kept.file} hold it, and differ in {int((one != other).sum())} of "
             f"{one.numel()} elements",
             (
@@ -223,7 +263,7 @@ def rank_files_source(
     files: str | None = None,
     rules: Callable[..., Any] | None = None,
     axes: MeshAxes | None = None,
-) -> Source:
+) -> RankSource:
     """Return a torch file per rank as a source of whole tensors.
 
     Args:
@@ -244,55 +284,58 @@ def rank_files_source(
     folder = local_directory(path)
     names = _by_rank(folder, files)
     directory = Directory(folder)
-    versions = directory.versions(names.values())
-    if axes is not None and prod(axes.values()) != len(names):
-        raise PlacementError(
-            f"{folder}: files of {len(names)} ranks, and a mesh of {prod(axes.values())}: "
-            f"{', '.join(f'{axis}={size}' for axis, size in axes.items())}"
-        )
-    found = RankTensors()
-    for rank, name in names.items():
+    source = RankSource(directory, directory.versions(names))
+    source.notes = (f"files of {len(names)} ranks",)
+    axes = axes or {"rank": len(names)}
+    if prod(axes.values()) != len(names):
+        of = f"a mesh of {prod(axes.values())}: {format_mesh_axes(axes)}"
+        raise PlacementError(f"{folder}: files of {len(names)} ranks, and {of}")
+    for rank, name in enumerate(names):
         contents = load_torch_file(folder / name)
         if not isinstance(contents, Mapping):
             raise CannotLook(f"{folder / name}: holds a {type(contents).__name__}, and no dict")
-        declared, rename = None, None
-        if rules is not None:
-            declared, rename, _ = rules_at(rules, axes or {"rank": len(names)}, rank)
-        state_dict: dict[str, Any] = {}
+        declared, rename, _ = (None, None, None) if rules is None else rules_at(rules, axes, rank)
         try:
-            _flatten(contents, "", rank, state_dict, found)
+            state_dict = dict(_tensors(contents, "", rank, source))
         except RecursionError as error:
             raise CannotLook(f"{folder / name}: dicts are nested too deeply in it") from error
-        found.add(name, state_dict, declared, rename)
-    for other in sorted(set(os.listdir(folder)) - set(names.values())):
-        if (folder / other).is_file() and (why := verl.why_left_out(other)):
-            found.leave_out(re.sub(r"_rank_\d+", "", other), why, (folder / other).stat().st_size)
-    return found.source(directory, versions, (f"files of {len(names)} ranks",))
+        source.add(name, state_dict, declared, rename)
+    for other in sorted(set(directory.names()) - set(names)):
+        why = _why_left_out(other)
+        if why and (folder / other).is_file():
+            kind = re.sub(r"_rank_\d+", "", other)
+            source.leave_out(kind, why, (folder / other).stat().st_size)
+    return source.check()
 
 
-def _flatten(
-    value: Mapping[Any, Any], prefix: str, rank: int, flat: dict[str, Any], found: RankTensors
-) -> None:
-    """Note the tensors of nested dicts by their dotted keys, and what else there is."""
+def _tensors(
+    value: Mapping[Any, Any], prefix: str, rank: int, source: RankSource
+) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors of nested dicts by their dotted keys, and note what else there is."""
     for key, inner in value.items():
         name = f"{prefix}{key}"
         nbytes = sum(tensor.nbytes for tensor in tensors_in(inner))
         if not isinstance(key, str):
-            found.leave_out(prefix.rstrip("."), BY_POSITION, nbytes)
+            source.leave_out(prefix.rstrip("."), _BY_POSITION, nbytes)
         elif isinstance(inner, Mapping):
-            _flatten(inner, f"{name}.", rank, flat, found)
+            yield from _tensors(inner, f"{name}.", rank, source)
         elif isinstance(inner, DTensor):
             try:
-                flat[name] = RankShard.of(inner, rank)
+                yield name, rank_shard(inner, rank)
             except CannotPlace as error:
-                found.faults.append(error.fault(name))
+                source.faults.append(error.fault(name))
         elif isinstance(inner, torch.Tensor):
-            flat[name] = inner.detach()
+            yield name, inner.detach()
         else:
-            found.leave_out(name, NO_TENSOR, nbytes)
+            source.leave_out(name, "no tensor", nbytes)
 
 
 def local_directory(path: str | os.PathLike[str]) -> Path:
+    """Return a directory of this machine, whose files can be mapped.
+
+    Raises:
+        CannotLook: It is elsewhere, or not there.
+    """
     folder = Directory(path).local("")
     if folder is None:
         raise CannotLook(
@@ -317,30 +360,34 @@ def rank_file_names(names: Iterable[str]) -> dict[str, dict[int, str]]:
     return kinds
 
 
-def _by_rank(folder: Path, files: str | None) -> dict[int, str]:
+def _why_left_out(name: str) -> str | None:
+    """Return why a file of verl's is no part of the model; None of other files."""
+    return next((why for head, why in _VERLS_OTHERS.items() if name.startswith(head)), None)
+
+
+def _by_rank(folder: Path, files: str | None) -> Sequence[str]:
     """Return the name of each rank's file, in rank order."""
     names = os.listdir(folder)
-    world_size = None
+    kinds = rank_file_names(names)
     if files is not None:
         head, _, tail = files.partition("{rank}")
         pattern = re.compile(f"{re.escape(head)}(\\d+){re.escape(tail)}")
         matches = [match for name in names if (match := pattern.fullmatch(name))]
         kinds = {files: {int(match[1]): match[0] for match in matches}} if matches else {}
     else:
-        kinds = rank_file_names(names)
-        models = [kind for kind in kinds if verl.world_size_of(kind) is not None]
-        kinds = {kind: kinds[kind] for kind in models or kinds if not verl.why_left_out(kind)}
+        models = [kind for kind in kinds if _VERLS_MODEL.fullmatch(kind)]
+        kinds = {kind: kinds[kind] for kind in models or kinds if not _why_left_out(kind)}
     if len(kinds) != 1:
-        found = format_names(list(kinds) or sorted(names), 6) or "nothing"
         raise CannotLook(
             f"{folder}: {'files of several kinds' if kinds else 'no file per rank'}\n"
-            f"    found:       {found}\n"
+            f"    found:       {format_names(list(kinds) or sorted(names), 6) or 'nothing'}\n"
             "    way out:     files= (--files NAME_{rank}.pt) says which"
         )
     ((kind, by_rank),) = kinds.items()
-    world_size = verl.world_size_of(kind) or max(by_rank) + 1
-    missing = [str(rank) for rank in range(world_size) if rank not in by_rank]
-    if missing or max(by_rank) >= world_size:
-        fault = Fault(kind, f"of {world_size} ranks these have no file: {format_names(missing, 8)}")
-        raise PlacementError(format_faults(f"{folder} is not complete", [fault]))
-    return dict(sorted(by_rank.items()))
+    verls = _VERLS_MODEL.fullmatch(kind)
+    size = int(verls[1]) if verls else max(by_rank) + 1
+    missing = [str(rank) for rank in range(size) if rank not in by_rank]
+    if missing or len(by_rank) > size:
+        headline = f"of {size} ranks these have no file: {format_names(missing, 8)}"
+        raise_faults(f"{folder} is not complete", [Fault(kind, headline)])
+    return [by_rank[rank] for rank in range(size)]

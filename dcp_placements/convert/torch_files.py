@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import argparse
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,21 @@ from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.storage.checked_load import check_saved
 from dcp_placements.storage.safe_pickle import check_unfolded
 
-INERT_MODULES = (
+_INERT_MODULES = (
     *("megatron", "transformer_engine", "transformer_engine_torch", "modelopt", "numpy", "signal"),
     *("pathlib", "datetime", "_io", "torch.torch_version", "torch.distributed"),
 )
 """Modules whose classes, and those of their submodules, become stand-ins."""
 
-INERT_NAMES = ("builtins.bytes", "builtins.frozenset", "builtins.slice", "builtins.range")
+_INERT_NAMES = ("builtins.bytes", "builtins.frozenset", "builtins.slice", "builtins.range")
 """Single names that become stand-ins; an empty stream needs ``bytes()``."""
+
+_DTENSOR = (
+    *("torch.distributed.tensor.DTensor", "torch.distributed.tensor._api.DTensor"),
+    *("torch.distributed._tensor.api.DTensor", "torch.distributed._tensor.DTensor"),
+)
+_NAMESPACE = "argparse.Namespace"
+_GETATTR = ("builtins.getattr", "__builtin__.getattr")
 
 
 class RefusedFile(CannotLook):
@@ -41,20 +49,7 @@ class RefusedFile(CannotLook):
 
 
 class UnreadableFile(CannotLook):
-    """A file that is not a ``torch.save`` file, or incomplete.
-
-    Args:
-        path: The file.
-        reason: The error of reading it.
-    """
-
-    def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(
-            f"{path}: cannot be read\n"
-            f"    found:       {reason}\n"
-            "    likely:      truncated while it was written or copied, or written by torch < 1.6"
-        )
-        self.reason = reason
+    """A file that is not a ``torch.save`` file, or incomplete."""
 
 
 class StandIn:
@@ -80,115 +75,17 @@ class StandIn:
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
-    def __repr__(self) -> str:
-        return f"{self.source}{self.args}"
-
-
-class RankShard:
-    """A DTensor of a file: a rank's part of a tensor, with what a planner asks of a DTensor.
-
-    Of rows 3 to 5 of a (12, 3) tensor over the second of four ranks::
-
-        RankShard(tensor of (3, 3), MeshCoordinate(("fsdp",), (4,), (1,)), (Shard(0),), (12, 3))
-    """
-
-    def __init__(
-        self,
-        local: torch.Tensor,
-        mesh: MeshCoordinate,
-        placements: tuple[Any, ...],
-        shape: Sequence[int],
-    ) -> None:
-        self._local = local
-        self.device_mesh = mesh
-        self.placements = placements
-        self.shape = torch.Size(shape)
-        self.dtype = local.dtype
-
-    def to_local(self) -> torch.Tensor:
-        """Return the local tensor."""
-        return self._local
-
-    @classmethod
-    def of(cls, tensor: DTensor, rank: int | None = None) -> RankShard:
-        """Return what a DTensor from ``load_torch_file`` says of itself.
-
-        Args:
-            tensor: Its mesh and placements are stand-ins.
-            rank: That wrote the file; it places the rank on meshes that do not say it themselves.
-
-        Raises:
-            CannotPlace: It says something else than any torch's DTensors do, or is partial.
-        """
-        try:
-            local, stored = parts_of(tensor)
-            spec = _fields(stored)
-            mesh = _mesh_of(_fields(spec["mesh"]), rank)
-            placements = tuple(map(_placement_of, spec["placements"]))
-            if type(local) is not torch.Tensor or len(placements) != len(mesh.shape):
-                raise ValueError("its local tensor, or the number of its placements, is another")
-        except CannotPlace:
-            raise
-        except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-            raise CannotPlace(
-                f"holds a DTensor of another form than torch writes: {_first_line(error)}",
-                "way out:     save it again as a plain tensor, with rules that place it",
-            ) from error
-        return cls(local, mesh, placements, tensor.shape)
-
-
-def _fields(stand_in: Any) -> dict[str, Any]:
-    """Return the attributes of an object that a stand-in replaces."""
-    state = stand_in.state
-    parts = state if isinstance(state, tuple) else (state,)
-    return {name: value for part in parts if part is not None for name, value in part.items()}
-
-
-def _mesh_of(state: Mapping[str, Any], rank: int | None) -> MeshCoordinate:
-    """Return a mesh as its rank sees it; torch before 2.10 stores a tensor of the ranks."""
-    ranks = state.get("mesh")
-    if isinstance(ranks, torch.Tensor):
-        sizes = tuple(ranks.shape)
-    else:
-        axes = [_fields(axis)["shape"] for axis in _fields(state["_layout"])["axes"]]
-        sizes = tuple([prod(axis) for axis in axes])
-    names = state.get("_mesh_dim_names") or state.get("mesh_dim_names")
-    names = names or [f"dim_{dim}" for dim in range(len(sizes))]
-    coordinate = state.get("_coordinate_on_dim")
-    if coordinate is None and isinstance(ranks, torch.Tensor) and rank is not None:
-        found = (ranks == rank).nonzero().tolist()
-        coordinate = found[0] if len(found) == 1 else None
-    if coordinate is None:
-        raise ValueError("its mesh does not say where its rank is")
-    written_by = state.get(RANK)
-    if rank is not None and written_by is not None and written_by != rank:
-        raise CannotPlace(
-            f"was written by rank {written_by}, in the file of rank {rank}",
-            "likely:      the file was renamed, or copied over another one",
-        )
-    return MeshCoordinate(tuple(names), sizes, tuple(coordinate))
-
-
-def _placement_of(placement: Any) -> Any:
-    """Return torch's placement for a stand-in of it."""
-    kind = type(placement).__name__
-    values = _fields(placement) if placement.state else {}
-    if kind == "Shard":
-        return Shard(int(values["dim"]))
-    if kind == "Replicate":
-        return Replicate()
-    if kind == "_StridedShard":
-        return StridedShard(int(values["dim"]), split_factor=int(values["split_factor"]))
-    raise CannotPlace(
-        f"is {kind} over an axis: each rank has a summand, and no part of it",
-        "way out:     reduce it before it is saved",
-    )
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The attributes of the object."""
+        parts = self.state if isinstance(self.state, tuple) else (self.state,)
+        return {name: value for part in parts if part is not None for name, value in part.items()}
 
 
 def load_torch_file(path: Path) -> Any:
     """Return the contents of a ``torch.save`` file; tensors are mapped, not read.
 
-    DTensors in it are for ``RankShard.of`` alone.
+    DTensors in it are for ``rank_shard`` alone.
 
     Raises:
         RefusedFile: It needs a class or function that is not admitted.
@@ -203,12 +100,7 @@ def load_torch_file(path: Path) -> Any:
         needed = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         refused = [name for name in sorted(needed) if not _is_admitted(name)]
         if not refused:
-            admitted: list[Any] = [argparse.Namespace]
-            admitted += [(_member, name) for name in needed if name in _GETATTR]
-            admitted += [(DTensor, name) for name in needed if name in _DTENSOR]
-            stand_ins = set(needed) - {_NAMESPACE, *_GETATTR, *_DTENSOR}
-            admitted += [(_stand_in(name), name) for name in sorted(stand_ins)]
-            with torch.serialization.safe_globals(admitted):
+            with torch.serialization.safe_globals([_admitted(name) for name in needed]):
                 loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             check_unfolded([loaded], most)
             return loaded
@@ -219,7 +111,10 @@ def load_torch_file(path: Path) -> Any:
         ) from None
     except Exception as error:
         # A broken or hostile pickle can raise anything.
-        raise UnreadableFile(path, _first_line(error)) from None
+        raise UnreadableFile(
+            f"{path}: cannot be read: {_first_line(error)}\n"
+            "    likely:      truncated while it was written or copied, or written by torch < 1.6"
+        ) from None
     finally:
         torch.serialization.clear_safe_globals()
         torch.serialization.add_safe_globals(before)
@@ -231,18 +126,21 @@ def load_torch_file(path: Path) -> Any:
     )
 
 
-_DTENSOR = (
-    *("torch.distributed.tensor.DTensor", "torch.distributed.tensor._api.DTensor"),
-    *("torch.distributed._tensor.api.DTensor", "torch.distributed._tensor.DTensor"),
-)
-_NAMESPACE = "argparse.Namespace"
-_GETATTR = ("builtins.getattr", "__builtin__.getattr")
-
-
 def _is_admitted(name: str) -> bool:
-    return name in (_NAMESPACE, *_GETATTR, *INERT_NAMES) or any(
-        name.startswith(f"{module}.") for module in INERT_MODULES
+    return name in (_NAMESPACE, *_GETATTR, *_INERT_NAMES) or any(
+        name.startswith(f"{module}.") for module in _INERT_MODULES
     )
+
+
+def _admitted(name: str) -> Any:
+    """Return what stands for a name of a pickle."""
+    if name == _NAMESPACE:
+        return argparse.Namespace
+    if name in _GETATTR:
+        return _member, name
+    if name in _DTENSOR:
+        return DTensor, name
+    return type(name.rpartition(".")[2], (StandIn,), {"source": name}), name
 
 
 def _member(owner: Any, name: str) -> StandIn:
@@ -255,12 +153,98 @@ def _member(owner: Any, name: str) -> StandIn:
     return owner(name)
 
 
-def _stand_in(name: str) -> type[StandIn]:
-    return type(name.rpartition(".")[2], (StandIn,), {"source": name})
-
-
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@dataclass(eq=False)
+class RankShard:
+    """A DTensor of a file: a rank's part of a tensor, with what a planner asks of a DTensor.
+
+    Of rows 3 to 5 of a (12, 3) tensor over the second of four ranks::
+
+        RankShard(tensor of (3, 3), MeshCoordinate(("fsdp",), (4,), (1,)), (Shard(0),), (12, 3))
+    """
+
+    local: torch.Tensor
+    device_mesh: MeshCoordinate
+    placements: tuple[Any, ...]
+    shape: torch.Size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its elements."""
+        return self.local.dtype
+
+    def to_local(self) -> torch.Tensor:
+        """Return the local tensor."""
+        return self.local
+
+
+def rank_shard(tensor: DTensor, rank: int) -> RankShard:
+    """Return what a DTensor from ``load_torch_file`` says of itself.
+
+    Args:
+        tensor: Its mesh and placements are stand-ins.
+        rank: That wrote the file; it places the rank on meshes that do not say it themselves.
+
+    Raises:
+        CannotPlace: It says something else than any torch's DTensors do, or is partial.
+    """
+    try:
+        local, stored = parts_of(tensor)
+        spec = stored.fields
+        mesh = _mesh_of(spec["mesh"].fields, rank)
+        placements = tuple(map(_placement_of, spec["placements"]))
+        if type(local) is not torch.Tensor or len(placements) != len(mesh.shape):
+            raise ValueError("its local tensor, or the number of its placements, is another")
+    except CannotPlace:
+        raise
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise CannotPlace(
+            f"holds a DTensor of another form than torch writes: {_first_line(error)}",
+            "way out:     save it again as a plain tensor, with rules that place it",
+        ) from error
+    return RankShard(local, mesh, placements, tensor.shape)
+
+
+def _mesh_of(state: Mapping[str, Any], rank: int) -> MeshCoordinate:
+    """Return a mesh as its rank sees it; torch before 2.10 stores a tensor of the ranks."""
+    ranks, coordinate = state.get("mesh"), state.get("_coordinate_on_dim")
+    if isinstance(ranks, torch.Tensor):
+        sizes = tuple(ranks.shape)
+        found = (ranks == rank).nonzero().tolist()
+        if coordinate is None and len(found) == 1:
+            coordinate = found[0]
+    else:
+        axes = [axis.fields["shape"] for axis in state["_layout"].fields["axes"]]
+        sizes = tuple([prod(axis) for axis in axes])
+    names = state.get("_mesh_dim_names") or state.get("mesh_dim_names")
+    names = names or [f"dim_{dim}" for dim in range(len(sizes))]
+    if coordinate is None:
+        raise ValueError("its mesh does not say where its rank is")
+    if state.get(RANK) not in (None, rank):
+        raise CannotPlace(
+            f"was written by rank {state[RANK]}, in the file of rank {rank}",
+            "likely:      the file was renamed, or copied over another one",
+        )
+    return MeshCoordinate(tuple(names), sizes, tuple(coordinate))
+
+
+def _placement_of(placement: StandIn) -> Any:
+    """Return torch's placement for a stand-in of it."""
+    kind = type(placement).__name__
+    if kind == "Shard":
+        return Shard(int(placement.fields["dim"]))
+    if kind == "Replicate":
+        return Replicate()
+    if kind == "_StridedShard":
+        fields = placement.fields
+        return StridedShard(int(fields["dim"]), split_factor=int(fields["split_factor"]))
+    raise CannotPlace(
+        f"is {kind} over an axis: each rank has a summand, and no part of it",
+        "way out:     reduce it before it is saved",
+    )
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

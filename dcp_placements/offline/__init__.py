@@ -18,7 +18,7 @@ _HOMES = {
     "import_checkpoint": "dcp_placements.convert.conversion",
     "inspect": "dcp_placements.offline.inspection",
     "inspect_tensor": "dcp_placements.offline.inspection",
-    "megatron_layout": "dcp_placements.convert.megatron.layout",
+    "megatron_layout": "dcp_placements.convert.megatron_layout",
     "merge_metadata": "dcp_placements.offline.merging",
     "rehearse": "dcp_placements.offline.rehearsals.rehearsal",
     "open_source": "dcp_placements.convert.conversion",

@@ -41,9 +41,6 @@ class Reader(Protocol):
     def runs(self, tensor: Any, box: Box) -> list[Run] | None:
         """Return the runs of file bytes that a box consists of; None where it does not."""
 
-    def blocks(self, run: Run) -> Iterator[memoryview]:
-        """Yield the bytes of a run."""
-
 
 @dataclass(frozen=True, slots=True)
 class Block:

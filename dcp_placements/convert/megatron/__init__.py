@@ -1,1 +1,0 @@
-"""Megatron-LM's checkpoint directories: their layout and their import."""
