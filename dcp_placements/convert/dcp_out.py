@@ -18,7 +18,7 @@ from dcp_placements.convert.sources import Source
 from dcp_placements.errors import Fault, PlacementError, raise_faults
 from dcp_placements.layout.sharding import Cuts
 from dcp_placements.offline.assembly import AssembledTensor
-from dcp_placements.offline.checkpoint import StoredObject
+from dcp_placements.offline.checkpoint import StoredRecord
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.checked_load import zip_problem
 from dcp_placements.storage.file_reads import write_all
@@ -102,7 +102,7 @@ class DcpOut:
             metadata.storage_data = StorageTable(index_of_rows(Rows.of(places), entries))
             write_metadata(metadata, stream)
 
-    def _objects(self, rank: int) -> Sequence[StoredObject]:
+    def _objects(self, rank: int) -> Sequence[StoredRecord]:
         return list(self._source.objects.values()) if rank == self._layout.ranks[0] else []
 
     def _places(self, name: str) -> Iterator[StoredPlace]:
@@ -121,7 +121,7 @@ class DcpOut:
             yield StoredPlace(fqn, torch.Size(box.offsets), name, start, length, None)
             start += length
 
-    def _copy(self, stored: StoredObject, stream: IO[bytes]) -> None:
+    def _copy(self, stored: StoredRecord, stream: IO[bytes]) -> None:
         """Copy the record of an object, compared with its CRC-32 if nothing transformed it."""
         assert stored.file is not None, "the source was checked"
         file: Any = self._source.directory.open(stored.file)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from dcp_placements.offline.box_reads import BoxReader
-from dcp_placements.offline.checkpoint import Checkpoint, SourceTensor, StoredObject
+from dcp_placements.offline.checkpoint import Checkpoint, SourceTensor, StoredRecord
 from dcp_placements.offline.directory import Directory
 
 
@@ -40,7 +40,7 @@ class Source:
     directory: Directory
     tensors: Mapping[str, SourceTensor]
     files: Sequence[str]
-    objects: Mapping[str, StoredObject] = field(default_factory=dict)
+    objects: Mapping[str, StoredRecord] = field(default_factory=dict)
     checkpoint: Checkpoint | None = None
     left_out: Sequence[LeftOut] = ()
     accounted: Mapping[str, int] = field(default_factory=dict)

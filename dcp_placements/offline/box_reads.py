@@ -9,22 +9,20 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, ReadItem, TensorStorageMetadata
+from torch.distributed.checkpoint import FileSystemReader, ReadItem
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from dcp_placements._torch import StorageInfo
 from dcp_placements.errors import CannotLook, Fault, PlacementError, format_faults
-from dcp_placements.layout.boxes import Index
 from dcp_placements.layout.sharding import Box
 from dcp_placements.load.reads import pieces_of
-from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredChunk, StoredTensor
+from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredRecord, StoredTensor
 from dcp_placements.offline.directory import shows_damage
 from dcp_placements.storage.byte_ranges import c_strides
 from dcp_placements.storage.file_reads import CountedFile, Part
 from dcp_placements.storage.record_reads import ChunkReader, Record
 from dcp_placements.storage.tensor_record import BEHIND, DESCRIPTOR, TensorRecord
-from dcp_placements.storage.torch_metadata import ChunkList
 
 MAX_OPEN_FILES = 32
 
@@ -91,8 +89,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         self.nbytes = 0
         self._checkpoint = checkpoint
         # The chunks of the tensor that was read last: tensors are read piece by piece.
-        self._last: tuple[StoredTensor, tuple[StoredChunk, ...]] | None = None
-        self._finders: dict[int, Index] = {}  # by cut
+        self._last: tuple[StoredTensor, tuple[StoredRecord, ...]] | None = None
         self._files: OrderedDict[str, tuple[Any, CountedFile]] = OrderedDict()
         self._target = _Target(torch.empty(0, device="cpu"))
         planner: Any = self._target
@@ -135,7 +132,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         self._target.tensor = into
         by_file: dict[str, list[Record]] = {}
         chunks = self._chunks(tensor)
-        for at, _, shared in pieces_of(box, self._finder(tensor)):
+        for at, _, shared in pieces_of(box, tensor.cut.index):
             chunk = chunks[at]
             if chunk.file is not None:
                 record = _record(tensor.fqn, chunk, shared, box)
@@ -171,7 +168,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         itemsize = tensor.dtype.itemsize
         chunks = self._chunks(tensor)
         runs = []
-        for at, held, shared in pieces_of(box, self._finder(tensor)):
+        for at, held, shared in pieces_of(box, tensor.cut.index):
             chunk = chunks[at]
             if chunk.file is None or chunk.transforms:
                 return None
@@ -228,17 +225,10 @@ class BoxReader(AbstractContextManager["BoxReader"]):
                 f"{checksum:08x}, where {stored:08x} was written",
             )
 
-    def _chunks(self, tensor: StoredTensor) -> tuple[StoredChunk, ...]:
+    def _chunks(self, tensor: StoredTensor) -> tuple[StoredRecord, ...]:
         if self._last is None or self._last[0] is not tensor:
             self._last = tensor, tensor.chunks
         return self._last[1]
-
-    def _finder(self, tensor: StoredTensor) -> Index:
-        if tensor.cut not in self._finders:
-            stored = self._checkpoint.metadata.state_dict_metadata[tensor.fqn]
-            assert isinstance(stored, TensorStorageMetadata)
-            self._finders[tensor.cut] = Index(ChunkList.of(stored.chunks, len(stored.size)).array)
-        return self._finders[tensor.cut]
 
     def _open(self, name: str, fqn: str) -> CountedFile:
         if name in self._files:
@@ -278,7 +268,8 @@ def position(offsets: Sequence[int], shape: Sequence[int]) -> int:
     return sum(a * b for a, b in zip(offsets, c_strides(tuple(shape)), strict=True))
 
 
-def _record(fqn: str, chunk: StoredChunk, shared: Box, box: Box) -> Record:
+def _record(fqn: str, chunk: StoredRecord, shared: Box, box: Box) -> Record:
+    assert chunk.box is not None, "a tensor's"
     index = MetadataIndex(fqn, torch.Size(chunk.box.offsets))
     item = ReadItem(
         type=LoadItemType.TENSOR,

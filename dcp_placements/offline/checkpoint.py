@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint import Metadata
 
 from dcp_placements.errors import CannotLook, format_name, format_names
+from dcp_placements.layout.boxes import Boxes, Index, as_boxes
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.directory import Directory, no_checkpoint
 from dcp_placements.offline.readers.dcp import (
@@ -29,23 +31,23 @@ from dcp_placements.offline.readers.dcp import (
 )
 from dcp_placements.offline.readers.safetensors import read_safetensors_metadata
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.storage.index import RowIndex, StorageTable, index_for
-from dcp_placements.storage.provenance import OWN_PREFIX, SaveRecord, record_of, stored
+from dcp_placements.storage.index import StorageTable, index_for
+from dcp_placements.storage.provenance import SaveRecord, record_of, stored
 from dcp_placements.storage.rank_files import merge_rank_metadata
 from dcp_placements.storage.save_ids import IdRecord, absent_ranks, id_records, writer_of
 from dcp_placements.storage.torch_metadata import entries_of
+from dcp_placements.storage.written import Offset
 
 DCP = "dcp"
 SAFETENSORS = "safetensors"
 
 
-@dataclass(frozen=True, slots=True)
-class StoredChunk:
-    """One stored chunk of a tensor, and its place."""
+class StoredRecord(NamedTuple):
+    """A stretch of a file, as the metadata describe it: one chunk of a tensor, or an object."""
 
-    fqn: str  # the tensor's key
-    box: Box  # of the chunk, in the whole tensor
-    file: str | None  # name of its file; None where the metadata name no place
+    fqn: str  # the key
+    box: Box | None  # of the chunk, in the whole tensor; None of an object, whose bytes are opaque
+    file: str | None = None  # name of its file; None where the metadata name no place
     # Offset of its record in the file, in bytes. A record of a ``.distcp`` file is a small zip file
     # around the elements; one of a safetensors file is the elements
     start: int = 0
@@ -55,7 +57,7 @@ class StoredChunk:
 
     @property
     def end(self) -> int:
-        """Where its record ends in the file, in bytes."""
+        """Where it ends in the file, in bytes."""
         return self.start + self.nbytes
 
     @property
@@ -88,6 +90,36 @@ class SourceTensor:
         return Box.whole(self.shape)
 
 
+class Cut:
+    """The boxes of tensors that are cut alike, made when they are used.
+
+    Args:
+        array: In the metadata's order, as ``layout/boxes`` has them.
+    """
+
+    def __init__(self, array: Boxes) -> None:
+        self.array = array
+
+    @cached_property
+    def boxes(self) -> tuple[Box, ...]:
+        """The boxes, one object each."""
+        return tuple(as_boxes(self.array))
+
+    @cached_property
+    def index(self) -> Index:
+        """The boxes, to be searched."""
+        return Index(self.array)
+
+    @cached_property
+    def by_offset(self) -> dict[Offset, Box | None]:
+        """The boxes by their offsets; one with elements rather than an empty one."""
+        return {box.offsets: box for box in sorted(self.boxes, key=lambda box: box.numel)}
+
+
+_OF_OBJECT: dict[Offset, Box | None] = {None: None}
+"""As ``Cut.by_offset``, of an object."""
+
+
 @dataclass(slots=True, eq=False)  # frozen would be three times as slow to make
 class StoredTensor(SourceTensor):
     """One stored tensor."""
@@ -95,67 +127,48 @@ class StoredTensor(SourceTensor):
     fqn: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    _cut: _Cut
-    _places: _Places
+    cut: Cut
+    _checkpoint: Checkpoint
 
     @property
     def boxes(self) -> tuple[Box, ...]:
         """Of its chunks, in the metadata's order; one object for tensors with equal boxes."""
-        return self._cut.boxes
-
-    @property
-    def offsets(self) -> frozenset[tuple[int, ...] | None]:
-        """Of its chunks."""
-        return self._cut.offsets
-
-    @property
-    def cut(self) -> int:
-        """A number for ``boxes``: equal for tensors of this checkpoint with equal boxes."""
-        return self._cut.number
+        return self.cut.boxes
 
     @property
     def count(self) -> int:
         """The number of its chunks."""
-        return self._cut.count
+        return len(self.cut.array)
 
     @property
     def files(self) -> tuple[str, ...]:
         """Names of the files that hold any of it, sorted."""
-        return self._places.files(self.fqn)
+        return self._checkpoint.files_of(self.fqn)
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that wrote any of it, sorted, by the files' names."""
-        return ranks_of(self.files)
-
-    @property
-    def chunks(self) -> tuple[StoredChunk, ...]:
+    def chunks(self) -> tuple[StoredRecord, ...]:
         """Its chunks, one for each of ``boxes``."""
-        places = self._places.by_offset(self.fqn)
-        fqn, nowhere = self.fqn, (None,)
+        places = self._checkpoint.places_of(self.fqn)
+        nowhere: tuple[Any, ...] = (None,)
         return tuple(
-            [StoredChunk(fqn, box, *places.get(box.offsets, nowhere)) for box in self.boxes]
+            [StoredRecord(self.fqn, box, *places.get(box.offsets, nowhere)) for box in self.boxes]
         )
 
 
-@dataclass(frozen=True, slots=True)
-class StoredObject:
-    """One stored object: a key that is no tensor. Its bytes are opaque."""
+class Alike(NamedTuple):
+    """Keys whose chunks are cut alike, and have places alike.
 
-    fqn: str  # its key
-    file: str | None  # name of its file; None where the metadata name no place
-    start: int = 0  # offset of its record in the file, in bytes
-    nbytes: int = 0  # length of the record
-    transforms: tuple[str, ...] = ()  # as of a StoredChunk
+    Attributes:
+        number: Of their places in ``RowIndex``.
+        keys: Their numbers there.
+        offsets: Of the chunks that have a place, in the order of ``RowIndex.pieces``.
+        boxes: Of the chunks that the metadata list, by offset; empty for a key that they do not.
+    """
 
-    @property
-    def end(self) -> int:
-        """Where its record ends in the file, in bytes."""
-        return self.start + self.nbytes
-
-
-StoredRecord = StoredChunk | StoredObject
-"""A stretch of a file, as the metadata describe it."""
+    number: int
+    keys: list[int]
+    offsets: Sequence[Offset]
+    boxes: Mapping[Offset, Box | None]
 
 
 class Checkpoint:
@@ -192,27 +205,27 @@ class Checkpoint:
             self.format, self.metadata = self._read()
             entries = entries_of(self.metadata.state_dict_metadata)
             self.rows = index_for(self.metadata.storage_data or {}, entries)
-            self._places = _Places(self.rows)
             self.tensors: dict[str, StoredTensor] = {}
-            self.objects: dict[str, StoredObject] = {}
-            cuts = [
-                _Cut(number, len(chunks), chunks.boxes)
-                for number, chunks in enumerate(entries.lists)
+            self.objects: dict[str, StoredRecord] = {}
+            cuts = [Cut(chunks.array) for chunks in entries.lists]
+            kinds: list[tuple[tuple[int, ...], torch.dtype, Cut] | None] = [
+                None
+                if form.properties < 0
+                else (
+                    entries.shapes[form.shape],
+                    entries.properties[form.properties].dtype,
+                    cuts[form.chunks],
+                )
+                for form in entries.forms
             ]
-            kinds: list[tuple[tuple[int, ...], torch.dtype, _Cut, _Places] | None] = []
-            for form in entries.forms:
-                if form.properties < 0:
-                    kinds.append(None)
-                    continue
-                dtype = entries.properties[form.properties].dtype
-                kinds.append((entries.shapes[form.shape], dtype, cuts[form.chunks], self._places))
             for fqn, number in zip(entries.fqns, entries.form_of, strict=True):
                 kind = kinds[number]
                 if kind is None:
-                    place = self._places.by_offset(fqn).get(None)
-                    self.objects[fqn] = StoredObject(fqn, *(place or (None,)))
+                    place = self.places_of(fqn).get(None)
+                    self.objects[fqn] = StoredRecord(fqn, None, *(place or (None,)))
                 else:
-                    self.tensors[fqn] = StoredTensor(fqn, *kind)
+                    shape, dtype, cut = kind
+                    self.tensors[fqn] = StoredTensor(fqn, shape, dtype, cut, self)
         self.provenance: Mapping[str, Any] | None = stored(self.metadata)
 
     @property
@@ -260,22 +273,60 @@ class Checkpoint:
         hint = likely if near else "way out:     inspect lists its keys"
         raise CannotLook(f"{self.path}: no tensor {format_name(fqn)}\n    {hint}")
 
-    def records(self) -> Iterator[StoredRecord]:
-        """Yield the records of all tensors, then those of objects."""
-        for tensor in self.tensors.values():
-            yield from tensor.chunks
-        yield from self.objects.values()
+    def files_of(self, fqn: str) -> tuple[str, ...]:
+        """Return the names of the files that hold any of a key, sorted."""
+        number = self.rows.numbers.get(fqn)
+        return () if number is None else self._files_by_key[number]
 
-    def copies(self) -> Iterator[StoredChunk]:
-        """Yield the further records of chunks that several ranks wrote."""
+    @cached_property
+    def _files_by_key(self) -> list[tuple[str, ...]]:
+        return self.rows.files_by_key()
+
+    def places_of(self, fqn: str) -> dict[Offset, tuple[Any, ...]]:
+        """Return file, start, length and transforms of each chunk of a key, by offset."""
         steps = self.rows.transforms
-        for fqn, tensor in self.tensors.items() if self.rows.has_copies else ():
-            boxes = {box.offsets: box for box in tensor.boxes}
-            first = None
-            for offset, (file, number, start, length) in self.rows.rows_of(fqn, copies=True):
+        return {
+            offset: (file, start, length, steps[transforms] or ())
+            for offset, (file, transforms, start, length) in self.rows.rows_of(fqn)
+        }
+
+    def alike(self) -> list[Alike]:
+        """Return all keys by what lies alike, those of no tensor and no object, too."""
+        rows = self.rows
+        found: dict[Hashable, Alike] = {}
+        dims = dict(zip(rows.apart[0].tolist(), rows.apart[5].tolist(), strict=True))
+        for key, (fqn, number) in enumerate(zip(rows.fqns, rows.place_of.tolist(), strict=True)):
+            tensor = self.tensors.get(fqn)
+            cut = fqn in self.objects if tensor is None else tensor.cut
+            kind = number, cut, dims.get(key)
+            if kind not in found:
+                boxes = {} if tensor is None else tensor.cut.by_offset
+                boxes = _OF_OBJECT if cut is True else boxes
+                found[kind] = Alike(number, [], rows.offsets_of(fqn), boxes)
+            found[kind].keys.append(key)
+        return list(found.values())
+
+    def records(self) -> Iterator[StoredRecord]:
+        """Yield the records of all tensors and objects that have a place, and those of copies."""
+        rows = self.rows
+        files, steps, fqns = rows.files, [one or () for one in rows.transforms], rows.fqns
+        for alike in self.alike():
+            chunks = [
+                (at, alike.boxes[o]) for at, o in enumerate(alike.offsets) if o in alike.boxes
+            ]
+            if not chunks:
+                continue
+            for some, table in rows.pieces(alike.number, np.array(alike.keys, np.int64)):
+                for key, places in zip(some.tolist(), table.tolist(), strict=True):
+                    for at, box in chunks:
+                        file, step, start, length = places[at]
+                        place = files[file], start, length, steps[step]
+                        yield StoredRecord(fqns[key], box, *place)
+        for fqn, tensor in self.tensors.items() if rows.has_copies else ():
+            first, boxes = None, tensor.cut.by_offset
+            for offset, (name, step, start, length) in rows.rows_of(fqn, copies=True):
                 if offset is not None and offset == first and offset in boxes:
-                    place = file, start, length, steps[number] or ()
-                    yield StoredChunk(fqn, boxes[offset], *place)
+                    yield StoredRecord(fqn, boxes[offset], name, start, length, steps[step])
                 first = offset
 
     def read_record(self, stored: StoredRecord, most: int) -> bytes | None:
@@ -312,27 +363,6 @@ class Checkpoint:
         content: bytes = stream.read(most + 1)
         return None if len(content) > most else content
 
-    def unclaimed(self) -> list[tuple[str, tuple[int, ...] | None, str]]:
-        """Return ``(key, offsets, file)`` of stored chunks that no tensor's metadata list.
-
-        Records of this package's own, such as those of save ids, are left out.
-        """
-        unclaimed: list[tuple[str, tuple[int, ...] | None, str]] = []
-        for fqn in self.rows.fqns:
-            tensor = self.tensors.get(fqn)
-            if tensor is not None:
-                claimed = tensor.offsets
-            elif fqn in self.objects:
-                claimed = frozenset([None])
-            elif fqn.startswith(OWN_PREFIX):
-                continue
-            else:
-                claimed = frozenset()
-            if not claimed.issuperset(self.rows.offsets_of(fqn)):
-                places = self._places.by_offset(fqn).items()
-                unclaimed += [(fqn, at, place[0]) for at, place in places if at not in claimed]
-        return unclaimed
-
     def _read(self) -> tuple[str, Metadata]:
         """Return the format and the metadata."""
         directory = self.directory
@@ -347,46 +377,6 @@ class Checkpoint:
             metadata, self.absent = read_safetensors_metadata(directory, files)
             return SAFETENSORS, metadata
         raise no_checkpoint(directory)
-
-
-class _Cut:
-    """The boxes of tensors that are cut alike, made when they are used."""
-
-    def __init__(self, number: int, count: int, made: Callable[[], tuple[Box, ...]]) -> None:
-        self.number, self.count, self._made = number, count, made
-
-    @cached_property
-    def boxes(self) -> tuple[Box, ...]:
-        return self._made()
-
-    @cached_property
-    def offsets(self) -> frozenset[tuple[int, ...] | None]:
-        return frozenset([box.offsets for box in self.boxes])
-
-
-_Place = tuple[str, int, int, tuple[str, ...]]
-
-
-class _Places:
-    """The place of every stored chunk, by key and offset."""
-
-    def __init__(self, rows: RowIndex) -> None:
-        self._rows = rows
-
-    @cached_property
-    def _files(self) -> list[tuple[str, ...]]:
-        return self._rows.files_by_key()
-
-    def files(self, fqn: str) -> tuple[str, ...]:
-        number = self._rows.numbers.get(fqn)
-        return () if number is None else self._files[number]
-
-    def by_offset(self, fqn: str) -> dict[tuple[int, ...] | None, _Place]:
-        steps = self._rows.transforms
-        return {
-            offset: (file, start, length, steps[transforms] or ())
-            for offset, (file, transforms, start, length) in self._rows.rows_of(fqn)
-        }
 
 
 @lru_cache(maxsize=1 << 10)

@@ -25,7 +25,7 @@ from dcp_placements.errors import (
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.assembly import AssembledTensor, assembled
 from dcp_placements.offline.box_reads import BoxReader, pieces
-from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredObject, StoredTensor
+from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredRecord, StoredTensor
 from dcp_placements.offline.comparing import Tally
 from dcp_placements.offline.declared import Progress, Rename, matching_keys
 from dcp_placements.offline.directory import shows_damage
@@ -243,7 +243,7 @@ class _Side(Generic[_Tensor]):
 
     checkpoint: Checkpoint
     tensors: Mapping[str, _Tensor]
-    objects: Mapping[str, StoredObject]
+    objects: Mapping[str, StoredRecord]
     absent: Mapping[str, str]
 
     def kind(self, key: str) -> str | None:
@@ -326,7 +326,7 @@ class _Comparison:
         if a.dtype != b.dtype or tally.differing:
             yield _difference(key, a, b, tally)
 
-    def _record(self, checkpoint: Checkpoint, stored: StoredObject, most: int) -> bytes | None:
+    def _record(self, checkpoint: Checkpoint, stored: StoredRecord, most: int) -> bytes | None:
         try:
             return checkpoint.read_record(stored, most)
         except OSError as error:
@@ -356,7 +356,7 @@ class _Comparison:
         return self.box_messages[key]
 
     def _object_differences(
-        self, key: str, stored: tuple[StoredObject, StoredObject]
+        self, key: str, stored: tuple[StoredRecord, StoredRecord]
     ) -> Iterator[Difference]:
         """Yield whether two objects differ. Nothing that their pickles name is called."""
         most = max(self.memory // 4, OBJECT_NBYTES)

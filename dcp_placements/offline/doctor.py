@@ -20,7 +20,7 @@ from dcp_placements.errors import CannotLook, families, format_count, format_nam
 from dcp_placements.layout.sharding import Kind
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.names.renames import number_in
-from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
+from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor, ranks_of
 from dcp_placements.offline.texts import ranges, short
 from dcp_placements.transfer.world import MeshAxes
 
@@ -291,7 +291,7 @@ def _check_axes(checkpoint: Checkpoint, axes: MeshAxes) -> None:
     if EP not in axes:
         raise CannotLook(f"the mesh {axes} has no axis {EP}, along which ranks hold other experts")
     ranks = prod(axes.values())
-    writers = {rank for tensor in checkpoint.tensors.values() for rank in tensor.ranks}
+    writers = ranks_of(tuple(checkpoint.files))
     beyond = [rank for rank in writers if rank >= ranks]
     if beyond:
         raise CannotLook(

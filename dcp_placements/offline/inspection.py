@@ -21,7 +21,7 @@ from dcp_placements.errors import (
 )
 from dcp_placements.layout.boxes import format_box
 from dcp_placements.layout.sharding import Box, Cuts
-from dcp_placements.offline.checkpoint import Checkpoint, StoredObject, StoredTensor, ranks_of
+from dcp_placements.offline.checkpoint import Checkpoint, StoredRecord, StoredTensor, ranks_of
 from dcp_placements.offline.declared import matching_keys
 from dcp_placements.offline.texts import format_table, ranges, short
 from dcp_placements.quiet_gc import quiet_gc
@@ -423,8 +423,8 @@ def inspect_tensor(path: str | os.PathLike[str] | Checkpoint, fqn: str) -> Tenso
         () if record is None else tuple(map(str, record.cuts(fqn) or ())),
         tuple(
             [
-                ChunkInfo(one.box, one.file, one.start, one.nbytes, one.writer)
-                for one in tensor.chunks
+                ChunkInfo(box, one.file, one.start, one.nbytes, one.writer)
+                for box, one in zip(tensor.boxes, tensor.chunks, strict=True)
             ]
         ),
     )
@@ -438,7 +438,7 @@ class _PlainUnpickler(SafeUnpickler):
     }
 
 
-def plain_values(checkpoint: Checkpoint, objects: Iterable[StoredObject]) -> dict[str, Any]:
+def plain_values(checkpoint: Checkpoint, objects: Iterable[StoredRecord]) -> dict[str, Any]:
     """Return the values of the first small objects, by key.
 
     Objects that are large or broken, and those that hold other values, are left out.

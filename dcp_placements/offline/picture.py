@@ -65,7 +65,8 @@ def draw(path: str | os.PathLike[str] | Checkpoint, fqn: str | None = None) -> A
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     if fqn is not None:
         tensor = checkpoint.tensor(fqn)
-        pieces = [Piece(chunk.box, _writer(chunk.file)) for chunk in tensor.chunks]
+        places = zip(tensor.boxes, tensor.chunks, strict=True)
+        pieces = [Piece(box, _writer(chunk.file)) for box, chunk in places]
         return tensor_figure(fqn, tensor.shape, tensor.dtype_name, pieces)
     nbytes: dict[Writer, Counter[str]] = {}
     for record in checkpoint.records():

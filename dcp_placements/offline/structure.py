@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 
@@ -21,15 +20,13 @@ from dcp_placements.layout.boxes import (
     within,
 )
 from dcp_placements.layout.sharding import Box
-from dcp_placements.offline.checkpoint import Checkpoint, StoredChunk, StoredRecord, StoredTensor
+from dcp_placements.offline.checkpoint import Checkpoint, Cut, StoredRecord, StoredTensor
 from dcp_placements.offline.readers.dcp import check_count, misplaced_in_stock
+from dcp_placements.storage.provenance import OWN_PREFIX
 from dcp_placements.storage.save_ids import id_in_name
 
 MAX_BOXES = 4
 """Boxes that a message lists."""
-
-Records = Mapping[str, Sequence[StoredRecord]]
-"""The records of a checkpoint, by file, in the order of the files' bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +39,7 @@ class CheckpointFault:
     message: str  # the numbers in the files against those declared
 
 
-def records_by_file(checkpoint: Checkpoint) -> Records:
+def records_by_file(checkpoint: Checkpoint) -> dict[str, list[StoredRecord]]:
     """Return the records of every file, copies too, in file order; files sorted by name.
 
     Raises:
@@ -50,9 +47,9 @@ def records_by_file(checkpoint: Checkpoint) -> Records:
     """
     check_count(checkpoint.path, len(checkpoint.rows))
     by_file: dict[str, list[StoredRecord]] = {}
-    for record in chain(checkpoint.records(), checkpoint.copies()):
-        if record.file is not None:
-            by_file.setdefault(record.file, []).append(record)
+    for record in checkpoint.records():
+        assert record.file is not None, "records have a place"
+        by_file.setdefault(record.file, []).append(record)
     for records in by_file.values():
         records.sort(key=lambda record: (record.start, record.nbytes))
     return dict(sorted(by_file.items()))
@@ -60,22 +57,23 @@ def records_by_file(checkpoint: Checkpoint) -> Records:
 
 def record_name(checkpoint: Checkpoint, record: StoredRecord) -> str:
     """Return the key of a record, with the box where that is a part of the tensor."""
-    tensor = checkpoint.tensors.get(record.fqn)
-    if tensor is None or tensor.count == 1 or not isinstance(record, StoredChunk):
+    if record.box is None or checkpoint.tensors[record.fqn].count == 1:
         return record.fqn
-    return f"{record.fqn} {format_box(record.box, tensor.shape)}"
+    return f"{record.fqn} {format_box(record.box, checkpoint.tensors[record.fqn].shape)}"
 
 
-def structural_faults(
-    checkpoint: Checkpoint, records: Records | None = None
-) -> list[CheckpointFault]:
+def structural_faults(checkpoint: Checkpoint) -> list[CheckpointFault]:
     """Return all that the metadata, the sizes of files and the ids of saves prove to be wrong."""
-    return [
-        *_tiling_faults(checkpoint),
-        *_place_faults(checkpoint),
-        *_id_faults(checkpoint),
-        *_file_faults(checkpoint, records_by_file(checkpoint) if records is None else records),
-    ]
+    faults = metadata_faults(checkpoint)
+    for file, records in records_by_file(checkpoint).items():
+        faults += file_faults(checkpoint, file, records)
+    return faults
+
+
+def metadata_faults(checkpoint: Checkpoint) -> list[CheckpointFault]:
+    """Return what the metadata prove to be wrong, and files of another save."""
+    check_count(checkpoint.path, len(checkpoint.rows))
+    return [*_tiling_faults(checkpoint), *_place_faults(checkpoint), *_id_faults(checkpoint)]
 
 
 def stock_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
@@ -91,7 +89,7 @@ def stock_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
 
 def _tiling_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
     """Yield holes, overlaps, and chunks out of bounds: one fault for tensors that are cut alike."""
-    groups: dict[tuple[tuple[int, ...], int], list[StoredTensor]] = {}
+    groups: dict[tuple[tuple[int, ...], Cut], list[StoredTensor]] = {}
     for tensor in checkpoint.tensors.values():
         groups.setdefault((tensor.shape, tensor.cut), []).append(tensor)
     for tensors in groups.values():
@@ -130,19 +128,27 @@ def box_faults(whole: Box, boxes: Iterable[Box]) -> Iterator[tuple[str, str]]:
 
 def _place_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
     """Yield chunks without a place, places without a chunk, and keys of an index without either."""
-    for fqn, tensor in checkpoint.tensors.items():
-        if not tensor.offsets.issubset(checkpoint.rows.offsets_of(fqn)):
-            unplaced = [chunk.box for chunk in tensor.chunks if chunk.file is None]
-            message = f"the metadata name no file for {format_boxes(unplaced, tensor.shape)}"
-            yield CheckpointFault("unplaced", (fqn,), (), message)
-    for fqn, stored in checkpoint.objects.items():
-        if stored.file is None:
-            message = "the metadata name no file for this object"
-            yield CheckpointFault("unplaced", (fqn,), (), message)
-    for fqn, offset, file in checkpoint.unclaimed():
-        at = "" if offset is None else f" at {offset}"
-        message = f"{file} has a chunk{at} that the tensor's metadata do not list"
-        yield CheckpointFault("unclaimed", (fqn,), (file,), message)
+    for alike in checkpoint.alike():
+        fqns = tuple(sorted([checkpoint.rows.fqns[key] for key in alike.keys]))
+        offsets = set(alike.offsets)
+        unplaced = [box for offset, box in alike.boxes.items() if offset not in offsets]
+        if unplaced:
+            shape = checkpoint.tensors[fqns[0]].shape if fqns[0] in checkpoint.tensors else ()
+            boxes = [box for box in unplaced if box is not None]
+            what = format_boxes(boxes, shape) if boxes else "this object"
+            yield CheckpointFault("unplaced", fqns, (), f"the metadata name no file for {what}")
+        for fqn in fqns if offsets - alike.boxes.keys() else ():
+            if fqn.startswith(OWN_PREFIX) and not alike.boxes:
+                continue  # a record of this package's own, such as that of a save's id
+            for offset, (file, *_) in checkpoint.places_of(fqn).items():
+                if offset not in alike.boxes:
+                    at = "" if offset is None else f" at {offset}"
+                    message = f"{file} has a chunk{at} that the tensor's metadata do not list"
+                    yield CheckpointFault("unclaimed", (fqn,), (file,), message)
+    if absent := checkpoint.absent_ranks:
+        message = f"no metadata of {format_ranks(absent)}: what no other rank stored is missing"
+        ends = sorted({f"__{absent[0]}.metadata", f"__{absent[-1]}.metadata"})
+        yield CheckpointFault("missing_file", (), tuple(ends), message)
     for file in sorted(set(checkpoint.absent.values())):
         names = tuple(sorted(fqn for fqn, name in checkpoint.absent.items() if name == file))
         if checkpoint.directory.size(file) is None:
@@ -175,36 +181,31 @@ def files_without_id(checkpoint: Checkpoint) -> list[str]:
     return [file for file in checkpoint.files if file not in own and id_in_name(file) is None]
 
 
-def _file_faults(checkpoint: Checkpoint, records: Records) -> Iterator[CheckpointFault]:
-    """Yield files that are missing or too short, and records that share bytes."""
-    absent = checkpoint.absent_ranks
-    if absent:
-        message = f"no metadata of {format_ranks(absent)}: what no other rank stored is missing"
-        ends = sorted({f"__{absent[0]}.metadata", f"__{absent[-1]}.metadata"})
-        yield CheckpointFault("missing_file", (), tuple(ends), message)
-    for file, in_file in records.items():
-        size = checkpoint.directory.size(file)
-        if size is None:
-            why = checkpoint.directory.why_barred(file) or "the file is not there"
-            yield CheckpointFault("missing_file", fqns_of(in_file), (file,), why)
-            continue
-        beyond = [record for record in in_file if record.end > size]
-        if beyond:
-            message = (
-                f"{size} bytes, and {max(record.end for record in beyond)} are needed: "
-                f"{len(beyond)} of {len(in_file)} records end beyond its end"
-            )
-            yield CheckpointFault("truncated_file", fqns_of(beyond), (file,), message)
-        # Two keys may share one whole record; that they share a part of one is a fault.
-        reached = in_file[0]  # the record before that reaches farthest
-        for record in in_file[1:]:
-            if reached.start < record.start < reached.end:
-                names = (record_name(checkpoint, one) for one in (reached, record))
-                message = f"bytes {record.start}-{reached.end} belong to {' and to '.join(names)}"
-                keys = fqns_of([reached, record])
-                yield CheckpointFault("shared_bytes", keys, (file,), message)
-            if record.end > reached.end:
-                reached = record
+def file_faults(
+    checkpoint: Checkpoint, file: str, records: Sequence[StoredRecord]
+) -> Iterator[CheckpointFault]:
+    """Yield that a file is missing or too short, and which of its records share bytes."""
+    size = checkpoint.directory.size(file)
+    if size is None:
+        why = checkpoint.directory.why_barred(file) or "the file is not there"
+        yield CheckpointFault("missing_file", fqns_of(records), (file,), why)
+        return
+    beyond = [record for record in records if record.end > size]
+    if beyond:
+        message = (
+            f"{size} bytes, and {max(record.end for record in beyond)} are needed: "
+            f"{len(beyond)} of {len(records)} records end beyond its end"
+        )
+        yield CheckpointFault("truncated_file", fqns_of(beyond), (file,), message)
+    # Two keys may share one whole record; that they share a part of one is a fault.
+    reached, end = records[0], records[0].end  # the record before that reaches farthest
+    for record in records:
+        if reached.start < record.start < end:
+            names = (record_name(checkpoint, one) for one in (reached, record))
+            message = f"bytes {record.start}-{end} belong to {' and to '.join(names)}"
+            yield CheckpointFault("shared_bytes", fqns_of([reached, record]), (file,), message)
+        if record.end > end:
+            reached, end = record, record.end
 
 
 def fqns_of(records: Iterable[StoredRecord]) -> tuple[str, ...]:

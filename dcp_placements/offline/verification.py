@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import ClassVar
@@ -29,20 +29,19 @@ from dcp_placements.errors import (
 from dcp_placements.offline.checkpoint import (
     SAFETENSORS,
     Checkpoint,
-    StoredChunk,
-    StoredObject,
     StoredRecord,
 )
 from dcp_placements.offline.declared import Progress
 from dcp_placements.offline.directory import Directory, shows_damage
 from dcp_placements.offline.structure import (
     CheckpointFault,
+    file_faults,
     files_without_id,
     fqns_of,
+    metadata_faults,
     record_name,
     records_by_file,
     stock_faults,
-    structural_faults,
 )
 from dcp_placements.offline.texts import short
 from dcp_placements.quiet_gc import quiet_gc
@@ -177,29 +176,30 @@ def verify(
     before = _version(directory)
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(directory)
     with quiet_gc():
-        records = records_by_file(checkpoint)
-        faults = structural_faults(checkpoint, records)
+        faults = metadata_faults(checkpoint)
         if contents:
             faults += stock_faults(checkpoint)
+        records = records_by_file(checkpoint)
         total = sum([record.nbytes for in_file in records.values() for record in in_file])
-        checker = _RecordChecker(
+        checks = _Checks(
             checkpoint,
             contents=contents,
             limit_nbytes=memory // 3,
             progress=lambda done: progress(min(done, total), total),
         )
         for file, in_file in records.items():
-            faults += checker.check_file(file, in_file)
+            faults += file_faults(checkpoint, file, in_file)
+            faults += checks.faults(file, in_file)
     if faults and _version(directory) != before:
         raise directory.overwritten([".metadata"])
     return Verification(
         path=checkpoint.path,
         faults=tuple(sorted(faults, key=lambda fault: (fault.kind, fault.files, fault.tensors))),
-        notes=(*_notes(checkpoint), *checker.notes()),
+        notes=(*_notes(checkpoint), *checks.notes()),
         tensors=len(checkpoint.tensors),
         chunks=sum([tensor.count for tensor in checkpoint.tensors.values()]),
-        nbytes=checker.nbytes if contents else 0,
-        unread=len(checker.skipped) + len(checker.other_types),
+        nbytes=checks.nbytes if contents else 0,
+        unread=len(checks.skipped) + len(checks.other_types),
         contents=contents,
     )
 
@@ -230,7 +230,7 @@ class _InBlocks(CountedFile):
         buffer[:] = self._held[start : start + buffer.nbytes]
 
 
-class _RecordChecker:
+class _Checks:
     """Checks the records of a checkpoint's files.
 
     Args:
@@ -284,7 +284,7 @@ class _RecordChecker:
             names = format_names(self.other_types, 4)
             yield f"of types that torch.load was not told to allow, so not read: {names}"
 
-    def check_file(self, file: str, records: Sequence[StoredRecord]) -> list[CheckpointFault]:
+    def faults(self, file: str, records: Sequence[StoredRecord]) -> list[CheckpointFault]:
         """Return the faults of those records of one file that lie within it.
 
         Raises:
@@ -301,9 +301,8 @@ class _RecordChecker:
                     if record.end > size:
                         continue
                     part = Part(blocks, record.start, record.nbytes)
-                    for kind, message in self._check(part, record):
-                        name = record_name(self._checkpoint, record)
-                        message = f"{name} in {file}: {message}"
+                    for kind, finding in self._findings(part, record):
+                        message = f"{record_name(self._checkpoint, record)} in {file}: {finding}"
                         faults.append(CheckpointFault(kind, (record.fqn,), (file,), message))
         except (OSError, EOFError) as error:
             message = f"it cannot be read: {error}"
@@ -314,79 +313,67 @@ class _RecordChecker:
             return [CheckpointFault(kind, fqns_of(records), (file,), message)]
         return faults
 
-    def _check(self, part: Part, record: StoredRecord) -> Iterable[Finding]:
+    def _findings(self, part: Part, record: StoredRecord) -> Iterator[Finding]:
+        """Yield what is wrong with a record: its shape and dtype, and what it contains."""
         if record.transforms:
-            return self._check_transformed(record)
-        if isinstance(record, StoredObject):
-            return self._check_object(part) if self._contents else ()
+            if not self._contents:
+                self._transformed += 1
+                return
+            # All of it must be read to undo them.
+            try:
+                content = self._checkpoint.read_record(record, self._limit_nbytes)
+            except OSError:
+                raise
+            except Exception as error:
+                # An extension can raise anything.
+                yield "wrong_record", _reason(error)
+                return
+            if content is None:
+                self.skipped.append(record_name(self._checkpoint, record))
+                return
+            part = part_of(content)
+        if record.box is None:
+            # An object may be written in any way: if it begins or ends as a zip file, it has sums.
+            if self._contents and (_begins_as_zip(part) or zipfile.is_zipfile(part.stream())):
+                yield from self._checksums(part)
+            return
         if self._checkpoint.format == SAFETENSORS:
             # Nothing but the header describes these bytes, and the metadata are the header.
             self._advance(record.nbytes)
-            return ()
-        return self._check_tensor(part, record)
-
-    def _check_tensor(self, part: Part, chunk: StoredChunk) -> list[Finding]:
-        head = self._heads.find(part)
-        # A wrong checksum is more specific than a record that cannot be read.
-        broken = list(self._checksums(part, head)) if self._contents else []
+            return
+        head = None if record.transforms else self._heads.find(part)
         if head is not None:
-            return [*self._mismatch(chunk, head.shape, head.dtype), *broken]
-        return broken or list(self._check_loaded(part, chunk))
+            yield from self._mismatch(record, head.shape, head.dtype)
+        broken = list(self._checksums(part, head)) if self._contents else []
+        yield from broken
+        # A wrong checksum is more specific than that it cannot be loaded.
+        if head is None and not broken:
+            yield from self._loaded(part, record)
 
-    def _check_object(self, part: Part) -> Iterator[Finding]:
-        start = bytearray(min(part.size, len(LOCAL)))
-        part.read_into(memoryview(start), 0)
-        # An object may be written in any way; if it begins or ends as a zip file, it has checksums.
-        if bytes(start) == LOCAL or zipfile.is_zipfile(part.stream()):
-            yield from self._checksums(part)
-
-    def _check_transformed(self, record: StoredRecord) -> Iterator[Finding]:
-        """Check what a record was before its transforms. All of it must be read for that."""
-        if not self._contents:
-            self._transformed += 1
-            return
-        try:
-            content = self._checkpoint.read_record(record, self._limit_nbytes)
-        except OSError:
-            raise
-        except Exception as error:
-            # An extension can raise anything.
-            yield "wrong_record", _reason(error)
-            return
-        if content is None:
+    def _loaded(self, part: Part, record: StoredRecord) -> Iterator[Finding]:
+        """Check a tensor whose record is not plain: other strides, or transforms."""
+        if record.nbytes > self._limit_nbytes:
             self.skipped.append(record_name(self._checkpoint, record))
             return
-        part = part_of(content)
-        broken = list(self._checksums(part)) if content.startswith(LOCAL) else []
-        yield from broken
-        if isinstance(record, StoredChunk) and not broken:
-            yield from self._check_loaded(part, record)
-
-    def _check_loaded(self, part: Part, chunk: StoredChunk) -> Iterator[Finding]:
-        """Check a tensor whose record is not plain: other strides, or transforms."""
-        if chunk.nbytes > self._limit_nbytes:
-            self.skipped.append(record_name(self._checkpoint, chunk))
-            return
-        # Not through a reader, which converts to the dtype of the metadata.
-        content = io.BytesIO(part.stream().read())
         try:
-            tensor = load_saved_tensor(content)
+            # Not through a reader, which converts to the dtype of the metadata.
+            tensor = load_saved_tensor(io.BytesIO(part.stream().read()))
         except RefusedGlobal:  # of a type that this process was not told to allow
-            self.other_types.append(record_name(self._checkpoint, chunk))
-            return
+            self.other_types.append(record_name(self._checkpoint, record))
         except Exception as error:
             # torch.load of a broken file can raise anything.
             yield "wrong_record", _reason(error)
-            return
-        yield from self._mismatch(chunk, tuple(tensor.shape), tensor.dtype)
+        else:
+            yield from self._mismatch(record, tuple(tensor.shape), tensor.dtype)
 
     def _mismatch(
-        self, chunk: StoredChunk, shape: tuple[int, ...], dtype: torch.dtype
+        self, record: StoredRecord, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Iterator[Finding]:
-        declared = chunk.box.sizes, self._checkpoint.tensors[chunk.fqn].dtype
+        assert record.box is not None, "a tensor's"
+        declared = record.box.sizes, self._checkpoint.tensors[record.fqn].dtype
         if (shape, dtype) != declared:
             message = (
-                f"a {shape} {dtype} tensor is at byte {chunk.start}, where the metadata have "
+                f"a {shape} {dtype} tensor is at byte {record.start}, where the metadata have "
                 f"{declared[0]} {declared[1]}"
             )
             yield "wrong_record", message
@@ -407,7 +394,11 @@ class _RecordChecker:
             if file is None:
                 raise zipfile.BadZipFile("it is no zip file")
             entries = file.infolist()
-            _check_entries(file, part)
+            # What a load cannot open is refused, whatever the checksums say.
+            for entry in entries:
+                file.open(entry).close()
+            if any(entry.filename.endswith("/data.pkl") for entry in entries):
+                check_opens(part.stream())
             # torch.serialization.set_crc32_options(False) writes none.
             has_sums = any(entry.CRC for entry in entries)
             self._unchecked += not has_sums
@@ -422,30 +413,21 @@ class _RecordChecker:
                     what = "the elements" if plain else f"its {entry.filename.partition('/')[2]}"
                     message = f"{what}: checksum {checksum:08x}, where {entry.CRC:08x} was saved"
                     yield "checksum", message
-                elif tensor and plain and _differs_behind(part, tensor, checksum):
-                    message = f"the elements: their checksum {checksum:08x} does not follow them"
-                    yield "checksum", message
+                elif tensor and plain and tensor.has_crc and tensor.nbytes:
+                    # A load goes by what follows the elements.
+                    behind = DESCRIPTOR + checksum.to_bytes(4, "little")
+                    if behind_elements(part, tensor) != behind:
+                        found = f"their checksum {checksum:08x} does not follow them"
+                        yield "checksum", f"the elements: {found}"
         except BROKEN as error:
-            yield "wrong_record", f"this is no whole file of torch.save: {_first_sentence(error)}"
+            sentence = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
+            yield "wrong_record", f"this is no whole file of torch.save: {sentence}"
 
 
-def _differs_behind(part: Part, tensor: TensorRecord, checksum: int) -> bool:
-    """Whether a load, which goes by what follows the elements, would refuse them."""
-    if not tensor.has_crc or not tensor.nbytes:
-        return False
-    return behind_elements(part, tensor) != DESCRIPTOR + checksum.to_bytes(4, "little")
-
-
-def _check_entries(file: zipfile.ZipFile, part: Part) -> None:
-    """Refuse a record that a load cannot open, whatever its checksums say.
-
-    Raises:
-        Exception: One of ``BROKEN``.
-    """
-    for entry in file.infolist():
-        file.open(entry).close()
-    if any(entry.filename.endswith("/data.pkl") for entry in file.infolist()):
-        check_opens(part.stream())
+def _begins_as_zip(part: Part) -> bool:
+    start = bytearray(min(part.size, len(LOCAL)))
+    part.read_into(memoryview(start), 0)
+    return bytes(start) == LOCAL
 
 
 def _pieces(part: Part, start: int, nbytes: int) -> Iterator[memoryview]:
@@ -454,11 +436,6 @@ def _pieces(part: Part, start: int, nbytes: int) -> Iterator[memoryview]:
         piece = buffer[: min(PIECE_NBYTES, nbytes - at)]
         part.read_into(piece, start + at)
         yield piece
-
-
-def _first_sentence(error: Exception) -> str:
-    """Return a message of torch's without its advice."""
-    return str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
 
 
 def _reason(error: Exception) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dcp_placements.layout.boxes import Boxes, Index, Ints, expanded, intersect, numel
+from dcp_placements.layout.boxes import Boxes, Ints, expanded, intersect, numel
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
 from dcp_placements.storage.byte_ranges import segments
 from dcp_placements.storage.file_reads import cheap_gap
@@ -36,7 +36,6 @@ class Costs:
         self.placeless: dict[str, list[int]] = {}
         self._checkpoint = checkpoint
         self._numbers = {name: number for number, name in enumerate(checkpoint.files)}
-        self._indices: dict[int, Index] = {}
         self._places: dict[str, tuple[list[int], list[int]]] = {}
         self._opened: list[Ints] = []  # rank and file, as one number
 
@@ -71,9 +70,7 @@ class Costs:
     def _add(self, tensors: Sequence[StoredTensor], cover: Cover) -> None:
         first, count, boxes = tensors[0], len(tensors), cover.boxes
         itemsize = first.dtype.itemsize
-        if first.cut not in self._indices:
-            self._indices[first.cut] = Index(_array(first))
-        stored = self._indices[first.cut]
+        stored = first.cut.index
         box, chunk = stored.meeting(boxes)
         shared = intersect(boxes[box], stored.boxes[chunk])
         exact = numel(shared) * itemsize
@@ -133,10 +130,6 @@ class Costs:
             files = [-1 if one.file is None else self._numbers[one.file] for one in chunks]
             self._places[tensor.fqn] = files, [one.nbytes for one in chunks]
         return self._places[tensor.fqn]
-
-
-def _array(tensor: StoredTensor) -> Boxes:
-    return np.array(tensor.boxes, np.int64).reshape(tensor.count, 2, len(tensor.shape))
 
 
 def _slices(stored: Boxes, shared: Boxes, itemsize: int) -> Iterator[int]:

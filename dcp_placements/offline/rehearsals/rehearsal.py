@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dcp_placements.errors import Fault
-from dcp_placements.layout.boxes import Index, Ints, as_array, as_boxes
+from dcp_placements.layout.boxes import Ints, as_boxes
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.declared import Progress, matching_keys
@@ -185,8 +185,8 @@ def _requests(world: RehearsedWorld, fqns: set[str]) -> Iterator[Request]:
             stored = world.checkpoint.tensors[fqn]
             cover, chunks = cover_of(piece.ranks, piece.boxes), stored.chunks
             of_box: list[set[str]] = [set() for _ in cover.boxes]
-            index = Index(as_array(stored.boxes, len(stored.shape)))
-            for box, chunk in zip(*map(np.ndarray.tolist, index.meeting(cover.boxes)), strict=True):
+            pairs = map(np.ndarray.tolist, stored.cut.index.meeting(cover.boxes))
+            for box, chunk in zip(*pairs, strict=True):
                 of_box[box].add(chunks[chunk].file or "")
             for at, box in enumerate(as_boxes(cover.boxes)):
                 ranks, files = tuple(cover.holders(at).tolist()), tuple(sorted(of_box[at]))

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint import TensorStorageMetadata
 from torch.distributed.tensor import Shard
 
 from dcp_placements._torch import rehearsed
 from dcp_placements.errors import Fault, PlacementError, RankFaults
 from dcp_placements.layout.boxes import Boxes, as_boxes, tile, unique
-from dcp_placements.layout.sharding import Intervals, Position, Sharding
+from dcp_placements.layout.sharding import Box, Intervals, Position, Sharding
 from dcp_placements.load.compare import Asked, asked_faults
 from dcp_placements.load.missing import Policy
 from dcp_placements.load.planner import RankLoad
@@ -44,7 +43,6 @@ from dcp_placements.rules.patterns import (
 )
 from dcp_placements.rules.placement import CheckpointPlacement
 from dcp_placements.storage.provenance import record_of
-from dcp_placements.storage.torch_metadata import ChunkList
 from dcp_placements.table.table import (
     Group,
     holding_of,
@@ -449,18 +447,10 @@ def _sent(lot: Lot, first: Asked) -> dict[int, Asked]:
 
 def _damaged(checkpoint: Checkpoint) -> set[str]:
     """Return the tensors whose chunks do not make the whole."""
-    is_whole: dict[Any, bool] = {}
-    damaged = set()
-    for fqn, tensor in checkpoint.tensors.items():
-        kind = tensor.cut, tensor.shape
-        if kind not in is_whole:
-            stored = checkpoint.metadata.state_dict_metadata[fqn]
-            assert isinstance(stored, TensorStorageMetadata)
-            chunks = ChunkList.of(stored.chunks, len(stored.size)).array
-            is_whole[kind] = tile(tensor.whole, chunks)
-        if not is_whole[kind]:
-            damaged.add(fqn)
-    return damaged
+    tensors = checkpoint.tensors.values()
+    kinds = {(one.cut, one.shape) for one in tensors}
+    is_whole = {kind: tile(Box.whole(kind[1]), kind[0].array) for kind in kinds}
+    return {one.fqn for one in tensors if not is_whole[one.cut, one.shape]}
 
 
 def _as_declared(tensor: Named, placement: CheckpointPlacement | None) -> Named:
