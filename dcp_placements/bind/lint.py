@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from dcp_placements.bind.one_tensor import Place, Placed
 from dcp_placements.errors import Fault
-from dcp_placements.layout.sharding import Cut, Kind
+from dcp_placements.layout.boxes import format_boxes
+from dcp_placements.layout.sharding import Box, Cut, Kind
 from dcp_placements.rules.mesh import Axis
 
 _PLAIN = torch.Tensor, torch.nn.Parameter
@@ -41,7 +42,9 @@ def tensor_faults(
         is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
         if is_save and tensor.is_meta:
             faults.append(Fault(fqn, "is a meta tensor, which has no contents to save", _META))
-        elif is_plain and tensor.numel() and not tensor.untyped_storage().nbytes():
+        elif not tensor.numel():
+            continue
+        elif is_plain and not tensor.untyped_storage().nbytes():
             headline = f"the storage of this {tuple(tensor.shape)} {tensor.dtype} tensor was freed"
             faults.append(Fault(fqn, headline, _FREED))
         elif not is_plain and _is_around_dtensors(tensor):
@@ -59,19 +62,14 @@ def tensor_faults(
 
 
 _META = (
-    "likely:      a model made under torch.device('meta') of which to_empty() and the "
-    "initialisation left some parameters or buffers out",
-    "way out:     materialise it before the save, or leave this key out",
+    "way out:     materialise it before the save (to_empty() and the initialisation leave some "
+    "parameters or buffers out), or leave this key out",
 )
 _FREED = (
-    "likely:      this is an unsharded parameter of FSDP, or a view of one, that was taken from "
-    "the model during a step",
+    "likely:      an unsharded parameter of FSDP, or a view of one, taken during a step",
     "way out:     take the state dict from the model anew, or leave this key out",
 )
-_AROUND = (
-    "reason:      it would be stored as one object, the part of one rank",
-    "way out:     a DTensor around such a tensor; or its DTensors under keys of their own",
-)
+_AROUND = ("way out:     a DTensor around such a tensor; or its DTensors under keys of their own",)
 
 
 def _is_around_dtensors(tensor: torch.Tensor) -> bool:
@@ -88,43 +86,34 @@ def _alias_faults(
     names: dict[Any, str] = {}
     for fqn, tensor in named:
         first = names.setdefault(_view_of(tensor), fqn)
-        one, other = placed.get(first), placed.get(fqn)
-        if fqn == first or _lie_alike(one, other):
+        boxes, other = (_boxes(tensor, placed.get(name)) for name in (fqn, first))
+        if boxes == other:
             continue
-        ruled, missed = (
-            (fqn, first) if one is None or (one.rule is None and other) else (first, fqn)
-        )
+        one = placed.get(first)
+        is_missed = one is None or (one.rule is None and fqn in placed)
+        ruled, missed = (fqn, first) if is_missed else (first, fqn)
+        ruled_boxes, missed_boxes = (boxes, other) if is_missed else (other, boxes)
         yield Fault(
             missed,
             f"it is in one storage with {ruled}, but the two lie differently in the checkpoint",
             (
-                *[f"{name}: {_place_text(placed.get(name))}" for name in (ruled, missed)],
                 "likely:      a rule speaks for one of them and misses the other; or one is a view "
                 "without the DTensor or the attributes of the other",
                 "way out:     name both in the rules, with one placement; or the same tensor under "
                 "both names",
             ),
+            (
+                f"{ruled} is:  {format_boxes(*ruled_boxes)}",
+                f"{missed} is: {format_boxes(*missed_boxes)}",
+            ),
         )
 
 
-def _lie_alike(one: Placed | None, other: Placed | None) -> bool:
-    if one is None or other is None:
-        placed = one or other
-        return placed is None or (
-            placed.is_whole and tuple(placed.tensor.shape) == placed.global_shape
-        )
-    return (one.global_shape, one.chunks) == (other.global_shape, other.chunks)
-
-
-def _place_text(placed: Placed | None) -> str:
+def _boxes(tensor: torch.Tensor, placed: Placed | None) -> tuple[list[Box], tuple[int, ...]]:
+    """Return the boxes of a local tensor in the checkpoint, and the shape there."""
     if placed is None:
-        return "no rule, the whole tensor"
-    axes = placed.place.axes
-    if placed.rule is None and not axes:
-        return f"{len(placed.chunks)} listed chunks of a {placed.global_shape} tensor"
-    mesh = ", ".join(f"{axis.name or 'axis'}={axis.size}" for axis in axes)
-    by = "no rule" if placed.rule is None else f"rule {placed.rule}"
-    return f"{by}, part of a {placed.global_shape} tensor over ({mesh})"
+        return [Box.whole(tuple(tensor.shape))], tuple(tensor.shape)
+    return [chunk.box for chunk in placed.chunks], placed.global_shape
 
 
 def _view_of(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
@@ -187,18 +176,16 @@ _DATA_AXIS = re.compile(r"^(?:.*fsdp.*|e?dp(?:_.*)?|data(?:_.*)?)$")
 _ORDER = (
     "is declared as cut by {outer.axis!r} first and by {axis!r} inside that",
     "found:       Shard({cut.dim}) over {outer.axis!r} left of Shard({cut.dim}) over {axis!r}",
-    "reason:      FSDP cuts what {axis!r} has left, so {axis!r} comes first; with the order "
-    "reversed the rows come out permuted in another topology",
-    "way out:     _StridedShard({cut.dim}, split_factor={size}) over {outer.axis!r}; or "
-    "waive={{pattern: reason}} where the order is right",
+    "reason:      FSDP cuts what {axis!r} has left; reversed, rows come out permuted in another "
+    "topology",
+    "way out:     _StridedShard({cut.dim}, split_factor={size}) over {outer.axis!r}",
 )
 _FUSED = (
     "its name says several tensors in one, but {axis!r} cuts it {how}",
     "found:       {cut}",
-    "reason:      a rank that holds {held} pieces of the whole; taken otherwise, the rows come out "
-    "permuted in another topology",
-    "way out:     FusedShard({cut.dim}, {parts}; or waive={{pattern: reason}} where this cut is "
-    "right, as with parts that alternate row by row",
+    "reason:      a rank that holds {held} pieces of the whole; rows come out permuted in another "
+    "topology",
+    "way out:     FusedShard({cut.dim}, {parts}",
 )
 _IS_GATE_UP = {"held": "[its gate; its up] has two", "parts": "2), or the sizes of the parts"}
 _IS_QKV = {
@@ -208,37 +195,26 @@ _IS_QKV = {
 _OTHER_DIM = (
     "{axis!r} cuts dim {cut.dim}, and stacked experts lie along dim 0",
     "found:       {cut}, of a {shape} tensor",
-    "reason:      expert-parallel ranks hold whole experts; joined along another dim, parts of "
-    "different experts become one",
-    'way out:     {{"{axis}": Shard(0)}}; or waive={{pattern: reason}} where dim {cut.dim} numbers '
-    "the experts",
+    'way out:     {{"{axis}": Shard(0)}}: expert-parallel ranks hold whole experts',
 )
 _REPLICAS = (
     "its name says expert, but it is declared equal along {axis!r}",
-    "found:       Replicate() over {axis!r} of size {size}",
-    "reason:      expert-parallel ranks hold different experts; as replicas all but one of them "
-    "would be dropped",
+    "found:       Replicate() over {axis!r} of size {size}: all but one of them would be dropped",
     'way out:     rename=Renumber("experts.{{}}", this rank\'s experts, total=) where the number '
-    'in the name is local; {{"{axis}": Shard(0)}} for a part of each; or waive={{pattern: reason}} '
-    "where they are equal",
+    'in the name is local; {{"{axis}": Shard(0)}} for a part of each',
 )
 _GLUED = (
     "its name says one expert, but a rule cuts it along {axis!r}",
     "found:       {cut}, which joins those of {size} ranks to one {shape} tensor",
-    "reason:      expert-parallel ranks hold whole experts; those of one number on several ranks, "
-    "each counted from 0, become one",
     'way out:     rename=Renumber("experts.{{}}", this rank\'s experts, total=), and no Shard over '
-    "{axis!r}; or waive={{pattern: reason}} where each expert is cut over it",
+    "{axis!r}",
 )
 _NO_EXPERTS = (
     "its name is not that of experts, but {axis!r} cuts it",
-    "found:       {cut}, which makes a {shape} tensor",
-    "reason:      expert-parallel ranks have equal copies of routers, attention and norms; as "
-    "parts, the copies become one tensor that is too large",
-    "likely:      a pattern that matches more than the experts",
-    "way out:     a pattern such as 'experts'; or waive={{pattern: reason}} where the ranks hold "
-    "different parts",
+    "found:       {cut}, which makes a {shape} tensor of what all ranks have equal copies of",
+    "way out:     a pattern that matches the experts alone, such as 'experts'",
 )
+_RIGHT = "             or waive={pattern: reason} where this is right"
 
 
 def lint(
@@ -266,7 +242,7 @@ def lint(
                 if not any(pattern.search(f".{one.fqn}") for pattern in waived):
                     headline, *details = [text.format_map(facts) for text in texts]
                     rule = f"by rule:     {one.rule or 'no rule, its own DTensor'}"
-                    yield Fault(one.fqn, headline, (*details, rule))
+                    yield Fault(one.fqn, headline, (*details, _RIGHT, rule))
 
 
 def dropped_rows(
@@ -294,10 +270,8 @@ def dropped_rows(
                 (
                     f"found:       global_shape={sharding.global_shape}, "
                     f"padded_shape={sharding.padded_shape}; what is beyond is not stored",
-                    f"likely:      a size of dim {dim} that is too small, so that every save loses "
-                    "rows; or padding that was initialized at random, or trained",
-                    "way out:     global_shape= of the model without padding, which whole= proves; "
-                    "or waive={pattern: reason} where these rows may be lost",
+                    f"way out:     a larger size of dim {dim} in global_shape=, if rows are lost; "
+                    "whole= proves it; waive={pattern: reason} where they may be",
                 ),
             )
 

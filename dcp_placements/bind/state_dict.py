@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, product, starmap
 from typing import Any
 
 import torch
@@ -91,17 +92,16 @@ def place(
         placer.add(fqn, value)
     if any("state." in fqn for fqn in state_dict):
         placer.let_states_follow(state_dict)
-    placing, placed = placer.placing, placer.placing.placed
-    tensors = [
-        (fqn, placed[fqn].tensor if fqn in placed else value)
-        for fqn, value in state_dict.items()
-        if fqn in placed or (isinstance(value, torch.Tensor) and not has_hooks(value))
-    ]
+    placing = placer.placing
+    values = list(state_dict.items())
     if reshaped is not None:
-        rows = [(fqn, row.value) for fqn, held in reshaped.rows.items() for row in held[1:]]
-        tensors += [(fqn, facts_of(value)[0]) for fqn, value in rows if is_tensor(value)]
-    tensors = [one for one in tensors if one[0] not in placing.absent]
-    placing.faults += tensor_faults(tensors, placed, is_save=stored is None)
+        values += [(fqn, row.value) for fqn, rows in reshaped.rows.items() for row in rows[1:]]
+    tensors = [
+        (fqn, facts_of(value)[0])
+        for fqn, value in values
+        if is_tensor(value) and not has_hooks(value) and fqn not in placing.absent
+    ]
+    placing.faults += tensor_faults(tensors, placing.placed, is_save=stored is None)
     if reshaped:
         placer.reshape(state_dict, mappings or {})
     else:
@@ -113,20 +113,15 @@ def place(
 
 
 def _optimizer_faults(placing: Placing, rename: Rename | None) -> list[Fault]:
-    """Return the faults of optimizer state that cannot follow its parameters.
+    """Return the faults of optimizer state that has to follow its parameters, and cannot.
 
-    They are named by their positions, and tensors are renamed, sharded by a rule, or lists of
-    chunks.
+    They are named by their positions; and tensors are renamed, ruled, or lists of chunks.
     """
-    faults = unnamed_faults(placing.state_dict, placing.groups)
-    if not faults or rename is not None:
-        return faults
-    needs_names = any(
-        (one.rule is None and not one.place.axes)  # a list of chunks
-        or (one.rule is not None and not one.is_whole)
+    needs_names = rename is not None or any(
+        not (one.place.axes if one.rule is None else one.is_whole)
         for one in placing.placed.values()
     )
-    return faults if needs_names else []
+    return unnamed_faults(placing.state_dict, placing.groups) if needs_names else []
 
 
 def is_tensor(value: Any) -> bool:
@@ -154,9 +149,9 @@ class _Placer:
         self._stored = stored
         # Most tensors have the layout of another one: by all arguments of the binding.
         self._bound: dict[Any, Place] = {}
-        # By the value of a mesh its number; nearly all tensors are on the latest few meshes.
+        # By the value of a mesh its number; and by id, each mesh with it.
         self._numbers: dict[Any, int] = {}
-        self._meshes: list[tuple[Any, int]] = []
+        self._meshes: dict[int, tuple[Any, int]] = {}
         # By key, the rule that matched and its placement.
         self._answers: dict[str, tuple[str, CheckpointPlacement | None]] = {}
         # By stack, the rule's axis that shards each dim of its rows, if any.
@@ -172,17 +167,17 @@ class _Placer:
 
     def add(self, fqn: str, value: Any) -> None:
         """Bind a value, if it is a tensor and has a place."""
-        if not isinstance(value, torch.Tensor) and not is_dtensor_like(value):
+        if not is_tensor(value):
             return
         placed = self.placing.placed
         try:
             placement, rule = self._ask(fqn, value)
             if has_hooks(value):
-                if placement is not None:
-                    kind = type(value).__name__
-                    headline = f"holds a {kind}, which names its chunks itself, and has a rule"
-                    raise CannotPlace(headline, _ONE_SPEAKS)
-                return
+                if placement is None:
+                    return
+                kind = type(value).__name__
+                headline = f"holds a {kind}, which names its chunks itself, and has a rule"
+                raise CannotPlace(headline, _ONE_SPEAKS)
             facts = facts_of(value)
             listed = listed_place(value) if facts[1] is None and lists_its_chunks(value) else None
             if listed is not None and (placement is None or not _declares(placement, listed)):
@@ -240,13 +235,11 @@ class _Placer:
 
     def _number(self, mesh: Any) -> int:
         """Return a number that is the same for equal meshes."""
-        for known, number in self._meshes:
-            if known is mesh:
-                return number
-        state = None if mesh is None else mesh_state(mesh)
-        number = self._numbers.setdefault(state, len(self._numbers))
-        self._meshes = [(mesh, number), *self._meshes[:3]]
-        return number
+        if id(mesh) not in self._meshes:
+            state = None if mesh is None else mesh_state(mesh)
+            # The mesh is kept, so that its id remains its own.
+            self._meshes[id(mesh)] = mesh, self._numbers.setdefault(state, len(self._numbers))
+        return self._meshes[id(mesh)][1]
 
     def let_states_follow(self, state_dict: Mapping[str, Any]) -> None:
         """Give optimizer state with the layout of its parameter the parameter's place.
@@ -530,12 +523,10 @@ def _alike_tensors(rows: Sequence[RenamedValue[Row]]) -> list[torch.Tensor]:
     alike = set()
     for part, mesh, placements, shape in facts:
         # Meshes may differ in the ranks, and not in where this rank stands along what cuts.
-        axes = () if mesh is None else mesh_axes(mesh)
-        stands: Any = axes
-        if axes:
-            both = zip(axes, placements, strict=True)
-            stands = tuple([(x.size, x.position) for x, one in both if not one.is_replicate()])
-        alike.add((part.dtype, part.shape, shape, placements, stands))
+        axes = None if mesh is None else mesh_axes(mesh)
+        both = zip(axes or (), placements, strict=False)
+        stands = [(x.size, x.position) for x, one in both if not one.is_replicate()]
+        alike.add((part.dtype, part.shape, shape, placements, tuple(stands)))
     if len(alike) > 1:
         details = [
             f"{row.key}: {part.dtype}, {format_own(shape, mesh, placements)}"
@@ -580,69 +571,37 @@ def _pieces_of(whole: Place, name: Rows | Parts, dim: int | None) -> list[Piece]
         CannotPlace: The tensor cannot be cut into the parts.
     """
     shape = whole.sharding.global_shape
-    if dim is None:
-        targets = part_targets(name, shape)
-        return [
-            (0, part, (0,), _piece(one, whole, _fused_part(name, part)))
-            for part, one in enumerate(targets)
-        ]
-    parts = part_targets(name, removed(shape, dim))
-    intervals = whole.sharding.dim_at(dim, whole.positions)
-    held: dict[int, list[int]] = {}
-    for index, number in enumerate(n for each in intervals for n in range(*each)):
-        if number < shape[dim]:
+    parts = part_targets(name, shape if dim is None else removed(shape, dim))
+    held: dict[int, list[int]] = {0: [0]} if dim is None else {}
+    rows = () if dim is None else whole.sharding.dim_at(dim, whole.positions)
+    for index, number in enumerate(chain.from_iterable(starmap(range, rows))):
+        if dim is not None and number < shape[dim]:
             held.setdefault(number, []).append(index)
-    return [
-        (
-            number,
-            part,
-            at,
-            _piece(target.of_row(number, dim), whole, _fused_part(name, part), dim, at),
-        )
-        for number, at in held.items()
-        for part, target in enumerate(parts)
-    ]
-
-
-def _fused_part(name: Rows | Parts, number: int) -> FusedPart | None:
-    return FusedPart(number, name.sizes, name.groups) if isinstance(name, Parts) else None
-
-
-def _piece(
-    target: Target,
-    whole: Place,
-    of: FusedPart | None,
-    dim: int | None = None,
-    at: Sequence[int] = (0,),
-) -> Place:
-    """Return the place of a row or a part of a tensor.
-
-    Args:
-        target: The row or the part.
-        whole: The place of the tensor.
-        of: Which part it is.
-        dim: The dim that the rows lie along, if it is a row.
-        at: The index of the row in the local tensor, for each time that it is there.
-
-    Raises:
-        CannotPlace: A fused dim that is padded.
-    """
-    chunks: list[Chunk] = []
-    for part, index in enumerate(at):
-        for chunk in whole.chunks:
-            if dim is None or 0 <= index - chunk.local_offsets[dim] < chunk.sizes[dim]:
-                chunks += target.chunks([chunk], part)
-    boxes, shape = [source for source, _ in target.boxes], whole.sharding.global_shape
-    split = [
-        number
-        for number, origin in enumerate(target.dims)
-        if origin is not None and any(box.sizes[origin] != shape[origin] for box in boxes)
-    ]
-    sharding = _moved(whole.sharding, target, split, of)
-    # Where no axis cuts a fused dim, one run of the whole is the same run on every rank.
-    is_cut = any(cut.dim in split for cut in sharding.cuts)
-    is_exact = not split or (len(boxes) == 1 and not is_cut)
-    return Place(sharding, whole.axes, tuple(chunks), is_exact=is_exact, ruled=whole.ruled)
+    pieces: list[Piece] = []
+    for (number, at), (part, target) in product(held.items(), enumerate(parts)):
+        if dim is not None:
+            target = target.of_row(number, dim)
+        chunks = [
+            moved
+            for copy, index in enumerate(at)
+            for chunk in whole.chunks
+            if dim is None or 0 <= index - chunk.local_offsets[dim] < chunk.sizes[dim]
+            for moved in target.chunks([chunk], copy)
+        ]
+        boxes = [source for source, _ in target.boxes]
+        split = [
+            at
+            for at, origin in enumerate(target.dims)
+            if origin is not None and any(box.sizes[origin] != shape[origin] for box in boxes)
+        ]
+        of = FusedPart(part, name.sizes, name.groups) if isinstance(name, Parts) else None
+        sharding = _moved(whole.sharding, target, split, of)
+        # Where no axis cuts a fused dim, one run of the whole is the same run on every rank.
+        is_cut = any(cut.dim in split for cut in sharding.cuts)
+        is_exact = not split or (len(boxes) == 1 and not is_cut)
+        place = Place(sharding, whole.axes, tuple(chunks), is_exact=is_exact, ruled=whole.ruled)
+        pieces.append((number, part, at, place))
+    return pieces
 
 
 def _moved(
