@@ -205,7 +205,9 @@ def test_m42_one_view_under_two_names_that_lie_differently_is_refused(
 
     with refused_save(tmp_path) as refusal:
         save(WORLD, tmp_path, state, one_rule_each)
-    refusal.says("in one storage with", "lie differently", "w is:", "v is:", "name both in the rules")
+    refusal.says(
+        "in one storage with", "lie differently", "w is:", "v is:", "name both in the rules"
+    )
 
 
 def test_m42_strides_of_dims_of_one_element_make_no_other_view(tmp_path: Path) -> None:

@@ -93,15 +93,7 @@ def place(
     if any("state." in fqn for fqn in state_dict):
         placer.let_states_follow(state_dict)
     placing = placer.placing
-    values = list(state_dict.items())
-    if reshaped is not None:
-        values += [(fqn, row.value) for fqn, rows in reshaped.rows.items() for row in rows[1:]]
-    tensors = [
-        (fqn, facts_of(value)[0])
-        for fqn, value in values
-        if is_tensor(value) and not has_hooks(value) and fqn not in placing.absent
-    ]
-    placing.faults += tensor_faults(tensors, placing.placed, is_save=stored is None)
+    placing.faults += tensor_faults(placer.locals, placing.placed, is_save=stored is None)
     if reshaped:
         placer.reshape(state_dict, mappings or {})
     else:
@@ -145,6 +137,8 @@ class _Placer:
         declared = rules.declared if isinstance(rules, PlacementRules) else ()
         self.placing = Placing(matched=dict.fromkeys(declared, 0))
         self.rules = rules
+        # Local tensors by the key of the rules; a stack has several.
+        self.locals: list[tuple[str, torch.Tensor]] = []
         self._rows, self._wholes = reshaped.rows, reshaped.wholes
         self._stored = stored
         # Most tensors have the layout of another one: by all arguments of the binding.
@@ -179,6 +173,10 @@ class _Placer:
                 headline = f"holds a {kind}, which names its chunks itself, and has a rule"
                 raise CannotPlace(headline, _ONE_SPEAKS)
             facts = facts_of(value)
+            self.locals.append((fqn, facts[0]))
+            for row in self._rows.get(fqn, ())[1:]:
+                if is_tensor(row.value) and not has_hooks(row.value):
+                    self.locals.append((fqn, facts_of(row.value)[0]))
             listed = listed_place(value) if facts[1] is None and lists_its_chunks(value) else None
             if listed is not None and (placement is None or not _declares(placement, listed)):
                 placed[fqn] = Placed(fqn, value, listed)
@@ -186,6 +184,7 @@ class _Placer:
                 bound = self._bind(facts, placement)
                 if bound is None:
                     self.placing.absent.add(fqn)
+                    self.locals = [one for one in self.locals if one[0] != fqn]
                     return
                 if listed is not None:
                     _check_alike(listed, bound)

@@ -9,12 +9,11 @@ boxes are all that is compared.
 from __future__ import annotations
 
 import pickle
-import re
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
-from itertools import chain, islice
+from itertools import chain, islice, zip_longest
 from math import prod
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -110,7 +109,7 @@ class Held:
         for value in self.values:
             if type(value) is Placed:
                 data += map(value.view, held_chunks(value))
-            elif isinstance(value, torch.Tensor) and not has_hooks(value):
+            elif self.group.kind == PLAIN:
                 data.append(value)
             else:
                 data += [None] * len(self.boxes)
@@ -118,20 +117,14 @@ class Held:
 
 
 class Form(NamedTuple):
-    """What keys have in common that differ in their numbers.
-
-    Of ``layers.0.w1``, which a rule matches and which stands in the dict under ``"layers"``::
-
-        Form(("layers.", ".w1"), (1, 2), "layers.*")
+    """What is said of many keys alike: ``Form((1, 2), "'w1'")`` of ``model`` / ``layers.0``.
 
     Attributes:
-        texts: The key around its numbers.
         path: Of each part of the path in the nested dict, the number of components of the key; 0
             for an index of a list. Empty where the state dict was not flattened.
         rule: The name of the rule that matched; None for no rule.
     """
 
-    texts: tuple[str, ...]
     path: tuple[int, ...]
     rule: str | None
 
@@ -142,12 +135,12 @@ class Table:
 
     Nothing in it depends on the position of the rank, so both ep ranks send the same bytes::
 
-        Table([group], [["experts.w1", "experts.w2"]], [Form(("experts.w", ""), ...)], [0, 0])
+        Table([group], [["experts.w1", "experts.w2"]], [Form((2,), None)], [0, 0])
 
     Attributes:
         groups: The groups.
         keys: By group, its keys.
-        forms: The different forms of keys.
+        forms: The different forms.
         form_of: By key of all groups in turn, position in ``forms``.
     """
 
@@ -164,13 +157,11 @@ class Table:
         >>> Table.unpacked(packed_table([held], {})).keys
         [['layers.0.w', 'layers.10.w', '007%']]
         """
-        groups, sizes, forms, form_of, numbers = pickle.loads(zlib.decompress(packed))
-        templates = ["%d".join([text.replace("%", "%%") for text in form.texts]) for form in forms]
-        counts = [len(form.texts) - 1 for form in forms]
-        values = iter(unpacked_ints(numbers).tolist())
-        form_of = unpacked_ints(form_of).tolist()
-        fqns = iter([templates[form] % tuple(islice(values, counts[form])) for form in form_of])
-        return Table(groups, [list(islice(fqns, size)) for size in sizes], forms, form_of)
+        groups, sizes, columns, forms, form_of = pickle.loads(zlib.decompress(packed))
+        components = zip(*columns, strict=True)
+        fqns = iter([".".join([one for one in each if one is not None]) for each in components])
+        keys = [list(islice(fqns, size)) for size in sizes]
+        return Table(groups, keys, forms, unpacked_ints(form_of).tolist())
 
     def paths(self) -> dict[str, Path]:
         """Return where each key stands in the nested state dict."""
@@ -241,28 +232,24 @@ def holding_of(
     # The group of a key, by all that determines it.
     known: dict[Any, Held] = {}
     for fqn in fqns:
-        path = paths.get(fqn, ())
-        head = path[0] if len(path) > 1 else fqn.partition(".")[0]
-        value = placed.get(fqn)
-        source: tuple[Any, ...]
+        path, value = paths.get(fqn, ()), placed.get(fqn)
+        # Layers that are levels of the dict have one table.
+        head = (str(path[0]) if len(path) > 1 else fqn.partition(".")[0]).rstrip("0123456789")
+        lies: Any = None
         if value is not None:
-            tensor = value.tensor
-            look = tensor.dtype, tensor.layout, tensor.requires_grad
-            source = head, value.place, value.has_own_key, look
+            lies = value.place, value.has_own_key, _LOOK(value.tensor)
         else:
             value = state_dict[fqn]
             if has_hooks(value):
-                source = (fqn,)
+                lies = fqn
             elif isinstance(value, torch.Tensor):
-                source = head, value.shape, _LOOK(value)
-            else:
-                source = (head, None)
-        held = known.get(source)
+                lies = value.shape, _LOOK(value)
+        held = known.get((head, lies))
         if held is None:
             group, boxes = group_of(fqn, value)
             has_own_key = type(value) is Placed and value.has_own_key
             table = by_table.setdefault((head, has_own_key, group.kind, group.axis_names), {})
-            held = known[source] = table.setdefault((group, boxes), Held(group, boxes))
+            held = known[head, lies] = table.setdefault((group, boxes), Held(group, boxes))
         held.fqns.append(fqn)
         held.values.append(value)
     tables = [list(table.values()) for table in by_table.values()]
@@ -327,39 +314,29 @@ def held_chunks(placed: Placed) -> tuple[Chunk, ...]:
     return chunks
 
 
-_NUMBER = re.compile(r"(?<![0-9])(0|[1-9][0-9]{0,17})(?![0-9])")
-
-
 def packed_table(groups: Sequence[Held], paths: Mapping[str, Path]) -> bytes:
     """Return the table of some groups as it travels; equal tables give equal bytes.
 
-    Without numbers few keys differ, and the numbers count up: less than half of the bytes.
+    The keys are columns, one for each component, which repeat themselves.
 
     Args:
         groups: The groups.
         paths: By key, where it stands in the nested dict.
     """
-    forms: dict[tuple[Any, ...], int] = {}
+    fqns = [fqn for held in groups for fqn in held.fqns]
+    columns = list(map(list, zip_longest(*[fqn.split(".") for fqn in fqns])))
+    forms: dict[Form, int] = {}
     form_of: list[int] = []
-    numbers: list[str] = []
-    for held in groups:
-        for fqn, value in zip(held.fqns, held.values, strict=True):
-            texts = _NUMBER.split(fqn)
-            numbers += texts[1::2]
-            path: tuple[int, ...] = ()
-            if paths:
-                path = tuple(
-                    [one.count(".") + 1 if type(one) is str else 0 for one in paths.get(fqn, ())]
-                )
-            form = tuple(texts[::2]), path, value.rule if type(value) is Placed else None
-            form_of.append(forms.setdefault(form, len(forms)))
-    columns = packed_ints(form_of), packed_ints(list(map(int, numbers)))
+    for fqn, value in zip(fqns, chain.from_iterable([one.values for one in groups]), strict=True):
+        parts = [one.count(".") + 1 if type(one) is str else 0 for one in paths.get(fqn, ())]
+        form = Form(tuple(parts), value.rule if type(value) is Placed else None)
+        form_of.append(forms.setdefault(form, len(forms)))
     declared, sizes = [held.group for held in groups], [len(held.fqns) for held in groups]
     buffer = BytesIO()
     pickler = pickle.Pickler(buffer, protocol=5)
     # References are not memoised: whether two equal values are one object differs by rank.
     pickler.fast = True
-    pickler.dump((declared, sizes, [Form(*form) for form in forms], *columns))
+    pickler.dump((declared, sizes, columns, list(forms), packed_ints(form_of)))
     return zlib.compress(buffer.getvalue(), 6)
 
 
