@@ -185,7 +185,7 @@ REFUSED: dict[str, tuple[Ranked, Ranked, tuple[str, ...]]] = {
         ruled("w", {"ep": Shard(0)}, ep=4),
         (
             "w: nobody holds all of the (8, 3) tensor",
-            "[4:6, :] (6 of 24 elements)",
+            "[4:6, :] of (8, 3) (6 of 24 elements)",
             "ranks 0-1, 3",
             "rank 2",
             "by rule:     'w'",

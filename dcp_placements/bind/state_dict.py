@@ -143,9 +143,9 @@ class _Placer:
         self._stored = stored
         # Most tensors have the layout of another one: by all arguments of the binding.
         self._bound: dict[Any, Place] = {}
-        # By the value of a mesh its number; and by id, each mesh with it.
+        # By the value of a mesh its number; nearly all tensors are on the latest few meshes.
         self._numbers: dict[Any, int] = {}
-        self._meshes: dict[int, tuple[Any, int]] = {}
+        self._meshes: list[tuple[Any, int]] = []
         # By key, the rule that matched and its placement.
         self._answers: dict[str, tuple[str, CheckpointPlacement | None]] = {}
         # By stack, the rule's axis that shards each dim of its rows, if any.
@@ -234,11 +234,13 @@ class _Placer:
 
     def _number(self, mesh: Any) -> int:
         """Return a number that is the same for equal meshes."""
-        if id(mesh) not in self._meshes:
-            state = None if mesh is None else mesh_state(mesh)
-            # The mesh is kept, so that its id remains its own.
-            self._meshes[id(mesh)] = mesh, self._numbers.setdefault(state, len(self._numbers))
-        return self._meshes[id(mesh)][1]
+        for known, number in self._meshes:
+            if known is mesh:
+                return number
+        state = None if mesh is None else mesh_state(mesh)
+        number = self._numbers.setdefault(state, len(self._numbers))
+        self._meshes = [(mesh, number), *self._meshes[:3]]
+        return number
 
     def let_states_follow(self, state_dict: Mapping[str, Any]) -> None:
         """Give optimizer state with the layout of its parameter the parameter's place.

@@ -196,6 +196,38 @@ def sent_plans(plans: Sequence[SavePlan]) -> list[LocalPlan]:
     return sent
 
 
+_ALIKE = (
+    (
+        "digest_kind",
+        True,
+        "the ranks do not agree on digests=",
+        "way out:     the same options on all ranks",
+    ),
+    # By another number of ranks, digests would be compared with those of other tensors.
+    (
+        "world",
+        True,
+        "the ranks do not agree on how many ranks torch.distributed has",
+        "way out:     one default process group on all ranks, for the whole save",
+    ),
+    (
+        "step",
+        True,
+        "the ranks save {} different steps",
+        "way out:     planner.step= the same number on all ranks before each save",
+    ),
+    (
+        "directory",
+        False,
+        "the ranks write into {} different directories",
+        "reason:      a load looks for all files beside .metadata, which is in one of them",
+        "way out:     choose the name on one rank, and broadcast it to the others",
+    ),
+)
+"""What all ranks have to say alike: the field of a ``Statement``, whether it is a fault if they do
+not, and its text."""
+
+
 class Coordinator:
     """One save, seen from the coordinator.
 
@@ -290,39 +322,15 @@ class Coordinator:
 
     def _compare_statements(self) -> None:
         """Compare what the ranks say beside their keys."""
-
-        def unlike(name: str, what: str, *details: str) -> list[Fault]:
+        for name, faults, what, *details in _ALIKE:
             ranks: dict[Any, list[int]] = {}
             for packed, statement in self.statements.items():
                 if (value := getattr(statement, name)) is not None:
                     ranks.setdefault(value, []).extend(self._ranks_of[packed])
-            by_value = dict(sorted(ranks.items())) if name == "step" else ranks
-            count = what.replace("{}", str(len(ranks)))
-            return [refusals.unlike(count, by_value, *details)] if len(ranks) > 1 else []
-
-        self._faults += unlike(
-            "digest_kind",
-            "the ranks do not agree on digests=",
-            "way out:     the same options on all ranks",
-        )
-        # By another number of ranks, digests would be compared with those of other tensors.
-        self._faults += unlike(
-            "world",
-            "the ranks do not agree on how many ranks torch.distributed has",
-            "way out:     one default process group on all ranks, for the whole save",
-        )
-        if not self._faults:
-            self._faults += unlike(
-                "step",
-                "the ranks save {} different steps",
-                "way out:     planner.step= the same number on all ranks before each save",
-            )
-        self._notes += unlike(
-            "directory",
-            "the ranks write into {} different directories",
-            "reason:      a load looks for all files beside .metadata, which is in one of them",
-            "way out:     choose the name on one rank, and broadcast it to the others",
-        )
+            # What is said of steps and directories is said of ranks with the same options.
+            if len(ranks) > 1 and not self._faults:
+                found = self._faults if faults else self._notes
+                found.append(refusals.unlike(what.format(len(ranks)), ranks, *details))
 
     def _prove_piece(self, piece: Piece, contents: Contents) -> None:
         group = piece.group
@@ -358,44 +366,30 @@ class Coordinator:
         metadata: dict[str, Any] = dict.fromkeys(first)
         lists: dict[Hashable, ChunkList] = {}
         ranks_of: dict[tuple[int, ...], tuple[int, ...]] = {}
-        objects: list[str] = []
         partial: dict[str, tuple[int, ...]] = {}
         for piece in self.world.pieces:
-            group, cover = piece.group, piece.cover
+            group, boxes = piece.group, piece.cover.boxes
             tables = tuple([source.table for source in piece.sources])
             if tables not in ranks_of:
-                # np.unique would import numpy.ma, which takes longer than all of this.
-                members = np.concatenate([self.world.members[table] for table in tables])
-                having = np.flatnonzero(np.bincount(members)).tolist()
-                ranks_of[tables] = tuple([self.plans[at].rank for at in having])
+                members = {at for table in tables for at in self.world.members[table].tolist()}
+                ranks_of[tables] = tuple([self.plans[at].rank for at in sorted(members)])
             if len(ranks_of[tables]) < len(self.plans):
                 partial.update(dict.fromkeys(piece.fqns, ranks_of[tables]))
             if group.kind == OBJECT:
                 metadata.update({fqn: BytesStorageMetadata() for fqn in piece.fqns})
-                objects += piece.fqns
                 continue
             # Without their shape, no boxes are the same bytes as that of a scalar.
-            key = cover.boxes.shape, cover.boxes.tobytes()
+            key = boxes.shape, boxes.tobytes()
             if key not in lists:
-                lists[key] = ChunkList(cover.boxes)
+                lists[key] = ChunkList(boxes)
             stored = TensorStorageMetadata(
                 tensor_properties(group),
                 torch.Size(group.shape),
                 lists[key],  # type: ignore[arg-type]
             )
             metadata.update(dict.fromkeys(piece.fqns, stored))
-            unique = prod(group.shape) if self.complete else int(cover.numel.sum())
-            held = int(cover.numel[cover.box_of].sum())
-            report = KeyReport(
-                shape=group.shape,
-                dtype=str(group.dtype).removeprefix("torch."),
-                chunks=len(cover.boxes),
-                unique_nbytes=unique * group.itemsize,
-                whole_nbytes=prod(group.shape) * group.itemsize,
-                held_nbytes=held * group.itemsize,
-            )
-            self.report.keys.update(dict.fromkeys(piece.fqns, report))
-        self.report.objects, self.report.partial_keys = tuple(objects), partial
+        report_keys(self.report, self.world.pieces, complete=self.complete)
+        self.report.partial_keys = partial
         return metadata
 
     def assign(
@@ -515,6 +509,31 @@ class Coordinator:
         self.report.warnings = tuple(map(str, notes))
         if notes:
             warnings.warn(format_faults("look at this save", notes, "note"), stacklevel=3)
+
+
+def report_keys(report: SaveReport, pieces: Sequence[Piece], *, complete: bool) -> None:
+    """Put all keys into a report.
+
+    Args:
+        report: The report.
+        pieces: Those of the ranks, with their covers.
+        complete: Whether the boxes make the whole.
+    """
+    for piece in pieces:
+        group, cover = piece.group, piece.cover
+        if group.kind == OBJECT:
+            report.objects += tuple(piece.fqns)
+            continue
+        whole, size = prod(group.shape), group.itemsize
+        key = KeyReport(
+            shape=group.shape,
+            dtype=str(group.dtype).removeprefix("torch."),
+            chunks=len(cover.boxes),
+            unique_nbytes=(whole if complete else int(cover.numel.sum())) * size,
+            whole_nbytes=whole * size,
+            held_nbytes=int(cover.numel[cover.box_of].sum()) * size,
+        )
+        report.keys.update(dict.fromkeys(piece.fqns, key))
 
 
 def tensor_properties(group: Group) -> TensorProperties:

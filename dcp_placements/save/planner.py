@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import product, repeat
-from math import prod
 from typing import Any
 
 import torch
@@ -49,7 +48,7 @@ from dcp_placements.names.optimizer_state import stateless_parameters
 from dcp_placements.names.renames import Step, recorded
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.report import KeyReport, SaveReport
+from dcp_placements.report import SaveReport
 from dcp_placements.rules.mesh import mesh_state
 from dcp_placements.rules.patterns import (
     Matches,
@@ -75,6 +74,7 @@ from dcp_placements.save.coordinator import (
     Copies,
     LocalPlan,
     Statement,
+    report_keys,
     sent_plans,
     tensor_properties,
 )
@@ -105,6 +105,7 @@ from dcp_placements.table.table import (
     holding_of,
 )
 from dcp_placements.table.whole import WholeModel
+from dcp_placements.table.world import World, cover_of
 
 DIGESTS = ("sampled", "full", "off")
 ON_CONFLICT = ("error", "warn")
@@ -153,24 +154,12 @@ class RankSave:
         """Return the report on what this rank holds."""
         rules = {rule: count for rule, count in self.placing.matched.items() if count}
         report = SaveReport(rules=rules, shapes=self.placing.shapes(), waived=dict(waived))
-        objects: list[str] = []
-        for held in self.holding.groups if self.holding is not None else ():
-            if held.group.kind == OBJECT:
-                objects += held.fqns
-            else:
-                boxes = set(held.boxes)
-                numel = sum(box.numel for box in boxes)
-                shape, dtype, size = held.group.shape, held.group.dtype, held.group.itemsize
-                key = KeyReport(
-                    shape=shape,
-                    dtype=str(dtype).removeprefix("torch."),
-                    chunks=len(boxes),
-                    unique_nbytes=numel * size,
-                    whole_nbytes=prod(shape) * size,
-                    held_nbytes=numel * size,
-                )
-                report.keys.update(dict.fromkeys(held.fqns, key))
-        report.objects, report.planned = tuple(objects), self.holding is not None
+        report.planned = self.holding is not None
+        if self.holding is not None:
+            pieces = World([self.holding.sent]).pieces
+            for piece in pieces:
+                piece.cover = cover_of(piece.ranks, piece.boxes)
+            report_keys(report, pieces, complete=False)
         return report
 
 

@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -74,16 +74,15 @@ class Refusals:
 
     def disagreement(self, piece: Piece) -> list[Fault]:
         """Return that tables say different things of the keys of a piece."""
-        kinds = self._ranks_by(
-            piece, lambda group: "another object" if group.kind == OBJECT else "a tensor"
+        values: tuple[tuple[str, Callable[[Group], Any]], ...] = (
+            ("what it is", lambda one: "another object" if one.kind == OBJECT else "a tensor"),
+            ("the shape of the whole tensor", lambda one: one.shape),
+            ("its dtype", lambda one: one.dtype),
         )
-        shapes = self._ranks_by(piece, lambda group: group.shape)
-        dtypes = self._ranks_by(piece, lambda group: group.dtype)
+        unlike = ((what, self._ranks_by(piece, value)) for what, value in values)
+        what, ranks = next((what, ranks) for what, ranks in unlike if len(ranks) > 1)
         details = ["way out:     make it the same on all ranks, or give each a key of its own"]
-        if len(kinds) > 1:
-            headline = f"the ranks do not agree on what it is: {_by(kinds)}"
-        elif len(shapes) > 1:
-            headline = f"the ranks do not agree on the shape of the whole tensor: {_by(shapes)}"
+        if what == values[1][0]:
             details = [
                 "likely:      uneven shards without global_shape= (a rule) or shape= "
                 "(DTensor.from_local), so that each rank infers a whole of its own; or the ranks "
@@ -91,13 +90,11 @@ class Refusals:
                 "way out:     global_shape= in the rule, or shape= and stride= of from_local(); "
                 "the same rules on all ranks; a name of its own (rename=) for each tensor",
             ]
-            if len({len(shape) for shape in shapes}) == 1:
-                largest = tuple(map(max, zip(*shapes, strict=True)))
+            if len(set(map(len, ranks))) == 1:
+                largest = tuple(map(max, zip(*ranks, strict=True)))
                 if holes := uncovered(Box.whole(largest), piece.boxes):
                     details.insert(0, f"nobody holds {format_boxes(holes, largest)}")
-        else:
-            headline = f"the ranks do not agree on its dtype: {_by(dtypes)}"
-        return self._of_keys(piece, headline, details)
+        return self._of_keys(piece, f"the ranks do not agree on {what}: {_by(ranks)}", details)
 
     def tiling(self, piece: Piece, *, complete: bool) -> list[Fault]:
         """Return why the boxes of a piece do not make the whole of its tensors.
@@ -107,7 +104,6 @@ class Refusals:
             complete: Whether the plans are all there are.
         """
         cover, whole = piece.cover, Box.whole(piece.group.shape)
-        found = []
         if crossing := overlaps(cover.boxes):
             claimed = dict.fromkeys(box for pair in crossing[:2] for box in pair)
             headline = f"ranks claim parts of {whole.sizes} that overlap without being the same"
@@ -121,33 +117,30 @@ class Refusals:
                 "way out:     one placement for this name on all ranks, or a name of its own for "
                 "each tensor",
             ]
-            found += self._of_keys(piece, headline, details)
+            return self._of_keys(piece, headline, details)
         beyond = np.flatnonzero(~within(whole, cover.boxes) & (cover.numel > 0)).tolist()
         if beyond:
-            (box,) = as_boxes(cover.boxes[beyond[:1]])
-            headline = f"{format_box(box, None)} lies beyond the whole tensor"
+            headline = f"{self._box(piece, beyond[0])} lies beyond the whole tensor of shape "
             details = [f"claimed by   {self._holders(piece, beyond[0])}"]
-            found += self._of_keys(piece, f"{headline} of shape {whole.sizes}", details)
-        return found or (self._hole(piece) if complete else found)
+            return self._of_keys(piece, f"{headline}{whole.sizes}", details)
+        return self._hole(piece) if complete else []
 
     def _hole(self, piece: Piece) -> list[Fault]:
         shape, cover = piece.group.shape, piece.cover
         whole, held = prod(shape), int(cover.numel.sum())
-        holes = ", ".join(
-            format_box(hole, shape) for hole in uncovered(Box.whole(shape), cover.boxes, 4)
-        )
+        holes = format_boxes(uncovered(Box.whole(shape), cover.boxes, 5), shape)
         details = [f"missing:     {holes} ({whole - held} of {whole} elements)"]
         having = sorted({rank for one in piece.sources for rank in self.world.members[one.table]})
         lacking = sorted(set(range(len(self.plans))).difference(having))
         axes = {cut.axis: cut.size for cut in piece.group.cuts if cut.axis is not None}
+        needed, there = prod(axes.values()), len(self.plans)
         if lacking:
             ranks = f"{self._ranks(having)} and not on {self._ranks(lacking)}"
             details.append(f"the key is on {ranks}")
-        if not lacking and prod(axes.values()) > len(self.plans):
+        elif needed > there:
             parts = " and ".join(f"{name!r} of size {size}" for name, size in axes.items())
-            needed = f"{parts} need {prod(axes.values())} ranks, and there are {len(self.plans)}"
-            details.append(f"likely:      {needed}")
-        elif held and whole % held == 0:
+            details.append(f"likely:      {parts} need {needed} ranks, and there are {there}")
+        if held and whole % held == 0 and (lacking or needed <= there):
             names = [repr(name) for name, size in self.axis_sizes.items() if size == whole // held]
             axis = f", the size of axis {' or '.join(names)}" if names else ""
             details.append(f"likely:      {whole // held} times too little is held{axis}")

@@ -120,7 +120,7 @@ def test_a_stack_with_a_row_that_nobody_holds_is_refused(tmp_path: Path) -> None
     assert "optim.state.experts.w1.exp_avg" in message
     assert "nobody holds all of the (3, 2) tensor" in message
     assert "a Stack of local numbers needs a Renumber before it" in message
-    assert "missing:     [2:3, :] (2 of 6 elements)" in message
+    assert "missing:     [2:3, :] of (3, 2) (2 of 6 elements)" in message
     assert "never stepped" in message
     assert not list(tmp_path.glob("*metadata*"))
 
