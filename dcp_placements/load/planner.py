@@ -312,7 +312,7 @@ class RankLoad:
         # Only the reader of this package has other mappings, and compares the ids by itself.
         if type(files) is dict and stored(self.metadata) is not None:
             self.ids = {record.index: record for record in id_records(files).values()}
-            names = {info.relative_path for info in places_of(items, files)} if self.ids else set()
+            names = {file for file, *_ in places_of(items, files)} if self.ids else set()
             records = {record.file: record for record in self.ids.values()}
             reads = [record.read_item() for record in speaking_for(names, records)]
             ids = [ReadItemOfLoad(**vars(item), run=self) for item in reads]

@@ -13,15 +13,13 @@ from torch.distributed.checkpoint import FileSystemReader, ReadItem
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from dcp_placements._torch import StorageInfo
 from dcp_placements.errors import CannotLook, Fault, PlacementError, format_faults
 from dcp_placements.layout.sharding import Box
 from dcp_placements.load.reads import pieces_of
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredRecord, StoredTensor
 from dcp_placements.offline.directory import shows_damage
-from dcp_placements.storage.byte_ranges import c_strides
-from dcp_placements.storage.file_reads import CountedFile, Part
-from dcp_placements.storage.record_reads import ChunkReader, Record
+from dcp_placements.storage.file_reads import CountedFile, Part, c_strides
+from dcp_placements.storage.record_reads import ChunkReader, Wanted
 from dcp_placements.storage.tensor_record import BEHIND, DESCRIPTOR, TensorRecord
 
 MAX_OPEN_FILES = 32
@@ -52,8 +50,8 @@ class _RawReader(ChunkReader):
         super().__init__(target, stored, _no_transform)
         self._tensors = checkpoint.tensors
 
-    def tensor_record(self, record: Record, part: Part) -> TensorRecord | None:
-        index = record.item.storage_index
+    def tensor_record(self, one: Wanted, part: Part) -> TensorRecord | None:
+        index = one.item.storage_index
         tensor = self._tensors[index.fqn]
         box = next(box for box in tensor.boxes if box.offsets == index.offset)
         return TensorRecord(tensor.dtype, box.sizes, 0)
@@ -130,15 +128,15 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         if into is None:
             into = torch.zeros(box.sizes, dtype=tensor.dtype, device="cpu")
         self._target.tensor = into
-        by_file: dict[str, list[Record]] = {}
+        by_file: dict[str, list[Wanted]] = {}
         chunks = self._chunks(tensor)
         for at, _, shared in pieces_of(box, tensor.cut.index):
             chunk = chunks[at]
             if chunk.file is not None:
-                record = _record(tensor.fqn, chunk, shared, box)
-                by_file.setdefault(chunk.file, []).append(record)
+                wanted = _wanted(tensor.fqn, chunk, shared, box)
+                by_file.setdefault(chunk.file, []).append(wanted)
         for name, records in sorted(by_file.items()):
-            records.sort(key=lambda record: record.info.offset)
+            records.sort(key=lambda one: one.start)
             file = self._open(name, tensor.fqn)
             before = file.nbytes
             try:
@@ -147,7 +145,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
                 raise
             except Exception as error:
                 # Extensions undo the transforms of streams, and can raise anything.
-                if not any(record.info.transform_descriptors for record in records):
+                if not any(one.transforms for one in records):
                     self._check_readable(name, error)
                 reason = f"{type(error).__name__}: {error}"
                 raise _unread(tensor.fqn, name, reason) from error
@@ -177,9 +175,9 @@ class BoxReader(AbstractContextManager["BoxReader"]):
             file = self._open(chunk.file, tensor.fqn)
             if chunk.start + chunk.nbytes > file.size:
                 raise _unread(tensor.fqn, chunk.file, "it ends too early")
-            record = _record(tensor.fqn, chunk, shared, box)
+            wanted = _wanted(tensor.fqn, chunk, shared, box)
             try:
-                head = self._reader.tensor_record(record, Part(file, chunk.start, chunk.nbytes))
+                head = self._reader.tensor_record(wanted, Part(file, chunk.start, chunk.nbytes))
             except EOFError as error:  # it was cut off since it was opened
                 raise _unread(tensor.fqn, chunk.file, str(error)) from error
             if head is None or (head.dtype, head.shape) != (tensor.dtype, held.sizes):
@@ -268,7 +266,7 @@ def position(offsets: Sequence[int], shape: Sequence[int]) -> int:
     return sum(a * b for a, b in zip(offsets, c_strides(tuple(shape)), strict=True))
 
 
-def _record(fqn: str, chunk: StoredRecord, shared: Box, box: Box) -> Record:
+def _wanted(fqn: str, chunk: StoredRecord, shared: Box, box: Box) -> Wanted:
     assert chunk.box is not None, "a tensor's"
     index = MetadataIndex(fqn, torch.Size(chunk.box.offsets))
     item = ReadItem(
@@ -280,8 +278,7 @@ def _record(fqn: str, chunk: StoredRecord, shared: Box, box: Box) -> Record:
         lengths=torch.Size(shared.sizes),
     )
     assert chunk.file is not None
-    info = StorageInfo(chunk.file, chunk.start, chunk.nbytes, list(chunk.transforms) or None)
-    return Record(info, [item])
+    return Wanted(item, chunk.file, chunk.start, chunk.nbytes, chunk.transforms)
 
 
 def _minus(box: Box, origin: Box) -> torch.Size:

@@ -49,11 +49,11 @@ from dcp_placements.storage.checked_load import BROKEN, load_saved_tensor, store
 from dcp_placements.storage.file_reads import CountedFile, Part, crc32, part_of
 from dcp_placements.storage.safe_pickle import RefusedGlobal
 from dcp_placements.storage.tensor_record import (
+    BEHIND,
     DESCRIPTOR,
     LOCAL,
     RecordHeads,
     TensorRecord,
-    behind_elements,
     entry_start,
 )
 
@@ -215,19 +215,15 @@ def _version(directory: Directory) -> str | None:
 class _InBlocks(CountedFile):
     """A file in which small reads that follow one another are read together, in blocks."""
 
-    _held, _first, _end = memoryview(b""), 0, 0
+    _end = 0
 
     def read_into(self, buffer: memoryview, position: int) -> None:
         is_near = 0 <= position - self._end < NEAR_NBYTES
-        start, self._end = position - self._first, position + buffer.nbytes
-        if start < 0 or self._end > self._first + self._held.nbytes:
-            nbytes = min(BLOCK_NBYTES, self.size - position)
-            if not is_near or buffer.nbytes > nbytes:
-                super().read_into(buffer, position)
-                return
-            self._held, self._first, start = memoryview(bytearray(nbytes)), position, 0
-            super().read_into(self._held, position)
-        buffer[:] = self._held[start : start + buffer.nbytes]
+        self._end = position + buffer.nbytes
+        nbytes = min(BLOCK_NBYTES, self.size - position)
+        if is_near and buffer.nbytes < nbytes and self.held(position, buffer.nbytes) is None:
+            self.hold(memoryview(bytearray(nbytes)), position)
+        super().read_into(buffer, position)
 
 
 class _Checks:
@@ -416,7 +412,7 @@ class _Checks:
                 elif tensor and plain and tensor.has_crc and tensor.nbytes:
                     # A load goes by what follows the elements.
                     behind = DESCRIPTOR + checksum.to_bytes(4, "little")
-                    if behind_elements(part, tensor) != behind:
+                    if part.read(tensor.start + tensor.nbytes, BEHIND) != behind:
                         found = f"their checksum {checksum:08x} does not follow them"
                         yield "checksum", f"the elements: {found}"
         except BROKEN as error:
@@ -425,9 +421,7 @@ class _Checks:
 
 
 def _begins_as_zip(part: Part) -> bool:
-    start = bytearray(min(part.size, len(LOCAL)))
-    part.read_into(memoryview(start), 0)
-    return bytes(start) == LOCAL
+    return part.read(0, len(LOCAL)) == LOCAL
 
 
 def _pieces(part: Part, start: int, nbytes: int) -> Iterator[memoryview]:

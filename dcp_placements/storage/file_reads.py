@@ -1,4 +1,9 @@
-"""Reads from one data file, counted and summed; which files may be opened."""
+"""Reads from one data file, counted and summed; which files may be opened.
+
+A stored chunk is one run of bytes in C order. A slice of it is a number of equal *segments* at
+regular distances, each as long as possible while it includes few other bytes: columns 1 and 2 of an
+``(8, 4)`` chunk of 2 bytes an element are 8 segments of 4 bytes, at 2, 10, 18 ...
+"""
 
 from __future__ import annotations
 
@@ -7,15 +12,15 @@ import io
 import os
 import stat
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import product
+from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from dcp_placements.errors import format_name
-from dcp_placements.storage.byte_ranges import Segments
 
 crc32: Callable[..., int] = import_module("isal.isal_zlib" if find_spec("isal") else "zlib").crc32
 """The checksum of zip files, which isal takes in a quarter of the time."""
@@ -87,6 +92,76 @@ def cheap_gap(run_nbytes: int, most_nbytes: int = LOCAL_GAP_NBYTES) -> int:
     return max(most_nbytes - run_nbytes, most_nbytes // 8)
 
 
+class Segments(NamedTuple):
+    """The reads that a slice takes."""
+
+    start: int  # where the first segment begins, in bytes from the chunk's first
+    nbytes: int  # of each segment
+    counts: tuple[int, ...]  # segments along each leading dim
+    steps: tuple[int, ...]  # bytes from one segment to the next, along each leading dim
+    strides: tuple[int, ...]  # in elements, of the slice in segments laid one after another
+    exact: bool  # whether segments hold nothing but the slice
+
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes of all segments."""
+        return self.nbytes * prod(self.counts)
+
+    def positions(self, chunk: int = 0) -> Iterator[int]:
+        """Yield where each segment begins, in C order, if the chunk begins at ``chunk``."""
+        ranges = [range(0, n * step, step) for n, step in zip(self.counts, self.steps, strict=True)]
+        *outer, inner = ranges or [range(1)]
+        for steps in product(*outer):
+            at = chunk + self.start + sum(steps)
+            yield from range(at, at + inner.stop, inner.step)
+
+
+def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor, in elements.
+
+    >>> c_strides((2, 3, 4))
+    (12, 4, 1)
+    """
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def segments(
+    shape: Sequence[int],
+    *,
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    itemsize: int,
+    gap: Callable[[int], int] = lambda run_nbytes: 0,
+) -> Segments:
+    """Return the reads of a non-empty slice of a contiguous chunk.
+
+    >>> rows = segments((8, 4), offsets=(2, 0), lengths=(3, 4), itemsize=2)
+    >>> rows.start, rows.nbytes, rows.counts
+    (16, 24, ())
+    >>> columns = segments((8, 4), offsets=(0, 1), lengths=(3, 2), itemsize=2)
+    >>> columns.nbytes, list(columns.positions())
+    (4, [2, 10, 18])
+
+    Args:
+        shape: Of the chunk.
+        offsets: Where the slice begins in the chunk.
+        lengths: Its sizes; none of them 0.
+        itemsize: Bytes of an element.
+        gap: Maps the bytes of a run to the largest gap that is read along with it.
+    """
+    steps = [step * itemsize for step in c_strides(shape)]
+    start = sum(offset * step for offset, step in zip(offsets, steps, strict=True))
+    level, nbytes = len(shape), itemsize
+    while level and (lengths[level - 1] == 1 or steps[level - 1] - nbytes <= gap(nbytes)):
+        level -= 1
+        nbytes += (lengths[level] - 1) * steps[level]
+    counts = tuple(lengths[:level])
+    outer = [step * (nbytes // itemsize) for step in c_strides(counts)]
+    inner = [step // itemsize for step in steps[level:]]
+    exact = nbytes == prod(lengths[level:]) * itemsize
+    return Segments(start, nbytes, counts, tuple(steps[:level]), (*outer, *inner), exact)
+
+
 class CountedFile:
     """An open file, or bytes in memory as a stream, read by position.
 
@@ -107,10 +182,27 @@ class CountedFile:
         # Only for a plain file do descriptor and stream surely have the same bytes.
         plain = isinstance(stream, io.BufferedReader) and isinstance(stream.raw, io.FileIO)
         self._fd = stream.fileno() if plain and hasattr(os, "preadv") else None
+        self._held, self._held_at = memoryview(b""), 0
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a plain file of this machine."""
+        return self._fd is not None
 
     def gap(self, run_nbytes: int) -> int:
         """Return how many bytes between two runs are read along with them."""
-        return cheap_gap(run_nbytes, REMOTE_GAP_NBYTES if self._fd is None else LOCAL_GAP_NBYTES)
+        return cheap_gap(run_nbytes, LOCAL_GAP_NBYTES if self.is_local else REMOTE_GAP_NBYTES)
+
+    def hold(self, buffer: memoryview, position: int) -> None:
+        """Fill ``buffer``, and take from it what is read of these bytes until the next call."""
+        self._held = memoryview(b"")
+        self.read_into(buffer, position)
+        self._held, self._held_at = buffer, position
+
+    def held(self, position: int, nbytes: int) -> memoryview | None:
+        """Return bytes that are held; None where not all of them are."""
+        at = position - self._held_at
+        return self._held[at : at + nbytes] if 0 <= at < self._held.nbytes + 1 - nbytes else None
 
     def read_into(self, buffer: memoryview, position: int) -> None:
         """Fill ``buffer`` with the bytes from ``position`` on.
@@ -118,6 +210,9 @@ class CountedFile:
         Raises:
             EOFError: They end before.
         """
+        if self._held and (held := self.held(position, buffer.nbytes)) is not None:
+            buffer[:] = held
+            return
         while buffer.nbytes:
             if self._fd is not None:
                 count = os.preadv(self._fd, [buffer], position)
@@ -134,7 +229,7 @@ class CountedFile:
     def read_summed(self, buffer: memoryview, position: int, checksum: int = 0) -> int:
         """Fill ``buffer`` as ``read_into``; return the CRC-32 with that of the bytes before."""
         # At a URL a request for each block would take longer.
-        step = buffer.nbytes if self._fd is None else BLOCK_NBYTES
+        step = BLOCK_NBYTES if self.is_local else max(buffer.nbytes, 1)
         for at in range(0, buffer.nbytes, step):
             block = buffer[at : at + step]
             self.read_into(block, position + at)
@@ -142,19 +237,20 @@ class CountedFile:
         return checksum
 
     def read_segments(self, buffer: memoryview, slices: Segments, chunk: int) -> None:
-        """Fill ``buffer`` with the segments of a slice, one after another.
+        """Fill ``buffer`` with the segments of a slice of a chunk, one after another.
 
         Args:
             buffer: Where to.
             slices: What is wanted.
-            chunk: Where the chunk begins of which they are a slice.
+            chunk: Where the chunk begins.
 
         Raises:
             EOFError: The file ends before.
         """
         fd, nbytes, announced = self._fd, slices.nbytes, self.size
+        distance = slices.steps[-1] if slices.steps else 0
         # Reads that leave gaps look random to the system, which would fetch page by page.
-        if 0 < slices.distance <= NEAR_NBYTES and hasattr(os, "posix_fadvise"):
+        if 0 < distance <= NEAR_NBYTES and hasattr(os, "posix_fadvise"):
             announced = 0
         start = complete = 0
         for position in slices.positions(chunk):
@@ -171,11 +267,6 @@ class CountedFile:
         self.reads += complete
         self.nbytes += complete * nbytes
 
-    @property
-    def is_local(self) -> bool:
-        """Whether it is a plain file of this machine."""
-        return self._fd is not None
-
 
 def write_all(into: IO[bytes], buffer: memoryview) -> None:
     """Write all of a buffer to an unbuffered file, which may accept it in parts."""
@@ -183,23 +274,22 @@ def write_all(into: IO[bytes], buffer: memoryview) -> None:
         buffer = buffer[into.write(buffer) :]
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Bytes of a file that are read as a file of their own, as a record in it.
-
-    Attributes:
-        file: The file.
-        start: Where they begin.
-        size: How many they are.
-    """
+class Part(NamedTuple):
+    """Bytes of a file that are read as a file of their own, as a record in it."""
 
     file: CountedFile
-    start: int
-    size: int
+    start: int  # where they begin
+    size: int  # how many they are
 
     def read_into(self, buffer: memoryview, position: int) -> None:
         """Fill ``buffer`` with the bytes from ``position`` in the part on."""
         self.file.read_into(buffer, self.start + position)
+
+    def read(self, position: int, nbytes: int) -> bytes:
+        """Return the bytes from ``position`` on, up to the end of the part."""
+        buffer = bytearray(max(min(nbytes, self.size - position), 0))
+        self.read_into(memoryview(buffer), position)
+        return bytes(buffer)
 
     def stream(self) -> io.BufferedIOBase:
         """Return them as a stream."""

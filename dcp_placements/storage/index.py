@@ -568,29 +568,11 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
         return [(index, self[index]) for fqn in fqns for index in self._indices(fqn)]
 
     def __getitem__(self, index: MetadataIndex) -> StorageInfo:
-        (info,) = self.infos([index])
-        if info is None:
+        ((file, number, start, length),) = self.index.find([index]).T.tolist()
+        if file < 0:
             raise KeyError(index)
-        return info
-
-    def infos(
-        self, indices: Sequence[MetadataIndex], rank: int | None = None
-    ) -> list[StorageInfo | None]:
-        """Return the rows of chunks; None where there is none.
-
-        Args:
-            indices: Of the chunks.
-            rank: Whose copies count, as in ``RowIndex.find``.
-        """
-        files, steps = self.index.files, self.index.transforms
-        return [
-            None
-            if file < 0
-            else StorageInfo(
-                files[file], start, length, None if (one := steps[number]) is None else list(one)
-            )
-            for file, number, start, length in self.index.find(indices, rank).T.tolist()
-        ]
+        steps = self.index.transforms[number]
+        return StorageInfo(self.index.files[file], start, length, steps and list(steps))
 
     def __len__(self) -> int:
         return len(self.index)
@@ -649,11 +631,15 @@ def with_copies(
     return replace(fault, place=(*fault.place, f"a copy:      {format_names(others, 2)}"))
 
 
+Place = tuple[str, int, int, Sequence[str] | None]
+"""Name of the file, start, length, and the names of transforms."""
+
+
 def places_of(
     items: Iterable[ReadItem],
     places: Mapping[MetadataIndex, StorageInfo],
     rank: int | None = None,
-) -> list[StorageInfo]:
+) -> list[Place]:
     """Return the places of the chunks and objects that items are read from.
 
     Args:
@@ -665,11 +651,16 @@ def places_of(
         PlacementError: There is none of some; all of them in one error.
     """
     indices = [item.storage_index for item in items]
-    infos = (
-        places.infos(indices, rank)
-        if isinstance(places, StorageTable)
-        else list(map(places.get, indices))
-    )
+    found: list[Place | None]
+    if isinstance(places, StorageTable):
+        files, steps = places.index.files, places.index.transforms
+        found = [
+            None if file < 0 else (files[file], start, length, steps[number])
+            for file, number, start, length in places.index.find(indices, rank).T.tolist()
+        ]
+    else:
+        rows = [(index, places.get(index)) for index in indices]
+        found = [None if one is None else place_of(at.fqn, at.offset, one)[2:] for at, one in rows]
     faults = [
         Fault(
             index.fqn,
@@ -677,9 +668,9 @@ def places_of(
             + ("it" if index.offset is None else f"the chunk at {tuple(index.offset)}"),
             DAMAGED_METADATA,
         )
-        for index, info in zip(indices, infos, strict=True)
-        if info is None
+        for index, place in zip(indices, found, strict=True)
+        if place is None
     ]
     if faults:
         raise PlacementError(format_faults("the checkpoint is not whole", faults))
-    return cast(list[StorageInfo], infos)
+    return cast(list[Place], found)

@@ -13,8 +13,10 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -45,7 +47,7 @@ from dcp_placements.storage.rank_files import (
     no_checkpoint,
     unreadable,
 )
-from dcp_placements.storage.record_reads import DAMAGED, IS_DAMAGED, ChunkReader, Record
+from dcp_placements.storage.record_reads import DAMAGED, IS_DAMAGED, ChunkReader, Wanted
 from dcp_placements.storage.remote import (
     URL_THREADS,
     RemoteFileSystem,
@@ -202,19 +204,17 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner, readers: list[ChunkReader]) -> None:
         """Read items; append the reader of each thread."""
-        wanted: dict[str, dict[tuple[int, int], Record]] = {}
         threads = self.thread_count or (URL_THREADS if isinstance(self.fs, RemoteFileSystem) else 1)
         with quiet_gc():
             items = [i for i in plan.items if not i.storage_index.fqn.startswith(ID_PREFIX)]
             places = places_of(items, self.storage_data, global_rank())
-            for item, info in zip(items, places, strict=True):
-                records = wanted.setdefault(info.relative_path, {})
-                place = (info.offset, info.length)
-                if (record := records.get(place)) is None:
-                    record = records[place] = Record(info, places=self.storage_data)
-                record.items.append(item)
-        ids = {record.file: record for record in speaking_for(wanted, self._ids)}
-        jobs = list(jobs_of(wanted, ids, threads))
+            wanted = [Wanted(item, *place) for item, place in zip(items, places, strict=True)]
+            wanted.sort(key=itemgetter(1, 2, 3))
+            files = {file: list(some) for file, some in groupby(wanted, itemgetter(1))}
+        ids = {record.file: record for record in speaking_for(files, self._ids)}
+        files |= {file: [] for file in ids if file not in files}
+        most = threads // max(len(files), 1)
+        jobs = [(file, part) for file in sorted(files) for part in _parts(files[file], most)]
         waiting, failed, lock = iter(jobs), threading.Event(), threading.Lock()
         grad = torch.is_grad_enabled()
 
@@ -224,17 +224,18 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
                 planner,
                 self._stored,
                 self.transforms.transform_load_stream,
+                places=self.storage_data,
                 check_crc=self.check_crc,
                 restricted=self.restricted,
                 lock=lock,
             )
             readers.append(work)
             with torch.set_grad_enabled(grad):  # the setting of a thread, not of the process
-                for job in waiting:
+                for name, part in waiting:
                     if failed.is_set():
                         return
                     try:
-                        self._read_job(work, job)
+                        self._read_file(work, name, part, ids.get(name))
                     except BaseException:
                         failed.set()
                         raise
@@ -246,26 +247,27 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
             for result in [pool.submit(read) for _ in range(min(threads, len(jobs)))]:
                 result.result()
 
-    def _read_job(self, work: ChunkReader, job: Job) -> None:
-        """Read records of one file. Runs in any thread."""
+    def _read_file(
+        self, work: ChunkReader, name: str, wanted: Sequence[Wanted], record: IdRecord | None
+    ) -> None:
+        """Read what is wanted of one file. Runs in any thread."""
         with ExitStack() as stack:
             try:
-                file = CountedFile(stack.enter_context(self._open(job.path)))
+                file = CountedFile(stack.enter_context(self._open(name)))
             except FileNotFoundError as error:
-                fault = missing(job.path)
-                if job.records:
-                    item = job.records[0].item
-                    fault = with_copies(fault, self.storage_data, item, job.path)
+                fault = missing(name)
+                if wanted:
+                    fault = with_copies(fault, self.storage_data, wanted[0].item, name)
                 text = format_faults("the checkpoint is not whole", [fault])
                 raise PlacementError(text) from error
             try:
-                self._check_id(file, job.id_record)
-                work.read(file, job.records)
-                if job.records:
+                self._check_id(file, record)
+                work.read(file, wanted)
+                if wanted:
                     # Torch's writer writes into the file that is there.
-                    self._check_id(file, job.id_record)
+                    self._check_id(file, record)
             except EOFError as error:  # it was cut off since it was opened
-                fault = Fault(job.path, f"it cannot be read: {error}", DAMAGED)
+                fault = Fault(name, f"it cannot be read: {error}", DAMAGED)
                 raise PlacementError(format_faults(IS_DAMAGED, [fault])) from error
             finally:
                 with _COUNTING:
@@ -326,36 +328,12 @@ PART_NBYTES = 1 << 20
 """Parts of a file that different threads read are about this large, or larger."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """Records of one file, read by one thread in file order.
-
-    Attributes:
-        path: Name of the file.
-        records: The records.
-        id_record: The id of the save that wrote the file, if it is checked here.
-    """
-
-    path: str
-    records: Sequence[Record]
-    id_record: IdRecord | None
-
-
-def jobs_of(
-    wanted: Mapping[str, Mapping[tuple[int, int], Record]],
-    ids: Mapping[str, IdRecord],
-    threads: int,
-) -> Iterator[Job]:
-    """Yield what is wanted by file; large files are divided if they are fewer than the threads."""
-    paths = sorted({*wanted, *ids})
-    most = max(threads // max(len(paths), 1), 1)
-    for path in paths:
-        places = wanted.get(path, {})
-        records = [places[place] for place in sorted(places)]
-        parts = min(most, 1 + sum(record.info.length for record in records) // PART_NBYTES)
-        step = max(-(-len(records) // parts), 1)
-        for start in range(0, max(len(records), 1), step):
-            yield Job(path, records[start : start + step], ids.get(path))
+def _parts(wanted: Sequence[Wanted], most: int) -> Iterator[Sequence[Wanted]]:
+    """Yield what is wanted of a file in up to ``most`` parts, for as many threads."""
+    parts = max(min(most, 1 + sum([one.nbytes for one in wanted]) // PART_NBYTES), 1)
+    step = max(-(-len(wanted) // parts), 1)
+    for start in range(0, max(len(wanted), 1), step):
+        yield wanted[start : start + step]
 
 
 _COUNTING = threading.Lock()

@@ -14,8 +14,8 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,9 +32,8 @@ from dcp_placements.errors import (
     format_name,
     raise_faults,
 )
-from dcp_placements.storage.byte_ranges import halves, segments
 from dcp_placements.storage.checked_load import load_plain, load_saved_tensor, zip_problem
-from dcp_placements.storage.file_reads import CountedFile, Part, crc32, part_of
+from dcp_placements.storage.file_reads import CountedFile, Part, crc32, segments
 from dcp_placements.storage.index import with_copies
 from dcp_placements.storage.safe_pickle import RefusedGlobal
 from dcp_placements.storage.tensor_record import (
@@ -43,7 +42,6 @@ from dcp_placements.storage.tensor_record import (
     HEADS_NBYTES,
     RecordHeads,
     TensorRecord,
-    behind_elements,
 )
 
 SMALL_NBYTES = 64 << 10
@@ -93,39 +91,19 @@ def is_read_whole(nbytes: Any, wanted_nbytes: Any) -> Any:
     return (nbytes <= SMALL_NBYTES) & ((nbytes <= _PAGE_NBYTES) | most)
 
 
-@dataclass(slots=True)
-class Record:
-    """A stored chunk or object, and what is wanted of it.
+class Wanted(NamedTuple):
+    """What is wanted of a stored chunk or object: an item, and where the record is."""
 
-    Attributes:
-        info: Where it is.
-        items: What is read of it; all of one type.
-        places: Of all chunks, for the message that names another copy.
-    """
-
-    info: StorageInfo
-    items: list[ReadItem] = field(default_factory=list)
-    places: Mapping[MetadataIndex, StorageInfo] = field(default_factory=dict)
-
-    @property
-    def end(self) -> int:
-        """Where it ends in the file."""
-        return int(self.info.offset + self.info.length)
-
-    @property
-    def item(self) -> ReadItem:
-        """The first item."""
-        return self.items[0]
+    item: ReadItem
+    file: str
+    start: int
+    nbytes: int
+    transforms: Sequence[str] | None = None
 
     @property
     def is_object(self) -> bool:
         """Whether it is no tensor."""
-        return self.items[0].type is LoadItemType.BYTE_IO
-
-    def fault(self, problem: str, details: Sequence[str] = DAMAGED) -> Fault:
-        """Return that this record is not as it should be."""
-        fault = Fault(self.items[0].storage_index.fqn, problem, tuple(details))
-        return with_copies(fault, self.places, self.item, self.info.relative_path)
+        return self.item.type is LoadItemType.BYTE_IO
 
 
 class ChunkReader:
@@ -135,6 +113,7 @@ class ChunkReader:
         planner: Gives the tensors to fill.
         stored: The metadata of what is stored, by key.
         transformed: Undoes the transforms of a record's stream.
+        places: Of all chunks, for messages that name another copy.
         check_crc: Whether what is read whole is compared with its checksum.
         restricted: Whether objects that name more than plain values are refused.
         lock: Held while the planner is called, where several threads read for it.
@@ -149,6 +128,7 @@ class ChunkReader:
         stored: Mapping[str, Any],
         transformed: Transformed,
         *,
+        places: Mapping[MetadataIndex, StorageInfo] | None = None,
         check_crc: bool = False,
         restricted: bool = False,
         lock: AbstractContextManager[Any] | None = None,
@@ -157,227 +137,230 @@ class ChunkReader:
         self._planner = planner
         self._stored = stored
         self._transformed = transformed
+        self._places = places or {}
         self._check_crc = check_crc
         self._restricted = restricted
         self._lock = lock or nullcontext()
         self._heads = RecordHeads()
         self._span, self._elements = _Buffer(), _Buffer()
+        # The record that was decoded last, for items that want more of it.
+        self._decoded: tuple[tuple[str, int], Any] | None = None
 
-    def read(self, file: CountedFile, records: Sequence[Record]) -> None:
+    def read(self, file: CountedFile, wanted: Sequence[Wanted]) -> None:
         """Read what is wanted of a file.
 
         Args:
             file: The file.
-            records: In file order.
+            wanted: In file order.
 
         Raises:
             PlacementError: The file does not hold what the metadata says.
         """
-        outside = [
-            record for record in records if not 0 <= record.info.offset <= record.end <= file.size
-        ]
+        if not wanted:
+            return
+        starts, nbytes = np.array([(one.start, one.nbytes) for one in wanted], np.int64).T
+        ends = starts + nbytes
+        is_outside = (starts < 0) | (nbytes < 0) | (nbytes > file.size - starts)
+        outside = [wanted[at] for at in np.flatnonzero(is_outside).tolist()]
         # One number for all of them, so that they are one fault.
-        needed = max((record.end for record in outside), default=0)
-        raise_faults(IS_DAMAGED, [_beyond(record, file.size, needed) for record in outside])
-        for span in self._spans(records):
-            if len(span) == 1 and not self._is_small(span[0]):
-                self._read_record(span[0], Part(file, span[0].info.offset, span[0].info.length))
-            else:
-                self._read_span(file, span)
+        needed = max([one.start + one.nbytes for one in outside], default=0)
+        faults = [self._fault(one, _beyond(one, file.size, needed)) for one in outside]
+        raise_faults(IS_DAMAGED, faults)
+        is_small = self._are_small(wanted, starts, nbytes)
+        # Records of one length without gaps.
+        runs = np.flatnonzero((starts[1:] != ends[:-1]) | (nbytes[1:] != nbytes[:-1])) + 1
+        for first, last in _spans(is_small, starts, ends):
+            together = is_small[first] != 0
+            if together:
+                held = self._span.take(int(ends[first:last].max() - starts[first]))
+                file.hold(held, int(starts[first]))
+            cuts = runs[slice(*runs.searchsorted((first + 1, last)))].tolist()
+            for begin, end in pairwise((first, *cuts, last)):
+                some = wanted[begin:end]
+                if together and self._read_alike(file, some):
+                    continue
+                for one in some:
+                    self._read_one(file, one)
+        file.hold(memoryview(b""), 0)
+        self._decoded = None
 
-    def tensor_record(self, record: Record, part: Part) -> TensorRecord | None:
+    def tensor_record(self, one: Wanted, part: Part) -> TensorRecord | None:
         """Return where the elements of a record are; None where it is not plain."""
-        if record.is_object or record.info.transform_descriptors:
+        if one.is_object or one.transforms:
             return None
         return self._heads.find(part)
 
-    def _spans(self, records: Sequence[Record]) -> Iterator[list[Record]]:
-        """Yield records that are read in one call: small ones of one type, near to each other."""
-        span: list[Record] = []
-        kind: tuple[bool, bool] | None = None
-        for record in records:
-            before, kind = kind, (self._is_small(record), record.is_object)
-            if span and not (
-                kind == before == (True, record.is_object)
-                and record.info.offset - span[-1].end <= NEIGHBOUR_NBYTES
-                and record.end - span[0].info.offset <= SPAN_NBYTES
-            ):
-                yield span
-                span = []
-            span.append(record)
-        if span:
-            yield span
-
-    def _is_small(self, record: Record) -> bool:
-        info, wanted = record.info, 0
-        if info.length > SMALL_NBYTES or info.transform_descriptors:
-            return False
-        if info.length <= _PAGE_NBYTES or record.is_object:
-            return True
-        for item in record.items:
+    def _are_small(self, wanted: Sequence[Wanted], starts: Array, nbytes: Array) -> Array:
+        """Return which records are read with their neighbours: 0 none, 1 tensors, 2 objects."""
+        elements = np.zeros(len(wanted), np.int64)
+        is_doubtful = (nbytes > _PAGE_NBYTES) & (nbytes <= SMALL_NBYTES)
+        for at in np.flatnonzero(is_doubtful).tolist():
+            item = wanted[at].item
             stored = self._stored.get(item.storage_index.fqn)
-            if not isinstance(stored, TensorStorageMetadata):
-                return True
-            wanted += item.lengths.numel() * stored.properties.dtype.itemsize
-        return bool(is_read_whole(info.length, wanted))
-
-    def _read_span(self, file: CountedFile, span: Sequence[Record]) -> None:
-        """Read neighbours in one call."""
-        start = span[0].info.offset
-        held = self._span.take(span[-1].end - start)
-        file.read_into(held, start)
-        for records in _alike(span):
-            data = held[records[0].info.offset - start : records[-1].end - start]
-            rows = np.frombuffer(data, np.uint8).reshape(len(records), -1)
-            tensor = self.tensor_record(records[0], part_of(rows[0].data))
-            if tensor is not None and self._are_whole(records, tensor, rows):
-                self._read_alike(records, tensor, rows)
-                continue
-            for record, row in zip(records, rows, strict=True):
-                self._read_record(record, part_of(row.data))
-
-    def _are_whole(self, records: Sequence[Record], tensor: TensorRecord, rows: Array) -> bool:
-        """Whether records have elements and begin alike, and one item wants all of each."""
-        heads, begin = rows[:, : tensor.start], (0,) * len(tensor.shape)
-        return (
-            tensor.nbytes > 0
-            and all(
-                len(record.items) == 1
-                and record.item.lengths == tensor.shape
-                and record.item.storage_offsets == begin
-                for record in records
+            itemsize = (
+                stored.properties.dtype.itemsize
+                if isinstance(stored, TensorStorageMetadata)
+                else SMALL_NBYTES  # all of an object
             )
-            and bool((heads == heads[0]).all())
-        )
+            elements[at] = item.lengths.numel() * itemsize or SMALL_NBYTES
+        _, record = np.unique(starts, return_inverse=True)
+        is_whole = is_read_whole(nbytes, np.bincount(record, elements)[record])
+        is_plain = np.array([not one.transforms for one in wanted])
+        is_object = np.array([one.is_object for one in wanted])
+        found: Array = np.where(is_whole & is_plain, 1 + is_object, 0)
+        return found
 
-    def _read_alike(self, records: Sequence[Record], tensor: TensorRecord, rows: Array) -> None:
-        """Deliver records whose heads are equal.
+    def _read_alike(self, file: CountedFile, some: Sequence[Wanted]) -> bool:
+        """Deliver small records that are all wanted whole, and begin alike.
 
         Args:
-            records: Each wanted whole, by one item.
-            tensor: Where their elements are.
-            rows: The records, one in each row of bytes.
+            file: Holds them.
+            some: Of one length, one after another.
+
+        Returns:
+            Whether they are such records.
         """
-        items = [record.items[0] for record in records]
-        with self._lock:
-            resolved = [self._planner.resolve_tensor(item) for item in items]
-        pairs = zip(records, resolved, strict=True)
-        targets = [_checked(record, target, tensor.shape) for record, target in pairs]
+        start, nbytes = some[0].start, some[0].nbytes
+        tensor = self.tensor_record(some[0], Part(file, start, nbytes))
+        if tensor is None or not tensor.nbytes:
+            return False
+        items = [one.item for one in some]
+        shape, begin = tensor.shape, (0,) * len(tensor.shape)
+        if not all(item.lengths == shape and item.storage_offsets == begin for item in items):
+            return False
+        held: Any = file.held(start, nbytes * len(some))
+        rows = np.frombuffer(held, np.uint8).reshape(-1, nbytes)
+        if not (rows[:, : tensor.start] == rows[0, : tensor.start]).all():
+            return False
+        targets = self._targets(some, shape)
         end = tensor.start + tensor.nbytes
         # A copy is aligned, as torch takes it to be; a single row would be a view.
         elements = rows[:, tensor.start : end].copy()
         if self._check_crc:
-            behind = [row.tobytes() for row in rows[:, end : end + BEHIND]]
-            self._check(records, tensor, list(map(crc32, elements)), behind)
-        values = torch.from_numpy(elements).view(-1).view(tensor.dtype).view(-1, *tensor.shape)
+            sums = list(map(crc32, elements))
+            self._check(some, tensor, sums, rows[:, end : end + BEHIND].tobytes())
+        values = torch.from_numpy(elements).view(-1).view(tensor.dtype).view(-1, *shape)
         for target, value in zip(targets, values.unbind(), strict=True):
             target.copy_(value)
-        with self._lock:
-            for item, target in zip(items, targets, strict=True):
-                self._planner.commit_tensor(item, target)
+        self._commit(some, targets)
+        return True
 
     def _check(
-        self,
-        records: Sequence[Record],
-        tensor: TensorRecord,
-        checksums: Sequence[int],
-        behind: Sequence[bytes],
+        self, some: Sequence[Wanted], tensor: TensorRecord, sums: Sequence[int], behind: bytes
     ) -> None:
         """Compare the checksums of elements with those behind them.
 
         Args:
-            records: They begin alike.
+            some: Records that begin alike.
             tensor: Where the elements are in each.
-            checksums: Those of what was read.
-            behind: What is behind the elements of each.
+            sums: The checksums of what was read.
+            behind: What is behind the elements, record by record.
 
         Raises:
             PlacementError: Some differ.
         """
         if not tensor.has_crc:
-            self.unchecked += len(records)
+            self.unchecked += len(some)
+            return
+        if behind == b"".join([DESCRIPTOR + one.to_bytes(4, "little") for one in sums]):
             return
         faults = []
-        for record, checksum, stored in zip(records, checksums, behind, strict=True):
+        for at, (one, checksum) in enumerate(zip(some, sums, strict=True)):
+            stored = behind[at * BEHIND : (at + 1) * BEHIND]
             if stored == DESCRIPTOR + checksum.to_bytes(4, "little"):
                 continue
             what = f"{int.from_bytes(stored[4:], 'little'):08x} was written"
             if not stored.startswith(DESCRIPTOR):
                 what = "no checksum follows any more"
-            place = f"byte {record.info.offset + tensor.start} of {record.info.relative_path}"
             problem = (
-                f"its elements at {place} are not what was written: their CRC-32 is "
-                f"{checksum:08x}, where {what}"
+                f"its elements at byte {one.start + tensor.start} of {one.file} are not what was "
+                f"written: their CRC-32 is {checksum:08x}, where {what}"
             )
-            faults.append(record.fault(problem, _OTHER_SUM))
+            faults.append(self._fault(one, problem, _OTHER_SUM))
         raise_faults(IS_DAMAGED, faults)
 
-    def _read_record(self, record: Record, part: Part) -> None:
-        """Deliver a record, item by item.
+    def _read_one(self, file: CountedFile, one: Wanted) -> None:
+        """Deliver an item.
 
         Raises:
-            PlacementError: It does not hold what the metadata says.
+            PlacementError: Its record does not hold what the metadata says.
         """
-        tensor = self.tensor_record(record, part)
-        if tensor is not None and len(tensor.shape) == len(record.item.lengths):
-            for item in record.items:
-                self._read_item(record, item, tensor, part)
+        item, part = one.item, Part(file, one.start, one.nbytes)
+        tensor = self.tensor_record(one, part)
+        if tensor is not None and len(tensor.shape) == len(item.lengths):
+            self._read_slice(one, tensor, part)
             return
-        transforms = record.info.transform_descriptors or ()
+        if self._decoded is None or self._decoded[0] != (one.file, one.start):
+            self._decoded = (one.file, one.start), self._decode(one, part)
+        decoded = self._decoded[1]
+        if one.is_object:
+            data = io.BytesIO(decoded.getbuffer())
+            value = _plain(item, data) if self._restricted else data
+            with self._lock:
+                self._planner.load_bytes(item, value)
+            return
+        source = narrow_tensor_by_index(decoded, item.storage_offsets, item.lengths)
+        targets = self._targets([one], source.shape)
+        targets[0].copy_(source)
+        self._commit([one], targets)
+
+    def _decode(self, one: Wanted, part: Part) -> Any:
+        """Return an object's stream in memory; the tensor of a record that is not plain."""
         try:
-            stream = self._transformed(record.item, transforms, part.stream())
+            stream = self._transformed(one.item, one.transforms or (), part.stream())
         except ValueError as error:  # of torch's registry of extensions
-            raise_faults(_IS_OTHER, [record.fault(f"it cannot be decoded: {error}", _NO_EXTENSION)])
-        if record.is_object or not stream.seekable():
+            raise self._refused(one, f"it cannot be decoded: {error}", _NO_EXTENSION) from error
+        if one.is_object or not stream.seekable():
             stream = io.BytesIO(stream.read(-1))
         if self._check_crc:
             problem, has_crc = zip_problem(stream)
             self.unchecked += not has_crc
             if problem is not None:
-                info = record.info
-                place = f"the record at byte {info.offset} of {info.relative_path}"
-                text = f"{place} is not what was written: {problem}"
-                raise_faults(IS_DAMAGED, [record.fault(text, _OTHER_SUM)])
-        if record.is_object:
-            for item in record.items:
-                data = io.BytesIO(stream.getbuffer())
-                value = _plain(item, data) if self._restricted else data
-                with self._lock:
-                    self._planner.load_bytes(item, value)
-            return
-        loaded = _load(stream, record)
-        for item in record.items:
-            source = narrow_tensor_by_index(loaded, item.storage_offsets, item.lengths)
-            with self._lock:
-                resolved = self._planner.resolve_tensor(item)
-            target = _checked(record, resolved, source.shape)
-            target.copy_(source)
-            with self._lock:
-                self._planner.commit_tensor(item, target)
+                text = f"the record at byte {one.start} of {one.file} is not what was written: "
+                raise_faults(IS_DAMAGED, [self._fault(one, text + problem, _OTHER_SUM)])
+        return stream if one.is_object else self._load(stream, one)
 
-    def _read_item(self, record: Record, item: ReadItem, tensor: TensorRecord, part: Part) -> None:
+    def _load(self, stream: Any, one: Wanted) -> torch.Tensor:
+        """Return the tensor of a record by way of ``torch.load``."""
+        try:
+            return load_saved_tensor(stream)
+        except RefusedGlobal as error:
+            details = (
+                f"found:       in {one.file}",
+                "way out:     torch.serialization.add_safe_globals([the type]) before the load, if "
+                "the checkpoint is trusted",
+            )
+            problem = f"is of a type that torch.load does not allow: {error.name}"
+            opening, fault = "the checkpoint holds another type", self._fault(one, problem, details)
+            raise PlacementError(format_faults(opening, [fault])) from error
+        except Exception as error:
+            # Only the first sentence: torch goes on with advice for other situations.
+            sentence = (str(error).splitlines() or [format_error(error)])[0].partition(". ")[0]
+            found = f"found:       {type(error).__name__}: {sentence}"
+            problem = f"what {one.file} holds of it is no tensor"
+            fault = self._fault(one, problem, (found, *DAMAGED))
+            raise PlacementError(format_faults(IS_DAMAGED, [fault])) from error
+
+    def _read_slice(self, one: Wanted, tensor: TensorRecord, part: Part) -> None:
         """Read a slice of a plain record."""
+        item, shape = one.item, tensor.shape
         offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
-        is_whole = lengths == tensor.shape
+        is_whole = lengths == shape
         sizes = None if is_whole else self._stored_sizes(item)
-        holds = f"{record.info.relative_path} holds a {tensor.shape} tensor, where the metadata say"
-        if sizes not in (None, tensor.shape):
-            raise_faults(_IS_OTHER, [record.fault(f"{holds}s that it is a chunk of {sizes}")])
-        ends = zip(offsets, lengths, tensor.shape, strict=True)
+        holds = f"{one.file} holds a {shape} tensor, where the metadata says"
+        if sizes not in (None, shape):
+            raise self._refused(one, f"{holds} that it is a chunk of {sizes}")
+        ends = zip(offsets, lengths, shape, strict=True)
         if any(offset + length > size for offset, length, size in ends):
-            text = f"{holds}s that {lengths} can be read at {offsets}"
-            raise_faults(_IS_OTHER, [record.fault(text)])
-        with self._lock:
-            resolved = self._planner.resolve_tensor(item)
-        target = _checked(record, resolved, lengths)
-        if target.numel():
-            summed = is_whole and self._check_crc
-            checksum = self._fill(target, offsets, lengths, tensor, part, summed=summed)
-            if summed:
-                behind = behind_elements(part, tensor) if tensor.has_crc else b""
-                self._check([record], tensor, [checksum], [behind])
-        with self._lock:
-            self._planner.commit_tensor(item, target)
+            raise self._refused(one, f"{holds} that {lengths} can be read at {offsets}")
+        targets = self._targets([one], lengths)
+        if targets[0].numel():
+            is_summed = is_whole and self._check_crc
+            checksum = self._fill(targets[0], offsets, tensor, part, 0 if is_summed else None)
+            if checksum is not None:
+                behind = part.read(tensor.start + tensor.nbytes, BEHIND)
+                self._check([one], tensor, [checksum], behind)
+        self._commit([one], targets)
 
     def _stored_sizes(self, item: ReadItem) -> tuple[int, ...] | None:
         """Return the sizes of the chunk that an item is read from; None where they are unknown."""
@@ -393,43 +376,72 @@ class ChunkReader:
         self,
         target: torch.Tensor,
         offsets: tuple[int, ...],
-        lengths: tuple[int, ...],
         tensor: TensorRecord,
         part: Part,
-        *,
-        summed: bool,
-    ) -> int:
+        checksum: int | None,
+    ) -> int | None:
         """Read a slice of a plain record into ``target``.
 
+        Args:
+            target: Of the slice's shape.
+            offsets: Where the slice begins in the chunk.
+            tensor: Where the elements are.
+            part: The record.
+            checksum: The CRC-32 of the elements before, if all are read; otherwise None.
+
         Returns:
-            The CRC-32 of the elements, if ``summed``: they are read whole then.
+            The CRC-32 up to the end of the slice.
         """
-        file, chunk, checksum = part.file, part.start + tensor.start, 0
-        memory = memory_of(target) if target.dtype == tensor.dtype else None
-        todo = [(offsets, lengths)]
-        while todo:
-            at, sizes = todo.pop()
-            itemsize = tensor.dtype.itemsize
-            slices = segments(
-                tensor.shape, offsets=at, lengths=sizes, itemsize=itemsize, gap=file.gap
-            )
-            direct = memory is not None and slices.exact and sizes == lengths
-            if not direct and slices.total_nbytes > BUFFER_NBYTES:
-                # Along the first dim that can be cut: of a whole tensor the parts are in order.
-                todo += reversed(halves(at, sizes))
-                continue
-            buffer = memory if direct else self._elements.take(slices.total_nbytes)
-            assert buffer is not None
-            if summed:
-                checksum = file.read_summed(buffer, chunk + slices.start, checksum)
-            else:
-                file.read_segments(buffer, slices, chunk)
-            if not direct:
-                elements = torch.frombuffer(buffer, dtype=tensor.dtype)
-                place = zip(at, offsets, sizes, strict=True)
-                block = target[tuple(slice(a - o, a - o + n) for a, o, n in place)]
-                block.copy_(elements.as_strided(sizes, slices.strides))
+        file, chunk, sizes = part.file, part.start + tensor.start, tuple(target.shape)
+        itemsize = tensor.dtype.itemsize
+        slices = segments(
+            tensor.shape, offsets=offsets, lengths=sizes, itemsize=itemsize, gap=file.gap
+        )
+        is_direct = target.dtype == tensor.dtype and slices.exact
+        memory = memory_of(target) if is_direct else None
+        if memory is None and slices.total_nbytes > BUFFER_NBYTES:
+            # Along the first dim that can be cut: of a whole tensor the halves are in order.
+            dim = next(dim for dim, size in enumerate(sizes) if size > 1)
+            half = sizes[dim] // 2
+            for begin, size in ((0, half), (half, sizes[dim] - half)):
+                at = (*offsets[:dim], offsets[dim] + begin, *offsets[dim + 1 :])
+                checksum = self._fill(target.narrow(dim, begin, size), at, tensor, part, checksum)
+            return checksum
+        buffer = self._elements.take(slices.total_nbytes) if memory is None else memory
+        if checksum is not None:
+            checksum = file.read_summed(buffer, chunk + slices.start, checksum)
+        else:
+            file.read_segments(buffer, slices, chunk)
+        if memory is None:
+            elements = torch.frombuffer(buffer, dtype=tensor.dtype)
+            target.copy_(elements.as_strided(sizes, slices.strides))
         return checksum
+
+    def _targets(self, some: Sequence[Wanted], sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Return a planner's tensors, which are to be filled with elements of these sizes."""
+        with self._lock:
+            targets = [self._planner.resolve_tensor(one.item) for one in some]
+        for one, target in zip(some, targets, strict=True):
+            if target.shape != sizes:
+                text = f"a {tuple(sizes)} tensor was read, where {tuple(target.shape)} is to be"
+                raise self._refused(one, f"{text} filled")
+        # Detached views take writes also where they are of parameters, or of inference tensors.
+        return [target.detach() for target in targets]
+
+    def _commit(self, some: Sequence[Wanted], targets: Sequence[torch.Tensor]) -> None:
+        with self._lock:
+            for one, target in zip(some, targets, strict=True):
+                self._planner.commit_tensor(one.item, target)
+
+    def _refused(
+        self, one: Wanted, problem: str, details: Sequence[str] = DAMAGED
+    ) -> PlacementError:
+        return PlacementError(format_faults(_IS_OTHER, [self._fault(one, problem, details)]))
+
+    def _fault(self, one: Wanted, problem: str, details: Sequence[str] = DAMAGED) -> Fault:
+        """Return that a record is not as it should be."""
+        fault = Fault(one.item.storage_index.fqn, problem, tuple(details))
+        return with_copies(fault, self._places, one.item, one.file)
 
 
 class _Buffer:
@@ -444,58 +456,25 @@ class _Buffer:
         return self._held[:nbytes]
 
 
-def _beyond(record: Record, nbytes: int, needed: int) -> Fault:
+def _spans(is_small: Array, starts: Array, ends: Array) -> Iterator[tuple[int, int]]:
+    """Yield first and last of what is read in one call: small ones of one type, near together."""
+    is_near = (starts[1:] - ends[:-1] <= NEIGHBOUR_NBYTES) & (is_small[1:] > 0)
+    cuts = np.flatnonzero(~is_near | (is_small[1:] != is_small[:-1])) + 1
+    for first, last in pairwise((0, *cuts.tolist(), len(starts))):
+        while first < last:
+            # Records that overlap may have any order of ends.
+            up_to = int(ends[first:last].searchsorted(starts[first] + SPAN_NBYTES, "right"))
+            stop = min(first + max(up_to, 1), last)
+            yield first, stop
+            first = stop
+
+
+def _beyond(one: Wanted, nbytes: int, needed: int) -> str:
     """Return that a record does not lie within its file of ``nbytes``, which lacks some."""
-    path, start, end = record.info.relative_path, record.info.offset, record.end
-    if 0 <= start <= end:
-        return record.fault(f"{path} ends before it: {nbytes} bytes, {needed} needed")
-    return record.fault(f"{path} has no bytes from {start} to {end}, where the metadata has it")
-
-
-def _alike(span: Sequence[Record]) -> Iterator[list[Record]]:
-    """Yield records of a span in runs of equal lengths without gaps, each wanted by one item."""
-    run: list[Record] = []
-    for record in span:
-        info = record.info
-        if run and not (
-            len(record.items) == len(run[-1].items) == 1
-            and (info.offset, info.length) == (run[-1].end, run[-1].info.length)
-        ):
-            yield run
-            run = []
-        run.append(record)
-    yield run
-
-
-def _checked(record: Record, target: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """Return a planner's tensor, which is to be filled with elements of these sizes."""
-    if target.shape != sizes:
-        problem = f"a {tuple(sizes)} tensor was read, where {tuple(target.shape)} is to be filled"
-        raise_faults(_IS_OTHER, [record.fault(problem)])
-    # A detached view takes writes also where it is of a parameter, or of an inference tensor.
-    return target.detach()
-
-
-def _load(stream: Any, record: Record) -> torch.Tensor:
-    """Return the tensor of a record by way of ``torch.load``."""
-    path = record.info.relative_path
-    try:
-        return load_saved_tensor(stream)
-    except RefusedGlobal as error:
-        details = (
-            f"found:       in {path}",
-            "way out:     torch.serialization.add_safe_globals([the type]) before the load, if the "
-            "checkpoint is trusted",
-        )
-        problem = f"is of a type that torch.load does not allow: {error.name}"
-        text = format_faults("the checkpoint holds another type", [record.fault(problem, details)])
-        raise PlacementError(text) from error
-    except Exception as error:
-        # Only the first sentence: torch goes on with advice for other situations.
-        sentence = (str(error).splitlines() or [format_error(error)])[0].partition(". ")[0]
-        found = f"found:       {type(error).__name__}: {sentence}"
-        fault = record.fault(f"what {path} holds of it is no tensor", (found, *DAMAGED))
-        raise PlacementError(format_faults(IS_DAMAGED, [fault])) from error
+    if 0 <= one.start <= one.start + one.nbytes:
+        return f"{one.file} ends before it: {nbytes} bytes, {needed} needed"
+    end = one.start + one.nbytes
+    return f"{one.file} has no bytes from {one.start} to {end}, where the metadata has it"
 
 
 def _plain(item: ReadItem, data: io.BytesIO) -> io.BytesIO:

@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from dcp_placements._torch import cpu_tensors, global_rank
 from dcp_placements.errors import PlacementError
-from dcp_placements.storage.byte_ranges import c_strides
-from dcp_placements.storage.file_reads import crc32
+from dcp_placements.storage.file_reads import c_strides, crc32
 from dcp_placements.storage.tensor_record import DESCRIPTOR
 from dcp_placements.storage.written import RowsBuilder, is_whole
 

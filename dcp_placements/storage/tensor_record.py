@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dcp_placements.storage.byte_ranges import c_strides
-from dcp_placements.storage.file_reads import Part
+from dcp_placements.storage.file_reads import Part, c_strides
 from dcp_placements.storage.safe_pickle import (
     DTYPES,
     ORDERED_DICT,
@@ -43,7 +42,7 @@ BEHIND = 8
 
 _SIZES_FOLLOW = 8
 _UTF_8 = 0x800
-_MAX_HEADS = 4096
+_MAX_HEADS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +66,11 @@ class TensorRecord:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def behind_elements(part: Part, tensor: TensorRecord) -> bytes:
-    """Return what is behind the elements of a record."""
-    behind = bytearray(BEHIND)
-    part.read_into(memoryview(behind), tensor.start + tensor.nbytes)
-    return bytes(behind)
-
-
 class RecordHeads:
     """Finds the elements of records; of tensors that are alike the head is parsed once."""
 
     def __init__(self) -> None:
-        self._parsed: dict[tuple[int, bytes], TensorRecord] = {}
-        self._start_by_length: dict[int, int] = {}
+        self._known: dict[int, list[tuple[bytes, TensorRecord]]] = {}
 
     def find(self, part: Part) -> TensorRecord | None:
         """Return where the elements of a record are; None where the record is not plain.
@@ -87,21 +78,19 @@ class RecordHeads:
         Args:
             part: The record. No more than its head is read.
         """
-        tried, nbytes = 0, part.size
-        for wanted in (self._start_by_length.get(nbytes, HEADS_NBYTES[0]), *HEADS_NBYTES):
-            wanted = min(wanted, nbytes)
-            if wanted <= tried:
-                continue
-            buffer = bytearray(wanted)
-            part.read_into(memoryview(buffer), 0)
-            tried, head = wanted, bytes(buffer)
-            record = self._parsed.get((nbytes, head)) or parse_record(head, nbytes)
+        known = self._known.setdefault(part.size, [])
+        for nbytes in HEADS_NBYTES:
+            head = part.read(0, nbytes)
+            for start, held in known:
+                if head.startswith(start):
+                    return held
+            record = parse_record(head, part.size)
             if record is not None:
-                if len(self._parsed) > _MAX_HEADS:
-                    self._parsed.clear()
-                self._parsed[nbytes, head[: record.start]] = record
-                self._start_by_length[nbytes] = record.start
+                del known[_MAX_HEADS:]
+                known.insert(0, (head[: record.start], record))
                 return record
+            if part.size <= nbytes:
+                break
         return None
 
 

@@ -319,7 +319,7 @@ def test_a_place_that_no_file_has_is_named(tmp_path: Path, key: str, place: dict
         if index.fqn[0] == key[0]:
             vars(info).update(place)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(dcp.CheckpointException, match=f"{key}: .* has no bytes"):
+    with pytest.raises(dcp.CheckpointException, match=f"{key}.*: .* has no bytes"):
         load(tmp_path, blank(saved), PlacementFileSystemReader(tmp_path))
 
 

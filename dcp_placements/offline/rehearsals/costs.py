@@ -14,8 +14,7 @@ import numpy as np
 
 from dcp_placements.layout.boxes import Boxes, Ints, expanded, intersect, numel
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
-from dcp_placements.storage.byte_ranges import segments
-from dcp_placements.storage.file_reads import cheap_gap
+from dcp_placements.storage.file_reads import cheap_gap, segments
 from dcp_placements.storage.record_reads import is_read_whole
 from dcp_placements.table.world import Cover
 
