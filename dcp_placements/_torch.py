@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.filesystem import (
     DEFAULT_SUFFIX,
     SerializationFormat,
     _OverlappingCpuLoader,
-    _SerialCpuLoader,
 )
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
@@ -235,22 +234,19 @@ def cpu_tensors(
     threads: int,
     ahead_nbytes: int,
 ) -> Iterator[tuple[torch.Tensor, WriteItem]]:
-    """Yield the tensors of ``items`` on the CPU, each in a storage of its own size.
+    """Yield the tensors of ``items`` on the CPU.
 
     With an accelerator and one thread, as in torch's writer, copies to the CPU overlap with
     writing, and the smallest tensors come first.
     """
     backend = getattr(torch, torch._C._get_privateuse1_backend_name(), None)
     accelerated = torch.cuda.is_available() or (backend is not None and backend.is_available())
-    loader: Any
-    if threads == 1 and accelerated and ahead_nbytes > 0:
-        loader = _OverlappingCpuLoader(resolve, inflight_threshhold=ahead_nbytes)
-        for item in items:
-            loader.add(nbytes_of(item), item)
-        loader.start_loading()
-    else:
-        loader = _SerialCpuLoader(resolve)
-        loader.items = [(0, item) for item in items]
+    if threads > 1 or not accelerated or ahead_nbytes <= 0:
+        return ((resolve(item).detach().cpu(), item) for item in items)
+    loader: Any = _OverlappingCpuLoader(resolve, inflight_threshhold=ahead_nbytes)
+    for item in items:
+        loader.add(nbytes_of(item), item)
+    loader.start_loading()
     return loader.values()  # type: ignore[no-any-return]
 
 

@@ -20,6 +20,8 @@ from math import prod
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+import torch
+
 from dcp_placements.errors import format_name
 
 crc32: Callable[..., int] = import_module("isal.isal_zlib" if find_spec("isal") else "zlib").crc32
@@ -294,6 +296,20 @@ class Part(NamedTuple):
     def stream(self) -> io.BufferedIOBase:
         """Return them as a stream."""
         return io.BufferedReader(RawPart(self.size, self.read_into))
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview | None:
+    """Return the memory of a tensor's elements; None where they are not contiguous host memory."""
+    if not (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout == torch.strided
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and not (tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
+    ):
+        return None
+    # A tensor of one element is contiguous with any stride; a row of bytes needs stride 1.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def part_of(data: bytes | memoryview) -> Part:

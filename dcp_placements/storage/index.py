@@ -572,7 +572,8 @@ class StorageTable(Mapping[MetadataIndex, StorageInfo]):
         if file < 0:
             raise KeyError(index)
         steps = self.index.transforms[number]
-        return StorageInfo(self.index.files[file], start, length, steps and list(steps))
+        own = None if steps is None else list(steps)
+        return StorageInfo(self.index.files[file], start, length, own)
 
     def __len__(self) -> int:
         return len(self.index)

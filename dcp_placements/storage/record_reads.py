@@ -33,7 +33,7 @@ from dcp_placements.errors import (
     raise_faults,
 )
 from dcp_placements.storage.checked_load import load_plain, load_saved_tensor, zip_problem
-from dcp_placements.storage.file_reads import CountedFile, Part, crc32, segments
+from dcp_placements.storage.file_reads import CountedFile, Part, crc32, memory_of, segments
 from dcp_placements.storage.index import with_copies
 from dcp_placements.storage.safe_pickle import RefusedGlobal
 from dcp_placements.storage.tensor_record import (
@@ -501,17 +501,3 @@ def _plain(item: ReadItem, data: io.BytesIO) -> io.BytesIO:
         ) from error
     checked.seek(0)
     return checked
-
-
-def memory_of(tensor: torch.Tensor) -> memoryview | None:
-    """Return the memory of a tensor's elements; None where they are not contiguous host memory."""
-    if not (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.layout == torch.strided
-        and tensor.is_cpu
-        and tensor.is_contiguous()
-        and not (tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
-    ):
-        return None
-    # A tensor of one element is contiguous with any stride; a row of bytes needs stride 1.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data

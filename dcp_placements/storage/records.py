@@ -6,6 +6,7 @@ dtype and shape differ in the elements, in their CRC-32, and in an id that torch
 checksums and that no reader compares. So a record is that of zeros with other elements, and with
 their CRC-32 in the two places where a zip file has it. Small ones are made many at a time, and
 large ones pass through the processor's cache once, for the checksum and for the system call.
+Elements are written in C order, also those of a transposed tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from io import BytesIO
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,14 +27,11 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from dcp_placements._torch import cpu_tensors, global_rank
 from dcp_placements.errors import PlacementError
-from dcp_placements.storage.file_reads import c_strides, crc32
+from dcp_placements.storage.file_reads import crc32, memory_of
 from dcp_placements.storage.tensor_record import DESCRIPTOR
 from dcp_placements.storage.written import RowsBuilder, is_whole
 
-T = TypeVar("T")
 Array = np.ndarray[Any, Any]
-Kind = tuple[torch.dtype, torch.Size, tuple[int, ...]]
-"""Dtype, shape and strides."""
 
 SMALL_NBYTES = 32 << 10
 """Tensors up to this are small: their records are made together."""
@@ -86,7 +84,7 @@ def write_items(
         threads=threads,
         ahead_nbytes=ahead_nbytes,
     )
-    for batch, written in batches(map(_as_planned, loaded)):
+    for batch, written in _batches(loaded):
         builder.append(written, path=name, length=save_tensors(batch, stream))
     for item in objects:
         data = planner.resolve_data(item)
@@ -96,20 +94,34 @@ def write_items(
             builder.append([item], path=name, length=contents.nbytes)
 
 
-def _as_planned(loaded: tuple[torch.Tensor, WriteItem]) -> tuple[torch.Tensor, WriteItem]:
-    """Return a tensor and its item, which say the same of dtype and shape."""
-    tensor, item = loaded
-    data = item.tensor_data
-    assert data is not None
-    if tensor.shape != data.chunk.sizes or tensor.dtype != data.properties.dtype:
-        raise PlacementError(
-            f"{item.index.fqn}, rank {global_rank()}: resolve_data() of the planner returned "
-            f"{tensor.dtype} of shape {tuple(tensor.shape)}, but the metadata will say "
-            f"{data.properties.dtype} of shape {tuple(data.chunk.sizes)}\n"
-            "    likely:      the planner is a subclass that casts while it saves\n"
-            "    way out:     cast before: dcp.save() with the tensors that are to be stored"
-        )
-    return loaded
+def _batches(
+    loaded: Iterable[tuple[torch.Tensor, WriteItem]],
+) -> Iterator[tuple[list[torch.Tensor], list[WriteItem]]]:
+    """Yield one tensor, or small ones of one dtype and shape, with their items."""
+    held: list[torch.Tensor] = []
+    items: list[WriteItem] = []
+    kind, most = None, 0
+    for tensor, item in loaded:
+        data: Any = item.tensor_data
+        dtype, shape = tensor.dtype, tensor.shape
+        if shape != data.chunk.sizes or dtype != data.properties.dtype:
+            raise PlacementError(
+                f"{item.index.fqn}, rank {global_rank()}: resolve_data() of the planner returned "
+                f"{dtype} of shape {tuple(shape)}, but the metadata will say "
+                f"{data.properties.dtype} of shape {tuple(data.chunk.sizes)}\n"
+                "    likely:      the planner is a subclass that casts while it saves\n"
+                "    way out:     cast before: dcp.save() with the tensors that are to be stored"
+            )
+        if (dtype, shape) != kind or len(held) >= most or not _is_plain(tensor):
+            if held:
+                yield held, items
+            held, items, kind = [], [], (dtype, shape)
+            is_small = _is_plain(tensor) and tensor.nbytes <= SMALL_NBYTES
+            most = BATCH_NBYTES // tensor.nbytes if is_small else 1
+        held.append(tensor)
+        items.append(item)
+    if held:
+        yield held, items
 
 
 def _nbytes(item: WriteItem) -> int:
@@ -141,80 +153,47 @@ def save_tensors(tensors: Sequence[torch.Tensor], stream: Any) -> int:
     """Write a record of each tensor, which ``torch.load`` reads.
 
     Args:
-        tensors: One, or several that ``batches`` yields together.
+        tensors: One, or small ones of one dtype and shape.
         stream: Open for writing.
 
     Returns:
-        The length of the file of each.
+        The length of the record of each.
     """
     first = tensors[0]
-    kind = _kind_of(first)
-    template = None if kind is None else _template_of(kind)
+    template = _template_of(first.dtype, first.shape) if _is_plain(first) else None
     if template is None:
         before = stream.tell()
-        for tensor in tensors:
-            torch.save(tensor, stream)
-        return int(stream.tell() - before) // len(tensors)
-    if first.is_contiguous() and first.nbytes <= SMALL_NBYTES:
-        with torch.no_grad():
-            stacked = torch.stack(list(tensors))
-        rows = stacked.view(-1).view(torch.uint8).numpy().reshape(len(tensors), -1)
-        template.write(rows, stream)
-    else:
-        for tensor in tensors:
-            template.write_blocks([_storage_bytes(tensor)], stream.write)
+        if first.layout == torch.strided and first.untyped_storage().nbytes() != first.nbytes:
+            first = first.clone()  # torch.save would write all of the storage
+        torch.save(first, stream)
+        return int(stream.tell() - before)
+    if first.nbytes <= SMALL_NBYTES:
+        stacked = torch.stack(list(tensors)).view(-1).view(torch.uint8)
+        template.write(stacked.numpy().reshape(len(tensors), -1), stream)
+        return template.length
+    memory = memory_of(first.resolve_conj().resolve_neg().contiguous())
+    assert memory is not None
+    template.write_blocks([memory], stream.write)
     return template.length
 
 
-@lru_cache(maxsize=1024)
-def _template_of(kind: Kind) -> Template | None:
-    """Return the template of a kind; None where this torch writes in another way."""
-    try:
-        return Template(*kind)
-    except ValueError:
-        return None
-
-
-def batches(
-    tensors: Iterable[tuple[torch.Tensor, T]],
-) -> Iterator[tuple[list[torch.Tensor], list[T]]]:
-    """Yield tensors that ``save_tensors`` takes together, and what comes with each."""
-    held: list[torch.Tensor] = []
-    beside: list[T] = []
-    nbytes, kind = 0, None
-    for tensor, item in tensors:
-        next_kind = _kind_of(tensor)
-        if held and (next_kind is None or next_kind != kind or nbytes >= BATCH_NBYTES):
-            yield held, beside
-            held, beside, nbytes = [], [], 0
-        held.append(tensor)
-        beside.append(item)
-        nbytes += tensor.nbytes
-        kind = next_kind
-    if held:
-        yield held, beside
-
-
-def _kind_of(tensor: torch.Tensor) -> Kind | None:
-    """Return the kind of a tensor; None of one that is not plain, or is empty."""
-    is_plain = (
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has elements, and nothing but them, a dtype and a shape."""
+    return (
         type(tensor) is torch.Tensor
         and tensor.layout == torch.strided
-        and tensor.is_cpu
-        and not tensor.requires_grad
-        and not (tensor.is_nested or tensor.is_quantized)
-        and not (tensor.is_conj() or tensor.is_neg())
-        and tensor.storage_offset() == 0
-        and 0 < tensor.nbytes == tensor.untyped_storage().nbytes()
-        and not tensor.__dict__
+        and not (tensor.is_quantized or tensor.is_nested)
+        and tensor.nbytes > 0
     )
-    return (tensor.dtype, tensor.shape, tensor.stride()) if is_plain else None
 
 
-def _storage_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a tensor's storage, no copy."""
-    flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
-    return flat.numpy().data
+@lru_cache(maxsize=1024)
+def _template_of(dtype: torch.dtype, shape: torch.Size) -> Template | None:
+    """Return the template of a dtype and shape; None where this torch writes in another way."""
+    try:
+        return Template(dtype, shape)
+    except ValueError:
+        return None
 
 
 class Template:
@@ -227,28 +206,25 @@ class Template:
     Args:
         dtype: Of the elements.
         shape: Without a dim of size 0.
-        strides: Of tensors that fill their storage in another order than C.
 
     Attributes:
-        head: What stands before the elements.
+        length: Bytes of a record.
 
     Raises:
         ValueError: This torch writes another format, or no checksums.
     """
 
-    def __init__(
-        self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, dtype: torch.dtype, shape: Sequence[int]) -> None:
         self._nbytes = prod(shape) * dtype.itemsize
         # Pages of zeros that nothing writes to take no memory.
         zeros = torch.from_numpy(np.zeros(self._nbytes, np.uint8))
         around: Any = _AroundElements(zeros)
-        strides = c_strides(tuple(shape)) if strides is None else strides
-        torch.save(zeros.view(dtype).as_strided(tuple(shape), tuple(strides)), around)
+        torch.save(zeros.view(dtype).view(tuple(shape)), around)
         if len(around.parts) != 2:
             raise ValueError("torch.save writes elements in another way than one call")
-        self.head, tail = map(bytes, around.parts)
+        self._head, tail = map(bytes, around.parts)
         self._tail = np.frombuffer(tail, np.uint8)
+        self.length = len(self._head) + self._nbytes + len(tail)
         crc = tail[4:8]
         self._crc_at = [at for at in range(len(tail) - 3) if tail.startswith(crc, at)]
         if not (
@@ -273,24 +249,13 @@ class Template:
             with zipfile.ZipFile(record) as file:
                 broken = file.testzip()
             record.seek(0)
-            loaded = torch.load(record, weights_only=True).untyped_storage()
-            values = torch.empty(0, dtype=torch.uint8).set_(loaded)
+            loaded = torch.load(record, weights_only=True).view(-1).view(torch.uint8)
         except Exception as error:
             raise ValueError(f"torch.save writes another kind of file: {error}") from error
-        if broken is not None or values.numpy().tobytes() != ones:
+        if broken is not None or loaded.numpy().tobytes() != ones:
             raise ValueError("torch.save writes another kind of file")
 
-    @property
-    def start(self) -> int:
-        """Where the elements begin."""
-        return len(self.head)
-
-    @property
-    def length(self) -> int:
-        """Bytes of a record."""
-        return len(self.head) + self._nbytes + len(self._tail)
-
-    def tail(self, checksum: int) -> bytes:
+    def _tail_of(self, checksum: int) -> bytes:
         """Return what follows elements with this CRC-32."""
         tail = self._tail.copy()
         for at in self._crc_at:
@@ -304,14 +269,14 @@ class Template:
             slabs: Its bytes, in parts.
             write: Writes some bytes.
         """
-        write(memoryview(self.head))
+        write(memoryview(self._head))
         checksum = 0
         for slab in slabs:
             for start in range(0, slab.nbytes, BLOCK_NBYTES):
                 block = slab[start : start + BLOCK_NBYTES]
                 checksum = crc32(block, checksum)
                 write(block)
-        write(memoryview(self.tail(checksum)))
+        write(memoryview(self._tail_of(checksum)))
 
     def write(self, data: Array, stream: Any) -> None:
         """Write the records of tensors, a block of them at a time.
@@ -320,10 +285,11 @@ class Template:
             data: The bytes of a tensor in each row, contiguous uint8.
             stream: Open for writing.
         """
+        start = len(self._head)
         rows = min(len(data), max(BLOCK_NBYTES // self.length, 1))
         records = np.empty((rows, self.length), np.uint8)
-        elements, tails = np.split(records, (self.start, self.start + self._nbytes), axis=1)[1:]
-        records[:, : self.start] = np.frombuffer(self.head, np.uint8)
+        elements, tails = np.split(records, (start, start + self._nbytes), axis=1)[1:]
+        records[:, :start] = np.frombuffer(self._head, np.uint8)
         tails[:] = self._tail
         checksums = np.array(list(map(crc32, data)), "<u4").view(np.uint8).reshape(-1, 4)
         for first in range(0, len(data), rows):

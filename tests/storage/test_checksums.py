@@ -118,13 +118,11 @@ def test_targets_that_are_not_contiguous_or_of_another_dtype_are_compared_too(
             load(tmp_path, {"large": target}, PlacementLoadPlanner)
 
 
-@by_writer
-def test_elements_in_another_order_and_objects_are_compared_too(
-    tmp_path: Path, writer: str
-) -> None:
+def test_elements_in_another_order_and_objects_are_compared_too(tmp_path: Path) -> None:
+    """Torch's writer keeps the order of a transposed tensor."""
     turned = torch.arange(600.0).reshape(20, 30).t()
     saved = {"turned": turned, "note": "as it was"}
-    dcp.save(dict(saved), storage_writer=WRITERS[writer](tmp_path))
+    dcp.save(dict(saved), storage_writer=dcp.FileSystemWriter(tmp_path))
     (file,) = tmp_path.glob("*.distcp")
     sound = file.read_bytes()
     for key, found in (("turned", turned.t().numpy().tobytes()), ("note", b"as it was")):
