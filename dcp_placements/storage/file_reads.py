@@ -249,7 +249,7 @@ class CountedFile:
         Raises:
             EOFError: The file ends before.
         """
-        fd, nbytes, announced = self._fd, slices.nbytes, self.size
+        fd, nbytes, announced = None if self._held else self._fd, slices.nbytes, self.size
         distance = slices.steps[-1] if slices.steps else 0
         # Reads that leave gaps look random to the system, which would fetch page by page.
         if 0 < distance <= NEAR_NBYTES and hasattr(os, "posix_fadvise"):

@@ -171,9 +171,8 @@ class ChunkReader:
         runs = np.flatnonzero((starts[1:] != ends[:-1]) | (nbytes[1:] != nbytes[:-1])) + 1
         for first, last in _spans(is_small, starts, ends):
             together = is_small[first] != 0
-            if together:
-                held = self._span.take(int(ends[first:last].max() - starts[first]))
-                file.hold(held, int(starts[first]))
+            held_nbytes = int(ends[first:last].max() - starts[first]) if together else 0
+            file.hold(self._span.take(held_nbytes), int(starts[first]))
             cuts = runs[slice(*runs.searchsorted((first + 1, last)))].tolist()
             for begin, end in pairwise((first, *cuts, last)):
                 some = wanted[begin:end]
@@ -197,12 +196,10 @@ class ChunkReader:
         for at in np.flatnonzero(is_doubtful).tolist():
             item = wanted[at].item
             stored = self._stored.get(item.storage_index.fqn)
-            itemsize = (
-                stored.properties.dtype.itemsize
-                if isinstance(stored, TensorStorageMetadata)
-                else SMALL_NBYTES  # all of an object
-            )
-            elements[at] = item.lengths.numel() * itemsize or SMALL_NBYTES
+            if isinstance(stored, TensorStorageMetadata):
+                elements[at] = item.lengths.numel() * stored.properties.dtype.itemsize
+            else:
+                elements[at] = SMALL_NBYTES  # all of an object
         _, record = np.unique(starts, return_inverse=True)
         is_whole = is_read_whole(nbytes, np.bincount(record, elements)[record])
         is_plain = np.array([not one.transforms for one in wanted])
