@@ -55,7 +55,7 @@ from dcp_placements.rules.patterns import Rules
 from dcp_placements.storage.provenance import SaveRecord
 from dcp_placements.storage.torch_metadata import entries_at
 from dcp_placements.table.families import Families, Family, format_numbers
-from dcp_placements.table.table import PLAIN, Group, Sent, holding_of
+from dcp_placements.table.table import PLAIN, Group, Sent
 from dcp_placements.table.world import Piece, World, cover_of, repeated
 
 _MAX_PARTS = 4
@@ -89,13 +89,9 @@ class Asked(NamedTuple):
 
 def asked_by(request: Request, rules: Rules | None, rename: Rename | None) -> Asked:
     """Return what a rank asks for of the checkpoint's tensors."""
-    tensors = {fqn for one in request.groups if one.reads is not None for fqn in one.fqns}
-    # A scalar that stands for rows asks for no part of them.
-    others = request.state_dict.keys() - (tensors - request.shared.keys())
-    holding = holding_of(request.state_dict, request.placing.placed, {}, others)
     renames = () if rename is None else recorded(rename)
     declares = rules is not None or rename is not None
-    return Asked(holding.sent, renames, declares, tuple(request.shared))
+    return Asked(request.holding().sent, renames, declares, tuple(request.shared))
 
 
 def check_load(request: Request, rename: Rename | None) -> tuple[list[Fault], str]:

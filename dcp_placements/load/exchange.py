@@ -34,7 +34,7 @@ from dcp_placements.layout.boxes import Ints
 from dcp_placements.load.reads import Request
 from dcp_placements.report import LoadReport
 from dcp_placements.table.owners import runs_of
-from dcp_placements.table.table import Holding, Sent, holding_of, packed_ints, unpacked_ints
+from dcp_placements.table.table import Holding, Sent, packed_ints, unpacked_ints
 from dcp_placements.table.world import Piece, World, cover_of
 
 BATCH_NBYTES = 8 << 20
@@ -203,15 +203,13 @@ class Exchange:
             request: What it needs.
             tied: The keys that it reads by itself, since they overlap in memory.
         """
-        placing, scalars = request.placing, {*request.shared, *request.shared.values()}
-        fqns = {fqn for one in request.groups if one.reads is not None for fqn in one.fqns}
-        fqns -= scalars
+        placing, scalars = request.placing, {*request.shared.values()}
         without = {
             fqn
             for fqn, value in request.state_dict.items()
-            if fqn not in fqns or fqn in tied or not _can_be_sent(value, placing, fqn)
+            if fqn in scalars or fqn in tied or not _can_be_sent(value, placing, fqn)
         }
-        self._holding = holding_of(request.state_dict, placing.placed, {}, without)
+        self._holding = request.holding(without)
         return self._holding.sent
 
     def share(self, items: Sequence[ReadItem], report: LoadReport) -> list[ReadItem]:

@@ -11,7 +11,7 @@ alike. Ep rank 1 of two reads the half of an expert that four ranks saved by row
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import sub
 from types import MappingProxyType
@@ -51,6 +51,7 @@ from dcp_placements.report import LoadReport
 from dcp_placements.runs import ReadItemOfLoad, made
 from dcp_placements.storage.provenance import record_of, stored
 from dcp_placements.storage.torch_metadata import ChunkList, entries_at
+from dcp_placements.table.table import Held, Holding, as_holding, group_of
 
 
 class Read(NamedTuple):
@@ -443,6 +444,29 @@ class Request:
         placed = self.placing.placed if is_known else {}
         own = {fqn: one for fqn, one in placed.items() if fqn not in self.shared}
         return read_items(in_order, load, own)
+
+    def holding(self, without: Container[str] = ()) -> Holding:
+        """Return the tensors that are read, as other ranks compare and exchange them.
+
+        Not scalars that stand for rows, which ask for no part of them.
+
+        Args:
+            without: Keys that are left out.
+        """
+        tables: dict[Any, dict[Any, Held]] = {}
+        placed_of = self.placing.placed
+        for one in self.groups:
+            fqns = [fqn for fqn in one.fqns if fqn not in self.shared and fqn not in without]
+            if one.reads is None or not fqns:
+                continue
+            value = self.state_dict[fqns[0]] if one.placed is None else one.placed
+            group, boxes = group_of(fqns[0], value)
+            has_own_key = one.placed is not None and one.placed.has_own_key
+            table = tables.setdefault((has_own_key, group.kind, group.axis_names), {})
+            held = table.setdefault((group, boxes), Held(group, boxes))
+            held.fqns += fqns
+            held.values += map(placed_of.get, fqns)
+        return as_holding([list(table.values()) for table in tables.values()], {})
 
     def destinations(self) -> list[tuple[str, torch.Tensor]]:
         """Return the tensors that are read into or reset, with their keys; some keys have several.

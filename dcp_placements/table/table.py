@@ -252,7 +252,13 @@ def holding_of(
             held = known[head, lies] = table.setdefault((group, boxes), Held(group, boxes))
         held.fqns.append(fqn)
         held.values.append(value)
-    tables = [list(table.values()) for table in by_table.values()]
+    return as_holding([list(table.values()) for table in by_table.values()], paths, fqns)
+
+
+def as_holding(
+    tables: list[list[Held]], paths: Mapping[str, Path], fqns: list[str] | None = None
+) -> Holding:
+    """Return what a rank has of some tables, with what other ranks get of it."""
     groups = list(chain.from_iterable(tables))
     numbers = [number for held in groups for box in held.boxes for part in box for number in part]
     sent = Sent(
@@ -260,7 +266,7 @@ def holding_of(
         packed_ints([len(held.boxes) for held in groups]),
         packed_ints(numbers),
     )
-    return Holding(tables, groups, fqns, sent)
+    return Holding(tables, groups, fqns or [], sent)
 
 
 _LOOK = attrgetter("dtype", "layout", "requires_grad")
