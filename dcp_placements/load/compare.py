@@ -28,6 +28,7 @@ from collections.abc import (
     Sequence,
     Set,
 )
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, count, takewhile
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -51,7 +52,7 @@ from dcp_placements.load.reads import Request, format_cuts
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.names.renames import FUNCTION, Step, number_in, recorded
 from dcp_placements.names.stacks_and_parts import Rename
-from dcp_placements.rules.patterns import Rules
+from dcp_placements.rules.patterns import Matches
 from dcp_placements.storage.provenance import SaveRecord
 from dcp_placements.storage.torch_metadata import entries_at
 from dcp_placements.table.families import Families, Family, format_numbers
@@ -70,28 +71,43 @@ _NUMBERING = ("Renumber", "Unstack", FUNCTION)
 _ON_PURPOSE = "optional=[pattern] or waive={pattern: reason} where the rest is left out on purpose"
 
 
-class Asked(NamedTuple):
-    """What a rank asks for, as it is sent to the coordinator.
+@dataclass(frozen=True, slots=True)
+class LoadMessage:
+    """What a rank sends to the coordinator with its plan.
 
     Attributes:
-        sent: The tables and boxes of what it asks for.
+        rank: Its global rank.
+        declared: What is declared by pattern, and whether a key of the rank matches; None where
+            it is refused before that is known.
+        sent: The tables and boxes of what it asks for; None of a rank that is refused or alone.
         renames: The renames in force on the rank.
         declares: Whether the rank has rules, or renames. DTensors alone are complete over their
             meshes.
         shared: Keys of scalars that are one scalar here.
+        wish: What it could have from other ranks; None where it does not exchange.
+        group: Hash of the ranks of the process group that it exchanges on.
+        has_reader: Whether the rank's storage reader calls the exchange after the reads.
+        notes: Declarations that are probably wrong, packed.
+        save: Which save wrote the checkpoint that this rank reads; empty where nothing tells.
+        faults: Why it cannot load, packed; it has no plan then.
     """
 
-    sent: Sent = Sent()
+    rank: int
+    declared: Matches | None = None
+    sent: Sent | None = None
     renames: tuple[Step, ...] = ()
     declares: bool = False
     shared: tuple[str, ...] = ()
+    wish: Sent | None = None
+    group: int = 0
+    has_reader: bool = False
+    notes: bytes = b""
+    save: str = ""
+    faults: bytes = b""
 
-
-def asked_by(request: Request, rules: Rules | None, rename: Rename | None) -> Asked:
-    """Return what a rank asks for of the checkpoint's tensors."""
-    renames = () if rename is None else recorded(rename)
-    declares = rules is not None or rename is not None
-    return Asked(request.holding().sent, renames, declares, tuple(request.shared))
+    def with_reader(self) -> LoadMessage:
+        """Return it marked: the rank's reader calls the exchange."""
+        return replace(self, has_reader=True)
 
 
 def check_load(request: Request, rename: Rename | None) -> tuple[list[Fault], str]:
@@ -493,7 +509,7 @@ class _Load(NamedTuple):
 
 
 def asked_faults(
-    asked: Mapping[int, Asked],
+    asked: Sequence[LoadMessage],
     world: Callable[[], World],
     record: SaveRecord | None,
     metadata: Metadata,
@@ -504,7 +520,7 @@ def asked_faults(
     """Return the parts of wholes that several ranks ask for while no rank asks for others.
 
     Args:
-        asked: By rank.
+        asked: By each rank.
         world: Returns what they ask for.
         record: The checkpoint's; None where it has none.
         metadata: The checkpoint's.
@@ -512,11 +528,10 @@ def asked_faults(
         complete: Whether all ranks take part. Of some ranks only local numbers
             are refused.
     """
-    of_ranks = list(asked.values())
-    if not (record and record.renames) and not any(one.declares for one in of_ranks):
+    if not (record and record.renames) and not any(one.declares for one in asked):
         return []
-    renames = [one.renames for one in of_ranks]
-    load = _Load(world(), list(asked), renames, record, policy, complete)
+    renames = [one.renames for one in asked]
+    load = _Load(world(), [one.rank for one in asked], renames, record, policy, complete)
     saved = () if record is None else record.renames
     here = [step for steps in renames for step in steps] if complete else []
     steps: dict[str, Step] = {}
@@ -531,7 +546,7 @@ def asked_faults(
     return faults
 
 
-def unasked_of(request: Request, asked: Mapping[int, Asked], world: World) -> list[str]:
+def unasked_of(request: Request, asked: Sequence[LoadMessage], world: World) -> list[str]:
     """Return the tensors of the checkpoint that no rank asks for.
 
     Those of a level that has an entry for each rank, as ``{"rng": {str(rank): ...}}``, are of the
@@ -539,10 +554,10 @@ def unasked_of(request: Request, asked: Mapping[int, Asked], world: World) -> li
 
     Args:
         request: What this rank reads.
-        asked: By rank, what it asks for; nothing where this rank loads alone.
+        asked: By each rank; nothing where this rank loads alone.
         world: The same of all of them.
     """
-    ranks = list(asked) or [global_rank()]
+    ranks = [one.rank for one in asked] or [global_rank()]
     keys_of = [
         (
             [ranks[at] for at in cohort.ranks],
@@ -550,7 +565,7 @@ def unasked_of(request: Request, asked: Mapping[int, Asked], world: World) -> li
         )
         for cohort in world.cohorts
     ] or [(ranks, set(request.state_dict))]
-    found = request.state_dict.keys() | {fqn for one in asked.values() for fqn in one.shared}
+    found = request.state_dict.keys() | {fqn for one in asked for fqn in one.shared}
     # By level, whether each rank asks for the entry with its own number alone.
     per_rank: dict[str, bool] = {}
     for members, fqns in keys_of:

@@ -8,7 +8,6 @@ ends with the plan that the reader gets; each item, and the plan, name it::
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import logging
 import threading
@@ -47,8 +46,7 @@ from dcp_placements.errors import (
 )
 from dcp_placements.load.casting import CASTS, check_quantizer
 from dcp_placements.load.compare import (
-    Asked,
-    asked_by,
+    LoadMessage,
     asked_faults,
     check_load,
     unasked_notes,
@@ -60,6 +58,7 @@ from dcp_placements.load.reads import Request
 from dcp_placements.load.tied import land, memory_faults, settle_tied, tied_keys
 from dcp_placements.names.flat import Path, Reshaped, check_texts, put_at, rename_keys
 from dcp_placements.names.optimizer_state import ParameterNames
+from dcp_placements.names.renames import recorded
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import LoadReport, Traffic
@@ -85,42 +84,12 @@ logger = logging.getLogger(__name__)
 
 REFUSED = "cannot be loaded from this checkpoint"
 
+_LOOK = "look at this load"
+
 _NO_CLASS = (
     "likely:      its class is not there under the name that it had when it was saved",
     "way out:     make the class importable; or leave this key out of the state dict",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class LoadMessage:
-    """What one rank sends.
-
-    Attributes:
-        rank: Its global rank.
-        declared: What is declared by pattern, and whether a key of the rank matches; None where
-            it is refused before that is known.
-        asked: What it asks for; None of a rank that is refused or alone.
-        wish: What of that it could have from other ranks; None where it does not exchange.
-        group: Hash of the ranks of the process group that it exchanges on.
-        has_reader: Whether the rank's storage reader calls the exchange after the reads.
-        notes: Declarations that are probably wrong, packed.
-        save: Which save wrote the checkpoint that this rank reads; empty where nothing tells.
-        faults: Why it cannot load, packed; it has no plan then.
-    """
-
-    rank: int
-    declared: Matches | None = None
-    asked: Asked | None = None
-    wish: Sent | None = None
-    group: int = 0
-    has_reader: bool = False
-    notes: bytes = b""
-    save: str = ""
-    faults: bytes = b""
-
-    def with_reader(self) -> LoadMessage:
-        """Return it marked: the rank's reader calls the exchange."""
-        return replace(self, has_reader=True)
 
 
 def _mixed_checkpoints(messages: Iterable[LoadMessage]) -> Fault:
@@ -138,7 +107,7 @@ def _mixed_checkpoints(messages: Iterable[LoadMessage]) -> Fault:
 
 @dataclass
 class RankLoad:
-    """The state of one load on one rank.
+    """What one load on one rank knows.
 
     Attributes:
         original_state_dict: The user's, nested.
@@ -148,6 +117,7 @@ class RankLoad:
         local_keys: The rank's own keys.
         is_coordinator: Whether this rank is the coordinator.
         refusal: Why the rank cannot load; the coordinator raises it for all ranks.
+        reshaped: What a rename makes other tensors of.
         declared: What is declared by pattern, and whether a key of this rank matches; None before
             that is known.
         request: What the rank reads; there when it is planned.
@@ -166,16 +136,15 @@ class RankLoad:
     local_keys: list[str] = field(default_factory=list)
     is_coordinator: bool = False
     refusal: RankFaults | None = None
+    reshaped: Reshaped | None = None
     declared: Matches | None = None
     request: Request = field(init=False)
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ids: Mapping[MetadataIndex, IdRecord] = field(default_factory=dict)
     exchange: Exchange | None = None
+    buffered: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
     unread: int = 0
     report: LoadReport = field(default_factory=lambda: LoadReport(planned=False))
-    _reshaped: Reshaped | None = None
-    _rename_matches: Matches = field(default_factory=dict)
-    buffered: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
     # By scalar or object that stands for several keys, the first that was read, and its value.
     _first_values: dict[str, tuple[str, Any]] = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.Lock)
@@ -183,161 +152,10 @@ class RankLoad:
     def __reduce__(self) -> tuple[Any, ...]:
         return RankLoad, ()  # a plan that is sent has no tensors
 
-    def rename(self, rename: Rename) -> None:
-        """Replace this rank's keys by the checkpoint's.
-
-        Raises:
-            RankFaults: Keys that cannot be renamed.
-        """
-        renamed = rename_keys(self.state_dict, self.mappings, rename)
-        self.state_dict, self.mappings, self._reshaped, self._rename_matches = renamed
-
-    def plan(
-        self,
-        policy: Policy,
-        rules: Rules | None,
-        rename: Rename | None,
-        *,
-        is_compared: bool = True,
-    ) -> tuple[Asked | None, list[Fault]]:
-        """Plan the reads, and compare the load with the save.
-
-        Args:
-            policy: What is accepted.
-            rules: The user's rules.
-            rename: The user's renaming.
-            is_compared: Whether what it asks for is compared, with others or the whole model.
-
-        Returns:
-            What the rank asks for, where that is compared; and declarations that are probably
-            wrong, of which the coordinator warns once for all ranks.
-
-        Raises:
-            RankFaults: What cannot be filled, or would be filled wrongly; all in one error.
-        """
-        stored_keys = self.metadata.state_dict_metadata
-        placing = place(self.state_dict, rules, self.mappings, self._reshaped, stored_keys, rename)
-        self.state_dict, self.mappings = placing.state_dict, placing.mappings
-        self.declared = {**placing.matched, **self._rename_matches}
-        request = Request(self.state_dict, placing, self.metadata, policy, self.local_keys)
-        self.request, self.report = request, request.report
-        destinations = request.destinations()
-        self.tied = tied_keys(destinations)
-        # A tensor without its place has another shape, which is no fault of its own.
-        placeless = {fault.fqn for fault in placing.faults}
-        faults = placing.faults + [one for one in request.faults if one.fqn not in placeless]
-        differing, self.report.compared = check_load(request, rename)
-        faults += [*differing, *memory_faults(self.state_dict, destinations)]
-        if faults:
-            raise RankFaults(f"rank {global_rank()} {REFUSED}", faults)
-        if request.notes:
-            self.warn(request.notes)
-        notes = [*lint(placing.placed.values(), renamed=rename is not None, waived=policy.waived)]
-        self.report.warnings += tuple(map(str, notes))
-        return asked_by(request, rules, rename) if is_compared else None, notes
-
     def warn(self, notes: Sequence[Fault]) -> None:
         """Warn of what is accepted, and keep it in the report."""
         self.report.warnings += tuple(map(str, notes))
-        warnings.warn(format_faults("look at this load", notes, "note"), stacklevel=3)
-
-    def judge(
-        self, messages: Sequence[LoadMessage], policy: Policy, whole: WholeModel | None
-    ) -> None:
-        """Refuse, or warn of, what all ranks together show. Called on the coordinator.
-
-        Args:
-            messages: Of the ranks that sent one.
-            policy: What is accepted.
-            whole: The unsharded model, which what all ranks ask for is compared with.
-
-        Raises:
-            PlacementError: What single ranks refuse; or ranks that together ask for something else
-                than was saved.
-        """
-        # Ranks that load by themselves have no others to compare with.
-        complete = len(messages) >= world_size()
-        known = [one.declared for one in messages if one.declared is not None]
-        unmatched = matched_nowhere(known) if complete and len(known) == len(messages) else ()
-        self.report.unmatched = unmatched
-        # Listed with the faults, too: a mistake in a pattern may be their cause.
-        mistakes = unmatched_faults(unmatched, list(self.state_dict)) if unmatched else []
-        sent = {message.rank: message.faults for message in messages}
-        if any(sent.values()):
-            raise_faults_of_ranks(REFUSED, sent, mistakes)
-        packed = dict.fromkeys(message.notes for message in messages if message.notes)
-        notes = dict.fromkeys(note for one in packed for note in unpacked_faults(one))
-        if notes:
-            warnings.warn(format_faults("look at this load", notes, "note"), stacklevel=3)
-        record = self.request.record
-        if complete:
-            if len({message.save for message in messages}) > 1:
-                raise_faults("nothing can be loaded", [_mixed_checkpoints(messages)])
-        elif record is not None:
-            self.report.compared += ", but not with what other ranks ask for"
-        asked = {one.rank: one.asked for one in messages if one.asked is not None}
-        faults: list[Fault] = []
-        # Most loads without a declaration need no world of all ranks.
-        world = cache(lambda: World([one.sent for one in asked.values()]))
-        if whole is not None:
-            faults, self.report.whole = compare_with_whole(
-                whole,
-                world(),
-                [*policy.waived, *policy.optional],
-                complete=complete and not policy.partial,
-            )
-        faults += asked_faults(asked, world, record, self.metadata, policy, complete=complete)
-        if faults:
-            raise_faults("the ranks do not ask for what was saved", [*faults, *mistakes])
-        # Of what a rank asks for that is alone, it knows all.
-        if self.report.unread and complete:
-            self.report.unasked = tuple(unasked_of(self.request, asked, world()))
-            levels = self.original_state_dict.keys()
-            mistakes += unasked_notes(self.report.unasked, levels, self.request)
-        if mistakes:
-            self.warn(mistakes)
-
-    def finished(self, plan: LoadPlan, *, is_known: bool) -> LoadPlan:
-        """Return what this rank reads, its part of an exchange alone.
-
-        Args:
-            plan: As the coordinator sent it.
-            is_known: Whether no hook of the user's tells where each item is read to.
-        """
-        items = self.request.items(self, is_known=is_known)
-        if self.exchange is not None:
-            items = self.exchange.share(items, self.report)
-        files = self.metadata.storage_data
-        final = items
-        # Only the reader of this package has other mappings, and compares the ids by itself.
-        if type(files) is dict and stored(self.metadata) is not None:
-            self.ids = {record.index: record for record in id_records(files).values()}
-            names = {file for file, *_ in places_of(items, files)} if self.ids else set()
-            records = {record.file: record for record in self.ids.values()}
-            reads = [record.read_item() for record in speaking_for(names, records)]
-            ids = [ReadItemOfLoad(**vars(item), run=self) for item in reads]
-            # A file is compared before and after its records are read: a save may begin meanwhile.
-            final = [*ids, *items, *ids]
-        # That reader, which an exchange needs, tells when it has compared the files, too: later
-        # than the last item.
-        is_told = type(files) is not dict or self.exchange is not None
-        if not is_told and (self.tied or self.request.reset):
-            self.unread = len(final)
-            if not final:
-                self.reset()
-        return replace(plan, items=final, planner_data=self)
-
-    def memory(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the memory to read into at ``index``."""
-        if index.fqn in self.request.shared:
-            # The value of none may overwrite another one before they are compared.
-            entry = self.metadata.state_dict_metadata[index.fqn]
-            assert isinstance(entry, TensorStorageMetadata)
-            return self._scalar(index.fqn).new_empty(entry.size)
-        if (placed := self.request.placing.placed.get(index.fqn)) is not None:
-            assert index.index is not None
-            return placed.view(placed.chunks[index.index])
-        return cast(torch.Tensor, find_state_dict_object(self.state_dict, index))
+        warnings.warn(format_faults(_LOOK, notes, "note"), stacklevel=3)
 
     def take_tensor(self, fqn: str, memory: torch.Tensor, tensor: torch.Tensor) -> None:
         """Take what was read apart from its memory: of a tied key, or for a scalar of several.
@@ -348,7 +166,7 @@ class RankLoad:
         if fqn in self.request.shared:
             for number in tensor.flatten().tolist():
                 self._take_value(fqn, number)
-                self._scalar(fqn).fill_(number)
+                self.scalar(fqn).fill_(number)
         if fqn in self.tied:
             self.buffered.append((fqn, memory.detach(), tensor.detach()))
 
@@ -365,7 +183,8 @@ class RankLoad:
         for path in (self.mappings[fqn], *self.request.placing.copies.get(fqn, ())):
             put_at(self.original_state_dict, path, value)
 
-    def _scalar(self, fqn: str) -> torch.Tensor:
+    def scalar(self, fqn: str) -> torch.Tensor:
+        """Return the tensor of one value that stands for several."""
         return facts_of(self.state_dict[fqn])[0].detach()
 
     def _take_value(self, fqn: str, value: Any) -> None:
@@ -534,25 +353,33 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
                 check_fields(metadata)
         if not self.flatten_state_dict:  # else torch refuses them
             check_texts(state_dict)
-        load = self._runs.begin()
-        load.is_coordinator = is_coordinator
-        load.metadata = metadata if metadata is not None else Metadata({})
         # Torch's load planner would drop values of types that it does not know.
         stock = set_up_by_torch(DefaultSavePlanner, self, state_dict)
-        load.original_state_dict, load.state_dict = state_dict, stock.state_dict
-        load.mappings = stock.mappings or {key: (key,) for key in stock.state_dict}
-        if meta := {k: v for k, v in load.state_dict.items() if getattr(v, "is_meta", False)}:
+        flat = stock.state_dict
+        mappings = stock.mappings or {key: (key,) for key in flat}
+        if meta := {k: v for k, v in flat.items() if getattr(v, "is_meta", False)}:
             # It gives them memory, where a tensor is put into the dict.
             DefaultLoadPlanner(flatten_sharded_tensors=False).set_up_planner(meta)
-            load.state_dict |= meta
+            flat |= meta
             for key, value in meta.items():
-                put_at(state_dict, load.mappings[key], value)
-        load.local_keys = list(load.state_dict)
-        try:
-            if self.rename is not None:
-                load.rename(self.rename)
-        except RankFaults as refusal:
-            load.refusal = refusal
+                put_at(state_dict, mappings[key], value)
+        load = self.begin(flat, mappings, Metadata({}) if metadata is None else metadata)
+        load.original_state_dict, load.is_coordinator = state_dict, is_coordinator
+
+    def begin(
+        self, state_dict: dict[str, Any], mappings: dict[str, Path], metadata: Metadata
+    ) -> RankLoad:
+        """Return a new load of a flat state dict, of which this rank's keys are renamed."""
+        load = self._runs.begin()
+        load.state_dict, load.mappings, load.metadata = state_dict, mappings, metadata
+        load.local_keys = list(state_dict)
+        if self.rename is not None:
+            try:
+                renamed = rename_keys(state_dict, mappings, self.rename)
+                load.state_dict, load.mappings, load.reshaped, load.declared = renamed
+            except RankFaults as refusal:
+                load.refusal = refusal
+        return load
 
     def create_local_plan(self) -> LoadPlan:
         """Plan what this rank reads; return a plan with what the ranks compare, and no items.
@@ -560,33 +387,58 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         Called on every rank. ``finish_plan`` returns the items. What cannot be loaded is in the
         plan, and the coordinator raises one error for all ranks.
         """
-        load, rank = self._runs.planned, global_rank()
-        try:
-            if load.refusal is not None:
-                raise load.refusal
+        load = self._runs.planned
+        message = LoadMessage(global_rank())
+        if load.refusal is None:
             with quiet_gc():
-                asked, notes = load.plan(
-                    self._policy,
-                    self.rules,
-                    self.rename,
-                    is_compared=world_size() > 1 or self.whole is not None,
-                )
-        except RankFaults as refusal:
-            load.refusal = refusal
-            message = LoadMessage(
-                rank, declared=load.declared, faults=packed_faults(refusal.faults)
-            )
-            return LoadPlan(ItemsToCome(), planner_data=message)  # type: ignore[arg-type]
-        load.report.waived = dict(self.waive)
-        packed = packed_faults(notes) if notes else b""
-        message = LoadMessage(rank, load.declared, asked, notes=packed)
-        if world_size() > 1:
-            message = replace(message, save=saved_by(load.metadata))
-            if self.exchange is not False:
-                load.exchange = Exchange(None if self.exchange is True else self.exchange)
-                wish = load.exchange.wish(load.request, load.tied)
-                message = replace(message, wish=wish, group=hash(load.exchange.ranks))
+                message = self._planned(load)
+        if load.refusal is not None:
+            faults = packed_faults(load.refusal.faults)
+            message = LoadMessage(message.rank, message.declared, faults=faults)
         return LoadPlan(ItemsToCome(), planner_data=message)  # type: ignore[arg-type]
+
+    def _planned(self, load: RankLoad) -> LoadMessage:
+        """Plan the reads, compare the load with the save, and return what the coordinator gets.
+
+        What cannot be filled, or would be filled wrongly, is the refusal of the load.
+        """
+        policy, rename, keys = self._policy, self.rename, load.metadata.state_dict_metadata
+        placing = place(load.state_dict, self.rules, load.mappings, load.reshaped, keys, rename)
+        load.state_dict, load.mappings = placing.state_dict, placing.mappings
+        load.declared = {**placing.matched, **(load.declared or {})}
+        request = Request(load.state_dict, placing, load.metadata, policy, load.local_keys)
+        load.request, load.report = request, request.report
+        load.report.waived = dict(self.waive)
+        destinations = request.destinations()
+        load.tied = tied_keys(destinations)
+        message = LoadMessage(global_rank(), load.declared)
+        # A tensor without its place has another shape, which is no fault of its own.
+        placeless = {fault.fqn for fault in placing.faults}
+        faults = placing.faults + [one for one in request.faults if one.fqn not in placeless]
+        differing, load.report.compared = check_load(request, rename)
+        faults += [*differing, *memory_faults(load.state_dict, destinations)]
+        if faults:
+            load.refusal = RankFaults(f"rank {message.rank} {REFUSED}", faults)
+            return message
+        if request.notes:
+            load.warn(request.notes)
+        notes = [*lint(placing.placed.values(), renamed=rename is not None, waived=policy.waived)]
+        load.report.warnings += tuple(map(str, notes))
+        message = replace(message, notes=packed_faults(notes) if notes else b"")
+        if world_size() > 1 or self.whole is not None:
+            message = replace(
+                message,
+                sent=request.holding().sent,
+                renames=() if rename is None else recorded(rename),
+                declares=self.rules is not None or rename is not None,
+                shared=tuple(request.shared),
+                save=saved_by(load.metadata) if world_size() > 1 else "",
+            )
+        if world_size() > 1 and self.exchange is not False:
+            load.exchange = Exchange(None if self.exchange is True else self.exchange)
+            wish, group = load.exchange.wish(request, load.tied), hash(load.exchange.ranks)
+            message = replace(message, wish=wish, group=group)
+        return message
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plans with the answer on what each rank exchanges.
@@ -600,7 +452,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         plans = super().create_global_plan(global_plan)
         sent = [plan.planner_data for plan in plans]
         messages = [message for message in sent if isinstance(message, LoadMessage)]
-        self._runs.planned.judge(messages, self._policy, self.whole)
+        self._judge(messages)
         wishes = {one.rank: one.wish for one in messages if one.wish is not None}
         given: list[Answer | None] = [None] * len(plans)
         if wishes:
@@ -615,12 +467,61 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             if why is None and len(plans) > 1:
                 given = [*answers(list(wishes.values()), ranks)]
         return [
-            plan if plan.planner_data is None else dataclasses.replace(plan, planner_data=answer)
+            plan if plan.planner_data is None else replace(plan, planner_data=answer)
             for plan, answer in zip(plans, given, strict=True)
         ]
 
+    def _judge(self, messages: Sequence[LoadMessage]) -> None:
+        """Refuse, or warn of, what all ranks together show."""
+        load, policy = self._runs.planned, self._policy
+        report = load.report
+        # Ranks that load by themselves have no others to compare with.
+        complete = len(messages) >= world_size()
+        known = [one.declared for one in messages if one.declared is not None]
+        report.unmatched = (
+            matched_nowhere(known) if complete and len(known) == len(messages) else ()
+        )
+        # Listed with the faults, too: a mistake in a pattern may be their cause.
+        mistakes = unmatched_faults(report.unmatched, list(load.state_dict))
+        sent = {message.rank: message.faults for message in messages}
+        if any(sent.values()):
+            raise_faults_of_ranks(REFUSED, sent, mistakes)
+        packed = dict.fromkeys(message.notes for message in messages if message.notes)
+        notes = dict.fromkeys(note for one in packed for note in unpacked_faults(one))
+        if notes:
+            warnings.warn(format_faults(_LOOK, notes, "note"), stacklevel=3)
+        if complete and len({message.save for message in messages}) > 1:
+            raise_faults("nothing can be loaded", [_mixed_checkpoints(messages)])
+        if not complete and load.request.record is not None:
+            report.compared += ", but not with what other ranks ask for"
+        asked = [message for message in messages if message.sent is not None]
+        # Most loads without a declaration need no world of all ranks.
+        world = cache(lambda: World([one.sent or Sent() for one in asked]))
+        faults: list[Fault] = []
+        if self.whole is not None:
+            faults, report.whole = compare_with_whole(
+                self.whole,
+                world(),
+                [*policy.waived, *policy.optional],
+                complete=complete and not policy.partial,
+            )
+        record, metadata = load.request.record, load.metadata
+        faults += asked_faults(asked, world, record, metadata, policy, complete=complete)
+        if faults:
+            raise_faults("the ranks do not ask for what was saved", [*faults, *mistakes])
+        # Of what a rank asks for that is alone, it knows all.
+        if report.unread and complete:
+            report.unasked = tuple(unasked_of(load.request, asked, world()))
+            levels = load.original_state_dict.keys()
+            mistakes += unasked_notes(report.unasked, levels, load.request)
+        if mistakes:
+            load.warn(mistakes)
+
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Return what this rank reads, all ranks having agreed. Called on every rank."""
+        """Return what this rank reads, all ranks having agreed; its part of an exchange alone.
+
+        Called on every rank.
+        """
         load = self._runs.planned
         if load.refusal is not None:  # and the coordinator's planner is another one
             raise load.refusal
@@ -632,9 +533,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             load.exchange = exchange if exchange.answer.is_active else None
         try:
             with quiet_gc():
-                plan = load.finished(
-                    new_plan, is_known=has_own(self, PlacementLoadPlanner, "lookup_tensor")
-                )
+                items = self._items(load)
         except Exception as error:
             if load.exchange is None:
                 raise
@@ -642,11 +541,47 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             load.exchange.failure = error
             return LoadPlan([], planner_data=load)
         logger.info("%s", load.report)
-        return plan
+        return replace(new_plan, items=items, planner_data=load)
+
+    def _items(self, load: RankLoad) -> list[ReadItem]:
+        """Return what a rank reads."""
+        is_known = has_own(self, PlacementLoadPlanner, "lookup_tensor")
+        items = load.request.items(load, is_known=is_known)
+        if load.exchange is not None:
+            items = load.exchange.share(items, load.report)
+        files = load.metadata.storage_data
+        final = items
+        # Only the reader of this package has other mappings, and compares the ids by itself.
+        if type(files) is dict and stored(load.metadata) is not None:
+            load.ids = {record.index: record for record in id_records(files).values()}
+            names = {file for file, *_ in places_of(items, files)} if load.ids else set()
+            records = {record.file: record for record in load.ids.values()}
+            reads = [record.read_item() for record in speaking_for(names, records)]
+            ids = [ReadItemOfLoad(**vars(item), run=load) for item in reads]
+            # A file is compared before and after its records are read: a save may begin meanwhile.
+            final = [*ids, *items, *ids]
+        # That reader, which an exchange needs, tells when it has compared the files, too: later
+        # than the last item.
+        is_told = type(files) is not dict or load.exchange is not None
+        if not is_told and (load.tied or load.request.reset):
+            load.unread = len(final)
+            if not final:
+                load.reset()
+        return final
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the storage to read into: a view of the local tensor. Called on every rank."""
-        return self._runs.planned.memory(index)
+        load = self._runs.planned
+        request = load.request
+        if index.fqn in request.shared:
+            # The value of none may overwrite another one before they are compared.
+            entry = load.metadata.state_dict_metadata[index.fqn]
+            assert isinstance(entry, TensorStorageMetadata)
+            return load.scalar(index.fqn).new_empty(entry.size)
+        if (placed := request.placing.placed.get(index.fqn)) is not None:
+            assert index.index is not None
+            return placed.view(placed.chunks[index.index])
+        return cast(torch.Tensor, find_state_dict_object(load.state_dict, index))
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """Return where to read an item to. Called on every rank, also by several threads."""

@@ -20,12 +20,12 @@ import torch
 from torch.distributed.tensor import Shard
 
 from dcp_placements._torch import rehearsed
-from dcp_placements.errors import Fault, PlacementError, RankFaults
+from dcp_placements.errors import Fault, PlacementError, unpacked_faults
 from dcp_placements.layout.boxes import Boxes, as_boxes, tile, unique
 from dcp_placements.layout.sharding import Box, Intervals, Position, Sharding
-from dcp_placements.load.compare import Asked, asked_faults
+from dcp_placements.load.compare import LoadMessage, asked_faults
 from dcp_placements.load.missing import Policy
-from dcp_placements.load.planner import RankLoad
+from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.names.renames import Renames, Step, recorded
 from dcp_placements.names.stacks_and_parts import Target
@@ -45,6 +45,7 @@ from dcp_placements.rules.placement import CheckpointPlacement
 from dcp_placements.storage.provenance import record_of
 from dcp_placements.table.table import (
     Group,
+    Sent,
     holding_of,
     packed_ints,
 )
@@ -128,8 +129,8 @@ class Lot:
     rename: Renames | None
     waive: dict[str, str]
     cuttings: dict[int, list[Cutting]] = field(default_factory=dict)
-    held: Asked = field(default_factory=Asked)
-    asked: Asked = field(default_factory=Asked)
+    held: Sent = field(default_factory=Sent)
+    asked: LoadMessage = field(default_factory=lambda: LoadMessage(0))
     objects: list[str] = field(default_factory=list)
     memory: int = 0
     declared: Matches | None = None
@@ -200,7 +201,7 @@ class RehearsedWorld:
             done += len(lot.cuttings)
             progress(done, self.size)
         held = {rank: one for lot in self.lots for rank, one in _sent(lot, lot.held).items()}
-        self.table = World([held[rank].sent for rank in range(self.size)])
+        self.table = World([held[rank] for rank in range(self.size)])
 
     @property
     def size(self) -> int:
@@ -226,11 +227,15 @@ class RehearsedWorld:
             keys = metadata.state_dict_metadata
             record = record_of(self.checkpoint.provenance, keys)
             policy = Policy(waived=[*map(compile_pattern, self.lots[0].waive)])
-            sent = {rank: one for lot in self.lots for rank, one in _sent(lot, lot.asked).items()}
-            asked = dict(sorted(sent.items()))
+            sent = {
+                rank: replace(lot.asked, rank=rank, sent=one)
+                for lot in self.lots
+                for rank, one in _sent(lot, lot.asked.sent or Sent()).items()
+            }
+            asked = [sent[rank] for rank in sorted(sent)]
 
             def world() -> World:
-                return World([one.sent for one in asked.values()])
+                return World([one.sent or Sent() for one in asked])
 
             with rehearsed(0, self.size):
                 faults = asked_faults(asked, world, record, metadata, policy, complete=True)
@@ -351,19 +356,14 @@ class RehearsedWorld:
                 continue
             state.update({one.key: _value(one, cutting) for one in kind.tensors})
         metadata = self.checkpoint.metadata
-        load = RankLoad(state_dict=state, metadata=metadata, local_keys=list(state))
-        policy = Policy(waived=[*map(compile_pattern, lot.waive)])
+        planner = PlacementLoadPlanner(lot.rules, rename=lot.rename, waive=lot.waive)
         with rehearsed(rank, self.size), warnings.catch_warnings(action="ignore"):
-            try:
-                if lot.rename is not None:
-                    load.rename(lot.rename)
-                asked, notes = load.plan(policy, lot.rules, lot.rename)
-                self._notes.update(dict.fromkeys(notes))
-                lot.asked = asked or Asked()
-            except RankFaults as refusal:
-                for fault in refusal.faults:
-                    self.add_fault(fault, lot.ranks)
-        lot.declared = load.declared
+            load = planner.begin(state, {}, metadata)
+            lot.asked = planner.create_local_plan().planner_data
+        self._notes.update(dict.fromkeys(unpacked_faults(lot.asked.notes)))
+        for fault in load.refusal.faults if load.refusal is not None else ():
+            self.add_fault(fault, lot.ranks)
+        lot.declared = lot.asked.declared
         if lot.declared is None:  # its keys cannot be renamed
             return [lot]
         placing = load.request.placing
@@ -374,7 +374,7 @@ class RehearsedWorld:
             shape = self.checkpoint.tensors[fqn].shape
             held[fqn] = torch.empty(shape, dtype=held[fqn].dtype, device="meta")
         without = {*self.checkpoint.objects, *placing.absent}
-        lot.held = Asked(holding_of(held, placing.placed, {}, without).sent)
+        lot.held = holding_of(held, placing.placed, {}, without).sent
         if len(lot.cuttings) > 1 and not self._follow(lot):
             return [
                 planned
@@ -400,9 +400,9 @@ class _Held(NamedTuple):
     boxes: Boxes
 
 
-def _held(sent: Asked) -> list[_Held]:
+def _held(sent: Sent) -> list[_Held]:
     """Return the groups that a rank sends, in its order."""
-    return [_Held(one.group, one.fqns[0], one.boxes) for one in World([sent.sent]).pieces]
+    return [_Held(one.group, one.fqns[0], one.boxes) for one in World([sent]).pieces]
 
 
 def _boxes(lot: Lot, held: _Held) -> list[Boxes] | None:
@@ -430,9 +430,9 @@ def _boxes(lot: Lot, held: _Held) -> list[Boxes] | None:
     return np.split(boxes[different], ends)
 
 
-def _sent(lot: Lot, first: Asked) -> dict[int, Asked]:
+def _sent(lot: Lot, first: Sent) -> dict[int, Sent]:
     """Return what each rank of a lot sends where the first one sends ``first``."""
-    if len(lot.cuttings) == 1 or not first.sent.tables:
+    if len(lot.cuttings) == 1 or not first.tables:
         return dict.fromkeys(lot.cuttings, first)
     found = [(held.boxes, _boxes(lot, held)) for held in _held(first)]
     sent = {}
@@ -440,8 +440,7 @@ def _sent(lot: Lot, first: Asked) -> dict[int, Asked]:
         boxes = [same if of_ranks is None else of_ranks[at] for same, of_ranks in found]
         numbers = np.concatenate([one.reshape(-1) for one in boxes])
         counts = packed_ints([len(one) for one in boxes])
-        of_rank = first.sent._replace(counts=counts, boxes=packed_ints(numbers))
-        sent[rank] = first._replace(sent=of_rank)
+        sent[rank] = first._replace(counts=counts, boxes=packed_ints(numbers))
     return sent
 
 
