@@ -45,7 +45,7 @@ from dcp_placements.errors import (
     format_ranks,
     numbers_in,
 )
-from dcp_placements.layout.boxes import as_array, format_box, tile, uncovered
+from dcp_placements.layout.boxes import Boxes, as_array, format_box, tile, uncovered
 from dcp_placements.layout.sharding import Box, Cut, Cuts, Kind, part_sizes, unknown_kind
 from dcp_placements.load.missing import Policy
 from dcp_placements.load.reads import Request, format_cuts
@@ -56,7 +56,7 @@ from dcp_placements.rules.patterns import Matches
 from dcp_placements.storage.provenance import SaveRecord
 from dcp_placements.storage.torch_metadata import entries_at
 from dcp_placements.table.families import Families, Family, format_numbers
-from dcp_placements.table.table import PLAIN, Group, Sent
+from dcp_placements.table.table import PLAIN, Sent
 from dcp_placements.table.world import Piece, World, cover_of, repeated
 
 _MAX_PARTS = 4
@@ -121,29 +121,24 @@ def check_load(request: Request, rename: Rename | None) -> tuple[list[Fault], st
         Declarations that differ from those of the save, and the result as text.
     """
     record, policy = request.record, request.policy
-    faults = _unstacked_faults(request) if request.placing.totals else []
+    faults = _unstacked_faults(request)
     if record is None:
         return faults, "no record"
     compared = waived = 0
     for group in request.groups:
         if group.placed is None:
             continue
-        sharding, rule = group.placed.place.sharding, group.placed.rule
+        loaded, rule = group.placed.place.sharding.cuts, group.placed.rule
         # Of equal places most keys were cut alike, too.
         members: dict[int, list[str]] = {}
         for fqn in group.fqns:
             members.setdefault(record.group_of[fqn], []).append(fqn)
         for number, fqns in members.items():
-            saved, loaded = record.groups[number], sharding.cuts
+            saved = record.groups[number]
             if not saved or not loaded:
                 continue
             compared += len(fqns)
-            if saved == loaded:
-                continue
-            ruled = {cut.axis for cut in loaded[: group.placed.place.ruled]}
-            found = [*_differences(saved, loaded, sharding.global_shape, ruled)]
-            if rule is not None:
-                found += _differences_by_rule(saved, group.placed, record)
+            found = [*_differences(saved, group.placed, record)] if saved != loaded else []
             refused = [fqn for fqn in fqns if found and not policy.waives(fqn)]
             waived += len(fqns) - len(refused) if found else 0
             faults += [_cut_fault(fqn, rule, one) for fqn in refused for one in found]
@@ -160,7 +155,6 @@ _Difference = tuple[Iterable[str], str, str, str]
 
 
 def _cut_fault(fqn: str, rule: str | None, difference: _Difference) -> Fault:
-    """Return the fault of a key and its rule, if one speaks for it."""
     axes, saved, loaded, way_out = difference
     return Fault(
         fqn,
@@ -174,22 +168,13 @@ def _cut_fault(fqn: str, rule: str | None, difference: _Difference) -> Fault:
     )
 
 
-def _differences(
-    saved: Cuts, loaded: Cuts, shape: Sequence[int], ruled: Collection[str | None]
-) -> Iterator[_Difference]:
-    """Yield the cuts of equal dims that a load declares in another way than the save did.
-
-    Args:
-        saved: The cuts of the save.
-        loaded: Those of the load.
-        shape: Of the whole tensor.
-        ruled: The axes for which a rule of the load speaks.
-    """
-    if 0 in shape:
-        return
+def _differences(saved: Cuts, placed: Placed, record: SaveRecord) -> Iterator[_Difference]:
+    """Yield the cuts that a load declares in another way than the save did."""
+    loaded, shape = placed.place.sharding.cuts, placed.place.sharding.global_shape
+    ruled = {cut.axis for cut in loaded[: placed.place.ruled]}
     for dim in sorted({cut.dim for cut in saved} & {cut.dim for cut in loaded}):
         one, other = ([cut for cut in cuts if cut.dim == dim] for cuts in (saved, loaded))
-        if any(cut.kind is Kind.LISTED for cut in (*one, *other)):
+        if 0 in shape or any(cut.kind is Kind.LISTED for cut in (*one, *other)):
             continue
         # How many rows a tensor is one of is not known.
         size = shape[dim] if dim >= 0 else sys.maxsize
@@ -204,10 +189,12 @@ def _differences(
         # FSDP cuts a fused tensor and its parts each plainly; of what a rule says, one is wrong.
         unlike = {cut.axis for cut in (*one[len(first) :], *other[len(second) :]) if cut.size > 1}
         before, now = ({cut.axis: cut for cut in cuts} for cuts in (one, other))
-        for axis in [cut.axis for cut in one if cut.axis in unlike & now.keys() & {*ruled}]:
+        for axis in [cut.axis for cut in one if cut.axis in unlike & now.keys() & ruled]:
             way_out = "the fused tensor by FusedShard, so that each part is cut as a tensor is"
             yield (str(axis),), str(before[axis]), str(now[axis]), way_out
         yield from _dim_differences(first, second, size)
+    if placed.rule is not None:
+        yield from _differences_by_rule(_cutting(saved), _cutting(loaded), placed, ruled, record)
 
 
 def cuts_of_part(cuts: Sequence[Cut], size: int) -> list[Cut]:
@@ -253,16 +240,26 @@ def cuts_of_part(cuts: Sequence[Cut], size: int) -> list[Cut]:
     return known
 
 
-def _differences_by_rule(saved: Cuts, placed: Placed, record: SaveRecord) -> Iterator[_Difference]:
+def _differences_by_rule(
+    one: Mapping[str, Cut],
+    other: Mapping[str, Cut],
+    placed: Placed,
+    ruled: Container[str | None],
+    record: SaveRecord,
+) -> Iterator[_Difference]:
     """Yield differences that shapes cannot show, of a tensor that a rule declares.
 
     Where one axis alone cuts another dim, or has another size, the shape of the local tensor
     proves the rule: a checkpoint is loaded into another topology. What a DTensor says of itself is
     so.
+
+    Args:
+        one: By axis, the cut of the save.
+        other: That of the load.
+        placed: The tensor.
+        ruled: The axes for which a rule of the load speaks.
+        record: How the checkpoint was saved.
     """
-    loaded = placed.place.sharding.cuts
-    ruled = {cut.axis for cut in loaded[: placed.place.ruled]}
-    one, other = _cutting(saved), _cutting(loaded)
     swapped = [
         axis
         for axis in sorted(one.keys() & other.keys())
@@ -270,7 +267,7 @@ def _differences_by_rule(saved: Cuts, placed: Placed, record: SaveRecord) -> Ite
     ]
     if len(swapped) > 1:
         before, now = (", then ".join(str(of[axis]) for axis in swapped) for of in (one, other))
-        yield (tuple(swapped), before, now, "these axes on the dims of the save")
+        yield swapped, before, now, "these axes on the dims of the save"
     # Rows of a stack are numbered by names, and a stack may be one tensor in another model.
     is_stacked = any(step.kind == "Stack" for step in record.renames)
     here = {axis.name: axis.size for axis in placed.place.axes}
@@ -281,7 +278,7 @@ def _differences_by_rule(saved: Cuts, placed: Placed, record: SaveRecord) -> Ite
                 dim = cut.dim if cut.dim >= 0 else "dim"
                 rows = f"IndexShard({dim}, this rank's rows)"
                 way_out = f'{{"{axis}": {rows}}} in the rules of this load'
-                yield ((axis,), str(cut), str(other[axis]), way_out)
+                yield (axis,), str(cut), str(other[axis]), way_out
         elif axis not in other and here.get(axis) == cut.size:
             # The axis of the save is here, too: its ranks ask for the same, and those along an
             # axis that cut nothing then ask for the parts.
@@ -290,7 +287,7 @@ def _differences_by_rule(saved: Cuts, placed: Placed, record: SaveRecord) -> Ite
                 is_other = name in ruled and name not in one
                 if is_other and is_alike and another.size == cut.size:
                     way_out = f'the tensor cut by "{axis}" in the rules of this load'
-                    yield ((axis, name), str(cut), str(another), way_out)
+                    yield (axis, name), str(cut), str(another), way_out
 
 
 def _cutting(cuts: Cuts) -> dict[str, Cut]:
@@ -336,25 +333,21 @@ def _dim_differences(
     common = [axis for axis in one if axis in other]
     differing = [axis for axis in common if not _may_be_equal(one[axis], other[axis], size)]
     for axis in differing:
-        yield (
-            (axis,),
-            str(one[axis]),
-            str(other[axis]),
-            f'{{"{axis}": {one[axis].placement}}} in the rules of this load, as it was saved',
-        )
-    if differing:
-        return
+        way_out = f'{{"{axis}": {one[axis].placement}}} in the rules of this load, as it was saved'
+        yield (axis,), str(one[axis]), str(other[axis]), way_out
     # An axis of size 1 cuts nothing, so its place in the order does not matter.
     cutting = {axis for axis in common if one[axis].size > 1 and other[axis].size > 1}
     first, second = ([axis for axis in side if axis in cutting] for side in (one, other))
-    if first != second:
-        yield (
-            tuple(sorted(cutting)),
-            ", then ".join([str(one[axis]) for axis in first]),
-            ", then ".join([str(other[axis]) for axis in second]),
-            f"cut by {' before '.join(map(repr, first))}, as it was saved: the axis that cuts "
-            "what the others have left is a _StridedShard where it stands left of them in the mesh",
+    if first != second and not differing:
+        before, now = (
+            ", then ".join([str(side[axis]) for axis in axes])
+            for side, axes in ((one, first), (other, second))
         )
+        way_out = (
+            f"cut by {' before '.join(map(repr, first))}, as it was saved: the axis that cuts "
+            "what the others have left is a _StridedShard where it stands left of them in the mesh"
+        )
+        yield sorted(cutting), before, now, way_out
 
 
 def _may_be_equal(saved: Cut, loaded: Cut, size: int) -> bool:
@@ -445,23 +438,14 @@ def _unstacked_faults(request: Request) -> list[Fault]:
 
 
 class _Load(NamedTuple):
-    """What all ranks ask for.
-
-    Attributes:
-        world: Their tables and boxes.
-        ranks: Their ranks, in the order of the world.
-        renames: By position in the world, the renames in force there.
-        record: The checkpoint's; None where it has none.
-        policy: What is accepted.
-        complete: Whether all ranks take part.
-    """
+    """What all ranks ask for; renames are by position in the world."""
 
     world: World
     ranks: Sequence[int]
     renames: Sequence[Sequence[Step]]
     record: SaveRecord | None
     policy: Policy
-    complete: bool
+    complete: bool  # whether all ranks take part
 
     def renames_on(self, parts: Mapping[frozenset[int], Sequence[int]]) -> str:
         """Return the renames that are in force on the ranks with some parts, as text."""
@@ -473,10 +457,11 @@ class _Load(NamedTuple):
         name: str,
         parts: Mapping[frozenset[int], Sequence[int]],
         twice: Sequence[frozenset[int]],
-        missing: str,
         text: Callable[[frozenset[int]], str],
-        *details: str,
-        of: str,
+        details: Sequence[str],
+        *,
+        whole: str,
+        missing: str,
     ) -> Fault:
         """Return the fault of a key, or of a family of keys.
 
@@ -484,10 +469,10 @@ class _Load(NamedTuple):
             name: The key or family.
             parts: The ranks that ask for each part.
             twice: The parts that another rank asks for, too.
-            missing: What no rank asks for, as text.
             text: Returns a part as text.
             details: How it was saved and is loaded, and the likely cause.
-            of: What it is a part of.
+            whole: What they are parts of, as text.
+            missing: What of that no rank asks for, as text.
         """
         by_text: dict[str, list[int]] = {}
         for part, positions in sorted(parts.items(), key=lambda part: min(part[1])):
@@ -498,7 +483,7 @@ class _Load(NamedTuple):
         asks, none = ("several ranks ask", "none") if self.complete else ("this load asks", "not")
         return Fault(
             name,
-            f"{asks} for {first} of {of}, and {none} for {missing}",
+            f"{asks} for {first} of {whole}, and {none} for {missing}",
             (
                 f"asked for:   {'; '.join(asked[:_MAX_PARTS])}{more}",
                 *details,
@@ -528,14 +513,13 @@ def asked_faults(
         complete: Whether all ranks take part. Of some ranks only local numbers
             are refused.
     """
-    if not (record and record.renames) and not any(one.declares for one in asked):
+    saved = () if record is None else record.renames
+    if not saved and not any(one.declares for one in asked):
         return []
     renames = [one.renames for one in asked]
     load = _Load(world(), [one.rank for one in asked], renames, record, policy, complete)
-    saved = () if record is None else record.renames
-    here = [step for steps in renames for step in steps] if complete else []
     steps: dict[str, Step] = {}
-    for step in (*saved, *here):
+    for step in (*saved, *(chain.from_iterable(renames) if complete else ())):
         if step.kind in _NUMBERING and step.pattern.count("{}") == 1:
             steps.setdefault(step.pattern, step)
     faults = _number_faults(load, steps, metadata.state_dict_metadata) if steps else []
@@ -572,12 +556,9 @@ def unasked_of(request: Request, asked: Sequence[LoadMessage], world: World) -> 
         found |= fqns
         for level, entry in map(_level, fqns):
             per_rank[level] = per_rank.get(level, True) and [entry] == [str(at) for at in members]
-    rest = [fqn for fqn in request.stored if fqn not in found]
+    rest = _tensors(request.stored, [fqn for fqn in request.stored if fqn not in found])
     return [
-        fqn
-        for fqn, entry in zip(rest, entries_at(request.stored, rest), strict=True)
-        if isinstance(entry, TensorStorageMetadata)
-        and not (per_rank.get(_level(fqn)[0]) and _level(fqn)[1].isdecimal())
+        fqn for fqn in rest if not (per_rank.get(_level(fqn)[0]) and _level(fqn)[1].isdecimal())
     ]
 
 
@@ -600,12 +581,7 @@ def unasked_notes(fqns: Sequence[str], levels: Container[str], request: Request)
         request: What this rank reads.
     """
     policy, stored, rest = request.policy, request.stored, set(fqns)
-    entries = zip(stored, entries_at(stored, stored), strict=True)
-    used = {
-        _level(fqn)[0]
-        for fqn, entry in entries
-        if isinstance(entry, TensorStorageMetadata) and fqn not in rest
-    }
+    used = {_level(fqn)[0] for fqn in _tensors(stored, stored) if fqn not in rest}
     by_level: dict[str, list[str]] = {}
     for fqn in fqns if not policy.partial else ():
         level, _ = _level(fqn)
@@ -630,6 +606,12 @@ def unasked_notes(fqns: Sequence[str], levels: Container[str], request: Request)
     ]
 
 
+def _tensors(stored: Mapping[str, Any], fqns: Collection[str]) -> list[str]:
+    """Return those keys of a checkpoint that are tensors."""
+    entries = zip(fqns, entries_at(stored, fqns), strict=True)
+    return [fqn for fqn, entry in entries if isinstance(entry, TensorStorageMetadata)]
+
+
 def _number_faults(
     load: _Load, steps: Mapping[str, Step], stored: Mapping[str, Any]
 ) -> list[Fault]:
@@ -638,19 +620,17 @@ def _number_faults(
     Ranks that load alone are refused where they ask for the first numbers, without a rename.
     """
     families = Families(steps, stored)
-    asked_for = families.of(load.world)
-    entries = zip(stored, entries_at(stored, stored), strict=True)
-    tensors = [fqn for fqn, entry in entries if isinstance(entry, TensorStorageMetadata)]
+    asked_for, tensors = families.of(load.world), _tensors(stored, stored)
     numbers = families.numbers(tensors) if asked_for else {}
     faults = []
     for family in asked_for:
         stored_numbers = numbers[family.name, family.pattern]
         missing = stored_numbers.difference(family.numbers)
-        if not missing:
-            faults += _unnumbered(load, family, stored_numbers, tensors)
-            continue
         parts = family.parts(load.world)
-        wrong = repeated(parts)
+        if not missing:
+            faults += _unnumbered(load, family, parts, stored_numbers, tensors)
+            continue
+        twice = repeated(parts)
         if not load.complete:
             parts = {
                 part: ranks
@@ -658,8 +638,8 @@ def _number_faults(
                 if part == set(range(len(part)))
                 and not any(s.kind in _NUMBERING for at in ranks for s in load.renames[at])
             }
-            wrong = list(parts)
-        if not wrong or any(map(load.policy.excuses, family.members(tensors))):
+            twice = list(parts)
+        if not twice or any(map(load.policy.excuses, family.members(tensors))):
             continue
         renames, step = load.renames_on(parts), steps[family.pattern]
         likely = "rename= was forgotten in this load, so that every rank asks by its local numbers"
@@ -669,19 +649,24 @@ def _number_faults(
         details = [f"saved with:  rename={step}"] if is_saved else []
         details += [f"this load:   {renames or 'no rename='}", f"likely:      {likely}"]
         text = format_numbers
-        faults.append(load.fault(family.name, parts, wrong, text(missing), text, *details, of="it"))
+        faults.append(
+            load.fault(family.name, parts, twice, text, details, whole="it", missing=text(missing))
+        )
     return faults
 
 
 def _unnumbered(
-    load: _Load, family: Family, stored: Set[int], tensors: Sequence[str]
+    load: _Load,
+    family: Family,
+    parts: Mapping[frozenset[int], Sequence[int]],
+    stored: Set[int],
+    tensors: Sequence[str],
 ) -> list[Fault]:
     """Return the fault of ranks without the rename by which another rank asks for their numbers.
 
     Where all ranks together ask for all numbers, the others are replicas of the right rank.
     """
-    member = next(family.members(tensors))
-    head = family.name.partition("{}")[0]
+    member, head = next(family.members(tensors)), family.name.partition("{}")[0]
 
     def is_numbered(step: Step) -> bool:
         found = number_in(step.pattern, member) if step.kind in _NUMBERING else None
@@ -690,7 +675,6 @@ def _unnumbered(
     numbered = [any(map(is_numbered, steps)) for steps in load.renames]
     if all(numbered) or not any(numbered) or any(map(load.policy.excuses, family.members(tensors))):
         return []
-    parts = family.parts(load.world)
     others = [part for part, ranks in parts.items() if any(numbered[at] for at in ranks)]
     faults = []
     for part, ranks in parts.items():
@@ -714,51 +698,46 @@ def _box_faults(load: _Load, piece: Piece, states: OptimizerStates) -> list[Faul
     if group is None or len({one.shape for one in groups}) > 1:  # of shapes there is another fault
         return []
     cover, whole = cover_of(piece.ranks, piece.boxes), Box.whole(group.shape)
+    cuts, fqns = format_cuts(group.cuts), [f for f in piece.fqns if not load.policy.excuses(f)]
     if not len(piece.ranks) and group.padded_shape is not None:
-        fqns = [fqn for fqn in piece.fqns if not load.policy.excuses(fqn)]
-        return [Fault(fqn, f"{_NO_RANK} of {group.shape}", _padding(group)) for fqn in fqns]
+        headline = (
+            f"every rank has padding alone of it, so that none asks for any part of {group.shape}"
+        )
+        padded = f"this load:   {cuts}; padded to {group.padded_shape}"
+        out = f"way out:     the mesh of the save, or this rank's position in it; {_ON_PURPOSE}"
+        return [Fault(fqn, headline, (padded, out)) for fqn in fqns]
     if not cover.has_replicas or tile(whole, cover.boxes):
         return []
     parts = cover.parts()
     twice = repeated(parts)
-    missing = uncovered(whole, cover.boxes, _MAX_HOLES) if twice else []
-    if not missing:
+    if not twice or not uncovered(whole, cover.boxes, 1):
         return []
 
-    def text(part: frozenset[int]) -> str:
-        # What is left of the rest: rows side by side are one box.
-        rest = uncovered(whole, cover.boxes[sorted(part)], _MAX_HOLES)
-        return _format(uncovered(whole, as_array(rest, len(group.shape)), _MAX_HOLES), whole)
+    def text(boxes: Boxes) -> str:
+        """Return all that is not in some boxes, joined where they lie side by side."""
+        rest = uncovered(whole, boxes, _MAX_HOLES)
+        some = ", ".join(format_box(box, whole.sizes) for box in rest[:_MAX_PARTS])
+        return some + (" and others" if len(rest) > _MAX_PARTS else "")
 
+    def part_text(part: frozenset[int]) -> str:
+        rest = uncovered(whole, cover.boxes[sorted(part)], _MAX_HOLES)
+        return text(as_array(rest, len(group.shape)))
+
+    renames = load.renames_on(parts)
+    likely = (
+        "IndexShard, rename= or the mesh of a rule gives some ranks the rows or the position of "
+        "another rank, as along a wrong axis (edp in place of ep)"
+    )
     # Rows of optimizer state may be left out, since that of a row's parameter may be missing.
     is_listed = any(cut.kind is Kind.LISTED and cut.dim >= 0 for cut in group.cuts)
     faults = []
-    for fqn in piece.fqns:
-        if load.policy.excuses(fqn) or (is_listed and states.of(fqn) is not None):
+    for fqn in fqns:
+        if is_listed and states.of(fqn) is not None:
             continue
-        cuts = load.record.cuts(fqn) if load.record is not None else ()
-        details = [f"saved:       {format_cuts(cuts)}"] if cuts else []
-        renames = load.renames_on(parts)
-        details += [
-            f"this load:   {'; '.join(filter(None, [format_cuts(group.cuts), renames]))}",
-            "likely:      IndexShard, rename= or the mesh of a rule gives some ranks the rows or "
-            "the position of another rank, as along a wrong axis (edp in place of ep)",
-        ]
-        unasked = _format(missing, whole)
-        faults.append(load.fault(fqn, parts, twice, unasked, text, *details, of=str(group.shape)))
+        saved = load.record.cuts(fqn) if load.record is not None else ()
+        details = [f"saved:       {format_cuts(saved)}"] if saved else []
+        details += [f"this load:   {'; '.join(filter(None, [cuts, renames]))}"]
+        details += [f"likely:      {likely}"]
+        of = {"whole": str(group.shape), "missing": text(cover.boxes)}
+        faults.append(load.fault(fqn, parts, twice, part_text, details, **of))
     return faults
-
-
-_NO_RANK = "every rank has padding alone of it, so that none asks for any part"
-
-
-def _padding(group: Group) -> tuple[str, ...]:
-    return (
-        f"this load:   {format_cuts(group.cuts)}; padded to {group.padded_shape}",
-        f"way out:     the mesh of the save, or this rank's position in it; {_ON_PURPOSE}",
-    )
-
-
-def _format(boxes: Sequence[Box], whole: Box) -> str:
-    text = ", ".join(format_box(box, whole.sizes) for box in boxes[:_MAX_PARTS])
-    return text + (" and others" if len(boxes) > _MAX_PARTS else "")
