@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, zip_longest
+from itertools import zip_longest
 from typing import Any, NoReturn
 
 import numpy as np
@@ -33,15 +33,12 @@ from dcp_placements.errors import Fault, PlacementError, format_faults, format_r
 from dcp_placements.layout.boxes import Ints
 from dcp_placements.load.reads import Request
 from dcp_placements.report import LoadReport
-from dcp_placements.table.owners import runs_of
+from dcp_placements.table.owners import in_pieces, runs_of
 from dcp_placements.table.table import Holding, Sent, packed_ints, unpacked_ints
-from dcp_placements.table.world import Piece, World, cover_of
+from dcp_placements.table.world import Cover, World, cover_of
 
 BATCH_NBYTES = 8 << 20
 """The most bytes of one message. Below a few MiB a message costs latency alone."""
-
-ALIGNED_NBYTES = 16
-"""Tensors in one message begin at multiples of this."""
 
 Lookup = Callable[[MetadataIndex], torch.Tensor]
 """Returns the memory of a destination."""
@@ -105,24 +102,27 @@ def answers(wishes: Sequence[Sent], ranks: Sequence[int]) -> list[Answer]:
         ranks: The global ranks in that order.
     """
     world = World(wishes)
-    alike = [piece for piece in world.pieces if _is_alike(piece)]
-    for piece in alike:
-        piece.cover = cover_of(piece.ranks, piece.boxes)
-    runs = iter(
-        runs_of(
-            [piece.cover for piece in alike],
-            [len(piece.fqns) for piece in alike],
-            [piece.group.itemsize for piece in alike],
-            ranks=len(wishes),
-            undivided=[False] * len(alike),
-        )
-    )
-    numbers: dict[tuple[bytes, bytes], int] = {}
-    of_rows = [
-        _sets_of_rows(piece, next(runs), numbers)
-        if _is_alike(piece)
-        else np.zeros(len(piece.ranks), np.int64)
+    # Bytes can be sent where the ranks have the keys in one shape and dtype.
+    alike = [
+        len({(source.group.shape, source.group.dtype) for source in piece.sources}) == 1
         for piece in world.pieces
+    ]
+    sent = [piece for piece, is_alike in zip(world.pieces, alike, strict=True) if is_alike]
+    for piece in sent:
+        piece.cover = cover_of(piece.ranks, piece.boxes)
+    runs = runs_of(
+        [piece.cover for piece in sent],
+        [len(piece.fqns) for piece in sent],
+        [piece.group.itemsize for piece in sent],
+        ranks=len(wishes),
+        undivided=[False] * len(sent),
+    )
+    # By the ranks that need a box, and where each of them stops to read, its number.
+    numbers: dict[tuple[bytes, bytes], int] = {}
+    sets = iter([_sets(one.cover, run, numbers) for one, run in zip(sent, runs, strict=True)])
+    of_rows = [
+        next(sets) if is_alike else np.zeros(len(piece.ranks), np.int64)
+        for piece, is_alike in zip(world.pieces, alike, strict=True)
     ]
     if not numbers:
         return [Answer()] * len(wishes)
@@ -145,14 +145,8 @@ def answers(wishes: Sequence[Sent], ranks: Sequence[int]) -> list[Answer]:
     return answer_of
 
 
-def _is_alike(piece: Piece) -> bool:
-    """Whether the ranks have the keys in one shape and dtype, so that bytes can be sent."""
-    return len({(source.group.shape, source.group.dtype) for source in piece.sources}) == 1
-
-
-def _sets_of_rows(piece: Piece, runs: Ints, numbers: dict[tuple[bytes, bytes], int]) -> Ints:
+def _sets(cover: Cover, runs: Ints, numbers: dict[tuple[bytes, bytes], int]) -> Ints:
     """Return by row of a piece the set of its box, which is numbered where it is new."""
-    cover = piece.cover
     of_box = np.zeros(len(cover.boxes), np.int64)
     for box in np.flatnonzero((np.diff(cover.starts) > 1) & (cover.numel > 0)).tolist():
         rows = cover.order[cover.starts[box] : cover.starts[box + 1]]
@@ -243,27 +237,13 @@ class Exchange:
         sets = {n: unpacked_ints(one).reshape(2, -1) for n, one in self.answer.sets.items()}
         lists = {number: (one[0].tolist(), one[1].tolist()) for number, one in sets.items()}
         numbers = iter(unpacked_ints(self.answer.numbers).tolist())
-        for groups, split in zip(self._holding.tables, self.answer.split, strict=True):
-            pieces = iter(unpacked_ints(split).tolist() if split else ())
-            # By piece, numbered in the order in which they begin: the set of each of its boxes,
-            # and how many of its keys have been.
-            sets_of: dict[int, list[int]] = {}
-            count: dict[int, int] = {}
-            for number, held in enumerate(groups):
-                for fqn in held.fqns:
-                    piece = next(pieces, number)
-                    if piece not in sets_of:
-                        sets_of[piece] = list(islice(numbers, len(held.boxes)))
-                    position = count.get(piece, 0)
-                    count[piece] = position + 1
-                    for at, (box, of_set) in enumerate(
-                        zip(held.boxes, sets_of[piece], strict=True)
-                    ):
-                        if of_set:
-                            ranks, stops = lists[of_set]
-                            index = MetadataIndex(fqn, torch.Size(box.offsets), at)
-                            reader = ranks[bisect_right(stops, position)]
-                            yield index, box.numel * held.group.itemsize, reader, ranks
+        for held, fqn, at, of_boxes in in_pieces(self._holding, self.answer.split, numbers):
+            for place, (box, number) in enumerate(zip(held.boxes, of_boxes, strict=True)):
+                if number:
+                    ranks, stops = lists[number]
+                    index = MetadataIndex(fqn, torch.Size(box.offsets), place)
+                    nbytes = box.numel * held.group.itemsize
+                    yield index, nbytes, ranks[bisect_right(stops, at)], ranks
 
     def finish(self, error: BaseException | None, lookup: Lookup, report: LoadReport) -> None:
         """Agree that all ranks have read, and send each other what was read.
@@ -278,8 +258,7 @@ class Exchange:
         """
         error = self.failure or error
         try:
-            (failed,) = self._summed(error is not None)
-            failures = self._failures(error) if failed else []
+            failures = self._failures(error) if self._count(error is not None) else []
         except Exception as cause:
             raise self._broken(cause, error) from cause
         if failures:
@@ -290,7 +269,7 @@ class Exchange:
         try:
             with torch.no_grad():
                 self._send(lookup)
-            self._summed(False)
+            self._count(False)
         except Exception as cause:
             raise self._broken(cause, None) from cause
         report.traffic = replace(report.traffic, exchanged_nbytes=self._received_nbytes)
@@ -326,27 +305,35 @@ class Exchange:
         """Begin to send one message and to receive one; return what waits for both."""
         operations = []
         if sent:
-            operations.append(dist.P2POp(dist.isend, _joined(sent, device), to, self._group))
+            buffer = _direct(sent, device)
+            if buffer is None:
+                buffer = torch.cat([one.reshape(-1).view(torch.uint8) for one in sent]).to(device)
+            operations.append(dist.P2POp(dist.isend, buffer, to, self._group))
         if taken:
-            buffer = _joined(taken, device, copied=False)
-            operations.append(dist.P2POp(dist.irecv, buffer, source, self._group))
+            direct = _direct(taken, device)
+            sizes = [tensor.nbytes for tensor in taken]
+            theirs = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+            if direct is not None:
+                theirs = direct
+            operations.append(dist.P2POp(dist.irecv, theirs, source, self._group))
         works = dist.batch_isend_irecv(operations)
 
         def settle() -> None:
             for work in works:
                 work.wait()
             operations.clear()  # they keep what is sent until then
-            if taken and buffer.data_ptr() != taken[0].data_ptr():
-                for tensor, part in _parts(taken, buffer):
-                    tensor.copy_(part)
+            if taken and direct is None:
+                for tensor, part in zip(taken, theirs.split(sizes), strict=True):
+                    # A copy begins where memory of any dtype may begin.
+                    tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
         return settle
 
-    def _summed(self, *numbers: int) -> list[int]:
-        device = agreeing_device(self._group)
-        tensor = torch.tensor([int(number) for number in numbers], device=device)
+    def _count(self, has_failed: bool) -> int:
+        """Return on how many ranks that is so; a collective call."""
+        tensor = torch.tensor([int(has_failed)], device=agreeing_device(self._group))
         dist.all_reduce(tensor, group=self._group)
-        return [int(number) for number in tensor.tolist()]
+        return int(tensor)
 
     def _failures(self, error: BaseException | None) -> list[Fault]:
         """Return a fault per rank that could not read; a collective call."""
@@ -409,12 +396,11 @@ def batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     nbytes = 0
     for whole in tensors:
         for tensor in _pieces(whole):
-            end = _aligned(nbytes) + tensor.nbytes
-            if batch and end > BATCH_NBYTES:
+            if batch and nbytes + tensor.nbytes > BATCH_NBYTES:
                 yield batch
-                batch, end = [], tensor.nbytes
+                batch, nbytes = [], 0
             batch.append(tensor)
-            nbytes = end
+            nbytes += tensor.nbytes
     if batch:
         yield batch
 
@@ -431,33 +417,9 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from _pieces(tensor.narrow(dim, start, min(rows, size - start)))
 
 
-def _joined(
-    batch: Sequence[torch.Tensor], device: torch.device, *, copied: bool = True
-) -> torch.Tensor:
-    """Return the bytes of a batch: its own memory where that is one piece, else a buffer."""
+def _direct(batch: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | None:
+    """Return the bytes of a batch without a copy; None where it is no single piece of memory."""
     first = batch[0]
-    if len(batch) == 1 and first.is_contiguous() and first.device == device:
-        return first.as_strided((first.numel(),), (1,)).view(torch.uint8)
-    nbytes = 0
-    for tensor in batch:
-        nbytes = _aligned(nbytes) + tensor.nbytes
-    buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    for tensor, part in _parts(batch, buffer) if copied else ():
-        part.copy_(tensor)
-    return buffer
-
-
-def _parts(
-    batch: Sequence[torch.Tensor], buffer: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield each tensor of a batch with its part of the buffer."""
-    start = 0
-    for tensor in batch:
-        start = _aligned(start)
-        part = buffer[start : start + tensor.nbytes]
-        yield tensor, part.view(tensor.dtype).view(tensor.shape)
-        start += tensor.nbytes
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNED_NBYTES) * ALIGNED_NBYTES
+    if len(batch) > 1 or not first.is_contiguous() or first.device != device:
+        return None
+    return first.as_strided((first.numel(),), (1,)).view(torch.uint8)

@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from itertools import islice
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
@@ -56,7 +56,7 @@ from dcp_placements.storage.torch_metadata import (
     ChunkList,
 )
 from dcp_placements.table.digests import Contents, SentDigests, may_have_replicas
-from dcp_placements.table.owners import runs_of
+from dcp_placements.table.owners import in_pieces, runs_of
 from dcp_placements.table.table import OBJECT, Group, Holding, Sent, packed_ints, unpacked_ints
 from dcp_placements.table.whole import WholeModel, compare_with_whole
 from dcp_placements.table.world import Piece, World, cover_of
@@ -153,25 +153,11 @@ class Assignment(NamedTuple):
         That is ``COPIED`` where other ranks that hold it write it, too.
         """
         runs = iter(unpacked_ints(self.runs).reshape(-1, 2).tolist())
+        copied = chain.from_iterable([unpacked_ints(of_table).tolist() for of_table in self.copied])
         is_written: list[int] = []
-        for at, groups in enumerate(holding.tables):
-            of_keys = self.pieces[at] if self.pieces else b""
-            split = iter(unpacked_ints(of_keys).tolist() if of_keys else ())
-            copied = iter(unpacked_ints(self.copied[at]).tolist() if self.copied else ())
-            # By piece, the runs of its boxes, and how many of its keys have been.
-            runs_of: dict[int, list[list[int]]] = {}
-            seen: dict[int, int] = {}
-            for number, held in enumerate(groups):
-                for _ in held.fqns:
-                    piece = next(split, number)
-                    if piece not in runs_of:
-                        runs_of[piece] = list(islice(runs, len(held.boxes)))
-                    position = seen.get(piece, 0)
-                    seen[piece] = position + 1
-                    kind = COPIED * next(copied, 0)
-                    is_written += [
-                        kind or start <= position < stop for start, stop in runs_of[piece]
-                    ]
+        for _, _, position, runs_of_boxes in in_pieces(holding, self.pieces, runs):
+            kind = COPIED * next(copied, 0)
+            is_written += [kind or start <= position < stop for start, stop in runs_of_boxes]
         return is_written
 
 
