@@ -20,6 +20,7 @@ from dcp_placements.errors import Fault
 from dcp_placements.layout.boxes import format_boxes
 from dcp_placements.layout.sharding import Box, Cut, Kind
 from dcp_placements.rules.mesh import Axis
+from dcp_placements.rules.patterns import matches_any
 
 _PLAIN = torch.Tensor, torch.nn.Parameter
 
@@ -239,7 +240,7 @@ def lint(
             doubts_of[one.place] = _doubts(one.place)
         for doubt in doubts_of[one.place]:
             for texts, facts in _findings(one, *doubt, renamed=renamed):
-                if not any(pattern.search(f".{one.fqn}") for pattern in waived):
+                if not matches_any(waived, one.fqn):
                     headline, *details = [text.format_map(facts) for text in texts]
                     rule = f"by rule:     {one.rule or 'no rule, its own DTensor'}"
                     yield Fault(one.fqn, headline, (*details, _RIGHT, rule))
@@ -257,7 +258,7 @@ def dropped_rows(
     for one in placed:
         sharding = one.place.sharding
         is_padded = sharding.padded_shape not in (None, sharding.global_shape)
-        if not is_padded or one.parts or any(pattern.search(f".{one.fqn}") for pattern in waived):
+        if not is_padded or one.parts or matches_any(waived, one.fqn):
             continue
         for dim, (size, cut) in enumerate(
             zip(sharding.global_shape, sharding.cut_shape, strict=True)

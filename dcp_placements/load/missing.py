@@ -27,6 +27,7 @@ from torch.distributed.checkpoint import TensorStorageMetadata
 from dcp_placements._torch import has_hooks, is_dtensor_like
 from dcp_placements.errors import Fault, format_names
 from dcp_placements.names.optimizer_state import State, possible_parameters
+from dcp_placements.rules.patterns import matches_any
 
 if TYPE_CHECKING:
     from dcp_placements.load.reads import Request
@@ -51,11 +52,11 @@ class Policy:
 
     def is_optional(self, fqn: str) -> bool:
         """Whether a key may be missing by name."""
-        return any(pattern.search(f".{fqn}") for pattern in self.optional)
+        return matches_any(self.optional, fqn)
 
     def waives(self, fqn: str) -> bool:
         """Whether a waiver names a key."""
-        return any(pattern.search(f".{fqn}") for pattern in self.waived)
+        return matches_any(self.waived, fqn)
 
     def excuses(self, fqn: str) -> bool:
         """Whether a key is waived, or may be missing by name."""

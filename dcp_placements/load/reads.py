@@ -5,8 +5,8 @@ lacks a chunk, they leave old values. Tensors that lie alike, here and in the ch
 alike. Ep rank 1 of two reads the half of an expert that four ranks saved by rows::
 
     Group(entry, placed, reads, needed_nbytes=24, read_nbytes=24, fqns=["experts.w1"])
-    reads    Read(0, (2, 0), (0, 0), at=2, Box((2, 0), (1, 3)), (0, 0), (1, 3))
-             Read(0, (2, 0), (1, 0), at=3, Box((3, 0), (1, 3)), (0, 0), (1, 3))
+    reads    Read(0, (2, 0), (0, 0), at=2, stored=(2, 0), (0, 0), lengths=(1, 3))
+             Read(0, (2, 0), (1, 0), at=3, stored=(3, 0), (0, 0), lengths=(1, 3))
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import (
-    ChunkStorageMetadata,
     Metadata,
     ReadItem,
     TensorStorageMetadata,
@@ -62,7 +61,7 @@ class Read(NamedTuple):
         dest: Where the destination begins in the checkpoint's tensor.
         dest_offsets: Where in the destination the part begins.
         at: The index of the stored chunk.
-        stored: The stored chunk.
+        stored: Where the stored chunk begins in the checkpoint's tensor.
         stored_offsets: Where in the stored chunk the part begins.
         lengths: Sizes of the part.
     """
@@ -71,7 +70,7 @@ class Read(NamedTuple):
     dest: torch.Size
     dest_offsets: torch.Size
     at: int
-    stored: Box
+    stored: torch.Size
     stored_offsets: torch.Size
     lengths: torch.Size
 
@@ -115,23 +114,12 @@ def reads_of(
                     torch.Size(box.offsets),
                     torch.Size(map(sub, shared.offsets, box.offsets)),
                     at,
-                    Box(torch.Size(chunk.offsets), torch.Size(chunk.sizes)),
+                    torch.Size(chunk.offsets),
                     torch.Size(map(sub, shared.offsets, chunk.offsets)),
                     torch.Size(shared.sizes),
                 )
             )
     return reads, holes
-
-
-def _is_at(chunks: Sequence[ChunkStorageMetadata], at: int, box: Box) -> bool:
-    if at >= len(chunks):
-        return False
-    if isinstance(chunks, ChunkList):
-        # Without torch's objects, of which a search would make one for each key.
-        held = chunks.offsets[at].tolist(), chunks.sizes[at].tolist()
-        return held == (list(box.offsets), list(box.sizes))
-    chunk = chunks[at]
-    return chunk.offsets == box.offsets and chunk.sizes == box.sizes
 
 
 def read_items(
@@ -157,7 +145,7 @@ def read_items(
         placed = placed_of.get(fqn)
         for position, dest, dest_offsets, at, chunk, stored_offsets, lengths in parts:
             to = {"fqn": fqn, "offset": dest, "index": position}
-            source = {"fqn": fqn, "offset": chunk.offsets, "index": at}
+            source = {"fqn": fqn, "offset": chunk, "index": at}
             values = {
                 "type": LoadItemType.TENSOR,
                 "dest_index": made(MetadataIndex, to),
@@ -209,14 +197,12 @@ class Group:
     def fills(self, entry: Any) -> bool:
         """Whether tensors of another entry, as large and of as many chunks, are filled alike.
 
-        These chunks were proved to fill the destinations, whatever the others are.
+        The chunks that are read were proved to fill the destinations, whatever the others are.
         """
-        if self.entry is entry:
-            return True
-        if self.entry.properties.dtype != entry.properties.dtype:
-            return False
-        return self.entry.chunks is entry.chunks or all(
-            _is_at(entry.chunks, read.at, read.stored) for read in self.reads or ()
+        own, other = self.entry.chunks, entry.chunks
+        return self.entry is entry or (
+            self.entry.properties.dtype == entry.properties.dtype
+            and (own is other or all(own[read.at] == other[read.at] for read in self.reads or ()))
         )
 
 
@@ -264,14 +250,17 @@ class Request:
         self.report = LoadReport()
         self.faults: list[Fault] = []
         self.notes: list[Fault] = []
-        missing = self._group()
+        missing, narrowed = self._group()
         if missing:
             settle_missing(self, missing)
-        self._fill_report()
+        if narrowed and policy.cast == "warn":
+            self.notes.append(narrowing_note(narrowed, self.report.casts[narrowed[0]]))
 
-    def _group(self) -> list[str]:
-        """Put the keys into groups, and return those that the checkpoint lacks."""
-        missing = []
+    def _group(self) -> tuple[list[str], list[str]]:
+        """Put the keys into groups; return those that are missing, and those that lose digits."""
+        missing: list[str] = []
+        narrowed: list[str] = []
+        report, casts, padded = self.report, {}, {}
         placed_of, absent = self.placing.placed, self.placing.absent
         # Most tensors are filled as the last one of their place and dtype.
         latest: dict[Any, Group] = {}
@@ -305,7 +294,20 @@ class Request:
                 if key is not None and len(self.faults) == faults and fqn not in self.shared:
                     latest[key] = group
             group.fqns.append(fqn)
-        return missing
+            if group.cast is not None:
+                casts[fqn] = group.cast
+                narrowed += [fqn] if group.narrows else []
+            if group.padded:
+                padded[fqn] = group.padded
+        for group in self.groups:
+            count = len(group.fqns)
+            report.items += count * (1 if group.reads is None else len(group.reads))
+            report.wanted_nbytes += count * group.needed_nbytes
+            report.read_nbytes += count * group.read_nbytes
+        report.casts, report.padded = casts, padded
+        if sum([len(group.fqns) for group in self.groups]) < len(self.stored):
+            report.unread = tuple([fqn for fqn in self.stored if fqn not in self.state_dict])
+        return missing, narrowed
 
     def _object_group(
         self, fqn: str, value: Any, placed: Placed | None, entry: Any
@@ -412,25 +414,6 @@ class Request:
             f"the checkpoint holds a {stored} tensor, but {needed} is needed (torch: Size mismatch)"
         )
         return Fault(fqn, headline, (*details, f"way out:     {way_out}"))
-
-    def _fill_report(self) -> None:
-        report = self.report
-        for group in self.groups:
-            count = len(group.fqns)
-            report.items += count * (1 if group.reads is None else len(group.reads))
-            report.wanted_nbytes += count * group.needed_nbytes
-            report.read_nbytes += count * group.read_nbytes
-        matched = sum([len(group.fqns) for group in self.groups])
-        if matched < len(self.stored):
-            report.unread = tuple([fqn for fqn in self.stored if fqn not in self.state_dict])
-        unlike = [group for group in self.groups if group.cast is not None or group.padded]
-        group_of = {fqn: group for group in unlike for fqn in group.fqns}
-        by_key = [(fqn, group_of[fqn]) for fqn in self.state_dict if fqn in group_of]
-        report.casts = {fqn: group.cast for fqn, group in by_key if group.cast is not None}
-        report.padded = {fqn: group.padded for fqn, group in by_key if group.padded}
-        narrowed = [fqn for fqn, group in by_key if group.narrows]
-        if narrowed and self.policy.cast == "warn":
-            self.notes.append(narrowing_note(narrowed, report.casts[narrowed[0]]))
 
     def items(self, load: Any = None, *, is_known: bool = False) -> list[ReadItem]:
         """Return the read items, in the order of the state dict.

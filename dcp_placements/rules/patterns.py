@@ -139,6 +139,11 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     return re.compile("".join(parts) + r"(?=\.|$)")
 
 
+def matches_any(patterns: Iterable[re.Pattern[str]], fqn: str) -> bool:
+    """Whether a key matches one of some patterns, which ``compile_pattern`` returned."""
+    return any(pattern.search(f".{fqn}") for pattern in patterns)
+
+
 def _given(rules: Any) -> str:
     """Return what is given in the place of rules, and what to write."""
     if isinstance(rules, type):

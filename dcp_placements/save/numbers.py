@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dcp_placements.errors import Fault, format_ranks
 from dcp_placements.layout.boxes import tile
 from dcp_placements.layout.sharding import Box
+from dcp_placements.rules.patterns import matches_any
 from dcp_placements.table.families import Families, Family, format_numbers
 from dcp_placements.table.world import World
 
@@ -37,7 +38,7 @@ def numbering_faults(
     """
     faults = []
     fqns = [fqn for piece in world.pieces for fqn in piece.fqns]
-    excused = [fqn for fqn in fqns if any(one.search("." + fqn) for one in waived)]
+    excused = [fqn for fqn in fqns if matches_any(waived, fqn)]
     families = Families(totals, fqns).of(world)
     for pattern, (total, *others) in totals.items():
         if others:

@@ -29,6 +29,7 @@ from dcp_placements.errors import (
     numbers_in,
 )
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
+from dcp_placements.rules.patterns import matches_any
 from dcp_placements.table.table import OBJECT, Group
 from dcp_placements.table.world import Piece, World
 
@@ -241,7 +242,7 @@ class _Compared:
         self._families = {_family(key) for key in self.missing}
 
     def _is_excused(self, fqn: str) -> bool:
-        return any(pattern.search(f".{fqn}") for pattern in self._excused)
+        return matches_any(self._excused, fqn)
 
     def shape_faults(self) -> Iterator[Fault]:
         """Yield keys whose whole tensors are not those of the model."""
