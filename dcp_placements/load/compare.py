@@ -121,7 +121,7 @@ def check_load(request: Request, rename: Rename | None) -> tuple[list[Fault], st
         Declarations that differ from those of the save, and the result as text.
     """
     record, policy = request.record, request.policy
-    faults = _unstacked_faults(request)
+    faults = _unstacked_faults(request) if request.placing.totals else []
     if record is None:
         return faults, "no record"
     compared = waived = 0
@@ -698,16 +698,17 @@ def _box_faults(load: _Load, piece: Piece, states: OptimizerStates) -> list[Faul
     if group is None or len({one.shape for one in groups}) > 1:  # of shapes there is another fault
         return []
     cover, whole = cover_of(piece.ranks, piece.boxes), Box.whole(group.shape)
+    is_padding = not len(piece.ranks) and group.padded_shape is not None
+    if not is_padding and (not cover.has_replicas or tile(whole, cover.boxes)):
+        return []
     cuts, fqns = format_cuts(group.cuts), [f for f in piece.fqns if not load.policy.excuses(f)]
-    if not len(piece.ranks) and group.padded_shape is not None:
+    if is_padding:
         headline = (
             f"every rank has padding alone of it, so that none asks for any part of {group.shape}"
         )
         padded = f"this load:   {cuts}; padded to {group.padded_shape}"
         out = f"way out:     the mesh of the save, or this rank's position in it; {_ON_PURPOSE}"
         return [Fault(fqn, headline, (padded, out)) for fqn in fqns]
-    if not cover.has_replicas or tile(whole, cover.boxes):
-        return []
     parts = cover.parts()
     twice = repeated(parts)
     if not twice or not uncovered(whole, cover.boxes, 1):
