@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint import TensorStorageMetadata
 
 from dcp_placements._torch import has_hooks, is_dtensor_like
 from dcp_placements.errors import Fault, format_names
-from dcp_placements.names.optimizer_state import State, possible_parameters
+from dcp_placements.names.optimizer_state import possible_parameters
 from dcp_placements.rules.patterns import matches_any
 
 if TYPE_CHECKING:
@@ -81,10 +81,7 @@ def settle_missing(request: Request, missing: Sequence[str]) -> None:
     lacking = set(missing)
     stateless = {group for group, keys in of_parameter.items() if lacking.issuperset(keys)}
     if stateless and len(stateless) == len(of_parameter):
-        # That of other ranks alone shows that the names are right, and that it was saved at all.
-        heads = _heads_of_others(request)
-        found = [state for state in map(states.of, missing) if state is not None]
-        stateless = {one.group for one in found if _is_never_stepped(request, one, heads)}
+        stateless = _never_stepped(request, missing)
     kept: list[str] = []
     unknown: list[str] = []
     partial_rows: dict[str, list[str]] = {}
@@ -95,7 +92,9 @@ def settle_missing(request: Request, missing: Sequence[str]) -> None:
         if state is not None and state.group in stateless:
             if fqn in shared:
                 partial_rows.setdefault(shared[fqn], []).append(fqn)
-            if policy.is_optional(fqn) or _stays(request, state.parameter):
+            weights = _weights(request, state.parameter)
+            stays = bool(weights) and not any(key in request.stored for key in weights)
+            if stays or policy.is_optional(fqn):
                 kept.append(fqn)
             else:
                 request.reset[fqn] = state.parameter
@@ -118,29 +117,25 @@ def settle_missing(request: Request, missing: Sequence[str]) -> None:
         request.faults.append(Fault("state dict", headline, details))
 
 
-def _head(state: State) -> str:
-    """Return what the keys of all state of one optimizer begin with."""
-    return state.group.removesuffix(state.parameter)
+def _never_stepped(request: Request, missing: Sequence[str]) -> set[str]:
+    """Return the state that is missing for lack of a step, on a rank that finds none at all.
 
-
-def _heads_of_others(request: Request) -> set[str]:
-    """Return the optimizers whose state in the checkpoint is of other ranks' parameters.
-
-    State of a parameter that this rank asks for has another name here; so has that of a parameter
-    that the checkpoint lacks.
+    The weights are read, and the checkpoint has state of the same optimizer, all of other ranks'
+    parameters: so the names are right, and it was saved. State of a parameter that this rank asks
+    for has another name here; so has that of a parameter that the checkpoint lacks.
     """
+    states = request.states
     is_of_others: dict[str, bool] = {}
-    for state in filter(None, map(request.states.of, request.stored)):
-        keys, head = request.states.keys_of(state.parameter), _head(state)
+    for state in filter(None, map(states.of, request.stored)):
+        keys, head = states.keys_of(state.parameter), state.group.removesuffix(state.parameter)
         is_other = bool(keys) and request.state_dict.keys().isdisjoint(keys)
         is_of_others[head] = is_of_others.get(head, True) and is_other
-    return {head for head, is_other in is_of_others.items() if is_other}
-
-
-def _is_never_stepped(request: Request, state: State, heads: Container[str]) -> bool:
-    """Whether the weights are read, and the optimizer is among some."""
-    is_read = any(key in request.stored for key in _weights(request, state.parameter))
-    return _head(state) in heads and is_read
+    return {
+        state.group
+        for state in filter(None, map(states.of, missing))
+        if is_of_others.get(state.group.removesuffix(state.parameter))
+        and any(key in request.stored for key in _weights(request, state.parameter))
+    }
 
 
 def _weights(request: Request, parameter: str) -> list[str]:
@@ -149,12 +144,6 @@ def _weights(request: Request, parameter: str) -> list[str]:
     # Of a parameter ``w``, ``model.w`` is a key, and ``model.block.w`` that of another one.
     depth = min((key.count(".") for key in asked), default=0)
     return [key for key in asked if key.count(".") == depth]
-
-
-def _stays(request: Request, parameter: str) -> bool:
-    """Whether a parameter is asked for, and not stored."""
-    weights = _weights(request, parameter)
-    return bool(weights) and not any(key in request.stored for key in weights)
 
 
 def _no_tensor(request: Request) -> list[Fault]:

@@ -103,9 +103,12 @@ def memory_faults(
 ) -> list[Fault]:
     """Return the tensors whose memory does not keep what is read into it."""
     faults = []
-    starts = {(fqn, data_pointer(tensor)) for fqn, tensor in destinations}
+    # Each call of to_local() may make another tensor: what is read into it is lost at the end.
+    values = {fqn: state_dict[fqn] for fqn, _ in destinations}
+    own = (torch.Tensor, torch.nn.Parameter, DTensor)
+    alike = {f for f, value in values.items() if type(value) not in own and is_dtensor_like(value)}
+    starts = {(fqn, data_pointer(tensor)) for fqn, tensor in destinations if fqn in alike}
     for fqn, tensor in destinations:
-        value = state_dict[fqn]
         is_strided = tensor.layout is torch.strided and not tensor.is_contiguous()
         if is_strided and _share_memory([tensor]):
             headline = (
@@ -118,10 +121,9 @@ def memory_faults(
                 "own for each element), or the tensor that it was made from",
             )
             faults.append(Fault(fqn, headline, details))
-        # Each call may make another tensor: what is read into one is lost when the load ends.
-        is_like = type(value) is not DTensor and is_dtensor_like(value)
-        if is_like and tensor.numel() and (fqn, data_pointer(facts_of(value)[0])) not in starts:
-            kind = type(value).__name__
+        is_new = fqn in alike and (fqn, data_pointer(facts_of(values[fqn])[0])) not in starts
+        if is_new and tensor.numel():
+            kind = type(values[fqn]).__name__
             headline = f"to_local() of this {kind} makes a copy: what is read would be lost"
             out = "way out:     load into the tensor that it holds, and make the copy afterwards"
             faults.append(Fault(fqn, headline, (out,)))
