@@ -557,15 +557,6 @@ class TestNeverStepped:
                 for key, value in wanted.items():
                     assert same_bits(found[key], value), (name, key, found[key])
 
-    def test_step_0_lands_in_the_optimizers_own_tensor(
-        self, tmp_path: Path, build: Callable[..., dict[str, Any]], partial: bool
-    ) -> None:
-        save(ONE, tmp_path, lambda rank: build("layers.a"))
-        target = fresh(build)
-        step = states_of(target, "layers.b")["step"]
-        load(ONE, tmp_path, lambda rank: target, allow_partial_load=partial)
-        assert step.item() == 0
-
     def test_state_that_is_there_in_part_is_refused(
         self, tmp_path: Path, build: Callable[..., dict[str, Any]], partial: bool
     ) -> None:
@@ -923,44 +914,6 @@ def test_m22_no_optimizer_state_at_all_is_refused_unless_asked_for(tmp_path: Pat
         loaded, reports = load(ONE, tmp_path, lambda rank: fresh(nested), optional=["optim"])
     assert reports[0].missing
     assert same_bits(loaded[0]["model"]["layers.a"], arange(4, 3))
-
-
-def test_m22_state_of_experts_under_a_rule_is_kept_too(tmp_path: Path) -> None:
-    def rules(rank: int) -> PlacementRules:
-        placement = CheckpointPlacement(WORLD.mesh(rank, ep=4), {"ep": Shard(0)})
-        return PlacementRules({"experts.*": placement})
-
-    def state(rank: int, *stepped: str) -> dict[str, Any]:
-        return {
-            "model": {f"experts.{n}": arange(8, 3).chunk(4)[rank].clone() for n in "ab"},
-            "optim": {
-                "state": {
-                    f"experts.{n}": {
-                        "step": torch.tensor(4.0),
-                        "exp_avg": arange(8, 3, start=9).chunk(4)[rank].clone(),
-                    }
-                    for n in stepped
-                }
-            },
-        }
-
-    def zeroed(rank: int) -> dict[str, Any]:
-        made = state(rank, "a", "b")
-        for moment in made["optim"]["state"].values():
-            moment["step"].fill_(1)
-            moment["exp_avg"].zero_()
-        return made
-
-    with without_warning():
-        save(WORLD, tmp_path, lambda rank: state(rank, "a"), rules)
-        loaded, reports = load(WORLD, tmp_path, zeroed, rules)
-    for rank in range(4):
-        optim = loaded[rank]["optim"]["state"]
-        assert same_bits(optim["experts.a"]["exp_avg"], arange(8, 3, start=9).chunk(4)[rank])
-        assert optim["experts.a"]["step"] == 4
-        assert not optim["experts.b"]["exp_avg"].any()
-        assert optim["experts.b"]["step"] == 0
-        assert [name.endswith("experts.b") for name in reports[rank].stateless] == [True]
 
 
 def trainer(layers: int, *, rank: int = 0, fill: float = 0.0) -> dict[str, Any]:

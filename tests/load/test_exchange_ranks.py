@@ -17,8 +17,7 @@ pytestmark = pytest.mark.dist
 
 WORKER = Path(__file__).parents[1] / "ranks" / "exchange_worker.py"
 RANKS = range(4)
-EVEN = ["hsdp", "experts", "two_replica_axes", "two_meshes", "odd_parts", "other_topology"]
-EVEN += ["not_alike", "many_small"]
+EVEN = ["hsdp", "experts", "odd_parts", "other_topology", "not_alike", "many_small"]
 
 Ranks = list[dict[str, Any]]
 

@@ -188,36 +188,6 @@ def all_ranks_alike(path: Path) -> Facts:
 
 
 @scenario
-def two_replica_axes(path: Path) -> Facts:
-    """What both axes leave alone is sent along one and then along the other."""
-    mesh = two_by_two("a", "b")
-    wholes = {f"w{n}": arange(251, 1031, start=n) for n in range(5)}
-    wholes["step"] = torch.tensor(5.0)
-    state = {
-        name: distribute_tensor(torch.zeros(whole.shape), mesh, [Replicate(), Replicate()])
-        for name, whole in wholes.items()
-    }
-    saved(wholes, path)
-    found = load(path, state, wholes)
-    return found | {"unique": sum(whole.nbytes for whole in wholes.values())}
-
-
-@scenario
-def two_meshes(path: Path) -> Facts:
-    """Axes of a rule and of a DTensor, and of a DTensor alone: all ranks need the whole."""
-    mesh = two_by_two("pod", "edp")
-    rules = PlacementRules({"w": CheckpointPlacement(mesh["pod"], [Replicate()])})
-    wholes = {"w": arange(1500, 900), "v": arange(1000, 700)}
-    state = {
-        name: distribute_tensor(torch.zeros(whole.shape), mesh["edp"], [Replicate()])
-        for name, whole in wholes.items()
-    }
-    saved(wholes, path)
-    found = load(path, state, wholes, rules)
-    return found | {"unique": sum(whole.nbytes for whole in wholes.values())}
-
-
-@scenario
 def odd_parts(path: Path) -> Facts:
     """Uneven and empty shards, columns, strides, a cast, and tensors that cannot be exchanged."""
     mesh = two_by_two("replicate", "shard")
