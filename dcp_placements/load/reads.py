@@ -5,17 +5,17 @@ lacks a chunk, they leave old values. Tensors that lie alike, here and in the ch
 alike. Ep rank 1 of two reads the half of an expert that four ranks saved by rows::
 
     Group(entry, placed, reads, needed_nbytes=24, read_nbytes=24, fqns=["experts.w1"])
-    reads    Read(0, (2, 0), (0, 0), at=2, stored=(2, 0), (0, 0), lengths=(1, 3))
-             Read(0, (2, 0), (1, 0), at=3, stored=(3, 0), (0, 0), lengths=(1, 3))
+    reads    ReadItem(TENSOR, ("", (2, 0)), (0, 0), ("", (2, 0)), (0, 0), lengths=(1, 3))
+             ReadItem(TENSOR, ("", (2, 0)), (1, 0), ("", (3, 0)), (0, 0), lengths=(1, 3))
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import sub
+from operator import attrgetter, sub
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import (
@@ -53,28 +53,6 @@ from dcp_placements.storage.torch_metadata import ChunkList, entries_at
 from dcp_placements.table.table import Held, Holding, as_holding, group_of
 
 
-class Read(NamedTuple):
-    """A part of a stored chunk and where it goes; the same for all tensors of one layout.
-
-    Attributes:
-        position: The number of the destination.
-        dest: Where the destination begins in the checkpoint's tensor.
-        dest_offsets: Where in the destination the part begins.
-        at: The index of the stored chunk.
-        stored: Where the stored chunk begins in the checkpoint's tensor.
-        stored_offsets: Where in the stored chunk the part begins.
-        lengths: Sizes of the part.
-    """
-
-    position: int
-    dest: torch.Size
-    dest_offsets: torch.Size
-    at: int
-    stored: torch.Size
-    stored_offsets: torch.Size
-    lengths: torch.Size
-
-
 def pieces_of(box: Box, stored: Index) -> list[tuple[int, Box, Box]]:
     """Return ``(chunk index, chunk, shared box)`` of the stored chunks that fill a box.
 
@@ -92,14 +70,16 @@ def pieces_of(box: Box, stored: Index) -> list[tuple[int, Box, Box]]:
 
 def reads_of(
     stored: TensorStorageMetadata, destinations: Sequence[Box]
-) -> tuple[list[Read], list[Box]]:
-    """Return the reads that fill ``destinations``, and the boxes that no stored chunk holds.
+) -> tuple[list[ReadItem], list[Box]]:
+    """Return what fills ``destinations``, and the boxes that no stored chunk holds.
+
+    The items are those of all tensors of one layout, so they have no key.
 
     Args:
         stored: The metadata of the checkpoint's tensor.
         destinations: Boxes of that tensor.
     """
-    reads: list[Read] = []
+    reads: list[ReadItem] = []
     holes: list[Box] = []
     chunks = Index(ChunkList.of(stored.chunks, len(stored.size)).array)
     for position, box in enumerate(destinations):
@@ -109,12 +89,11 @@ def reads_of(
             holes += uncovered(box, as_array(filled, len(box.sizes)))
         for at, chunk, shared in pieces:
             reads.append(
-                Read(
-                    position,
-                    torch.Size(box.offsets),
+                ReadItem(
+                    LoadItemType.TENSOR,
+                    MetadataIndex("", torch.Size(box.offsets), position),
                     torch.Size(map(sub, shared.offsets, box.offsets)),
-                    at,
-                    torch.Size(chunk.offsets),
+                    MetadataIndex("", torch.Size(chunk.offsets), at),
                     torch.Size(map(sub, shared.offsets, chunk.offsets)),
                     torch.Size(shared.sizes),
                 )
@@ -122,39 +101,40 @@ def reads_of(
     return reads, holes
 
 
+_NOWHERE = torch.Size((0,))
+_OBJECT = ReadItem(
+    LoadItemType.BYTE_IO, MetadataIndex(""), _NOWHERE, MetadataIndex(""), _NOWHERE, _NOWHERE
+)
+
+
 def read_items(
-    reads: Iterable[tuple[str, Sequence[Read] | None]],
+    reads: Iterable[tuple[str, Sequence[ReadItem] | None]],
     load: Any = None,
     placed_of: Mapping[str, Placed] = MappingProxyType({}),
 ) -> list[ReadItem]:
-    """Return torch's read items.
+    """Return the read items of keys.
 
     Args:
-        reads: Key by key, its reads; None of an object.
+        reads: Key by key, its reads, as ``reads_of`` returns them; None of an object.
         load: The state of the load, which the items know.
         placed_of: The places of keys whose items know their memory, too.
     """
-    nowhere = torch.Size((0,))
     items: list[ReadItem] = []
     for fqn, parts in reads:
-        if parts is None:
-            index = MetadataIndex(fqn)
-            where = index, nowhere, index, nowhere, nowhere
-            items.append(ReadItemOfLoad(LoadItemType.BYTE_IO, *where, run=load))
-            continue
         placed = placed_of.get(fqn)
-        for position, dest, dest_offsets, at, chunk, stored_offsets, lengths in parts:
-            to = {"fqn": fqn, "offset": dest, "index": position}
-            source = {"fqn": fqn, "offset": chunk, "index": at}
+        for read in (_OBJECT,) if parts is None else parts:
+            dest, source = read.dest_index, read.storage_index
+            to = {"fqn": fqn, "offset": dest.offset, "index": dest.index}
+            at = {"fqn": fqn, "offset": source.offset, "index": source.index}
             values = {
-                "type": LoadItemType.TENSOR,
+                "type": read.type,
                 "dest_index": made(MetadataIndex, to),
-                "dest_offsets": dest_offsets,
-                "storage_index": made(MetadataIndex, source),
-                "storage_offsets": stored_offsets,
-                "lengths": lengths,
+                "dest_offsets": read.dest_offsets,
+                "storage_index": made(MetadataIndex, at),
+                "storage_offsets": read.storage_offsets,
+                "lengths": read.lengths,
                 "run": load,
-                "chunk": None if placed is None else placed.view(placed.chunks[position]),
+                "chunk": None if placed is None else placed.view(placed.chunks[dest.index or 0]),
             }
             items.append(made(ReadItemOfLoad, values))
     return items
@@ -166,6 +146,9 @@ def format_cuts(cuts: Cuts) -> str:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+_stored_at = attrgetter("storage_index.index")
 
 
 @dataclass(slots=True)
@@ -186,7 +169,7 @@ class Group:
 
     entry: Any
     placed: Placed | None = None
-    reads: Sequence[Read] | None = None
+    reads: Sequence[ReadItem] | None = None
     needed_nbytes: int = 0
     read_nbytes: int = 0
     cast: str | None = None
@@ -202,7 +185,10 @@ class Group:
         own, other = self.entry.chunks, entry.chunks
         return self.entry is entry or (
             self.entry.properties.dtype == entry.properties.dtype
-            and (own is other or all(own[read.at] == other[read.at] for read in self.reads or ()))
+            and (
+                own is other
+                or all(own[at] == other[at] for at in map(_stored_at, self.reads or ()))
+            )
         )
 
 
