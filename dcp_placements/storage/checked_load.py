@@ -8,7 +8,6 @@ stride 0 has more elements than bytes. ``torch.save`` writes none of these but t
 from __future__ import annotations
 
 import io
-import pickle
 import struct
 import sys
 import zipfile
@@ -53,7 +52,7 @@ def load_saved_tensor(stream: Any) -> torch.Tensor:
         Exception: Whatever else a broken record makes ``torch.load`` raise.
     """
     nbytes = int(stream.seek(0, io.SEEK_END))
-    described, _ = _description(stream)
+    described = _TorchUnpickler(*saved_pickle(stream)).load()
     if type(described) is not Made:
         raise ValueError(f"it holds {describe(described)}, and no tensor")
     if described.by.partition(".")[0] in {"__builtin__", *sys.stdlib_module_names}:
@@ -102,13 +101,9 @@ def check_saved(stream: Any) -> int:
         ValueError: It is no zip file of stored entries, with one pickle.
         pickle.UnpicklingError: Its pickle is broken, allocates by a number, or has keys that nest.
     """
-    return _description(stream)[1]
-
-
-def _description(stream: Any) -> tuple[Any, int]:
-    """Return what a file holds, without what ``torch.load`` makes; and as ``check_saved``."""
     data, storages = saved_pickle(stream)
-    return _TorchUnpickler(data, storages).load(), most_elements(data)
+    _TorchUnpickler(data, storages).load()
+    return most_elements(data)
 
 
 def saved_pickle(stream: Any) -> tuple[bytes, dict[str, int]]:
@@ -240,20 +235,15 @@ class _TorchUnpickler(SafeUnpickler):
 
     subject = "what torch.load(weights_only=True) loads"
     hashed: ClassVar = {*SafeUnpickler.hashed, Made, Call}
-    steps: ClassVar[Mapping[bytes, bytes]] = {
-        **SafeUnpickler.steps,
-        **dict.fromkeys((pickle.REDUCE, pickle.NEWOBJ), b"K\x02\x87Q"),
-    }
 
     def __init__(self, data: bytes, storages: Mapping[str, int]) -> None:
         super().__init__(data)
         self._storages = storages
-        self._steps = (*self._steps, self.call)
 
     def find_class(self, module: str, name: str) -> Any:
         return Call(f"{module}.{name}")
 
-    def persistent(self, pid: Any) -> Made:
+    def persistent_load(self, pid: Any) -> Made:
         storage = storage_of(pid)
         held = self._storages.get(storage.key, 0)
         itemsize = _ITEMSIZES.get(storage.kind.rpartition(".")[2])
@@ -280,10 +270,11 @@ class _TorchUnpickler(SafeUnpickler):
                 self.check_keys(arg if isinstance(arg, list | tuple) else ())
         return Made(called.name)
 
-    def fill(self, instance: Any, state: Any, *, once: bool = True) -> Any:
-        """Return what is not made, without its state."""
-        return instance
+    def new(self, kind: Any, args: Any) -> Made:
+        return self.call(kind, args)
 
-    def set_items(self, held: Any, items: tuple[Any, ...]) -> Any:
-        super().set_items({} if type(held) is Made else held, items)
-        return held
+    def fill(self, instance: Any, state: Any, *, once: bool = True) -> None:
+        """Do nothing: there is no instance."""
+
+    def set_items(self, held: Any, keys: list[Any], values: list[Any]) -> None:
+        super().set_items({} if type(held) is Made else held, keys, values)

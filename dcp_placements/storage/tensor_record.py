@@ -220,7 +220,7 @@ class _PlainTensorUnpickler(SafeUnpickler):
             return DTYPES.get(("torch", name)) or Call(name)
         return super().find_class(module, name)
 
-    def persistent(self, pid: Any) -> Storage:
+    def persistent_load(self, pid: Any) -> Storage:
         return storage_of(pid)
 
 
