@@ -22,7 +22,7 @@ MAX_FAULTS = 40
 MAX_SENT = 1000
 """Faults that a rank sends to the coordinator."""
 
-MAX_NAMES = 20
+MAX_NAMES = 8
 """Keys that a message lists for one fault."""
 
 

@@ -332,12 +332,14 @@ def _findings(
     if is_plain and outer is not None:
         yield _ORDER, facts
     if _TENSOR_AXIS.match(name):
-        is_two = cut is not None and cut.kind is Kind.FUSED and cut.parts == 2
-        how = "plainly" if is_plain else "as two parts"
-        if (is_plain or is_two) and QKV.search(fqn):
-            yield _FUSED, {**facts, **_IS_QKV, "how": how}
-        elif is_plain and GATE_UP.search(fqn):
-            yield _FUSED, {**facts, **_IS_GATE_UP, "how": how}
+        # Parts that are given with their sizes are known to whoever gave them.
+        is_fused = cut is not None and cut.kind is Kind.FUSED and isinstance(cut.parts, int)
+        count = cut.parts if cut is not None and is_fused else 1 if is_plain else None
+        facts["how"] = "plainly" if is_plain else f"as {count} parts"
+        if QKV.search(fqn) and count not in (None, 3):
+            yield _FUSED, {**facts, **_IS_QKV}
+        elif GATE_UP.search(fqn) and count not in (None, 2):
+            yield _FUSED, {**facts, **_IS_GATE_UP}
     elif _EXPERTS.search(fqn):
         # Rows that no axis shards are those of a stack, whose names are distinct.
         if any(one.axis is None for one in placed.place.sharding.cuts):

@@ -277,8 +277,8 @@ def _rule_cuts(
             raise CannotPlace(
                 f"holds a tensor of {ndim} {'dim' if ndim == 1 else 'dims'}, but "
                 f"{format_placement(entry)} over axis {axis} names dim {entry.dim}",
-                "way out:     a more specific pattern above this rule, with its own placement or "
-                "None",
+                f"way out:     a dim below {ndim}; or, where the pattern matches too much, a more "
+                "specific one above it",
             )
         cut = cut_of(entry, ndim, axis.name, axis.size)
         is_other = own_cut is not None and own_cut.dim != cut.dim

@@ -499,12 +499,13 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         world = cache(lambda: World([one.sent or Sent() for one in asked]))
         faults: list[Fault] = []
         if self.whole is not None:
-            faults, report.whole = compare_with_whole(
+            faults, notes_of_whole, report.whole = compare_with_whole(
                 self.whole,
                 world(),
                 [*policy.waived, *policy.optional],
                 complete=complete and not policy.partial,
             )
+            mistakes += notes_of_whole
         record, metadata = load.request.record, load.metadata
         faults += asked_faults(asked, world, record, metadata, policy, complete=complete)
         if faults:

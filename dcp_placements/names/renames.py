@@ -80,6 +80,10 @@ def contiguous(counts: Sequence[int], at: int) -> range:
     Raises:
         PlacementError: No such part.
     """
+    if not isinstance(counts, Sequence):
+        raise PlacementError(
+            f"counts={counts!r}: how many each part has, as [2, 2, 2, 2] for 8 over 4 ranks"
+        )
     if not 0 <= at < len(counts):
         raise PlacementError(f"there is no part {at} of {len(counts)}: counts are {list(counts)}")
     start = sum(counts[:at])
@@ -141,6 +145,13 @@ class Renumber:
         if bool(selectors) != isinstance(ids, Mapping):
             wanted = "needs ids by what {name} stands for" if selectors else "needs ids as a list"
             raise PlacementError(f"pattern {pattern!r} {wanted}, not {ids!r}")
+        if any(
+            isinstance(each, int) for each in (ids.values() if isinstance(ids, Mapping) else [ids])
+        ):
+            raise PlacementError(
+                f"pattern {pattern!r}: ids={ids!r} is one number: give this rank's numbers, as "
+                "contiguous(counts, at=rank)"
+            )
         by = {
             str(selector): each if isinstance(each, range) else tuple(map(int, each))
             for selector, each in (ids.items() if isinstance(ids, Mapping) else [("", ids)])

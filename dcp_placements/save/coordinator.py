@@ -292,10 +292,11 @@ class Coordinator:
                 self._conflicts[:] = [drift.get(one.fqn, one) for one in self._conflicts]
         if self._whole is not None:
             excused = [compile_pattern(pattern) for pattern in self.report.waived]
-            faults, self.report.whole = compare_with_whole(
+            faults, notes, self.report.whole = compare_with_whole(
                 self._whole, self.world, excused, complete=self.complete
             )
             self._faults += faults
+            self._notes += notes
         matches = [one for each in statements for one in (each.matched, each.rename_matches)]
         # A rank that plans alone cannot see what the patterns match on others.
         if self.complete and (unmatched := matched_nowhere(matches)):

@@ -35,7 +35,8 @@ from dcp_placements.table.world import Piece, World
 
 Shape = tuple[int, ...]
 
-_BESIDE_WEIGHTS = re.compile(r"(?:^|[._])(?:ema|swa|avg|average|averaged|shadow|optim)", re.I)
+_AVERAGE = re.compile(r"(?:^|[._])(?:ema|swa|avg|average|averaged|shadow)", re.I)
+_BESIDE_WEIGHTS = re.compile(rf"{_AVERAGE.pattern}|(?:^|[._])optim", re.I)
 """Levels whose keys are those of the weights, too."""
 
 PROPOSE = "propose_placements(whole, state_dict, mesh) prints a declaration that fits"
@@ -153,7 +154,7 @@ def compare_with_whole(
     excused: Sequence[re.Pattern[str]] = (),
     *,
     complete: bool = True,
-) -> tuple[list[Fault], str]:
+) -> tuple[list[Fault], list[Fault], str]:
     """Return where all ranks together have something else than the whole model, and the result.
 
     Args:
@@ -163,8 +164,9 @@ def compare_with_whole(
         complete: Whether these are all ranks, so that what none of them has is missing.
 
     Returns:
-        The faults; and how many keys were compared, and which tensors were not: an average of the
-        weights, or state that names its parameter by a number.
+        The faults; a note for each tensor of an average whose shape is not the weight's; and how
+        many keys were compared, and which tensors were not: an average of the weights, or state
+        that names its parameter by a number.
     """
     groups = {fqn: (piece, at) for piece in world.pieces for at, fqn in enumerate(piece.fqns)}
     levels = whole.levels(list(groups))
@@ -175,7 +177,7 @@ def compare_with_whole(
             "dict without weights, as of adapters alone",
             "way out:     whole= with the keys of what is saved, or a Placements without whole=",
         )
-        return [Fault("this state dict", "has no key of whole=", details)], "no key"
+        return [Fault("this state dict", "has no key of whole=", details)], [], "no key"
     states = _states(whole, groups, levels)
     faults: list[Fault] = []
     texts = []
@@ -198,7 +200,27 @@ def compare_with_whole(
     if beside:
         texts[-1] += f"; {format_count(len(beside), 'tensor')} not compared"
         texts[-1] += f" ({format_names(folded(beside), 2)})"
-    return faults, ", ".join(texts)
+    notes = [note for fqn in beside for note in _average_notes(whole, fqn, *groups[fqn])]
+    return faults, notes, ", ".join(texts)
+
+
+def _average_notes(whole: WholeModel, fqn: str, piece: Piece, at: int) -> Iterator[Fault]:
+    """Yield a note where a tensor of an average, which is not compared, is no weight's shape."""
+    level, found = "", piece.group.shape
+    while fqn[len(level) :] not in whole.shapes and "." in fqn[len(level) :]:
+        level += fqn[len(level) :].partition(".")[0] + "."
+    shape = whole.shapes.get(fqn[len(level) :], found)
+    if _AVERAGE.search(level) and found != shape and len(found) == len(shape):
+        cuts = ", then ".join(map(str, piece.group.cuts)) or "cut by no axis"
+        yield Fault(
+            fqn,
+            f"is {found}, where the weight of its name has {shape} in the whole model",
+            (
+                f"declared:    {cuts}",
+                f"way out:     the rule of the weight; whole= with its keys ({level}...) as well, "
+                "to have averages compared",
+            ),
+        )
 
 
 def _states(

@@ -462,3 +462,9 @@ def test_a_rename_that_raises_is_a_fault_with_its_key(tmp_path: Path) -> None:
     planner = PlacementSavePlanner(rename={"a": "b"}.__getitem__)
     with pytest.raises(CheckpointException, match=r"w: the rename fails: KeyError: 'w'"):
         dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+
+
+def test_a_number_in_place_of_numbers_is_named() -> None:
+    for make in (lambda: contiguous(8, at=0), lambda: Renumber("experts.{}", 4, total=8)):  # type: ignore[arg-type]
+        with pytest.raises(PlacementError, match=r"counts=8|ids=4 is one number"):
+            make()

@@ -141,6 +141,15 @@ def test_it_is_compared_without_a_level_and_under_several() -> None:
         check({"model": weights, "ema": {"embed": torch.zeros(3)}}, None, whole=named)
 
 
+def test_an_average_of_another_shape_is_warned_of() -> None:
+    weights = {key: values(key) for key in WHOLE}
+    average = {**weights, "embed": torch.zeros(2 * len(weights["embed"]), 6)}
+    with pytest.warns(
+        UserWarning, match=r"ema\.embed: is \(122, 6\), where the weight of its name"
+    ):
+        check({"model": weights, "ema": average}, None, whole=WHOLE)
+
+
 def test_state_that_names_its_parameter_by_a_number_is_not_compared_and_said() -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
