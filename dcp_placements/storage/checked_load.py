@@ -12,23 +12,19 @@ import struct
 import sys
 import zipfile
 import zlib
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from dcp_placements.errors import format_name
 from dcp_placements.storage.safe_pickle import (
     MAX_NAME_CHARS,
-    Call,
     RefusedGlobal,
-    SafeUnpickler,
     check_unfolded,
     describe,
     most_elements,
-    refusal,
 )
-from dcp_placements.storage.tensor_record import LOCAL, STORAGES, storage_of
+from dcp_placements.storage.tensor_record import LOCAL, Made, TorchUnpickler
 
 _END = struct.Struct("<4s12xIH")
 _END64 = struct.Struct("<4s44xQ")
@@ -52,7 +48,7 @@ def load_saved_tensor(stream: Any) -> torch.Tensor:
         Exception: Whatever else a broken record makes ``torch.load`` raise.
     """
     nbytes = int(stream.seek(0, io.SEEK_END))
-    described = _TorchUnpickler(*saved_pickle(stream)).load()
+    described = TorchUnpickler(*saved_pickle(stream)).load()
     if type(described) is not Made:
         raise ValueError(f"it holds {describe(described)}, and no tensor")
     if described.by.partition(".")[0] in {"__builtin__", *sys.stdlib_module_names}:
@@ -102,7 +98,7 @@ def check_saved(stream: Any) -> int:
         pickle.UnpicklingError: Its pickle is broken, allocates by a number, or has keys that nest.
     """
     data, storages = saved_pickle(stream)
-    _TorchUnpickler(data, storages).load()
+    TorchUnpickler(data, storages).load()
     return most_elements(data)
 
 
@@ -201,80 +197,3 @@ def _directory_start(stream: Any, nbytes: int) -> int | None:
     _, end64 = _END64_LOCATOR.unpack(locator)
     mark, start = _END64.unpack_from(ends)
     return int(start) if end64 == nbytes - _ENDS_NBYTES and mark == b"PK\x06\x06" else None
-
-
-class Made:
-    """Stands for what ``torch.load`` makes.
-
-    Attributes:
-        by: What is called for it, as ``module.name``; empty for what has no name.
-    """
-
-    def __init__(self, by: str = "") -> None:
-        self.by = by
-
-
-_HASHING = {"set", "frozenset", "dict", "OrderedDict", "Counter", "defaultdict"}
-_OF_TORCH = {"torch.Size", "torch.device"}
-"""What pickles call of ``torch`` itself; its storages and tensors allocate by a number."""
-
-_ITEMSIZES = {
-    **{kind: dtype.itemsize for kind, dtype in STORAGES.items()},
-    **{"QInt32Storage": 4, "UntypedStorage": 1},
-    **dict.fromkeys(("QInt8Storage", "QUInt8Storage", "QUInt4x2Storage", "QUInt2x4Storage"), 1),
-}
-
-
-class _TorchUnpickler(SafeUnpickler):
-    """Makes nothing of a pickle; refuses keys as any other, and what allocates by a number.
-
-    Args:
-        data: The pickle.
-        storages: Bytes of those beside it, by key.
-    """
-
-    subject = "what torch.load(weights_only=True) loads"
-    hashed: ClassVar = {*SafeUnpickler.hashed, Made, Call}
-
-    def __init__(self, data: bytes, storages: Mapping[str, int]) -> None:
-        super().__init__(data)
-        self._storages = storages
-
-    def find_class(self, module: str, name: str) -> Any:
-        return Call(f"{module}.{name}")
-
-    def persistent_load(self, pid: Any) -> Made:
-        storage = storage_of(pid)
-        held = self._storages.get(storage.key, 0)
-        itemsize = _ITEMSIZES.get(storage.kind.rpartition(".")[2])
-        if itemsize is None or not 0 <= storage.numel * itemsize <= held:
-            raise refusal(
-                f"its storage {storage.key!r} has {held} bytes for {storage.numel} elements of "
-                f"{storage.kind}"
-            )
-        return Made()
-
-    def call(self, called: Any, args: Any) -> Made:
-        """Return what stands for the result of a call, or for an instance."""
-        if type(args) is not tuple:
-            raise TypeError
-        if type(called) is not Call:
-            return Made()
-        module, _, name = called.name.rpartition(".")
-        if module in ("torch", "torch.storage") and called.name not in _OF_TORCH:
-            raise refusal(f"it calls {called.name}, which allocates by a number")
-        if name == "bytearray" and not set(map(type, args)) <= {str, bytes, Made}:
-            raise refusal("it has a bytearray of a length without contents")
-        if name in _HASHING:
-            for arg in args:
-                self.check_keys(arg if isinstance(arg, list | tuple) else ())
-        return Made(called.name)
-
-    def new(self, kind: Any, args: Any) -> Made:
-        return self.call(kind, args)
-
-    def fill(self, instance: Any, state: Any, *, once: bool = True) -> None:
-        """Do nothing: there is no instance."""
-
-    def set_items(self, held: Any, keys: list[Any], values: list[Any]) -> None:
-        super().set_items({} if type(held) is Made else held, keys, values)

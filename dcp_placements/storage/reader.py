@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner, Metadata
@@ -41,7 +41,6 @@ from dcp_placements.storage.checks import check_facts, refusing
 from dcp_placements.storage.file_reads import CountedFile, Part, open_inside
 from dcp_placements.storage.index import places_of, with_copies
 from dcp_placements.storage.metadata_file import read_metadata
-from dcp_placements.storage.protocols import AfterReads, WantsReader
 from dcp_placements.storage.rank_files import (
     merge_rank_metadata,
     no_checkpoint,
@@ -64,6 +63,33 @@ from dcp_placements.storage.save_ids import (
     rank_files,
     speaking_for,
 )
+
+
+@runtime_checkable
+class WantsReader(Protocol):
+    """The data sent with a load plan that depends on whether the reader calls ``AfterReads``."""
+
+    def with_reader(self) -> Any:
+        """Return the data to send from a rank whose reader does."""
+        ...
+
+
+@runtime_checkable
+class AfterReads(Protocol):
+    """A load planner with work to do after a rank has read its items and compared the files."""
+
+    def finish_reads(
+        self, plan: LoadPlan, error: BaseException | None, *, traffic: Traffic, unchecked: int
+    ) -> None:
+        """Finish, or raise.
+
+        Args:
+            plan: What was read, as the planner finished it.
+            error: The error of this rank's reads; None if they succeeded.
+            traffic: What the reader moved.
+            unchecked: The number of records that it could not compare with a checksum.
+        """
+        ...
 
 
 class PlacementFileSystemReader(UrlPath, FileSystemReader):

@@ -13,21 +13,15 @@ import pickle
 import struct
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from dcp_placements.storage.file_reads import Part, c_strides
-from dcp_placements.storage.safe_pickle import (
-    DTYPES,
-    ORDERED_DICT,
-    Call,
-    SafeUnpickler,
-    refusal,
-)
+from dcp_placements.storage.safe_pickle import DTYPES, Call, SafeUnpickler, refusal
 
 LOCAL = b"PK\x03\x04"
 DESCRIPTOR = b"PK\x07\x08"
@@ -109,15 +103,15 @@ def parse_record(head: bytes, nbytes: int) -> TensorRecord | None:
             return None
         # torch.serialization.set_crc32_options(False) leaves the checksums of all entries 0.
         has_crc = head.startswith(DESCRIPTOR, end) and any(head[end + 4 : end + 8])
-        tensor = _PlainTensorUnpickler(head[start:end]).load()
-        if not isinstance(tensor, _PlainTensor):
+        tensor = _plain_tensor(TorchUnpickler(head[start:end], None).load())
+        if tensor is None:
             return None
+        dtype, key, shape = tensor
         for name, start, end in entries:
-            if name == f"{prefix}/data/{tensor.key}":
-                stop = start + prod(tensor.shape) * tensor.dtype.itemsize
+            if name == f"{prefix}/data/{key}":
+                stop = start + prod(shape) * dtype.itemsize
                 has_crc = has_crc and stop + _DESCRIPTOR_NBYTES <= nbytes
-                record = TensorRecord(tensor.dtype, tensor.shape, start, has_crc)
-                return record if stop <= nbytes else None
+                return TensorRecord(dtype, shape, start, has_crc) if stop <= nbytes else None
             if name.startswith(f"{prefix}/data/"):
                 return None
             if name == f"{prefix}/byteorder" and head[start:end].decode() != sys.byteorder:
@@ -167,78 +161,113 @@ def _entries(head: bytes) -> Iterator[tuple[str, int, int | None]]:
             return
 
 
-class Storage(NamedTuple):
-    """What a saved tensor is a part of.
+class Made:
+    """Stands for what ``torch.load`` makes.
 
     Attributes:
-        kind: The name of its type, which has the dtype.
-        key: The name of its entry in the file.
-        numel: Its elements.
+        by: What is called for it, as ``module.name``; empty for what has no name.
+        args: With what.
     """
 
-    kind: str
-    key: str
-    numel: int
+    def __init__(self, by: str = "", args: tuple[Any, ...] = ()) -> None:
+        self.by = by
+        self.args = args
 
 
-def storage_of(pid: Any) -> Storage:
-    """Return the storage that a persistent id in a pickle of ``torch.save`` names.
+class Storage(NamedTuple):
+    """What a saved tensor is a part of."""
 
-    Raises:
-        pickle.UnpicklingError: It names none.
+    kind: str  # the name of its type, which has the dtype
+    key: str  # the name of its entry in the file
+
+
+class TorchUnpickler(SafeUnpickler):
+    """Makes nothing of a pickle of ``torch.save``; refuses what allocates by a number.
+
+    Args:
+        data: The pickle.
+        storages: Bytes of those beside it, by key; None where they are unknown.
     """
-    if type(pid) is not tuple or len(pid) != 5:
-        raise refusal("it has a persistent id that is no storage")
-    tag, kind, key, _, numel = pid
-    if type(tag) is not str or tag != "storage" or type(kind) is not Call:
-        raise refusal("it has a persistent id that is no storage")
-    if type(key) is not str or type(numel) is not int:
-        raise refusal("it has a storage without a name or a size")
-    return Storage(kind.name, key, numel)
 
+    subject = "what torch.load(weights_only=True) loads"
+    hashed: ClassVar = {*SafeUnpickler.hashed, Made, Call, Storage}
 
-@dataclass(frozen=True, slots=True)
-class _PlainTensor:
-    """A tensor in C order, from the beginning of its storage."""
-
-    dtype: torch.dtype
-    key: str
-    shape: tuple[int, ...]
-
-
-class _PlainTensorUnpickler(SafeUnpickler):
-    """Reads the description of one such tensor; makes no tensor."""
-
-    subject = "a saved tensor"
-    allowed = ORDERED_DICT
+    def __init__(self, data: bytes, storages: Mapping[str, int] | None) -> None:
+        super().__init__(data)
+        self._storages = storages
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-            return Call(name, _rebuild)
-        if module in ("torch", "torch.storage"):
-            # A dtype; or the type of a storage, which a file may only mention.
-            return DTYPES.get(("torch", name)) or Call(name)
-        return super().find_class(module, name)
+        return Call(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> Storage:
-        return storage_of(pid)
+        if type(pid) is not tuple or len(pid) != 5:
+            raise refusal("it has a persistent id that is no storage")
+        tag, kind, key, _, numel = pid
+        if type(tag) is not str or tag != "storage" or type(kind) is not Call:
+            raise refusal("it has a persistent id that is no storage")
+        if type(key) is not str or type(numel) is not int:
+            raise refusal("it has a storage without a name or a size")
+        module, _, name = kind.name.rpartition(".")
+        if module not in _TORCH:
+            raise refusal(f"it has a storage of a type {kind.name}")
+        if self._storages is not None:
+            held, itemsize = self._storages.get(key, 0), _ITEMSIZES.get(name)
+            if itemsize is None or not 0 <= numel * itemsize <= held:
+                raise refusal(
+                    f"its storage {key!r} has {held} bytes for {numel} elements of {kind.name}"
+                )
+        return Storage(name, key)
+
+    def call(self, called: Any, args: Any) -> Made:
+        """Return what stands for the result of a call, or for an instance."""
+        if type(args) is not tuple:
+            raise TypeError
+        if type(called) is not Call:
+            return Made()
+        module, _, name = called.name.rpartition(".")
+        if module in _TORCH and called.name not in _OF_TORCH:
+            raise refusal(f"it calls {called.name}, which allocates by a number")
+        if name == "bytearray" and not set(map(type, args)) <= {str, bytes, Made}:
+            raise refusal("it has a bytearray of a length without contents")
+        if name in _HASHING:
+            for arg in args:
+                self.check_keys(arg if isinstance(arg, list | tuple) else ())
+        return Made(called.name, args)
+
+    def new(self, kind: Any, args: Any) -> Made:
+        return self.call(kind, args)
+
+    def fill(self, instance: Any, state: Any, *, once: bool = True) -> None:
+        """Do nothing: there is no instance."""
+
+    def set_items(self, held: Any, keys: list[Any], values: list[Any]) -> None:
+        super().set_items({} if type(held) is Made else held, keys, values)
 
 
-def _rebuild(
-    storage: Any, offset: Any, shape: Any, strides: Any, _: Any, hooks: Any, *more: Any
-) -> _PlainTensor:
-    """Return the tensor of ``_rebuild_tensor_v2``; of ``_v3``, which appends the dtype."""
+def _plain_tensor(made: Any) -> tuple[torch.dtype, str, tuple[int, ...]] | None:
+    """Return dtype, key of the storage and shape of a tensor; None if its elements do not fill it.
+
+    They do where they are in C order, from the beginning of their storage.
+    """
+    if type(made) is not Made or made.by not in _REBUILT:
+        return None
+    storage, offset, shape, strides, _, _, *more = made.args
+    if type(storage) is not Storage or type(shape) is not tuple or type(strides) is not tuple:
+        return None
     if not all(type(size) is int and size >= 0 for size in shape):
-        raise refusal("it has a shape that is no tuple of sizes")
+        return None
     dtype = STORAGES.get(storage.kind)
-    if storage.kind == "UntypedStorage" and more and isinstance(more[0], torch.dtype):
-        dtype, more = more[0], more[1:]
+    if storage.kind == "UntypedStorage" and more and type(more[0]) is Call:
+        dtype, more = DTYPES.get(("torch", more[0].name.removeprefix("torch."))), more[1:]
     sized = zip(shape, strides, c_strides(shape), strict=True)
     is_plain = 0 in shape or all(size == 1 or step == plain for size, step, plain in sized)
-    if dtype is None or hooks or more or offset != 0 or not is_plain:
-        raise refusal("its elements are not in C order")
-    return _PlainTensor(dtype, storage.key, shape)
+    if dtype is None or more or offset != 0 or not is_plain:
+        return None
+    return dtype, storage.key, shape
 
+
+_REBUILT = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
+"""The second appends the dtype."""
 
 STORAGES = {
     f"{name}Storage": DTYPES["torch", dtype]
@@ -250,3 +279,14 @@ STORAGES = {
     )
 }
 """The dtypes of elements, by the names of storages."""
+
+_HASHING = {"set", "frozenset", "dict", "OrderedDict", "Counter", "defaultdict"}
+_TORCH = ("torch", "torch.storage")
+_OF_TORCH = {"torch.Size", "torch.device"}
+"""What pickles call of ``torch`` itself; its storages and tensors allocate by a number."""
+
+_ITEMSIZES = {
+    **{kind: dtype.itemsize for kind, dtype in STORAGES.items()},
+    **{"QInt32Storage": 4, "UntypedStorage": 1},
+    **dict.fromkeys(("QInt8Storage", "QUInt8Storage", "QUInt4x2Storage", "QUInt2x4Storage"), 1),
+}
