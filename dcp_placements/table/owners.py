@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -106,40 +106,26 @@ def divide(pieces: Sequence[tuple[int, int]], held: Sequence[int], limit: float)
     >>> divide([(4, 10)], [0, 0], 100)
     [[0, 4, 4]]
     """
+    total = sum(count * nbytes for count, nbytes in pieces)
     largest = max((nbytes for count, nbytes in pieces if count), default=0)
-    limit = max(limit, min(held) + largest)
-    shares = _shares(sum(count * nbytes for count, nbytes in pieces), held, limit)
-    ends = list(accumulate(shares))
+    loads = np.array(held, np.float64)
+    room = np.maximum(max(limit, min(held) + largest) - loads, 0).cumsum()
+    # As few of the first ranks as have room, filled up to one level.
+    writers = loads[: np.searchsorted(room, total) + 1]
+    among = np.sort(writers)
+    levels = (total + among.cumsum()) / np.arange(1, len(among) + 1)
+    level = levels[np.argmax(levels <= np.append(among[1:], np.inf))]
+    shares = np.maximum(level - writers, 0)
+    ends = np.append(shares, np.zeros(len(held) - len(writers))).cumsum()[:-1]
     found = []
-    start = 0.0
+    start = 0
     for count, nbytes in pieces:
-        cuts = [0]
-        for end in ends[:-1]:
-            # A key goes to the rank in whose share its middle lies.
-            middle = (end - start) / nbytes if nbytes else (count if end >= start else 0)
-            cuts.append(min(max(round(middle), cuts[-1]), count))
-        found.append([*cuts, count])
+        # A key goes to the rank in whose share its middle lies.
+        middles = (ends - start) / nbytes if nbytes else np.where(ends >= start, count, 0)
+        cuts = np.clip(np.round(middles), 0, count).astype(np.int64)
+        found.append([0, *np.maximum.accumulate(cuts).tolist(), count])
         start += count * nbytes
     return found
-
-
-def _shares(total: int, held: Sequence[int], limit: float) -> list[float]:
-    """Return the bytes that each rank is to take, level among as few of the first as suffice."""
-    room = 0.0
-    writers = len(held)
-    for at, nbytes in enumerate(held):
-        room += max(limit - nbytes, 0.0)
-        if room >= total:
-            writers = at + 1
-            break
-    among = sorted(held[:writers])
-    level, below = float(among[0]), 0.0
-    for count, nbytes in enumerate(among, 1):
-        below += nbytes
-        level = (total + below) / count
-        if count == writers or level <= among[count]:
-            break
-    return [max(level - nbytes, 0.0) if at < writers else 0.0 for at, nbytes in enumerate(held)]
 
 
 def in_pieces(
