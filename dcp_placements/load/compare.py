@@ -626,10 +626,10 @@ def _number_faults(
     for family in asked_for:
         stored_numbers = numbers[family.name, family.pattern]
         missing = stored_numbers.difference(family.numbers)
-        parts = family.parts(load.world)
         if not missing:
-            faults += _unnumbered(load, family, parts, stored_numbers, tensors)
+            faults += _unnumbered(load, family, stored_numbers, tensors)
             continue
+        parts = family.parts(load.world)
         twice = repeated(parts)
         if not load.complete:
             parts = {
@@ -656,11 +656,7 @@ def _number_faults(
 
 
 def _unnumbered(
-    load: _Load,
-    family: Family,
-    parts: Mapping[frozenset[int], Sequence[int]],
-    stored: Set[int],
-    tensors: Sequence[str],
+    load: _Load, family: Family, stored: Set[int], tensors: Sequence[str]
 ) -> list[Fault]:
     """Return the fault of ranks without the rename by which another rank asks for their numbers.
 
@@ -675,6 +671,7 @@ def _unnumbered(
     numbered = [any(map(is_numbered, steps)) for steps in load.renames]
     if all(numbered) or not any(numbered) or any(map(load.policy.excuses, family.members(tensors))):
         return []
+    parts = family.parts(load.world)
     others = [part for part, ranks in parts.items() if any(numbered[at] for at in ranks)]
     faults = []
     for part, ranks in parts.items():

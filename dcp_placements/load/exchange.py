@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, NoReturn
@@ -31,6 +31,7 @@ from dcp_placements._torch import agreeing_device, global_rank
 from dcp_placements.bind.one_tensor import Placing
 from dcp_placements.errors import Fault, PlacementError, format_faults, format_ranks
 from dcp_placements.layout.boxes import Ints
+from dcp_placements.load.compare import LoadMessage
 from dcp_placements.load.reads import Request
 from dcp_placements.report import LoadReport
 from dcp_placements.table.owners import in_pieces, runs_of
@@ -64,43 +65,37 @@ class Answer:
     obstacle: Fault | None = None
 
 
-def obstacle(
-    ranks: Sequence[int],
-    *,
-    without: Sequence[int],
-    groups: Collection[int],
-    have_readers: bool,
-) -> Fault | None:
-    """Return why these ranks cannot exchange at all; None where they can.
+def answers(sent: Sequence[Any]) -> list[Answer | None]:
+    """Return the coordinator's answer to each rank; None where no rank exchanges.
 
     Args:
-        ranks: The global ranks that load, in the order of the process group.
-        without: Those whose planner exchanges nothing.
-        groups: Hashes of the ranks of the process groups that the planners exchange on.
-        have_readers: Whether each storage reader calls the exchange after the reads.
+        sent: The messages of the ranks, in the order of the process group; or what another planner
+            sent in place of one.
     """
+    messages = [one for one in sent if isinstance(one, LoadMessage) and one.wish is not None]
+    if not messages:
+        return [None] * len(sent)
+    ranks = [getattr(one, "rank", at) for at, one in enumerate(sent)]
+    without = sorted({*ranks}.difference([one.rank for one in messages]))
+    why = way_out = ""
     if without:
         why = f"the planner of {format_ranks(without)} was not given exchange=True"
         way_out = "exchange=True on all ranks"
-    elif not have_readers:
+    elif not all(one.has_reader for one in messages):
         why = "the storage reader does not call the exchange after the reads"
         way_out = "storage_reader=PlacementFileSystemReader(path)"
-    elif set(groups) != {hash(tuple(ranks))}:
+    elif {one.group for one in messages} != {hash(tuple(ranks))}:
         why = f"the load runs on another process group, of {len(ranks)} ranks"
         way_out = "exchange=group, the one that the load runs on"
-    else:
-        return None
-    details = (f"because:     {why}", f"way out:     {way_out}")
-    return Fault("exchange=True", "every rank reads all that it needs by itself", details)
+    if why:
+        details = (f"because:     {why}", f"way out:     {way_out}")
+        headline = "every rank reads all that it needs by itself"
+        return [Answer(obstacle=Fault("exchange=True", headline, details))] * len(sent)
+    return [*_readers([one.wish or Sent() for one in messages], ranks)]
 
 
-def answers(wishes: Sequence[Sent], ranks: Sequence[int]) -> list[Answer]:
-    """Return the coordinator's answer to each rank.
-
-    Args:
-        wishes: What each could have from others, in the order of the process group.
-        ranks: The global ranks in that order.
-    """
+def _readers(wishes: Sequence[Sent], ranks: Sequence[int]) -> list[Answer]:
+    """Return for each rank who reads what it needs."""
     world = World(wishes)
     # Bytes can be sent where the ranks have the keys in one shape and dtype.
     alike = [
@@ -214,36 +209,35 @@ class Exchange:
             report: Takes in the keys of which it reads all by itself.
         """
         here = global_rank()
+        sets = {n: unpacked_ints(one).reshape(2, -1) for n, one in self.answer.sets.items()}
+        lists = {number: (one[0].tolist(), one[1].tolist()) for number, one in sets.items()}
+        numbers = iter(unpacked_ints(self.answer.numbers).tolist())
+        # What others need, too, in an order that is the same on all ranks.
+        shared: list[tuple[str, tuple[int, ...], int, int, int, int]] = []
+        for held, fqn, at, of_boxes in in_pieces(self._holding, self.answer.split, numbers):
+            for place, (box, number) in enumerate(zip(held.boxes, of_boxes, strict=True)):
+                if number:
+                    nbytes = box.numel * held.group.itemsize
+                    shared.append((fqn, box.offsets, place, nbytes, at, number))
         reader_of: dict[tuple[str, int | None], int] = {}
-        for index, nbytes, reader, ranks in sorted(self._shared(), key=_order):
-            reader_of[index.fqn, index.index] = reader
+        for fqn, offsets, place, nbytes, at, number in sorted(shared):
+            ranks, stops = lists[number]
+            reader = reader_of[fqn, place] = ranks[bisect_right(stops, at)]
+            index = MetadataIndex(fqn, torch.Size(offsets), place)
             if reader == here:
                 for rank in ranks:
                     self._sent.setdefault(rank, []).append(index)
             else:
                 self._taken.setdefault(reader, []).append(index)
                 self._received_nbytes += nbytes
-        shared = {fqn for fqn, _ in reader_of}
+        is_shared = {fqn for fqn, _ in reader_of}
         tensors = (item.dest_index.fqn for item in items if item.type is LoadItemType.TENSOR)
-        report.alone = tuple(dict.fromkeys(fqn for fqn in tensors if fqn not in shared))
+        report.alone = tuple(dict.fromkeys(fqn for fqn in tensors if fqn not in is_shared))
         return [
             item
             for item in items
             if reader_of.get((item.dest_index.fqn, item.dest_index.index), here) == here
         ]
-
-    def _shared(self) -> Iterator[tuple[MetadataIndex, int, int, list[int]]]:
-        """Yield the destinations that others need, too: bytes, who reads, and all of them."""
-        sets = {n: unpacked_ints(one).reshape(2, -1) for n, one in self.answer.sets.items()}
-        lists = {number: (one[0].tolist(), one[1].tolist()) for number, one in sets.items()}
-        numbers = iter(unpacked_ints(self.answer.numbers).tolist())
-        for held, fqn, at, of_boxes in in_pieces(self._holding, self.answer.split, numbers):
-            for place, (box, number) in enumerate(zip(held.boxes, of_boxes, strict=True)):
-                if number:
-                    ranks, stops = lists[number]
-                    index = MetadataIndex(fqn, torch.Size(box.offsets), place)
-                    nbytes = box.numel * held.group.itemsize
-                    yield index, nbytes, ranks[bisect_right(stops, at)], ranks
 
     def finish(self, error: BaseException | None, lookup: Lookup, report: LoadReport) -> None:
         """Agree that all ranks have read, and send each other what was read.
@@ -358,11 +352,6 @@ class Exchange:
         ranks = format_ranks(self.ranks)
         fault = Fault("load", f"{ranks} could not exchange what they read", tuple(details))
         return ExchangeBroken(format_faults("the exchange was broken off", [fault]))
-
-
-def _order(shared: tuple[MetadataIndex, int, int, list[int]]) -> tuple[str, tuple[int, ...]]:
-    """Return what destinations are sorted by, alike on all ranks."""
-    return shared[0].fqn, tuple(shared[0].offset or ())
 
 
 def _can_be_sent(value: Any, placing: Placing, fqn: str) -> bool:

@@ -52,7 +52,7 @@ from dcp_placements.load.compare import (
     unasked_notes,
     unasked_of,
 )
-from dcp_placements.load.exchange import Answer, Exchange, answers, obstacle
+from dcp_placements.load.exchange import Answer, Exchange, answers
 from dcp_placements.load.missing import Policy, reset_note
 from dcp_placements.load.reads import Request
 from dcp_placements.load.tied import land, memory_faults, settle_tied, tied_keys
@@ -453,22 +453,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         sent = [plan.planner_data for plan in plans]
         messages = [message for message in sent if isinstance(message, LoadMessage)]
         self._judge(messages)
-        wishes = {one.rank: one.wish for one in messages if one.wish is not None}
-        given: list[Answer | None] = [None] * len(plans)
-        if wishes:
-            ranks = [getattr(one, "rank", at) for at, one in enumerate(sent)]
-            why = obstacle(
-                ranks,
-                without=[rank for rank in ranks if rank not in wishes],
-                groups={one.group for one in messages},
-                have_readers=all(one.has_reader for one in messages),
-            )
-            given = [Answer(obstacle=why)] * len(plans)
-            if why is None and len(plans) > 1:
-                given = [*answers(list(wishes.values()), ranks)]
         return [
             plan if plan.planner_data is None else replace(plan, planner_data=answer)
-            for plan, answer in zip(plans, given, strict=True)
+            for plan, answer in zip(plans, answers(sent), strict=True)
         ]
 
     def _judge(self, messages: Sequence[LoadMessage]) -> None:
@@ -478,11 +465,10 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         # Ranks that load by themselves have no others to compare with.
         complete = len(messages) >= world_size()
         known = [one.declared for one in messages if one.declared is not None]
-        report.unmatched = (
-            matched_nowhere(known) if complete and len(known) == len(messages) else ()
-        )
+        unmatched = matched_nowhere(known) if complete and len(known) == len(messages) else ()
+        report.unmatched = unmatched
         # Listed with the faults, too: a mistake in a pattern may be their cause.
-        mistakes = unmatched_faults(report.unmatched, list(load.state_dict))
+        mistakes = unmatched_faults(unmatched, list(load.state_dict)) if unmatched else []
         sent = {message.rank: message.faults for message in messages}
         if any(sent.values()):
             raise_faults_of_ranks(REFUSED, sent, mistakes)
