@@ -65,16 +65,14 @@ class Answer:
     obstacle: Fault | None = None
 
 
-def answers(sent: Sequence[Any]) -> list[Answer | None]:
-    """Return the coordinator's answer to each rank; None where no rank exchanges.
+def answers(sent: Sequence[Any]) -> list[Answer]:
+    """Return the coordinator's answer to each rank, where any would exchange.
 
     Args:
         sent: The messages of the ranks, in the order of the process group; or what another planner
             sent in place of one.
     """
     messages = [one for one in sent if isinstance(one, LoadMessage) and one.wish is not None]
-    if not messages:
-        return [None] * len(sent)
     ranks = [getattr(one, "rank", at) for at, one in enumerate(sent)]
     without = sorted({*ranks}.difference([one.rank for one in messages]))
     why = way_out = ""
@@ -91,7 +89,7 @@ def answers(sent: Sequence[Any]) -> list[Answer | None]:
         details = (f"because:     {why}", f"way out:     {way_out}")
         headline = "every rank reads all that it needs by itself"
         return [Answer(obstacle=Fault("exchange=True", headline, details))] * len(sent)
-    return [*_readers([one.wish or Sent() for one in messages], ranks)]
+    return _readers([one.wish or Sent() for one in messages], ranks)
 
 
 def _readers(wishes: Sequence[Sent], ranks: Sequence[int]) -> list[Answer]:

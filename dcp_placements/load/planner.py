@@ -453,9 +453,12 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         sent = [plan.planner_data for plan in plans]
         messages = [message for message in sent if isinstance(message, LoadMessage)]
         self._judge(messages)
+        given: list[Answer | None] = [None] * len(plans)
+        if any(one.wish is not None for one in messages):
+            given = [*answers(sent)]
         return [
             plan if plan.planner_data is None else replace(plan, planner_data=answer)
-            for plan, answer in zip(plans, answers(sent), strict=True)
+            for plan, answer in zip(plans, given, strict=True)
         ]
 
     def _judge(self, messages: Sequence[LoadMessage]) -> None:
