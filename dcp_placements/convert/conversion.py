@@ -2,41 +2,38 @@
 
 A source has tensors; a rename assembles those to write of them; a layout says which file has which
 boxes; a writer knows a format; an output appears when all is there. Every fault that can be found
-without reading data is reported before anything is written, and an interrupted conversion of the
-same source by the same arguments continues with the files that it has finished.
+without reading data is reported before anything is written.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
-import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+import warnings
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
-from typing import IO, Any, ClassVar, Protocol
+from typing import Any
 
 import torch
 
-from dcp_placements.convert.dcp_out import DcpOut
-from dcp_placements.convert.elements import Elements
-from dcp_placements.convert.layout import REFUSED, WholeFiles, WorldFiles
+from dcp_placements.convert.dcp_out import (
+    REFUSED,
+    DcpOut,
+    whole_files,
+    world_files,
+)
 from dcp_placements.convert.megatron import megatron_source
 from dcp_placements.convert.rank_files import rank_file_names, rank_files_source
 from dcp_placements.convert.safetensors_out import SafetensorsOut
-from dcp_placements.convert.selection import select
-from dcp_placements.convert.sources import LeftOut, Source
+from dcp_placements.convert.sources import Source
+from dcp_placements.convert.writing import Converted, identity_of, write_output
 from dcp_placements.errors import (
     CannotLook,
     Fault,
     PlacementError,
-    format_count,
-    format_name,
+    format_faults,
     format_names,
-    format_nbytes,
     raise_faults,
 )
 from dcp_placements.names.renames import Unstack, number_in, steps
@@ -46,179 +43,23 @@ from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, SourceTen
 from dcp_placements.offline.comparing import same_bits
 from dcp_placements.offline.declared import Progress, Rename
 from dcp_placements.offline.directory import Directory
-from dcp_placements.offline.output import AnyOutput, output_at
+from dcp_placements.offline.model_keys import model_tensors
+from dcp_placements.offline.output import output_at
 from dcp_placements.offline.readers.dcp import TORCH_DIST
 from dcp_placements.offline.rehearsals.world import RehearsedWorld
 from dcp_placements.offline.structure import structural_faults
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.patterns import unmatched_faults
-from dcp_placements.transfer.world import Fsdp, MeshAxes
+from dcp_placements.transfer.world import Fsdp, MeshAxes, matcher
 
 SHARD_NBYTES = 5 << 30
 MEMORY_NBYTES = 1 << 30
 MAX_FAULTS = 20
 
+_RANKS = "a torch file per rank (files=, --files NAME_{rank}.pt)"
+_MEGATRON = "Megatron's mp_rank_* files"
 
-@dataclass(frozen=True, slots=True)
-class Converted:
-    """What was written; or what would be, of a conversion that only plans."""
-
-    JSON: ClassVar[str] = (
-        "source out is_written files tensors objects nbytes prefix unchanged left_out tied kept "
-        "beside accounted notes"
-    )
-
-    source: str  # the directory or URL
-    out: str  # likewise
-    is_written: bool
-    files: Mapping[str, int]  # bytes by file: of a checkpoint those of the file, else of tensors
-    keys: tuple[str, ...]  # of the tensors, in order
-    objects: int  # number of keys that are no tensors
-    nbytes: int  # bytes of the tensors' elements
-    kept: tuple[str, ...] = ()  # files of an earlier attempt
-    prefix: str = ""  # the prefix that was removed from the names
-    left_out: tuple[str, ...] = ()  # what the source has besides
-    # Names that ``rename`` left as they are; empty without a rename
-    unchanged: tuple[str, ...] = ()
-    # Names of tensors that are equal to another one and were not written
-    tied: tuple[str, ...] = ()
-    beside: tuple[LeftOut, ...] = ()  # what ranks' files have besides, with the reasons
-    # Bytes of ranks' files by what became of them, beside what is written
-    accounted: Mapping[str, int] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()  # what to know besides
-
-    @property
-    def tensors(self) -> int:
-        """How many there are."""
-        return len(self.keys)
-
-    def __str__(self) -> str:
-        count, files = format_count(self.tensors, "tensor"), format_count(len(self.files), "file")
-        verb = "" if self.is_written else "would be written: "
-        lines = [f"{verb}{count}, {format_nbytes(self.nbytes)}, in {files}: {self.out}"]
-        if self.prefix:
-            lines.append(f"    without the prefix {self.prefix}.")
-        lines += [f"    {what}: {format_nbytes(n)}" for what, n in self.accounted.items()]
-        if self.unchanged:
-            lines.append(f"    not renamed: {format_names(self.unchanged, 3)}")
-        if self.tied:
-            lines.append(f"    tied, written once: {', '.join(self.tied)}")
-        if self.kept:
-            lines.append(f"    kept of an earlier attempt: {format_names(self.kept, 3)}")
-        if self.left_out:
-            lines.append(f"    left out: {format_names(self.left_out, 3)}")
-        for why in dict.fromkeys(part.why for part in self.beside):
-            parts = [part for part in self.beside if part.why == why]
-            nbytes = format_nbytes(sum(part.nbytes for part in parts))
-            names = format_names([part.what for part in parts], 4)
-            lines.append(f"    left out: {names} ({nbytes}): {why}")
-        lines += [f"    note: {note}" for note in self.notes]
-        return "\n".join(map(format_name, lines))
-
-
-class Writer(Protocol):
-    """Writes a format."""
-
-    files: dict[str, int]
-    last: str
-
-    def text(self) -> Iterator[str]:
-        """Yield what decides the bytes of the files, beside the tensors."""
-
-    def begin(self, identity: str) -> None:
-        """Name the files."""
-
-    def write(self, name: str, stream: IO[bytes], elements: Elements) -> None:
-        """Write one of the files."""
-
-    def finish(self, stream: IO[bytes]) -> None:
-        """Write the last file, if it is none of these."""
-
-
-def _convert(
-    output: AnyOutput,
-    source: Source,
-    tensors: Sequence[AssembledTensor],
-    writer: Writer,
-    *,
-    memory: int = MEMORY_NBYTES,
-    dry_run: bool = False,
-    progress: Progress,
-) -> Converted:
-    """Write tensors of a source, whose versions were asked for before anything of it was read."""
-    identity = _identity(source, tensors, writer)
-    writer.begin(identity)
-    kept = []
-    total = sum(writer.files.values())
-    output.check_room(total)
-    if not dry_run:
-        names = [name for name in writer.files if name != writer.last]
-        with (
-            _room_for(output, total),
-            output.directory([*names, writer.last], identity) as folder,
-            source.reader() as reader,
-            Elements(reader, memory, progress, total) as elements,
-        ):
-            for name, nbytes in writer.files.items():
-                if folder.has(name):
-                    kept.append(name)
-                    elements.advance(nbytes)
-                    continue
-                with folder.file(name, buffering=0) as stream:
-                    writer.write(name, stream, elements)
-                    if name == writer.last:
-                        source.check_unchanged()
-            if writer.last not in writer.files:
-                source.check_unchanged()
-                with folder.file(writer.last) as stream:
-                    writer.finish(stream)
-    return Converted(
-        source=source.path,
-        out=str(output.path),
-        is_written=not dry_run,
-        files=dict(writer.files),
-        keys=tuple([tensor.fqn for tensor in tensors]),
-        objects=0,
-        nbytes=sum(tensor.nbytes for tensor in tensors),
-        kept=tuple(kept),
-        beside=tuple(source.left_out),
-        accounted=source.accounted,
-        notes=tuple(source.notes),
-    )
-
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-@contextmanager
-def _room_for(output: AnyOutput, nbytes: int) -> Iterator[None]:
-    """Say what is needed, where a disk, a quota, or a limit on files ends the block."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _NO_ROOM:
-            raise
-        raise CannotLook(
-            f"{output.path}: {error}\n"
-            f"    needed:      {format_nbytes(nbytes)} in all, and room for metadata\n"
-            "    way out:     make room, and give the same command again, which goes on from here"
-        ) from error
-
-
-def _identity(source: Source, tensors: Iterable[AssembledTensor], writer: Writer) -> str:
-    """Return a digest of the source's files, by their versions, and of all that is written."""
-    digest = hashlib.sha256(json.dumps(sorted(source.versions.items())).encode())
-
-    def add(*values: object) -> None:
-        digest.update(f"{values}\n".encode("utf-8", "surrogatepass"))
-
-    add(source.path, torch.__version__)
-    for tensor in tensors:
-        blocks = [(b.box, b.source.fqn, b.at, b.dims) for b in tensor.blocks]
-        add(tensor.fqn, tensor.shape, tensor.dtype, blocks)
-    for line in chain(source.text(), writer.text()):
-        add(line)
-    return digest.hexdigest()
+AnySource = str | os.PathLike[str] | Checkpoint | Source
 
 
 def open_source(
@@ -247,58 +88,44 @@ def open_source(
         CannotLook: There is nothing of the kind, or of several kinds; or an option of another.
     """
     names = Directory(path).names()
-    is_dcp = ".metadata" in names  # trainers leave other files per rank beside it
-    has_ranks = files is not None or (not is_dcp and bool(rank_file_names(names)))
-    has_megatron = any(re.match(r"mp_rank_\d|iter_\d{7}$|release$", name) for name in names)
-    found = {
-        "a torch file per rank (files=, --files NAME_{rank}.pt)": has_ranks,
-        "Megatron's mp_rank_* files": has_megatron and not is_dcp,
-        "safetensors": any(name.endswith(".safetensors") for name in names) and not is_dcp,
-    }
-    kinds = [kind for kind, there in found.items() if there]
-    if len(kinds) > 1 and files is None:
+    kinds = [_RANKS] if files is not None else []
+    if not kinds and ".metadata" not in names:  # beside it trainers leave other files
+        kinds += [_RANKS] * bool(rank_file_names(names))
+        kinds += [_MEGATRON] * any(
+            re.match(r"mp_rank_\d|iter_\d{7}$|release$", name) for name in names
+        )
+        kinds += ["safetensors"] * any(name.endswith(".safetensors") for name in names)
+    if len(kinds) > 1:
         raise CannotLook(
             f"{os.fspath(path)}: files of several formats: {', '.join(kinds)}\n"
             "    way out:     a directory with one of them"
         )
-    of_ranks = {"files": files, "rules": rules, "axes": axes}
-    of_megatron = {
-        "vocab_size": vocab_size,
-        "expert_parallel_size": expert_parallel_size,
-        "expert_tensor_parallel_size": expert_tensor_parallel_size,
+    options: dict[str, dict[str, Any]] = {
+        _RANKS: {"files": files, "rules": rules, "axes": axes},
+        _MEGATRON: {
+            "vocab_size": vocab_size,
+            "expert_parallel_size": expert_parallel_size,
+            "expert_tensor_parallel_size": expert_tensor_parallel_size,
+        },
     }
-    if has_ranks:
-        return rank_files_source(path, **_fitting(of_ranks, of_megatron, kinds[0]))
-    if has_megatron and not is_dcp:
-        return megatron_source(path, **_fitting(of_megatron, of_ranks, kinds[0]))
-    _fitting({}, of_ranks | of_megatron, "a checkpoint")
-    return _opened(Checkpoint(path))
+    own = options.pop(kinds[0], {}) if kinds else {}
+    for name, value in chain(*[others.items() for others in options.values()]):
+        if value is not None:
+            kind = kinds[0] if own else "a checkpoint"
+            raise CannotLook(f"{name}= is not for {kind}\n    way out:     leave it out")
+    if not own:
+        return Source.of(Checkpoint(path))
+    return rank_files_source(path, **own) if "files" in own else megatron_source(path, **own)
 
 
-def _fitting(options: Mapping[str, Any], others: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Return options, of which others are of another format and must not be given."""
-    given = [name for name, value in others.items() if value is not None]
-    if given:
-        raise CannotLook(f"{given[0]}= is not for {kind}\n    way out:     leave it out")
-    return dict(options)
-
-
-def _opened(source: str | os.PathLike[str] | Checkpoint | Source) -> Source:
-    """Return a source, with its versions from before anything of it is read."""
-    if isinstance(source, Checkpoint):
-        source = Source.of(source)
-    if not isinstance(source, Source):
-        return open_source(source)
-    assert source.versions is not None
-    return source
-
-
-def _path_of(source: str | os.PathLike[str] | Checkpoint | Source) -> str | os.PathLike[str]:
-    return source.path if isinstance(source, Checkpoint | Source) else source
+def _opened(source: AnySource) -> Source:
+    if isinstance(source, Source):
+        return source
+    return Source.of(source) if isinstance(source, Checkpoint) else open_source(source)
 
 
 def export_safetensors(
-    checkpoint: str | os.PathLike[str] | Checkpoint | Source,
+    checkpoint: AnySource,
     out: str | os.PathLike[str],
     *,
     max_shard_size: int = SHARD_NBYTES,
@@ -340,35 +167,30 @@ def export_safetensors(
             has no such dtype, or elements are not cast to ``dtype``; tied tensors differ. All of
             it before anything is written. A record is not what was written.
     """
-    _check_dtype(dtype)
-    with output_at(out, source=_path_of(checkpoint)) as output:
-        source = _opened(checkpoint)
-        selection = select(source, prefix=prefix, optimizer=optimizer, exclude=exclude)
-        made, faults = assemble(selection.tensors, rename)
-        unchanged: tuple[str, ...] = ()
-        if rename is not None:
-            unchanged = _unchanged(selection.tensors, made)
-            if len(unchanged) == len(selection.tensors):
-                faults.append(_unmatched_rename(unchanged))
-        raise_faults("the checkpoint cannot be exported", faults)
-        tensors = {tensor.fqn: _cast(tensor, dtype) for tensor in made}
-        _check_tied(source, tensors, tied or {}, memory)
-        written = [tensor for fqn, tensor in tensors.items() if fqn not in (tied or {})]
-        writer = SafetensorsOut(written, max_shard_size)
-        converted = _convert(
-            output, source, written, writer, memory=memory, dry_run=dry_run, progress=progress
+    if dtype is not None and dtype not in _CAST:
+        raise PlacementError(
+            f"dtype {dtype}: floating-point tensors are cast to {', '.join(map(str, _CAST))} only\n"
+            "    why:         integers cut off fractions, and 8 bits need scales beside them\n"
+            "    way out:     one of these; or quantize the exported model"
         )
-        return replace(
-            converted,
-            prefix=selection.prefix,
-            left_out=selection.left_out,
-            unchanged=unchanged,
-            tied=tuple(tied or ()),
-        )
+    source, tied = _opened(checkpoint), dict(tied or {})
+    output = output_at(out, source=source.path)
+    tensors, head, left_out = _model_of(source, prefix, optimizer, exclude)
+    made, unchanged = _renamed(tensors, rename, "the checkpoint cannot be exported")
+    by_name = {
+        t.fqn: replace(t, dtype=dtype if dtype and t.dtype in _CAST else t.dtype) for t in made
+    }
+    _check_tied(source, by_name, tied, memory)
+    written = [tensor for fqn, tensor in by_name.items() if fqn not in tied]
+    identity = identity_of(source, written, [max_shard_size])
+    writer = SafetensorsOut(written, max_shard_size)
+    options = memory, dry_run, progress
+    converted = write_output(output, source, written, identity, writer, *options)
+    return replace(converted, prefix=head, left_out=left_out, unchanged=unchanged, tied=tuple(tied))
 
 
 def import_checkpoint(
-    source: str | os.PathLike[str] | Source,
+    source: AnySource,
     out: str | os.PathLike[str],
     *,
     rename: Rename | None = None,
@@ -397,30 +219,33 @@ def import_checkpoint(
             changes no name, or unstacks names that have a number already. All of it before
             anything is written.
     """
-    with output_at(out, source=_path_of(source)) as output:
-        opened = _opened(source)
-        if opened.checkpoint is not None and opened.checkpoint.format != SAFETENSORS:
-            raise PlacementError(
-                f"{opened.path}: this is a DCP checkpoint already\n"
-                "    way out:     load it as it is; with rename=Stack(...) where layers are one "
-                "tensor"
-            )
-        selection = select(opened, prefix="", optimizer=True)
-        tensors = {tensor.fqn: tensor for tensor in _renamed(rename, selection.tensors)}
-        writer = DcpOut(opened, tensors, WholeFiles(tensors))
-        return _convert(
-            output,
-            opened,
-            list(tensors.values()),
-            writer,
-            memory=memory,
-            dry_run=dry_run,
-            progress=progress,
+    opened = _opened(source)
+    if opened.checkpoint is not None and opened.checkpoint.format != SAFETENSORS:
+        raise PlacementError(
+            f"{opened.path}: this is a DCP checkpoint already\n"
+            "    way out:     load it as it is; with rename=Stack(...) where layers are one tensor"
         )
+    output = output_at(out, source=opened.path)
+    _check_whole(opened)
+    opening = "the files cannot be imported"
+    way_out = "way out:     no rename, if the names are those that are wanted"
+    numbered = [
+        Fault(name, f"has a number already where {step!r} puts one", (way_out,))
+        for step in [one.rename for one in steps(rename) if isinstance(one.rename, Unstack)]
+        for name in opened.tensors
+        if number_in(step.pattern, name) and step(name) != name
+    ]
+    raise_faults(opening, numbered)
+    made, _ = _renamed(opened.tensors, rename, opening)
+    tensors = {tensor.fqn: tensor for tensor in made}
+    layout = whole_files(tensors)
+    identity = identity_of(opened, made, layout.files.items())
+    writer = DcpOut(opened, tensors, layout, identity)
+    return write_output(output, opened, made, identity, writer, memory, dry_run, progress)
 
 
 def reshard(
-    checkpoint: str | os.PathLike[str] | Checkpoint,
+    checkpoint: AnySource,
     out: str | os.PathLike[str],
     rules: Callable[[MeshCoordinate], Any],
     axes: MeshAxes,
@@ -452,114 +277,118 @@ def reshard(
             ranks do not hold all of a tensor; a pattern of the rules, or a step of the rename,
             matches no key. All of it before anything is written.
     """
-    with output_at(out, source=_path_of(checkpoint)) as output:
-        source = _opened(checkpoint)
-        held = source.checkpoint
-        assert held is not None
-        _check_whole(held)
-        world = RehearsedWorld(held, rules, axes, fsdp)
-        layout = WorldFiles(world)
-        raise_faults(REFUSED, unmatched_faults(world.unmatched(), list(held.tensors)))
-        tensors = assembled(held.path, source.tensors, None)
-        converted = _convert(
-            output,
-            source,
-            list(tensors.values()),
-            DcpOut(source, tensors, layout),
-            dry_run=dry_run,
-            progress=progress,
+    source = _opened(checkpoint)
+    held = source.checkpoint
+    if held is None or held.format == TORCH_DIST:
+        what = "Megatron's torch_dist has state beside its tensors" if held else "ranks' files"
+        raise CannotLook(
+            f"{source.path}: {what}\n"
+            "    way out:     import ranks' files first; load torch_dist as it is: Stack makes one "
+            "tensor of all layers of its layers"
         )
+    output = output_at(out, source=source.path)
+    _check_whole(source)
+    world = RehearsedWorld(held, rules, axes, fsdp)
+    layout = world_files(world)
+    raise_faults(REFUSED, unmatched_faults(world.unmatched(), list(held.tensors)))
+    tensors = assembled(held.path, source.tensors, None)
+    declared = (layout.world_size, sorted(layout.cuts.items()), list(layout.renames))
+    identity = identity_of(source, tensors.values(), [declared, *layout.files.items()])
+    writer = DcpOut(source, tensors, layout, identity)
+    options = MEMORY_NBYTES, dry_run, progress
+    converted = write_output(output, source, tensors.values(), identity, writer, *options)
     others = tuple([name for name in held.other_files if not name.startswith(".")])
-    few = world.size - len(layout.ranks)
+    few = world.size - len(layout.files)
     notes = (f"without a file of their own: {few} ranks, replicas of lower ones",) if few else ()
     return replace(converted, objects=len(held.objects), left_out=others, notes=notes)
 
 
-def _check_whole(checkpoint: Checkpoint) -> None:
-    """Refuse a source with state beside its tensors, or that metadata or sizes show as damaged."""
-    if checkpoint.format == TORCH_DIST:
-        raise CannotLook(
-            f"{checkpoint.path}: Megatron's torch_dist has state beside its tensors\n"
-            "    way out:     load it as it is; Stack makes one tensor of all layers of its layers"
-        )
-    faults = structural_faults(checkpoint)
-    if faults:
-        lines = [
-            f"{fault.kind}: {format_names(fault.tensors or fault.files, 4)}: {fault.message}"
-            for fault in faults[:MAX_FAULTS]
-        ]
-        more = len(faults) - len(lines)
-        if more:
-            lines.append(f"and {more} more: dcp-placements verify lists them")
-        raise PlacementError("\n    ".join([f"{checkpoint.path}: it is not whole", *lines]))
+def _check_whole(source: Source, keys: Container[str] | None = None) -> None:
+    """Refuse a checkpoint, or keys of it, that metadata or sizes of files show as damaged."""
+    if source.checkpoint is None:
+        return  # ranks' files were compared when they were put together
+    lines = []
+    for fault in structural_faults(source.checkpoint):
+        names = [fqn for fqn in fault.tensors if keys is None or fqn in keys]
+        if names or keys is None:
+            where = format_names(names or fault.files, 4)
+            lines.append(f"{where}: {fault.kind}: {fault.message}")
+    if lines:
+        more = len(lines) - MAX_FAULTS
+        lines[MAX_FAULTS:] = [f"and {more} more: dcp-placements verify lists them"] * (more > 0)
+        raise PlacementError("\n    ".join([f"{source.path}: it is not whole", *lines]))
 
 
-def _unchanged(
-    tensors: Mapping[str, SourceTensor], made: Sequence[AssembledTensor]
-) -> tuple[str, ...]:
-    """Return the names of the tensors that a rename left as they are."""
-    return tuple(
-        tensor.fqn
-        for tensor in made
-        if tensor.fqn in tensors
-        and all(block.source.fqn == tensors[tensor.fqn].fqn for block in tensor.blocks)
-    )
-
-
-def _unmatched_rename(names: Sequence[str]) -> Fault:
-    return Fault(
-        "rename=",
-        f"matches none of the {len(names)} tensors",
-        (
-            f"names:       {format_names(names, 4)}",
-            "likely:      the map of another model, or names with another prefix",
-            "way out:     the map of this model; prefix=; or no rename=",
-        ),
-    )
-
-
-def _renamed(rename: Rename | None, stored: Mapping[str, SourceTensor]) -> list[AssembledTensor]:
-    """Return the tensors that a rename makes of files' tensors.
+def _model_of(
+    source: Source, prefix: str | None, optimizer: bool, exclude: Sequence[str]
+) -> tuple[dict[str, SourceTensor], str, tuple[str, ...]]:
+    """Return the tensors to export, by the model's own names, their prefix, and the other keys.
 
     Raises:
-        PlacementError: It makes none, or has renamed them already.
+        CannotLook: A pattern with an empty component.
+        PlacementError: No tensor is left, or a selected tensor is not whole.
     """
-    tensors, faults = assemble(stored, rename)
-    for step in [one.rename for one in steps(rename) if isinstance(one.rename, Unstack)]:
-        way_out = "way out:     no rename, if the names are those that are wanted"
-        faults += [
-            Fault(name, f"has a number already where {step!r} puts one", (way_out,))
-            for name in stored
-            if number_in(step.pattern, name) and step(name) != name
-        ]
-    raise_faults("the files cannot be imported", faults)
-    if rename is None or {tensor.fqn for tensor in tensors} != stored.keys():
-        return tensors
-    raise PlacementError(
-        f"{format_names(list(stored), 3)}: rename changes none of these names\n"
-        "    declared:    from the files' names to the checkpoint's\n"
-        "    likely:      the rename of an export, which leads the other way; that of another "
-        "model; or a prefix that the names lack\n"
-        "    way out:     a function of the files' names; or no rename here, and that of the "
-        "export for the planner that loads the checkpoint"
+    unwanted = {pattern: matcher(pattern) for pattern in exclude}
+    absent: Mapping[str, str] = {} if source.checkpoint is None else source.checkpoint.absent
+    keys = [*source.tensors, *source.objects, *absent]
+    unmatched = [pattern for pattern, matches in unwanted.items() if not any(map(matches, keys))]
+    if unmatched:
+        headline = f"exclude= matches none of the {len(keys)} keys"
+        note = Fault(", ".join(map(repr, unmatched)), headline, ("way out:     drop it",))
+        warnings.warn(format_faults("look at this export", [note], "note"), stacklevel=3)
+
+    def is_excluded(fqn: str) -> bool:
+        return any(matches(fqn) for matches in unwanted.values())
+
+    tensors = {fqn: one for fqn, one in source.tensors.items() if not is_excluded(fqn)}
+    saved = None if source.checkpoint is None else source.checkpoint.metadata.planner_data
+    found = model_tensors(tensors, {**source.tensors, **source.objects}, saved, prefix)
+    start = f"{found.prefix}." if found.prefix else ""
+    selected = {**found.model, **(found.states if optimizer else {})}
+    if not selected:
+        raise PlacementError(
+            f"{source.path}: none of its {len(source.tensors)} tensors is selected"
+            + (f": no key begins with {start!r}" if tensors.keys() > found.states.keys() else "")
+            + f"\n    it has:      {format_names(list(source.tensors), 4) or 'no tensors'}"
+        )
+    kept = {tensor.fqn for tensor in selected.values()}
+    # Tensors that an index names and no file has.
+    lost = {fqn for fqn in absent if fqn.startswith(start) and not is_excluded(fqn)}
+    _check_whole(source, kept | lost)
+    rest = sorted({*source.tensors, *source.objects} - kept)
+    return selected, found.prefix, tuple(rest)
+
+
+def _renamed(
+    tensors: Mapping[str, SourceTensor], rename: Rename | None, opening: str
+) -> tuple[list[AssembledTensor], tuple[str, ...]]:
+    """Return the tensors that a rename makes, and the names that it leaves.
+
+    Raises:
+        PlacementError: It cannot make them, or changes no name.
+    """
+    made, faults = assemble(tensors, rename)
+    unchanged = tuple(
+        tensor.fqn
+        for tensor in made
+        if rename is not None
+        and tensor.fqn in tensors
+        and all(block.source.fqn == tensors[tensor.fqn].fqn for block in tensor.blocks)
     )
+    if tensors and len(unchanged) == len(tensors):
+        details = (
+            f"names:       {format_names(unchanged, 4)}",
+            "likely:      the map of another model, names with another prefix, or a map that leads "
+            "the other way: an import takes the files' names",
+            "way out:     the map of this model; prefix=; or no rename=",
+        )
+        faults.append(Fault("rename=", f"matches none of the {len(tensors)} tensors", details))
+    raise_faults(opening, faults)
+    return made, unchanged
 
 
 _CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """The dtypes that are cast, and cast to; those of 8 bits have scales in other tensors."""
-
-
-def _check_dtype(dtype: torch.dtype | None) -> None:
-    if dtype is not None and dtype not in _CAST:
-        raise PlacementError(
-            f"dtype {dtype}: floating-point tensors are cast to {', '.join(map(str, _CAST))} only\n"
-            "    why:         integers cut off fractions, and 8 bits need scales beside them\n"
-            "    way out:     one of these; or quantize the exported model"
-        )
-
-
-def _cast(tensor: AssembledTensor, dtype: torch.dtype | None) -> AssembledTensor:
-    return tensor if dtype is None or tensor.dtype not in _CAST else replace(tensor, dtype=dtype)
 
 
 def _check_tied(

@@ -1,10 +1,16 @@
-"""Assembled tensors as a DCP checkpoint: records, their index, and the record of the save."""
+"""Assembled tensors as a DCP checkpoint: which file has which boxes, records, and metadata.
+
+Everything follows from the metadata of the source and from what is declared, so that an interrupted
+conversion is continued with the files that it finished.
+"""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
 from typing import IO, Any
 
 import torch
@@ -12,120 +18,180 @@ from torch.distributed.checkpoint import BytesStorageMetadata, Metadata, TensorS
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_placements._torch import CURRENT_DCP_VERSION
-from dcp_placements.convert.elements import Elements
-from dcp_placements.convert.layout import Layout
 from dcp_placements.convert.sources import Source
+from dcp_placements.convert.writing import Elements
 from dcp_placements.errors import Fault, PlacementError, raise_faults
-from dcp_placements.layout.sharding import Cuts
+from dcp_placements.layout.boxes import as_boxes
+from dcp_placements.layout.sharding import Box, Cuts
+from dcp_placements.names.renames import Step
 from dcp_placements.offline.assembly import AssembledTensor
+from dcp_placements.offline.box_reads import pieces
 from dcp_placements.offline.checkpoint import StoredRecord
+from dcp_placements.offline.rehearsals.world import RehearsedWorld
+from dcp_placements.offline.structure import box_faults
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.checked_load import zip_problem
-from dcp_placements.storage.file_reads import write_all
 from dcp_placements.storage.index import StorageTable, index_of_rows
 from dcp_placements.storage.metadata_file import write_metadata
 from dcp_placements.storage.provenance import RESERVED_KEY, identity, packed_record
 from dcp_placements.storage.records import Template
 from dcp_placements.storage.save_ids import named
-from dcp_placements.storage.torch_metadata import StoredEntries, entries_of
+from dcp_placements.storage.torch_metadata import ChunkList, StoredEntries, entries_of
 from dcp_placements.storage.written import Rows, StoredPlace
+from dcp_placements.table.world import cover_of
+
+REFUSED = "the checkpoint cannot be rewritten for this world"
+"""The opening line of refusals."""
+
+FILE_NBYTES = 4 << 30
+
+
+@dataclass
+class Layout:
+    """Which file has which boxes. ``(4, 3)`` experts on two ep ranks are in two files::
+
+    Layout({0: [("experts.w", Box((0, 0), (2, 3)))], 1: [("experts.w", Box((2, 0), (2, 3)))]}, 2)
+
+    Attributes:
+        files: By rank, keys and boxes in file order. Objects are in the first file.
+        world_size: Of the world that the checkpoint is for.
+        cuts: How its ranks declare keys.
+        renames: In force there.
+    """
+
+    files: dict[int, list[tuple[str, Box]]] = field(default_factory=lambda: {0: []})
+    world_size: int = 1
+    cuts: dict[str, Cuts] = field(default_factory=dict)
+    renames: dict[Step, None] = field(default_factory=dict)
+
+
+def whole_files(tensors: Mapping[str, AssembledTensor]) -> Layout:
+    """Return whole tensors in files of up to ``FILE_NBYTES``, larger ones in several chunks."""
+    layout = Layout()
+    filled = 0
+    for fqn, tensor in tensors.items():
+        itemsize = tensor.dtype.itemsize
+        for box in pieces(tensor.whole, max(FILE_NBYTES // itemsize, 1)):
+            nbytes = box.numel * itemsize
+            if filled and filled + nbytes > FILE_NBYTES:
+                layout.files[len(layout.files)] = []
+                filled = 0
+            filled += nbytes
+            layout.files[len(layout.files) - 1].append((fqn, box))
+    return layout
+
+
+def world_files(world: RehearsedWorld) -> Layout:
+    """Return each box in the file of the lowest rank that holds it.
+
+    A rank whose boxes no other holds then reads one file; replicas read that of the lowest.
+
+    Raises:
+        PlacementError: A load in that world would be refused, or its ranks do not hold everything.
+    """
+    raise_faults(REFUSED, list(world.faults()))
+    owners_of: dict[str, dict[Box, int]] = {}
+    layout = Layout({}, world.size, renames=dict.fromkeys(world.renames))
+    faults: list[Fault] = []
+    for piece in world.table.pieces:
+        if piece.group.dtype is None:
+            continue
+        cover = cover_of(piece.ranks, piece.boxes)
+        lowest = cover.ranks[cover.order[cover.starts[:-1]]].tolist()
+        owners = dict(zip(as_boxes(cover.boxes), lowest, strict=True))
+        owners_of |= dict.fromkeys(piece.fqns, owners)
+        # Nothing is recorded of keys that ranks declare in several ways.
+        declared = {source.group.cuts for source in piece.sources}
+        layout.cuts |= dict.fromkeys(piece.fqns, declared.pop() if len(declared) == 1 else ())
+        for headline in _cover_faults(piece.group.shape, owners):
+            faults += [Fault(fqn, headline) for fqn in piece.fqns]
+    for fqn in world.checkpoint.tensors:
+        if not owners_of.get(fqn):
+            likely = "likely:      rename= of the rules leaves out its number"
+            faults.append(Fault(fqn, "no rank of this world has this key", (likely,)))
+        for box, rank in owners_of.get(fqn, {}).items():
+            layout.files.setdefault(rank, []).append((fqn, box))
+    raise_faults(REFUSED, faults)
+    if world.checkpoint.objects:
+        layout.files.setdefault(0, [])
+    layout.files = dict(sorted(layout.files.items()))
+    return layout
+
+
+def _cover_faults(shape: tuple[int, ...], owners: Mapping[Box, int]) -> Iterator[str]:
+    """Yield what the ranks lack of tensors, or hold in boxes that overlap."""
+    if owners and prod(shape):
+        for kind, message in box_faults(Box.whole(shape), owners):
+            yield f"the ranks of this world do not make the whole: {kind}: {message}"
 
 
 class DcpOut:
-    """Writes one file for each rank of a layout, objects into the first.
+    """Writes one file for each rank of a layout.
 
     Args:
         source: Has the objects, which are copied record by record with their transforms, and the
             facts that the new checkpoint keeps.
         tensors: By key, in the order of the new checkpoint.
         layout: Which file has which of their boxes.
+        identity: Of the output.
 
     Attributes:
-        files: Bytes by file; named when the output's identity is known.
+        files: Bytes by file.
         last: The file that completes the output.
     """
 
     last = ".metadata"
 
     def __init__(
-        self, source: Source, tensors: Mapping[str, AssembledTensor], layout: Layout
+        self,
+        source: Source,
+        tensors: Mapping[str, AssembledTensor],
+        layout: Layout,
+        identity: str,
     ) -> None:
-        self._source = source
-        self._tensors = tensors
-        self._layout = layout
-        self._save_id = b""
-        self._rank_of: dict[str, int] = {}
-        self.files: dict[str, int] = {}
-
-    def text(self) -> Iterator[str]:
-        """Yield what decides the bytes of the files, beside the tensors."""
-        declared = self._layout.declared
-        yield f"{declared.world_size} {sorted(declared.cuts.items())} {list(declared.renames)}"
-        for rank in self._layout.ranks:
-            for fqn, box in self._layout.boxes(rank):
-                yield f"{rank} {fqn} {box}"
-
-    def begin(self, identity: str) -> None:
-        """Name the files."""
+        self._source, self._tensors, self._layout = source, tensors, layout
         self._save_id = bytes.fromhex(identity)[:16]
-        for rank in self._layout.ranks:
-            name = f"{named(f'__{rank}_', self._save_id)}0.distcp"
-            self._rank_of[name] = rank
-            self.files[name] = sum(place.length for place in self._places(name))
+        self._boxes = {
+            f"{named(f'__{rank}_', self._save_id)}0.distcp": boxes
+            for rank, boxes in layout.files.items()
+        }
+        first = next(iter(self._boxes))
+        self._objects = {first: list(source.objects.values())}
+        self._places = [place for name in self._boxes for place in self._placed(name)]
+        self.files = dict.fromkeys(self._boxes, 0)
+        for place in self._places:
+            self.files[place.path] += place.length
 
-    def write(self, name: str, stream: IO[bytes], elements: Elements) -> None:
-        """Write one data file."""
-        rank = self._rank_of[name]
-        for stored in self._objects(rank):
-            self._copy(stored, stream)
-            elements.advance(stored.nbytes)
-        for fqn, box in self._layout.boxes(rank):
-            tensor = self._tensors[fqn]
-            write = partial(write_all, stream)
-            if not box.numel:
-                record = _empty_record(tensor.dtype, box.sizes)
-                write(memoryview(record))
-                elements.advance(len(record))
-                continue
-            template = _template_of(tensor.dtype, box.sizes)
-            template.write_blocks(elements.of(tensor, box), write)
-            elements.advance(template.length - box.numel * tensor.dtype.itemsize)
-
-    def finish(self, stream: IO[bytes]) -> None:
-        """Write ``.metadata``."""
-        places = [place for name in self.files for place in self._places(name)]
-        with quiet_gc():
-            metadata = self._metadata()
-            entries = entries_of(metadata.state_dict_metadata)
-            stored: Any = StoredEntries(entries)
-            metadata.state_dict_metadata = stored
-            metadata.storage_data = StorageTable(index_of_rows(Rows.of(places), entries))
-            write_metadata(metadata, stream)
-
-    def _objects(self, rank: int) -> Sequence[StoredRecord]:
-        return list(self._source.objects.values()) if rank == self._layout.ranks[0] else []
-
-    def _places(self, name: str) -> Iterator[StoredPlace]:
+    def _placed(self, name: str) -> Iterator[StoredPlace]:
         """Yield the place of every record of a file, in file order."""
-        start, rank = 0, self._rank_of[name]
-        for held in self._objects(rank):
-            steps = held.transforms or None
-            yield StoredPlace(held.fqn, None, name, start, held.nbytes, steps)
+        start = 0
+        for held in self._objects.get(name, ()):
+            transforms = held.transforms or None
+            yield StoredPlace(held.fqn, None, name, start, held.nbytes, transforms)
             start += held.nbytes
-        for fqn, box in self._layout.boxes(rank):
-            dtype = self._tensors[fqn].dtype
-            if box.numel:
-                length = _template_of(dtype, box.sizes).length
-            else:
-                length = len(_empty_record(dtype, box.sizes))
-            yield StoredPlace(fqn, torch.Size(box.offsets), name, start, length, None)
+        for fqn, box in self._boxes[name]:
+            length = _record_of(self._tensors[fqn].dtype, box.sizes).length
+            yield StoredPlace(fqn, torch.Size(box.offsets), name, start, length)
             start += length
 
-    def _copy(self, stored: StoredRecord, stream: IO[bytes]) -> None:
-        """Copy the record of an object, compared with its CRC-32 if nothing transformed it."""
+    def write(self, name: str, stream: IO[bytes], elements: Elements) -> None:
+        """Write one data file, or ``.metadata``."""
+        if name == self.last:
+            self._write_metadata(stream)
+            return
+        for stored in self._objects.get(name, ()):
+            stream.write(self._object(stored))
+            elements.advance(stored.nbytes)
+        for fqn, box in self._boxes[name]:
+            tensor = self._tensors[fqn]
+            record = _record_of(tensor.dtype, box.sizes)
+            record.write_blocks(elements.of(tensor, box), stream.write)
+            elements.advance(record.length - box.numel * tensor.dtype.itemsize)
+
+    def _object(self, stored: StoredRecord) -> bytes:
+        """Return the record of an object, compared with its CRC-32 if nothing transformed it."""
         assert stored.file is not None, "the source was checked"
-        file: Any = self._source.directory.open(stored.file)
-        with file:
+        with self._source.directory.open(stored.file) as file:
             file.seek(stored.start)
             record = file.read(stored.nbytes)
         problem = None
@@ -136,20 +202,32 @@ class DcpOut:
         if problem is not None:
             headline = f"its record in {stored.file} is not what was written: {problem}"
             raise_faults("the checkpoint is damaged", [Fault(stored.fqn, headline)])
-        write_all(stream, memoryview(record))
+        return record
+
+    def _write_metadata(self, stream: IO[bytes]) -> None:
+        with quiet_gc():
+            metadata = self._metadata()
+            entries = entries_of(metadata.state_dict_metadata)
+            stored: Any = StoredEntries(entries)
+            metadata.state_dict_metadata = stored
+            metadata.storage_data = StorageTable(index_of_rows(Rows.of(self._places), entries))
+            write_metadata(metadata, stream)
 
     def _metadata(self) -> Metadata:
         """Return the metadata of the new checkpoint, without places."""
         checkpoint = self._source.checkpoint
         old = {} if checkpoint is None else checkpoint.metadata.state_dict_metadata
-        properties: dict[torch.dtype, TensorProperties] = {}
+        boxes: dict[str, list[Box]] = {}
+        for of_file in self._boxes.values():
+            for fqn, box in of_file:
+                boxes.setdefault(fqn, []).append(box)
         stored: dict[str, Any] = {fqn: BytesStorageMetadata() for fqn in self._source.objects}
         for fqn, tensor in self._tensors.items():
             held: Any = old.get(fqn)
             kept = held.properties if isinstance(held, TensorStorageMetadata) else None
             if kept is None or kept.dtype != tensor.dtype:
-                kept = properties.setdefault(tensor.dtype, TensorProperties(tensor.dtype))
-            chunks: Any = self._layout.chunks(fqn)
+                kept = TensorProperties(tensor.dtype)
+            chunks: Any = ChunkList(sorted(boxes[fqn]))
             stored[fqn] = TensorStorageMetadata(kept, torch.Size(tensor.shape), chunks)
         order = {fqn: at for at, fqn in enumerate(old)}
         ordered = {f: stored[f] for f in sorted(stored, key=lambda f: order.get(f, len(order)))}
@@ -164,41 +242,46 @@ class DcpOut:
 
     def _provenance(self, keys: Mapping[str, Any]) -> dict[str, Any]:
         """Return the record of this save."""
-        checkpoint, declared = self._source.checkpoint, self._layout.declared
-        old: Mapping[str, Any] = {}
-        renames: dict[Any, None] = {}
-        if checkpoint is not None:
-            old = checkpoint.provenance or {}
-            # Those of the source still describe the keys.
-            renames = {} if checkpoint.record is None else dict.fromkeys(checkpoint.record.renames)
-        provenance = identity(self._save_id, world_size=declared.world_size, step=old.get("step"))
+        checkpoint, layout = self._source.checkpoint, self._layout
+        old = {} if checkpoint is None else checkpoint.provenance or {}
+        record = None if checkpoint is None else checkpoint.record
+        # Those of the source still describe the keys.
+        renames = ({} if record is None else dict.fromkeys(record.renames)) | layout.renames
         numbers: dict[Cuts, int] = {(): 0}
         group_of = {
-            fqn: numbers.setdefault(cuts, len(numbers)) for fqn, cuts in declared.cuts.items()
+            fqn: numbers.setdefault(cuts, len(numbers)) for fqn, cuts in layout.cuts.items()
         }
-        renames |= declared.renames
+        provenance = identity(self._save_id, world_size=layout.world_size, step=old.get("step"))
         provenance |= packed_record(list(numbers), group_of, keys, renames)
         if "save_id" in old:
             provenance["resharded_from"] = old["save_id"]
         return provenance
 
 
+class _EmptyRecord:
+    """The record of a chunk without elements."""
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        buffer = io.BytesIO()
+        torch.save(torch.empty(shape, dtype=dtype, device="cpu"), buffer)
+        self._record = buffer.getvalue()
+        self.length = len(self._record)
+
+    def write_blocks(self, slabs: Iterator[memoryview], write: Any) -> None:
+        """Write it."""
+        write(self._record)
+
+
 @lru_cache(maxsize=1 << 12)
-def _template_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Template:
-    """Return the template of chunks with elements.
+def _record_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Template | _EmptyRecord:
+    """Return the record of chunks of this form, without their elements.
 
     Raises:
         PlacementError: This torch writes another format.
     """
+    if not prod(shape):
+        return _EmptyRecord(dtype, shape)
     try:
         return Template(dtype, shape)
     except ValueError as error:
         raise PlacementError(f"torch {torch.__version__}: {error}") from error
-
-
-@lru_cache(maxsize=1 << 12)
-def _empty_record(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    """Return the record of a chunk without elements."""
-    buffer = io.BytesIO()
-    torch.save(torch.empty(shape, dtype=dtype, device="cpu"), buffer)
-    return buffer.getvalue()

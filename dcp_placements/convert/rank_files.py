@@ -119,8 +119,7 @@ class RankSource(Source):
     tensors: dict[str, SourceTensor]
 
     def __init__(self, directory: Directory, versions: dict[str, str]) -> None:
-        super().__init__(directory, {}, list(versions))
-        self.versions = versions
+        super().__init__(directory, {}, versions)
         self.faults: list[Fault] = []
         self._pieces: dict[tuple[str, Box], Piece] = {}
         self._copies: list[tuple[str, Piece, Piece]] = []
@@ -192,7 +191,7 @@ class RankSource(Source):
             else:
                 self._copies.append((fqn, first, piece))
 
-    def text(self) -> Iterator[object]:
+    def described(self) -> Iterator[object]:
         """Yield which boxes of which files its tensors are."""
         for (fqn, box), piece in self._pieces.items():
             yield fqn, box, piece.file, piece.at

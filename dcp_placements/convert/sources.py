@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from dcp_placements.offline.box_reads import BoxReader
@@ -29,7 +28,7 @@ class Source:
     Attributes:
         directory: Of the files.
         tensors: By key.
-        files: Names of the files with the tensors.
+        versions: What is different after its files were written again, from before any was read.
         objects: By key; of a checkpoint.
         checkpoint: None of ranks' files.
         left_out: Of ranks' files what is none of the model's tensors.
@@ -39,7 +38,7 @@ class Source:
 
     directory: Directory
     tensors: Mapping[str, SourceTensor]
-    files: Sequence[str]
+    versions: dict[str, str]
     objects: Mapping[str, StoredRecord] = field(default_factory=dict)
     checkpoint: Checkpoint | None = None
     left_out: Sequence[LeftOut] = ()
@@ -49,28 +48,16 @@ class Source:
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Source:
         """Return a checkpoint as a source."""
-        held = checkpoint.objects, checkpoint
-        return cls(checkpoint.directory, checkpoint.tensors, sorted(checkpoint.files), *held)
+        directory = checkpoint.directory
+        versions = directory.versions(checkpoint.files)
+        return cls(directory, checkpoint.tensors, versions, checkpoint.objects, checkpoint)
 
     @property
     def path(self) -> str:
         """Its directory or URL."""
         return self.directory.path
 
-    @cached_property
-    def versions(self) -> dict[str, str]:
-        """What is different after its files were written again; asked for before any is read."""
-        return self.directory.versions(self.files)
-
-    def check_unchanged(self) -> None:
-        """Refuse what was read, if a file was written again since.
-
-        Raises:
-            CannotLook: One was.
-        """
-        self.directory.check_versions(self.versions)
-
-    def text(self) -> Iterator[object]:
+    def described(self) -> Iterator[object]:
         """Yield what decides its elements beside the versions of its files."""
         return iter(())
 

@@ -29,7 +29,7 @@ from dcp_placements import (
     Stack,
     Unstack,
 )
-from dcp_placements.convert import elements
+from dcp_placements.convert import writing
 from dcp_placements.offline import CannotLook, export_safetensors
 from dcp_placements.offline.safetensors_files import DTYPES
 from dcp_placements.presets import hub
@@ -167,7 +167,7 @@ def test_rows_in_files_and_what_is_put_together_are_the_same_bytes(
     assert_same(read(tmp_path / "a"), wanted)
     # By slabs of a few elements.
     monkeypatch.setattr("dcp_placements.offline.assembly.SHORT_NBYTES", 1 << 30)
-    monkeypatch.setattr(elements, "LEAST_NBYTES", 16)
+    monkeypatch.setattr(writing, "LEAST_NBYTES", 16)
     export_safetensors(tmp_path / "ckpt", tmp_path / "b", rename=hub.mixtral, memory=0)
     bytes_of = [(tmp_path / name / "model.safetensors").read_bytes() for name in "ab"]
     assert bytes_of[0] == bytes_of[1]

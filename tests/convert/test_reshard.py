@@ -33,7 +33,7 @@ from dcp_placements import (
     Stack,
     contiguous,
 )
-from dcp_placements.convert import elements
+from dcp_placements.convert import writing
 from dcp_placements.offline import CannotLook, Checkpoint, diff, inspect, rehearse, reshard, verify
 from dcp_placements.testing import FakeDTensor, World, cut, damage
 from tests.offline_scenes import (
@@ -278,7 +278,7 @@ def test_contents_of_any_dtype_and_size_are_those_of_the_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: int
 ) -> None:
     monkeypatch.setattr("dcp_placements.offline.assembly.SHORT_NBYTES", short)
-    monkeypatch.setattr(elements, "LEAST_NBYTES", 100)
+    monkeypatch.setattr(writing, "LEAST_NBYTES", 100)
     monkeypatch.setattr("dcp_placements.convert.conversion.MEMORY_NBYTES", 100)
     whole: dict[str, Any] = {
         str(dtype): (torch.arange(24 * 9) % 5).reshape(24, 9).to(dtype)
