@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from dcp_placements import __version__
-from dcp_placements.cli.arguments import STORAGE_OPTIONS, default_options, parse_nbytes
+from dcp_placements.cli.arguments import default_options, parse_storage_option, size
 from dcp_placements.cli.commands.differing import diff_command
 from dcp_placements.cli.commands.doctoring import doctor_command
 from dcp_placements.cli.commands.drawing import draw_command
@@ -31,7 +31,7 @@ from dcp_placements.cli.commands.merging import merge_metadata_command
 from dcp_placements.cli.commands.rehearsing import rehearse_command, reshard_command
 from dcp_placements.cli.commands.verifying import verify_command
 from dcp_placements.cli.memory import default_limit, limited_memory
-from dcp_placements.cli.printing import print_error, print_json_error, readers_may_stop
+from dcp_placements.cli.printing import Shown, print_error, print_json_error, readers_may_stop
 from dcp_placements.errors import CannotLook, PlacementError, format_name
 from dcp_placements.storage.remote import is_url
 
@@ -42,7 +42,7 @@ DEBUG = "DCP_PLACEMENTS_DEBUG"
 MAX_MESSAGE = 500
 """Characters of an unexpected error's message."""
 
-PURPOSES: dict[str, dict[str, Callable[..., int]]] = {
+PURPOSES: dict[str, dict[str, Callable[..., Shown]]] = {
     "Examine a checkpoint": {
         "inspect": inspect_command,
         "draw": draw_command,
@@ -63,7 +63,7 @@ PURPOSES: dict[str, dict[str, Callable[..., int]]] = {
         "reshard": reshard_command,
     },
 }
-"""The commands by purpose; each function returns the exit code."""
+"""The commands by purpose; each function returns what is printed, and the exit code."""
 
 PRESETS = {
     "dcp_placements.presets": "megatron_core, megatron_lite, transformers, veomni",
@@ -98,7 +98,7 @@ class Command(TyperCommand):
         return [*pieces[:1], *required, *pieces[1:]]
 
 
-def _summary(command: Callable[..., int]) -> str:
+def _summary(command: Callable[..., Shown]) -> str:
     """Return the first paragraph of a command's docstring."""
     return " ".join((command.__doc__ or "").partition("\n\n")[0].split())
 
@@ -115,25 +115,37 @@ app = typer.Typer(
 )
 
 
-def _exiting(function: Callable[..., int]) -> Callable[..., None]:
-    """Return a command that takes the options of URLs, too, and exits with the function's code."""
+def _given(
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    storage_option: Annotated[
+        list[Any] | None,
+        typer.Option(
+            parser=parse_storage_option,
+            metavar="KEY=VALUE",
+            help="An option of the URL's file system, for fsspec. May be repeated.",
+        ),
+    ] = None,
+) -> None:
+    """Take the options of every command."""
+
+
+def _exiting(function: Callable[..., Shown]) -> Callable[..., None]:
+    """Return a command that takes those options, too, prints, and exits with its code."""
 
     @wraps(function)
-    def command(storage_option: list[Any] | None = None, **kwargs: Any) -> None:
+    def command(json: bool, storage_option: list[Any] | None, **kwargs: Any) -> None:
         urls = [str(value) for value in kwargs.values() if isinstance(value, str) and is_url(value)]
 
         def run_function() -> int:
             with default_options(urls, dict(storage_option or ())):
-                return function(**kwargs)
+                return function(**kwargs).show(json=json)
 
-        raise typer.Exit(_exit_code(run_function, json=kwargs.get("json", False)))
+        raise typer.Exit(_exit_code(run_function, json=json))
 
-    signature = inspect.signature(function, eval_str=True)
-    option = inspect.Parameter(
-        "storage_option", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=STORAGE_OPTIONS
-    )
+    signature, added = (inspect.signature(one, eval_str=True) for one in (function, _given))
+    parameters = [*signature.parameters.values(), *added.parameters.values()]
     command.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*signature.parameters.values(), option]
+        parameters=parameters, return_annotation=None
     )
     return command
 
@@ -162,12 +174,10 @@ def _main(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions."),
     ] = False,
     most_memory: Annotated[
-        int | None,
-        typer.Option(
-            parser=parse_nbytes,
-            metavar="SIZE",
-            help="The most memory that a command may take; by default half of this machine's, "
-            f"but for {' and '.join(MAPPING)}.",
+        Any,
+        size(
+            "The most memory that a command may take; by default half of this machine's, "
+            f"but for {' and '.join(MAPPING)}."
         ),
     ] = None,
 ) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dcp_placements.errors import CannotLook, PlacementError, format_nbytes
+from dcp_placements.errors import CannotLook, PlacementError
 from dcp_placements.offline.declared import parse_mesh, resolve
 from dcp_placements.transfer.world import EVERY, MeshAxes
 
@@ -27,7 +27,6 @@ Fqn = Annotated[
         help="Only keys that match: dotted names, * for one name, ** for any number of them.",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")
 ]
@@ -46,39 +45,27 @@ def number(help_text: str) -> Any:
     return typer.Option(metavar="N", min=1, help=help_text)
 
 
-def parse_nbytes(text: str | int) -> int:
+def parse_nbytes(text: str) -> int:
     """Return the bytes of ``512MiB``; units are binary, however they are spelled."""
-    if isinstance(text, int):
-        return text
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
         raise typer.BadParameter(f"{text!r} is no size: write for instance 512MiB or 2GiB")
     return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
 
 
-Memory = Annotated[
-    int,
-    typer.Option(
-        parser=parse_nbytes, metavar="SIZE", help="The most memory for data, such as 512MiB."
-    ),
-]
+def size(help_text: str) -> Any:
+    """Return an option that is a number of bytes."""
+    return typer.Option(parser=parse_nbytes, metavar="SIZE", help=help_text)
 
 
-class Size(int):
-    """A number of bytes that ``--help`` shows in binary units."""
-
-    def __str__(self) -> str:
-        return format_nbytes(self)
+Memory = Annotated[Any, size("The most memory for data, such as 512MiB.")]
 
 
-MEMORY = Size(2 << 30)
-
-
-def parse_dtype(text: Any) -> torch.dtype:
+def parse_dtype(text: str) -> torch.dtype:
     """Return the dtype of this name in torch."""
     import torch
 
-    dtype = text if isinstance(text, torch.dtype) else getattr(torch, text, None)
+    dtype = getattr(torch, text, None)
     if not isinstance(dtype, torch.dtype):
         raise typer.BadParameter(f"{text!r} is no dtype: write for instance bfloat16")
     return dtype
@@ -107,22 +94,6 @@ def parse_storage_option(text: str) -> tuple[str, Any]:
         return name, value
 
 
-STORAGE_OPTIONS = Annotated[
-    list[Any] | None,
-    typer.Option(
-        "--storage-option",
-        parser=parse_storage_option,
-        metavar="KEY=VALUE",
-        help="An option of the URL's file system, for fsspec. May be repeated.",
-    ),
-]
-
-
-def parse_list(text: str) -> list[str]:
-    """Return the names of a list with commas."""
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
 def _parser(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     """Return ``parse`` with its errors as those of an argument."""
 
@@ -135,7 +106,12 @@ def _parser(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     return parsed
 
 
-RULES = typer.Option("--rules", metavar="MODULE:FUNC", help="A function mesh -> Placements.")
+def function_option(name: str, help_text: str) -> Any:
+    """Return an option that names a function."""
+    return typer.Option(name, metavar="MODULE:FUNC", parser=_parser(resolve), help=help_text)
+
+
+RULES = function_option("--rules", "A function mesh -> Placements.")
 MESH = typer.Option(
     "--mesh",
     metavar="AXIS=SIZE,...",
@@ -152,7 +128,7 @@ def parse_fsdp(text: str) -> tuple[str, list[str]]:
     (('experts', ['edp']), ('**', ['edp', 'ep']))
     """
     pattern, _, axes = text.rpartition("=")
-    return pattern or EVERY, parse_list(axes)
+    return pattern or EVERY, [name.strip() for name in axes.split(",") if name.strip()]
 
 
 def fsdp_of(given: list[Any] | None) -> dict[str, list[str]]:
@@ -170,11 +146,6 @@ Fsdp = Annotated[
         "be repeated.",
     ),
 ]
-
-
-def rename_option(help_text: str) -> Any:
-    """Return the option ``--rename``, a function of a key."""
-    return typer.Option("--rename", metavar="MODULE:FUNC", parser=_parser(resolve), help=help_text)
 
 
 @contextmanager

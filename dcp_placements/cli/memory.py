@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 def default_limit() -> int | None:
     """Return half of the memory of this machine, in bytes; None where that is unknown."""
-    try:
+    with suppress(AttributeError, OSError, ValueError):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    except (AttributeError, OSError, ValueError):
-        return None
+    return None
 
 
 @contextmanager
@@ -22,29 +21,19 @@ def limited_memory(nbytes: int | None) -> Iterator[None]:
     Args:
         nbytes: What may be taken beyond what the process has; None for no limit.
     """
-    held = _held()
+    held = None
+    with suppress(OSError, ValueError, IndexError), open("/proc/self/status") as stream:
+        (line,) = [line for line in stream if line.startswith("VmData:")]
+        held = int(line.split()[1]) << 10
     if nbytes is None or held is None:
         yield
         return
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    wanted = held + nbytes
-    for other in (soft, hard):
-        if other != resource.RLIM_INFINITY:
-            wanted = min(wanted, other)
-    resource.setrlimit(resource.RLIMIT_DATA, (wanted, hard))
+    finite = [other for other in (soft, hard) if other != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(held + nbytes, *finite, held + nbytes), hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-def _held() -> int | None:
-    """Return the memory that the limit counts; None where that is unknown."""
-    try:
-        with open("/proc/self/status") as stream:
-            (line,) = [line for line in stream if line.startswith("VmData:")]
-        return int(line.split()[1]) << 10
-    except (OSError, ValueError, IndexError):
-        return None

@@ -1,4 +1,4 @@
-"""Output of the command line: text and tables for a terminal or a pipe, and JSON."""
+"""Output of the command line: text and tables for a terminal or a pipe, JSON, a progress bar."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from json import dumps
 from shutil import get_terminal_size
-from typing import Any
+from typing import Any, NamedTuple
 
 from dcp_placements.errors import format_name
 
+BYTES = "bytes"
 
-def show(result: Any, text: Callable[[], str] | None = None, *, json: bool, code: int = 0) -> int:
-    """Print a command's result and return its exit code.
 
-    The code is that of the finding, also if the reader of a pipe stops early (``| head -1``).
+class Shown(NamedTuple):
+    """What a command prints, and its exit code."""
 
-    Args:
-        result: What ``to_json`` takes.
-        text: Returns it as text, in which names are escaped; by default it is ``str(result)``.
-        json: Whether to print one JSON document instead.
-        code: The exit code.
-    """
-    with readers_may_stop():
-        if json:
-            from dcp_placements.offline.as_json import to_json
+    result: Any  # what ``to_json`` takes
+    code: int = 0
+    # Returns it as text, in which names are escaped; by default it is ``str(result)``
+    text: Callable[[], str] | None = None
 
-            print(dumps(to_json(result), indent=2, default=str))
-        else:
-            print(_escaped(str(result) if text is None else text()))
-    return code
+    def show(self, *, json: bool) -> int:
+        """Print it and return the exit code, also if the reader of a pipe stops early."""
+        with readers_may_stop():
+            if json:
+                from dcp_placements.offline.as_json import to_json
+
+                print(dumps(to_json(self.result), indent=2, default=str))
+            else:
+                print(_escaped(str(self.result) if self.text is None else self.text()))
+        return self.code
 
 
 def terminal_width() -> int | None:
@@ -63,15 +64,39 @@ def print_error(text: str) -> None:
 
 
 def print_json_error(kind: str, message: str) -> None:
-    """Print an error as one JSON document to stdout.
-
-    Args:
-        kind: The name of its class.
-        message: Its text.
-    """
+    """Print an error, by the name of its class, as one JSON document to stdout."""
     with readers_may_stop():
         print(dumps({"error": {"type": kind, "message": message}}, indent=2))
 
 
 def _escaped(text: str) -> str:
     return "\n".join(map(format_name, text.split("\n")))
+
+
+@contextmanager
+def progress(label: str, items: str = "") -> Iterator[Callable[[int, int], None]]:
+    """Yield a function ``(done, total)`` that moves a progress bar, where stderr is a terminal.
+
+    The bar goes when the block ends.
+
+    Args:
+        label: What the bar is of.
+        items: What ``done`` and ``total`` count: bytes, with their rate, or items of this name.
+            Without it the bar shows the time alone.
+    """
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich import progress as rich  # imported where it is used: help needs none of it
+    from rich.console import Console
+
+    columns: list[rich.ProgressColumn] = [rich.TextColumn(label), rich.BarColumn()]
+    if items == BYTES:
+        columns += [rich.DownloadColumn(True), rich.TransferSpeedColumn()]
+    elif items:
+        columns += [rich.MofNCompleteColumn(), rich.TextColumn(items)]
+    columns.append(rich.TimeElapsedColumn())
+    console = Console(stderr=True)
+    with rich.Progress(*columns, console=console, transient=True, redirect_stdout=False) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -124,6 +124,10 @@ def _opened(source: AnySource) -> Source:
     return Source.of(source) if isinstance(source, Checkpoint) else open_source(source)
 
 
+def _path_of(source: AnySource) -> str | os.PathLike[str]:
+    return source.path if isinstance(source, Checkpoint | Source) else source
+
+
 def export_safetensors(
     checkpoint: AnySource,
     out: str | os.PathLike[str],
@@ -173,8 +177,8 @@ def export_safetensors(
             "    why:         integers cut off fractions, and 8 bits need scales beside them\n"
             "    way out:     one of these; or quantize the exported model"
         )
+    output = output_at(out, source=_path_of(checkpoint))
     source, tied = _opened(checkpoint), dict(tied or {})
-    output = output_at(out, source=source.path)
     tensors, head, left_out = _model_of(source, prefix, optimizer, exclude)
     made, unchanged = _renamed(tensors, rename, "the checkpoint cannot be exported")
     by_name = {
@@ -219,13 +223,13 @@ def import_checkpoint(
             changes no name, or unstacks names that have a number already. All of it before
             anything is written.
     """
+    output = output_at(out, source=_path_of(source))
     opened = _opened(source)
     if opened.checkpoint is not None and opened.checkpoint.format != SAFETENSORS:
         raise PlacementError(
             f"{opened.path}: this is a DCP checkpoint already\n"
             "    way out:     load it as it is; with rename=Stack(...) where layers are one tensor"
         )
-    output = output_at(out, source=opened.path)
     _check_whole(opened)
     opening = "the files cannot be imported"
     way_out = "way out:     no rename, if the names are those that are wanted"
@@ -277,6 +281,7 @@ def reshard(
             ranks do not hold all of a tensor; a pattern of the rules, or a step of the rename,
             matches no key. All of it before anything is written.
     """
+    output = output_at(out, source=_path_of(checkpoint))
     source = _opened(checkpoint)
     held = source.checkpoint
     if held is None or held.format == TORCH_DIST:
@@ -286,7 +291,6 @@ def reshard(
             "    way out:     import ranks' files first; load torch_dist as it is: Stack makes one "
             "tensor of all layers of its layers"
         )
-    output = output_at(out, source=source.path)
     _check_whole(source)
     world = RehearsedWorld(held, rules, axes, fsdp)
     layout = world_files(world)

@@ -213,16 +213,16 @@ def write_output(
     with output, _room_for(output, total):
         if not dry_run:
             with (
-                output.directory(names, identity) as folder,
+                output.directory(names, identity),
                 source.reader() as reader,
                 Elements(reader, memory, progress, total) as elements,
             ):
                 for name in names:
-                    if name in writer.files and folder.has(name):
+                    if name in writer.files and output.has(name):
                         kept.append(name)
                         elements.advance(writer.files[name])
                         continue
-                    with folder.file(name) as stream:
+                    with output.file(name) as stream:
                         writer.write(name, stream, elements)
                         if name == writer.last:
                             source.directory.check_versions(source.versions)

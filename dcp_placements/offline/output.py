@@ -22,7 +22,7 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -45,19 +45,29 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 def output_at(
-    path: str | os.PathLike[str], *, source: str | os.PathLike[str] | None = None
+    path: str | os.PathLike[str], *, source: str | os.PathLike[str]
 ) -> Output | RemoteOutput:
     """Return the directory that is to be created at a path of this machine, or at a URL.
 
     Args:
         path: Where nothing is yet, or an empty directory, or an unfinished output.
-        source: The path or URL that the output is written from, if there is one.
+        source: The path or URL that the output is written from.
+
+    Raises:
+        CannotLook: Something is there, or the path is no name; or the source is the output's own
+            unfinished directory.
     """
-    path = local_or_url(path)
+    path, source = local_or_url(path), local_or_url(source)
     if is_url(path):
         return RemoteOutput(path)
-    local = None if source is None else local_or_url(source)
-    return Output(path, source=None if local is None or is_url(local) else local)
+    output = Output(path)
+    if not is_url(source) and Path(source).resolve().is_relative_to(output.partial.resolve()):
+        raise CannotLook(
+            f"{format_name(source)}: this is what an interrupted attempt at "
+            f"{format_name(output.path)} left, and the next one removes it\n"
+            "    way out:     give the output another name, or rename the source"
+        )
+    return output
 
 
 class Output(AbstractContextManager["Output"]):
@@ -65,36 +75,28 @@ class Output(AbstractContextManager["Output"]):
 
     Args:
         path: Of the output.
-        source: The path that the output is written from, if there is one.
 
     Attributes:
-        path: Of the output.
+        path: Likewise.
+        partial: Where it is while it is unfinished.
 
     Raises:
-        CannotLook: The path exists, is no name, or another process is writing it; or the source is
-            the output's own unfinished directory.
+        CannotLook: The path exists, is no name, or another process is writing it.
         OSError: Nothing can be written there.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], *, source: str | os.PathLike[str] | None = None
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         if not Path(path).name or "\0" in os.fspath(path):
             raise CannotLook(
                 f"{format_name(repr(os.fspath(path)))}: this names no output\n"
                 "    way out:     give the name of a directory that is to be created"
             )
-        self.path = _absent(path)
+        self.path = Path(path)
+        self._check_absent()
         hidden = f".{self.path.name.lstrip('.')}"
-        self._partial = self.path.with_name(f"{hidden}.partial")
+        self.partial = self.path.with_name(f"{hidden}.partial")
         self._lock_path = self.path.with_name(f"{hidden}.lock")
         self._lock: BaseFileLock | None = None
-        if source is not None and Path(source).resolve().is_relative_to(self._partial.resolve()):
-            raise CannotLook(
-                f"{format_name(source)}: this is what an interrupted attempt at "
-                f"{format_name(self.path)} left, and the next one removes it\n"
-                "    way out:     give the output another name, or rename the source"
-            )
 
     def __enter__(self) -> Output:
         self._parents = [p for p in self.path.parents if not p.exists()]
@@ -102,7 +104,7 @@ class Output(AbstractContextManager["Output"]):
         try:
             self._take_lock()
             # Another process may have finished between the first check and the lock.
-            _absent(self.path)
+            self._check_absent()
         except BaseException:
             self.__exit__()
             raise
@@ -119,31 +121,43 @@ class Output(AbstractContextManager["Output"]):
                 parent.rmdir()  # still empty, as after an error
 
     @contextmanager
-    def directory(self, files: Sequence[str], identity: str) -> Iterator[Folder]:
-        """Yield a directory to write into; it becomes the output when the block ends.
+    def directory(self, files: Sequence[str], identity: str) -> Iterator[None]:
+        """Let files be written in the block; they become the output when it ends.
 
         Args:
-            files: As in ``RemoteOutput.directory``, whose files have no directory to themselves.
+            files: As of ``RemoteOutput.directory``, whose files have no directory to themselves.
             identity: Different for different outputs. The directory outlasts a block that raises,
                 and the next block of the same identity gets it with its files.
         """
-        folder = Folder(self._partial)
         if not self._is_unfinished(identity):
-            _remove(self._partial)
-            self._partial.mkdir()
-            with folder.file(IDENTITY) as stream:
+            _remove(self.partial)
+            self.partial.mkdir()
+            with self.file(IDENTITY) as stream:
                 stream.write(identity.encode())
-        yield folder
-        (self._partial / IDENTITY).unlink()
-        _sync_directory(self._partial)
+        yield
+        (self.partial / IDENTITY).unlink()
+        _sync_directory(self.partial)
         try:
             # An empty directory of that name gives way to it.
-            os.rename(self._partial, self.path)
+            os.rename(self.partial, self.path)
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise _is_there(self.path) from None
             raise
         _sync_directory(self.path.parent)
+
+    @contextmanager
+    def file(self, name: str) -> Iterator[IO[bytes]]:
+        """Yield a new file; it gets its name when it is whole."""
+        partial = self.partial / f".{name}.partial"
+        _remove(partial)
+        with _new_file(partial) as stream:
+            yield stream
+        os.replace(partial, self.partial / name)
+
+    def has(self, name: str) -> bool:
+        """Whether an earlier attempt has finished a file."""
+        return _is_own(self.partial / name, stat.S_ISREG)
 
     def check_room(self, nbytes: int) -> None:
         """Check that there is room for an output of so many bytes.
@@ -154,8 +168,8 @@ class Output(AbstractContextManager["Output"]):
             CannotLook: There is not.
         """
         held = 0
-        if self._partial.is_dir() and not self._partial.is_symlink():
-            held = sum(file.stat().st_size for file in self._partial.iterdir())
+        if self.partial.is_dir() and not self.partial.is_symlink():
+            held = sum(file.stat().st_size for file in self.partial.iterdir())
         room = shutil.disk_usage(self.path.parent).free + held
         if room < nbytes:
             raise CannotLook(
@@ -164,16 +178,17 @@ class Output(AbstractContextManager["Output"]):
                 "    way out:     give a path on another disk, or make room"
             )
 
+    def _check_absent(self) -> None:
+        """Refuse a path where something is, but an empty directory."""
+        is_empty = self.path.is_dir() and not self.path.is_symlink() and not os.listdir(self.path)
+        if os.path.lexists(self.path) and not is_empty:
+            raise _is_there(self.path)
+
     def _is_unfinished(self, identity: str) -> bool:
         """Whether this user left an unfinished directory of that identity."""
-        try:
-            held = os.lstat(self._partial)
-            if not stat.S_ISDIR(held.st_mode) or held.st_uid != os.geteuid():
-                return False
-            written = self._partial / IDENTITY
-            return _is_own_file(written) and written.read_text() == identity
-        except (OSError, ValueError):
-            return False
+        written = self.partial / IDENTITY
+        is_own = _is_own(self.partial, stat.S_ISDIR) and _is_own(written, stat.S_ISREG)
+        return is_own and written.read_bytes() == identity.encode()
 
     def _take_lock(self) -> None:
         """Take the lock, which is the system's; or the file itself, where there are no locks."""
@@ -199,26 +214,6 @@ class Output(AbstractContextManager["Output"]):
         self._lock = lock
 
 
-class Folder:
-    """An unfinished directory on this machine."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @contextmanager
-    def file(self, name: str, *, buffering: int = -1) -> Iterator[IO[bytes]]:
-        """Yield a new file; it gets its name when it is whole."""
-        partial = self.path / f".{name}.partial"
-        _remove(partial)
-        with _new_file(partial, buffering=buffering) as stream:
-            yield stream
-        os.replace(partial, self.path / name)
-
-    def has(self, name: str) -> bool:
-        """Whether an earlier attempt has finished a file."""
-        return _is_own_file(self.path / name)
-
-
 class RemoteOutput(AbstractContextManager["RemoteOutput"]):
     """One directory to be created at a URL, in the manner of ``Output``.
 
@@ -236,6 +231,7 @@ class RemoteOutput(AbstractContextManager["RemoteOutput"]):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._fs = RemoteFileSystem()
         self.path = self._fs.init_path(path)
+        self._last, self._held = "", frozenset[str]()
         entry = self._fs.entry(self.path)
         names = set() if entry is None or entry.nbytes is not None else self._names()
         if entry is not None and MARKER not in names and (names or entry.nbytes is not None):
@@ -244,31 +240,47 @@ class RemoteOutput(AbstractContextManager["RemoteOutput"]):
     def __exit__(self, *raised: object) -> None:
         """Do nothing: what was begun is there for the next attempt."""
 
-    def check_room(self, nbytes: int) -> None:
-        """Check nothing: the room at a URL is not known."""
-
     @contextmanager
-    def directory(self, files: Sequence[str], identity: str) -> Iterator[RemoteFolder]:
-        """Yield a directory to write into; the file that is written last completes it.
+    def directory(self, files: Sequence[str], identity: str) -> Iterator[None]:
+        """Let files be written in the block; the file that is written last completes the output.
 
         Args:
             files: The names of all files that are written, the last one at the end. No other file
                 is ever removed.
-            identity: As in ``Output.directory``, on an object store. Elsewhere a file may be there
+            identity: As of ``Output.directory``, on an object store. Elsewhere a file may be there
                 in part, so that nothing is left of a block that raises.
         """
         is_resumable = self._fs.is_object_store
-        if not is_resumable:
-            self._fs.mkdir(self.path)
-        held = self._begin(files, f"{identity} {uuid4().hex}", is_resumable)
-        folder = RemoteFolder(self._fs, self.path, files[-1], held)
+        self._fs.mkdir(self.path)
+        self._held = self._begin(files, f"{identity} {uuid4().hex}", is_resumable)
+        self._last = files[-1]
         try:
-            yield folder
+            yield
         except BaseException:
             if not is_resumable:
                 self._remove([*sorted(self._names().intersection(files[:-1])), MARKER])
             raise
         self._remove([MARKER])
+
+    @contextmanager
+    def file(self, name: str) -> Iterator[IO[bytes]]:
+        """Yield a new file; it appears when the block ends.
+
+        Raises:
+            CannotLook: It completes the output, and somebody else has written it.
+        """
+        url = self._fs.concat_path(self.path, name)
+        if name == self._last and self._fs.exists(url):
+            raise _is_there(self.path)
+        with self._fs.create_stream(url, "wb") as stream:
+            yield stream
+
+    def has(self, name: str) -> bool:
+        """Whether an earlier attempt has finished a file."""
+        return name in self._held
+
+    def check_room(self, nbytes: int) -> None:
+        """Check nothing: the room at a URL is not known."""
 
     def _begin(self, files: Sequence[str], mark: str, is_resumable: bool) -> frozenset[str]:
         """Create the marker, or take that of the same identity; return which files are there."""
@@ -313,33 +325,6 @@ class RemoteOutput(AbstractContextManager["RemoteOutput"]):
                 logger.warning("%s is left over from an output that ended: %s", url, error)
 
 
-class RemoteFolder:
-    """A directory at a URL, which is completed by the last file."""
-
-    def __init__(self, fs: RemoteFileSystem, path: str, last: str, held: frozenset[str]) -> None:
-        self.path = path
-        self._fs = fs
-        self._last = last
-        self._held = held
-
-    @contextmanager
-    def file(self, name: str, *, buffering: int = -1) -> Iterator[IO[bytes]]:
-        """Yield a new file; it appears when the block ends.
-
-        Raises:
-            CannotLook: It completes the output, and somebody else has written it.
-        """
-        url = self._fs.concat_path(self.path, name)
-        if name == self._last and self._fs.exists(url):
-            raise _is_there(self.path)
-        with self._fs.create_stream(url, "wb") as stream:
-            yield stream
-
-    def has(self, name: str) -> bool:
-        """Whether an earlier attempt has finished a file."""
-        return name in self._held
-
-
 AnyOutput = Output | RemoteOutput
 
 
@@ -363,19 +348,6 @@ def replaced_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     _sync_directory(target.parent)
 
 
-def _absent(path: str | os.PathLike[str]) -> Path:
-    """Return the path of an output, which does not exist yet or is an empty directory.
-
-    Raises:
-        CannotLook: It exists.
-    """
-    out = Path(path)
-    is_empty = out.is_dir() and not out.is_symlink() and not any(out.iterdir())
-    if os.path.lexists(out) and not is_empty:
-        raise _is_there(out)
-    return out
-
-
 def _is_there(out: str | os.PathLike[str]) -> CannotLook:
     return CannotLook(
         f"{format_name(out)}: is there already, and is left as it is\n"
@@ -384,23 +356,23 @@ def _is_there(out: str | os.PathLike[str]) -> CannotLook:
 
 
 @contextmanager
-def _new_file(path: Path, *, buffering: int = -1) -> Iterator[IO[bytes]]:
+def _new_file(path: Path) -> Iterator[IO[bytes]]:
     """Yield a new file to write into; it is on disk when the block ends, and links are refused."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o666)
-    with errors_of(path), open(descriptor, "wb", buffering=buffering) as stream:
+    with errors_of(path), open(descriptor, "wb") as stream:
         yield stream
         stream.flush()
         os.fsync(stream.fileno())
 
 
-def _is_own_file(path: Path) -> bool:
-    """Whether this is a plain file of this user's, and no link to one."""
+def _is_own(path: Path, is_of_kind: Callable[[int], bool]) -> bool:
+    """Whether this is of a kind and this user's, and no link."""
     try:
         held = os.lstat(path)
     except OSError:
         return False
-    return stat.S_ISREG(held.st_mode) and held.st_uid == os.geteuid()
+    return is_of_kind(held.st_mode) and held.st_uid == os.geteuid()
 
 
 def _remove(path: Path) -> None:

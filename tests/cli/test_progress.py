@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dcp_placements.cli import app
-from dcp_placements.cli.progress import progress
+from dcp_placements.cli.printing import progress
 from dcp_placements.testing.megatron import MegatronModel, MegatronRun, write_legacy
 from tests.cli.test_cli import COMMANDS
 from tests.offline_scenes import Run, run, save_hugging_face, save_sharded, wholes

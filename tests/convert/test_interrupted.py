@@ -102,9 +102,8 @@ def test_on_a_full_disk_it_says_what_is_needed_and_goes_on_later(
     convert("whole")
     total = sum(map(len, files_of("whole").values()))
 
-    def opened(file: int, mode: str, *, buffering: int) -> Any:
-        raw = Full(file, mode)
-        return raw if buffering == 0 else io.BufferedWriter(raw)
+    def opened(file: int, mode: str) -> Any:
+        return io.BufferedWriter(Full(file, mode))
 
     # Before its first byte, at some points of its data, and in the last bytes of its metadata.
     for number, room in enumerate([0, 70, total // 3, 2 * total // 3, total + 60]):

@@ -95,8 +95,8 @@ def test_of_two_at_once_one_succeeds_and_the_other_names_it(tmp_path: Path) -> N
 HOLDER = """
 import sys, time
 from dcp_placements.offline.output import Output, replaced_file
-with Output(sys.argv[1]) as output, output.directory([], "the same") as folder:
-    (folder.path / "half").write_text("half")
+with Output(sys.argv[1]) as output, output.directory([], "the same"):
+    (output.partial / "half").write_text("half")
     print("holds", flush=True)
     time.sleep(600)
 """
@@ -111,9 +111,9 @@ def test_m92_the_output_of_a_killed_process_is_resumed(tmp_path: Path) -> None:
             Output(out).__enter__()
         worker.kill()
         worker.wait()
-        with Output(out) as output, output.directory([], "the same") as folder:
-            assert (folder.path / "half").read_text() == "half"
-            (folder.path / "whole").write_text("whole")
+        with Output(out) as output, output.directory([], "the same"):
+            assert (output.partial / "half").read_text() == "half"
+            (output.partial / "whole").write_text("whole")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert sorted(path.name for path in out.iterdir()) == ["half", "whole"]
 
@@ -128,10 +128,10 @@ def test_without_locks_of_the_file_system_the_file_is_the_lock(
     monkeypatch.setattr("fcntl.flock", flock)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # filelock says so for one of them
-        with Output(tmp_path / "out") as output, output.directory([], "a") as folder:
+        with Output(tmp_path / "out") as output, output.directory([], "a"):
             with pytest.raises(CannotLook, match=r"if that process has ended, remove \.out\.lock"):
                 Output(tmp_path / "out").__enter__()
-            (folder.path / "whole").write_text("whole")
+            (output.partial / "whole").write_text("whole")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -226,9 +226,9 @@ def test_planted_parts_of_an_export_are_not_kept(tmp_path: Path, run: Run) -> No
 
 def test_what_a_stopped_attempt_left_is_kept_for_the_same_output_only(tmp_path: Path) -> None:
     def attempt(identity: str) -> Any:
-        with Output(tmp_path / "out") as output, output.directory([], identity) as folder:
-            seen = sorted(path.name for path in folder.path.iterdir())
-            (folder.path / "part").write_text("part")
+        with Output(tmp_path / "out") as output, output.directory([], identity):
+            seen = sorted(path.name for path in output.partial.iterdir())
+            (output.partial / "part").write_text("part")
             raise RuntimeError(seen)
 
     for identity, seen in (("a", []), ("a", ["part"]), ("b", []), ("b", ["part"])):

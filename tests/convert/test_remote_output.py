@@ -237,8 +237,8 @@ def test_an_output_that_was_finished_meanwhile_stays(
 
     def late(self: RemoteFileSystem, path: str, data: bytes) -> bool:
         monkeypatch.setattr(RemoteFileSystem, "create", real)
-        output = RemoteOutput(url).directory(["theirs"], "their")
-        with output as folder, folder.file("theirs") as stream:
+        output = RemoteOutput(url)
+        with output.directory(["theirs"], "their"), output.file("theirs") as stream:
             stream.write(b"x")
         return real(self, path, data)
 

@@ -9,9 +9,8 @@ from typing import Annotated
 import typer
 
 from dcp_placements import offline
-from dcp_placements.cli.arguments import MEMORY, Fqn, Json, Memory, rename_option
-from dcp_placements.cli.printing import show
-from dcp_placements.cli.progress import BYTES, progress
+from dcp_placements.cli.arguments import Fqn, Memory, function_option
+from dcp_placements.cli.printing import BYTES, Shown, progress
 from dcp_placements.offline.declared import Rename
 
 
@@ -21,15 +20,16 @@ def diff_command(
     fqn: Fqn = None,
     rtol: Annotated[float, typer.Option(min=0.0, help="Relative tolerance.")] = 0.0,
     atol: Annotated[float, typer.Option(min=0.0, help="Absolute tolerance.")] = 0.0,
-    rename: Annotated[Rename | None, rename_option("A function from A's keys to B's.")] = None,
+    rename: Annotated[
+        Rename | None, function_option("--rename", "A function from A's keys to B's.")
+    ] = None,
     prefix: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Of A's keys, where B is an export, as export has it."),
     ] = None,
     all_families: Annotated[bool, typer.Option("--all", help="Print every difference.")] = False,
-    memory: Memory = MEMORY,
-    json: Json = False,
-) -> int:
+    memory: Memory = "2GiB",
+) -> Shown:
     """Compare two checkpoints element by element; --rename maps A's keys to B's."""
     with progress("diff", BYTES) as step:
         diff = offline.diff(
@@ -44,4 +44,4 @@ def diff_command(
             progress=step,
         )
     text = partial(diff.text, sys.maxsize) if all_families else None
-    return show(diff, text, json=json, code=0 if diff.same else 1)
+    return Shown(diff, 0 if diff.same else 1, text)

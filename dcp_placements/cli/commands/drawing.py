@@ -7,9 +7,8 @@ from typing import Annotated
 import typer
 
 from dcp_placements import offline
-from dcp_placements.cli.arguments import CheckpointPath, Json
-from dcp_placements.cli.printing import show
-from dcp_placements.cli.progress import progress
+from dcp_placements.cli.arguments import CheckpointPath
+from dcp_placements.cli.printing import Shown, progress
 from dcp_placements.errors import format_name
 
 
@@ -24,11 +23,10 @@ def draw_command(
     output: Annotated[
         str, typer.Option("-o", "--output", metavar="FILE", help="The .png or .svg file to write.")
     ] = "checkpoint.png",
-    json: Json = False,
-) -> int:
+) -> Shown:
     """Draw a tensor's chunks by writer rank, or the bytes that each rank wrote."""
     with progress("draw"):
         offline.check_picture_name(output)
         offline.save_figure(offline.draw(ckpt, fqn), output)
     document = {"path": ckpt, "fqn": fqn, "written": str(output)}
-    return show(document, lambda: format_name(f"{output}: written"), json=json)
+    return Shown(document, text=lambda: format_name(f"{output}: written"))

@@ -13,21 +13,15 @@ from dcp_placements.cli.arguments import (
     CheckpointPath,
     DryRun,
     Files,
-    Json,
     Memory,
     Mesh,
-    Size,
+    function_option,
     parse_dtype,
-    parse_nbytes,
     parse_pair,
-    rename_option,
+    size,
 )
-from dcp_placements.cli.printing import show
-from dcp_placements.cli.progress import BYTES, progress
-from dcp_placements.offline.declared import Rename, resolve
-
-SHARD_SIZE = Size(5 << 30)
-MEMORY = Size(1 << 30)
+from dcp_placements.cli.printing import BYTES, Shown, progress
+from dcp_placements.offline.declared import Rename
 
 
 class Format(StrEnum):
@@ -48,14 +42,12 @@ def export_command(
             "torch.distributed.checkpoint.format_utils.dcp_to_torch_save."
         ),
     ] = Format.hf,
-    max_shard_size: Annotated[
-        int, typer.Option(parser=parse_nbytes, metavar="SIZE", help="The most bytes in one file.")
-    ] = SHARD_SIZE,
+    max_shard_size: Annotated[Any, size("The most bytes in one file.")] = "5GiB",
     dtype: Annotated[
         Any, typer.Option(parser=parse_dtype, metavar="DTYPE", help="Cast to it, such as bfloat16.")
     ] = None,
     rename: Annotated[
-        Rename | None, rename_option("A function from the model's names to the files'.")
+        Rename | None, function_option("--rename", "From the model's names to the files'.")
     ] = None,
     prefix: Annotated[
         str | None,
@@ -78,17 +70,15 @@ def export_command(
         list[str] | None, typer.Option(metavar="PATTERN", help="Leave out keys that match.")
     ] = None,
     files: Files = None,
-    rules: Annotated[str | None, RULES] = None,
+    rules: Annotated[Any, RULES] = None,
     mesh: Mesh = None,
-    memory: Memory = MEMORY,
+    memory: Memory = "1GiB",
     dry_run: DryRun = False,
-    json: Json = False,
-) -> int:
+) -> Shown:
     """Write a checkpoint, or a torch file per rank, as the files that from_pretrained reads."""
     with progress("export", BYTES) as step:
-        declared = None if rules is None else resolve(rules)
         exported = offline.export_safetensors(
-            offline.open_source(checkpoint, files=files, rules=declared, axes=mesh),
+            offline.open_source(checkpoint, files=files, rules=rules, axes=mesh),
             out,
             max_shard_size=max_shard_size,
             dtype=dtype,
@@ -101,4 +91,4 @@ def export_command(
             dry_run=dry_run,
             progress=step,
         )
-    return show(exported, json=json)
+    return Shown(exported)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,29 +11,24 @@ from dcp_placements.cli.arguments import (
     RULES,
     DryRun,
     Files,
-    Json,
     Memory,
     Mesh,
     Out,
-    Size,
+    function_option,
     number,
-    rename_option,
 )
-from dcp_placements.cli.printing import show
-from dcp_placements.cli.progress import BYTES, progress
-from dcp_placements.offline.declared import Rename, resolve
-
-MEMORY = Size(1 << 30)
+from dcp_placements.cli.printing import BYTES, Shown, progress
+from dcp_placements.offline.declared import Rename
 
 
 def import_command(
     src: Annotated[str, typer.Argument(metavar="SRC", help="The directory to import.")],
     out: Out,
     rename: Annotated[
-        Rename | None, rename_option("A function from the files' names to the checkpoint's.")
+        Rename | None, function_option("--rename", "From the files' names to the checkpoint's.")
     ] = None,
     files: Files = None,
-    rules: Annotated[str | None, RULES] = None,
+    rules: Annotated[Any, RULES] = None,
     mesh: Mesh = None,
     vocab_size: Annotated[
         int | None, number("Megatron: rows without padding, if the files lack the number.")
@@ -44,10 +39,9 @@ def import_command(
     expert_tensor_parallel_size: Annotated[
         int | None, number("Megatron: if the files hold no arguments.")
     ] = None,
-    memory: Memory = MEMORY,
+    memory: Memory = "1GiB",
     dry_run: DryRun = False,
-    json: Json = False,
-) -> int:
+) -> Shown:
     """Turn safetensors, Megatron's mp_rank_* or a torch file per rank into a DCP checkpoint.
 
     Such as: dcp-placements import Mixtral-8x7B step-0
@@ -56,7 +50,7 @@ def import_command(
         source = offline.open_source(
             src,
             files=files,
-            rules=None if rules is None else resolve(rules),
+            rules=rules,
             axes=mesh,
             vocab_size=vocab_size,
             expert_parallel_size=expert_parallel_size,
@@ -65,4 +59,4 @@ def import_command(
         result = offline.import_checkpoint(
             source, out, rename=rename, memory=memory, dry_run=dry_run, progress=step
         )
-    return show(result, json=json)
+    return Shown(result)

@@ -7,9 +7,8 @@ from typing import Annotated
 import typer
 
 from dcp_placements import offline
-from dcp_placements.cli.arguments import CheckpointPath, Fqn, Json
-from dcp_placements.cli.printing import show, terminal_width
-from dcp_placements.cli.progress import progress
+from dcp_placements.cli.arguments import CheckpointPath, Fqn
+from dcp_placements.cli.printing import Shown, progress, terminal_width
 
 
 def inspect_command(
@@ -22,13 +21,12 @@ def inspect_command(
     ] = None,
     fqn: Fqn = None,
     keys: Annotated[bool, typer.Option("--keys", help="List every key and every file.")] = False,
-    json: Json = False,
-) -> int:
+) -> Shown:
     """Sum up tensors, small objects with their values, and the record of the save."""
     with progress("inspect"):
         chunks = None if tensor is None else offline.inspect_tensor(ckpt, tensor)
         inspection = offline.inspect(ckpt, fqn=fqn) if chunks is None else None
     if chunks is not None:
-        return show(chunks, lambda: chunks.text(width=terminal_width()), json=json)
+        return Shown(chunks, text=lambda: chunks.text(width=terminal_width()))
     assert inspection is not None
-    return show(inspection, lambda: inspection.text(keys=keys, width=terminal_width()), json=json)
+    return Shown(inspection, text=lambda: inspection.text(keys=keys, width=terminal_width()))

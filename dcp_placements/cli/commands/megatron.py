@@ -7,9 +7,8 @@ from typing import Annotated
 import typer
 
 from dcp_placements import offline
-from dcp_placements.cli.arguments import Json, number
-from dcp_placements.cli.printing import show
-from dcp_placements.cli.progress import progress
+from dcp_placements.cli.arguments import number
+from dcp_placements.cli.printing import Shown, progress
 
 Path = Annotated[
     str, typer.Argument(metavar="PATH", help="The directory of an iteration, or of all of them.")
@@ -23,8 +22,7 @@ def megatron_command(
     ] = None,
     tensor_parallel_size: Annotated[int | None, number("Of the same run.")] = None,
     pipeline_parallel_size: Annotated[int | None, number("Of the same run.")] = None,
-    json: Json = False,
-) -> int:
+) -> Shown:
     """Report which ranks wrote mp_rank_* files, and what is missing or does not fit."""
     with progress("megatron", "files") as step:
         layout = offline.megatron_layout(
@@ -34,4 +32,4 @@ def megatron_command(
             pipeline_parallel_size=pipeline_parallel_size,
             progress=step,
         )
-    return show(layout, json=json, code=0 if layout.fits else 1)
+    return Shown(layout, 0 if layout.fits else 1)

@@ -7,9 +7,8 @@ from typing import Annotated
 import typer
 
 from dcp_placements import offline
-from dcp_placements.cli.arguments import CheckpointPath, Json
-from dcp_placements.cli.printing import show
-from dcp_placements.cli.progress import progress
+from dcp_placements.cli.arguments import CheckpointPath
+from dcp_placements.cli.printing import Shown, progress
 from dcp_placements.errors import format_count, format_name
 
 
@@ -19,8 +18,7 @@ def merge_metadata_command(
         bool,
         typer.Option("--rewrite", help="Write the existing .metadata anew, for every torch."),
     ] = False,
-    json: Json = False,
-) -> int:
+) -> Shown:
     """Write .metadata for plain DCP, after a save without collectives or without stock metadata."""
     with progress("merge-metadata"):
         metadata = offline.merge_metadata(ckpt, rewrite=rewrite)
@@ -28,4 +26,4 @@ def merge_metadata_command(
     document = {"path": ckpt, "written": ".metadata", "keys": keys, "chunks": chunks}
     counts = f"{format_count(keys, 'key')} in {format_count(chunks, 'record')}"
     line = f"{ckpt}/.metadata: written, {counts}"
-    return show(document, lambda: format_name(line), json=json)
+    return Shown(document, text=lambda: format_name(line))

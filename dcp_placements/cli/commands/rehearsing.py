@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json as json_text
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,20 +16,17 @@ from dcp_placements.cli.arguments import (
     DryRun,
     Fqn,
     Fsdp,
-    Json,
     Out,
     fsdp_of,
 )
-from dcp_placements.cli.printing import show, terminal_width
-from dcp_placements.cli.progress import BYTES, progress
+from dcp_placements.cli.printing import BYTES, Shown, progress, terminal_width
 from dcp_placements.errors import CannotLook
-from dcp_placements.offline.declared import resolve
 from dcp_placements.transfer.world import MeshAxes
 
 
 def rehearse_command(
     ckpt: CheckpointPath,
-    rules: Annotated[str, RULES],
+    rules: Annotated[Any, RULES],
     mesh: Annotated[MeshAxes, MESH],
     fsdp: Fsdp = None,
     expect: Annotated[
@@ -37,14 +34,13 @@ def rehearse_command(
         typer.Option(metavar="FILE", help="The model's keys: a JSON list, or one per line."),
     ] = None,
     fqn: Fqn = None,
-    json: Json = False,
-) -> int:
+) -> Shown:
     """Plan a load on every rank of a mesh that need not exist. No data is read."""
     keys = None if expect is None else _keys(expect)
     with progress("rehearse", "ranks") as step:
         rehearsal = offline.rehearse(
             ckpt,
-            resolve(rules),
+            rules,
             mesh,
             fsdp=fsdp_of(fsdp),
             expect=keys,
@@ -52,18 +48,17 @@ def rehearse_command(
             progress=step,
         )
     code = 0 if rehearsal.loads and not rehearsal.unmatched else 1
-    return show(rehearsal, lambda: rehearsal.text(width=terminal_width()), json=json, code=code)
+    return Shown(rehearsal, code, lambda: rehearsal.text(width=terminal_width()))
 
 
 def reshard_command(
     src: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint to rewrite.")],
     out: Out,
-    rules: Annotated[str, RULES],
+    rules: Annotated[Any, RULES],
     mesh: Annotated[MeshAxes, MESH],
     fsdp: Fsdp = None,
     dry_run: DryRun = False,
-    json: Json = False,
-) -> int:
+) -> Shown:
     """Rewrite a checkpoint for the mesh that will load it: each rank's bytes in one file.
 
     After an interruption the same command continues. Other files in the checkpoint's directory
@@ -71,9 +66,9 @@ def reshard_command(
     """
     with progress("reshard", BYTES) as step:
         result = offline.reshard(
-            src, out, resolve(rules), mesh, fsdp=fsdp_of(fsdp), dry_run=dry_run, progress=step
+            src, out, rules, mesh, fsdp=fsdp_of(fsdp), dry_run=dry_run, progress=step
         )
-    return show(result, json=json)
+    return Shown(result)
 
 
 def _keys(path: Path) -> list[str]:
@@ -81,7 +76,7 @@ def _keys(path: Path) -> list[str]:
         text = path.read_text()
         if not text.lstrip().startswith("["):
             return [line.strip() for line in text.splitlines() if line.strip()]
-        keys = json_text.loads(text)
+        keys = json.loads(text)
     except (OSError, ValueError) as error:
         raise CannotLook(f"{path}: no list of keys: {error}") from error
     if not all(isinstance(key, str) for key in keys):
