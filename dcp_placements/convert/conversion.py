@@ -41,11 +41,11 @@ from dcp_placements.offline.assembly import AssembledTensor, assemble, assembled
 from dcp_placements.offline.box_reads import pieces
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, SourceTensor
 from dcp_placements.offline.comparing import same_bits
+from dcp_placements.offline.dcp_files import TORCH_DIST
 from dcp_placements.offline.declared import Progress, Rename
 from dcp_placements.offline.directory import Directory
 from dcp_placements.offline.model_keys import model_tensors
 from dcp_placements.offline.output import output_at
-from dcp_placements.offline.readers.dcp import TORCH_DIST
 from dcp_placements.offline.rehearsals.world import RehearsedWorld
 from dcp_placements.offline.structure import structural_faults
 from dcp_placements.rules.mesh import MeshCoordinate

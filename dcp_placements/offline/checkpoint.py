@@ -22,14 +22,14 @@ from torch.distributed.checkpoint import Metadata
 from dcp_placements.errors import CannotLook, format_name, format_names
 from dcp_placements.layout.boxes import Boxes, Index, as_boxes
 from dcp_placements.layout.sharding import Box
-from dcp_placements.offline.directory import Directory, no_checkpoint
-from dcp_placements.offline.readers.dcp import (
+from dcp_placements.offline.dcp_files import (
     TORCH_DIST,
     is_torch_dist,
     read_dcp,
     read_rank_parts,
 )
-from dcp_placements.offline.readers.safetensors import read_safetensors_metadata
+from dcp_placements.offline.directory import Directory, no_checkpoint
+from dcp_placements.offline.safetensors_files import read_safetensors_metadata
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.index import StorageTable, index_for
 from dcp_placements.storage.provenance import SaveRecord, record_of, stored

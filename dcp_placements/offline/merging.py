@@ -9,14 +9,14 @@ from contextlib import suppress
 from torch.distributed.checkpoint import Metadata
 
 from dcp_placements.errors import CannotLook, format_names
-from dcp_placements.offline.directory import Directory
-from dcp_placements.offline.output import replaced_file
-from dcp_placements.offline.readers.dcp import (
+from dcp_placements.offline.dcp_files import (
     check_count,
     is_torch_dist,
     read_dcp,
     read_rank_parts,
 )
+from dcp_placements.offline.directory import Directory
+from dcp_placements.offline.output import replaced_file
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.index import paths_of
 from dcp_placements.storage.metadata_file import write_metadata

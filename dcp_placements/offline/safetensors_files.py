@@ -1,93 +1,239 @@
-"""The headers of safetensors files, read without trusting them, and written."""
+"""Safetensors files: their headers, read without trusting them, in DCP's terms; and written."""
 
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorProperties
 
-from dcp_placements.errors import CannotLook, format_name
+from dcp_placements.errors import CannotLook, format_name, format_names
 from dcp_placements.layout.sharding import Box
+from dcp_placements.offline.directory import MARKER, Directory
 from dcp_placements.storage.checks import LARGEST, counts
+from dcp_placements.storage.index import index_of_rows
+from dcp_placements.storage.metadata_file import with_columns
+from dcp_placements.storage.torch_metadata import ChunkList, build_entries
+from dcp_placements.storage.written import Rows, StoredPlace
 
-HEADER_LIMIT_NBYTES = 100 << 20
+_HEADER_LIMIT_NBYTES = 100 << 20
 """What the safetensors library allows."""
 
 DTYPES = {
-    name: dtype
-    for name, dtype in (
-        *(
-            ("F64", torch.float64),
-            ("F32", torch.float32),
-            ("F16", torch.float16),
-            ("BF16", torch.bfloat16),
-        ),
-        *(
-            ("F8_E4M3", torch.float8_e4m3fn),
-            ("F8_E5M2", torch.float8_e5m2),
-            ("C64", torch.complex64),
-        ),
-        *(("F8_E8M0", torch.float8_e8m0fnu), ("BOOL", torch.bool)),
-        *(("I64", torch.int64), ("I32", torch.int32), ("I16", torch.int16), ("I8", torch.int8)),
-        *(("U64", torch.uint64), ("U32", torch.uint32), ("U16", torch.uint16), ("U8", torch.uint8)),
-    )
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
+    "BOOL": torch.bool,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
 }
 """The format's dtypes by their names in files."""
 
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of one file.
+_WHOLE = {"model", "consolidated", "adapter_model"}
+"""How files are named that hold a whole model, or a whole adapter, without their numbers."""
 
-    Attributes:
-        dtype: Its dtype.
-        box: Its place in the whole tensor: at the origin, unless torch's
-            ``HuggingFaceStorageWriter`` cut it and recorded the offsets.
-        start: Where its bytes begin in the file.
-        nbytes: How many they are.
-    """
+_NUMBERING = re.compile(r"^shard-\d+-|-\d+-of-\d+$")
+_PART = re.compile(r"-(\d+)-of-(\d+)$")
 
+
+_UNSOUND = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What JSON of another form raises."""
+
+
+class _Entry(NamedTuple):
+    """One tensor of one file."""
+
+    file: str
     dtype: torch.dtype
+    # Its place in the whole tensor: at the origin, unless torch's ``HuggingFaceStorageWriter`` cut
+    # it and recorded the offsets
     box: Box
-    start: int
-    nbytes: int
+    start: int  # where its bytes begin in the file
+    nbytes: int  # how many they are
 
 
-def read_header(stream: IO[bytes], name: str, size: int) -> dict[str, Entry]:
-    """Return the tensors of a safetensors file, by name.
+def read_safetensors_metadata(
+    directory: Directory, files: Sequence[str]
+) -> tuple[Metadata, dict[str, str]]:
+    """Return safetensors files as metadata in columns, and the keys that are not there.
 
     Args:
-        stream: The file.
-        name: Its name, for messages.
-        size: Its bytes.
+        directory: The files' directory.
+        files: Names of all safetensors files in it. Where there is an index, only the files that
+            it names count: others may be copies (consolidated and sharded) of the same tensors.
+
+    Returns:
+        The metadata; and file by key, for keys that the index names and the file lacks.
+
+    Raises:
+        CannotLook: The index or a header is broken, files disagree about a tensor, or the export to
+            the directory has not finished. There are several indices; or, without one, the files of
+            a whole model or adapter beside files of other names, or some parts of a model. A file
+            leads out of the directory, nowhere, or is no plain file. There is no tensor.
+    """
+    index = _read_index(directory)
+    if index is None:
+        _check_one_model(directory, files)
+    entries_of: dict[str, list[_Entry]] = {}
+    for file in files if index is None else sorted(set(index.values())):
+        size = directory.size(file)
+        if size is None and file in files:
+            raise _not_opened(directory, file)
+        if size is None:
+            continue
+        with directory.open(file) as stream:
+            for fqn, entry in _read_header(stream, directory, file, size).items():
+                entries_of.setdefault(fqn, []).append(entry)
+    tensors: dict[str, Any] = {}
+    places = []
+    for fqn, entries in sorted(entries_of.items()):
+        tensors[fqn] = _tensor(directory, fqn, entries)
+        for entry in entries:
+            place = entry.box.offsets, entry.file, entry.start, entry.nbytes
+            places.append(StoredPlace(fqn, *place))
+    held = {(fqn, entry.file) for fqn, entries in entries_of.items() for entry in entries}
+    absent = {fqn: file for fqn, file in (index or {}).items() if (fqn, file) not in held}
+    if not tensors and not absent:
+        raise CannotLook(f"{directory.path}: no tensor in {format_names(files, 4)}")
+    rows = index_of_rows(Rows.of(places), build_entries(tensors))
+    return with_columns(Metadata({}), rows), absent
+
+
+def _tensor(directory: Directory, fqn: str, entries: Sequence[_Entry]) -> TensorStorageMetadata:
+    """Return the metadata of a tensor, of which files have all or parts."""
+    name, files = format_name(fqn), format_names([entry.file for entry in entries])
+    if len({(entry.dtype, len(entry.box.sizes)) for entry in entries}) > 1:
+        raise CannotLook(
+            f"{directory.path}: {name} differs in dtype or dims between its files: {files}"
+        )
+    boxes = [entry.box for entry in entries]
+    ends = zip(*(map(sum, zip(*box, strict=True)) for box in boxes), strict=True)
+    shape, dtype = torch.Size(map(max, ends)), entries[0].dtype
+    if prod(shape) * dtype.itemsize >= LARGEST:
+        what = f"{tuple(shape)} of {dtype} by its parts in {files}"
+        raise CannotLook(f"{directory.path}: {name} is larger than any tensor: {what}")
+    chunks: Any = ChunkList(boxes)
+    return TensorStorageMetadata(TensorProperties(dtype), shape, chunks)
+
+
+def _read_index(directory: Directory) -> dict[str, str] | None:
+    """Return file by key, as the index has it; None where there is no index."""
+    names = [name for name in directory.names() if name.endswith(".safetensors.index.json")]
+    if not names:
+        return None
+    if len(names) > 1:
+        raise CannotLook(
+            f"{directory.path}: {len(names)} indices of safetensors files: "
+            f"{format_names(names)}\n"
+            "    likely:      several models, or one in several dtypes\n"
+            "    way out:     move all of them but one out of the directory; of the files, only "
+            "those that it names are read"
+        )
+    try:
+        with directory.open(names[0]) as stream:
+            files = dict(json.loads(stream.read())["weight_map"])
+        if not all(type(k) is str and type(v) is str and "/" not in v for k, v in files.items()):
+            raise ValueError("keys or files that are no plain names")
+    except (OSError, *_UNSOUND) as error:
+        raise CannotLook(
+            f"{directory.path}/{names[0]}: this is no index of safetensors files: "
+            f"{format_name(error)}"
+        ) from error
+    return files
+
+
+def _check_one_model(directory: Directory, files: Sequence[str]) -> None:
+    """Refuse files without an index that are none, or several models, or a part of one."""
+    if any(name.startswith(MARKER) for name in directory.names()):
+        raise CannotLook(
+            f"{directory.path}: the export to this directory has not finished\n"
+            "    way out:     wait for it, or export again with the same arguments: it continues"
+        )
+    kinds: dict[str, list[str]] = {}
+    parts: dict[tuple[str, int], set[int]] = {}
+    for file in files:
+        name = file.removesuffix(".safetensors")
+        model = _NUMBERING.sub("", name)
+        kinds.setdefault(model, []).append(file)
+        if part := _PART.search(name):
+            parts.setdefault((model, int(part[2])), set()).add(int(part[1]))
+    if len(kinds) > 1 and not kinds.keys().isdisjoint(_WHOLE):
+        raise CannotLook(
+            f"{directory.path}: safetensors files of {len(kinds)} kinds, and no index: "
+            f"{format_names([names[0] for names in kinds.values()])}\n"
+            "    likely:      a model twice, or a model and an adapter; nothing says which is "
+            "meant\n"
+            "    way out:     give a directory with the files of one of them"
+        )
+    for (name, most), numbers in parts.items():
+        if len(numbers) < most:
+            raise CannotLook(
+                f"{directory.path}: {len(numbers)} of {most} parts of {format_name(name)}, and no "
+                "index\n"
+                "    likely:      a download or a copy that was cut off\n"
+                "    way out:     fetch the other parts, too"
+            )
+
+
+def _not_opened(directory: Directory, file: str) -> CannotLook:
+    """Return the error of a file that is in the directory and may not be opened."""
+    why = directory.why_barred(file)
+    if why is None:
+        path = directory.local(file)
+        is_link = path is not None and path.is_symlink() and not path.exists()
+        why = "it is a link to what is not there" if is_link else "it is no plain file"
+    return CannotLook(
+        f"{directory.path}/{format_name(file)}: {why}\n"
+        "    way out:     fetch the file into the directory: cp -L copies what links lead to, and "
+        "huggingface-cli download --local-dir writes no links"
+    )
+
+
+def _read_header(
+    stream: IO[bytes], directory: Directory, file: str, size: int
+) -> dict[str, _Entry]:
+    """Return the tensors of a safetensors file, by name.
 
     Raises:
         CannotLook: Its header is not sound.
     """
     try:
         (length,) = struct.unpack("<Q", stream.read(8))
-        if not 2 <= length <= min(HEADER_LIMIT_NBYTES, max(size - 8, 0)):
+        if not 2 <= length <= min(_HEADER_LIMIT_NBYTES, max(size - 8, 0)):
             raise ValueError(f"a header of {length} bytes in a file of {size}")
         header = json.loads(stream.read(length))
         offsets = _saved_offsets(header.pop("__metadata__", None))
         base = 8 + length
-        entries = {fqn: _entry(entry, offsets.get(fqn), base) for fqn, entry in header.items()}
+        entries = {f: _entry(file, entry, offsets.get(f), base) for f, entry in header.items()}
         _check_ranges(entries, base, size)
         return entries
-    except (
-        *(struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError),
-    ) as error:
+    except (struct.error, *_UNSOUND) as error:
         raise CannotLook(
-            f"{name}: this is no sound safetensors file\n    found:       {format_name(error)}"
+            f"{directory.path}/{file}: this is no sound safetensors file\n"
+            f"    found:       {format_name(error)}"
         ) from error
 
 
-def _entry(entry: Any, offsets: Any, base: int) -> Entry:
+def _entry(file: str, entry: Any, offsets: Any, base: int) -> _Entry:
     shape = counts(entry["shape"])
     start, stop = counts(entry["data_offsets"])
     if entry["dtype"] not in DTYPES:
@@ -100,10 +246,10 @@ def _entry(entry: Any, offsets: Any, base: int) -> Entry:
         raise ValueError(f"{len(at)} offsets of a tensor of {len(shape)} dims")
     if any(offset + size >= LARGEST for offset, size in zip(at, shape, strict=True)):
         raise ValueError("a part of a tensor that is larger than any")
-    return Entry(dtype, Box(at, shape), base + start, stop - start)
+    return _Entry(file, dtype, Box(at, shape), base + start, stop - start)
 
 
-def _check_ranges(entries: Mapping[str, Entry], base: int, size: int) -> None:
+def _check_ranges(entries: Mapping[str, _Entry], base: int, size: int) -> None:
     """Refuse tensors that share bytes, and bytes of no tensor, as the safetensors library does.
 
     A file that ends too early is left to whoever reads its tensors.
@@ -147,6 +293,3 @@ def write_header(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
-
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}

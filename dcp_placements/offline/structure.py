@@ -21,7 +21,7 @@ from dcp_placements.layout.boxes import (
 )
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.checkpoint import Checkpoint, Cut, StoredRecord, StoredTensor
-from dcp_placements.offline.readers.dcp import check_count, misplaced_in_stock
+from dcp_placements.offline.dcp_files import check_count, misplaced_in_stock
 from dcp_placements.storage.provenance import OWN_PREFIX
 from dcp_placements.storage.save_ids import id_in_name
 

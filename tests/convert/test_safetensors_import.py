@@ -268,15 +268,14 @@ def test_m87_files_of_one_kind_or_of_parts_are_one_model(tmp_path: Path, names: 
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (["model-00001-of-00002"], ["1 of 2 parts of model", "missing:     2\n"]),
-        (["model-2-of-9", "model-9-of-9"], ["2 of 9 parts", "missing:     1, 3, 4, 5 and more\n"]),
-        (["shard-00001-model-00001-of-00002"], ["1 of 2 parts of model", "missing:     2\n"]),
-        (["x-00000-of-00002"], ["1 of 2 parts of x", "missing:     1\n"]),
-        (["m-1-of-9999999999999999"], ["missing:     2, 3, 4, 5 and more\n"]),
+        (["model-2-of-9", "model-9-of-9"], "2 of 9 parts of model"),
+        (["shard-00001-model-00001-of-00002"], "1 of 2 parts of model"),
+        (["x-00000-of-00002"], "1 of 2 parts of x"),
+        (["m-1-of-9999999999999999"], "1 of 9999999999999999 parts of m"),
     ],
 )
 def test_parts_of_a_model_without_the_others_are_refused(
-    tmp_path: Path, run: Run, names: list[str], said: list[str]
+    tmp_path: Path, run: Run, names: list[str], said: str
 ) -> None:
     (tmp_path / "hf").mkdir()
     for number, name in enumerate(names):
@@ -288,7 +287,7 @@ def test_parts_of_a_model_without_the_others_are_refused(
     ):
         ran = run(*asked)
         assert (ran.code, ran.out) == (2, "")
-        assert all(text in ran.err for text in said), ran.err
+        assert said in ran.err
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 

@@ -1,1 +1,0 @@
-"""Readers of checkpoint metadata: DCP's, and the headers of safetensors files."""
