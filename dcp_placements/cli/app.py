@@ -1,6 +1,6 @@
 """All commands, and the exit codes of their errors.
 
-The modules of commands import torch where they call something: help and completion need none.
+``offline`` imports torch where something is called: help and completion need none.
 """
 
 from __future__ import annotations
@@ -19,17 +19,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from dcp_placements import __version__
+from dcp_placements.cli import commands
 from dcp_placements.cli.arguments import default_options, parse_storage_option, size
-from dcp_placements.cli.commands.differing import diff_command
-from dcp_placements.cli.commands.doctoring import doctor_command
-from dcp_placements.cli.commands.drawing import draw_command
-from dcp_placements.cli.commands.exporting import export_command
-from dcp_placements.cli.commands.importing import import_command
-from dcp_placements.cli.commands.inspecting import inspect_command
-from dcp_placements.cli.commands.megatron import megatron_command
-from dcp_placements.cli.commands.merging import merge_metadata_command
-from dcp_placements.cli.commands.rehearsing import rehearse_command, reshard_command
-from dcp_placements.cli.commands.verifying import verify_command
 from dcp_placements.cli.memory import default_limit, limited_memory
 from dcp_placements.cli.printing import Shown, print_error, print_json_error, readers_may_stop
 from dcp_placements.errors import CannotLook, PlacementError, format_name
@@ -44,23 +35,23 @@ MAX_MESSAGE = 500
 
 PURPOSES: dict[str, dict[str, Callable[..., Shown]]] = {
     "Examine a checkpoint": {
-        "inspect": inspect_command,
-        "draw": draw_command,
-        "megatron": megatron_command,
+        "inspect": commands.inspect_command,
+        "draw": commands.draw_command,
+        "megatron": commands.megatron_command,
     },
     "Check and compare": {
-        "verify": verify_command,
-        "diff": diff_command,
-        "rehearse": rehearse_command,
+        "verify": commands.verify_command,
+        "diff": commands.diff_command,
+        "rehearse": commands.rehearse_command,
     },
     "Repair": {
-        "doctor": doctor_command,
-        "merge-metadata": merge_metadata_command,
+        "doctor": commands.doctor_command,
+        "merge-metadata": commands.merge_metadata_command,
     },
     "Convert": {
-        "import": import_command,
-        "export": export_command,
-        "reshard": reshard_command,
+        "import": commands.import_command,
+        "export": commands.export_command,
+        "reshard": commands.reshard_command,
     },
 }
 """The commands by purpose; each function returns what is printed, and the exit code."""
@@ -77,9 +68,9 @@ class CommandGroup(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the lists of commands and presets."""
-        for purpose, commands in PURPOSES.items():
+        for purpose, held in PURPOSES.items():
             with formatter.section(purpose):
-                formatter.write_dl([(name, _summary(c)) for name, c in commands.items()])
+                formatter.write_dl([(name, _summary(c)) for name, c in held.items()])
         with formatter.section("Presets, for a trainer's rules and for --rename MODULE:FUNC"):
             formatter.write_dl(list(PRESETS.items()))
 
@@ -135,12 +126,20 @@ def _exiting(function: Callable[..., Shown]) -> Callable[..., None]:
     @wraps(function)
     def command(json: bool, storage_option: list[Any] | None, **kwargs: Any) -> None:
         urls = [str(value) for value in kwargs.values() if isinstance(value, str) and is_url(value)]
-
-        def run_function() -> int:
-            with default_options(urls, dict(storage_option or ())):
-                return function(**kwargs).show(json=json)
-
-        raise typer.Exit(_exit_code(run_function, json=json))
+        try:
+            with warnings.catch_warnings(), default_options(urls, dict(storage_option or ())):
+                warnings.showwarning = _print_warning  # type: ignore[assignment]
+                code = function(**kwargs).show(json=json)
+        except typer.BadParameter:
+            raise  # ``run`` prints it, with the command's usage
+        except Exception as error:
+            code, message = _explained(error)
+            if json:
+                # Where stdout takes nothing (a full disk), the error is on stderr alone.
+                with suppress(OSError):
+                    print_json_error(type(error).__name__, message)
+            print_error(message)
+        raise typer.Exit(code)
 
     signature, added = (inspect.signature(one, eval_str=True) for one in (function, _given))
     parameters = [*signature.parameters.values(), *added.parameters.values()]
@@ -150,7 +149,7 @@ def _exiting(function: Callable[..., Shown]) -> Callable[..., None]:
     return command
 
 
-COMMANDS = {name: function for commands in PURPOSES.values() for name, function in commands.items()}
+COMMANDS = {name: function for held in PURPOSES.values() for name, function in held.items()}
 for _name, _function in COMMANDS.items():
     app.command(_name, cls=Command)(_exiting(_function))
 
@@ -192,39 +191,22 @@ def _print_warning(message: Warning | str, category: type[Warning], *place: Any)
     print_error(str(message) if category is UserWarning else f"{category.__name__}: {message}")
 
 
-def _exit_code(command: Callable[[], int], *, json: bool) -> int:
-    try:
-        with warnings.catch_warnings():
-            warnings.showwarning = _print_warning  # type: ignore[assignment]
-            return command()
-    except PlacementError as error:
-        code = 2 if isinstance(error, CannotLook) else 1
-        failure: Exception = error
-        message = str(error)
-    except OSError as error:
-        code, failure, message = 2, error, str(error)
-    except typer.BadParameter:
-        raise  # ``run`` prints it, with the command's usage
-    except MemoryError as error:
-        code, failure = 2, error
-        message = (
+def _explained(error: Exception) -> tuple[int, str]:
+    """Return the exit code and the message of an error; raise one of ours for who debugs it."""
+    if isinstance(error, PlacementError | OSError):
+        is_finding = isinstance(error, PlacementError) and not isinstance(error, CannotLook)
+        return 1 if is_finding else 2, str(error)
+    if isinstance(error, MemoryError):
+        return 2, (
             "more memory is needed than a command may take (half of this machine's, or "
             "--most-memory before the command)\n"
             "    likely:      a file of unknown origin claims more than it has"
         )
-    except Exception as error:
-        # A file that is damaged in an unforeseen way, or a bug of ours.
-        if os.environ.get(DEBUG):
-            raise
-        text = format_name(error)[:MAX_MESSAGE]
-        message = f"{type(error).__name__}: {text} ({DEBUG}=1 shows where)"
-        code, failure = 2, error
-    if json:
-        # Where stdout takes nothing (a full disk), the error is on stderr alone.
-        with suppress(OSError):
-            print_json_error(type(failure).__name__, message)
-    print_error(message)
-    return code
+    # A file that is damaged in an unforeseen way, or a bug of ours.
+    if os.environ.get(DEBUG):
+        raise error
+    text = format_name(error)[:MAX_MESSAGE]
+    return 2, f"{type(error).__name__}: {text} ({DEBUG}=1 shows where)"
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

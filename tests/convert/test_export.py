@@ -34,7 +34,7 @@ from dcp_placements.offline import CannotLook, export_safetensors
 from dcp_placements.offline.safetensors_files import DTYPES
 from dcp_placements.presets import hub
 from dcp_placements.testing import FakeDTensor, World, cut
-from dcp_placements.testing.damage import drop_chunk, flip_bit, foreign_pickle, remove_file
+from dcp_placements.testing.damage import drop_chunk, flip_bit, remove_file
 from tests.offline_scenes import Run, run, save_hugging_face, save_sharded, saving_over
 from tests.storage_scenes import data_file
 from tests.strategies import arange, examples
@@ -148,14 +148,6 @@ def test_ep_x_fsdp_becomes_the_hubs_names_in_bounded_files(lean: bool, tmp_path:
     assert result.prefix == "model"
     assert "step" in result.left_out
     assert "optim.state.embed.weight.exp_avg" in result.left_out
-
-
-def test_one_file_has_no_index_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
-    whole = save(tmp_path / "ckpt", head="")
-    result = export_safetensors(tmp_path / "ckpt", tmp_path / "out")
-    assert_same(read(tmp_path / "out"), whole)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "out"]
-    assert result.left_out == ()
 
 
 def test_rows_in_files_and_what_is_put_together_are_the_same_bytes(
@@ -427,15 +419,6 @@ def test_a_file_that_an_index_names_in_vain_is_missed(tmp_path: Path) -> None:
         export_safetensors(tmp_path / "hf", tmp_path / "out")
     export_safetensors(tmp_path / "hf", tmp_path / "out", exclude=["b"])
     assert sorted(read(tmp_path / "out")) == ["a"]
-
-
-def test_a_hostile_pickle_is_refused_and_nothing_runs(tmp_path: Path, run: Run) -> None:
-    save(tmp_path / "ckpt")
-    foreign_pickle(tmp_path / "ckpt", tmp_path / "ran")
-    with pytest.raises(CannotLook, match="refused"):
-        export_safetensors(tmp_path / "ckpt", tmp_path / "out")
-    assert run("export", tmp_path / "ckpt", tmp_path / "out", "--to", "hf").code == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 
 def test_files_of_another_export_are_not_kept(tmp_path: Path) -> None:

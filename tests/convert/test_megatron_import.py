@@ -17,16 +17,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from dcp_placements import (
-    CheckpointPlacement,
-    FusedShard,
     PlacementError,
-    PlacementLoadPlanner,
-    PlacementRules,
 )
 from dcp_placements.convert.torch_files import load_torch_file
 from dcp_placements.offline import CannotLook, import_checkpoint, open_source, verify
 from dcp_placements.offline.comparing import same_bits
-from dcp_placements.testing import World, cut
 from dcp_placements.testing.megatron import (
     MegatronModel,
     MegatronRun,
@@ -34,7 +29,6 @@ from dcp_placements.testing.megatron import (
     padded,
     write_legacy,
 )
-from tests.convert.hostile import Hostile
 from tests.offline_scenes import Run, overwriting
 
 MOE = MegatronModel()
@@ -146,35 +140,6 @@ def test_every_byte_is_written_or_accounted_for(name: str, tmp_path: Path) -> No
     assert report.accounted["padding, dropped"] == 2 * pad * model.hidden * 2  # in two files
     expected = {part.what: part.nbytes for part in report.beside}
     assert expected["rng_state"] == 8 * 4 * len(list(folder.iterdir()))
-
-
-def test_it_loads_into_another_layout(tmp_path: Path) -> None:
-    write_legacy(tmp_path / "megatron", DENSE, MegatronRun(tp=4, pp=2))
-    import_checkpoint(tmp_path / "megatron", tmp_path / "out")
-    gated = replace(MOE, experts=0)
-    write_legacy(tmp_path / "gated", gated, MegatronRun(tp=4))
-    import_checkpoint(tmp_path / "gated", tmp_path / "gated-out")
-    key = "decoder.layers.3.mlp.linear_fc1.weight"
-    for out, model, placement in (
-        ("out", DENSE, FusedShard(0, 1)),
-        ("gated-out", gated, FusedShard(0, 2)),
-    ):
-        world = World(3)
-        whole = model.truth()[key]
-        parts = [cut(whole, [placement], (3,), (rank,)) for rank in range(3)]
-
-        def planner(rank: int, world: World = world, by: Any = placement) -> PlacementLoadPlanner:
-            rules = {"linear_fc1.weight": CheckpointPlacement(world.mesh(rank, tp=3), [by])}
-            return PlacementLoadPlanner(
-                PlacementRules(rules), waive={"linear_fc1": "what is not gated is one tensor"}
-            )
-
-        def blank(rank: int, parts: list[torch.Tensor] = parts) -> dict[str, Any]:
-            return {key: torch.zeros_like(parts[rank])}
-
-        held = world.load(tmp_path / out, blank, planner)
-        for rank in range(3):
-            assert same_bits(held[rank][key], parts[rank])
 
 
 def test_an_incomplete_set_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
@@ -334,48 +299,6 @@ def test_without_arguments_the_experts_cut_is_to_be_given(tmp_path: Path) -> Non
     import_checkpoint(open_source(tmp_path / "m", expert_tensor_parallel_size=1), tmp_path / "out")
     truth = MOE.truth()
     assert same(read(tmp_path / "out", truth), truth) == []
-
-
-def test_what_is_there_is_left_as_it_is(tmp_path: Path, run: Run) -> None:
-    write_legacy(tmp_path / "m", MOE, MegatronRun())
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "precious").write_text("x")
-    ran = run("import", tmp_path / "m", out)
-    assert ran.code == 2
-    assert "is there already" in ran.err
-    assert [path.name for path in out.iterdir()] == ["precious"]
-    ran = run("import", "memory://megatron/m", tmp_path / "new")
-    assert (ran.code, "there is no such path" in ran.err) == (2, True)
-
-
-def test_an_interrupted_import_leaves_no_checkpoint_and_starts_anew(tmp_path: Path) -> None:
-    write_legacy(tmp_path / "m", MOE, MegatronRun(tp=2, pp=2))
-
-    def stop(done: int, total: int) -> None:
-        if done > total // 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        import_checkpoint(tmp_path / "m", tmp_path / "out", progress=stop)
-    assert not (tmp_path / "out").exists()
-    import_checkpoint(tmp_path / "m", tmp_path / "out")
-    truth = MOE.truth()
-    assert same(read(tmp_path / "out", truth), truth) == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "out"]
-
-
-def test_a_hostile_file_is_refused_and_nothing_runs(tmp_path: Path, run: Run) -> None:
-    folder = write_legacy(tmp_path / "m", MOE, MegatronRun(tp=2, pp=2))
-    torch.save(
-        {"model": {"w": torch.ones(2)}, "args": Hostile(tmp_path / "ran")},
-        folder / "mp_rank_01_001" / "model_optim_rng.pt",
-    )
-    with pytest.raises(CannotLook, match=r"asks for: +posix\.system"):
-        import_checkpoint(folder, tmp_path / "out")
-    ran = run("import", folder, tmp_path / "out")
-    assert ran.code == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
 @pytest.mark.parametrize(

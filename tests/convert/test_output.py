@@ -5,13 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import subprocess
 import sys
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,32 +88,6 @@ def test_of_two_at_once_one_succeeds_and_the_other_names_it(tmp_path: Path) -> N
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
         str(number) for number in range(ROUNDS)
     )
-
-
-HOLDER = """
-import sys, time
-from dcp_placements.offline.output import Output, replaced_file
-with Output(sys.argv[1]) as output, output.directory([], "the same"):
-    (output.partial / "half").write_text("half")
-    print("holds", flush=True)
-    time.sleep(600)
-"""
-
-
-def test_m92_the_output_of_a_killed_process_is_resumed(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    with ExitStack() as stack:
-        worker = start_worker(stack, HOLDER, str(out))
-        assert line_of(worker) == "holds"
-        with pytest.raises(CannotLook, match="is being written by another process"):
-            Output(out).__enter__()
-        worker.kill()
-        worker.wait()
-        with Output(out) as output, output.directory([], "the same"):
-            assert (output.partial / "half").read_text() == "half"
-            (output.partial / "whole").write_text("whole")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert sorted(path.name for path in out.iterdir()) == ["half", "whole"]
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
@@ -222,46 +194,3 @@ def test_planted_parts_of_an_export_are_not_kept(tmp_path: Path, run: Run) -> No
     assert ran.code == 0, ran.err
     assert [path.name for path in outside.iterdir()] == ["precious"]
     assert not (tmp_path / "out").is_symlink()
-
-
-def test_what_a_stopped_attempt_left_is_kept_for_the_same_output_only(tmp_path: Path) -> None:
-    def attempt(identity: str) -> Any:
-        with Output(tmp_path / "out") as output, output.directory([], identity):
-            seen = sorted(path.name for path in output.partial.iterdir())
-            (output.partial / "part").write_text("part")
-            raise RuntimeError(seen)
-
-    for identity, seen in (("a", []), ("a", ["part"]), ("b", []), ("b", ["part"])):
-        with pytest.raises(RuntimeError) as caught:
-            attempt(identity)
-        assert caught.value.args[0] == sorted(["identity", *seen])
-
-
-@pytest.mark.parametrize("free", [100, 10_000])
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("export", "ckpt", "out", "--to", "hf"),
-        ("import", "hf", "out"),
-    ],
-)
-def test_too_little_room_is_refused_before_anything_is_written(
-    tmp_path: Path,
-    run: Run,
-    monkeypatch: pytest.MonkeyPatch,
-    command: tuple[str, ...],
-    free: int,
-) -> None:
-    save_sharded(tmp_path / "ckpt")
-    (tmp_path / "hf").mkdir()
-    save_file({"w": torch.ones(200)}, tmp_path / "hf" / "model.safetensors")
-    before = sorted(path.name for path in tmp_path.iterdir())
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free))
-    ran = run(*command)
-    if free > 1000:
-        assert (tmp_path / "out").exists(), ran.err
-        return
-    assert ran.code == 2
-    assert re.search(r"out: it takes [0-9.]+ (B|KiB), and there is room for 100 B", ran.err)
-    assert sorted(path.name for path in tmp_path.iterdir()) == before

@@ -18,7 +18,6 @@ from dcp_placements.offline import (
     Checkpoint,
     diff,
     export_safetensors,
-    import_checkpoint,
     merge_metadata,
 )
 from dcp_placements.offline.output import MARKER, RemoteOutput
@@ -28,22 +27,6 @@ from tests.remote_scenes import contents, memory, names
 from tests.storage_scenes import load, same
 
 __all__ = ["memory"]
-
-
-@pytest.fixture
-def writes(memory: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Give the names of files in memory in the order in which they are begun."""
-    order: list[str] = []
-    for name in ("pipe_file", "_open"):
-        real = getattr(MemoryFileSystem, name)
-
-        def noted(self: Any, path: str, *args: Any, _real: Any = real, **kwargs: Any) -> Any:
-            if _real.__name__ == "pipe_file" or "wb" in (*args, *kwargs.values()):
-                order.append(path.rpartition("/")[2])
-            return _real(self, path, *args, **kwargs)
-
-        monkeypatch.setattr(MemoryFileSystem, name, noted)
-    return order
 
 
 def upload(source: Path, url: str) -> None:
@@ -79,27 +62,6 @@ def test_safetensors_are_exported_to_a_url_and_imported_from_it(
     assert diff(f"{memory}/dcp", out).same
     assert run("verify", f"{memory}/dcp", "--contents").code == 0
     assert run("diff", f"{memory}/dcp", tmp_path / "ckpt", "--json").code in (0, 1)
-
-
-def test_the_last_file_completes_an_output(
-    tmp_path: Path, memory: str, run: Run, writes: list[str]
-) -> None:
-    save_hugging_face(tmp_path / "hf", wholes())
-    assert (
-        run(
-            "import",
-            tmp_path / "hf",
-            f"{memory}/dcp",
-        ).code
-        == 0
-    )
-    assert writes[-1] == ".metadata"
-    assert len(writes) > 1
-    writes.clear()
-    out = f"{memory}/out"
-    assert run("export", tmp_path / "hf", out, "--to", "hf", "--max-shard-size", "500").code == 0
-    assert writes[-1] == "model.safetensors.index.json"
-    assert len(writes) > 2
 
 
 class Sftp(MemoryFileSystem):
@@ -278,20 +240,6 @@ def test_an_interrupted_export_goes_on_beside_no_file_of_others(
         export_safetensors(tmp_path, out, max_shard_size=4000)
     assert f"found:       {name}: not of this output\n" in str(caught.value)
     assert contents(out) == before
-
-
-def test_an_import_replaces_no_checkpoint_that_appeared_meanwhile(
-    tmp_path: Path, memory: str
-) -> None:
-    four_files(tmp_path / "hf")
-    save_sharded(tmp_path / "ckpt")
-    out = f"{memory}/out"
-    theirs = {path.name: path.read_bytes() for path in (tmp_path / "ckpt").iterdir()}
-    with pytest.raises(CannotLook, match="is there already"):
-        import_checkpoint(
-            tmp_path / "hf", out, progress=lambda done, total: upload(tmp_path / "ckpt", out)
-        )
-    assert theirs.items() <= contents(out).items()
 
 
 def test_metadata_of_ranks_are_merged_at_a_url(tmp_path: Path, memory: str, run: Run) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -42,12 +41,11 @@ from tests.offline_scenes import (
     run,
     save_hugging_face,
     save_sharded,
-    saving_over,
 )
 from tests.offline_scenes import (
     wholes as small,
 )
-from tests.remote_scenes import memory, names
+from tests.remote_scenes import memory
 from tests.storage_scenes import Flipped, assert_record_of, flipped_is_known
 from tests.strategies import arange
 from tests.transfer.test_transfer_matrix import placement
@@ -305,14 +303,6 @@ def test_contents_of_any_dtype_and_size_are_those_of_the_source(
     assert_record_of(saved, whole["torch.float64"][:8].clone())
 
 
-def test_damage_of_a_record_that_is_read_whole_gets_no_new_checksum(tmp_path: Path) -> None:
-    save_sharded(tmp_path / "source")
-    damage.flip_bit(tmp_path / "source", "layers.0.experts.w1")
-    with pytest.raises(PlacementError, match=r"layers\.0\.experts\.w1: .*not what was written"):
-        reshard(tmp_path / "source", tmp_path / "out", rules_by_ep, {"ep": 4})
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.usefixtures("flipped_is_known")
 def test_m88_objects_keep_the_transforms_of_their_records(tmp_path: Path) -> None:
     state = {"w": arange((8, 3)), "step": 7, "scheduler": {"lr": [0.1, 0.2]}}
@@ -389,20 +379,6 @@ def test_what_a_load_would_be_refused_for_is_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_urls_are_read_and_written(tmp_path: Path, memory: str, run: Run) -> None:
-    save_sharded(tmp_path / "source")
-    fs = fsspec.filesystem("memory")
-    for path in (tmp_path / "source").iterdir():
-        fs.pipe_file(f"{memory}/source/{path.name}", path.read_bytes())
-    axes = ("--mesh", "ep=4", "--rules", "tests.offline_scenes:rules_by_ep")
-    ran = run("reshard", f"{memory}/source", f"{memory}/out", *axes, "--storage-option", "x=1")
-    assert ran.code == 0, ran.err
-    assert len(names(f"{memory}/out")) == 5
-    assert diff(f"{memory}/out", tmp_path / "source").same
-    assert verify(f"{memory}/out", contents=True).sound
-    assert run("reshard", f"{memory}/source", f"{memory}/out", *axes).code == 2
-
-
 def test_safetensors_are_rewritten_too(tmp_path: Path) -> None:
     save_hugging_face(tmp_path / "hf", small())
     reshard(tmp_path / "hf", tmp_path / "out", rules_by_ep, {"ep": 2})
@@ -413,19 +389,6 @@ def test_safetensors_are_rewritten_too(tmp_path: Path) -> None:
 def fixed_times(path: Path) -> None:
     for file in path.iterdir():
         os.utime(file, (1e9, 1e9))
-
-
-def test_a_source_that_is_overwritten_meanwhile_is_refused(tmp_path: Path) -> None:
-    source = tmp_path / "src"
-    save_sharded(source, lean=False)
-    overwrite = saving_over(source)
-    with pytest.raises(CannotLook, match="it was overwritten while it was read") as caught:
-        reshard(source, tmp_path / "out", rules_by_ep, {"ep": 4}, progress=overwrite)
-    assert ".metadata" in str(caught.value)
-    assert not (tmp_path / "out").exists()
-    assert reshard(source, tmp_path / "out", rules_by_ep, {"ep": 4}).kept == ()
-    read = read_whole(tmp_path / "out")
-    assert all(same_bits(read[key], value + 1000) for key, value in small().items())
 
 
 def test_a_source_of_equal_names_sizes_and_times_is_begun_anew(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from dcp_placements.offline import (
 from dcp_placements.offline.safetensors_files import DTYPES
 from dcp_placements.presets import hub
 from dcp_placements.testing import FakeDTensor, World, cut
-from tests.offline_scenes import Run, overwriting, run, save_hugging_face
+from tests.offline_scenes import Run, run, save_hugging_face
 from tests.strategies import arange
 
 __all__ = ["run"]
@@ -199,17 +199,6 @@ def test_what_is_wrong_is_told_before_anything_is_written(tmp_path: Path, run: R
     with pytest.raises(CannotLook):
         import_checkpoint(tmp_path / "none", tmp_path / "ckpt")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "hf", "none"]
-
-
-def test_files_that_are_overwritten_meanwhile_are_refused(tmp_path: Path) -> None:
-    source, out = tmp_path / "hf", tmp_path / "ckpt"
-    save_hugging_face(source, tensors())
-    with pytest.raises(CannotLook, match="it was overwritten while it was read") as caught:
-        import_checkpoint(source, out, progress=overwriting(source, "*.safetensors"))
-    assert "model-00001-of-00002.safetensors" in str(caught.value)
-    assert not out.exists()
-    import_checkpoint(source, out)
-    assert diff(out, source).same
 
 
 def test_m87_of_two_indices_none_is_guessed(tmp_path: Path, run: Run) -> None:
