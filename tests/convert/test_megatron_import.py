@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from hazard_scenes import assert_holds, read_whole
 
 from dcp_placements import (
     PlacementError,
@@ -25,12 +24,12 @@ from dcp_placements.offline.comparing import same_bits
 from dcp_placements.testing.megatron import (
     MegatronModel,
     MegatronRun,
-    Wholes,
     padded,
     write_legacy,
 )
 from tests.offline_scenes import Run, overwriting
 
+WEIGHTS = "model_optim_rng.pt"
 MOE = MegatronModel()
 DENSE = replace(MOE, experts=0, layers=4, bias=True, gated=False)
 
@@ -52,22 +51,6 @@ MODELS = {
         replace(MOE, vocab=21, tied=True, grouped=False, bias=True), 8
     ),
 }
-
-
-def read(path: Path, like: Wholes) -> Wholes:
-    """Return what torch's own planner reads, in one process."""
-    held = {key: torch.full_like(whole, 77) for key, whole in like.items()}
-    dcp.load(held, checkpoint_id=path, planner=DefaultLoadPlanner(), no_dist=True)
-    return held
-
-
-def keys_of(path: Path) -> set[str]:
-    return set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
-
-
-def same(found: Wholes, truth: Wholes) -> list[str]:
-    """Return the keys that differ."""
-    return [key for key, whole in truth.items() if not same_bits(found[key], whole)]
 
 
 def edit(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -110,9 +93,8 @@ def test_every_layout_becomes_the_whole_model(run: str, name: str, tmp_path: Pat
     megatron, model = RUNS[run], MODELS[name]
     write_legacy(tmp_path / "megatron", model, megatron)
     report = import_checkpoint(tmp_path / "megatron", tmp_path / "out")
-    truth = model.truth()
-    assert keys_of(tmp_path / "out") == set(truth) == set(report.keys)
-    assert same(read(tmp_path / "out", truth), truth) == []
+    assert_holds(tmp_path / "out", model.truth())
+    assert set(report.keys) == set(model.truth())
     assert verify(tmp_path / "out").sound
     assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron", "out"]
 
@@ -151,48 +133,30 @@ def test_an_incomplete_set_is_refused_and_nothing_is_written(tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "m"]
 
 
+NORM = "decoder.final_layernorm.weight"
+OUTPUT, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+EXPERT = "decoder.layers.1.mlp.experts.linear_fc1.weight1"
+QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
+
+
 @pytest.mark.parametrize(
-    ("run", "file", "key", "message"),
+    ("run", "files", "key", "named"),
     [
-        (
-            RUNS["tp2 pp2"],
-            "mp_rank_01_001",
-            "decoder.final_layernorm.weight",
-            "decoder.final_layernorm.weight: mp_rank_01_001 and mp_rank_00_001 hold it",
-        ),
-        (
-            RUNS["tp4 ep2 etp1"],
-            "mp_rank_02_000",
-            "decoder.layers.1.mlp.experts.linear_fc1.weight1",
-            "decoder.layers.1.mlp.experts.linear_fc1.weight1: mp_rank_02_000 and mp_rank_00_000",
-        ),
-        (
-            RUNS["tp2 ep4 etp1"],
-            "mp_rank_00_002",
-            "decoder.layers.0.self_attention.linear_qkv.weight",
-            "decoder.layers.0.self_attention.linear_qkv.weight: mp_rank_00_002 and mp_rank_00_000",
-        ),
-        (
-            MegatronRun(tp=1, pp=2),
-            "mp_rank_00_001",
-            "output_layer.weight",
-            "embedding.word_embeddings.weight: mp_rank_00_001 and mp_rank_00_000 hold it",
-        ),
+        (RUNS["tp2 pp2"], ("mp_rank_01_001", "mp_rank_00_001"), NORM, NORM),
+        (RUNS["tp4 ep2 etp1"], ("mp_rank_02_000", "mp_rank_00_000"), EXPERT, EXPERT),
+        (RUNS["tp2 ep4 etp1"], ("mp_rank_00_002", "mp_rank_00_000"), QKV, QKV),
+        (MegatronRun(tp=1, pp=2), ("mp_rank_00_001", "mp_rank_00_000"), OUTPUT, EMBEDDING),
     ],
     ids=["replicated", "expert twice", "dense twice", "tied"],
 )
 def test_copies_that_differ_are_refused(
-    run: MegatronRun, file: str, key: str, message: str, tmp_path: Path
+    run: MegatronRun, files: tuple[str, str], key: str, named: str, tmp_path: Path
 ) -> None:
-    folder = plain(tmp_path, run, replace(MOE, tied=True) if "output" in key else MOE)
-
-    def change(held: dict[str, Any]) -> None:
-        held["model"][key].view(-1)[-1] += 1
-
-    edit(folder / file / "model_optim_rng.pt", change)
+    folder = plain(tmp_path, run, replace(MOE, tied=key == OUTPUT))
+    edit(folder / files[0] / WEIGHTS, lambda held: held["model"][key].view(-1)[-1:].add_(1))
     with pytest.raises(PlacementError, match=r"differ in 1 of \d+ elements") as caught:
         import_checkpoint(folder, tmp_path / "out")
-    assert message in str(caught.value)
+    assert f"{named}: {' and '.join(files)} hold it" in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 
@@ -202,7 +166,7 @@ def test_equal_nans_are_equal(tmp_path: Path) -> None:
     for file in folder.glob("*/*.pt"):
         edit(file, lambda held: held["model"][key].fill_(float("nan")))
     import_checkpoint(folder, tmp_path / "out")
-    assert read(tmp_path / "out", {key: MOE.truth()[key]})[key].isnan().all()
+    assert read_whole(tmp_path / "out", key)[key].isnan().all()
 
 
 def test_what_no_rule_names_is_refused_under_tensor_parallelism(tmp_path: Path) -> None:
@@ -215,7 +179,7 @@ def test_what_no_rule_names_is_refused_under_tensor_parallelism(tmp_path: Path) 
 
 def test_weights_that_are_no_plain_tensors_are_refused(tmp_path: Path) -> None:
     folder = plain(tmp_path, MegatronRun())
-    file = folder / "mp_rank_00" / "model_optim_rng.pt"
+    file = folder / "mp_rank_00" / WEIGHTS
     edit(file, lambda held: held["model"].update({"output_layer.weight": [torch.ones(2)]}))
     with pytest.raises(PlacementError, match=r"output_layer\.weight: mp_rank_00 has a list there"):
         import_checkpoint(folder, tmp_path / "out")
@@ -252,7 +216,7 @@ def test_files_of_a_version_with_another_order_of_qkv_are_refused(
         if version is not None:
             held["checkpoint_version"] = version
 
-    edit(folder / "mp_rank_00" / "model_optim_rng.pt", change)
+    edit(folder / "mp_rank_00" / WEIGHTS, change)
     with pytest.raises(PlacementError, match=f"checkpoint version {version or 0}, which orders"):
         import_checkpoint(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -266,15 +230,15 @@ def test_the_true_vocabulary_is_given_or_kept_with_its_padding(tmp_path: Path) -
     assert "all 24 rows of the vocabulary are kept" in report.notes[1]
     key = "output_layer.weight"
     whole = replace(MOE, vocab=24).truth()[key]
-    assert same_bits(read(tmp_path / "kept", {key: whole})[key], whole)
+    assert same_bits(read_whole(tmp_path / "kept", key)[key], whole)
     import_checkpoint(open_source(folder, vocab_size=20), tmp_path / "given")
-    assert same_bits(read(tmp_path / "given", {key: whole[:20]})[key], whole[:20])
+    assert same_bits(read_whole(tmp_path / "given", key)[key], whole[:20])
     with pytest.raises(PlacementError, match="vocab_size 25, but it has 24 rows"):
         import_checkpoint(open_source(folder, vocab_size=25), tmp_path / "more")
     for file in folder.glob("*/*.pt"):
         edit(file, lambda held: vars(held["args"]).update(NULL_TOKENIZER))
     import_checkpoint(folder, tmp_path / "null")
-    assert same_bits(read(tmp_path / "null", {key: whole[:21]})[key], whole[:21])
+    assert same_bits(read_whole(tmp_path / "null", key)[key], whole[:21])
 
 
 NULL_TOKENIZER = {"vocab_size": 20, "tokenizer_type": "NullTokenizer"}
@@ -288,7 +252,7 @@ def test_an_optimizer_is_left_out_with_the_reason(tmp_path: Path, optimizer: str
     reasons = {part.what: part.why for part in report.beside}
     assert "save it as torch_dist" in reasons["optimizer"]
     assert ("distrib_optim.pt" in reasons) is (optimizer == "distributed")
-    assert keys_of(tmp_path / "out") == set(MOE.truth())
+    assert_holds(tmp_path / "out", MOE.truth())
 
 
 def test_without_arguments_the_experts_cut_is_to_be_given(tmp_path: Path) -> None:
@@ -297,8 +261,7 @@ def test_without_arguments_the_experts_cut_is_to_be_given(tmp_path: Path) -> Non
         import_checkpoint(tmp_path / "m", tmp_path / "out")
     (tmp_path / "out").mkdir()
     import_checkpoint(open_source(tmp_path / "m", expert_tensor_parallel_size=1), tmp_path / "out")
-    truth = MOE.truth()
-    assert same(read(tmp_path / "out", truth), truth) == []
+    assert_holds(tmp_path / "out", MOE.truth())
 
 
 @pytest.mark.parametrize(
@@ -309,7 +272,7 @@ def test_a_pickle_that_raises_anything_is_one_message(
     tmp_path: Path, run: Run, pickled: bytes
 ) -> None:
     folder = write_legacy(tmp_path / "m", MOE, MegatronRun(tp=2))
-    file = folder / "mp_rank_01" / "model_optim_rng.pt"
+    file = folder / "mp_rank_01" / WEIGHTS
     with zipfile.ZipFile(file) as before:
         records = {info.filename: before.read(info) for info in before.infolist()}
     with zipfile.ZipFile(file, "w") as after:

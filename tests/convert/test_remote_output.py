@@ -53,11 +53,7 @@ def test_safetensors_are_exported_to_a_url_and_imported_from_it(
     assert all(same(tensors[key], value) for key, value in wholes().items())
     again = run("export", f"{memory}/ckpt", out, "--to", "hf")
     assert (again.code, "is there already" in again.err) == (2, True)
-    ran = run(
-        "import",
-        out,
-        f"{memory}/dcp",
-    )
+    ran = run("import", out, f"{memory}/dcp")
     assert ran.code == 0, ran.err
     assert diff(f"{memory}/dcp", out).same
     assert run("verify", f"{memory}/dcp", "--contents").code == 0
@@ -271,11 +267,6 @@ def test_no_command_makes_a_folder_of_a_url(
         ("merge-metadata", "nothing://b/x"),
         ("doctor", "nothing://b/x"),
         ("export", "ckpt", "nothing://b/x", "--to", "hf"),
-        (
-            "import",
-            "ckpt",
-            "nothing://b/x",
-        ),
         ("import", "ckpt", "nothing://b/x"),
         ("draw", "ckpt", "-o", "nothing://b/x.png"),
     ):

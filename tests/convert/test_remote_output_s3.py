@@ -24,18 +24,14 @@ __all__ = ["s3", "s3_server"]
 
 STOPPING = """
 import sys, time
-from dcp_placements.offline import export_safetensors, import_checkpoint
+from dcp_placements.offline import export_safetensors
 
 def stop(done, total):
     if done > total // 2:
         print("half", flush=True)
         time.sleep(600)
 
-how, source, out = sys.argv[1:]
-if how == "export":
-    export_safetensors(source, out, max_shard_size=400_000, progress=stop)
-else:
-    import_checkpoint(source, out, memory=1 << 22, progress=stop)
+export_safetensors(*sys.argv[1:], max_shard_size=400_000, progress=stop)
 """
 
 
@@ -43,10 +39,10 @@ def tensors() -> dict[str, torch.Tensor]:
     return {f"w{n}": torch.arange(100_000.0) + n for n in range(6)}
 
 
-def killed(how: str, source: Path, out: str) -> None:
-    """Begin an export or import in another process, and kill it midway."""
+def killed(source: Path, out: str) -> None:
+    """Begin an export in another process, and kill it midway."""
     with ExitStack() as stack:
-        worker = start_worker(stack, STOPPING, how, str(source), out)
+        worker = start_worker(stack, STOPPING, str(source), out)
         assert line_of(worker) == "half"
         worker.send_signal(signal.SIGKILL)
         worker.wait()
@@ -57,17 +53,10 @@ def test_a_killed_export_goes_on_and_ends_as_one_that_was_not(
 ) -> None:
     save_hugging_face(tmp_path, tensors())
     options = ("--to", "hf", "--max-shard-size", "400000", "--json")
-    killed("export", tmp_path, f"{s3}/out")
+    killed(tmp_path, f"{s3}/out")
     left = [name for name in names(f"{s3}/out") if not name.startswith(MARKER)]
     assert left == [f"model-0000{n}-of-00006.safetensors" for n in (1, 2, 3)]
-    for command in (
-        ("verify", f"{s3}/out"),
-        (
-            "import",
-            f"{s3}/out",
-            f"{s3}/x",
-        ),
-    ):
+    for command in (("verify", f"{s3}/out"), ("import", f"{s3}/out", f"{s3}/x")):
         ran = run(*command)
         assert (ran.code, "the export to this directory has not finished" in ran.err) == (2, True)
     ran = run("export", tmp_path, f"{s3}/out", *options)
@@ -76,24 +65,6 @@ def test_a_killed_export_goes_on_and_ends_as_one_that_was_not(
     one, other = contents(f"{s3}/out"), contents(f"{s3}/whole")
     assert len(one) == 7
     assert one == other
-
-
-def test_a_killed_import_is_done_again(tmp_path: Path, s3: str, run: Run) -> None:
-    save_hugging_face(tmp_path, tensors())
-    killed("import", tmp_path, s3)
-    ran = run("verify", s3)
-    assert (ran.code, "no checkpoint in it" in ran.err) == (2, True)
-    assert (
-        run(
-            "import",
-            tmp_path,
-            s3,
-        ).code
-        == 0
-    )
-    assert run("verify", s3, "--contents").code == 0
-    assert len(names(s3)) == 2
-    assert run("diff", s3, tmp_path).code == 0
 
 
 @pytest.fixture(scope="module")
