@@ -37,7 +37,7 @@ from dcp_placements.errors import (
     raise_faults,
 )
 from dcp_placements.names.renames import Unstack, number_in, steps
-from dcp_placements.offline.assembly import AssembledTensor, assemble, assembled
+from dcp_placements.offline.assembly import AssembledTensor, assemble
 from dcp_placements.offline.box_reads import pieces
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, SourceTensor
 from dcp_placements.offline.comparing import same_bits
@@ -295,7 +295,7 @@ def reshard(
     world = RehearsedWorld(held, rules, axes, fsdp)
     layout = world_files(world)
     raise_faults(REFUSED, unmatched_faults(world.unmatched(), list(held.tensors)))
-    tensors = assembled(held.path, source.tensors, None)
+    tensors = {one.fqn: one for one in assemble(source.tensors, None)[0]}
     declared = (layout.world_size, sorted(layout.cuts.items()), list(layout.renames))
     identity = identity_of(source, tensors.values(), [declared, *layout.files.items()])
     writer = DcpOut(source, tensors, layout, identity)

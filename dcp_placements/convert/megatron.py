@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -100,8 +100,7 @@ def megatron_source(
         raise PlacementError(f"{layout.path}: {layout.reason}")
     mismatches = [Fault("checkpoint", line) for line in layout.mismatches]
     raise_faults(f"{layout.path} cannot be imported as it is", mismatches)
-    model = _Model(_with_expert_cut(layout, expert_tensor_parallel_size))
-    model.learn(vocab_size)
+    model = _Model(_with_expert_cut(layout, expert_tensor_parallel_size), vocab_size)
     source.notes = (f"layout: {layout.reason}", *model.notes)
     nbytes = 0
     for file in layout.ranks:
@@ -170,32 +169,54 @@ def _nbytes(value: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors_in(value))
 
 
-@dataclass(eq=False)
 class _Model:
     """What the files of all ranks say of the model, compared with the run's arguments.
 
-    Attributes:
+    Args:
         layout: Which file is whose.
+        vocab_size: As of ``megatron_source``.
+
+    Attributes:
         first_layer: The number of the first layer of ``(block, stage, chunk)``.
         layers: Number of layers by block (``decoder``, ``encoder``).
         experts: Of an MoE layer; 0 for none.
         is_gated: Whether ``linear_fc1`` joins gate and up.
         vocabulary: Rows without and with padding, and hidden size; None if no row is dropped.
         notes: What to check by hand.
+
+    Raises:
+        PlacementError: Files or arguments that contradict each other, all at once.
     """
 
-    layout: MegatronLayout
-    first_layer: dict[tuple[str, int, int], int] = field(default_factory=dict)
-    layers: dict[str, int] = field(default_factory=dict)
-    experts: int = 0
-    is_gated: bool = False
-    vocabulary: tuple[int, int, int] | None = None
-    notes: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.sizes = self.layout.sizes
-        self._args = self.layout.ranks[0].args
+    def __init__(self, layout: MegatronLayout, vocab_size: int | None) -> None:
+        self.layout, self.sizes = layout, layout.sizes
+        self.first_layer: dict[tuple[str, int, int], int] = {}
+        self.layers: dict[str, int] = {}
+        self.experts = 0
+        self.vocabulary: tuple[int, int, int] | None = None
+        self.notes: list[str] = []
+        self._args = layout.ranks[0].args
         self._faults: list[Fault] = []
+        layers: dict[tuple[str, int, int], list[tuple[int, str]]] = {}
+        experts: list[tuple[int, str]] = []
+        gated: dict[bool, str] = {}
+        shapes: list[tuple[tuple[int, ...], str]] = []
+        for file in layout.ranks:
+            name, stage = file.directory, layout.coordinates[file.directory].pp
+            self._check_version(file)
+            for number, chunk in file.chunks.items():
+                for block, count in self._layers(chunk, name).items():
+                    layers.setdefault((block, stage, number), []).append((count, name))
+                numbers = [int(m[1] or m[2]) for key in chunk if (m := _EXPERT.search(key))]
+                experts += [(1 + max(numbers), name)] if numbers else []
+                gated.update({joined: key for key, joined in _gated_keys(chunk)})
+                held = [chunk[key] for key in VOCABULARY if key in chunk]
+                shapes += [(tuple(t.shape), name) for t in held if getattr(t, "ndim", 0) == 2]
+        self._number_layers(layers)
+        self._count_experts(experts)
+        self.is_gated = self._joins_gate_and_up(gated)
+        self._set_vocabulary(shapes, vocab_size)
+        raise_faults("the files do not make one model", self._faults)
 
     @property
     def is_tied(self) -> bool:
@@ -246,36 +267,6 @@ class _Model:
             rules |= {f"{name}.weight": row, f"{name}.bias": None}
         return PlacementRules(rules)
 
-    def learn(self, vocab_size: int | None) -> None:
-        """Read the facts from all files.
-
-        Args:
-            vocab_size: As of ``megatron_source``.
-
-        Raises:
-            PlacementError: Files or arguments that contradict each other, all at once.
-        """
-        layers: dict[tuple[str, int, int], list[tuple[int, str]]] = {}
-        experts: list[tuple[int, str]] = []
-        gated: dict[bool, str] = {}
-        shapes: list[tuple[tuple[int, ...], str]] = []
-        for file in self.layout.ranks:
-            name, stage = file.directory, self.layout.coordinates[file.directory].pp
-            self._check_version(file)
-            for number, chunk in file.chunks.items():
-                for block, count in self._layers(chunk, name).items():
-                    layers.setdefault((block, stage, number), []).append((count, name))
-                numbers = [int(m[1] or m[2]) for key in chunk if (m := _EXPERT.search(key))]
-                experts += [(1 + max(numbers), name)] if numbers else []
-                gated.update({joined: key for key, joined in _gated_keys(chunk)})
-                held = [chunk[key] for key in VOCABULARY if key in chunk]
-                shapes += [(tuple(t.shape), name) for t in held if getattr(t, "ndim", 0) == 2]
-        self._number_layers(layers)
-        self._count_experts(experts)
-        self._set_gated(gated)
-        self._set_vocabulary(shapes, vocab_size)
-        raise_faults("the files do not make one model", self._faults)
-
     def _fault(self, where: str, headline: str, *details: str) -> None:
         self._faults.append(Fault(where, headline, details))
 
@@ -283,10 +274,10 @@ class _Model:
         if differing := differences(values):
             self._fault(where, f"{headline}: {differing}")
 
-    def _declared(self, argument: str) -> int | None:
-        """Return an argument of the run, if it is a number."""
-        value = getattr(self._args, argument, None)
-        return value if isinstance(value, int) else None
+    def _check_declared(self, where: str, found: int, headline: str, argument: str) -> None:
+        declared = getattr(self._args, argument, None)
+        if isinstance(declared, int) and declared != found:
+            self._fault(where, f"{headline}, where args say {declared}")
 
     def _check_version(self, file: RankFile) -> None:
         # Megatron takes a file without a version for one of version 0.
@@ -321,10 +312,9 @@ class _Model:
             self._check_equal(f"{block}.layers", headline, counts)
             first = self.first_layer[block, stage, chunk] = self.layers.get(block, 0)
             self.layers[block] = first + max(counts)[0]
-        declared, layers = self._declared("num_layers"), self.layers.get("decoder")
-        if None not in (declared, layers) and layers != declared:
-            headline = f"{layers} in all stages together, where args say {declared}"
-            self._fault("decoder.layers", headline)
+        if layers := self.layers.get("decoder"):
+            headline = f"{layers} in all stages together"
+            self._check_declared("decoder.layers", layers, headline, "num_layers")
 
     def _count_experts(self, counts: list[tuple[int, str]]) -> None:
         if not counts:
@@ -332,10 +322,8 @@ class _Model:
         self._check_equal("experts", "differ in number from file to file", counts)
         most, ep = max(counts)[0], self.sizes.ep
         self.experts = most * ep
-        declared = self._declared("num_experts")
-        if declared not in (None, self.experts):
-            in_all = f"{most} in a file, {self.experts} over EP {ep}"
-            self._fault("experts", f"{in_all}, where args say {declared}")
+        headline = f"{most} in a file, {self.experts} over EP {ep}"
+        self._check_declared("experts", self.experts, headline, "num_experts")
         if self.sizes.etp is None and self.sizes.tp > 1:
             self._fault(
                 "experts",
@@ -343,15 +331,15 @@ class _Model:
                 "way out:     expert_tensor_parallel_size= (--expert-tensor-parallel-size)",
             )
 
-    def _set_gated(self, keys: dict[bool, str]) -> None:
+    def _joins_gate_and_up(self, keys: dict[bool, str]) -> bool:
+        declared = getattr(self._args, "swiglu", None)
         if len(keys) > 1:
             headline = f"is gate and up in {keys[True]}, one tensor in {keys[False]}"
             self._fault("linear_fc1", headline)
-        declared = getattr(self._args, "swiglu", None)
-        self.is_gated = next(iter(keys), bool(declared))
-        if declared is True and not self.is_gated:
+        elif declared is True and False in keys:
             headline = "has as many rows as linear_fc2 columns, and args say swiglu"
             self._fault("linear_fc1", headline)
+        return next(iter(keys), bool(declared))
 
     def _set_vocabulary(
         self, shapes: list[tuple[tuple[int, ...], str]], vocab_size: int | None
@@ -361,17 +349,15 @@ class _Model:
             return
         (local, hidden), _ = shapes[0]
         padded = local * self.sizes.tp
-        declared = self._declared("padded_vocab_size")
-        if declared not in (None, padded):
-            headline = f"{padded} rows over all ranks, where args say {declared}"
-            self._fault("embedding", headline)
+        headline = f"{padded} rows over all ranks"
+        self._check_declared("embedding", padded, headline, "padded_vocab_size")
         if vocab_size is None:
-            vocab_size = self._declared("vocab_size")
+            vocab_size = getattr(self._args, "vocab_size", None)
             is_null = getattr(self._args, "tokenizer_type", None) == "NullTokenizer"
-            if is_null and vocab_size is not None:
+            if is_null and isinstance(vocab_size, int):
                 # This tokenizer's size lacks the end-of-document token, which is the last one.
                 vocab_size = min(padded, vocab_size + 1)
-        if vocab_size is None:
+        if not isinstance(vocab_size, int):
             self.notes.append(
                 f"all {padded} rows of the vocabulary are kept, padding included: neither args nor "
                 "vocab_size= (--vocab-size) says how many are words"

@@ -313,7 +313,7 @@ def _read(file: Path, numbers: tuple[int, ...]) -> RankFile:
         with zipfile.ZipFile(file) as zipped:
             checksums = tuple((one.filename, one.CRC, one.file_size) for one in zipped.infolist())
     except UnreadableFile as error:
-        problem = f"incomplete: {str(error).splitlines()[0]}"
+        problem = str(error).splitlines()[0].replace(f"{file}: ", "incomplete: ")
         return RankFile(name, numbers, problem=problem)
     return RankFile(name, numbers, contents, checksums=checksums)
 

@@ -146,10 +146,12 @@ def assemble(
         rename: Name to name, or to a ``Row``, ``Rows`` or ``Parts``; None changes nothing. A name
             without an answer (a ``LookupError`` or ``ValueError``, None, or "") is a fault.
     """
+    if rename is None:
+        return [_as_it_is(fqn, tensor) for fqn, tensor in tensors.items()], []
     faults: list[Fault] = []
     answers: list[tuple[str, SourceTensor, Renamed]] = []
     for name, tensor in tensors.items():
-        answer = name if rename is None else _answer(rename, name)
+        answer = _answer(rename, name)
         if isinstance(answer, Fault):
             faults.append(answer)
         else:
@@ -171,7 +173,9 @@ def assemble(
             rows[parameter] = len(targets) // len(answer.fqns)
         for target in targets:
             if "{}" in target.fqn and "{}" not in name:
-                faults.append(_unnumbered(name, target.fqn))
+                headline = f"rename= makes {target.fqn} of it, and it is no stack of numbered rows"
+                likely = "likely:      it has the name that the rename gives already: no rename"
+                faults.append(Fault(name, headline, (likely,)))
                 continue
             same = entries.setdefault(target.fqn, [])
             if same and not (isinstance(answer, Row) and isinstance(same[0].answer, Row)):
@@ -194,16 +198,15 @@ def assembled(
     Raises:
         CannotLook: It does not make tensors of all of them; every fault is in the message.
     """
-    if rename is None:  # each is one block
-        made = []
-        for fqn, tensor in tensors.items():
-            block = Block(tensor.whole, tensor, tensor.whole, tuple(range(len(tensor.shape))))
-            made.append(AssembledTensor(fqn, tensor.shape, tensor.dtype, (block,)))
-        return {tensor.fqn: tensor for tensor in made}
     made, faults = assemble(tensors, rename)
     if faults:
         raise CannotLook(format_faults(f"{path}: cannot be renamed", faults))
     return {tensor.fqn: tensor for tensor in made}
+
+
+def _as_it_is(fqn: str, tensor: SourceTensor) -> AssembledTensor:
+    block = Block(tensor.whole, tensor, tensor.whole, tuple(range(len(tensor.shape))))
+    return AssembledTensor(fqn, tensor.shape, tensor.dtype, (block,))
 
 
 def _answer(rename: Rename, name: str) -> Renamed | Fault:
@@ -220,18 +223,6 @@ def _answer(rename: Rename, name: str) -> Renamed | Fault:
         reason = f"it returned {new!r}"
     way_out = "way out:     a name for every key; exclude= of an export leaves keys out"
     return Fault(name, f"rename= has no name for it: {reason}", (way_out,))
-
-
-def _unnumbered(name: str, fqn: str) -> Fault:
-    """Return the fault of a new name with ``{}``, which stands for a number, and of no rows."""
-    return Fault(
-        name,
-        f"rename= makes {fqn} of it, and it is no stack whose rows could have numbers there",
-        (
-            "likely:      it has the name that the rename gives already",
-            "way out:     no rename, if the names are those that are wanted",
-        ),
-    )
 
 
 def _joined(fqn: str, entries: list[_Entry], faults: list[Fault]) -> AssembledTensor | None:
