@@ -12,7 +12,6 @@ import re
 import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -87,19 +86,6 @@ def open_source(
     Raises:
         CannotLook: There is nothing of the kind, or of several kinds; or an option of another.
     """
-    names = Directory(path).names()
-    kinds = [_RANKS] if files is not None else []
-    if not kinds and ".metadata" not in names:  # beside it trainers leave other files
-        kinds += [_RANKS] * bool(rank_file_names(names))
-        kinds += [_MEGATRON] * any(
-            re.match(r"mp_rank_\d|iter_\d{7}$|release$", name) for name in names
-        )
-        kinds += ["safetensors"] * any(name.endswith(".safetensors") for name in names)
-    if len(kinds) > 1:
-        raise CannotLook(
-            f"{os.fspath(path)}: files of several formats: {', '.join(kinds)}\n"
-            "    way out:     a directory with one of them"
-        )
     options: dict[str, dict[str, Any]] = {
         _RANKS: {"files": files, "rules": rules, "axes": axes},
         _MEGATRON: {
@@ -108,14 +94,30 @@ def open_source(
             "expert_tensor_parallel_size": expert_tensor_parallel_size,
         },
     }
-    own = options.pop(kinds[0], {}) if kinds else {}
-    for name, value in chain(*[others.items() for others in options.values()]):
-        if value is not None:
-            kind = kinds[0] if own else "a checkpoint"
-            raise CannotLook(f"{name}= is not for {kind}\n    way out:     leave it out")
-    if not own:
-        return Source.of(Checkpoint(path))
-    return rank_files_source(path, **own) if "files" in own else megatron_source(path, **own)
+    names = Directory(path).names()
+    found = {
+        _RANKS: bool(rank_file_names(names)),
+        _MEGATRON: any(re.match(r"mp_rank_\d|iter_\d{7}$|release$", name) for name in names),
+        "safetensors": any(name.endswith(".safetensors") for name in names),
+    }
+    # Beside a DCP checkpoint trainers leave other files.
+    kinds = [kind for kind, is_there in found.items() if is_there and ".metadata" not in names]
+    kinds = kinds if files is None else [_RANKS]
+    if len(kinds) > 1:
+        raise CannotLook(
+            f"{os.fspath(path)}: files of several formats: {', '.join(kinds)}\n"
+            "    way out:     a directory with one of them"
+        )
+    kind = kinds[0] if kinds and kinds[0] in options else "a checkpoint"
+    for other, given in options.items():
+        wrong = [name for name, value in given.items() if value is not None and other != kind]
+        if wrong:
+            raise CannotLook(f"{wrong[0]}= is not for {kind}\n    way out:     leave it out")
+    if kind == _RANKS:
+        return rank_files_source(path, **options[_RANKS])
+    if kind == _MEGATRON:
+        return megatron_source(path, **options[_MEGATRON])
+    return Source.of(Checkpoint(path))
 
 
 def _opened(source: AnySource) -> Source:
@@ -317,9 +319,10 @@ def _check_whole(source: Source, keys: Container[str] | None = None) -> None:
         if names or keys is None:
             where = format_names(names or fault.files, 4)
             lines.append(f"{where}: {fault.kind}: {fault.message}")
-    if lines:
+    if len(lines) > MAX_FAULTS:
         more = len(lines) - MAX_FAULTS
-        lines[MAX_FAULTS:] = [f"and {more} more: dcp-placements verify lists them"] * (more > 0)
+        lines = [*lines[:MAX_FAULTS], f"and {more} more: dcp-placements verify lists them"]
+    if lines:
         raise PlacementError("\n    ".join([f"{source.path}: it is not whole", *lines]))
 
 

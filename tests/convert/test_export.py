@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,14 +28,12 @@ from dcp_placements import (
     Stack,
     Unstack,
 )
-from dcp_placements.convert import writing
 from dcp_placements.offline import CannotLook, export_safetensors
 from dcp_placements.offline.safetensors_files import DTYPES
 from dcp_placements.presets import hub
 from dcp_placements.testing import FakeDTensor, World, cut
 from dcp_placements.testing.damage import drop_chunk, flip_bit, remove_file
 from tests.offline_scenes import Run, run, save_hugging_face, save_sharded, saving_over
-from tests.storage_scenes import data_file
 from tests.strategies import arange, examples
 
 __all__ = ["run"]
@@ -148,21 +145,6 @@ def test_ep_x_fsdp_becomes_the_hubs_names_in_bounded_files(lean: bool, tmp_path:
     assert result.prefix == "model"
     assert "step" in result.left_out
     assert "optim.state.embed.weight.exp_avg" in result.left_out
-
-
-def test_rows_in_files_and_what_is_put_together_are_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wanted = hub_names(save(tmp_path / "ckpt"))
-    monkeypatch.setattr("dcp_placements.offline.assembly.SHORT_NBYTES", 1)
-    export_safetensors(tmp_path / "ckpt", tmp_path / "a", rename=hub.mixtral)
-    assert_same(read(tmp_path / "a"), wanted)
-    # By slabs of a few elements.
-    monkeypatch.setattr("dcp_placements.offline.assembly.SHORT_NBYTES", 1 << 30)
-    monkeypatch.setattr(writing, "LEAST_NBYTES", 16)
-    export_safetensors(tmp_path / "ckpt", tmp_path / "b", rename=hub.mixtral, memory=0)
-    bytes_of = [(tmp_path / name / "model.safetensors").read_bytes() for name in "ab"]
-    assert bytes_of[0] == bytes_of[1]
 
 
 @pytest.mark.parametrize("short", [1, 1 << 30])
@@ -421,26 +403,6 @@ def test_a_file_that_an_index_names_in_vain_is_missed(tmp_path: Path) -> None:
     assert sorted(read(tmp_path / "out")) == ["a"]
 
 
-def test_files_of_another_export_are_not_kept(tmp_path: Path) -> None:
-    class Stopped(Exception):
-        pass
-
-    def stop(done: int, total: int) -> None:
-        if done > total / 2:
-            raise Stopped
-
-    save(tmp_path / "ckpt")
-    start = {"max_shard_size": 400, "rename": hub.mixtral}
-    with pytest.raises(Stopped):
-        export_safetensors(tmp_path / "ckpt", tmp_path / "out", progress=stop, **start)  # type: ignore
-    # The checkpoint is written anew, with the same sizes: what was exported of it is of another.
-    file = data_file(tmp_path / "ckpt", 1)
-    file.write_bytes(file.read_bytes())
-    result = export_safetensors(tmp_path / "ckpt", tmp_path / "out", **start)  # type: ignore
-    assert result.kept == ()
-    assert_same(read(tmp_path / "out"), hub_names(model()))
-
-
 def test_the_command(tmp_path: Path, run: Run) -> None:
     wanted = hub_names(save(tmp_path / "ckpt"))
     ran = run(
@@ -490,17 +452,6 @@ def test_an_exclude_that_matches_nothing_is_warned_of(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="'nothing': exclude= matches none of the"):
         export_safetensors(tmp_path / "ckpt", tmp_path / "out", exclude=["nothing", "norm.weight"])
     assert not any("norm.weight" in name for name in read(tmp_path / "out"))
-
-
-def test_a_warning_of_a_command_names_no_place_in_the_source(tmp_path: Path, run: Run) -> None:
-    save(tmp_path / "ckpt")
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")
-        ran = run("export", tmp_path / "ckpt", tmp_path / "out", "--to", "hf", "--exclude", "head")
-    assert ran.code == 0
-    assert ran.err.startswith("dcp-placements: look at this export (1 note)\n'head': exclude= ")
-    assert "UserWarning" not in ran.err
-    assert ".py" not in ran.err
 
 
 @pytest.mark.parametrize("shard_size", [500, 1 << 30])
