@@ -1,6 +1,6 @@
 """All commands, and the exit codes of their errors.
 
-``offline`` imports torch where something is called: help and completion need none.
+What needs torch is imported where something is called: help and completion need none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from dcp_placements.cli.arguments import default_options, parse_storage_option, 
 from dcp_placements.cli.memory import default_limit, limited_memory
 from dcp_placements.cli.printing import Shown, print_error, print_json_error, readers_may_stop
 from dcp_placements.errors import CannotLook, PlacementError, format_name
-from dcp_placements.storage.remote import is_url
 
 PROGRAM = "dcp-placements"
 DEBUG = "DCP_PLACEMENTS_DEBUG"
@@ -125,6 +124,8 @@ def _exiting(function: Callable[..., Shown]) -> Callable[..., None]:
 
     @wraps(function)
     def command(json: bool, storage_option: list[Any] | None, **kwargs: Any) -> None:
+        from dcp_placements.storage.remote import is_url  # which imports torch
+
         urls = [str(value) for value in kwargs.values() if isinstance(value, str) and is_url(value)]
         try:
             with warnings.catch_warnings(), default_options(urls, dict(storage_option or ())):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -81,14 +81,27 @@ class RankTensor(SourceTensor):
     pieces: list[Piece] = field(default_factory=list)
 
 
-class RankReader(AbstractContextManager["RankReader"]):
-    """Reads boxes of ranks' files, which are mapped: nothing is opened, no run of bytes is copied.
+class RankSource(Source):
+    """Tensors of ranks' files, put together. Every byte is placed, or left out for a reason.
 
-    Its tensors were proved whole when they were collected.
+    Args:
+        directory: Of the files.
+        versions: Of those with tensors, from before they were read.
     """
 
-    def __exit__(self, *raised: object) -> None:
-        """Do nothing."""
+    tensors: dict[str, RankTensor]
+
+    def __init__(self, directory: Directory, versions: dict[str, str]) -> None:
+        super().__init__(directory, {}, versions)
+        self.faults: list[Fault] = []
+        self._pieces: dict[tuple[str, Box], Piece] = {}
+        self._copies: list[tuple[str, Piece, Piece]] = []
+        self._left_out: dict[tuple[str, str], LeftOut] = {}
+        self._padding = 0
+
+    def reader(self) -> Any:
+        """Return what reads its tensors: itself, because files are mapped."""
+        return nullcontext(self)
 
     def read(self, tensor: RankTensor, box: Box) -> torch.Tensor:
         """Return the elements of a box."""
@@ -100,35 +113,7 @@ class RankReader(AbstractContextManager["RankReader"]):
         return into
 
     def runs(self, tensor: RankTensor, box: Box) -> None:
-        """Return none."""
-
-
-def _within(shared: Box, outer: Box) -> tuple[slice, ...]:
-    spans = zip(shared.offsets, outer.offsets, shared.sizes, strict=True)
-    return tuple([slice(a - b, a - b + n) for a, b, n in spans])
-
-
-class RankSource(Source):
-    """Tensors of ranks' files, put together. Every byte is placed, or left out for a reason.
-
-    Args:
-        directory: Of the files.
-        versions: Of those with tensors, from before they were read.
-    """
-
-    tensors: dict[str, SourceTensor]
-
-    def __init__(self, directory: Directory, versions: dict[str, str]) -> None:
-        super().__init__(directory, {}, versions)
-        self.faults: list[Fault] = []
-        self._pieces: dict[tuple[str, Box], Piece] = {}
-        self._copies: list[tuple[str, Piece, Piece]] = []
-        self._left_out: dict[tuple[str, str], LeftOut] = {}
-        self._padding = 0
-
-    def reader(self) -> RankReader:
-        """Return a reader of its tensors."""
-        return RankReader()
+        """Return no runs of bytes to copy: elements come through memory."""
 
     def leave_out(self, what: str, why: str, nbytes: int) -> None:
         """Note something that is no tensor of the model."""
@@ -182,7 +167,6 @@ class RankSource(Source):
             other = f"another one {whole.dtype} of {whole.shape}"
             self.faults.append(Fault(fqn, f"{file} makes it {dtype} of {shape}, {other}"))
             return
-        assert isinstance(whole, RankTensor)
         for box, at, view in boxes:
             piece = Piece(box, file, at, view.detach())
             first = self._pieces.setdefault((fqn, box), piece)
@@ -209,9 +193,7 @@ class RankSource(Source):
         Raises:
             PlacementError: The files do not make whole tensors, or contradict each other.
         """
-        for tensor in self.tensors.values():
-            assert isinstance(tensor, RankTensor)
-            self.faults += _holes(tensor)
+        self.faults += [fault for tensor in self.tensors.values() for fault in _holes(tensor)]
         raise_faults(f"{self.path} cannot be put together", self.faults)
         differing = [fault for copy in self._copies for fault in _differences(*copy)]
         raise_faults(f"{self.path}: files contradict each other", differing)
@@ -223,6 +205,11 @@ class RankSource(Source):
         }
         self.accounted = {what: nbytes for what, nbytes in accounted.items() if nbytes}
         return self
+
+
+def _within(shared: Box, outer: Box) -> tuple[slice, ...]:
+    spans = zip(shared.offsets, outer.offsets, shared.sizes, strict=True)
+    return tuple([slice(a - b, a - b + n) for a, b, n in spans])
 
 
 def _holes(tensor: RankTensor) -> list[Fault]:

@@ -102,7 +102,7 @@ def test_names_alone_are_ambiguous_and_the_expert_size_settles_it(tmp_path: Path
     # A pipeline size does not decide: what does is that no expert size stands beside it.
     assert megatron_layout(tmp_path, pipeline_parallel_size=2).second_field == "pp"
     both = megatron_layout(tmp_path, pipeline_parallel_size=2, expert_parallel_size=2)
-    assert both.second_field == "ep"
+    assert (both.second_field, both.loader) == ("ep", "EP-aware")
     assert both.pattern.startswith("iter_0000010/mp_rank_TT_PPP_EEE/")
     assert "--pipeline-parallel-size 2, but on disk 1" in both.mismatches
 
@@ -160,41 +160,45 @@ def test_where_experts_take_part_it_is_3d_though_a_name_lacks_a_field(
     assert any("incomplete: 0 of" in expected for expected in found.mismatches)
 
 
-def test_every_size_that_does_not_fit_is_told(tmp_path: Path) -> None:
-    write_legacy(tmp_path, SMALL, MegatronRun(tp=2, pp=2))
-    found = megatron_layout(
-        tmp_path, tensor_parallel_size=4, pipeline_parallel_size=1, expert_parallel_size=8
-    )
-    assert found.layout == "2D"
-    assert found.loader == "EP-aware"
-    assert found.mismatches == (
-        "--tensor-parallel-size 4, but on disk 2",
-        "--pipeline-parallel-size 1, but on disk 2",
-        "--expert-parallel-size 8, but on disk 1",
-    )
-    fits = megatron_layout(tmp_path, tensor_parallel_size=2, pipeline_parallel_size=2)
-    assert fits.fits
-
-
-def test_an_expert_size_needs_an_expert_coordinate(tmp_path: Path) -> None:
-    write_legacy(tmp_path, SMALL, MegatronRun(tp=2))
-    found = megatron_layout(tmp_path, expert_parallel_size=2)
-    assert found.pattern.startswith("iter_0000010/mp_rank_TT_EEE/")
-    assert any("needs an expert coordinate" in expected for expected in found.mismatches)
-
-
-def test_sizes_without_the_expert_size_do_not_fit_expert_coordinates(tmp_path: Path) -> None:
-    write_legacy(tmp_path, SMALL, MegatronRun(tp=2, ep=2))
-    found = megatron_layout(tmp_path, tensor_parallel_size=2)
-    assert (found.second_field, found.loader) == ("ep", "EP-aware")
-    assert any("no --expert-parallel-size is given" in expected for expected in found.mismatches)
-
-
-def test_files_that_early_releases_leave_out_are_missing(tmp_path: Path) -> None:
-    write_legacy(tmp_path, SMALL, MegatronRun(tp=4, ep=2, etp=1, early_writers=True))
-    (expected,) = megatron_layout(tmp_path).mismatches
-    assert "2 of 4 directories, no mp_rank_02_000, mp_rank_03_001" in expected
-    assert "Megatron-Core 0.12 to 0.18" in expected
+@pytest.mark.parametrize(
+    ("run", "given", "expected"),
+    [
+        (
+            MegatronRun(tp=2, pp=2),
+            {"tensor": 4, "pipeline": 1, "expert": 8},
+            [
+                "--tensor-parallel-size 4, but on disk 2",
+                "--pipeline-parallel-size 1, but on disk 2",
+                "--expert-parallel-size 8, but on disk 1",
+            ],
+        ),
+        (MegatronRun(tp=2, pp=2), {"tensor": 2, "pipeline": 2}, []),
+        (
+            MegatronRun(tp=2),
+            {"expert": 2},
+            ["--expert-parallel-size 2, but on disk 1", "needs an expert coordinate"],
+        ),
+        (MegatronRun(tp=2, ep=2), {"tensor": 2}, ["no --expert-parallel-size is given"]),
+        (
+            MegatronRun(tp=4, ep=2, etp=1, early_writers=True),
+            {},
+            ["2 of 4 directories, no mp_rank_02_000, mp_rank_03_001; Megatron-Core 0.12 to 0.18"],
+        ),
+        (
+            MegatronRun(tp=1, ep=2, etp=2),
+            {},
+            ["expert-tensor-parallel size 2 does not divide tensor-parallel size 1"],
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_are_told(
+    run: MegatronRun, given: dict[str, int], expected: list[str], tmp_path: Path
+) -> None:
+    write_legacy(tmp_path, SMALL, run)
+    sizes: dict[str, Any] = {f"{axis}_parallel_size": size for axis, size in given.items()}
+    found = megatron_layout(tmp_path, **sizes).mismatches
+    assert len(found) == len(expected)
+    assert all(text in line for text, line in zip(expected, found, strict=True))
 
 
 def test_a_rank_without_its_file_and_a_torn_file_are_incomplete(tmp_path: Path) -> None:
@@ -207,12 +211,6 @@ def test_a_rank_without_its_file_and_a_torn_file_are_incomplete(tmp_path: Path) 
     assert "mp_rank_00_000/model_optim_rng.pt: incomplete: there is no such file" in message
     assert "mp_rank_01_001/model_optim_rng.pt: incomplete" in message
     assert "3 of 4 directories, no mp_rank_00_001" in message
-
-
-def test_more_expert_shards_than_files_are_refused(tmp_path: Path) -> None:
-    write_legacy(tmp_path, SMALL, MegatronRun(tp=1, ep=2, etp=2))
-    (expected,) = megatron_layout(tmp_path).mismatches
-    assert "expert-tensor-parallel size 2 does not divide tensor-parallel size 1" in expected
 
 
 def test_what_another_run_left_behind_is_told(tmp_path: Path) -> None:
