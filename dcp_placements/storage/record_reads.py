@@ -200,10 +200,11 @@ class ChunkReader:
                 elements[at] = item.lengths.numel() * stored.properties.dtype.itemsize
             else:
                 elements[at] = SMALL_NBYTES  # all of an object
-        _, record = np.unique(starts, return_inverse=True)
+        # Of a record all items count.
+        record = np.cumsum(np.diff(starts, prepend=-1) != 0)
         is_whole = is_read_whole(nbytes, np.bincount(record, elements)[record])
         is_plain = np.array([not one.transforms for one in wanted])
-        is_object = np.array([one.is_object for one in wanted])
+        is_object = np.array([one.item.type is LoadItemType.BYTE_IO for one in wanted])
         found: Array = np.where(is_whole & is_plain, 1 + is_object, 0)
         return found
 

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,89 +14,33 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.tensor import Shard
 
 from dcp_placements import (
     PlacementFileSystemReader,
     PlacementFileSystemWriter,
-    PlacementLoadPlanner,
     PlacementSavePlanner,
 )
 from dcp_placements.offline import diff
 from dcp_placements.offline.directory import Directory
-from dcp_placements.testing import World, cut
-from tests.offline_scenes import Run, rules_by_ep, wholes
-from tests.remote_scenes import FsspecReader, names, s3, s3_server
+from tests.offline_scenes import Run, wholes
+from tests.remote_scenes import FsspecReader, names, s3, s3_server, save
 from tests.storage_scenes import load, same
 
 __all__ = ["s3", "s3_server"]
 
 
-def state_of(world: World, rank: int, ep: int, blank: bool = False) -> dict[str, Any]:
-    mesh = world.mesh(rank, ep=ep)
-    state: dict[str, Any] = {}
-    for fqn, whole in wholes().items():
-        local = cut(whole, [Shard(0)], (ep,), mesh.get_coordinate()) if "experts" in fqn else whole
-        state[fqn] = torch.zeros_like(local) if blank else local.clone()
-    return {**state, "step": 0 if blank else 5}
-
-
-def save_from_4(url: str, **options: Any) -> None:
-    world = World(4)
-    world.save(
-        url,
-        lambda rank: state_of(world, rank, 4),
-        lambda rank: PlacementSavePlanner(rules_by_ep(world.mesh(rank, ep=4)), **options),
-        lambda rank: PlacementFileSystemWriter(url),
-    )
-
-
-def load_to(url: str, ep: int, check: Callable[[PlacementFileSystemReader], None]) -> None:
-    world, readers = World(ep), [PlacementFileSystemReader(url) for _ in range(ep)]
-    states = world.load(
-        url,
-        lambda rank: state_of(world, rank, ep, blank=True),
-        lambda rank: PlacementLoadPlanner(rules_by_ep(world.mesh(rank, ep=ep))),
-        lambda rank: readers[rank],
-    )
-    for rank, state in enumerate(states):
-        expected = state_of(world, rank, ep)
-        assert [key for key in expected if not same(expected[key], state[key])] == []
-        check(readers[rank])
-
-
-def test_what_4_ranks_save_any_world_loads(s3: str, run: Run) -> None:
-    save_from_4(s3)
-    assert names(s3)[0] == ".metadata"
-    assert len(names(s3)) == 5
-    for ep in (4, 2):
-        load_to(s3, ep, lambda reader: None)
-    read = {key: torch.zeros_like(value) for key, value in wholes().items()} | {"step": 0}
-    load(Path("none"), read, FsspecReader(s3))
-    assert all(same(read[key], value) for key, value in wholes().items())
-    ran = run("verify", s3, "--contents", "--json")
-    assert (ran.code, ran.json["faults"]) == (0, [])
-
-
 def test_an_export_to_a_bucket_and_back(s3: str, run: Run) -> None:
-    save_from_4(f"{s3}/dcp")
+    save(f"{s3}/dcp", wholes())
     out = f"{s3}/hf"
     ran = run("export", f"{s3}/dcp", out, "--to", "hf", "--max-shard-size", "500")
     assert ran.code == 0, ran.err
     assert "model.safetensors.index.json" in names(out)
-    assert (
-        run(
-            "import",
-            out,
-            f"{s3}/again",
-        ).code
-        == 0
-    )
+    assert run("import", out, f"{s3}/again").code == 0
     assert diff(f"{s3}/again", out).same
 
 
 def test_an_upload_that_is_cut_off_leaves_the_older_checkpoint(s3: str) -> None:
-    save_from_4(s3)
+    save(s3, wholes())
     before = names(s3)
 
     class Stopped(PlacementSavePlanner):
@@ -114,7 +57,9 @@ def test_an_upload_that_is_cut_off_leaves_the_older_checkpoint(s3: str) -> None:
             no_dist=True,
         )
     assert names(s3) == before, "a part of a file was uploaded"
-    load_to(s3, 2, lambda reader: None)
+    read = {key: torch.zeros_like(value) for key, value in wholes().items()}
+    load(Path("none"), read, FsspecReader(s3))
+    assert all(same(read[key], value) for key, value in wholes().items())
 
 
 def test_what_is_missing_is_one_line(
