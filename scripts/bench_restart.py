@@ -72,8 +72,7 @@ from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.save.coordinator import tensor_properties
 from dcp_placements.storage.index import places_of
 from dcp_placements.storage.save_ids import writer_of
-from dcp_placements.storage.written import Rows, StoredPlace, WriteResults
-from dcp_placements.storage.written import Written as Sent
+from dcp_placements.storage.written import StoredPlace, WriteResults
 
 RECORD_NBYTES = 1200
 """What a record has besides its elements."""
@@ -128,7 +127,7 @@ class Written:
             records.append((f"data.{rank}", (0,), 8 * DATA_POSITIONS))
             records.append((f"rng.{rank}", None, 5000 + 7919 * rank % 64))
             whole |= {f"data.{rank}", f"rng.{rank}"}
-            self.sent.append(pickle.dumps(WriteResults(_sent(records, file, whole))))
+            self.sent.append(pickle.dumps(_sent(records, file, whole)))
             self.chunks += len(records)
 
     def results(self, rank: int) -> list[WriteResult]:
@@ -143,13 +142,13 @@ class Written:
         }
 
 
-def _sent(records: Iterable[tuple[str, Any, int]], file: str, whole: set[str]) -> Sent:
+def _sent(records: Iterable[tuple[str, Any, int]], file: str, whole: set[str]) -> WriteResults:
     """Return what a rank sends of the records in its file."""
     places, start = [], 0
     for fqn, offset, nbytes in records:
         places.append(StoredPlace(fqn, offset, file, start, nbytes + RECORD_NBYTES))
         start += nbytes + RECORD_NBYTES
-    return Sent.of(Rows.of(places), whole)
+    return WriteResults.of(places, whole)
 
 
 def _own_keys(rank: int) -> dict[str, Any]:

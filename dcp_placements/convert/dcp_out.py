@@ -31,13 +31,13 @@ from dcp_placements.offline.rehearsals.world import RehearsedWorld
 from dcp_placements.offline.structure import box_faults
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.checked_load import zip_problem
-from dcp_placements.storage.index import StorageTable, index_of_rows
+from dcp_placements.storage.index import index_of_places
 from dcp_placements.storage.metadata_file import write_metadata
 from dcp_placements.storage.provenance import RESERVED_KEY, identity, packed_record
 from dcp_placements.storage.records import Template
 from dcp_placements.storage.save_ids import named
-from dcp_placements.storage.torch_metadata import ChunkList, StoredEntries, entries_of
-from dcp_placements.storage.written import Rows, StoredPlace
+from dcp_placements.storage.torch_metadata import ChunkList, build_entries
+from dcp_placements.storage.written import StoredPlace
 from dcp_placements.table.world import cover_of
 
 REFUSED = "the checkpoint cannot be rewritten for this world"
@@ -207,10 +207,8 @@ class DcpOut:
     def _write_metadata(self, stream: IO[bytes]) -> None:
         with quiet_gc():
             metadata = self._metadata()
-            entries = entries_of(metadata.state_dict_metadata)
-            stored: Any = StoredEntries(entries)
-            metadata.state_dict_metadata = stored
-            metadata.storage_data = StorageTable(index_of_rows(Rows.of(self._places), entries))
+            entries = build_entries(metadata.state_dict_metadata)
+            metadata.storage_data = index_of_places(self._places, entries)
             write_metadata(metadata, stream)
 
     def _metadata(self) -> Metadata:

@@ -54,7 +54,6 @@ from dcp_placements.names.renames import FUNCTION, Step, number_in, recorded
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.rules.patterns import Matches
 from dcp_placements.storage.provenance import SaveRecord
-from dcp_placements.storage.torch_metadata import entries_at
 from dcp_placements.table.families import Families, Family, format_numbers
 from dcp_placements.table.table import PLAIN, Sent
 from dcp_placements.table.world import Piece, World, cover_of, repeated
@@ -608,8 +607,7 @@ def unasked_notes(fqns: Sequence[str], levels: Container[str], request: Request)
 
 def _tensors(stored: Mapping[str, Any], fqns: Collection[str]) -> list[str]:
     """Return those keys of a checkpoint that are tensors."""
-    entries = zip(fqns, entries_at(stored, fqns), strict=True)
-    return [fqn for fqn, entry in entries if isinstance(entry, TensorStorageMetadata)]
+    return [fqn for fqn in fqns if isinstance(stored.get(fqn), TensorStorageMetadata)]
 
 
 def _number_faults(

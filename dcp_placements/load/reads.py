@@ -49,7 +49,7 @@ from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.report import LoadReport
 from dcp_placements.runs import ReadItemOfLoad, made
 from dcp_placements.storage.provenance import record_of, stored
-from dcp_placements.storage.torch_metadata import ChunkList, entries_at
+from dcp_placements.storage.torch_metadata import ChunkList
 from dcp_placements.table.table import Held, Holding, as_holding, group_of
 
 
@@ -250,8 +250,8 @@ class Request:
         placed_of, absent = self.placing.placed, self.placing.absent
         # Most tensors are filled as the last one of their place and dtype.
         latest: dict[Any, Group] = {}
-        entries = entries_at(self.stored, self.state_dict)
-        for (fqn, value), entry in zip(self.state_dict.items(), entries, strict=True):
+        for fqn, value in self.state_dict.items():
+            entry = self.stored.get(fqn)
             placed = placed_of.get(fqn)
             if placed is None and fqn in absent:
                 continue

@@ -31,11 +31,10 @@ from dcp_placements.offline.dcp_files import (
 from dcp_placements.offline.directory import Directory, no_checkpoint
 from dcp_placements.offline.safetensors_files import read_safetensors_metadata
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.storage.index import StorageTable, index_for
+from dcp_placements.storage.index import index_of
 from dcp_placements.storage.provenance import SaveRecord, record_of, stored
 from dcp_placements.storage.rank_files import merge_rank_metadata
 from dcp_placements.storage.save_ids import IdRecord, absent_ranks, id_records, writer_of
-from dcp_placements.storage.torch_metadata import entries_of
 from dcp_placements.storage.written import Offset
 
 DCP = "dcp"
@@ -159,7 +158,7 @@ class Alike(NamedTuple):
     """Keys whose chunks are cut alike, and have places alike.
 
     Attributes:
-        number: Of their places in ``RowIndex``.
+        number: Of their class in ``RowIndex``.
         keys: Their numbers there.
         offsets: Of the chunks that have a place, in the order of ``RowIndex.pieces``.
         boxes: Of the chunks that the metadata list, by offset; empty for a key that they do not.
@@ -203,20 +202,14 @@ class Checkpoint:
             self.absent_ranks: list[int] = []
             self.newer: set[str] = set()
             self.format, self.metadata = self._read()
-            entries = entries_of(self.metadata.state_dict_metadata)
-            self.rows = index_for(self.metadata.storage_data or {}, entries)
+            self.rows = index_of(self.metadata)
+            entries = self.rows.entries
             self.tensors: dict[str, StoredTensor] = {}
             self.objects: dict[str, StoredRecord] = {}
             cuts = [Cut(chunks.array) for chunks in entries.lists]
             kinds: list[tuple[tuple[int, ...], torch.dtype, Cut] | None] = [
-                None
-                if form.properties < 0
-                else (
-                    entries.shapes[form.shape],
-                    entries.properties[form.properties].dtype,
-                    cuts[form.chunks],
-                )
-                for form in entries.forms
+                (tuple(form.size), form.properties.dtype, cuts[at]) if at >= 0 else None
+                for form, at in zip(entries.forms, entries.list_of, strict=True)
             ]
             for fqn, number in zip(entries.fqns, entries.form_of, strict=True):
                 kind = kinds[number]
@@ -255,7 +248,7 @@ class Checkpoint:
     @cached_property
     def id_records(self) -> dict[str, IdRecord]:
         """The record with a file's save id, by file, for files without an id in their name."""
-        return id_records(StorageTable(self.rows))
+        return id_records(self.rows)
 
     def tensor(self, fqn: str) -> StoredTensor:
         """Return the tensor of a key.
@@ -275,30 +268,23 @@ class Checkpoint:
 
     def files_of(self, fqn: str) -> tuple[str, ...]:
         """Return the names of the files that hold any of a key, sorted."""
-        number = self.rows.numbers.get(fqn)
-        return () if number is None else self._files_by_key[number]
-
-    @cached_property
-    def _files_by_key(self) -> list[tuple[str, ...]]:
-        return self.rows.files_by_key()
+        return self.rows.files_of(fqn)
 
     def places_of(self, fqn: str) -> dict[Offset, tuple[Any, ...]]:
         """Return file, start, length and transforms of each chunk of a key, by offset."""
-        steps = self.rows.transforms
         return {
-            offset: (file, start, length, steps[transforms] or ())
-            for offset, (file, transforms, start, length) in self.rows.rows_of(fqn)
+            row.offset: (row.path, row.start, row.length, row.transforms or ())
+            for row in self.rows.rows_of(fqn)
         }
 
     def alike(self) -> list[Alike]:
         """Return all keys by what lies alike, those of no tensor and no object, too."""
         rows = self.rows
         found: dict[Hashable, Alike] = {}
-        dims = dict(zip(rows.apart[0].tolist(), rows.apart[5].tolist(), strict=True))
-        for key, (fqn, number) in enumerate(zip(rows.fqns, rows.place_of.tolist(), strict=True)):
+        for key, (fqn, number) in enumerate(zip(rows.fqns, rows.class_of.tolist(), strict=True)):
             tensor = self.tensors.get(fqn)
             cut = fqn in self.objects if tensor is None else tensor.cut
-            kind = number, cut, dims.get(key)
+            kind = number, cut
             if kind not in found:
                 boxes = {} if tensor is None else tensor.cut.by_offset
                 boxes = _OF_OBJECT if cut is True else boxes
@@ -317,17 +303,19 @@ class Checkpoint:
             if not chunks:
                 continue
             for some, table in rows.pieces(alike.number, np.array(alike.keys, np.int64)):
-                for key, places in zip(some.tolist(), table.tolist(), strict=True):
+                by_key = np.moveaxis(table, 0, 2).tolist()
+                for key, places in zip(some.tolist(), by_key, strict=True):
                     for at, box in chunks:
                         file, step, start, length = places[at]
                         place = files[file], start, length, steps[step]
                         yield StoredRecord(fqns[key], box, *place)
         for fqn, tensor in self.tensors.items() if rows.has_copies else ():
             first, boxes = None, tensor.cut.by_offset
-            for offset, (name, step, start, length) in rows.rows_of(fqn, copies=True):
-                if offset is not None and offset == first and offset in boxes:
-                    yield StoredRecord(fqn, boxes[offset], name, start, length, steps[step])
-                first = offset
+            for row in rows.rows_of(fqn, copies=True):
+                if row.offset is not None and row.offset == first and row.offset in boxes:
+                    place = row.path, row.start, row.length, row.transforms or ()
+                    yield StoredRecord(fqn, boxes[row.offset], *place)
+                first = row.offset
 
     def read_record(self, stored: StoredRecord, most: int) -> bytes | None:
         """Return the record of a chunk or an object, as it was before its transforms.

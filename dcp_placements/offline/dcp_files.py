@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch.distributed.checkpoint import Metadata
 
 from dcp_placements.errors import CannotLook, PlacementError, format_error, format_name
 from dcp_placements.offline.directory import Directory
-from dcp_placements.storage.index import RowIndex, StorageTable
+from dcp_placements.storage.index import RowIndex
 from dcp_placements.storage.metadata_file import read_metadata, read_stock_pickle
 from dcp_placements.storage.safe_pickle import RefusedGlobal
 from dcp_placements.storage.save_ids import rank_file_rank
-from dcp_placements.storage.written import Offset
 
 T = TypeVar("T")
 
@@ -77,18 +76,10 @@ def misplaced_in_stock(directory: Directory, rows: RowIndex) -> list[str]:
     stock = _read(directory, ".metadata", lambda: read_stock_pickle(opener))
     if stock is None:
         return []
-    assert isinstance(stock.storage_data, StorageTable)
-    torchs = stock.storage_data.index
+    torchs = stock.storage_data
+    assert isinstance(torchs, RowIndex)
     fqns = {*rows.fqns, *torchs.fqns}
-    return sorted(fqn for fqn in fqns if _places(rows, fqn) != _places(torchs, fqn))
-
-
-def _places(rows: RowIndex, fqn: str) -> dict[Offset, tuple[Any, ...]]:
-    steps = rows.transforms
-    return {
-        offset: (file, steps[transforms], start, length)
-        for offset, (file, transforms, start, length) in rows.rows_of(fqn)
-    }
+    return sorted(fqn for fqn in fqns if {*rows.rows_of(fqn)} != {*torchs.rows_of(fqn)})
 
 
 def _read(directory: Directory, name: str, read: Callable[[], T]) -> T:

@@ -17,10 +17,10 @@ from dcp_placements.errors import CannotLook, format_name, format_names
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.directory import MARKER, Directory
 from dcp_placements.storage.checks import LARGEST, counts
-from dcp_placements.storage.index import index_of_rows
+from dcp_placements.storage.index import index_of_places
 from dcp_placements.storage.metadata_file import with_columns
 from dcp_placements.storage.torch_metadata import ChunkList, build_entries
-from dcp_placements.storage.written import Rows, StoredPlace
+from dcp_placements.storage.written import StoredPlace
 
 _HEADER_LIMIT_NBYTES = 100 << 20
 """What the safetensors library allows."""
@@ -114,7 +114,7 @@ def read_safetensors_metadata(
     absent = {fqn: file for fqn, file in (index or {}).items() if (fqn, file) not in held}
     if not tensors and not absent:
         raise CannotLook(f"{directory.path}: no tensor in {format_names(files, 4)}")
-    rows = index_of_rows(Rows.of(places), build_entries(tensors))
+    rows = index_of_places(places, build_entries(tensors))
     return with_columns(Metadata({}), rows), absent
 
 

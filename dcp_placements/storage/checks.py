@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, Te
 from dcp_placements._torch import StorageInfo
 from dcp_placements.errors import PlacementError, format_name
 from dcp_placements.storage.provenance import DIGESTS_OF_RANK, stored
-from dcp_placements.storage.torch_metadata import Entries
+from dcp_placements.storage.torch_metadata import ChunkList, Entries
 
 _SPARE_CHUNKS = 1 << 16
 
@@ -46,16 +46,14 @@ def check_entries(entries: Entries, rows: int) -> None:
         entries: What an index has of their lists of chunks is in range.
         rows: Places of chunks.
     """
-    check_properties(entries.properties)
-    shapes = [counts(shape) for shape in entries.shapes]
-    keys = np.bincount(entries.form_of, minlength=len(entries.forms)).tolist()
+    keys = np.bincount(np.array(entries.form_of, np.int64), minlength=len(entries.forms)).tolist()
     listed = 0
     for form, count in zip(entries.forms, keys, strict=True):
-        if form.properties < 0:
-            continue
-        if prod(shapes[form.shape]) * entries.properties[form.properties].dtype.itemsize >= LARGEST:
-            raise ValueError("a size that no tensor has")
-        listed += count * len(entries.lists[form.chunks])
+        if isinstance(form, TensorStorageMetadata):
+            check_properties([form.properties])
+            if prod(counts(form.size)) * form.properties.dtype.itemsize >= LARGEST:
+                raise ValueError("a size that no tensor has")
+            listed += count * len(form.chunks)
     check_count(listed, rows)
 
 
@@ -119,7 +117,7 @@ def check_facts(metadata: Metadata) -> None:
 def check_fields(metadata: Metadata) -> None:
     """Check the types of entries and places.
 
-    Only plain dicts are looked at. Other mappings are those of an index, which was checked, or of
+    Only plain dicts and lists are looked at. Others are those of an index, which was checked, or of
     another reader.
 
     Raises:
@@ -134,19 +132,21 @@ def check_fields(metadata: Metadata) -> None:
         _check_types("a key", entries, str)
         kinds = (TensorStorageMetadata, BytesStorageMetadata)
         _check_types("the metadata of a key", entries.values(), kinds)
-        tensors = [one for one in entries.values() if isinstance(one, TensorStorageMetadata)]
+        # Keys that are cut alike may share an object.
+        different = {id(one): one for one in entries.values()}.values()
+        tensors = [one for one in different if isinstance(one, TensorStorageMetadata)]
         check_properties([one.properties for one in tensors])
         _check_types("size", [one.size for one in tensors], tuple | list)
-        lists = [one.chunks for one in tensors]
-        _check_types("the chunks of a tensor", lists, Sequence)
-        chunks = list(chain.from_iterable(lists))
+        _check_types("the chunks of a tensor", [one.chunks for one in tensors], Sequence)
+        listed = [one for one in tensors if not isinstance(one.chunks, ChunkList)]
+        chunks = list(chain.from_iterable([one.chunks for one in listed]))
         _check_types("a chunk", chunks, ChunkStorageMetadata)
         for boxes in (tensors, ("size",)), (chunks, ("offsets", "sizes")):
             for name in boxes[1]:
                 sizes = list(map(attrgetter(name), boxes[0]))
                 _check_types(name, sizes, tuple | list)
                 _check_counts(name, list(chain.from_iterable(sizes)))
-        for one in tensors:
+        for one in listed:
             held = chain.from_iterable([(at.offsets, at.sizes) for at in one.chunks])
             if len({len(one.size), *map(len, held)}) > 1:
                 raise ValueError("a chunk has other dims than its tensor")

@@ -11,14 +11,15 @@ import io
 import json
 import struct
 import zipfile
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from math import prod
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
+import torch
 import xxhash
+from torch.distributed.checkpoint import BytesStorageMetadata, TensorStorageMetadata
 
 from dcp_placements.layout.boxes import Ints
 from dcp_placements.storage.checks import check_files
@@ -32,9 +33,9 @@ from dcp_placements.storage.columns import (
     unpacked_columns,
     unpacked_texts,
 )
-from dcp_placements.storage.index import LARGEST, Places, RowIndex
-from dcp_placements.storage.torch_metadata import OTHER, ChunkList, Entries, Form
-from dcp_placements.storage.written import from_ends, to_starts
+from dcp_placements.storage.index import LARGEST, RowIndex
+from dcp_placements.storage.torch_metadata import ChunkList, Entries, portable_state
+from dcp_placements.storage.written import from_ends, origin, to_starts
 
 Opener = Callable[[], AbstractContextManager[IO[bytes]]]
 """Opens the file, again and again."""
@@ -46,6 +47,10 @@ MOST_NUMBERS = 1 << 26
 """Integers that an index may have, in a file of unknown origin."""
 
 MOST_DIMS = 64
+
+_OBJECT, _OTHER = -1, -2
+_APART = -1
+"""In place of the class of a key in an index of earlier versions."""
 
 _NOT_ITS_KIND = KeyError, TypeError, ValueError, OverflowError, IndexError, AttributeError
 """What a value of another type than expected is met with."""
@@ -59,45 +64,86 @@ _TOTAL_RATIO, _SPARE_NBYTES = 256, 1 << 26
 """The members inflate to at most so many times the archive, and some more."""
 
 
-def packed_index(values: bytes, index: RowIndex) -> tuple[bytes, bytes]:
+def packed_index(
+    index: RowIndex, pickled: Callable[[list[Any], list[Any]], bytes]
+) -> tuple[bytes, bytes]:
     """Return the archive of an index, and its digest.
 
     Args:
-        values: The pickle of what is neither key nor row.
         index: The rows; its entries are stored with it.
+        pickled: Returns a pickle of what is neither key nor row, with the properties of tensors and
+            the entries of other classes than DCP's.
     """
-    entries, places = index.entries, index.places
+    entries = index.entries
     keys, of_keys = packed_texts(index.fqns)
     files, of_files = packed_texts(index.files)
+    forms, properties, shapes, others = _packed_forms(entries)
     *rows, starts, lengths = index.rows
-    none = np.zeros(0, np.int64)
+    numbers = [chunks.array.T.ravel() for chunks in entries.lists]
     columns: dict[str, Sequence[Column]] = {
-        "keys": [*of_keys, entries.form_of, index.place_of],
+        "keys": [*of_keys, entries.form_of, index.class_of],
         "files": [*of_files, index.file_counts, index.template_of],
         "templates": [*rows, from_ends(starts, lengths), lengths],
-        "apart": list(index.apart),
-        "places": [
-            [one.listed for one in places],
-            [len(one.chunks) for one in places],
-            np.concatenate([none, *[one.chunks for one in places]]),
-            np.concatenate([none, *[one.writers for one in places]]),
-            np.concatenate([none, *[one.slots for one in places]]),
-        ],
-        "entries": list(np.array(entries.forms, np.int64).reshape(-1, 3).T),
+        "places": [index.listed, index.counts, *index.places],
+        "entries": list(np.array(forms, np.int64).reshape(-1, 3).T),
         "chunks": [
             [len(chunks) for chunks in entries.lists],
             [chunks.array.shape[2] for chunks in entries.lists],
-            np.concatenate([none, *[chunks.array.T.ravel() for chunks in entries.lists]]),
+            np.concatenate([np.zeros(0, np.int64), *numbers]),
         ],
     }
     names = {
         "keys": keys,
         "files": files,
         "transforms": index.transforms,
-        "shapes": entries.shapes,
-        "offsets": [one.own for one in places if one.listed < 0],
+        "shapes": shapes,
+        "offsets": list(index.own.values()),
     }
-    return archive(columns, names, values)
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as held:
+
+        def add(name: str, data: bytes) -> None:
+            info = zipfile.ZipInfo(name)  # of no date
+            info.compress_type = zipfile.ZIP_DEFLATED
+            held.writestr(info, data, compresslevel=6)
+
+        for name, some in columns.items():
+            packed = packed_columns(some)
+            # The narrowest type of integers that has a sign.
+            kind = np.min_scalar_type(min(int(packed.min()), -1 - int(packed.max())))
+            array = io.BytesIO()
+            np.lib.format.write_array(array, packed.astype(kind), (1, 0), allow_pickle=False)
+            add(f"{name}.npy", array.getvalue())
+        add("names.json", json.dumps(names, separators=(",", ":")).encode())
+        add("values.pkl", pickled(properties, others))
+    data = stream.getvalue()[:-2]
+    digest = xxhash.xxh3_128_digest(data)
+    return data + struct.pack("<H", _COMMENT_NBYTES) + digest + MAGIC, digest
+
+
+def _packed_forms(
+    entries: Entries,
+) -> tuple[list[tuple[int, int, int]], list[Any], list[tuple[int, ...]], list[Any]]:
+    """Return by form numbers of properties, shape and list of chunks; and what has the numbers.
+
+    In place of the number of properties is ``_OBJECT``; or ``_OTHER`` of an entry of another class
+    than DCP's, with its number in place of that of a shape.
+    """
+    properties: dict[Any, tuple[int, Any]] = {}
+    shapes: dict[tuple[int, ...], int] = {}
+    forms = []
+    others: list[Any] = []
+    for form, listed in zip(entries.forms, entries.list_of, strict=True):
+        if type(form) is TensorStorageMetadata:
+            one = form.properties
+            kind, _ = properties.setdefault(portable_state(one), (len(properties), one))
+            forms.append((kind, shapes.setdefault(tuple(form.size), len(shapes)), listed))
+        elif type(form) is BytesStorageMetadata:
+            forms.append((_OBJECT, 0, 0))
+        else:
+            forms.append((_OTHER, len(others), 0))
+            others.append(form)
+    return forms, [one for _, one in properties.values()], list(shapes), others
 
 
 def unpacked_index(held: Archive, properties: Sequence[Any], others: Sequence[Any]) -> RowIndex:
@@ -113,59 +159,83 @@ def unpacked_index(held: Archive, properties: Sequence[Any], others: Sequence[An
     """
     try:
         index = _unpacked(held, properties, others)
+        index.check()
     except IndexDamage:
         raise
     except _NOT_ITS_KIND as error:
         raise IndexDamage(f"something is not of its kind: {error}") from error
-    index.check()
     return index
 
 
 def _unpacked(held: Archive, properties: Sequence[Any], others: Sequence[Any]) -> RowIndex:
     names = held.names
-    *of_keys, form_of, place_of = held.columns("keys", 4)
-    *_, file_counts, template_of = held.columns("files", 4)
-    *rows, gaps, lengths = held.columns("templates", 7)
-    listed, counts, *of_places = held.columns("places", 5)
-    fqns = unpacked_texts(names["keys"], *of_keys)
-    files = held.files()
-    transforms = [
-        None if steps is None else tuple(map(str, steps)) for steps in names["transforms"]
-    ]
-    lists = _lists(*held.columns("chunks", 3))
-    shapes = [tuple(map(int, shape)) for shape in names["shapes"]]
-    forms = held.columns("entries", 3)
-    _check_forms(forms, len(properties), shapes, lists, len(others))
-    check_below(form_of, len(forms[0]))
-    if len(place_of) != len(fqns) or len(form_of) > len(fqns):
+    of_keys, numbers, form_of, class_of = held.columns["keys"]
+    _, _, file_counts, template_of = held.columns["files"]
+    *rows, gaps, lengths = held.columns["templates"]
+    listed, counts, *places = held.columns["places"]
+    fqns = unpacked_texts(names["keys"], of_keys, numbers)
+    transforms = [None if s is None else tuple(map(str, s)) for s in names["transforms"]]
+    lists = _lists(*held.columns["chunks"])
+    shapes = [torch.Size(shape) for shape in names["shapes"]]
+    if len(form_of) > len(fqns):
         raise IndexDamage("other keys than there are")
-    entries = Entries(
-        fqns[: len(form_of)],
-        form_of.tolist(),
-        [Form(*form) for form in zip(*[column.tolist() for column in forms], strict=True)],
-        properties,
-        shapes,
-        lists,
-        others,
+    forms, list_of = _unpacked_forms(held.columns["entries"], properties, shapes, lists, others)
+    check_below(form_of, len(forms))
+    entries = Entries(fqns[: len(form_of)], form_of.tolist(), forms, lists, list_of)
+    check_below(listed, len(lists), -1)
+    own = [[None if o is None else tuple(map(int, o)) for o in some] for some in names["offsets"]]
+    index = RowIndex(
+        entries,
+        fqns,
+        transforms,
+        held.files(),
+        file_counts,
+        template_of,
+        np.stack([*rows, to_starts(gaps, lengths), lengths]),
+        class_of,
+        listed,
+        dict(zip(np.flatnonzero(listed < 0).tolist(), own, strict=True)),
+        counts,
+        np.stack(places),
     )
-    own = iter(names["offsets"])
-    places = []
-    parts = [split(column, counts.tolist()) for column in of_places]
-    for number, chunks, *both in zip(listed.tolist(), *parts, strict=True):
-        offsets = (
-            ()
-            if number >= 0
-            else [None if o is None else tuple(map(int, o)) for o in next(own, ())]
-        )
-        count = len(lists[number]) if 0 <= number < len(lists) else len(offsets)
-        if not count or int(chunks[-1]) != count - 1:
-            raise IndexDamage("places of other chunks than there are")
-        places.append(Places(max(number, -1), offsets, chunks, *both))
-    table = np.stack([*rows, to_starts(gaps, lengths), lengths])
-    apart = np.stack(held.columns("apart", 6))
-    return RowIndex(
-        entries, fqns, transforms, files, file_counts, template_of, table, apart, place_of, places
-    )
+    if "apart" in held.columns:
+        _add_apart(index, held.columns["apart"])
+    return index
+
+
+def _add_apart(index: RowIndex, columns: Sequence[Ints]) -> None:
+    """Add the keys of one chunk in all, as earlier versions stored them, to what was unpacked.
+
+    Args:
+        index: Without them.
+        columns: Key, position in the files of all, transforms, start, length, dims; -1 of objects.
+    """
+    key, file, steps, start, length, dims = columns
+    check_below(key, len(index.fqns))
+    check_below(dims, MOST_DIMS + 1, -1)
+    key, last = np.unique(key[::-1], return_index=True)  # of two for one key the later one counts
+    if not np.array_equal(key, np.flatnonzero(index.class_of == _APART)):
+        raise IndexDamage("a key apart that is not there")
+    file, steps, start, length, dims = [
+        one[::-1][last] for one in (file, steps, start, length, dims)
+    ]
+    writer, classes = len(index.template_of), len(index.counts)
+    number = np.full_like(key, writer)
+    rows = np.stack([number, key, dims + 1, file, steps, start, length])
+    index.rows = np.concatenate([index.rows, rows], axis=1)
+    index.template_of = np.append(index.template_of, writer)
+    index.files = [*index.files, *index.files]
+    index.file_counts = np.append(index.file_counts, len(index.files) // 2)
+    kinds, kind_of = np.unique(dims, return_inverse=True)
+    index.class_of[key] = classes + kind_of
+    index.listed = np.append(index.listed, np.full_like(kinds, -1))
+    index.own = {
+        **index.own,
+        **{classes + n: [origin(ndim)] for n, ndim in enumerate(kinds.tolist())},
+    }
+    index.counts = np.append(index.counts, np.ones_like(kinds))
+    places = np.stack([np.zeros_like(kinds), np.full_like(kinds, writer), kinds + 1])
+    index.places = np.concatenate([index.places, places], axis=1)
 
 
 def _lists(counts: Ints, dims: Ints, numbers: Ints) -> list[ChunkList]:
@@ -180,152 +250,121 @@ def _lists(counts: Ints, dims: Ints, numbers: Ints) -> list[ChunkList]:
     ]
 
 
-def _check_forms(
-    forms: Sequence[Ints],
-    properties: int,
-    shapes: Sequence[Any],
+def _unpacked_forms(
+    columns: Sequence[Ints],
+    properties: Sequence[Any],
+    shapes: Sequence[torch.Size],
     lists: Sequence[ChunkList],
-    others: int,
-) -> None:
-    kinds, numbers, of_list = forms
-    check_below(kinds, properties, OTHER)
-    is_tensor = kinds >= 0
-    check_below(numbers[is_tensor], len(shapes))
-    check_below(of_list[is_tensor], len(lists))
-    check_below(numbers[kinds == OTHER], others)
-    for shape, number in zip(numbers[is_tensor].tolist(), of_list[is_tensor].tolist(), strict=True):
-        if len(shapes[shape]) != lists[number].array.shape[2] or min(shapes[shape], default=0) < 0:
-            raise IndexDamage("a tensor with chunks of other dims")
+    others: Sequence[Any],
+) -> tuple[list[Any], list[int]]:
+    """Return torch's object of each form, and the number of its list of chunks; -1 for none."""
+    kinds, numbers, of_list = columns
+    check_below(kinds, len(properties), _OTHER)
+    check_below(numbers[kinds >= 0], len(shapes))
+    check_below(of_list[kinds >= 0], len(lists))
+    check_below(numbers[kinds == _OTHER], len(others))
+    forms: list[Any] = []
+    for kind, number, listed in zip(*[column.tolist() for column in columns], strict=True):
+        if kind == _OBJECT:
+            forms.append(BytesStorageMetadata())
+        elif kind == _OTHER:
+            forms.append(others[number])
+        else:
+            shape, chunks = shapes[number], lists[listed]
+            if len(shape) != chunks.array.shape[2] or min(shape, default=0) < 0:
+                raise IndexDamage("a tensor with chunks of other dims")
+            forms.append(TensorStorageMetadata(properties[kind], shape, chunks))
+    return forms, np.where(kinds >= 0, of_list, -1).tolist()
 
 
-def archive(
-    columns: Mapping[str, Sequence[Column]], names: Any, values: bytes
-) -> tuple[bytes, bytes]:
-    """Return a zip archive of an index, and its digest.
-
-    Args:
-        columns: By name of a member.
-        names: What is stored as JSON.
-        values: A pickle of the rest.
-    """
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as held:
-        for name, some in columns.items():
-            packed = packed_columns(some)
-            # The narrowest type of integers that has a sign.
-            kind = np.min_scalar_type(min(int(packed.min()), -1 - int(packed.max())))
-            array = io.BytesIO()
-            np.lib.format.write_array(array, packed.astype(kind), (1, 0), allow_pickle=False)
-            _add(held, f"{name}.npy", array.getvalue())
-        _add(held, "names.json", json.dumps(names, separators=(",", ":")).encode())
-        _add(held, "values.pkl", values)
-    data = stream.getvalue()[:-2]
-    digest = xxhash.xxh3_128_digest(data)
-    return data + struct.pack("<H", _COMMENT_NBYTES) + digest + MAGIC, digest
-
-
-def _add(held: zipfile.ZipFile, name: str, data: bytes) -> None:
-    info = zipfile.ZipInfo(name)  # of no date
-    info.compress_type = zipfile.ZIP_DEFLATED
-    held.writestr(info, data, compresslevel=6)
-
-
-class Archive:
+class Archive(NamedTuple):
     """The index in a file, as it was archived.
 
-    Args:
-        data: The archive.
-        most: Integers that all columns of a member may have; None for any number.
-
     Attributes:
-        digest: As ``archive`` returned it.
+        digest: As ``packed_index`` returned it.
         names: What was stored as JSON.
+        columns: By name of a member.
         values: The pickle.
-
-    Raises:
-        IndexDamage: It is not what was written.
     """
 
-    def __init__(self, data: bytes, most: int | None = None) -> None:
+    digest: bytes
+    names: Any
+    columns: Mapping[str, Sequence[Ints]]
+    values: bytes
+
+    @staticmethod
+    def at_end_of(stream: IO[bytes], most: int | None = None) -> Archive | None:
+        """Return the archive that a file ends with; None where it ends with none.
+
+        Args:
+            stream: The file.
+            most: Integers that all columns of a member may have; None for any number.
+
+        Raises:
+            IndexDamage: It is not what was written.
+        """
+        size = stream.seek(0, io.SEEK_END)
+        nbytes, data = min(_TAIL_NBYTES, size), b""
+        while len(data) < nbytes:
+            stream.seek(size - nbytes)
+            data = stream.read(nbytes)
+            end = len(data) - _COMMENT_NBYTES - _END.size
+            if not data.endswith(MAGIC) or end < 0:
+                return None
+            *_, directory_nbytes, start, _ = _END.unpack_from(data, end)
+            nbytes = start + directory_nbytes + _END.size + _COMMENT_NBYTES
+            if nbytes > size:
+                raise IndexDamage("its directory is beyond its end")
+        return Archive.of(data[-nbytes:], most)
+
+    @staticmethod
+    def of(data: bytes, most: int | None = None) -> Archive:
+        """Return what an archive has, as ``at_end_of``."""
         at = len(data) - _COMMENT_NBYTES
-        self.digest = data[at : at + DIGEST_NBYTES]
-        if xxhash.xxh3_128_digest(memoryview(data)[: at - 2]) != self.digest:
+        digest = data[at : at + DIGEST_NBYTES]
+        if xxhash.xxh3_128_digest(memoryview(data)[: at - 2]) != digest:
             raise IndexDamage("it is not what was written")
-        self._most = most
+        members = {}
         try:
             with zipfile.ZipFile(io.BytesIO(data)) as held:
                 infos = held.infolist()
                 if sum(i.file_size for i in infos) > _TOTAL_RATIO * len(data) + _SPARE_NBYTES:
                     raise IndexDamage("it inflates to far more than its file")
-                self._members = {}
                 for info in infos:
                     with held.open(info) as member:
                         # Without a size all of what it inflates to would be read.
-                        self._members[info.filename] = member.read(info.file_size)
-            self.names = json.loads(self._member("names.json"))
-        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
-            raise IndexDamage(str(error)) from error
+                        members[info.filename] = member.read(info.file_size)
+            names, values = json.loads(members.pop("names.json")), members.pop("values.pkl")
+            arrays = {name.removesuffix(".npy"): _integers(held) for name, held in members.items()}
         except IndexDamage:
             raise
-        except (ValueError, RecursionError) as error:
-            raise IndexDamage("names that are none") from error
-        self.values = self._member("values.pkl")
-
-    def columns(self, name: str, count: int | None = None) -> list[Ints]:
-        """Return the columns of a member; ``count`` of them."""
-        stream = io.BytesIO(self._member(f"{name}.npy"))
-        try:
-            np.lib.format.read_magic(stream)
-            shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
-            if dtype.kind != "i" or len(shape) != 1:
-                raise ValueError("no integers")
-            array = np.frombuffer(stream.read(), dtype)
-            if len(array) != shape[0]:
-                raise ValueError("another size")
         except Exception as error:
-            # Its header is a Python expression, of which anything may be wrong.
-            raise IndexDamage(f"{name}.npy is no array of integers") from error
-        columns = unpacked_columns(array.astype(np.int64), self._most)
-        if count is not None and len(columns) != count:
-            raise IndexDamage(f"{name}.npy has {len(columns)} columns, not {count}")
-        return columns
+            # A member may be anything; the header of an array is a Python expression.
+            raise IndexDamage(f"a member is not of its kind: {error}") from error
+        columns = {name: unpacked_columns(array, most) for name, array in arrays.items()}
+        return Archive(digest, names, columns, values)
 
     def files(self) -> list[str]:
-        """Return the names of all files."""
+        """Return the names of all files.
+
+        Raises:
+            IndexDamage: They are none, or not those of files in the checkpoint.
+        """
         try:
-            names = unpacked_texts(self.names["files"], *self.columns("files", 4)[:2])
+            form_of, numbers, *_ = self.columns["files"]
+            names = unpacked_texts(self.names["files"], form_of, numbers)
             check_files(names)
         except _NOT_ITS_KIND as error:
             raise IndexDamage(f"names of files that are none: {error}") from error
         return names
 
-    def _member(self, name: str) -> bytes:
-        if name not in self._members:
-            raise IndexDamage(f"{name} is missing")
-        return self._members[name]
 
-
-def archive_of(stream: IO[bytes]) -> bytes | None:
-    """Return the archive that a file ends with; None where it ends with none.
-
-    Raises:
-        IndexDamage: It is cut off.
-    """
-    size = stream.seek(0, io.SEEK_END)
-    tail = _last(stream, size, min(_TAIL_NBYTES, size))
-    end = len(tail) - _COMMENT_NBYTES - _END.size
-    if not tail.endswith(MAGIC) or end < 0:
-        return None
-    *_, directory_nbytes, start, _ = _END.unpack_from(tail, end)
-    nbytes = start + directory_nbytes + _END.size + _COMMENT_NBYTES
-    if nbytes > size:
-        raise IndexDamage("its directory is beyond its end")
-    return tail[-nbytes:] if nbytes <= len(tail) else _last(stream, size, nbytes)
-
-
-def _last(stream: IO[bytes], size: int, nbytes: int) -> bytes:
-    stream.seek(size - nbytes)
-    data = stream.read(nbytes)
-    if len(data) != nbytes:
-        raise IndexDamage("the file is cut off")
-    return data
+def _integers(data: bytes) -> Ints:
+    """Return the array in a ``.npy`` file, of which no more is allocated than it has bytes."""
+    stream = io.BytesIO(data)
+    np.lib.format.read_magic(stream)
+    shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+    array = np.frombuffer(stream.read(), dtype)
+    if dtype.kind != "i" or (len(array),) != shape:
+        raise ValueError("no array of integers")
+    return array.astype(np.int64)

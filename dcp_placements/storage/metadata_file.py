@@ -30,12 +30,11 @@ from dcp_placements.storage.checks import (
     check_properties,
 )
 from dcp_placements.storage.columns import IndexDamage
-from dcp_placements.storage.index import RowIndex, StorageTable, index_for, paths_of
+from dcp_placements.storage.index import RowIndex, index_of, paths_of
 from dcp_placements.storage.index_file import (
     MOST_NUMBERS,
     Archive,
     Opener,
-    archive_of,
     packed_index,
     unpacked_index,
 )
@@ -51,7 +50,6 @@ from dcp_placements.storage.stock_pickle import (
     stock_pickle,
     values_pickle,
 )
-from dcp_placements.storage.torch_metadata import StoredEntries, build_entries, entries_of
 
 _HEAD_NBYTES = 1 << 10
 
@@ -68,9 +66,8 @@ def write_metadata(metadata: Metadata, stream: IO[bytes], *, stock_metadata: boo
         The index in the file, without the pickle before it.
     """
     with quiet_gc():
-        entries = entries_of(metadata.state_dict_metadata)
-        index = index_for(metadata.storage_data or {}, entries)
-        packed, digest = packed_index(values_pickle(metadata, entries), index)
+        index = index_of(metadata)
+        packed, digest = packed_index(index, partial(values_pickle, metadata))
         pieces = (
             stock_pickle(metadata, index, digest) if stock_metadata else [refusing_pickle(digest)]
         )
@@ -99,7 +96,7 @@ class SentMetadata(Metadata):
     def _read(self) -> Metadata:
         assert self._packed is not None
         with quiet_gc():
-            return _indexed(Archive(self._packed), load_metadata_pickle, restricted=False)
+            return _indexed(Archive.of(self._packed), load_metadata_pickle, restricted=False)
 
     state_dict_metadata = cached_property[Any](lambda self: self._read.state_dict_metadata)
     planner_data = cached_property[Any](lambda self: self._read.planner_data)
@@ -224,16 +221,15 @@ def in_columns(metadata: Any) -> Metadata:
         check_count(sum(len(one) for one in lists if isinstance(one, list)), len(places))
     check_fields(metadata)
     check_files(paths_of(places))
-    entries = build_entries(stored)
-    check_entries(entries, len(places))
-    return with_columns(metadata, index_for(places, entries))
+    rows = index_of(metadata)
+    check_entries(rows.entries, len(places))
+    return with_columns(metadata, rows)
 
 
 def with_columns(metadata: Metadata, rows: RowIndex) -> Metadata:
     """Give metadata the entries and rows of an index; return it."""
-    stored: Any = StoredEntries(rows.entries)
-    metadata.state_dict_metadata = stored
-    metadata.storage_data = StorageTable(rows)
+    metadata.state_dict_metadata = rows.entries.stored()
+    metadata.storage_data = rows
     return metadata
 
 
@@ -257,12 +253,11 @@ def _indexed(archive: Archive, load: Callable[[IO[bytes]], Any], *, restricted: 
 
 def _archive_in(stream: IO[bytes], head: bytes, most: int | None) -> Archive | None:
     """Return the index in a file, which begins with ``head``; None where it has none of these."""
-    data = archive_of(stream)
-    if data is None:
+    archive = Archive.at_end_of(stream, most)
+    if archive is None:
         if marked_digest(head) is not None and not has_older_index(stream):
             raise IndexDamage("it is missing")
         return None
-    archive = Archive(data, most)
     if archive.digest != marked_digest(head):
         raise PlacementError(
             "the index at the end of .metadata is not that of the metadata before it\n"

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from dcp_placements._torch import StorageInfo
 from dcp_placements.layout.boxes import Ints
 from dcp_placements.storage.columns import IndexDamage, split
-from dcp_placements.storage.torch_metadata import OBJECT, ChunkList
+from dcp_placements.storage.torch_metadata import ChunkList
 
 _MAGIC = b"dcp_placements/3"
 _TRAILER = struct.Struct("<QQQ16s16s")
@@ -173,7 +173,7 @@ class _Index:
                     properties[kind], torch.Size(shapes[shape]), chunks
                 )
             else:
-                entries[fqn] = BytesStorageMetadata() if kind == OBJECT else others[shape]
+                entries[fqn] = BytesStorageMetadata() if kind == -1 else others[shape]
         if sum([len(places[number][0]) for _, number in of_keys]) > _MOST:
             raise IndexDamage("more rows than are read")
         data: dict[MetadataIndex, StorageInfo] = {}

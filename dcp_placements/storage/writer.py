@@ -38,7 +38,7 @@ from dcp_placements._torch import (
 )
 from dcp_placements.errors import PlacementError
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.storage.index import RowIndex, StorageTable, build_index, index_of_rows
+from dcp_placements.storage.index import RowIndex, build_index, index_of_places
 from dcp_placements.storage.metadata_file import (
     SentMetadata,
     read_file_names,
@@ -58,8 +58,8 @@ from dcp_placements.storage.save_ids import (
     unfinished_name,
     writer_of,
 )
-from dcp_placements.storage.torch_metadata import Entries, StoredEntries, entries_of
-from dcp_placements.storage.written import Rows, RowsBuilder, WriteResults, place_of
+from dcp_placements.storage.torch_metadata import Entries, build_entries
+from dcp_placements.storage.written import RowsBuilder, StoredPlace, WriteResults
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +74,8 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
     """Writes a checkpoint that any reader of torch's reads; takes what ``FileSystemWriter`` takes.
 
     ``dcp.save(state_dict, storage_writer=PlacementFileSystemWriter(path), planner=...)``, with
-    any planner. ``storage_data`` and ``state_dict_metadata`` of the ``Metadata`` that ``dcp.save``
-    returns are read-only mappings, the latter not on the coordinator; ``dict()`` converts them.
+    any planner. ``storage_data`` of the ``Metadata`` that ``dcp.save`` returns is a read-only
+    mapping; ``dict()`` converts it.
 
     The names of data files carry the id of the save, as in ``__3_5e0f1a2b_0.distcp``. A save over
     an older checkpoint leaves its files as they are, and removes them when its own ``.metadata``
@@ -190,7 +190,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             self._remove(names)
             raise failures[0]
         future: Future[list[WriteResult]] = Future()
-        future.set_result(WriteResults(builder.written(names)))  # type: ignore[arg-type]
+        future.set_result(builder.results(names))  # type: ignore[arg-type]
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -300,14 +300,13 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             super().finish(metadata, results)
             return
         with quiet_gc():
-            entries = entries_of(metadata.state_dict_metadata)
+            entries = build_entries(metadata.state_dict_metadata)
             metadata.version = CURRENT_DCP_VERSION
-            metadata.storage_data = StorageTable(_index_of(results, entries, metadata))
+            metadata.storage_data = _index_of(results, entries, metadata)
             metadata.storage_meta = self.storage_meta()
             has_stock = self._has_stock(len(metadata.storage_data))
-            columns: Any = StoredEntries(entries)
             facts = metadata.planner_data, metadata.storage_data, metadata.storage_meta
-            written = Metadata(columns, *facts, metadata.version)
+            written = Metadata(entries.stored(), *facts, metadata.version)
             write = partial(write_metadata, written, stock_metadata=has_stock)
             path = self._metadata_path
             if isinstance(self.fs, RemoteFileSystem) and self.fs.is_object_store:
@@ -380,15 +379,11 @@ def _index_of(
 ) -> RowIndex:
     """Return the index of the results of all ranks."""
     copies = bool((stored(metadata) or {}).get(COPIES))
-    written = [one.written for one in results if isinstance(one, WriteResults)]
+    written = [one for one in results if isinstance(one, WriteResults)]
     if len(written) == len(results):
         return build_index(written, entries, copies=copies)
-    rows = Rows.of(
-        place_of(one.index.fqn, one.index.offset, one.storage_data)
-        for result in results
-        for one in result
-    )
-    return index_of_rows(rows, entries, copies=copies)
+    places = [StoredPlace.of(one.index, one.storage_data) for held in results for one in held]
+    return index_of_places(places, entries, copies=copies)
 
 
 def _is_known(results: Sequence[WriteResult]) -> bool:

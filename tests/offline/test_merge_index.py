@@ -27,11 +27,11 @@ from dcp_placements import (
 )
 from dcp_placements.offline import CannotLook, diff, inspect, merge_metadata, merging, verify
 from dcp_placements.storage import metadata_file
-from dcp_placements.storage.index import StorageTable, build_index
+from dcp_placements.storage.index import build_index
 from dcp_placements.storage.metadata_file import write_metadata
 from dcp_placements.storage.stock_pickle import stock_pickle
-from dcp_placements.storage.torch_metadata import ChunkList, StoredEntries, entries_of
-from dcp_placements.storage.written import Rows, StoredPlace, Written
+from dcp_placements.storage.torch_metadata import ChunkList, build_entries
+from dcp_placements.storage.written import StoredPlace, WriteResults
 from dcp_placements.testing import World
 from tests.offline_scenes import Run
 from tests.storage_scenes import blank, load, same, sharded, wholes
@@ -224,17 +224,15 @@ def save_index(path: Path, *, ranks: int, keys: int) -> None:
         StoredPlace(fqn, (0, 0), "__0_0.distcp", 1216 * number, 1216)
         for number, fqn in enumerate(fqns)
     ]
-    template, own = Written.of(Rows.of(places), ())
-    owns = [
-        own._replace(offsets=np.array([rank, 0]), paths=(f"__{rank}_0.distcp",))
+    template = WriteResults.of(places).template
+    written = [
+        WriteResults(template, np.array([rank, 0]), (f"__{rank}_0.distcp",), [])
         for rank in range(ranks)
     ]
-    written = [Written(template, own) for own in owns]
-    entries = entries_of(dict.fromkeys(fqns, entry))
-    stored: Any = StoredEntries(entries)
-    table = StorageTable(build_index(written, entries))
+    entries = build_entries(dict.fromkeys(fqns, entry))
+    table = build_index(written, entries)
     with open(path / ".metadata", "wb") as file:
-        write_metadata(Metadata(stored, storage_data=table), file, stock_metadata=False)
+        write_metadata(Metadata(entries.stored(), storage_data=table), file, stock_metadata=False)
 
 
 def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:

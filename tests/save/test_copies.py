@@ -62,8 +62,8 @@ def save_copies(path: Path, copies: Any, make: Any = PlacementFileSystemWriter) 
 
 def written_by(path: Path, fqn: str) -> list[int]:
     """Return the ranks that wrote a key, by the names of the files in the index."""
-    index = PlacementFileSystemReader(path).read_metadata().storage_data.index
-    return [int(row[0].split("_")[2]) for _, row in index.rows_of(fqn, copies=True)]
+    index = PlacementFileSystemReader(path).read_metadata().storage_data
+    return [int(row.path.split("_")[2]) for row in index.rows_of(fqn, copies=True)]
 
 
 def the_file(path: Path, rank: int) -> Path:

@@ -19,7 +19,7 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.offline import verify
-from dcp_placements.storage.index_file import Archive, archive_of, packed_index
+from dcp_placements.storage.index_file import Archive, packed_index
 from dcp_placements.storage.metadata_file import read_metadata
 from dcp_placements.storage.stock_pickle import MARKER_NBYTES, marker
 from tests.storage_scenes import pickle_nbytes, stock_metadata
@@ -28,11 +28,12 @@ from tests.storage_scenes import pickle_nbytes, stock_metadata
 def with_other_index(path: Path, change: Callable[[Any], Any]) -> None:
     """Write the index of ``.metadata`` anew, behind the same pickle."""
     data = (path / ".metadata").read_bytes()
-    values = Archive(archive_of(io.BytesIO(data)) or b"").values
+    archive = Archive.at_end_of(io.BytesIO(data))
+    assert archive is not None
     metadata: Any = read_metadata(lambda: io.BytesIO(data))
-    rows = metadata.storage_data.index
+    rows = metadata.storage_data
     change(rows)
-    packed, digest = packed_index(values, rows)
+    packed, digest = packed_index(rows, lambda *others: archive.values)
     body = marker(digest) + data[MARKER_NBYTES : pickle_nbytes(data)]
     (path / ".metadata").write_bytes(body + packed)
 
@@ -48,11 +49,11 @@ def test_of_an_index_that_is_wrong_behind_right_checksums_nothing_is_used(tmp_pa
     saved = saved_norms(tmp_path)
 
     def change(rows: Any) -> None:
-        rows.apart[3, :2] = rows.apart[3, 1::-1].tolist()
-        rows.place_of[4] = -2
+        rows.rows[5, :2] = rows.rows[5, 1::-1].tolist()
+        rows.class_of[4] = -1
 
     with_other_index(tmp_path, change)
-    note = "a key apart that is not there; the pickle before it is read"
+    note = "a key of no class; the pickle before it is read"
     with pytest.warns(UserWarning, match=note):
         assert verify(tmp_path, contents=True).sound
     into = {key: torch.zeros(1024) for key in saved}
@@ -72,7 +73,7 @@ def test_verify_compares_the_places_of_the_pickle_with_those_of_the_index(tmp_pa
     assert verify(tmp_path, contents=True).sound
 
     def change(rows: Any) -> None:
-        rows.apart[3, :2] = rows.apart[3, 1::-1].tolist()
+        rows.rows[5, :2] = rows.rows[5, 1::-1].tolist()
 
     with_other_index(tmp_path, change)
     faults = verify(tmp_path, contents=True).faults

@@ -29,7 +29,7 @@ from dcp_placements import (
 from dcp_placements.offline import CannotLook, Checkpoint, inspect, verify
 from dcp_placements.storage import writer
 from dcp_placements.storage.columns import IndexDamage
-from dcp_placements.storage.index import StorageTable, paths_of
+from dcp_placements.storage.index import RowIndex, paths_of
 from dcp_placements.storage.metadata_file import read_metadata, write_metadata
 from dcp_placements.storage.stock_pickle import MARKER_NBYTES
 from dcp_placements.testing import World
@@ -97,7 +97,7 @@ def test_any_rows_are_those_of_the_pickle(tmp_path: Path, seed: int) -> None:
     for restricted in (False, True):
         table: Any = read_metadata(lambda: io.BytesIO(written.getvalue()), restricted=restricted)
         table = table.storage_data
-        assert isinstance(table, StorageTable)
+        assert isinstance(table, RowIndex)
         for held in (table, pickle.loads(pickle.dumps(table)), copy.deepcopy(table)):
             assert dict(held) == expected
             assert len(held) == len(expected)
@@ -272,12 +272,30 @@ def test_of_every_flipped_byte_comes_the_same_or_an_error(tmp_path: Path) -> Non
 
 def test_places_of_chunks_before_the_first_are_damage(tmp_path: Path) -> None:
     save(tmp_path)
-    rows = read(tmp_path).storage_data.index
-    for number, one in enumerate(rows.places):
-        if len(one.chunks) >= 3:
-            rows.places[number] = one._replace(chunks=one.chunks - 2)
+    rows = read(tmp_path).storage_data
+    rows.places[0, :3] -= 2
     with pytest.raises(IndexDamage, match="a number out of"):
         rows.check()
+
+
+@pytest.mark.parametrize("restricted", [False, True])
+@pytest.mark.parametrize("name", ["stock", "index"])
+def test_an_index_of_an_earlier_version_with_keys_apart_is_read(
+    name: str, restricted: bool
+) -> None:
+    path = Path(__file__).parent / "checkpoints" / "keys_apart" / name
+    if name == "stock":
+        assert_index_agrees(path)
+    whole = {"w": torch.arange(24.0).reshape(8, 3), "b": torch.arange(5).to(torch.bfloat16)}
+    whole |= {"norm.0": torch.arange(4.0), "norm.1": torch.arange(4.0) + 1}
+    whole |= {"scalar": torch.tensor(2.5), "data.0": torch.arange(3), "data.1": torch.arange(3) + 1}
+    objects = {"step": 3, "rng.0": "x", "rng.1": "xx"}
+    into = blank(whole | objects)
+    reader = PlacementFileSystemReader(path, restricted=restricted)
+    dcp.load(into, storage_reader=reader, planner=PlacementLoadPlanner(), no_dist=True)
+    assert all(same(into[key], value) for key, value in (whole | objects).items())
+    table: Any = reader.storage_data
+    assert [len(table.rows_of(key, copies=True)) for key in ("norm.0", "w", "rng.1")] == [2, 2, 1]
 
 
 def test_an_extension_that_is_not_there_is_named_with_its_key(tmp_path: Path) -> None:
