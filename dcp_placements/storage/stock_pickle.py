@@ -14,7 +14,7 @@ import pickle
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -150,9 +150,11 @@ def _rows(index: RowIndex, memo: Mapping[Any, int], steps: Ints) -> Iterator[byt
     dtype = np.dtype(layout | {"itemsize": len(record)})
     fqns = np.array([memo[fqn] for fqn in index.fqns], np.int64)
     paths = np.array([memo[path] for path in index.files], np.int64)
-    for number in range(len(index.counts)):
+    order = np.argsort(index.class_of, kind="stable")
+    starts = index.class_of[order].searchsorted(np.arange(len(index.counts) + 1))
+    for number, (begin, end) in enumerate(pairwise(starts.tolist())):
         offsets = np.array([memo[offset] for offset in index.offsets(number)])
-        keys = np.flatnonzero(index.class_of == number)
+        keys = order[begin:end]
         for some, (file, step, start, length) in index.pieces(number, keys):
             data = bytearray(record) * file.size
             rows = np.frombuffer(data, dtype).reshape(file.shape)

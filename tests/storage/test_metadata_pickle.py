@@ -63,7 +63,7 @@ def test_what_dcp_writes_is_read_as_pickle_reads_it(tmp_path: Path, lean: bool) 
         *(("torch", "load"), ("torch", "hub.load"), ("torch.serialization", "load")),
         *(("torch.distributed.checkpoint.metadata", "os"), ("subprocess", "Popen")),
         *(("torch.distributed.checkpoint.metadata", "Metadata.__init__"), ("torch", "Tensor")),
-        *(("dcp_placements.storage.written", "StorageTable"), ("pathlib", "Path")),
+        *(("dcp_placements.storage.index", "RowIndex"), ("pathlib", "Path")),
     ],
 )
 @pytest.mark.parametrize("protocol", [0, 2, 4])
