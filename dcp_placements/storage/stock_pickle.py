@@ -101,7 +101,13 @@ def stock_pickle(metadata: Metadata, index: RowIndex, digest: bytes) -> Iterator
     yield pickling.dump(texts) + b"0"
     yield pickling.plain(metadata)
     yield b"}" + pickling.dump("state_dict_metadata")
-    yield pickling.dump(entries.stored()) + b"s" + pickling.dump("storage_data")
+    lists = [chunks.as_list() for chunks in entries.lists]
+    forms = [
+        form if at < 0 else replace(form, chunks=lists[at])
+        for form, at in zip(entries.forms, entries.list_of, strict=True)
+    ]
+    stored = entries._replace(forms=forms).stored()
+    yield pickling.dump(stored) + b"s" + pickling.dump("storage_data")
     own = dict.fromkeys(chain.from_iterable(index.own.values()))
     yield pickling.dump([torch.Size(offset) for offset in own if offset is not None]) + b"0"
     # None is put into the memo, too, so that all records have the same parts.

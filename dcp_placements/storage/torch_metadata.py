@@ -132,10 +132,12 @@ class ChunkList(Sequence[ChunkStorageMetadata]):
         return f"ChunkList({len(self)} chunks)"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Equal sizes are one object, which is pickled once.
+        return list, (self.as_list(),)
+
+    def as_list(self) -> list[ChunkStorageMetadata]:
+        """Return torch's list. Equal sizes are one object, which is pickled once."""
         size = cache(torch.Size)
-        rows = [ChunkStorageMetadata(*map(size, box)) for box in as_boxes(self.array)]
-        return list, (rows,)
+        return [ChunkStorageMetadata(*map(size, box)) for box in as_boxes(self.array)]
 
 
 class Entries(NamedTuple):
