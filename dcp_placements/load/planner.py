@@ -75,7 +75,8 @@ from dcp_placements.storage.checks import check_fields, refusing
 from dcp_placements.storage.index import places_of
 from dcp_placements.storage.provenance import saved_by, stored
 from dcp_placements.storage.record_reads import DAMAGED
-from dcp_placements.storage.save_ids import MIXED, IdRecord, id_records, speaking_for
+from dcp_placements.storage.save_ids import MIXED, id_fault, id_item, id_records, speaking_for
+from dcp_placements.storage.written import StoredPlace
 from dcp_placements.table.table import Sent
 from dcp_placements.table.whole import WholeModel, compare_with_whole
 from dcp_placements.table.world import World
@@ -140,7 +141,7 @@ class RankLoad:
     declared: Matches | None = None
     request: Request = field(init=False)
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    ids: Mapping[MetadataIndex, IdRecord] = field(default_factory=dict)
+    ids: dict[MetadataIndex, StoredPlace] = field(default_factory=dict)
     exchange: Exchange | None = None
     buffered: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
     unread: int = 0
@@ -543,11 +544,12 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         final = items
         # Only the reader of this package has other mappings, and compares the ids by itself.
         if type(files) is dict and stored(load.metadata) is not None:
-            load.ids = {record.index: record for record in id_records(files).values()}
-            names = {file for file, *_ in places_of(items, files)} if load.ids else set()
-            records = {record.file: record for record in load.ids.values()}
-            reads = [record.read_item() for record in speaking_for(names, records)]
-            ids = [ReadItemOfLoad(**vars(item), run=load) for item in reads]
+            records = id_records(files)
+            names = {file for file, *_ in places_of(items, files)} if records else set()
+            ids = []
+            for record in speaking_for(names, records):
+                ids.append(ReadItemOfLoad(**vars(id_item(record)), run=load))
+                load.ids[ids[-1].storage_index] = record
             # A file is compared before and after its records are read: a save may begin meanwhile.
             final = [*ids, *items, *ids]
         # That reader, which an exchange needs, tells when it has compared the files, too: later
@@ -618,7 +620,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         load = self._runs.of(read_item)
         fqn = read_item.dest_index.fqn
         if (record := load.ids.get(read_item.storage_index)) is not None:
-            if fault := record.fault(value.getvalue()):
+            if fault := id_fault(record, value.getvalue()):
                 raise_faults(MIXED, [fault])
         else:
             try:

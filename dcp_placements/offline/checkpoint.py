@@ -34,8 +34,8 @@ from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.index import index_of
 from dcp_placements.storage.provenance import SaveRecord, record_of, stored
 from dcp_placements.storage.rank_files import merge_rank_metadata
-from dcp_placements.storage.save_ids import IdRecord, absent_ranks, id_records, writer_of
-from dcp_placements.storage.written import Offset
+from dcp_placements.storage.save_ids import absent_ranks, id_records, writer_of
+from dcp_placements.storage.written import Offset, StoredPlace
 
 DCP = "dcp"
 SAFETENSORS = "safetensors"
@@ -246,7 +246,7 @@ class Checkpoint:
         }
 
     @cached_property
-    def id_records(self) -> dict[str, IdRecord]:
+    def id_records(self) -> dict[str, StoredPlace]:
         """The record with a file's save id, by file, for files without an id in their name."""
         return id_records(self.rows)
 

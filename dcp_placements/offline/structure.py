@@ -23,7 +23,7 @@ from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.checkpoint import Checkpoint, Cut, StoredRecord, StoredTensor
 from dcp_placements.offline.dcp_files import check_count, misplaced_in_stock
 from dcp_placements.storage.provenance import OWN_PREFIX
-from dcp_placements.storage.save_ids import id_in_name
+from dcp_placements.storage.save_ids import ID_NBYTES, id_fault, id_in_name
 
 MAX_BOXES = 4
 """Boxes that a message lists."""
@@ -167,8 +167,8 @@ def _id_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
             continue  # transforms are undone by extensions, which are not at hand here
         try:
             with checkpoint.directory.open(file) as stream:
-                stream.seek(record.info.offset)
-                fault = record.fault(stream.read(record.nbytes))
+                stream.seek(record.start)
+                fault = id_fault(record, stream.read(min(record.length, ID_NBYTES)))
         except OSError:
             continue  # its other records cannot be read either, which is a fault of its own
         if fault is not None:

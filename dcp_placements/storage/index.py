@@ -249,11 +249,10 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
         rows[0] += self._first_files[writers]
         return rows
 
-    def beginning(self, prefix: str) -> list[tuple[MetadataIndex, StorageInfo]]:
-        """Return the items whose keys begin with ``prefix``, without a search of other rows."""
+    def beginning(self, prefix: str) -> list[StoredPlace]:
+        """Return the places of keys that begin with ``prefix``."""
         fqns = [fqn for fqn in self.fqns if fqn.startswith(prefix)]
-        rows = [place for fqn in fqns for place in self.rows_of(fqn)]
-        return [(MetadataIndex(place.fqn, place.offset), place.info()) for place in rows]
+        return [place for fqn in fqns for place in self.rows_of(fqn)]
 
     def all_rows(self) -> Iterator[StoredPlace]:
         """Yield every row, those of copies, too."""

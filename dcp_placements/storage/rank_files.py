@@ -170,7 +170,8 @@ def merge_rank_metadata(
     entries: dict[str, dict[int, Any]] = {}
     places: dict[MetadataIndex, StorageInfo] = {}
     for rank, part in parts:
-        places |= {one.index: data[rank][one.index] for one in id_records(data[rank]).values()}
+        for one in id_records(data[rank]).values():
+            places[MetadataIndex(one.fqn, one.offset)] = one.info()
         for fqn, entry in part.state_dict_metadata.items():
             entries.setdefault(fqn, {})[rank] = entry
     merged = {}

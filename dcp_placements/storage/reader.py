@@ -55,14 +55,17 @@ from dcp_placements.storage.remote import (
     local_or_url,
 )
 from dcp_placements.storage.save_ids import (
+    ID_NBYTES,
     ID_PREFIX,
     MIXED,
-    IdRecord,
+    id_fault,
+    id_item,
     id_records,
     missing,
     rank_files,
     speaking_for,
 )
+from dcp_placements.storage.written import StoredPlace
 
 
 @runtime_checkable
@@ -138,7 +141,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         self._storage_options = dict(storage_options or {})
         self.bytes_read = self.opens = self.reads = 0
         self._stored: Mapping[str, Any] = {}
-        self._ids: Mapping[str, IdRecord] = {}
+        self._ids: Mapping[str, StoredPlace] = {}
         self._refusal: Exception | None = None
         if is_url(path):
             self._use(path)
@@ -237,7 +240,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
             wanted = [Wanted(item, *place) for item, place in zip(items, places, strict=True)]
             wanted.sort(key=itemgetter(1, 2, 3))
             files = {file: list(some) for file, some in groupby(wanted, itemgetter(1))}
-        ids = {record.file: record for record in speaking_for(files, self._ids)}
+        ids = {record.path: record for record in speaking_for(files, self._ids)}
         files |= {file: [] for file in ids if file not in files}
         most = threads // max(len(files), 1)
         jobs = [(file, part) for file in sorted(files) for part in _parts(files[file], most)]
@@ -274,7 +277,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
                 result.result()
 
     def _read_file(
-        self, work: ChunkReader, name: str, wanted: Sequence[Wanted], record: IdRecord | None
+        self, work: ChunkReader, name: str, wanted: Sequence[Wanted], record: StoredPlace | None
     ) -> None:
         """Read what is wanted of one file. Runs in any thread."""
         with ExitStack() as stack:
@@ -309,7 +312,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
             raise PlacementError(f"{format_name(name)}: a file outside of the checkpoint")
         return self.fs.create_stream(self.fs.concat_path(self.path, name), "rb")
 
-    def _check_id(self, file: CountedFile, record: IdRecord | None) -> None:
+    def _check_id(self, file: CountedFile, record: StoredPlace | None) -> None:
         """Compare the id of the save that wrote a file with that in the metadata.
 
         Raises:
@@ -317,12 +320,13 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         """
         if record is None:
             return
-        nbytes = max(min(record.nbytes, file.size - record.info.offset), 0)
-        stream: Any = Part(file, record.info.offset, nbytes).stream()
+        nbytes = max(min(record.length, ID_NBYTES, file.size - record.start), 0)
+        stream: Any = Part(file, record.start, nbytes).stream()
         if record.transforms:
-            item = record.read_item()
-            stream = self.transforms.transform_load_stream(item, record.transforms, stream)
-        raise_faults(MIXED, filter(None, [record.fault(bytes(stream.read(-1)))]))
+            stream = self.transforms.transform_load_stream(
+                id_item(record), record.transforms, stream
+            )
+        raise_faults(MIXED, filter(None, [id_fault(record, bytes(stream.read(-1)))]))
 
     def _read_metadata(self, path: Any) -> Metadata:
         is_remote = isinstance(self.fs, RemoteFileSystem)

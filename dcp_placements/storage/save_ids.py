@@ -13,9 +13,8 @@ import io
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
 
 from dcp_placements._torch import StorageInfo
 from dcp_placements.errors import Fault
+from dcp_placements.storage.written import StoredPlace
 
 ID_PREFIX = "dcp_placements.save."
 """The prefix of keys of id records in ``storage_data``; the id follows."""
@@ -38,7 +38,9 @@ MOST_RANKS = 1 << 20
 """More ranks than any save has."""
 
 _RECORD = re.compile(rb"dcp_placements save ([0-9a-f]{32})\n")
-_RECORD_NBYTES = 256
+ID_NBYTES = 256
+"""No record of an id is longer."""
+
 _NAME = re.compile(r"__(\d+)(?:_([0-9a-f]{8}))?_\d+\.distcp\Z")
 _RANK_FILE = re.compile(r"__(\d+)\.metadata")
 _UNFINISHED = re.compile(r"(?:\.[0-9a-f]{8})?\.tmp")
@@ -200,92 +202,58 @@ def id_data(index: MetadataIndex) -> io.BytesIO | None:
     return io.BytesIO(f"dcp_placements save {index.fqn[len(ID_PREFIX) :]}\n".encode())
 
 
-@dataclass(frozen=True, slots=True)
-class IdRecord:
-    """The record of a save id in a file, as ``storage_data`` lists it."""
-
-    index: MetadataIndex
-    info: StorageInfo
-
-    @property
-    def file(self) -> str:
-        """The file that it is in."""
-        return str(self.info.relative_path)
-
-    @property
-    def save_id(self) -> str:
-        """The id that ``.metadata`` names."""
-        return self.index.fqn[len(ID_PREFIX) :]
-
-    @property
-    def transforms(self) -> Sequence[str]:
-        """Names of the transforms that it went through."""
-        return getattr(self.info, "transform_descriptors", None) or ()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes to read: its length, bounded in case the metadata are damaged."""
-        return min(self.info.length, _RECORD_NBYTES)
-
-    def read_item(self) -> ReadItem:
-        """Return what reads it."""
-        size = torch.Size((0,))
-        return ReadItem(LoadItemType.BYTE_IO, self.index, size, self.index, size, size)
-
-    def fault(self, data: bytes) -> Fault | None:
-        """Return the fault that another save wrote the file; None where this one did.
-
-        Args:
-            data: The contents of the record.
-        """
-        match = _RECORD.fullmatch(data)
-        other = match[1].decode() if match else None
-        if other == self.save_id:
-            return None
-        if other is None:
-            headline = f"has no save id where .metadata says that save {self.save_id} put its own"
-        else:
-            headline = f"was written by save {other}, and .metadata is that of save {self.save_id}"
-        return Fault(self.file, headline, (LIKELY_CUT_OFF, WAY_OUT))
-
-
-def id_records(data: Mapping[MetadataIndex, StorageInfo]) -> dict[str, IdRecord]:
+def id_records(data: Mapping[MetadataIndex, StorageInfo]) -> dict[str, StoredPlace]:
     """Return the records of ids by file.
 
     Args:
         data: A checkpoint's ``storage_data``.
     """
-    by_key = getattr(data, "beginning", None)  # a StorageTable need not look at every row
-    entries: Iterable[tuple[MetadataIndex, StorageInfo]] = (
-        [(index, info) for index, info in data.items() if index.fqn.startswith(ID_PREFIX)]
-        if by_key is None
-        else by_key(ID_PREFIX)
-    )
-    records: dict[str, IdRecord] = {}
-    for index, info in entries:
-        records.setdefault(str(info.relative_path), IdRecord(index, info))
-    return records
+    beginning = getattr(data, "beginning", None)  # an index need not look at every row
+    if beginning is None:
+        own = [item for item in data.items() if item[0].fqn.startswith(ID_PREFIX)]
+        places = [StoredPlace.of(*item) for item in own]
+    else:
+        places = beginning(ID_PREFIX)
+    return {place.path: place for place in reversed(places)}
 
 
-def speaking_for(files: Iterable[str], records: Mapping[str, IdRecord]) -> list[IdRecord]:
+def id_item(record: StoredPlace) -> ReadItem:
+    """Return what reads the record of an id."""
+    index, size = MetadataIndex(record.fqn, record.offset), torch.Size((0,))
+    return ReadItem(LoadItemType.BYTE_IO, index, size, index, size, size)
+
+
+def id_fault(record: StoredPlace, data: bytes) -> Fault | None:
+    """Return the fault that another save wrote a file; None where the save of ``.metadata`` did.
+
+    Args:
+        record: Of the id in the file, as ``.metadata`` has it.
+        data: What the file has there, of at most ``ID_NBYTES``.
+    """
+    save_id, match = record.fqn[len(ID_PREFIX) :], _RECORD.fullmatch(data)
+    other = match[1].decode() if match else None
+    if other == save_id:
+        return None
+    if other is None:
+        headline = f"has no save id where .metadata says that save {save_id} put its own"
+    else:
+        headline = f"was written by save {other}, and .metadata is that of save {save_id}"
+    return Fault(record.path, headline, (LIKELY_CUT_OFF, WAY_OUT))
+
+
+def speaking_for(files: Iterable[str], records: Mapping[str, StoredPlace]) -> list[StoredPlace]:
     """Return the id records to check for files.
 
     For a file without a record they are those in the other files of the rank that wrote it.
     """
-    if not records:
-        return []
-    speakers: dict[str, IdRecord] = {}
-    by_writer: dict[int, list[IdRecord]] = {}
-    for record in records.values():
-        writer = writer_of(record.file)
-        if writer is not None:
-            by_writer.setdefault(writer, []).append(record)
-    for file in files:
-        own = records.get(file)
-        writer = writer_of(file)
-        speaking = [own] if own is not None else by_writer.get(-1 if writer is None else writer, [])
-        speakers.update({record.file: record for record in speaking})
-    return [speakers[file] for file in sorted(speakers)]
+    by_writer: dict[int | None, list[str]] = {}
+    for file in records:
+        by_writer.setdefault(writer_of(file), []).append(file)
+    by_writer.pop(None, None)
+    speakers: set[str] = set()
+    for file in files if records else ():
+        speakers.update([file] if file in records else by_writer.get(writer_of(file), ()))
+    return [records[file] for file in sorted(speakers)]
 
 
 def missing(file: str) -> Fault:
