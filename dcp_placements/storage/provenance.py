@@ -40,10 +40,6 @@ COPIES = "copies"
 StoredDigests = dict[str, dict[tuple[int, ...] | None, bytes]]
 """FQN to offset (None for an object) to digest."""
 
-CUTS_KEY = "cuts"
-RENAMES_KEY = "renames"
-"""Under the reserved key."""
-
 
 def identity(save_id: bytes, *, world_size: int, step: int | None) -> dict[str, Any]:
     """Return the provenance that every checkpoint has.
@@ -100,14 +96,7 @@ def stored_digest(
     return digest if isinstance(digest, bytes) else None
 
 
-def merged_provenance(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the provenance of ranks that each wrote their own: the lowest rank's entries."""
-    merged = {k: v for k, v in parts[0].items() if k not in (DIGESTS_OF_RANK, REPLACED)}
-    merged["world_size"] = max(len(parts), merged.get("world_size", 1))
-    return merged
-
-
-def cut_of_plain(
+def _cut_of_plain(
     axis: str | None,
     size: int,
     dim: int,
@@ -118,18 +107,8 @@ def cut_of_plain(
 ) -> Cut:
     """Return the cut of plain values.
 
-    Args:
-        axis: Its name.
-        size: Ranks along it.
-        dim: Of the tensor.
-        kind: The value of its kind.
-        parts: Of the dim.
-        alternate: In records of older saves: whether parts alternate row by row, which is a plain
-            cut.
-        of: The part of a fused tensor, where that is cut: number, sizes and groups.
-
-    Raises:
-        ValueError: A kind that is not known.
+    In records of older saves ``alternate`` says that parts alternate row by row, which is a plain
+    cut. ``of`` is the part of a fused tensor, where that is cut: number, sizes and groups.
     """
     if alternate:
         kind, parts = Kind.PLAIN, 1
@@ -180,23 +159,30 @@ def packed_record(
     column = np.fromiter(map(group_of.get, ordered, repeat(0)), np.int64, len(ordered))
     kind = np.min_scalar_type(len(groups))
     return {
-        CUTS_KEY: {
+        "cuts": {
             "groups": tuple([tuple(map(_plain_of_cut, group)) for group in groups]),
             "keys": (len(ordered), _digest(ordered)),
             "group_of": (kind.char, zlib.compress(column.astype(kind).tobytes())),
         },
         # Without a shaping as older versions write and read them.
-        RENAMES_KEY: tuple([tuple(step[: 4 if step.shaping else 3]) for step in renames]),
+        "renames": tuple([tuple(step[: 4 if step.shaping else 3]) for step in renames]),
     }
 
 
-def merged_record(parts: Sequence[Any], keys: Collection[str]) -> dict[str, Any]:
-    """Return the record of a checkpoint whose ranks each wrote their own.
+def merged_provenance(parts: Sequence[Any], keys: Collection[str]) -> dict[str, Any]:
+    """Return the provenance of a checkpoint whose ranks each wrote their own.
+
+    It is that of the lowest rank that has one, with the record of all.
 
     Args:
         parts: Torch's ``Metadata`` of each rank.
         keys: Of the whole checkpoint.
     """
+    own = [one for one in map(stored, parts) if one is not None]
+    if not own:
+        return {}
+    merged = {k: v for k, v in own[0].items() if k not in (DIGESTS_OF_RANK, REPLACED)}
+    merged["world_size"] = max(len(own), merged.get("world_size", 1))
     numbers: dict[Cuts, int] = {(): 0}
     group_of: dict[str, int] = {}
     renames: dict[Step, None] = {}
@@ -208,7 +194,7 @@ def merged_record(parts: Sequence[Any], keys: Collection[str]) -> dict[str, Any]
             number = numbers.setdefault(record.groups[group], len(numbers))
             if group_of.setdefault(fqn, number) != number:
                 group_of[fqn] = 0
-    return packed_record(list(numbers), group_of, keys, renames) if records else {}
+    return merged | (packed_record(list(numbers), group_of, keys, renames) if records else {})
 
 
 def record_of(provenance: Mapping[str, Any] | None, keys: Iterable[str]) -> SaveRecord | None:
@@ -218,37 +204,25 @@ def record_of(provenance: Mapping[str, Any] | None, keys: Iterable[str]) -> Save
         provenance: Of the checkpoint.
         keys: All keys of the checkpoint.
     """
-    if provenance is None or not isinstance(provenance.get(CUTS_KEY), Mapping):
+    if provenance is None:
         return None
     ordered = sorted(keys)
     try:
-        groups, column = _unpacked_cuts(provenance[CUTS_KEY], ordered)
-        renames = tuple([_rename_of(*step) for step in provenance[RENAMES_KEY]])
+        cuts = provenance["cuts"]
+        groups = tuple([tuple([_cut_of_plain(*cut) for cut in group]) for group in cuts["groups"]])
+        kind, packed = cuts["group_of"]
+        if tuple(cuts["keys"]) != (len(ordered), _digest(ordered)) or kind not in tuple("BHIL"):
+            return None
+        nbytes = len(ordered) * np.dtype(kind).itemsize
+        data = zlib.decompressobj().decompress(packed, nbytes + 1)
+        column: list[int] = np.frombuffer(data, kind).tolist()
+        group_of = dict(zip(ordered, column, strict=True))
+        renames = tuple([_rename_of(*step) for step in provenance["renames"]])
+        if max(column, default=0) >= len(groups):
+            return None
     except Exception:  # another version's, or damaged: a checkpoint without a record
         return None
-    return SaveRecord(
-        str(provenance["save_id"]),
-        groups,
-        dict(zip(ordered, column, strict=True)),
-        renames,
-    )
-
-
-def _unpacked_cuts(
-    packed_cuts: Mapping[str, Any], ordered: Sequence[str]
-) -> tuple[tuple[Cuts, ...], list[int]]:
-    groups = tuple([tuple([cut_of_plain(*cut) for cut in cuts]) for cuts in packed_cuts["groups"]])
-    if tuple(packed_cuts["keys"]) != (len(ordered), _digest(ordered)):
-        raise ValueError("other keys")
-    kind, packed = packed_cuts["group_of"]
-    if kind not in ("B", "H", "I", "L"):
-        raise ValueError(kind)
-    nbytes = len(ordered) * np.dtype(kind).itemsize
-    data = zlib.decompressobj().decompress(packed, nbytes + 1)
-    column: list[int] = np.frombuffer(data, kind).tolist()
-    if len(column) != len(ordered) or max(column, default=0) >= len(groups):
-        raise ValueError("no column of these keys")
-    return groups, column
+    return SaveRecord(str(provenance["save_id"]), groups, group_of, renames)
 
 
 def _rename_of(kind: str, pattern: str, total: int | None, shaping: Sequence[Any] = ()) -> Step:

@@ -52,7 +52,6 @@ from dcp_placements.storage.provenance import (
     REPLACED,
     RESERVED_KEY,
     merged_provenance,
-    merged_record,
     stored,
     stored_digest,
 )
@@ -324,7 +323,6 @@ def _merged_data(parts: Sequence[Metadata], keys: Collection[str]) -> Any:
     if not data:
         return parts[0].planner_data
     merged = {key: value for one in reversed(data) for key, value in one.items()}
-    own = [one[RESERVED_KEY] for one in data if RESERVED_KEY in one]
-    if own:
-        merged[RESERVED_KEY] = merged_provenance(own) | merged_record(parts, keys)
+    if RESERVED_KEY in merged:
+        merged[RESERVED_KEY] = merged_provenance(parts, keys)
     return merged
