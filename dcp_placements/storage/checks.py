@@ -130,23 +130,27 @@ def check_fields(metadata: Metadata) -> None:
     check_provenance(stored(metadata) or {})
     if type(entries) is dict:
         _check_types("a key", entries, str)
+        # Chunks in arrays are those of an index.
+        listed = [
+            one
+            for one in entries.values()
+            if not isinstance(getattr(one, "chunks", None), ChunkList)
+        ]
         kinds = (TensorStorageMetadata, BytesStorageMetadata)
-        _check_types("the metadata of a key", entries.values(), kinds)
-        # Keys that are cut alike may share an object.
-        different = {id(one): one for one in entries.values()}.values()
-        tensors = [one for one in different if isinstance(one, TensorStorageMetadata)]
+        _check_types("the metadata of a key", listed, kinds)
+        tensors = [one for one in listed if isinstance(one, TensorStorageMetadata)]
         check_properties([one.properties for one in tensors])
         _check_types("size", [one.size for one in tensors], tuple | list)
-        _check_types("the chunks of a tensor", [one.chunks for one in tensors], Sequence)
-        listed = [one for one in tensors if not isinstance(one.chunks, ChunkList)]
-        chunks = list(chain.from_iterable([one.chunks for one in listed]))
+        lists = [one.chunks for one in tensors]
+        _check_types("the chunks of a tensor", lists, Sequence)
+        chunks = list(chain.from_iterable(lists))
         _check_types("a chunk", chunks, ChunkStorageMetadata)
         for boxes in (tensors, ("size",)), (chunks, ("offsets", "sizes")):
             for name in boxes[1]:
                 sizes = list(map(attrgetter(name), boxes[0]))
                 _check_types(name, sizes, tuple | list)
                 _check_counts(name, list(chain.from_iterable(sizes)))
-        for one in listed:
+        for one in tensors:
             held = chain.from_iterable([(at.offsets, at.sizes) for at in one.chunks])
             if len({len(one.size), *map(len, held)}) > 1:
                 raise ValueError("a chunk has other dims than its tensor")

@@ -169,10 +169,12 @@ def build_entries(stored: Mapping[str, Any]) -> Entries:
     lists: dict[Hashable, tuple[int, ChunkList]] = {}
     entries = Entries(list(stored), [], [], [], [])
     # Of keys that are cut alike the planner lists one object.
-    number_of: dict[int, int] = {}
+    latest: dict[Any, tuple[Any, int]] = {}
     for entry in stored.values():
-        number = number_of.get(id(entry))
-        if number is None:
+        size = getattr(entry, "size", None)
+        size = size if isinstance(size, tuple) else None
+        before, number = latest.get(size, (None, -1))
+        if before is not entry:
             form, listed = entry, -1
             content: Any = type(entry)
             if type(entry) is TensorStorageMetadata:
@@ -184,8 +186,9 @@ def build_entries(stored: Mapping[str, Any]) -> Entries:
                 if entry.chunks is not array:
                     form = replace(entry, chunks=array)
             elif type(entry) is not BytesStorageMetadata:
-                content = id(entry)
-            number = number_of[id(entry)] = numbers.setdefault(content, len(numbers))
+                content = type(entry), len(numbers)
+            number = numbers.setdefault(content, len(numbers))
+            latest[size] = entry, number
             if number == len(entries.forms):
                 entries.forms.append(form)
                 entries.list_of.append(listed)
