@@ -15,8 +15,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from dcp_placements.errors import Fault, format_ranks
-from dcp_placements.layout.boxes import tile
-from dcp_placements.layout.sharding import Box
 from dcp_placements.rules.patterns import matches_any
 from dcp_placements.table.families import Families, Family, format_numbers
 from dcp_placements.table.world import World
@@ -56,7 +54,7 @@ def _missing_faults(
     families: Sequence[Family], total: int, excused: Sequence[str]
 ) -> Iterator[Fault]:
     """Yield the families of one pattern that are not whole."""
-    if all(tile(Box((0,), (total,)), family.cover.boxes) for family in families):
+    if all(family.numbers == [*range(total)] for family in families):
         return
     # By name without numbers, which is the same for its like in all layers.
     kinds = [_DIGITS.sub("#", family.name) for family in families]

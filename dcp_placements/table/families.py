@@ -1,15 +1,12 @@
-"""Families of numbered names: keys that are alike up to a number are a tensor of one dim.
+"""Families of numbered names: keys that are alike up to a number.
 
-A ``Renumber`` gives experts and layers their numbers in the whole. Element ``n`` of a family is the
-keys with number ``n``, and a rank that has one of them holds the box ``[n:n + 1]``. So what shows
-which rows of a tensor nobody has, and who holds the same, shows it of numbers, too.
+A ``Renumber`` gives experts and layers their numbers in the whole. A rank that has one of the keys
+with number ``n`` has element ``n`` of the family, as another has a box of a tensor. So what shows
+that ranks hold the same boxes, and none the others, shows it of numbers, too.
 
 Two ep ranks that hold two experts each of four, and that gave both of them the numbers 0 and 1::
 
-    Family("layers.3.experts.{}", "experts.{}", cover)
-
-    cover.boxes  [[[0], [1]], [[1], [1]]]    # [0:1] and [1:2]; nobody holds [2:4]
-    cover.ranks  [0, 0]                      # both are of one cohort: their keys are equal
+    Family("layers.3.experts.{}", "experts.{}", {{0, 1}: [0]})    # one cohort: their keys are equal
 """
 
 from __future__ import annotations
@@ -19,43 +16,37 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
 
-import numpy as np
-
 from dcp_placements.errors import format_ranks
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.names.renames import number_in
-from dcp_placements.table.world import Cover, World, cover_of
+from dcp_placements.table.world import World
 
 
 class Family(NamedTuple):
-    """Keys that are alike up to a number, as a tensor of one dim.
+    """Keys that are alike up to a number.
 
     Attributes:
         name: A key up to the component with the number, which ``{}`` stands for: layers differ in
             what they have inside.
         pattern: What found the number.
-        cover: Who has which number. A row's rank is the position of a cohort in ``World.cohorts``,
-            whose ranks have equal keys.
+        cohorts: By the numbers that they have, positions in ``World.cohorts``, whose ranks have
+            equal keys.
     """
 
     name: str
     pattern: str
-    cover: Cover
+    cohorts: dict[frozenset[int], list[int]]
 
     @property
     def numbers(self) -> list[int]:
         """The numbers that there are, ascending."""
-        numbers: list[int] = self.cover.boxes[:, 0, 0].tolist()
-        return numbers
+        return sorted(frozenset[int]().union(*self.cohorts))
 
     def parts(self, world: World) -> dict[frozenset[int], list[int]]:
         """Return the ranks of a world by the numbers that they have."""
-        numbers = self.numbers
         return {
-            frozenset([numbers[at] for at in part]): [
-                rank for at in cohorts for rank in world.cohorts[at].ranks.tolist()
-            ]
-            for part, cohorts in self.cover.parts().items()
+            part: [rank for at in cohorts for rank in world.cohorts[at].ranks.tolist()]
+            for part, cohorts in self.cohorts.items()
         }
 
     def members(self, fqns: Iterable[str]) -> Iterator[str]:
@@ -96,21 +87,16 @@ class Families:
     def of(self, world: World) -> list[Family]:
         """Return the families of the keys of a world, with who has which number."""
         of_tables = [self.numbers(chain.from_iterable(table.keys)) for table in world.tables]
-        rows: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        families: dict[tuple[str, str], Family] = {}
         for at, cohort in enumerate(world.cohorts):
             mine: dict[tuple[str, str], set[int]] = {}
             for table in cohort.tables:
                 for family, numbers in of_tables[table].items():
                     mine.setdefault(family, set()).update(numbers)
             for family, numbers in mine.items():
-                rows.setdefault(family, []).extend([(at, number) for number in numbers])
-        families = []
-        for family, of_family in rows.items():
-            array = np.array(of_family, np.int64)
-            boxes = np.ones((len(array), 2, 1), np.int64)
-            boxes[:, 0, 0] = array[:, 1]
-            families.append(Family(*family, cover_of(array[:, 0], boxes)))
-        return families
+                one = families.setdefault(family, Family(*family, {}))
+                one.cohorts.setdefault(frozenset(numbers), []).append(at)
+        return list(families.values())
 
 
 def format_numbers(numbers: Iterable[int]) -> str:
