@@ -29,11 +29,12 @@ from collections.abc import (
     Set,
 )
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, chain, count, takewhile
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint import TensorStorageMetadata
 
 from dcp_placements._torch import global_rank
 from dcp_placements.bind.one_tensor import Placed
@@ -436,131 +437,6 @@ def _unstacked_faults(request: Request) -> list[Fault]:
     return faults
 
 
-class _Load(NamedTuple):
-    """What all ranks ask for; renames are by position in the world."""
-
-    world: World
-    ranks: Sequence[int]
-    renames: Sequence[Sequence[Step]]
-    record: SaveRecord | None
-    policy: Policy
-    complete: bool  # whether all ranks take part
-
-    def renames_on(self, parts: Mapping[frozenset[int], Sequence[int]]) -> str:
-        """Return the renames that are in force on the ranks with some parts, as text."""
-        steps = [one for ranks in parts.values() for at in ranks for one in self.renames[at]]
-        return "rename=" + ", ".join(dict.fromkeys(map(str, steps))) if steps else ""
-
-    def fault(
-        self,
-        name: str,
-        parts: Mapping[frozenset[int], Sequence[int]],
-        twice: Sequence[frozenset[int]],
-        text: Callable[[frozenset[int]], str],
-        details: Sequence[str],
-        *,
-        whole: str,
-        missing: str,
-    ) -> Fault:
-        """Return the fault of a key, or of a family of keys.
-
-        Args:
-            name: The key or family.
-            parts: The ranks that ask for each part.
-            twice: The parts that another rank asks for, too.
-            text: Returns a part as text.
-            details: How it was saved and is loaded, and the likely cause.
-            whole: What they are parts of, as text.
-            missing: What of that no rank asks for, as text.
-        """
-        by_text: dict[str, list[int]] = {}
-        for part, positions in sorted(parts.items(), key=lambda part: min(part[1])):
-            by_text.setdefault(text(part), []).extend(self.ranks[at] for at in positions)
-        asked = [f"{text} by {format_ranks(ranks)}" for text, ranks in by_text.items()]
-        more = f" and {len(asked) - _MAX_PARTS} other parts" if len(asked) > _MAX_PARTS else ""
-        first = text(min(twice, key=lambda part: min(parts[part])))
-        asks, none = ("several ranks ask", "none") if self.complete else ("this load asks", "not")
-        return Fault(
-            name,
-            f"{asks} for {first} of {whole}, and {none} for {missing}",
-            (
-                f"asked for:   {'; '.join(asked[:_MAX_PARTS])}{more}",
-                *details,
-                "way out:     rename=, rows and meshes as in the save, on each rank its own; "
-                + _ON_PURPOSE,
-            ),
-        )
-
-
-def asked_faults(
-    asked: Sequence[LoadMessage],
-    world: Callable[[], World],
-    record: SaveRecord | None,
-    metadata: Metadata,
-    policy: Policy,
-    *,
-    complete: bool,
-) -> list[Fault]:
-    """Return the parts of wholes that several ranks ask for while no rank asks for others.
-
-    Args:
-        asked: By each rank.
-        world: Returns what they ask for.
-        record: The checkpoint's; None where it has none.
-        metadata: The checkpoint's.
-        policy: What is accepted.
-        complete: Whether all ranks take part. Of some ranks only local numbers
-            are refused.
-    """
-    saved = () if record is None else record.renames
-    if not saved and not any(one.declares for one in asked):
-        return []
-    renames = [one.renames for one in asked]
-    load = _Load(world(), [one.rank for one in asked], renames, record, policy, complete)
-    steps: dict[str, Step] = {}
-    for step in (*saved, *(chain.from_iterable(renames) if complete else ())):
-        if step.kind in _NUMBERING and step.pattern.count("{}") == 1:
-            steps.setdefault(step.pattern, step)
-    faults = _number_faults(load, steps, metadata.state_dict_metadata) if steps else []
-    if complete:
-        states = OptimizerStates(dict.fromkeys(metadata.state_dict_metadata, UNSEEN))
-        for piece in load.world.pieces:
-            faults += _box_faults(load, piece, states)
-    return faults
-
-
-def unasked_of(request: Request, asked: Sequence[LoadMessage], world: World) -> list[str]:
-    """Return the tensors of the checkpoint that no rank asks for.
-
-    Those of a level that has an entry for each rank, as ``{"rng": {str(rank): ...}}``, are of the
-    ranks of a larger world.
-
-    Args:
-        request: What this rank reads.
-        asked: By each rank; nothing where this rank loads alone.
-        world: The same of all of them.
-    """
-    ranks = [one.rank for one in asked] or [global_rank()]
-    keys_of = [
-        (
-            [ranks[at] for at in cohort.ranks],
-            {fqn for at in cohort.tables for fqn in chain(*world.tables[at].keys)},
-        )
-        for cohort in world.cohorts
-    ] or [(ranks, set(request.state_dict))]
-    found = request.state_dict.keys() | {fqn for one in asked for fqn in one.shared}
-    # By level, whether each rank asks for the entry with its own number alone.
-    per_rank: dict[str, bool] = {}
-    for members, fqns in keys_of:
-        found |= fqns
-        for level, entry in map(_level, fqns):
-            per_rank[level] = per_rank.get(level, True) and [entry] == [str(at) for at in members]
-    rest = _tensors(request.stored, [fqn for fqn in request.stored if fqn not in found])
-    return [
-        fqn for fqn in rest if not (per_rank.get(_level(fqn)[0]) and _level(fqn)[1].isdecimal())
-    ]
-
-
 def _level(fqn: str) -> tuple[str, str]:
     """Return the level of a nested state dict that a key stands under, and its entry there."""
     level, _, rest = fqn.partition(".")
@@ -610,130 +486,250 @@ def _tensors(stored: Mapping[str, Any], fqns: Collection[str]) -> list[str]:
     return [fqn for fqn in fqns if isinstance(stored.get(fqn), TensorStorageMetadata)]
 
 
-def _number_faults(
-    load: _Load, steps: Mapping[str, Step], stored: Mapping[str, Any]
-) -> list[Fault]:
-    """Return the families of which ranks ask for the same numbers, and none for others.
+class AllAsked:
+    """What all ranks ask for.
 
-    Ranks that load alone are refused where they ask for the first numbers, without a rename.
+    Args:
+        messages: Of the ranks; none where this rank loads alone.
+        record: The checkpoint's; None where it has none.
+        stored: The checkpoint's metadata by key.
+        policy: What is accepted.
+        complete: Whether all ranks take part. Of some ranks only local numbers are refused.
     """
-    families = Families(steps, stored)
-    asked_for, tensors = families.of(load.world), _tensors(stored, stored)
-    numbers = families.numbers(tensors) if asked_for else {}
-    faults = []
-    for family in asked_for:
-        stored_numbers = numbers[family.name, family.pattern]
-        missing = stored_numbers.difference(family.numbers)
-        if not missing:
-            faults += _unnumbered(load, family, stored_numbers, tensors)
-            continue
-        parts = family.parts(load.world)
-        twice = repeated(parts)
-        if not load.complete:
-            parts = {
-                part: ranks
-                for part, ranks in parts.items()
-                if part == set(range(len(part)))
-                and not any(s.kind in _NUMBERING for at in ranks for s in load.renames[at])
-            }
-            twice = list(parts)
-        if not twice or any(map(load.policy.excuses, family.members(tensors))):
-            continue
-        renames, step = load.renames_on(parts), steps[family.pattern]
-        likely = "rename= was forgotten in this load, so that every rank asks by its local numbers"
-        if renames and load.complete:
-            likely = "rename= of this load gives some ranks the numbers of another rank"
-        is_saved = load.record is not None and step in load.record.renames
-        details = [f"saved with:  rename={step}"] if is_saved else []
-        details += [f"this load:   {renames or 'no rename='}", f"likely:      {likely}"]
-        text = format_numbers
-        faults.append(
-            load.fault(family.name, parts, twice, text, details, whole="it", missing=text(missing))
-        )
-    return faults
 
+    def __init__(
+        self,
+        messages: Sequence[LoadMessage],
+        record: SaveRecord | None,
+        stored: Mapping[str, Any],
+        policy: Policy,
+        *,
+        complete: bool,
+    ) -> None:
+        self._messages = [one for one in messages if one.sent is not None]
+        self._ranks = [one.rank for one in self._messages]
+        self._record, self._stored, self._policy = record, stored, policy
+        self._complete = complete
 
-def _unnumbered(
-    load: _Load, family: Family, stored: Set[int], tensors: Sequence[str]
-) -> list[Fault]:
-    """Return the fault of ranks without the rename by which another rank asks for their numbers.
+    @cached_property
+    def world(self) -> World:
+        """The tables of all ranks, which most loads without a declaration do not need."""
+        return World([one.sent or Sent() for one in self._messages])
 
-    Where all ranks together ask for all numbers, the others are replicas of the right rank.
-    """
-    member, head = next(family.members(tensors)), family.name.partition("{}")[0]
+    def faults(self) -> list[Fault]:
+        """Return the parts of wholes that several ranks ask for while no rank asks for others."""
+        saved = () if self._record is None else self._record.renames
+        if not saved and not any(one.declares for one in self._messages):
+            return []
+        of_ranks = chain.from_iterable([one.renames for one in self._messages])
+        steps: dict[str, Step] = {}
+        for step in (*saved, *(of_ranks if self._complete else ())):
+            if step.kind in _NUMBERING and step.pattern.count("{}") == 1:
+                steps.setdefault(step.pattern, step)
+        faults = self._number_faults(steps) if steps else []
+        if self._complete:
+            states = OptimizerStates(dict.fromkeys(self._stored, UNSEEN))
+            for piece in self.world.pieces:
+                faults += self._box_faults(piece, states)
+        return faults
 
-    def is_numbered(step: Step) -> bool:
-        found = number_in(step.pattern, member) if step.kind in _NUMBERING else None
-        return step.kind == FUNCTION or (found is not None and found.head == head)
+    def unasked(self, state_dict: Mapping[str, Any]) -> list[str]:
+        """Return the tensors of the checkpoint that no rank asks for.
 
-    numbered = [any(map(is_numbered, steps)) for steps in load.renames]
-    if all(numbered) or not any(numbered) or any(map(load.policy.excuses, family.members(tensors))):
-        return []
-    parts = family.parts(load.world)
-    others = [part for part, ranks in parts.items() if any(numbered[at] for at in ranks)]
-    faults = []
-    for part, ranks in parts.items():
-        without = [load.ranks[at] for at in ranks if not numbered[at]]
-        is_local = part == set(range(len(part))) and part != stored
-        if without and is_local and any(part <= other for other in others):
-            details = (
-                f"other ranks: {load.renames_on(parts)}",
-                "likely:      rename= was forgotten on these ranks, which ask by local numbers",
-                f"way out:     rename= on each rank its own; {_ON_PURPOSE}",
+        Those of a level that has an entry for each rank, as ``{"rng": {str(rank): ...}}``, are of
+        the ranks of a larger world.
+
+        Args:
+            state_dict: This rank's.
+        """
+        keys_of = [
+            (
+                [self._ranks[at] for at in cohort.ranks],
+                {fqn for at in cohort.tables for fqn in chain(*self.world.tables[at].keys)},
             )
-            headline = f"no rename= of {format_ranks(without)} numbers it, as others do"
-            faults.append(Fault(family.name, headline, details))
-    return faults
+            for cohort in self.world.cohorts
+        ] or [(self._ranks or [global_rank()], set(state_dict))]
+        found = state_dict.keys() | {fqn for one in self._messages for fqn in one.shared}
+        # By level, whether each rank asks for the entry with its own number alone.
+        per_rank: dict[str, bool] = {}
+        for ranks, fqns in keys_of:
+            found |= fqns
+            for level, entry in map(_level, fqns):
+                is_own = [entry] == [str(rank) for rank in ranks]
+                per_rank[level] = per_rank.get(level, True) and is_own
+        rest = _tensors(self._stored, [fqn for fqn in self._stored if fqn not in found])
+        return [
+            fqn for fqn in rest if not (per_rank.get(_level(fqn)[0]) and _level(fqn)[1].isdecimal())
+        ]
 
+    def _renames_on(self, parts: Mapping[frozenset[int], Sequence[int]]) -> str:
+        """Return the renames that are in force on the ranks with some parts, as text."""
+        ranks = chain.from_iterable(parts.values())
+        steps = [one for rank in ranks for one in self._messages[rank].renames]
+        return "rename=" + ", ".join(dict.fromkeys(map(str, steps))) if steps else ""
 
-def _box_faults(load: _Load, piece: Piece, states: OptimizerStates) -> list[Fault]:
-    """Return the keys of a piece of which several ranks ask for the same boxes, none for others."""
-    groups = [source.group for source in piece.sources]
-    group = next((one for one in groups if one.kind != PLAIN), None)
-    if group is None or len({one.shape for one in groups}) > 1:  # of shapes there is another fault
-        return []
-    cover, whole = cover_of(piece.ranks, piece.boxes), Box.whole(group.shape)
-    is_padding = not len(piece.ranks) and group.padded_shape is not None
-    if not is_padding and (not cover.has_replicas or tile(whole, cover.boxes)):
-        return []
-    cuts, fqns = format_cuts(group.cuts), [f for f in piece.fqns if not load.policy.excuses(f)]
-    if is_padding:
-        headline = (
-            f"every rank has padding alone of it, so that none asks for any part of {group.shape}"
+    def _fault(
+        self,
+        name: str,
+        parts: Mapping[frozenset[int], Sequence[int]],
+        twice: Sequence[frozenset[int]],
+        text: Callable[[frozenset[int]], str],
+        details: Sequence[str],
+        *,
+        whole: str,
+        missing: str,
+    ) -> Fault:
+        """Return the fault of a key, or of a family of keys.
+
+        Args:
+            name: The key or family.
+            parts: The ranks that ask for each part.
+            twice: The parts that another rank asks for, too.
+            text: Returns a part as text.
+            details: How it was saved and is loaded, and the likely cause.
+            whole: What they are parts of, as text.
+            missing: What of that no rank asks for, as text.
+        """
+        by_text: dict[str, list[int]] = {}
+        for part, positions in sorted(parts.items(), key=lambda part: min(part[1])):
+            by_text.setdefault(text(part), []).extend(self._ranks[at] for at in positions)
+        asked = [f"{text} by {format_ranks(ranks)}" for text, ranks in by_text.items()]
+        more = f" and {len(asked) - _MAX_PARTS} other parts" if len(asked) > _MAX_PARTS else ""
+        first = text(min(twice, key=lambda part: min(parts[part])))
+        asks, none = ("several ranks ask", "none") if self._complete else ("this load asks", "not")
+        return Fault(
+            name,
+            f"{asks} for {first} of {whole}, and {none} for {missing}",
+            (
+                f"asked for:   {'; '.join(asked[:_MAX_PARTS])}{more}",
+                *details,
+                "way out:     rename=, rows and meshes as in the save, on each rank its own; "
+                + _ON_PURPOSE,
+            ),
         )
-        padded = f"this load:   {cuts}; padded to {group.padded_shape}"
-        out = f"way out:     the mesh of the save, or this rank's position in it; {_ON_PURPOSE}"
-        return [Fault(fqn, headline, (padded, out)) for fqn in fqns]
-    parts = cover.parts()
-    twice = repeated(parts)
-    if not twice or not uncovered(whole, cover.boxes, 1):
-        return []
 
-    def text(boxes: Boxes) -> str:
-        """Return all that is not in some boxes, joined where they lie side by side."""
-        rest = uncovered(whole, boxes, _MAX_HOLES)
-        some = ", ".join(format_box(box, whole.sizes) for box in rest[:_MAX_PARTS])
-        return some + (" and others" if len(rest) > _MAX_PARTS else "")
+    def _number_faults(self, steps: Mapping[str, Step]) -> list[Fault]:
+        """Return the families of which ranks ask for the same numbers, and none for others.
 
-    def part_text(part: frozenset[int]) -> str:
-        rest = uncovered(whole, cover.boxes[sorted(part)], _MAX_HOLES)
-        return text(as_array(rest, len(group.shape)))
+        Ranks that load alone are refused where they ask for the first numbers, without a rename.
+        """
+        families = Families(steps, self._stored)
+        asked_for, tensors = families.of(self.world), _tensors(self._stored, self._stored)
+        numbers = families.numbers(tensors) if asked_for else {}
+        faults = []
+        for family in asked_for:
+            stored_numbers = numbers[family.name, family.pattern]
+            missing = stored_numbers.difference(family.numbers)
+            if not missing:
+                faults += self._unnumbered(family, stored_numbers, tensors)
+                continue
+            parts = family.parts(self.world)
+            twice = repeated(parts)
+            if not self._complete:
+                is_numbered = [
+                    any(step.kind in _NUMBERING for step in one.renames) for one in self._messages
+                ]
+                parts = {
+                    part: ranks
+                    for part, ranks in parts.items()
+                    if part == set(range(len(part))) and not any(is_numbered[at] for at in ranks)
+                }
+                twice = list(parts)
+            if not twice or any(map(self._policy.excuses, family.members(tensors))):
+                continue
+            renames, step = self._renames_on(parts), steps[family.pattern]
+            likely = "rename= was forgotten in this load: every rank asks by its local numbers"
+            if renames and self._complete:
+                likely = "rename= of this load gives some ranks the numbers of another rank"
+            is_saved = self._record is not None and step in self._record.renames
+            details = [f"saved with:  rename={step}"] if is_saved else []
+            details += [f"this load:   {renames or 'no rename='}", f"likely:      {likely}"]
+            of = {"whole": "it", "missing": format_numbers(missing)}
+            faults.append(self._fault(family.name, parts, twice, format_numbers, details, **of))
+        return faults
 
-    renames = load.renames_on(parts)
-    likely = (
-        "IndexShard, rename= or the mesh of a rule gives some ranks the rows or the position of "
-        "another rank, as along a wrong axis (edp in place of ep)"
-    )
-    # Rows of optimizer state may be left out, since that of a row's parameter may be missing.
-    is_listed = any(cut.kind is Kind.LISTED and cut.dim >= 0 for cut in group.cuts)
-    faults = []
-    for fqn in fqns:
-        if is_listed and states.of(fqn) is not None:
-            continue
-        saved = load.record.cuts(fqn) if load.record is not None else ()
-        details = [f"saved:       {format_cuts(saved)}"] if saved else []
-        details += [f"this load:   {'; '.join(filter(None, [cuts, renames]))}"]
-        details += [f"likely:      {likely}"]
-        of = {"whole": str(group.shape), "missing": text(cover.boxes)}
-        faults.append(load.fault(fqn, parts, twice, part_text, details, **of))
-    return faults
+    def _unnumbered(self, family: Family, stored: Set[int], tensors: Sequence[str]) -> list[Fault]:
+        """Return the fault of ranks without the rename by which others ask for their numbers.
+
+        Where all ranks together ask for all numbers, the others are replicas of the right rank.
+        """
+        member, head = next(family.members(tensors)), family.name.partition("{}")[0]
+
+        def is_numbered(step: Step) -> bool:
+            found = number_in(step.pattern, member) if step.kind in _NUMBERING else None
+            return step.kind == FUNCTION or (found is not None and found.head == head)
+
+        numbered = [any(map(is_numbered, one.renames)) for one in self._messages]
+        excused = any(map(self._policy.excuses, family.members(tensors)))
+        if excused or all(numbered) or not any(numbered):
+            return []
+        parts = family.parts(self.world)
+        others = [part for part, ranks in parts.items() if any(numbered[at] for at in ranks)]
+        faults = []
+        for part, ranks in parts.items():
+            without = [self._ranks[at] for at in ranks if not numbered[at]]
+            is_local = part == set(range(len(part))) and part != stored
+            if without and is_local and any(part <= other for other in others):
+                details = (
+                    f"other ranks: {self._renames_on(parts)}",
+                    "likely:      rename= was forgotten on these ranks, which ask by local numbers",
+                    f"way out:     rename= on each rank its own; {_ON_PURPOSE}",
+                )
+                headline = f"no rename= of {format_ranks(without)} numbers it, as others do"
+                faults.append(Fault(family.name, headline, details))
+        return faults
+
+    def _box_faults(self, piece: Piece, states: OptimizerStates) -> list[Fault]:
+        """Return the keys of a piece of which ranks ask for the same boxes, and none for others."""
+        groups = [source.group for source in piece.sources]
+        group = next((one for one in groups if one.kind != PLAIN), None)
+        if (
+            group is None or len({one.shape for one in groups}) > 1
+        ):  # of shapes there is another fault
+            return []
+        cover, whole = cover_of(piece.ranks, piece.boxes), Box.whole(group.shape)
+        is_padding = not len(piece.ranks) and group.padded_shape is not None
+        if not is_padding and (not cover.has_replicas or tile(whole, cover.boxes)):
+            return []
+        cuts, fqns = format_cuts(group.cuts), [f for f in piece.fqns if not self._policy.excuses(f)]
+        if is_padding:
+            headline = (
+                "every rank has padding alone of it, so that none asks for any part of "
+                f"{group.shape}"
+            )
+            padded = f"this load:   {cuts}; padded to {group.padded_shape}"
+            out = f"way out:     the mesh of the save, or this rank's position in it; {_ON_PURPOSE}"
+            return [Fault(fqn, headline, (padded, out)) for fqn in fqns]
+        parts = cover.parts()
+        twice = repeated(parts)
+        if not twice or not uncovered(whole, cover.boxes, 1):
+            return []
+
+        def text(boxes: Boxes) -> str:
+            """Return all that is not in some boxes, joined where they lie side by side."""
+            rest = uncovered(whole, boxes, _MAX_HOLES)
+            some = ", ".join(format_box(box, whole.sizes) for box in rest[:_MAX_PARTS])
+            return some + (" and others" if len(rest) > _MAX_PARTS else "")
+
+        def part_text(part: frozenset[int]) -> str:
+            rest = uncovered(whole, cover.boxes[sorted(part)], _MAX_HOLES)
+            return text(as_array(rest, len(group.shape)))
+
+        renames = self._renames_on(parts)
+        likely = (
+            "IndexShard, rename= or the mesh of a rule gives some ranks the rows or the position "
+            "of another rank, as along a wrong axis (edp in place of ep)"
+        )
+        # Rows of optimizer state may be left out, since that of a row's parameter may be missing.
+        is_listed = any(cut.kind is Kind.LISTED and cut.dim >= 0 for cut in group.cuts)
+        faults = []
+        for fqn in fqns:
+            if is_listed and states.of(fqn) is not None:
+                continue
+            saved = self._record.cuts(fqn) if self._record is not None else ()
+            details = [f"saved:       {format_cuts(saved)}"] if saved else []
+            details += [f"this load:   {'; '.join(filter(None, [cuts, renames]))}"]
+            details += [f"likely:      {likely}"]
+            of = {"whole": str(group.shape), "missing": text(cover.boxes)}
+            faults.append(self._fault(fqn, parts, twice, part_text, details, **of))
+        return faults

@@ -14,7 +14,6 @@ import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any, cast
 
 import torch
@@ -45,13 +44,7 @@ from dcp_placements.errors import (
     unpacked_faults,
 )
 from dcp_placements.load.casting import CASTS, check_quantizer
-from dcp_placements.load.compare import (
-    LoadMessage,
-    asked_faults,
-    check_load,
-    unasked_notes,
-    unasked_of,
-)
+from dcp_placements.load.compare import AllAsked, LoadMessage, check_load, unasked_notes
 from dcp_placements.load.exchange import Answer, Exchange, answers
 from dcp_placements.load.missing import Policy, reset_note
 from dcp_placements.load.reads import Request
@@ -77,9 +70,7 @@ from dcp_placements.storage.provenance import saved_by, stored
 from dcp_placements.storage.record_reads import DAMAGED
 from dcp_placements.storage.save_ids import MIXED, id_fault, id_item, id_records, speaking_for
 from dcp_placements.storage.written import StoredPlace
-from dcp_placements.table.table import Sent
 from dcp_placements.table.whole import WholeModel, compare_with_whole
-from dcp_placements.table.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -484,27 +475,25 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             raise_faults("nothing can be loaded", [_mixed_checkpoints(messages)])
         if not complete and load.request.record is not None:
             report.compared += ", but not with what other ranks ask for"
-        asked = [message for message in messages if message.sent is not None]
-        # Most loads without a declaration need no world of all ranks.
-        world = cache(lambda: World([one.sent or Sent() for one in asked]))
+        request, stored_keys = load.request, load.metadata.state_dict_metadata
+        asked = AllAsked(messages, request.record, stored_keys, policy, complete=complete)
         faults: list[Fault] = []
         if self.whole is not None:
             faults, notes_of_whole, report.whole = compare_with_whole(
                 self.whole,
-                world(),
+                asked.world,
                 [*policy.waived, *policy.optional],
                 complete=complete and not policy.partial,
             )
             mistakes += notes_of_whole
-        record, metadata = load.request.record, load.metadata
-        faults += asked_faults(asked, world, record, metadata, policy, complete=complete)
+        faults += asked.faults()
         if faults:
             raise_faults("the ranks do not ask for what was saved", [*faults, *mistakes])
         # Of what a rank asks for that is alone, it knows all.
         if report.unread and complete:
-            report.unasked = tuple(unasked_of(load.request, asked, world()))
+            report.unasked = tuple(asked.unasked(request.state_dict))
             levels = load.original_state_dict.keys()
-            mistakes += unasked_notes(report.unasked, levels, load.request)
+            mistakes += unasked_notes(report.unasked, levels, request)
         if mistakes:
             load.warn(mistakes)
 

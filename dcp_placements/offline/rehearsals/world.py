@@ -23,7 +23,7 @@ from dcp_placements._torch import rehearsed
 from dcp_placements.errors import Fault, PlacementError, unpacked_faults
 from dcp_placements.layout.boxes import Boxes, as_boxes, tile, unique
 from dcp_placements.layout.sharding import Box, Intervals, Position, Sharding
-from dcp_placements.load.compare import LoadMessage, asked_faults
+from dcp_placements.load.compare import AllAsked, LoadMessage
 from dcp_placements.load.missing import Policy
 from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
@@ -232,13 +232,9 @@ class RehearsedWorld:
                 for lot in self.lots
                 for rank, one in _sent(lot, lot.asked.sent or Sent()).items()
             }
-            asked = [sent[rank] for rank in sorted(sent)]
-
-            def world() -> World:
-                return World([one.sent or Sent() for one in asked])
-
+            messages = [sent[rank] for rank in sorted(sent)]
             with rehearsed(0, self.size):
-                faults = asked_faults(asked, world, record, metadata, policy, complete=True)
+                faults = AllAsked(messages, record, keys, policy, complete=True).faults()
         return tuple(sorted(faults, key=lambda fault: astuple(fault)[:2]))
 
     def notes(self) -> tuple[Fault, ...]:
