@@ -6,11 +6,9 @@ A load that changes what a number means is refused; one that only loses digits i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from dcp_placements.errors import Fault, format_names, raise_faults
+from dcp_placements.errors import Fault, raise_faults
 from dcp_placements.table.digests import quantizer
 
 CASTS = ("error", "warn", "allow")
@@ -59,20 +57,6 @@ def cast_fault(fqn: str, stored: torch.dtype, needed: torch.dtype) -> Fault:
     if cast_kind(stored, needed) == "narrowing":
         effect, way_out = "loses precision", f'{way_out}, or cast="allow"'
     return Fault(fqn, f"loading {format_cast(stored, needed)} {effect}", (way_out,))
-
-
-def narrowing_note(fqns: Sequence[str], cast: str) -> Fault:
-    """Return the note of keys that are loaded with less precision than stored.
-
-    Args:
-        fqns: The keys.
-        cast: The cast of the first, as text.
-    """
-    return Fault(
-        format_names(fqns, 3),
-        f"loaded with less precision than stored ({cast})",
-        ('way out:     cast="allow" where this is intended, cast="error" to refuse it',),
-    )
 
 
 def check_quantizer(fqn: str, target: torch.Tensor, read: torch.Tensor) -> None:

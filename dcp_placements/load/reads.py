@@ -33,7 +33,7 @@ from dcp_placements._torch import (
     is_dtensor_like,
 )
 from dcp_placements.bind.one_tensor import Placed, Placing
-from dcp_placements.errors import Fault
+from dcp_placements.errors import Fault, format_names
 from dcp_placements.layout.boxes import (
     Index,
     as_array,
@@ -43,7 +43,7 @@ from dcp_placements.layout.boxes import (
     uncovered,
 )
 from dcp_placements.layout.sharding import Box, Cuts
-from dcp_placements.load.casting import cast_fault, cast_kind, format_cast, narrowing_note
+from dcp_placements.load.casting import cast_fault, cast_kind, format_cast
 from dcp_placements.load.missing import Policy, is_tensor, settle_missing
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.report import LoadReport
@@ -240,7 +240,10 @@ class Request:
         if missing:
             settle_missing(self, missing)
         if narrowed and policy.cast == "warn":
-            self.notes.append(narrowing_note(narrowed, self.report.casts[narrowed[0]]))
+            cast = self.report.casts[narrowed[0]]
+            headline = f"loaded with less precision than stored ({cast})"
+            way_out = 'way out:     cast="allow" where this is intended, cast="error" to refuse it'
+            self.notes.append(Fault(format_names(narrowed, 3), headline, (way_out,)))
 
     def _group(self) -> tuple[list[str], list[str]]:
         """Put the keys into groups; return those that are missing, and those that lose digits."""
@@ -302,16 +305,17 @@ class Request:
         has_tensor = placed is not None or is_tensor(value)
         if not has_tensor and not isinstance(entry, TensorStorageMetadata):
             return Group(entry)
-        way_out = "way out:     a value of that kind under this key; or give this one another name"
         if not has_tensor:
-            kind = type(value).__name__
-            stored = f"the checkpoint holds a {tuple(entry.size)} tensor"
-            self._fault(fqn, f"{stored}, but the state dict a {kind}", way_out)
+            one, other = f"a {tuple(entry.size)} tensor", f"a {type(value).__name__}"
         elif not isinstance(entry, TensorStorageMetadata):
             shape = tuple(value.size()) if placed is None else placed.global_shape
-            stored = "the checkpoint holds an object"
-            self._fault(fqn, f"{stored}, but the state dict a tensor of shape {shape}", way_out)
-        return None  # a tensor without a place has its fault already
+            one, other = "an object", f"a tensor of shape {shape}"
+        else:
+            return None  # a tensor without a place has its fault already
+        headline = f"the checkpoint holds {one}, but the state dict {other}"
+        way_out = "way out:     a value of that kind under this key; or give this one another name"
+        self.faults.append(Fault(fqn, headline, (way_out,)))
+        return None
 
     def _tensor_group(
         self, fqn: str, value: Any, placed: Placed | None, entry: TensorStorageMetadata
@@ -336,14 +340,14 @@ class Request:
             destinations = [Box(tuple(c.offsets), tuple(c.sizes)) for c in chunk_list(value)]
         reads, holes = reads_of(entry, destinations)
         if holes:
-            self._fault(
-                fqn,
-                f"nobody stored {format_boxes(holes, shape)}, which is needed",
+            headline = f"nobody stored {format_boxes(holes, shape)}, which is needed"
+            details = (
                 "likely:      the checkpoint was saved by some of the ranks only, or without "
                 "collectives, so that each rank's metadata describes its own part alone",
                 f"way out:     load a complete checkpoint; of this key it holds "
                 f"{len(entry.chunks)} chunk(s)",
             )
+            self.faults.append(Fault(fqn, headline, details))
         dtype = value.dtype if placed is None else placed.tensor.dtype
         stored_dtype = entry.properties.dtype
         kind = "same" if stored_dtype == dtype else cast_kind(stored_dtype, dtype)
@@ -359,9 +363,6 @@ class Request:
             kind == "narrowing",
             padded,
         )
-
-    def _fault(self, fqn: str, headline: str, *details: str) -> None:
-        self.faults.append(Fault(fqn, headline, details))
 
     def _other_shape(
         self, fqn: str, stored: tuple[int, ...], needed: tuple[int, ...], placed: Placed | None
