@@ -567,9 +567,6 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """Return where to read an item to. Called on every rank, also by several threads."""
         load = self._runs.of(read_item)
-        chunk: torch.Tensor | None = getattr(read_item, "chunk", None)
-        if chunk is not None and not load.tied:
-            return self.transform_tensor(read_item, chunk)
         memory = self._memory(load, read_item)
         return torch.empty_like(memory) if read_item.dest_index.fqn in load.tied else memory
 
