@@ -638,7 +638,9 @@ class AllAsked:
             if not twice or any(map(self._policy.excuses, family.members(tensors))):
                 continue
             renames, step = self._renames_on(parts), steps[family.pattern]
-            likely = "rename= was forgotten in this load: every rank asks by its local numbers"
+            likely = (
+                "rename= was forgotten in this load, so that every rank asks by its local numbers"
+            )
             if renames and self._complete:
                 likely = "rename= of this load gives some ranks the numbers of another rank"
             is_saved = self._record is not None and step in self._record.renames
