@@ -254,9 +254,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             ``"warn"`` or ``"allow"``. Float into int is always an error.
         waive: ``{pattern: reason}`` of keys whose lint warnings, or differences from the save, are
             accepted.
-        exchange: Ranks that need the same bytes read each once and send it to each other, along
-            the axes of the rules' and the DTensors' meshes; with ``PlacementFileSystemReader``. A
-            process group if the load does not run on the default one.
+        exchange: Ranks that need the same bytes read each once and send it to each other; with
+            ``PlacementFileSystemReader``. A process group if the load does not run on the default
+            one.
         flatten_state_dict: As in ``DefaultLoadPlanner``.
         flatten_sharded_tensors: As in ``DefaultLoadPlanner``.
         allow_partial_load: As in ``DefaultLoadPlanner``, but a load that matches nothing is an
