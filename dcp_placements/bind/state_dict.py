@@ -155,9 +155,8 @@ class _Placer:
         # Layers have equal stacks: by the place of a tensor and what becomes of it.
         self._stacks: dict[Any, Place] = {}
         self._pieces: dict[Any, list[Piece]] = {}
-        # Of tensors that become others, by all names that their optimizer state may have for them:
-        # the pieces, the dim of the rows, and how many there are.
-        self._becomes: dict[str, tuple[list[Piece], int | None, int]] = {}
+        # Of each tensor that has become others, those, and how many rows it has.
+        self._became: dict[str, tuple[list[Piece], int]] = {}
 
     def add(self, fqn: str, value: Any) -> None:
         """Bind a value, if it is a tensor and has a place."""
@@ -301,27 +300,28 @@ class _Placer:
         placing = self.placing
         self._own, placing.placed = placing.placed, {}
         refused = {fault.fqn for fault in placing.faults}
-        for label, whole in self._wholes.items():
-            if _has_dims(whole.value) and label not in refused | placing.absent:
-                self._note_pieces(label, whole)
+        unbound = refused | placing.absent
+        scalars: list[RenamedValue[Rows | Parts]] = []
         for fqn, value in state_dict.items():
-            path = mappings.get(fqn)
-            if fqn in self._rows:
-                rows = sorted(self._rows[fqn], key=lambda row: row.name.indices)
-                placing.add(fqn, rows[0].value, path)
-                if not any(is_tensor(row.value) for row in rows):
+            path, whole = mappings.get(fqn), self._wholes.get(fqn)
+            rows = sorted(self._rows.get(fqn, ()), key=lambda row: row.name.indices)
+            if whole is None:
+                placing.add(fqn, rows[0].value if rows else value, path)
+            try:
+                if rows and not any(is_tensor(row.value) for row in rows):
                     self._add_objects(fqn, self._rows[fqn])
-                elif fqn not in refused:
+                elif rows and fqn not in refused:
                     self._add_stack(fqn, rows)
-            elif fqn in self._wholes:
-                if _has_dims(value):
-                    self._add_pieces(self._wholes[fqn])
-                else:
-                    self._share(self._wholes[fqn])
-            else:
-                placing.add(fqn, value, path)
-                if fqn in self._own:
+                elif whole is not None and not _has_dims(value):
+                    scalars.append(whole)
+                elif whole is not None and fqn not in unbound:
+                    self._add_pieces(whole)
+                elif whole is None and not rows and fqn in self._own:
                     placing.placed[fqn] = self._own[fqn]
+            except CannotPlace as error:
+                placing.faults.append(error.fault(fqn, rule_name(self.rules, fqn)))
+        if scalars:
+            self._share(scalars)
 
     def _add_objects(self, fqn: str, rows: Sequence[RenamedValue[Row]]) -> None:
         """Store one object for all rows of a stack; it is loaded into all of them."""
@@ -338,31 +338,28 @@ class _Placer:
 
     def _add_stack(self, fqn: str, rows: Sequence[RenamedValue[Row]]) -> None:
         """Place one stack, of which the rank has some rows."""
-        try:
-            parts = _alike_tensors(rows)
-            if fqn in self.placing.absent:
-                return
-            own = self._lies(fqn, rows[0].value)
-            stored = None if self._stored is None else self._stored.get(fqn)
-            if not own.global_shape and tuple(getattr(stored, "size", (0,))) == ():
-                # One scalar for all rows, as a stacked parameter's optimizer state has it.
-                chunks = tuple([Chunk((), (), (), part) for part in range(len(rows))])
-                scalar = replace(own.place, chunks=chunks)
-                placed = Placed(fqn, parts[0], scalar, parts=parts, has_own_key=True)
-                self.placing.placed[fqn] = placed
-                return
-            names = [row.name for row in rows]
-            axes = self._row_axes.get(fqn, (None,) * len(names[0].axes))
-            key = own.place, names[0].axes, axes, tuple([name.indices for name in names])
-            if key not in self._stacks:
-                self._stacks[key] = _stack_place(own.place, names, axes)
-            views = [part.detach() for part in parts]
-            for dim, origin in enumerate(row_target(names[0], own.global_shape).dims):
-                if origin is None:
-                    views = [view.unsqueeze(dim) for view in views]
-            self.placing.placed[fqn] = Placed(fqn, parts[0], self._stacks[key], own.rule, views)
-        except CannotPlace as error:
-            self.placing.faults.append(error.fault(fqn, rule_name(self.rules, fqn)))
+        parts = _alike_tensors(rows)
+        if fqn in self.placing.absent:
+            return
+        own = self._lies(fqn, rows[0].value)
+        stored = None if self._stored is None else self._stored.get(fqn)
+        if not own.global_shape and tuple(getattr(stored, "size", (0,))) == ():
+            # One scalar for all rows, as a stacked parameter's optimizer state has it.
+            chunks = tuple([Chunk((), (), (), part) for part in range(len(rows))])
+            scalar = replace(own.place, chunks=chunks)
+            placed = Placed(fqn, parts[0], scalar, parts=parts, has_own_key=True)
+            self.placing.placed[fqn] = placed
+            return
+        names = [row.name for row in rows]
+        axes = self._row_axes.get(fqn, (None,) * len(names[0].axes))
+        key = own.place, names[0].axes, axes, tuple([name.indices for name in names])
+        if key not in self._stacks:
+            self._stacks[key] = _stack_place(own.place, names, axes)
+        views = [part.detach() for part in parts]
+        for dim, origin in enumerate(row_target(names[0], own.global_shape).dims):
+            if origin is None:
+                views = [view.unsqueeze(dim) for view in views]
+        self.placing.placed[fqn] = Placed(fqn, parts[0], self._stacks[key], own.rule, views)
 
     def _lies(self, fqn: str, value: Any) -> Placed:
         """Return where a tensor lies as what it is; one that nothing speaks for is a whole."""
@@ -373,67 +370,61 @@ class _Placer:
             self._own[fqn] = Placed(fqn, local, whole)
         return self._own[fqn]
 
-    def _note_pieces(self, label: str, whole: RenamedValue[Rows | Parts]) -> None:
-        """Note the rows and parts of a tensor; its scalars and objects have the same rows."""
-        name = whole.name
-        try:
-            if names_its_chunks(whole.value):
-                raise CannotPlace("names its chunks itself, and cannot be unstacked")
-            own = self._lies(label, whole.value)
-            dim = row_dim(name, own.global_shape)
-            key = own.place, dim, isinstance(name, Parts) and (name.dim, name.sizes, name.groups)
-            if key not in self._pieces:
-                self._pieces[key] = _pieces_of(own.place, name, dim)
-        except CannotPlace as error:
-            self.placing.faults.append(error.fault(label))
-            return
-        held = self._pieces[key], dim, 1 if dim is None else own.global_shape[dim]
-        self._becomes[label] = held
-        ends = [label[at + 1 :] for at, character in enumerate(label) if character == "."]
-        if parameters := possible_parameters(label):
-            ends += [_siblings(label), *parameters]
-        for end in ends:
-            self._becomes.setdefault(end, held)
-
     def _add_pieces(self, whole: RenamedValue[Rows | Parts]) -> None:
         """Place the rows and parts of a tensor that this rank has."""
         name, placing = whole.name, self.placing
-        if name.stacked not in self._own or name.stacked not in self._becomes:
-            return
-        own, (pieces, dim, total) = self._own[name.stacked], self._becomes[name.stacked]
+        if names_its_chunks(whole.value):
+            raise CannotPlace("names its chunks itself, and cannot be unstacked")
+        own = self._lies(name.stacked, whole.value)
+        dim, total = row_dim(name, own.global_shape), 1
         if dim is not None:
+            total = own.global_shape[dim]
             placing.totals.update(dict.fromkeys(name.fqns, total))
+        key = own.place, dim, isinstance(name, Parts) and (name.dim, name.sizes, name.groups)
+        if key not in self._pieces:
+            self._pieces[key] = _pieces_of(own.place, name, dim)
+        self._became[name.stacked] = self._pieces[key], total
         tensor = own.tensor.detach()
-        for number, part, at, place in pieces:
+        for number, part, at, place in self._pieces[key]:
             fqn = name.fqns[part].replace("{}", str(number))
             held = [tensor if dim is None else tensor.select(dim, index) for index in at]
             copies = held if len(held) > 1 else ()
             placing.add(fqn, held[0], whole.path)
             placing.placed[fqn] = Placed(fqn, held[0], place, own.rule, copies, has_own_key=True)
 
-    def _share(self, whole: RenamedValue[Rows | Parts]) -> None:
-        """Give a scalar or an object to every row of its parameter that this rank holds."""
-        name = whole.name
-        parent = name.stacked.rpartition(".")[0]
-        # Of the state beside it first: another model's parameter may have the same name.
-        ends = [parent[match.end() :] for match in _OF_PARAMETER.finditer(parent)]
-        ends.insert(0, _siblings(name.stacked))
-        becomes = next((self._becomes[end] for end in ends if end in self._becomes), None)
-        if becomes is None:
-            headline = "its rows cannot be determined: no tensor of its parameter is unstacked"
-            way_out = "way out:     its parameter beside it; or leave this key as it is in rename="
-            self.placing.faults.append(Fault(name.stacked, headline, (way_out,)))
-            return
-        pieces, _, total = becomes
-        numbers = list(dict.fromkeys([number for number, _, _, _ in pieces]))
-        if self._stored is not None:
-            # One scalar stands for all rows, whichever this rank holds.
-            is_scalar = isinstance(whole.value, torch.Tensor)
-            numbers = list(range(total)) if is_scalar else numbers or [0][:total]
-        for number in numbers:
-            for fqn in name.fqns:
+    def _share(self, scalars: Sequence[RenamedValue[Rows | Parts]]) -> None:
+        """Give scalars and objects to every row of their parameters that this rank holds."""
+        # By all names that optimizer state may have for a tensor: what it has become.
+        became_of: dict[str, tuple[list[Piece], int]] = {}
+        for label, became in self._became.items():
+            ends = [label[at + 1 :] for at, character in enumerate(label) if character == "."]
+            if parameters := possible_parameters(label):
+                ends += [_siblings(label), *parameters]
+            for end in ends:
+                became_of.setdefault(end, became)
+        became_of |= self._became
+        for name, _, value, path in scalars:
+            parent = name.stacked.rpartition(".")[0]
+            # Of the state beside it first: another model's parameter may have the same name.
+            ends = [parent[match.end() :] for match in _OF_PARAMETER.finditer(parent)]
+            ends.insert(0, _siblings(name.stacked))
+            found = next(filter(None, map(became_of.get, ends)), None)
+            if found is None:
+                headline = "its rows cannot be determined: no tensor of its parameter is unstacked"
+                way_out = (
+                    "way out:     its parameter beside it; or leave this key as it is in rename="
+                )
+                self.placing.faults.append(Fault(name.stacked, headline, (way_out,)))
+                continue
+            pieces, total = found
+            numbers = list(dict.fromkeys([number for number, _, _, _ in pieces]))
+            if self._stored is not None:
+                # One scalar stands for all rows, whichever this rank holds.
+                is_scalar = isinstance(value, torch.Tensor)
+                numbers = list(range(total)) if is_scalar else numbers or [0][:total]
+            for number, fqn in product(numbers, name.fqns):
                 key = fqn.replace("{}", str(number))
-                self.placing.add(key, whole.value, whole.path)
+                self.placing.add(key, value, path)
                 self.placing.shared[key] = name.stacked
 
 
