@@ -336,16 +336,14 @@ def held_chunks(
     for plan, planned_of in zip(sent, planned, strict=True):
         numbers, at = unpacked_ints(plan.sent.boxes), 0
         counts = iter(unpacked_ints(plan.sent.counts).tolist())
-        tables: list[list[Held]] = []
+        held: list[Held] = []
         for table in map(unpacked, plan.sent.tables):
-            tables.append([])
             for group, keys in zip(table.groups, table.keys, strict=True):
                 count, ndim = next(counts), len(group.shape)
                 boxes = numbers[at : at + count * 2 * ndim].reshape(count, 2, ndim)
                 at += boxes.size
-                tables[-1].append(Held(group, tuple(as_boxes(boxes)), keys))
-        held = [one for groups in tables for one in groups]
-        holding = Holding(tables, held)
+                held.append(Held(group, tuple(as_boxes(boxes)), keys))
+        holding = Holding(held)
         chunks = [(key, one.group, box) for one in held for key in one.fqns for box in one.boxes]
         yield list(zip(chunks, planned_of.planner_data.is_written(holding), strict=True))
 

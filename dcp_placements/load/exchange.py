@@ -13,11 +13,10 @@ Two ranks that both need the norms of four layers, and each another expert::
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import product, zip_longest
 from typing import Any, NoReturn
 
 import numpy as np
@@ -30,13 +29,13 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from dcp_placements._torch import agreeing_device, global_rank
 from dcp_placements.bind.one_tensor import Placing
 from dcp_placements.errors import Fault, PlacementError, format_faults, format_ranks
-from dcp_placements.layout.boxes import Ints
+from dcp_placements.layout.boxes import Array, Ints
 from dcp_placements.load.compare import LoadMessage
 from dcp_placements.load.reads import Request
 from dcp_placements.report import LoadReport
-from dcp_placements.table.owners import in_pieces, runs_of
+from dcp_placements.table.owners import runs_of
 from dcp_placements.table.table import Holding, Sent, packed_ints, unpacked_ints
-from dcp_placements.table.world import Cover, World, cover_of
+from dcp_placements.table.world import Piece, World, cover_of
 
 MOST_UNDER_WAY = 8
 """Messages that a rank has begun to send, and not ended."""
@@ -51,16 +50,13 @@ class Answer:
 
     Attributes:
         is_active: Whether anything is exchanged on any rank; all ranks then agree after the reads.
-        numbers: Packed: the set of each box of each piece of each table; 0 for none.
-        split: For each table whose groups are split, packed: the piece of each key.
-        sets: By number, packed: the ranks that need the same box of the keys of a piece, then at
-            which key each of them stops to read.
+        numbers: Packed: the set of each box of each key of each group; 0 for none.
+        sets: By number, packed: the rank that reads it, then all that need it.
         obstacle: Why nothing is exchanged, where the user can change it.
     """
 
     is_active: bool = False
     numbers: bytes = packed_ints(())
-    split: tuple[bytes, ...] = ()
     sets: Mapping[int, bytes] = field(default_factory=dict)
     obstacle: Fault | None = None
 
@@ -110,42 +106,38 @@ def _readers(wishes: Sequence[Sent], ranks: Sequence[int]) -> list[Answer]:
         ranks=len(wishes),
         undivided=[False] * len(sent),
     )
-    # By the ranks that need a box, and where each of them stops to read, its number.
-    numbers: dict[tuple[bytes, bytes], int] = {}
-    sets = iter([_sets(one.cover, run, numbers) for one, run in zip(sent, runs, strict=True)])
-    of_rows = [
-        next(sets) if is_alike else np.zeros(len(piece.ranks), np.int64)
+    # By the ranks that need a box, and the one among them that reads it, its number.
+    numbers: dict[tuple[bytes, int], int] = {}
+    sets = iter([_sets(piece, run, numbers) for piece, run in zip(sent, runs, strict=True)])
+    of_pieces = [
+        next(sets) if is_alike else np.zeros((len(piece.ranks), len(piece.fqns)), np.int32)
         for piece, is_alike in zip(world.pieces, alike, strict=True)
     ]
     if not numbers:
         return [Answer()] * len(wishes)
     rank_of = np.array(ranks, np.int64)
-    packed = [
-        packed_ints(
-            np.concatenate([rank_of[np.frombuffer(held, np.int64)], np.frombuffer(stops, np.int64)])
-        )
-        for held, stops in numbers
-    ]
-    answer_of = [Answer(True)] * len(wishes)
-    numbers_of = world.by_rank(of_rows)
-    for cohort in world.cohorts:
-        splits = [world.split[table] for table in cohort.tables]
-        split = tuple([packed_ints(pieces) if pieces else b"" for pieces in splits])
-        for position in cohort.ranks.tolist():
-            row = numbers_of[position]
-            own = {int(n): packed[n - 1] for n in np.unique(row) if n}
-            answer_of[position] = Answer(True, packed_ints(row), split, own)
-    return answer_of
+    packed = []
+    for members, reader in numbers:
+        held = rank_of[np.frombuffer(members, np.int64)]
+        packed.append(packed_ints([int(held[reader]), *held.tolist()]))
+    found = []
+    for row in world.by_rank(of_pieces):
+        own = {int(number): packed[number - 1] for number in np.unique(row) if number}
+        found.append(Answer(True, packed_ints(row), own))
+    return found
 
 
-def _sets(cover: Cover, runs: Ints, numbers: dict[tuple[bytes, bytes], int]) -> Ints:
-    """Return by row of a piece the set of its box, which is numbered where it is new."""
-    of_box = np.zeros(len(cover.boxes), np.int64)
+def _sets(piece: Piece, runs: Ints, numbers: dict[tuple[bytes, int], int]) -> Array:
+    """Return by row and key of a piece the set of its box, which is numbered where it is new."""
+    cover, keys = piece.cover, np.arange(len(piece.fqns))
+    of_box = np.zeros((len(cover.boxes), len(keys)), np.int32)
     for box in np.flatnonzero((np.diff(cover.starts) > 1) & (cover.numel > 0)).tolist():
         rows = cover.order[cover.starts[box] : cover.starts[box + 1]]
-        stops = np.maximum.accumulate(runs[rows, 1])
-        of_set = cover.ranks[rows].tobytes(), stops.tobytes()
-        of_box[box] = numbers.setdefault(of_set, len(numbers) + 1)
+        members = cover.ranks[rows].tobytes()
+        readers = np.maximum.accumulate(runs[rows, 1]).searchsorted(keys, "right")
+        for reader in dict.fromkeys(readers.tolist()):
+            number = numbers.setdefault((members, reader), len(numbers) + 1)
+            of_box[box, readers == reader] = number
     return of_box[cover.box_of]
 
 
@@ -207,20 +199,19 @@ class Exchange:
             report: Takes in the keys of which it reads all by itself.
         """
         here = global_rank()
-        sets = {n: unpacked_ints(one).reshape(2, -1) for n, one in self.answer.sets.items()}
-        lists = {number: (one[0].tolist(), one[1].tolist()) for number, one in sets.items()}
+        sets = {number: unpacked_ints(one).tolist() for number, one in self.answer.sets.items()}
         numbers = iter(unpacked_ints(self.answer.numbers).tolist())
         # What others need, too, in an order that is the same on all ranks.
-        shared: list[tuple[str, tuple[int, ...], int, int, int, int]] = []
-        for held, fqn, at, of_boxes in in_pieces(self._holding, self.answer.split, numbers):
-            for place, (box, number) in enumerate(zip(held.boxes, of_boxes, strict=True)):
-                if number:
+        shared: list[tuple[str, tuple[int, ...], int, int, int]] = []
+        for held in self._holding.groups:
+            for fqn, (place, box) in product(held.fqns, list(enumerate(held.boxes))):
+                if number := next(numbers):
                     nbytes = box.numel * held.group.itemsize
-                    shared.append((fqn, box.offsets, place, nbytes, at, number))
+                    shared.append((fqn, box.offsets, place, nbytes, number))
         reader_of: dict[tuple[str, int | None], int] = {}
-        for fqn, offsets, place, nbytes, at, number in sorted(shared):
-            ranks, stops = lists[number]
-            reader = reader_of[fqn, place] = ranks[bisect_right(stops, at)]
+        for fqn, offsets, place, nbytes, number in sorted(shared):
+            reader, *ranks = sets[number]
+            reader_of[fqn, place] = reader
             index = MetadataIndex(fqn, torch.Size(offsets), place)
             if reader == here:
                 for rank in ranks:

@@ -19,8 +19,7 @@ import warnings
 import zlib
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
-from itertools import chain
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -56,8 +55,8 @@ from dcp_placements.storage.torch_metadata import (
     ChunkList,
 )
 from dcp_placements.table.digests import Contents, SentDigests, may_have_replicas
-from dcp_placements.table.owners import in_pieces, runs_of
-from dcp_placements.table.table import OBJECT, Group, Holding, Sent, packed_ints, unpacked_ints
+from dcp_placements.table.owners import runs_of
+from dcp_placements.table.table import OBJECT, Group, Holding, Sent
 from dcp_placements.table.whole import WholeModel, compare_with_whole
 from dcp_placements.table.world import Piece, World, cover_of
 
@@ -128,37 +127,30 @@ class Statement:
 class Assignment(NamedTuple):
     """What the coordinator sends to one rank: what it writes.
 
-    A *piece* is a group of a key table, or a part of one where other tables have some of its keys,
-    too. The ranks that hold equal boxes of a piece each write a *run* of its keys: from one
-    position among them to another.
-
     Attributes:
-        runs: Packed: start and stop of a run for each box of each piece of each table of the rank,
-            in order.
-        pieces: For each table whose groups are split, packed: the piece of each key. Pieces are
-            numbered in the order in which they begin.
+        written: For each box of each key of each group that it holds, whether it writes it; a bit
+            each.
         save_id: Names the save.
-        copied: For each table, packed: by key, whether every rank that holds it writes it. Empty
-            where there are no such keys.
+        copied: Likewise, what every rank writes that holds it. Empty where there is no such.
     """
 
-    runs: bytes
-    pieces: tuple[bytes, ...] = ()
+    written: bytes
     save_id: bytes = b""
-    copied: tuple[bytes, ...] = ()
+    copied: bytes = b""
 
     def is_written(self, holding: Holding) -> list[int]:
         """Return for each box of each key of each group of ``holding`` if the rank writes it.
 
         That is ``COPIED`` where other ranks that hold it write it, too.
         """
-        runs = iter(unpacked_ints(self.runs).reshape(-1, 2).tolist())
-        copied = chain.from_iterable([unpacked_ints(of_table).tolist() for of_table in self.copied])
-        is_written: list[int] = []
-        for _, _, position, runs_of_boxes in in_pieces(holding, self.pieces, runs):
-            kind = COPIED * next(copied, 0)
-            is_written += [kind or start <= position < stop for start, stop in runs_of_boxes]
-        return is_written
+        count = sum(len(held.fqns) * len(held.boxes) for held in holding.groups)
+        bits = [
+            np.unpackbits(np.frombuffer(packed, np.uint8), count=count)
+            for packed in (self.written, self.copied)
+            if packed
+        ]
+        kinds: list[int] = sum(bits, np.zeros(count, np.uint8)).tolist()
+        return kinds
 
 
 def sent_plans(plans: Sequence[SavePlan]) -> list[LocalPlan]:
@@ -397,57 +389,55 @@ class Coordinator:
             ranks=len(self.plans),
             undivided=[lowest_rank or piece.group.kind == OBJECT for piece in world.pieces],
         )
-        pack = cache(lambda row: packed_ints(np.frombuffer(row, np.int64)))
-        split = [packed_ints(pieces) if pieces else b"" for pieces in world.split]
         copied = {} if copies == "off" else self._copied(copies)
-        assignments: list[Any] = [None] * len(self.plans)
-        by_rank = world.by_rank(runs)
-        for cohort in world.cohorts:
-            pieces = tuple([split[table] for table in cohort.tables])
-            pieces = pieces if any(pieces) else ()
-            of_tables = tuple([copied[table] for table in cohort.tables]) if copied else ()
-            for rank in cohort.ranks.tolist():
-                runs_of_rank = pack(by_rank[rank].tobytes())
-                assignments[rank] = Assignment(runs_of_rank, pieces, save_id, of_tables)
-        return assignments
+        kinds = []
+        for number, (piece, of_piece) in enumerate(zip(world.pieces, runs, strict=True)):
+            keys, (start, stop) = np.arange(len(piece.fqns)), of_piece.T[:, :, None]
+            kinds.append(((start <= keys) & (keys < stop)).astype(np.uint8))
+            kinds[-1][:, copied.get(number, [])] = COPIED
+        return [
+            Assignment(
+                np.packbits(of_rank > 0).tobytes(),
+                save_id,
+                np.packbits(of_rank == COPIED).tobytes() if copied else b"",
+            )
+            for of_rank in world.by_rank(kinds)
+        ]
 
-    def _copied(self, copies: Copies) -> dict[int, bytes]:
-        """Return by table which of its keys every rank that holds them writes, packed.
+    def _copied(self, copies: Copies) -> dict[int, list[int]]:
+        """Return by piece the positions of the keys that every rank writes that holds them.
 
         Of a number of bytes each key takes those of its replicated boxes on every rank that holds
         them, also on the rank that writes them anyhow. The smallest keys are first.
         """
-        flags = [np.zeros(sum(map(len, table.keys)), np.int64) for table in self.world.tables]
+        copied: dict[int, list[int]] = {}
         patterns = {} if isinstance(copies, str | int) else {p: compile_pattern(p) for p in copies}
         unmatched = set(patterns)
         room = np.full(len(self.plans), copies if isinstance(copies, int) else 0, np.int64)
-        nbytes: list[tuple[Piece, Ints]] = []
-        for piece in self.world.pieces:
+        nbytes: list[tuple[int, Piece, Ints]] = []
+        for number, piece in enumerate(self.world.pieces):
             cover = piece.cover
             if cover.has_replicas and piece.group.kind != OBJECT:
                 replicated = cover.numel * (np.diff(cover.starts) > 1) * piece.group.itemsize
                 more = np.zeros_like(room)
                 np.add.at(more, cover.ranks, replicated[cover.box_of])
-                nbytes.append((piece, more))
-        for piece, more in sorted(nbytes, key=lambda one: int(one[1].max())):
+                nbytes.append((number, piece, more))
+        for number, piece, more in sorted(nbytes, key=lambda one: int(one[2].max())):
             if isinstance(copies, int):
                 has = more > 0
                 count = int((room[has] // more[has]).min(initial=len(piece.fqns)))
-                chosen = list(range(min(count, len(piece.fqns))))
-                room -= more * len(chosen)
-            else:
-                chosen = []
-                for at, fqn in enumerate(piece.fqns):
-                    if found := {one for one in patterns if patterns[one].search(f".{fqn}")}:
-                        chosen.append(at)
-                        unmatched -= found
-            for source in piece.sources:
-                first = sum(map(len, self.world.tables[source.table].keys[: source.number]))
-                flags[source.table][[first + source.positions[at] for at in chosen]] = 1
+                copied[number] = list(range(min(count, len(piece.fqns))))
+                room -= more * len(copied[number])
+                continue
+            copied[number] = []
+            for at, fqn in enumerate(piece.fqns):
+                if found := {one for one in patterns if patterns[one].search(f".{fqn}")}:
+                    copied[number].append(at)
+                    unmatched -= found
         if unmatched:
             names = format_names(sorted(unmatched), 4)
             warnings.warn(f"copies=: no replicated tensor matches {names}", stacklevel=4)
-        return dict(enumerate(map(packed_ints, flags)))
+        return copied
 
     def record(self, keys: Collection[str]) -> dict[str, Any]:
         """Return what a checkpoint with these keys is to keep of cuts and renames: plain values."""

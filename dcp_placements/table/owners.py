@@ -9,15 +9,12 @@ Objects go to the lowest rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
-from itertools import islice
-from typing import Any
 
 import numpy as np
 
 from dcp_placements.layout.boxes import Ints
-from dcp_placements.table.table import Held, Holding, unpacked_ints
 from dcp_placements.table.world import Cover
 
 BALANCE = 1.05
@@ -126,31 +123,3 @@ def divide(pieces: Sequence[tuple[int, int]], held: Sequence[int], limit: float)
         found.append([0, *np.maximum.accumulate(cuts).tolist(), count])
         start += count * nbytes
     return found
-
-
-def in_pieces(
-    holding: Holding, split: Sequence[bytes], values: Iterator[Any]
-) -> Iterator[tuple[Held, str, int, list[Any]]]:
-    """Yield each key of a rank as the coordinator sees it, with what its piece has for each box.
-
-    Args:
-        holding: What the rank has.
-        split: For each table whose groups are split, packed: the piece of each key; empty where
-            none is. Pieces are numbered in the order in which they begin.
-        values: For each box of each piece of each table of the rank, in order.
-
-    Yields:
-        Its group, the key, its position in its piece, and the values of the piece.
-    """
-    for at, groups in enumerate(holding.tables):
-        pieces = iter(unpacked_ints(split[at]).tolist() if split and split[at] else ())
-        values_of: dict[int, list[Any]] = {}
-        count: dict[int, int] = {}
-        for number, held in enumerate(groups):
-            for fqn in held.fqns:
-                piece = next(pieces, number)
-                if piece not in values_of:
-                    values_of[piece] = list(islice(values, len(held.boxes)))
-                position = count.get(piece, 0)
-                count[piece] = position + 1
-                yield held, fqn, position, values_of[piece]

@@ -197,13 +197,11 @@ class Holding:
     """What one rank has.
 
     Attributes:
-        tables: By table, the keys of each of its groups.
-        groups: The same of all tables in turn.
+        groups: The keys of each group of each table in turn.
         fqns: All keys, in the order of the state dict.
         sent: What other ranks get of it.
     """
 
-    tables: list[list[Held]] = field(default_factory=list)
     groups: list[Held] = field(default_factory=list)
     fqns: list[str] = field(default_factory=list)
     sent: Sent = field(default_factory=Sent)
@@ -218,7 +216,8 @@ def holding_of(
     """Return what a rank has of a flat state dict.
 
     Keys that other ranks need not have stand in tables apart, so that the other tables are equal on
-    more ranks: by the mesh axes of their tensors, and by the head of the nested dict.
+    more ranks: by the mesh axes of their tensors, or where they have none, by the head of the
+    nested dict.
 
     Args:
         state_dict: Flat, with the checkpoint's keys.
@@ -248,7 +247,8 @@ def holding_of(
         if held is None:
             group, boxes = group_of(fqn, value)
             has_own_key = type(value) is Placed and value.has_own_key
-            table = by_table.setdefault((head, has_own_key, group.kind, group.axis_names), {})
+            of_head = None if group.kind == SHARD else head
+            table = by_table.setdefault((of_head, has_own_key, group.kind, group.axis_names), {})
             held = known[head, lies] = table.setdefault((group, boxes), Held(group, boxes))
         held.fqns.append(fqn)
         held.values.append(value)
@@ -266,7 +266,7 @@ def as_holding(
         packed_ints([len(held.boxes) for held in groups]),
         packed_ints(numbers),
     )
-    return Holding(tables, groups, fqns or [], sent)
+    return Holding(groups, fqns or [], sent)
 
 
 _LOOK = attrgetter("dtype", "layout", "requires_grad")
@@ -343,7 +343,7 @@ def packed_table(groups: Sequence[Held], paths: Mapping[str, Path]) -> bytes:
     # References are not memoised: whether two equal values are one object differs by rank.
     pickler.fast = True
     pickler.dump((declared, sizes, columns, list(forms), packed_ints(form_of)))
-    return zlib.compress(buffer.getvalue(), 6)
+    return zlib.compress(buffer.getvalue(), 9)
 
 
 def packed_ints(values: Sequence[int] | Ints) -> bytes:

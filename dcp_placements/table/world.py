@@ -17,13 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dcp_placements.layout.boxes import Boxes, Ints, numel, unique
+from dcp_placements.layout.boxes import Array, Boxes, Ints, numel, unique
 from dcp_placements.table.table import Group, Sent, Table, unpacked_ints
 
 NO_RULE = "no rule"
-
-_MOST_PIECES = 1 << 32
-"""More pieces than any table has."""
 
 
 class Cover(NamedTuple):
@@ -134,14 +131,13 @@ class Source(NamedTuple):
 
     Of an expert weight of shape ``(4, 3)`` on two ep ranks::
 
-        Source(0, 0, group, [0], [0, 0], [0, 1], [[[0, 0], [2, 3]], [[2, 0], [2, 3]]])
+        Source(0, 0, group, [0], [0, 1], [[[0, 0], [2, 3]], [[2, 0], [2, 3]]])
 
     Attributes:
         table: Position in ``World.tables``.
         number: Position of their group there.
         group: What they have in common there.
         positions: Of the piece's keys among those of the group, in the piece's order.
-        slots: By row, where the piece stands among those of the rank.
         ranks: By row, cohort after cohort, the rank.
         boxes: By row, the box.
     """
@@ -150,7 +146,6 @@ class Source(NamedTuple):
     number: int
     group: Group
     positions: Sequence[int]
-    slots: Ints
     ranks: Ints
     boxes: Boxes
 
@@ -191,7 +186,6 @@ class World:
         cohorts: The cohorts.
         members: By table, the ranks that have it, ascending.
         pieces: In the order of the tables.
-        split: By table, the piece of each key; empty where every group is a piece by itself.
     """
 
     def __init__(self, sent: Sequence[Sent]) -> None:
@@ -202,8 +196,8 @@ class World:
         alike: dict[tuple[tuple[bytes, ...], bytes], list[int]] = {}
         for rank, one in enumerate(sent):
             alike.setdefault((one.tables, one.counts), []).append(rank)
-        # By table and group, of each cohort the ranks, boxes and slots by row.
-        rows: dict[tuple[int, int], list[tuple[Ints, Boxes, Ints]]] = {}
+        # By table and group, of each cohort the ranks and boxes by row.
+        rows: dict[tuple[int, int], list[tuple[Ints, Boxes]]] = {}
         having: list[list[Ints]] = []
         for members in alike.values():
             ranks, first = np.array(members, np.int64), sent[members[0]]
@@ -215,15 +209,13 @@ class World:
             cohort = Cohort(tuple([numbers[packed] for packed in first.tables]), ranks, [])
             counts = iter(unpacked(first.counts).tolist())
             boxes, at = np.stack([unpacked(sent[rank].boxes) for rank in members]), 0
-            for place, table in enumerate(cohort.tables):
+            for table in cohort.tables:
                 having[table].append(ranks)
                 for number, group in enumerate(self.tables[table].groups):
                     count, ndim = next(counts), len(group.shape)
                     held = boxes[:, at : at + count * 2 * ndim].reshape(len(ranks) * count, 2, ndim)
                     at += count * 2 * ndim
-                    of_row = np.repeat(ranks, count)
-                    slots = np.full(len(of_row), place * _MOST_PIECES)
-                    rows.setdefault((table, number), []).append((of_row, held, slots))
+                    rows.setdefault((table, number), []).append((np.repeat(ranks, count), held))
                     cohort.groups.append((table, number, count))
             self.cohorts.append(cohort)
         self.members: list[Ints] = [np.sort(np.concatenate(parts)) for parts in having]
@@ -231,49 +223,35 @@ class World:
             key: [np.concatenate(column) for column in zip(*parts, strict=True)]
             for key, parts in rows.items()
         }
-        self.pieces, self.split = self._pieces(joined)
+        self.pieces = self._pieces(joined)
 
-    def _pieces(
-        self, rows: Mapping[tuple[int, int], list[Any]]
-    ) -> tuple[list[Piece], list[list[int]]]:
-        """Return the pieces of all tables, and by table the piece of each key where it is split.
+    def _pieces(self, rows: Mapping[tuple[int, int], list[Any]]) -> list[Piece]:
+        """Return the pieces of all tables.
 
         Args:
-            rows: By table and group, the ranks, boxes and slots by row.
+            rows: By table and group, the ranks and boxes by row.
         """
         shared = _shared_keys(self.tables) if len(self.tables) > 1 else {}
         made: dict[Hashable, tuple[list[str], list[Source]]] = {}
-        split: list[list[int]] = []
         for at, table in enumerate(self.tables):
-            piece_of: list[int] = []
-            count = 0
             for number, fqns in enumerate(table.keys):
-                ranks, boxes, slots = rows[at, number]
                 positions_of: dict[Hashable, Sequence[int]] = {(at, number): range(len(fqns))}
                 if not shared.keys().isdisjoint(fqns):
                     kinds: dict[Hashable, list[int]] = {}
                     for position, fqn in enumerate(fqns):
                         kinds.setdefault(shared.get(fqn, (at, number)), []).append(position)
                     positions_of = {**kinds}
-                of_group = [0] * len(fqns)
                 for kind, positions in positions_of.items():
                     _, sources = made.setdefault(kind, ([fqns[one] for one in positions], []))
                     group = table.groups[number]
-                    sources.append(
-                        Source(at, number, group, positions, slots + count, ranks, boxes)
-                    )
-                    for position in positions:
-                        of_group[position] = count
-                    count += 1
-                piece_of += of_group
-            split.append(piece_of if count > len(table.groups) else [])
+                    sources.append(Source(at, number, group, positions, *rows[at, number]))
         pieces = []
         for fqns, sources in made.values():
             ranks = np.concatenate([one.ranks for one in sources])
             alike = len({len(one.group.shape) for one in sources}) == 1
             boxes = np.concatenate([one.boxes for one in sources]) if alike else NOTHING.boxes
             pieces.append(Piece(fqns, sources, sources[0].group, ranks, boxes))
-        return pieces, split
+        return pieces
 
     def rules(self, piece: Piece, at: int) -> str:
         """Return the names of the rules that match the key at a position of a piece, as text."""
@@ -283,20 +261,35 @@ class World:
         ]
         return ", ".join(sorted(set(names)))
 
-    def by_rank(self, values: Sequence[Ints]) -> list[Ints]:
-        """Return by rank what pieces have by row: table after table, piece after piece.
+    def by_rank(self, values: Sequence[Array]) -> list[Array]:
+        """Return what pieces have by row and key, by rank: group after group, key by key, by box.
 
         Args:
-            values: By piece, the values of its rows.
+            values: By piece, the values of its rows and keys.
         """
-        count = sum(len(cohort.ranks) for cohort in self.cohorts)
-        if not self.pieces:
-            return [np.zeros(0, np.int64)] * count
-        ranks = np.concatenate([piece.ranks for piece in self.pieces])
-        slots = [source.slots for piece in self.pieces for source in piece.sources]
-        order = np.lexsort((np.concatenate(slots), ranks))
-        ends = np.cumsum(np.bincount(ranks, minlength=count))
-        return np.split(np.concatenate(values)[order], ends[:-1])
+        of_groups: dict[tuple[int, int], list[tuple[Sequence[int], Array]]] = {}
+        for piece, of_piece in zip(self.pieces, values, strict=True):
+            ends = np.cumsum([len(source.ranks) for source in piece.sources])
+            for source, mine in zip(piece.sources, np.split(of_piece, ends[:-1]), strict=True):
+                of_groups.setdefault((source.table, source.number), []).append(
+                    (source.positions, mine)
+                )
+        first = dict.fromkeys(of_groups, 0)
+        found: dict[int, Array] = {}
+        for cohort in self.cohorts:
+            parts = [np.zeros((len(cohort.ranks), 0), values[0].dtype if values else np.int64)]
+            for table, number, count in cohort.groups:
+                keys, rows = len(self.tables[table].keys[number]), len(cohort.ranks) * count
+                by_row = np.zeros((rows, keys), parts[0].dtype)
+                start = first[table, number]
+                first[table, number] += rows
+                for positions, mine in of_groups[table, number]:
+                    by_row[:, positions] = mine[start : start + rows]
+                by_box = by_row.reshape(len(cohort.ranks), count, keys).transpose(0, 2, 1)
+                parts.append(by_box.reshape(len(cohort.ranks), -1))
+            of_ranks = np.concatenate(parts, axis=1)
+            found.update(zip(cohort.ranks.tolist(), of_ranks, strict=True))
+        return [found[rank] for rank in range(len(found))]
 
 
 def _shared_keys(tables: Sequence[Table]) -> dict[str, Hashable]:
