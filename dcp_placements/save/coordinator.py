@@ -1,8 +1,8 @@
 """The coordinator's half of a save: what ranks send, proved, compared, and assigned to them.
 
 The boxes of all ranks that have a piece stand side by side in one integer array: equal boxes are
-replicas, the different ones must tile the whole. The answer to a rank is, per piece and box, the
-run of keys that it writes. No data of a tensor is needed here. Two ep ranks, of whose experts each
+replicas, the different ones must tile the whole. The answer to a rank is, per key and box, whether
+it writes it. No data of a tensor is needed here. Two ep ranks, of whose experts each
 holds half, and that both hold a norm::
 
     piece                        boxes                       a rank writes keys

@@ -241,9 +241,13 @@ class World:
                     for position, fqn in enumerate(fqns):
                         kinds.setdefault(shared.get(fqn, (at, number)), []).append(position)
                     positions_of = {**kinds}
+                group = table.groups[number]
                 for kind, positions in positions_of.items():
-                    _, sources = made.setdefault(kind, ([fqns[one] for one in positions], []))
-                    group = table.groups[number]
+                    named = [fqns[one] for one in positions]
+                    of_piece, sources = made.setdefault(kind, (named, []))
+                    if named != of_piece:  # another order of keys here
+                        at_of = dict(zip(named, positions, strict=True))
+                        positions = [at_of[fqn] for fqn in of_piece]
                     sources.append(Source(at, number, group, positions, *rows[at, number]))
         pieces = []
         for fqns, sources in made.values():
@@ -293,10 +297,9 @@ class World:
 
 
 def _shared_keys(tables: Sequence[Table]) -> dict[str, Hashable]:
-    """Return the keys that several tables have, each with what makes its piece.
+    """Return the keys that several tables have, each with the groups that have it.
 
-    That is the groups that have it: ``((0, 2), (5, 0))`` for group 2 of table 0 and the first of
-    table 5.
+    ``((0, 2), (5, 0))`` is group 2 of table 0 and the first of table 5.
     """
     seen: set[str] = set()
     several: set[str] = set()
@@ -304,19 +307,9 @@ def _shared_keys(tables: Sequence[Table]) -> dict[str, Hashable]:
         for fqns in table.keys:
             several.update(seen.intersection(fqns))
             seen.update(fqns)
-    places: dict[str, list[tuple[int, int, int]]] = {fqn: [] for fqn in several}
+    groups_of: dict[str, list[tuple[int, int]]] = {fqn: [] for fqn in several}
     for at, table in enumerate(tables if several else ()):
         for group, fqns in enumerate(table.keys):
-            for position, fqn in enumerate(fqns):
-                if fqn in several:
-                    places[fqn].append((at, group, position))
-    alike: dict[tuple[tuple[int, int], ...], list[str]] = {}
-    for fqn, where in places.items():
-        alike.setdefault(tuple([place[:2] for place in where]), []).append(fqn)
-    shared: dict[str, Hashable] = {}
-    for kind, fqns in alike.items():
-        # Runs are positions: where two tables have the keys in another order, one by one.
-        orders = {tuple(sorted(fqns, key=lambda fqn: places[fqn][i][2])) for i in range(len(kind))}
-        for fqn in fqns:
-            shared[fqn] = kind if len(orders) == 1 else (kind, fqn)
-    return shared
+            for fqn in several.intersection(fqns):
+                groups_of[fqn].append((at, group))
+    return {fqn: tuple(groups) for fqn, groups in groups_of.items()}
