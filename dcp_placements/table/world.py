@@ -281,17 +281,17 @@ class World:
         first = dict.fromkeys(of_groups, 0)
         found: dict[int, Array] = {}
         for cohort in self.cohorts:
-            parts = [np.zeros((len(cohort.ranks), 0), values[0].dtype if values else np.int64)]
-            for table, number, count in cohort.groups:
-                keys, rows = len(self.tables[table].keys[number]), len(cohort.ranks) * count
-                by_row = np.zeros((rows, keys), parts[0].dtype)
+            size = len(cohort.ranks)
+            counts = [len(self.tables[t].keys[number]) * n for t, number, n in cohort.groups]
+            of_ranks = np.zeros((size, sum(counts)), values[0].dtype if values else np.int64)
+            of_cohort = np.split(of_ranks, np.cumsum(counts)[:-1], axis=1)
+            for (table, number, count), mine in zip(cohort.groups, of_cohort, strict=False):
+                by_key = mine.reshape(size, -1, count) if count else mine
                 start = first[table, number]
-                first[table, number] += rows
-                for positions, mine in of_groups[table, number]:
-                    by_row[:, positions] = mine[start : start + rows]
-                by_box = by_row.reshape(len(cohort.ranks), count, keys).transpose(0, 2, 1)
-                parts.append(by_box.reshape(len(cohort.ranks), -1))
-            of_ranks = np.concatenate(parts, axis=1)
+                stop = first[table, number] = start + size * count
+                for positions, of_rows in of_groups[table, number] if count else ():
+                    by_rank = of_rows[start:stop].reshape(size, count, -1)
+                    by_key[:, positions] = by_rank.transpose(0, 2, 1)
             found.update(zip(cohort.ranks.tolist(), of_ranks, strict=True))
         return [found[rank] for rank in range(len(found))]
 
