@@ -179,7 +179,7 @@ def _unpacked(held: Archive, properties: Sequence[Any], others: Sequence[Any]) -
     shapes = [torch.Size(shape) for shape in names["shapes"]]
     if len(form_of) > len(fqns):
         raise IndexDamage("other keys than there are")
-    forms, list_of = _unpacked_forms(held.columns["entries"], properties, shapes, lists, others)
+    forms, list_of = unpacked_forms(held.columns["entries"], properties, shapes, lists, others)
     check_below(form_of, len(forms))
     entries = Entries(fqns[: len(form_of)], form_of.tolist(), forms, lists, list_of)
     check_below(listed, len(lists), -1)
@@ -250,7 +250,7 @@ def _lists(counts: Ints, dims: Ints, numbers: Ints) -> list[ChunkList]:
     ]
 
 
-def _unpacked_forms(
+def unpacked_forms(
     columns: Sequence[Ints],
     properties: Sequence[Any],
     shapes: Sequence[torch.Size],

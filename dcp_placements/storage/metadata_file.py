@@ -42,7 +42,7 @@ from dcp_placements.storage.metadata_pickle import (
     load_metadata_pickle,
     load_safely,
 )
-from dcp_placements.storage.older_index import has_older_index, older_file_names, read_older_index
+from dcp_placements.storage.older_index import has_older_index, read_older_index
 from dcp_placements.storage.stock_pickle import (
     is_refusing,
     marked_digest,
@@ -148,7 +148,7 @@ def read_metadata(
             if archive is not None:
                 return _indexed(archive, load, restricted=restricted)
             if has_older_index(stream) and is_refusing(head):
-                metadata = read_older_index(stream, load)
+                metadata = with_columns(*read_older_index(stream, load))
         except IndexDamage as damage:
             if is_refusing(head):
                 raise PlacementError(
@@ -180,7 +180,8 @@ def read_file_names(opener: Opener) -> set[str]:
     """
     with opener() as stream:
         if has_older_index(stream):
-            return older_file_names(stream)
+            _, index = read_older_index(stream, load_safely)
+            return set(index.files)
         stream.seek(0)
         archive = _archive_in(stream, stream.read(_HEAD_NBYTES), MOST_NUMBERS)
         return set() if archive is None else set(archive.files())

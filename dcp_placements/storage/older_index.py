@@ -1,6 +1,7 @@
 """Reads the index that earlier versions wrote, where nothing else says what is where.
 
-It is read for checkpoints of ``stock_metadata=False`` alone; of others the pickle is read.
+It is read for checkpoints of ``stock_metadata=False`` alone; of others the pickle is read. Its
+templates and places are those of ``RowIndex``, in columns of another form.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from typing import IO, Any
 import numpy as np
 import torch
 import xxhash
-from torch.distributed.checkpoint import BytesStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint import Metadata
 
-from dcp_placements._torch import StorageInfo
 from dcp_placements.layout.boxes import Ints
-from dcp_placements.storage.columns import IndexDamage, split
-from dcp_placements.storage.torch_metadata import ChunkList
+from dcp_placements.storage.columns import IndexDamage, check_below, split
+from dcp_placements.storage.index import NOWHERE, RowIndex
+from dcp_placements.storage.index_file import unpacked_forms
+from dcp_placements.storage.torch_metadata import ChunkList, Entries
+from dcp_placements.storage.written import Offset
 
 _MAGIC = b"dcp_placements/3"
 _TRAILER = struct.Struct("<QQQ16s16s")
@@ -30,7 +32,7 @@ _HEAD = struct.Struct("<BBQQ")
 _KINDS = ("<u1", "<u2", "<u4", "<i1", "<i2", "<i4", "<i8")
 _STEPS, _RUNS = 1, 2
 _MOST = 1 << 24
-"""Bytes of a block, numbers of a column, and rows."""
+"""Bytes of a block, and numbers of a column."""
 
 
 def has_older_index(stream: IO[bytes]) -> bool:
@@ -40,8 +42,10 @@ def has_older_index(stream: IO[bytes]) -> bool:
     return stream.read() == _MAGIC
 
 
-def read_older_index(stream: IO[bytes], load: Callable[[IO[bytes]], Any]) -> Metadata:
-    """Return the metadata in such an index, as torch has them.
+def read_older_index(
+    stream: IO[bytes], load: Callable[[IO[bytes]], Any]
+) -> tuple[Metadata, RowIndex]:
+    """Return the metadata in such an index, without entries and rows; and these, checked.
 
     Args:
         stream: The ``.metadata`` file.
@@ -51,20 +55,69 @@ def read_older_index(stream: IO[bytes], load: Callable[[IO[bytes]], Any]) -> Met
         IndexDamage: It is damaged.
     """
     try:
-        return _Index(stream).metadata(load)
+        metadata, index = _unpacked(stream, load)
+        index.check()
     except IndexDamage:
         raise
     except (struct.error, zlib.error, ValueError, IndexError, UnicodeDecodeError) as error:
         raise IndexDamage(str(error)) from error
+    return metadata, index
 
 
-def older_file_names(stream: IO[bytes]) -> set[str]:
-    """Return the names of the data files in such an index.
-
-    Raises:
-        Exception: It is damaged; of any type.
-    """
-    return _Index(stream).file_names()
+def _unpacked(stream: IO[bytes], load: Callable[[IO[bytes]], Any]) -> tuple[Metadata, RowIndex]:
+    directory, blocks = _blocks_in(stream)
+    parts = [directory.ints() for _ in range(6)]
+    listed, (keys, pairs, _, _) = directory.ints(), directory.ints().tolist()
+    tables = [np.zeros((7, 0), np.int64)]
+    for columns, (counts,) in _parts(blocks, parts[0:2], 1):
+        number = np.repeat(np.arange(len(counts)) + int(tables[-1][0].max(initial=-1)) + 1, counts)
+        tables.append(np.stack([number, *[columns.ints() for _ in range(6)]]))
+    places = [np.zeros((3, 0), np.int64)]
+    own: dict[int, Sequence[Offset]] = {}
+    sizes: list[tuple[int, int]] = []
+    for columns, (counts, dims) in _parts(blocks, parts[2:4], 2):
+        chunks = np.concatenate([np.zeros(0, np.int64), *map(np.arange, counts.tolist())])
+        places.append(np.stack([chunks, columns.ints(), columns.ints()]))
+        numbers = np.flatnonzero(listed[len(sizes) : len(sizes) + len(counts)] < 0) + len(sizes)
+        sizes += zip(counts.tolist(), dims.tolist(), strict=True)
+        own |= {number: [None] * sizes[number][0] for number in numbers.tolist()}
+        cut = [number for number in numbers.tolist() if sizes[number][1] >= 0]
+        offsets = _tables(columns, [sizes[number] for number in cut])
+        own |= {n: list(map(tuple, one.tolist())) for n, one in zip(cut, offsets, strict=True)}
+    lists = []
+    for columns, shape in _parts(blocks, parts[4:6], 2):
+        shapes = shape.T.tolist()
+        boxes = zip(list(_tables(columns, shapes)), list(_tables(columns, shapes)), strict=True)
+        lists += [ChunkList(np.stack(pair, axis=1)) for pair in boxes]
+    shared, texts = _Columns(next(blocks)), _Columns(next(blocks))
+    forms, dims = shared.ints().reshape(3, -1), shared.ints()
+    whole = [torch.Size(part.tolist()) for part in split(shared.ints(), dims.tolist())]
+    template_of, files, transforms = _writers(shared)
+    fqns, form_of = texts.texts(), texts.ints()
+    key, number = texts.ints().reshape(2, pairs)
+    check_below(key, len(fqns))
+    if len(np.unique(key)) < len(key):
+        raise IndexDamage("a key of several classes")
+    class_of = np.full(len(fqns), NOWHERE)
+    class_of[key] = number
+    metadata, properties, others = load(io.BytesIO(next(blocks)))
+    made, list_of = unpacked_forms(list(forms), properties, whole, lists, others)
+    check_below(form_of, len(made))
+    check_below(listed, len(lists), -1)
+    return metadata, RowIndex(
+        Entries(fqns[:keys], form_of.tolist(), made, lists, list_of),
+        fqns,
+        transforms,
+        [name for names in files for name in names],
+        np.array(list(map(len, files)), np.int64),
+        template_of,
+        np.concatenate(tables, axis=1),
+        class_of,
+        listed,
+        own,
+        np.array([count for count, _ in sizes], np.int64),
+        np.concatenate(places, axis=1),
+    )
 
 
 class _Columns:
@@ -101,111 +154,33 @@ class _Columns:
         )
 
 
-class _Index:
-    def __init__(self, stream: IO[bytes]) -> None:
-        size = stream.seek(0, io.SEEK_END)
-        stream.seek(size - _TRAILER.size)
-        start, stored, nbytes, digest, _ = _TRAILER.unpack(stream.read())
-        stream.seek(start)
-        data = stream.read(size - start - _TRAILER.size)
-        if stored > len(data) or xxhash.xxh3_128_digest(data[-stored:]) != digest:
-            raise IndexDamage("its directory is not what was written")
-        columns = _Columns(_inflated(data[-stored:], nbytes))
-        stops = list(accumulate(columns.ints().tolist(), initial=0))
-        sizes = columns.ints().tolist()
-        checksums = columns.data()
-        self._directory = _Columns(columns.data())
-        blocks = [data[a:b] for a, b in pairwise(stops)]
-        if b"".join(map(xxhash.xxh3_64_digest, blocks)) != checksums:
-            raise IndexDamage("a block is not what was written")
-        self._blocks = iter([_inflated(b, n) for b, n in zip(blocks, sizes, strict=True)])
-
-    def file_names(self) -> set[str]:
-        _, templates, _, places, _, lists = [self._directory.ints() for _ in range(6)]
-        for _ in range(len(templates) + len(places) + len(lists)):
-            next(self._blocks)
-        shared = _Columns(next(self._blocks))
-        for _ in range(3):  # forms and shapes
-            shared.ints()
-        return {name for _, names in _writers(shared)[0] for name in names}
-
-    def metadata(self, load: Callable[[IO[bytes]], Any]) -> Metadata:
-        parts = [self._directory.ints() for _ in range(6)]
-        listed = self._directory.ints().tolist()
-        keys, pairs, _, _ = self._directory.ints().tolist()
-        templates = [
-            part
-            for columns, sizes in self._parts(parts[0:2], 1)
-            for part in _templates(columns, sizes[0])
-        ]
-        places, own = list[Any](), list[Ints | None]()
-        for columns, sizes in self._parts(parts[2:4], 2):
-            both = columns.ints(), columns.ints()
-            places += zip(*[split(column, sizes[0].tolist()) for column in both], strict=True)
-            shapes = sizes.T.tolist()
-            some = listed[len(own) : len(own) + len(shapes)]
-            tables = _tables(
-                columns, [s for s, at in zip(shapes, some, strict=True) if at < 0 <= s[1]]
-            )
-            own += [
-                next(tables) if at < 0 <= s[1] else None for s, at in zip(shapes, some, strict=True)
-            ]
-        lists = []
-        for columns, sizes in self._parts(parts[4:6], 2):
-            shapes = sizes.T.tolist()
-            boxes = zip(list(_tables(columns, shapes)), list(_tables(columns, shapes)), strict=True)
-            lists += [ChunkList(np.stack(pair, axis=1)) for pair in boxes]
-        shared, texts = _Columns(next(self._blocks)), _Columns(next(self._blocks))
-        forms = shared.ints().reshape(3, -1).T.tolist()
-        dims, flat = shared.ints(), shared.ints()
-        shapes = [tuple(part.tolist()) for part in split(flat, dims.tolist())]
-        writers, transforms = _writers(shared)
-        fqns = texts.texts()
-        form_of, of_keys = texts.ints().tolist(), texts.ints().reshape(2, pairs).T.tolist()
-        metadata: Metadata
-        metadata, properties, others = load(io.BytesIO(next(self._blocks)))
-        entries: dict[str, Any] = {}
-        for fqn, number in zip(fqns[:keys], form_of, strict=True):
-            kind, shape, at = forms[number]
-            if kind >= 0:
-                chunks: Any = lists[at]
-                entries[fqn] = TensorStorageMetadata(
-                    properties[kind], torch.Size(shapes[shape]), chunks
-                )
-            else:
-                entries[fqn] = BytesStorageMetadata() if kind == -1 else others[shape]
-        if sum([len(places[number][0]) for _, number in of_keys]) > _MOST:
-            raise IndexDamage("more rows than are read")
-        data: dict[MetadataIndex, StorageInfo] = {}
-        for key, number in of_keys:
-            table = lists[listed[number]].offsets if listed[number] >= 0 else own[number]
-            count = len(places[number][0])
-            offsets = [None] * count if table is None else table.tolist()
-            for offset, writer, ordinal in zip(
-                offsets, *map(Ints.tolist, places[number]), strict=True
-            ):
-                template, files = writers[writer]
-                file, steps, start, length = templates[template][key, ordinal]
-                index = MetadataIndex(fqns[key], offset)
-                data[index] = StorageInfo(files[file], start, length, transforms[steps])
-        metadata.state_dict_metadata, metadata.storage_data = entries, data
-        return metadata
-
-    def _parts(self, directory: Sequence[Ints], columns: int) -> Iterator[tuple[_Columns, Ints]]:
-        """Yield the blocks of one kind of parts, and the sizes of the parts in each."""
-        sizes, at = directory[0].reshape(columns, -1), 0
-        for count in directory[1].tolist():
-            yield _Columns(next(self._blocks)), sizes[:, at : at + count]
-            at += count
+def _blocks_in(stream: IO[bytes]) -> tuple[_Columns, Iterator[bytes]]:
+    """Return the directory of an index, and its blocks."""
+    size = stream.seek(0, io.SEEK_END)
+    stream.seek(size - _TRAILER.size)
+    start, stored, nbytes, digest, _ = _TRAILER.unpack(stream.read())
+    stream.seek(start)
+    data = stream.read(size - start - _TRAILER.size)
+    if stored > len(data) or xxhash.xxh3_128_digest(data[-stored:]) != digest:
+        raise IndexDamage("its directory is not what was written")
+    columns = _Columns(_inflated(data[-stored:], nbytes))
+    stops = list(accumulate(columns.ints().tolist(), initial=0))
+    sizes = columns.ints().tolist()
+    checksums, directory = columns.data(), _Columns(columns.data())
+    blocks = [data[a:b] for a, b in pairwise(stops)]
+    if b"".join(map(xxhash.xxh3_64_digest, blocks)) != checksums:
+        raise IndexDamage("a block is not what was written")
+    return directory, iter([_inflated(b, n) for b, n in zip(blocks, sizes, strict=True)])
 
 
-def _templates(columns: _Columns, counts: Ints) -> list[dict[tuple[int, int], tuple[int, ...]]]:
-    """Return by key and ordinal: file, transforms, start and length."""
-    table = np.stack([columns.ints() for _ in range(6)], axis=1)
-    return [
-        {(key, ordinal): tuple(row) for key, ordinal, *row in table[stop - count : stop].tolist()}
-        for stop, count in zip(np.cumsum(counts).tolist(), counts.tolist(), strict=True)
-    ]
+def _parts(
+    blocks: Iterator[bytes], directory: Sequence[Ints], columns: int
+) -> Iterator[tuple[_Columns, Ints]]:
+    """Yield the blocks of one kind of parts, and the sizes of the parts in each."""
+    sizes, at = directory[0].reshape(columns, -1), 0
+    for count in directory[1].tolist():
+        yield _Columns(next(blocks)), sizes[:, at : at + count]
+        at += count
 
 
 def _tables(columns: _Columns, shapes: Sequence[Sequence[int]]) -> Iterator[Ints]:
@@ -214,20 +189,20 @@ def _tables(columns: _Columns, shapes: Sequence[Sequence[int]]) -> Iterator[Ints
         yield part.reshape(ndim, count).T
 
 
-def _writers(columns: _Columns) -> tuple[list[tuple[int, list[str]]], list[list[str] | None]]:
-    """Return by writer its template and the names of its files; and the lists of transforms."""
-    template_of, naming_of, numbers, counts, has_number = [
-        columns.ints().tolist() for _ in range(5)
-    ]
+def _writers(columns: _Columns) -> tuple[Ints, list[list[str]], list[tuple[str, ...] | None]]:
+    """Return by writer its template, and the names of its files; and the lists of transforms."""
+    template_of = columns.ints()
+    naming_of, numbers, counts, has_number = [columns.ints().tolist() for _ in range(4)]
     before, behind = columns.texts(), columns.texts()
     stops = list(accumulate(counts, initial=0))
-    writers = []
-    for template, naming, number in zip(template_of, naming_of, numbers, strict=True):
+    files = []
+    for naming, number in zip(naming_of, numbers, strict=True):
         parts = range(stops[naming], stops[naming + 1])
         names = [f"{before[n]}{number}{behind[n]}" if has_number[n] else before[n] for n in parts]
-        writers.append((template, names))
+        files.append(names)
     steps, rest = columns.ints().tolist(), iter(columns.texts())
-    return writers, [None if n < 0 else [next(rest) for _ in range(n)] for n in steps]
+    transforms = [None if n < 0 else tuple([next(rest) for _ in range(n)]) for n in steps]
+    return template_of, files, transforms
 
 
 def _inflated(stored: bytes, nbytes: int) -> bytes:
