@@ -98,7 +98,7 @@ def no_checkpoint(path: str | os.PathLike[str]) -> NoCheckpoint:
     lines = [f"{path}: no complete checkpoint, as there is no .metadata", f"found:       {found}"]
     if any(name.startswith(".metadata.") or name.endswith(".distcp") for name in names):
         lines.append("likely:      a save that was cut off, as .metadata comes last")
-    return NoCheckpoint("\n    ".join([*lines, _way_out(folder, names)]))
+    return NoCheckpoint("\n    ".join([*lines, _way_out(folder)]))
 
 
 def unreadable(path: str | os.PathLike[str], error: Exception) -> PlacementError:
@@ -115,30 +115,26 @@ def unreadable(path: str | os.PathLike[str], error: Exception) -> PlacementError
         f"{path}: this is no metadata of DCP's that can be read\n"
         f"    found:       {type(error).__name__}: {format_error(error)}{nbytes}\n"
         "    likely:      the file was damaged or cut short: a copy in part, a full disk\n"
-        f"    {_way_out(file.parent, [])}"
+        f"    {_way_out(file.parent)}"
     )
 
 
-def _way_out(folder: Path, names: Sequence[str]) -> str:
+def _way_out(folder: Path) -> str:
     """Return which complete checkpoint to load: one inside, or the newest one beside."""
-    inside = [name for name in names[:MAX_LISTED] if _completed(folder / name)]
-    if inside:
-        return f"way out:     one of the checkpoints inside: {format_names(inside, 4)}"
-    beside = sorted(os.listdir(folder.parent))[-MAX_LISTED:] if folder.parent.is_dir() else []
-    complete = {at: name for name in beside if (at := _completed(folder.parent / name))}
-    complete = {at: name for at, name in complete.items() if name != folder.name}
-    if complete:
-        return f"way out:     the newest complete one beside it: {complete[max(complete)]}"
+    if inside := [name for _, name in _completed(folder)]:
+        return f"way out:     one of the checkpoints inside: {format_names(sorted(inside), 4)}"
+    if beside := [name for _, name in _completed(folder.parent) if name != folder.name]:
+        return f"way out:     the newest complete one beside it: {beside[-1]}"
     return f"way out:     {_WAY_OUT}"
 
 
-def _completed(folder: Path) -> int:
-    """Return when a checkpoint was completed, in ns; 0 for what is none."""
-    try:
-        metadata = (folder / ".metadata").stat()
-    except OSError:
-        return 0
-    return metadata.st_mtime_ns if metadata.st_size else 0
+def _completed(folder: Path) -> list[tuple[int, str]]:
+    """Return when the checkpoints in a directory were completed, and their names, oldest first."""
+    with suppress(OSError):
+        files = sorted(folder.glob("*/.metadata"))[-MAX_LISTED:]
+        complete = [file for file in files if file.stat().st_size]
+        return sorted((file.stat().st_mtime_ns, file.parent.name) for file in complete)
+    return []
 
 
 def merge_rank_metadata(
