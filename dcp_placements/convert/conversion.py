@@ -26,7 +26,7 @@ from dcp_placements.convert.megatron import megatron_source
 from dcp_placements.convert.rank_files import rank_file_names, rank_files_source
 from dcp_placements.convert.safetensors_out import SafetensorsOut
 from dcp_placements.convert.sources import Source
-from dcp_placements.convert.writing import Converted, identity_of, write_output
+from dcp_placements.convert.writing import Converted, write_output
 from dcp_placements.errors import (
     CannotLook,
     Fault,
@@ -183,15 +183,12 @@ def export_safetensors(
     source, tied = _opened(checkpoint), dict(tied or {})
     tensors, head, left_out = _model_of(source, prefix, optimizer, exclude)
     made, unchanged = _renamed(tensors, rename, "the checkpoint cannot be exported")
-    by_name = {
-        t.fqn: replace(t, dtype=dtype if dtype and t.dtype in _CAST else t.dtype) for t in made
-    }
-    _check_tied(source, by_name, tied, memory)
-    written = [tensor for fqn, tensor in by_name.items() if fqn not in tied]
-    identity = identity_of(source, written, [max_shard_size])
-    writer = SafetensorsOut(written, max_shard_size)
-    options = memory, dry_run, progress
-    converted = write_output(output, source, written, identity, writer, *options)
+    if dtype is not None:
+        made |= {f: replace(one, dtype=dtype) for f, one in made.items() if one.dtype in _CAST}
+    _check_tied(source, made, tied, memory)
+    written = {fqn: tensor for fqn, tensor in made.items() if fqn not in tied}
+    writer = SafetensorsOut(source, written, max_shard_size)
+    converted = write_output(output, source, writer, memory, dry_run, progress)
     return replace(converted, prefix=head, left_out=left_out, unchanged=unchanged, tied=tuple(tied))
 
 
@@ -243,11 +240,8 @@ def import_checkpoint(
     ]
     raise_faults(opening, numbered)
     made, _ = _renamed(opened.tensors, rename, opening)
-    tensors = {tensor.fqn: tensor for tensor in made}
-    layout = whole_files(tensors)
-    identity = identity_of(opened, made, layout.files.items())
-    writer = DcpOut(opened, tensors, layout, identity)
-    return write_output(output, opened, made, identity, writer, memory, dry_run, progress)
+    writer = DcpOut(opened, made, whole_files(made))
+    return write_output(output, opened, writer, memory, dry_run, progress)
 
 
 def reshard(
@@ -297,12 +291,9 @@ def reshard(
     world = RehearsedWorld(held, rules, axes, fsdp)
     layout = world_files(world)
     raise_faults(REFUSED, unmatched_faults(world.unmatched(), list(held.tensors)))
-    tensors = {one.fqn: one for one in assemble(source.tensors, None)[0]}
-    declared = (layout.world_size, sorted(layout.cuts.items()), list(layout.renames))
-    identity = identity_of(source, tensors.values(), [declared, *layout.files.items()])
-    writer = DcpOut(source, tensors, layout, identity)
-    options = MEMORY_NBYTES, dry_run, progress
-    converted = write_output(output, source, tensors.values(), identity, writer, *options)
+    tensors, _ = assemble(source.tensors, None)
+    writer = DcpOut(source, tensors, layout)
+    converted = write_output(output, source, writer, MEMORY_NBYTES, dry_run, progress)
     others = tuple([name for name in held.other_files if not name.startswith(".")])
     few = world.size - len(layout.files)
     notes = (f"without a file of their own: {few} ranks, replicas of lower ones",) if few else ()
@@ -368,7 +359,7 @@ def _model_of(
 
 def _renamed(
     tensors: Mapping[str, SourceTensor], rename: Rename | None, opening: str
-) -> tuple[list[AssembledTensor], tuple[str, ...]]:
+) -> tuple[dict[str, AssembledTensor], tuple[str, ...]]:
     """Return the tensors that a rename makes, and the names that it leaves.
 
     Raises:
@@ -376,11 +367,11 @@ def _renamed(
     """
     made, faults = assemble(tensors, rename)
     unchanged = tuple(
-        tensor.fqn
-        for tensor in made
+        fqn
+        for fqn, tensor in made.items()
         if rename is not None
-        and tensor.fqn in tensors
-        and all(block.source.fqn == tensors[tensor.fqn].fqn for block in tensor.blocks)
+        and fqn in tensors
+        and all(block.source.fqn == tensors[fqn].fqn for block in tensor.blocks)
     )
     if tensors and len(unchanged) == len(tensors):
         details = (

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_placements._torch import CURRENT_DCP_VERSION
 from dcp_placements.convert.sources import Source
-from dcp_placements.convert.writing import Elements
+from dcp_placements.convert.writing import Elements, identity_of
 from dcp_placements.errors import Fault, PlacementError, raise_faults
 from dcp_placements.layout.boxes import as_boxes
 from dcp_placements.layout.sharding import Box, Cuts
@@ -133,24 +133,15 @@ class DcpOut:
             facts that the new checkpoint keeps.
         tensors: By key, in the order of the new checkpoint.
         layout: Which file has which of their boxes.
-        identity: Of the output.
-
-    Attributes:
-        files: Bytes by file.
-        last: The file that completes the output.
     """
 
     last = ".metadata"
 
-    def __init__(
-        self,
-        source: Source,
-        tensors: Mapping[str, AssembledTensor],
-        layout: Layout,
-        identity: str,
-    ) -> None:
-        self._source, self._tensors, self._layout = source, tensors, layout
-        self._save_id = bytes.fromhex(identity)[:16]
+    def __init__(self, source: Source, tensors: dict[str, AssembledTensor], layout: Layout) -> None:
+        self._source, self.tensors, self._layout = source, tensors, layout
+        declared = layout.world_size, sorted(layout.cuts.items()), list(layout.renames)
+        self.identity = identity_of(source, tensors, [declared, *layout.files.items()])
+        self._save_id = bytes.fromhex(self.identity)[:16]
         self._boxes = {
             f"{named(f'__{rank}_', self._save_id)}0.distcp": boxes
             for rank, boxes in layout.files.items()
@@ -170,7 +161,7 @@ class DcpOut:
             yield StoredPlace(held.fqn, None, name, start, held.nbytes, transforms)
             start += held.nbytes
         for fqn, box in self._boxes[name]:
-            length = _record_of(self._tensors[fqn].dtype, box.sizes).length
+            length = _record_of(self.tensors[fqn].dtype, box.sizes).length
             yield StoredPlace(fqn, torch.Size(box.offsets), name, start, length)
             start += length
 
@@ -183,7 +174,7 @@ class DcpOut:
             stream.write(self._object(stored))
             elements.advance(stored.nbytes)
         for fqn, box in self._boxes[name]:
-            tensor = self._tensors[fqn]
+            tensor = self.tensors[fqn]
             record = _record_of(tensor.dtype, box.sizes)
             record.write_blocks(elements.of(tensor, box), stream.write)
             elements.advance(record.length - box.numel * tensor.dtype.itemsize)
@@ -220,7 +211,7 @@ class DcpOut:
             for fqn, box in of_file:
                 boxes.setdefault(fqn, []).append(box)
         stored: dict[str, Any] = {fqn: BytesStorageMetadata() for fqn in self._source.objects}
-        for fqn, tensor in self._tensors.items():
+        for fqn, tensor in self.tensors.items():
             held: Any = old.get(fqn)
             kept = held.properties if isinstance(held, TensorStorageMetadata) else None
             if kept is None or kept.dtype != tensor.dtype:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import IO
 
-from dcp_placements.convert.writing import Elements
+from dcp_placements.convert.sources import Source
+from dcp_placements.convert.writing import Elements, identity_of
 from dcp_placements.errors import Fault, raise_faults
 from dcp_placements.offline.assembly import AssembledTensor
 from dcp_placements.offline.safetensors_files import DTYPES, write_header
@@ -17,21 +17,23 @@ INDEX = "model.safetensors.index.json"
 class SafetensorsOut:
     """Writes files of up to ``max_shard_size`` bytes; a larger tensor has a file to itself.
 
-    Attributes:
-        files: Bytes of tensors by file.
-        last: The file that completes the output: the index, if there are several.
+    The last file is the index, if there are several.
 
     Raises:
         PlacementError: The format has no such dtype.
     """
 
-    def __init__(self, tensors: Sequence[AssembledTensor], max_shard_size: int) -> None:
-        unknown = [tensor for tensor in tensors if tensor.dtype not in DTYPES.values()]
+    def __init__(
+        self, source: Source, tensors: dict[str, AssembledTensor], max_shard_size: int
+    ) -> None:
+        self.tensors = tensors
+        self.identity = identity_of(source, tensors, [max_shard_size])
+        unknown = [tensor for tensor in tensors.values() if tensor.dtype not in DTYPES.values()]
         faults = [Fault(t.fqn, f"safetensors files have no dtype {t.dtype}") for t in unknown]
         raise_faults("the checkpoint cannot be exported", faults)
         shards: list[list[AssembledTensor]] = [[]]
         filled = 0
-        for tensor in tensors:
+        for tensor in tensors.values():
             if shards[-1] and filled + tensor.nbytes > max_shard_size:
                 shards.append([])
                 filled = 0

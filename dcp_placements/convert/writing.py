@@ -101,10 +101,14 @@ class Writer(Protocol):
     """Writes a format.
 
     Attributes:
+        tensors: That are written, by key.
+        identity: Of the output: as ``identity_of`` returns it.
         files: Bytes by file, in the order of writing.
         last: The file that completes the output; its index if it is none of these.
     """
 
+    tensors: dict[str, AssembledTensor]
+    identity: str
     files: dict[str, int]
     last: str
 
@@ -164,7 +168,7 @@ class Elements(AbstractContextManager["Elements"]):
 
 
 def identity_of(
-    source: Source, tensors: Iterable[AssembledTensor], described: Iterable[object]
+    source: Source, tensors: Mapping[str, AssembledTensor], described: Iterable[object]
 ) -> str:
     """Return a digest of the source's files, by their versions, and of all that is written.
 
@@ -176,7 +180,7 @@ def identity_of(
     digest = hashlib.sha256(json.dumps(sorted(source.versions.items())).encode())
     blocks = (
         (t.fqn, t.shape, t.dtype, [(b.box, b.source.fqn, b.at, b.dims) for b in t.blocks])
-        for t in tensors
+        for t in tensors.values()
     )
     of_all = (source.path, torch.__version__)
     for line in chain(of_all, source.described(), blocks, described):
@@ -187,8 +191,6 @@ def identity_of(
 def write_output(
     output: AnyOutput,
     source: Source,
-    tensors: Iterable[AssembledTensor],
-    identity: str,
     writer: Writer,
     memory: int,
     dry_run: bool,
@@ -199,8 +201,6 @@ def write_output(
     Args:
         output: Where.
         source: Of the tensors.
-        tensors: That are written, for the report.
-        identity: As ``identity_of`` returns it.
         writer: Has the tensors.
         memory: Bytes that data may take.
         dry_run: Whether to plan only.
@@ -213,7 +213,7 @@ def write_output(
     with output, _room_for(output, total):
         if not dry_run:
             with (
-                output.directory(names, identity),
+                output.directory(names, writer.identity),
                 source.reader() as reader,
                 Elements(reader, memory, progress, total) as elements,
             ):
@@ -226,14 +226,13 @@ def write_output(
                         writer.write(name, stream, elements)
                         if name == writer.last:
                             source.directory.check_versions(source.versions)
-    tensors = list(tensors)
     return Converted(
         source=source.path,
         out=str(output.path),
         is_written=not dry_run,
         files=dict(writer.files),
-        keys=tuple([tensor.fqn for tensor in tensors]),
-        nbytes=sum(tensor.nbytes for tensor in tensors),
+        keys=tuple(writer.tensors),
+        nbytes=sum(tensor.nbytes for tensor in writer.tensors.values()),
         kept=tuple(kept),
         beside=tuple(source.left_out),
         accounted=source.accounted,

@@ -138,8 +138,8 @@ class _Entry(NamedTuple):
 
 def assemble(
     tensors: Mapping[str, SourceTensor], rename: Rename | None
-) -> tuple[list[AssembledTensor], list[Fault]]:
-    """Return the tensors that a rename makes of stored ones, in their order, and its faults.
+) -> tuple[dict[str, AssembledTensor], list[Fault]]:
+    """Return the tensors that a rename makes of stored ones, by their new names, and its faults.
 
     Args:
         tensors: By the names that are renamed.
@@ -147,7 +147,7 @@ def assemble(
             without an answer (a ``LookupError`` or ``ValueError``, None, or "") is a fault.
     """
     if rename is None:
-        return [_as_it_is(fqn, tensor) for fqn, tensor in tensors.items()], []
+        return {fqn: _as_it_is(fqn, tensor) for fqn, tensor in tensors.items()}, []
     faults: list[Fault] = []
     answers: list[tuple[str, SourceTensor, Renamed]] = []
     for name, tensor in tensors.items():
@@ -186,8 +186,8 @@ def assemble(
                 same.append(_Entry(name, tensor, answer, target))
     place = {name: at for at, name in enumerate(tensors)}
     ordered = sorted(entries, key=lambda fqn: place[entries[fqn][0].name])
-    joined = [_joined(fqn, entries[fqn], faults) for fqn in ordered]
-    return [tensor for tensor in joined if tensor is not None], faults
+    joined = {fqn: _joined(fqn, entries[fqn], faults) for fqn in ordered}
+    return {fqn: tensor for fqn, tensor in joined.items() if tensor is not None}, faults
 
 
 def assembled(
@@ -201,7 +201,7 @@ def assembled(
     made, faults = assemble(tensors, rename)
     if faults:
         raise CannotLook(format_faults(f"{path}: cannot be renamed", faults))
-    return {tensor.fqn: tensor for tensor in made}
+    return made
 
 
 def _as_it_is(fqn: str, tensor: SourceTensor) -> AssembledTensor:
