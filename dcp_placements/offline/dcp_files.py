@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch.distributed.checkpoint import Metadata
 
@@ -14,8 +14,6 @@ from dcp_placements.storage.index import RowIndex
 from dcp_placements.storage.metadata_file import read_metadata, read_stock_pickle
 from dcp_placements.storage.safe_pickle import RefusedGlobal
 from dcp_placements.storage.save_ids import rank_file_rank
-
-T = TypeVar("T")
 
 TORCH_DIST = "torch_dist"
 
@@ -56,8 +54,8 @@ def read_dcp(directory: Directory, name: str, newer: set[str] | None = None) -> 
     Raises:
         CannotLook: It is refused, or cannot be read.
     """
-    opener = directory.opener(name)
-    return _read(directory, name, lambda: read_metadata(opener, restricted=True, newer=newer))
+    with _reading(directory, name):
+        return read_metadata(directory.opener(name), restricted=True, newer=newer)
 
 
 def misplaced_in_stock(directory: Directory, rows: RowIndex) -> list[str]:
@@ -72,8 +70,8 @@ def misplaced_in_stock(directory: Directory, rows: RowIndex) -> list[str]:
     """
     if ".metadata" not in directory.names():
         return []
-    opener = directory.opener(".metadata")
-    stock = _read(directory, ".metadata", lambda: read_stock_pickle(opener))
+    with _reading(directory, ".metadata"):
+        stock = read_stock_pickle(directory.opener(".metadata"))
     if stock is None:
         return []
     torchs = stock.storage_data
@@ -82,10 +80,12 @@ def misplaced_in_stock(directory: Directory, rows: RowIndex) -> list[str]:
     return sorted(fqn for fqn in fqns if {*rows.rows_of(fqn)} != {*torchs.rows_of(fqn)})
 
 
-def _read(directory: Directory, name: str, read: Callable[[], T]) -> T:
+@contextmanager
+def _reading(directory: Directory, name: str) -> Iterator[None]:
+    """Turn every error of the block, which reads metadata, into one message."""
     where = f"{directory.path}/{name}"
     try:
-        return read()
+        yield
     except RefusedGlobal as error:
         raise CannotLook(
             f"{where}: refused, {error}\n"
@@ -99,7 +99,11 @@ def _read(directory: Directory, name: str, read: Callable[[], T]) -> T:
         raise CannotLook(f"{where}: {error}") from error
     except Exception as error:
         # A broken or hostile pickle can raise anything.
-        raise unreadable(where, error) from error
+        raise CannotLook(
+            f"{where}: this is no metadata of DCP's that can be read\n"
+            f"    found:       {format_error(error)}\n"
+            "    likely:      the file was damaged or cut short"
+        ) from error
 
 
 def check_count(path: str, count: int) -> None:
@@ -119,12 +123,3 @@ def check_count(path: str, count: int) -> None:
             "any number\n"
             "    way out:     PlacementFileSystemReader loads a checkpoint of any size"
         )
-
-
-def unreadable(where: str, error: Exception) -> CannotLook:
-    """Return the error of metadata that are none, or are damaged."""
-    return CannotLook(
-        f"{where}: this is no metadata of DCP's that can be read\n"
-        f"    found:       {format_error(error)}\n"
-        "    likely:      the file was damaged or cut short"
-    )
