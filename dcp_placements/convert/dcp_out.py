@@ -146,7 +146,7 @@ class DcpOut:
             f"{named(f'__{rank}_', self._save_id)}0.distcp": boxes
             for rank, boxes in layout.files.items()
         }
-        first = next(iter(self._boxes))
+        first = next(iter(self._boxes), "")
         self._objects = {first: list(source.objects.values())}
         self._places = [place for name in self._boxes for place in self._placed(name)]
         self.files = dict.fromkeys(self._boxes, 0)

@@ -92,10 +92,11 @@ def megatron_source(
         PlacementError: Files are missing or contradict each other, a weight has no rule, or parts
             do not make whole tensors; all of them at once.
     """
-    directory = Directory(find_iteration(path))
-    names = [f"{name}/{WEIGHTS}" for name in rank_directories(find_iteration(path))]
-    source = RankSource(directory, directory.versions(names))
-    layout = megatron_layout(directory.path, expert_parallel_size=expert_parallel_size)
+    folder = find_iteration(path)
+    directory = Directory(folder)
+    files = [f"{name}/{WEIGHTS}" for name in rank_directories(folder)]
+    source = RankSource(directory, directory.versions(files))
+    layout = megatron_layout(folder, expert_parallel_size=expert_parallel_size)
     if layout.layout == "ambiguous":
         raise PlacementError(f"{layout.path}: {layout.reason}")
     mismatches = [Fault("checkpoint", line) for line in layout.mismatches]

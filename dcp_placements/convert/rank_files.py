@@ -195,6 +195,8 @@ class RankSource(Source):
         """
         self.faults += [fault for tensor in self.tensors.values() for fault in _holes(tensor)]
         raise_faults(f"{self.path} cannot be put together", self.faults)
+        if not self.tensors:
+            raise PlacementError(f"{self.path}: its files hold no tensor of a model")
         differing = [fault for copy in self._copies for fault in _differences(*copy)]
         raise_faults(f"{self.path}: files contradict each other", differing)
         self.left_out = sorted(self._left_out.values(), key=lambda part: (part.what, part.why))

@@ -164,6 +164,10 @@ def test_a_missing_renamed_or_foreign_file_is_refused(
         open_source(written(**{name(3): files[name(2)]}))
     with pytest.raises(CannotLook, match="files of several kinds"):
         open_source(written(**{"model_world_size_4_rank_0.pt": b""}))
+    torch.save({"step": 7}, tmp_path / "bare")
+    bare = (tmp_path / "bare").read_bytes()
+    with pytest.raises(PlacementError, match="hold no tensor of a model"):
+        open_source(written(**dict.fromkeys(files, bare)))
     torch.save({"w": Hostile(tmp_path / "ran")}, tmp_path / "evil")
     with pytest.raises(CannotLook, match=r"asks for: +posix\.system"):
         open_source(written(**{name(3): (tmp_path / "evil").read_bytes()}))
