@@ -152,6 +152,14 @@ def test_m14_a_checkpoint_saved_without_its_ep_axis_is_named_as_that(tmp_path: P
     )
 
 
+def test_m14_a_part_that_other_planners_kept_is_not_called_padding_alone(tmp_path: Path) -> None:
+    stock: Any = lambda rank: dcp.DefaultSavePlanner()  # noqa: E731
+    WORLD.save(tmp_path, lambda rank: {"w": arange(5, 3), "norm": arange(3)}, stock)
+    with refused() as refusal:
+        load(WORLD, tmp_path, lambda rank: {"w": torch.zeros(2, 3), "norm": torch.zeros(3)}, rows)
+    refusal.says("(5, 3) tensor, but (8, 3)", "saved:       by other planners", "doctor")
+
+
 def test_m14_a_load_without_the_rule_of_the_save_is_named_as_that(tmp_path: Path) -> None:
     save_rows(tmp_path, arange(8, 3))
     with refused() as refusal:

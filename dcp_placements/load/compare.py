@@ -164,6 +164,7 @@ def _cut_fault(fqn: str, rule: str | None, difference: _Difference) -> Fault:
             f"this load:   {loaded}",
             f"by rule:     {rule or 'no rule, its own DTensor'}",
             f"way out:     {way_out}; or waive={{pattern: reason}} where both are right",
+            "or:          the save declared it wrongly: its file is right in that topology alone",
         ),
     )
 

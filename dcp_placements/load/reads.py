@@ -381,6 +381,11 @@ class Request:
             small, large = sorted((stored[dim], needed[dim]))
             is_cut = cuts is None or any(cut.dim == dim for cut in cuts)
             if rule is not None and is_cut and stored[dim] < needed[dim] < 2 * stored[dim]:
+                if self.record is None:
+                    details.append(
+                        "saved:       by other planners, which take parts that no DTensor "
+                        "describes for replicas: dcp-placements doctor says what is left"
+                    )
                 details.append("likely:      uneven parts, or padding: rows that are not stored")
                 way_out = (
                     f"global_shape={stored} in the rule, and padded_shape={needed} for padding"

@@ -169,6 +169,7 @@ def test_m75_a_tensor_over_edp_that_was_saved_over_ep_is_refused(tmp_path: Path,
     with refused() as refusal:
         load(FOUR, tmp_path, lambda rank: blank, by("edp"))
     refusal.says("w: this load cuts it by 'ep' and 'edp' in another way than the save did")
+    refusal.says("or:          the save declared it wrongly")
     load(FOUR, tmp_path, lambda rank: blank, by("edp"), waive={"w": "experts are over edp here"})
     states = [{"w": torch.zeros(2, 3)} for _ in range(4)]
     load(FOUR, tmp_path, states.__getitem__, by("ep"))
