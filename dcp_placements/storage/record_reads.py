@@ -289,6 +289,7 @@ class ChunkReader:
             self._read_slice(one, tensor, part)
             return
         if self._decoded is None or self._decoded[0] != (one.file, one.start):
+            self._decoded = None  # the one before takes no memory any more
             self._decoded = (one.file, one.start), self._decode(one, part)
         decoded = self._decoded[1]
         if one.is_object:

@@ -125,9 +125,9 @@ def _batches(
 
 
 def _nbytes(item: WriteItem) -> int:
-    """Return the bytes of the elements that an item writes."""
-    assert item.tensor_data is not None
-    return int(item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize)
+    """Return the bytes of the elements that an item writes; 0 of an object, whose are not known."""
+    data = item.tensor_data
+    return 0 if data is None else int(data.chunk.sizes.numel() * data.properties.dtype.itemsize)
 
 
 def split_by_chunk(bins: int, items: Sequence[WriteItem]) -> list[list[WriteItem]]:
@@ -138,14 +138,11 @@ def split_by_chunk(bins: int, items: Sequence[WriteItem]) -> list[list[WriteItem
     if bins == 1:
         return [list(items)]
     buckets: list[list[WriteItem]] = [[] for _ in range(bins)]
-    tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
-    for number, item in enumerate(item for item in items if item.type == WriteItemType.BYTE_IO):
-        buckets[number % bins].append(item)
     filled = [0] * bins
-    for item in sorted(tensors, key=_nbytes, reverse=True):
+    for item in sorted(items, key=_nbytes, reverse=True):
         number = filled.index(min(filled))
         buckets[number].append(item)
-        filled[number] += _nbytes(item)
+        filled[number] += 1 + _nbytes(item)  # so that objects are in all of them
     return buckets
 
 
