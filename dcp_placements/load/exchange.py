@@ -14,7 +14,7 @@ Two ranks that both need the norms of four layers, and each another expert::
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product, zip_longest
 from typing import Any, NoReturn
@@ -37,8 +37,8 @@ from dcp_placements.table.owners import runs_of
 from dcp_placements.table.table import Holding, Sent, packed_ints, unpacked_ints
 from dcp_placements.table.world import Piece, World, cover_of
 
-MOST_UNDER_WAY = 8
-"""Messages that a rank has begun to send, and not ended."""
+BATCH_NBYTES = 8 << 20
+"""The most bytes of one message. Below a few MiB a message costs latency alone."""
 
 Lookup = Callable[[MetadataIndex], torch.Tensor]
 """Returns the memory of a destination."""
@@ -261,46 +261,54 @@ class Exchange:
         """Send what this rank read to the others, and receive what they did.
 
         All ranks go through the rounds in one order, so that none waits for a rank that waits for
-        it.
+        it. Two messages are under way at a time.
         """
         here, device = self.ranks.index(global_rank()), agreeing_device(self._group)
         under_way: deque[Callable[[], None]] = deque()
         for distance in range(1, len(self.ranks)):
             to = self.ranks[(here + distance) % len(self.ranks)]
             source = self.ranks[here - distance]
-            for one in zip_longest(self._sent.get(to, ()), self._taken.get(source, ())):
-                own, theirs = (None if at is None else lookup(at).detach() for at in one)
-                if len(under_way) == MOST_UNDER_WAY:
+            own = [lookup(index).detach() for index in self._sent.get(to, ())]
+            theirs = [lookup(index).detach() for index in self._taken.get(source, ())]
+            for sent, taken in zip_longest(batches(own), batches(theirs)):
+                if len(under_way) == 2:
                     under_way.popleft()()
-                under_way.append(self._begun(own, to, theirs, source, device))
+                under_way.append(self._begun(sent, to, taken, source, device))
         for settle in under_way:
             settle()
 
     def _begun(
         self,
-        own: torch.Tensor | None,
+        sent: list[torch.Tensor] | None,
         to: int,
-        theirs: torch.Tensor | None,
+        taken: list[torch.Tensor] | None,
         source: int,
         device: torch.device,
     ) -> Callable[[], None]:
-        """Begin to send one tensor and to receive one; return what waits for both."""
+        """Begin to send one message and to receive one; return what waits for both."""
         operations = []
-        if own is not None:
-            operations.append(dist.P2POp(dist.isend, _bytes(own.to(device)), to, self._group))
-        if theirs is not None:
-            buffer = theirs
-            if not theirs.is_contiguous() or theirs.device != device:
-                buffer = torch.empty(theirs.shape, dtype=theirs.dtype, device=device)
-            operations.append(dist.P2POp(dist.irecv, _bytes(buffer), source, self._group))
+        if sent:
+            buffer = _direct(sent, device)
+            if buffer is None:
+                buffer = torch.cat([one.reshape(-1).view(torch.uint8) for one in sent]).to(device)
+            operations.append(dist.P2POp(dist.isend, buffer, to, self._group))
+        if taken:
+            direct = _direct(taken, device)
+            sizes = [tensor.nbytes for tensor in taken]
+            theirs = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+            if direct is not None:
+                theirs = direct
+            operations.append(dist.P2POp(dist.irecv, theirs, source, self._group))
         works = dist.batch_isend_irecv(operations)
 
         def settle() -> None:
             for work in works:
                 work.wait()
             operations.clear()  # they keep what is sent until then
-            if theirs is not None and buffer is not theirs:
-                theirs.copy_(buffer)
+            if taken and direct is None:
+                for tensor, part in zip(taken, theirs.split(sizes), strict=True):
+                    # A copy begins where memory of any dtype may begin.
+                    tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
         return settle
 
@@ -360,6 +368,36 @@ def _can_be_sent(value: Any, placing: Placing, fqn: str) -> bool:
     )
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, which are its own where it is contiguous."""
-    return tensor.reshape(-1).view(torch.uint8)
+def batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield tensors in batches that fit a message; the same on all ranks, whatever the strides."""
+    batch: list[torch.Tensor] = []
+    nbytes = 0
+    for whole in tensors:
+        for tensor in _pieces(whole):
+            if batch and nbytes + tensor.nbytes > BATCH_NBYTES:
+                yield batch
+                batch, nbytes = [], 0
+            batch.append(tensor)
+            nbytes += tensor.nbytes
+    if batch:
+        yield batch
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield views of a tensor that fit a message, in C order."""
+    if tensor.nbytes <= BATCH_NBYTES:
+        yield tensor
+        return
+    dim = next(dim for dim, size in enumerate(tensor.shape) if size > 1)
+    size = tensor.shape[dim]
+    rows = max(BATCH_NBYTES * size // tensor.nbytes, 1)
+    for start in range(0, size, rows):
+        yield from _pieces(tensor.narrow(dim, start, min(rows, size - start)))
+
+
+def _direct(batch: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | None:
+    """Return the bytes of a batch without a copy; None where it is no single piece of memory."""
+    first = batch[0]
+    if len(batch) > 1 or not first.is_contiguous() or first.device != device:
+        return None
+    return first.as_strided((first.numel(),), (1,)).view(torch.uint8)
