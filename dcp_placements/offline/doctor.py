@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
-from dcp_placements.errors import CannotLook, families, format_count, format_name, format_ranks
+from dcp_placements.errors import CannotLook, families, format_count, format_ranks
 from dcp_placements.layout.sharding import Kind
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.names.renames import number_in
-from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor, ranks_of
+from dcp_placements.offline.checkpoint import Checkpoint, ranks_of
 from dcp_placements.offline.texts import ranges, short
 from dcp_placements.transfer.world import MeshAxes
 
@@ -28,9 +28,6 @@ EP = "ep"
 """The axis along which ranks hold different experts."""
 
 WHOLE, OVERWRITTEN, UNCLEAR = "whole", "overwritten", "unclear"
-
-MOST_EXPERTS = 1 << 20
-"""More experts than any layer has."""
 
 _KEY = re.compile(
     r"^(?P<layer>(?:.*\.)?(?!shared_)\w*experts(?:_list)?)(?:\.(?P<index>\d+))?\.(?P<name>.+)$"
@@ -122,14 +119,21 @@ def diagnose(
         CannotLook: There is no checkpoint; or ``axes`` has no ``ep``, or fewer ranks than wrote.
     """
     checkpoint = Checkpoint(path)
-    found = _families(checkpoint.tensors.values())
-    recorded = _recorded(checkpoint, found)
+    found = _families(checkpoint)
+    recorded = {fqn: cut for fqn, one in found.items() if (cut := _recorded(checkpoint, fqn, one))}
+    routers = _routers(checkpoint, {_layer(family.layer) for family in found.values()})
     if axes is not None and len(recorded) < len(found):
-        _check_axes(checkpoint, axes)
-    routers = _routers(checkpoint, found)
+        beyond = [rank for rank in ranks_of(tuple(checkpoint.files)) if rank >= prod(axes.values())]
+        if EP not in axes:
+            raise CannotLook(f"the mesh {axes} has no axis {EP}, of ranks with different experts")
+        if beyond:
+            raise CannotLook(
+                f"the mesh {axes} has {prod(axes.values())} ranks, but {format_ranks(beyond)} "
+                "wrote a part of the checkpoint\n    way out:     the mesh of all ranks that saved"
+            )
     tensors = {}
     for fqn, family in found.items():
-        stored = len(family.experts)
+        stored = len(family.keys) if family.dim is None else family.stacked
         experts, reason = experts_per_layer, f"--experts-per-layer says {experts_per_layer}"
         if experts is None and fqn in recorded:
             experts, reason = stored, f"saved as {recorded[fqn]}"
@@ -139,76 +143,66 @@ def diagnose(
         if experts is None and axes is not None:
             experts = stored * axes[EP]
             reason = f"--mesh says {experts}"
-        verdict, why = _verdict(family, experts)
-        tensors[fqn] = ExpertTensor(fqn, family.layer, stored, experts, verdict, why or reason)
-    checked = {key for family in found.values() for key in family.keys}
+        numbers = sorted(family.keys) if family.dim is None else []
+        verdict = WHOLE if stored == experts else OVERWRITTEN
+        if experts is None:
+            verdict, reason = UNCLEAR, "how many experts the model has is not known"
+        elif numbers != list(range(len(numbers))):
+            gaps = ranges(numbers)
+            verdict, reason = UNCLEAR, f"they are not numbered from 0 without gaps: {gaps}"
+        elif stored != experts and (not stored or experts % stored):
+            reason = f"{experts} experts are not a multiple of the {stored} stored"
+            verdict = UNCLEAR
+        tensors[fqn] = ExpertTensor(fqn, family.layer, stored, experts, verdict, reason)
+    checked = {key for family in found.values() for key in family.keys.values()}
     keys = (*checkpoint.tensors, *checkpoint.objects)
     return Diagnosis(checkpoint.path, tensors, tuple(key for key in keys if key not in checked))
 
 
-def _verdict(family: _Family, experts: int | None) -> tuple[str, str]:
-    """Return the verdict on a tensor, and why it is unclear."""
-    stored = len(family.experts)
-    if experts is None:
-        return UNCLEAR, "how many experts the model has is not known"
-    if list(family.experts) != list(range(stored)):
-        return UNCLEAR, f"they are not numbered from 0 without gaps: {ranges(family.experts)}"
-    if stored == experts:
-        return WHOLE, ""
-    if not stored or stored > experts or experts % stored:
-        return UNCLEAR, f"{experts} experts are not a multiple of the {stored} stored"
-    return OVERWRITTEN, ""
+class _Family(NamedTuple):
+    """One tensor of all experts of a layer: stacked, or as a tensor per expert.
+
+    Attributes:
+        layer: The key up to the experts, which identifies the layer.
+        keys: Of its tensors, by expert; of a stacked one, the only one.
+        dim: The dim along which experts are stacked; None if each has its own tensor.
+        stacked: How many are stacked.
+    """
+
+    layer: str
+    keys: dict[int, str]
+    dim: int | None = None
+    stacked: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """One tensor of all experts of a layer: stacked, or as a tensor per expert."""
-
-    layer: str  # the key up to the experts, which identifies the layer
-    dim: int | None  # the dim along which experts are stacked; None if each has its own tensor
-    experts: range | list[int]  # the numbers of those that are stored
-    keys: list[str]  # of its tensors
-    is_certain: bool = True  # the only dim of a stacked tensor may be anything
-
-
-def _families(tensors: Iterable[StoredTensor]) -> dict[str, _Family]:
+def _families(checkpoint: Checkpoint) -> dict[str, _Family]:
     """Return the tensors of experts by key, with ``{}`` for the expert if each has a key.
 
     A stacked tensor of one dim counts if larger tensors of the layer have as many experts.
-
-    Raises:
-        CannotLook: A number, or a dim, is beyond what a layer has.
     """
-    stacked: dict[str, _Family] = {}
-    numbered: dict[str, tuple[str, dict[int, str]]] = {}
-    for tensor in tensors:
-        key = split_expert_key(tensor.fqn)
+    found: dict[str, _Family] = {}
+    counts: set[tuple[str, int]] = set()
+    short_ones: list[_Family] = []
+    for fqn, tensor in checkpoint.tensors.items():
+        key = split_expert_key(fqn)
         if key is None:
             continue
         layer, index, template = key
         # Megatron also stacks layers (``decoder.layers.mlp.experts...``, without a number): experts
         # are the second dim there.
-        dim = 1 if _LAYER_AXIS.search(tensor.fqn) else 0
-        is_stacked = index is None and len(tensor.shape) > dim
-        last = tensor.shape[dim] - 1 if is_stacked else index or 0
-        if last >= MOST_EXPERTS:
-            raise CannotLook(
-                f"{format_name(tensor.fqn)}: its name and shape say that a layer has an expert "
-                f"{last:,}, and no layer has more than {MOST_EXPERTS:,}"
-            )
+        dim = 1 if _LAYER_AXIS.search(fqn) else 0
         if index is not None:
-            numbered.setdefault(template, (layer, {}))[1][index] = tensor.fqn
-        elif is_stacked:
-            is_certain = len(tensor.shape) > dim + 1
-            stacked[tensor.fqn] = _Family(layer, dim, range(last + 1), [tensor.fqn], is_certain)
-    counts = {(_layer(one.layer), one.experts) for one in stacked.values() if one.is_certain}
-    found = {
-        fqn: one
-        for fqn, one in stacked.items()
-        if one.is_certain or (_layer(one.layer), one.experts) in counts
-    }
-    for template, (layer, keys) in numbered.items():
-        found[template] = _Family(layer, None, sorted(keys), list(keys.values()))
+            found.setdefault(template, _Family(layer, {})).keys[index] = fqn
+        elif len(tensor.shape) > dim:
+            family = _Family(layer, {0: fqn}, dim, tensor.shape[dim])
+            if len(tensor.shape) > dim + 1:
+                found[fqn] = family
+                counts.add((_layer(layer), family.stacked))
+            else:
+                short_ones.append(family)
+    for family in short_ones:
+        if (_layer(family.layer), family.stacked) in counts:
+            found[family.keys[0]] = family
     return dict(sorted(found.items()))
 
 
@@ -245,10 +239,9 @@ def _layer(layer: str) -> str:
     return ".".join(parts[numbered[0] - 1 :] if numbered and numbered[0] else parts[-1:])
 
 
-def _routers(checkpoint: Checkpoint, found: Mapping[str, _Family]) -> dict[str, int]:
+def _routers(checkpoint: Checkpoint, layers: set[str]) -> dict[str, int]:
     """Return the number of experts by layer, from the routers' shapes."""
     states = OptimizerStates({**checkpoint.tensors, **checkpoint.objects})
-    layers = {_layer(family.layer) for family in found.values()}
     counts: dict[str, set[int]] = {}
     for fqn, tensor in checkpoint.tensors.items():
         if not tensor.shape or not _ROUTER.search(fqn) or split_expert_key(fqn):
@@ -262,8 +255,8 @@ def _routers(checkpoint: Checkpoint, found: Mapping[str, _Family]) -> dict[str, 
     return {layer: shapes.pop() for layer, shapes in counts.items() if len(shapes) == 1}
 
 
-def _recorded(checkpoint: Checkpoint, found: Mapping[str, _Family]) -> dict[str, str]:
-    """Return how each expert tensor was saved, as far as the checkpoint records it.
+def _recorded(checkpoint: Checkpoint, fqn: str, family: _Family) -> str | None:
+    """Return how an expert tensor was saved; None where the checkpoint does not record it.
 
     A stacked tensor counts if its dim of experts was cut over ep, or into rows that ranks list.
     Another cut of that dim proves nothing: FSDP makes one without a rule. Tensors with a key per
@@ -271,30 +264,15 @@ def _recorded(checkpoint: Checkpoint, found: Mapping[str, _Family]) -> dict[str,
     """
     record = checkpoint.record
     if record is None:
-        return {}
-    result = {}
-    for fqn, family in found.items():
-        if family.dim is None:
-            key = fqn.replace("{}", _ANY_EXPERT)
-            for step in record.renames:
-                number = number_in(step.pattern, key) if "{}" in step.pattern else None
-                if number is not None and number.number == int(_ANY_EXPERT):
-                    result[fqn] = str(step)
-            continue
+        return None
+    if family.dim is not None:
         for cut in record.cuts(fqn):
             if cut.dim == family.dim and (cut.axis == EP or cut.kind is Kind.LISTED):
-                result.setdefault(fqn, str(cut))
-    return result
-
-
-def _check_axes(checkpoint: Checkpoint, axes: MeshAxes) -> None:
-    if EP not in axes:
-        raise CannotLook(f"the mesh {axes} has no axis {EP}, along which ranks hold other experts")
-    ranks = prod(axes.values())
-    writers = ranks_of(tuple(checkpoint.files))
-    beyond = [rank for rank in writers if rank >= ranks]
-    if beyond:
-        raise CannotLook(
-            f"the mesh {axes} has {ranks} ranks, but {format_ranks(beyond)} wrote a part of the "
-            "checkpoint\n    way out:     the mesh of all ranks that saved"
-        )
+                return str(cut)
+        return None
+    key = fqn.replace("{}", _ANY_EXPERT)
+    for step in record.renames:
+        number = number_in(step.pattern, key) if "{}" in step.pattern else None
+        if number is not None and number.number == int(_ANY_EXPERT):
+            return str(step)
+    return None
