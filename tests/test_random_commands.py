@@ -32,7 +32,7 @@ from dcp_placements.offline import (
 )
 from dcp_placements.table import digests
 from dcp_placements.testing import World
-from dcp_placements.transfer.names import split_rename
+from dcp_placements.transfer.holding import split_rename
 from tests.differential import (
     Wholes,
     bits,

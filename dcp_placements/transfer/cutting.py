@@ -1,4 +1,4 @@
-"""How a whole tensor is cut in a world that does not exist, and which boxes its ranks hold.
+"""How a whole tensor is cut in a world that does not run, and which boxes its ranks hold.
 
 There is no DTensor here. A rule cuts the tensor, and then one flattened FSDP axis cuts dim 0 inside
 the rule's cuts. Of a ``(4, 3)`` weight with ``Shard(0)`` over two ep ranks::
@@ -11,19 +11,80 @@ the rule's cuts. Of a ``(4, 3)`` weight with ``Shard(0)`` over two ep ranks::
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
-from dcp_placements.errors import CannotLook, PlacementError
-from dcp_placements.layout.boxes import Boxes, Ints, expanded, unique
-from dcp_placements.layout.sharding import Cut, Kind, Sharding, dim_pieces
+from dcp_placements.errors import CannotLook, CannotPlace, Fault, PlacementError
+from dcp_placements.layout.boxes import Boxes, Ints, as_array, expanded, intersect, unique
+from dcp_placements.layout.sharding import Cut, Sharding, dim_pieces
+from dcp_placements.names.renames import Renames
+from dcp_placements.names.stacks_and_parts import Rename, Row, Target, renamed_boxes, row_target
 from dcp_placements.rules.patterns import PlacementRules, Rules, asked
-from dcp_placements.rules.placement import CheckpointPlacement, cut_of, kind_of, shards
-from dcp_placements.transfer.names import Named
+from dcp_placements.rules.placement import CheckpointPlacement, cut_of, shards
 from dcp_placements.transfer.world import EVERY, Fsdp
+
+Shape = tuple[int, ...]
+
+MAX_NBYTES = 2**63 - 1
+"""Offsets and counts are 64-bit integers, as torch's are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A tensor of a world under its names."""
+
+    key: str  # its key in the world
+    shape: Shape  # its whole shape, in elements
+    dtype: torch.dtype  # of its elements
+    rule_name: str  # the key that the world's rules see
+    rule_shape: Shape  # the shape that the world's rules cut: that of the stack for one of its rows
+    rule_dims: tuple[int, ...]  # for each dim of ``shape`` that of ``rule_shape``
+    targets: tuple[Target, ...]  # the common tensors that it is, or is a part of
+
+    def probe(self) -> torch.Tensor:
+        """Return a tensor without data for rules that are a function."""
+        return torch.empty(self.rule_shape, dtype=self.dtype, device="meta")
+
+
+def named_tensors(
+    tensors: Mapping[str, Any], world: Renames, more: Rename | None, faults: list[Fault]
+) -> list[Named]:
+    """Return the tensors of a world under their names.
+
+    Args:
+        tensors: By key: anything with ``shape`` and ``dtype``.
+        world: The steps from the keys of the world to the keys that its rules see.
+        more: A further step to the common keys, or None.
+        faults: Takes in the tensors that have no name, or do not fit it.
+    """
+    whole = world if more is None else Renames(*world.steps, more)
+    found = []
+    for key, tensor in tensors.items():
+        shape = tuple(int(size) for size in tensor.shape)
+        if prod(shape) * tensor.dtype.itemsize > MAX_NBYTES:
+            headline = f"a tensor of shape {shape} has more than {MAX_NBYTES:,} bytes"
+            faults.append(Fault(key, headline, ("likely:      a wrong shape in tensors=",)))
+            continue
+        try:
+            seen = world(key)
+            rule_shape: Shape = shape
+            rule_dims = tuple(range(len(shape)))
+            if isinstance(seen, Row):
+                stack = row_target(seen, shape)
+                rule_shape = stack.shape
+                rule_dims = tuple(d for d, origin in enumerate(stack.dims) if origin is not None)
+            rule_name = seen if isinstance(seen, str) else getattr(seen, "stacked", seen.fqn)
+            targets = tuple(renamed_boxes(whole(key), shape))
+        except CannotPlace as error:
+            faults.append(error.fault(key))
+            continue
+        found.append(Named(key, shape, tensor.dtype, rule_name, rule_shape, rule_dims, targets))
+    return found
 
 
 class HeldBoxes(NamedTuple):
@@ -124,18 +185,6 @@ def tensor_sharding(
     return Sharding(shape, tuple(cuts), padded), own, columns
 
 
-def listed_rows(
-    placement: CheckpointPlacement | None, columns: Sequence[int]
-) -> dict[int, tuple[int, ...]]:
-    """Return the rows that listed cuts have, by the number of the cut."""
-    entries = () if placement is None else placement.placements
-    return {
-        number: entries[axis].indices
-        for number, axis in enumerate(columns)
-        if kind_of(entries[axis]) is Kind.LISTED
-    }
-
-
 def cut_signature(placement: CheckpointPlacement | None) -> Hashable:
     """Return what decides how a placement cuts, whatever its rank."""
     if placement is None:
@@ -159,14 +208,6 @@ def rule_label(rules: Rules, tensor: Named) -> Hashable:
     return placement and (cut_signature(placement), None if place is None else tuple(place))
 
 
-class _HeldDim(NamedTuple):
-    """The pieces that ranks hold of one dim."""
-
-    first: Ints  # the first piece of each rank, an index of ``pieces``
-    counts: Ints  # how many it has
-    pieces: Ints  # (start in the local tensor, start in the whole, size), [pieces, 3]
-
-
 def held_boxes(
     tensor: Named,
     sharding: Sharding,
@@ -188,55 +229,44 @@ def held_boxes(
     Raises:
         CannotPlace: A cut that does not fit what is left to cut.
     """
-    held = []
+    counts = np.ones(len(ranks), np.int64)
+    dims: list[tuple[Ints, Ints, Ints]] = []
     for dim, size in zip(tensor.rule_dims, tensor.shape, strict=True):
-        cuts = [cut for cut in sharding.cuts if cut.dim == dim]
         columns = [i for i, cut in enumerate(sharding.cuts) if cut.dim == dim and i not in listed]
         first, which = unique(positions[:, columns])
-        different = positions[first]
-        if all(cut.kind is Kind.PLAIN for cut in cuts):
-            counts, table = _plain_pieces(sharding, dim, size, different)
-        else:
-            intervals = [
-                sharding.dim_at(dim, [listed.get(i, at) for i, at in enumerate(row)])
-                for row in different.tolist()
-            ]
-            pieces = [dim_pieces(each, size) for each in intervals]
-            counts = np.array([len(each) for each in pieces], np.int64)
-            table = np.array(list(chain.from_iterable(pieces)), np.int64).reshape(-1, 3)
-        held.append(_HeldDim((np.cumsum(counts) - counts)[which], counts[which], table))
-    return _product(held, ranks)
+        pieces = [
+            dim_pieces(sharding.dim_at(dim, [listed.get(i, at) for i, at in enumerate(row)]), size)
+            for row in positions[first].tolist()
+        ]
+        # (start in the local tensor, start in the whole, size), and which of them each rank has.
+        table = np.array(list(chain.from_iterable(pieces)), np.int64).reshape(-1, 3)
+        number = np.array([len(each) for each in pieces], np.int64)
+        dims.append((table, (np.cumsum(number) - number)[which], number[which]))
+        counts *= number[which]
+    # The boxes of a rank are the product of its pieces of all dims, in C order.
+    rank, within = expanded(np.zeros_like(counts), counts)
+    pieces_of = []
+    for table, start, number in reversed(dims):
+        within, piece = np.divmod(within, number[rank])
+        pieces_of.append(table[start[rank] + piece])
+    boxes = np.array(pieces_of[::-1], np.int64).reshape(len(dims), len(rank), 3).transpose(1, 2, 0)
+    return HeldBoxes(ranks[rank], boxes[:, 0], boxes[:, 1:])
 
 
-def _plain_pieces(sharding: Sharding, dim: int, size: int, positions: Ints) -> tuple[Ints, Ints]:
-    """Return counts and pieces of a dim that plain shards cut, for all positions at once.
-
-    It is ``Sharding.dim_at`` for one interval: FSDP cuts a dim in as many pieces as a world has
-    ranks, and 16,384 of them take 1 ms here and 70 ms there.
-    """
-    start = np.zeros(len(positions), np.int64)
-    length = np.full(len(positions), sharding.cut_shape[dim], np.int64)
-    for number, cut in enumerate(sharding.cuts):
-        if cut.dim == dim:
-            step = -(-length // cut.size)
-            low = np.minimum(positions[:, number] * step, length)
-            length = np.minimum(low + step, length) - low
-            start += low
-    stored = np.minimum(start + length, size) - start
-    has = stored > 0
-    table = np.stack([np.zeros_like(start), start, stored], 1)
-    return has.astype(np.int64), table[has]
-
-
-def _product(dims: Sequence[_HeldDim], ranks: Ints) -> HeldBoxes:
-    """Return the boxes of each rank: the product of its pieces of all dims, in C order."""
-    counts = np.ones(len(ranks), np.int64)
-    for dim in dims:
-        counts *= dim.counts
-    which, within = expanded(np.zeros_like(counts), counts)
-    columns = []
-    for dim in reversed(dims):
-        within, piece = np.divmod(within, dim.counts[which])
-        columns.append(dim.pieces[dim.first[which] + piece])
-    table = np.array(columns[::-1], np.int64).reshape(len(dims), len(which), 3).transpose(1, 2, 0)
-    return HeldBoxes(ranks[which], table[:, 0], table[:, 1:])
+def as_common(held: HeldBoxes, target: Target) -> HeldBoxes:
+    """Return the boxes of a tensor as boxes of the common tensor; ``local`` keeps its dims."""
+    found = []
+    for source, common in target.boxes:
+        start = np.array(source.offsets, np.int64)
+        shared = intersect(held.boxes, as_array([source], len(start)))
+        kept = (shared[:, 1] > 0).all(axis=1)
+        shared = shared[kept]
+        boxes = np.ones((len(shared), 2, len(target.dims)), np.int64)
+        boxes[:, 0] = common.offsets
+        for dim, origin in enumerate(target.dims):
+            if origin is not None:
+                boxes[:, 0, dim] += shared[:, 0, origin] - start[origin]
+                boxes[:, 1, dim] = shared[:, 1, origin]
+        local = held.local[kept] + shared[:, 0] - held.boxes[kept, 0]
+        found.append(HeldBoxes(held.ranks[kept], local, boxes))
+    return HeldBoxes(*map(np.concatenate, zip(*found, strict=True)))

@@ -2,18 +2,35 @@
 
 Ranks at one coordinate of the axes that cut a tensor hold the same boxes, so a layout is computed
 once per such coordinate, and once for all tensors that are cut alike and that the same ranks have.
+
+A rank's rename has two parts. ``Renumber`` and ``Replace`` make its keys those of its world, with
+global numbers, and determine which of them the rank holds. From the first ``Stack``, ``Unstack`` or
+``Split`` on, the steps are equal on all ranks: they make the *common* tensors of both worlds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from dcp_placements.errors import Fault, PlacementError
-from dcp_placements.layout.boxes import Array
-from dcp_placements.names.renames import Renames, Renumber, apply, number_in
+from dcp_placements.layout.boxes import Array, Boxes, as_boxes, overlaps
+from dcp_placements.layout.sharding import Box, Kind
+from dcp_placements.names.renames import (
+    Renames,
+    Renumber,
+    Replace,
+    Split,
+    Stack,
+    Unstack,
+    apply,
+    number_in,
+    steps,
+)
 from dcp_placements.names.stacks_and_parts import Rename, Target
 from dcp_placements.rules.patterns import (
     PlacementRules,
@@ -22,19 +39,117 @@ from dcp_placements.rules.patterns import (
     matched_nowhere,
     rule_name,
 )
-from dcp_placements.rules.placement import CheckpointPlacement
+from dcp_placements.rules.placement import CheckpointPlacement, kind_of
+from dcp_placements.table.world import cover_of
 from dcp_placements.transfer.cutting import (
     FsdpAxes,
     HeldBoxes,
+    Named,
+    as_common,
     cut_signature,
     held_boxes,
-    listed_rows,
+    named_tensors,
     rule_label,
     tensor_sharding,
 )
-from dcp_placements.transfer.names import Named, named_tensors, split_rename
-from dcp_placements.transfer.routes import Holders, Hosts
 from dcp_placements.transfer.world import TransferWorld, matcher, mesh_at, rules_at
+
+
+class Hosts:
+    """The order of ranks as senders: by host, then by rank.
+
+    Attributes:
+        size: One more than the highest global rank of both worlds.
+        number: The number of each global rank in this order, from 1 up; 0 if it is not in the
+            source.
+        near: For each global rank the numbers ``first .. stop`` of the source's ranks on its host,
+            ``[size, 2]``; an empty range where there are none, or hosts are unknown.
+    """
+
+    def __init__(self, source: TransferWorld, target: TransferWorld) -> None:
+        self.size = 1 + max(*source.global_ranks, *target.global_ranks)
+        self.number = np.zeros(self.size, np.int64)
+        self.near = np.zeros((self.size, 2), np.int64)
+        names, far = source.host_names, target.host_names
+        if names is None or far is None:
+            names, far = [0] * source.size, [None] * target.size
+        on_host: dict[Hashable, list[int]] = {host: [] for host in names}
+        for rank, host in zip(source.global_ranks, names, strict=True):
+            on_host[host].append(rank)
+        ranges: dict[Hashable, tuple[int, int]] = {}
+        stop = 1
+        for host, ranks in on_host.items():
+            first, stop = stop, stop + len(ranks)
+            self.number[sorted(ranks)] = np.arange(first, stop)
+            ranges[host] = first, stop
+        self.near[target.global_ranks] = [ranges.get(host, (0, 0)) for host in far]
+
+
+class Holders:
+    """Who holds which box of a common tensor, in the order of ``Hosts`` for each box.
+
+    Attributes:
+        shape: Of the common tensor.
+        dims: For each of its dims that of the local tensor; None if that has none.
+        boxes: The different boxes, in the common tensor.
+        numel: Their elements.
+        first: By box, its first holder; the number of holders last.
+        box: By holder, the box, ascending.
+        rank: By holder, the global rank.
+        local: By holder, the start of the box in its local tensor.
+        key: By holder, box and number of the rank as one number, ascending.
+    """
+
+    def __init__(self, held: HeldBoxes, target: Target, hosts: Hosts) -> None:
+        self.shape, self.dims = target.shape, target.dims
+        ranks, local, boxes = as_common(held, target)
+        cover = cover_of(hosts.number[ranks], boxes)
+        self.boxes, self.numel, self.first = cover.boxes, cover.numel, cover.starts
+        self.box, self.rank = cover.box_of[cover.order], ranks[cover.order]
+        self.local = local[cover.order]
+        self.key = self.box * (hosts.size + 1) + cover.ranks[cover.order]
+        self._has = np.zeros(hosts.size, bool)
+        self._has[ranks] = True
+
+    @cached_property
+    def counts(self) -> Array:
+        """The number of holders of each box."""
+        return np.diff(self.first)
+
+    @cached_property
+    def overlap(self) -> tuple[Box, Box] | None:
+        """Two of the boxes that share elements; None if there are none."""
+        for pair in overlaps(self.boxes, 1):
+            one, other = as_boxes(self.boxes[list(pair)])
+            return one, other
+        return None
+
+    def holds(self, rank: int) -> bool:
+        """Whether a global rank holds a box."""
+        return 0 <= rank < len(self._has) and bool(self._has[rank])
+
+    def by_rank(self, numel: Array) -> Array:
+        """Return sums by global rank of what each box has."""
+        sums = np.zeros(len(self._has), np.int64)
+        np.add.at(sums, self.rank, numel[self.box])
+        return sums
+
+    def slices(self, holder: Array, boxes: Boxes) -> tuple[Array, Array]:
+        """Return start and sizes in local tensors of parts of what holders have.
+
+        Args:
+            holder: By row, the holder.
+            boxes: By row, the part of its box, in the common tensor.
+        """
+        start = self.local[holder]
+        sizes = np.ones_like(start)
+        moved = boxes[:, 0] - self.boxes[self.box[holder], 0]
+        for dim, origin in enumerate(self.dims):
+            if origin is not None:
+                start[:, origin] += moved[:, dim]
+                sizes[:, origin] = boxes[:, 1, dim]
+        return start, sizes
+
 
 Row = tuple[tuple[int, int], ...]
 """Which row of a common tensor a tensor is: the dims that it lacks, and its index along each."""
@@ -55,28 +170,11 @@ class Part(NamedTuple):
         return tuple([(dim, offsets[dim]) for dim in lacks])
 
 
-class Group(NamedTuple):
-    """Tensors of a world that lie alike on every rank, as alike parts of common tensors."""
-
-    tensors: list[Named]  # in the order of the world
-    parts: list[Holders]  # who holds what of each of ``Named.targets``
-
-    def parts_of(self, tensor: Named) -> list[Part]:
-        """Return one of the tensors as common tensors."""
-        pairs = zip(tensor.targets, self.parts, strict=True)
-        return [Part(tensor, target, holders) for target, holders in pairs]
-
-
-Numbers = dict[str, dict[str, frozenset[int]]]
-"""By pattern in the checkpoint's keys and by selector, the numbers that a rank has."""
-
-
 class _Rank(NamedTuple):
     """What one rank declares."""
 
     rules: Rules
     rename: Renames  # to the keys of the world
-    numbers: Numbers
     absent: tuple[str, ...]
 
 
@@ -88,14 +186,16 @@ class _Placed(NamedTuple):
     coordinates: Array  # in the mesh of the placement, [ranks, axes]
 
 
-def held_groups(
+def held_parts(
     world: TransferWorld,
     tensors: Mapping[str, Any],
     more: Rename | None,
     hosts: Hosts,
     faults: list[Fault],
-) -> tuple[list[Group], tuple[str, ...]]:
-    """Return the tensors of a world by group, and what is declared by pattern and matches no key.
+) -> tuple[list[list[Part]], tuple[str, ...]]:
+    """Return each tensor of a world as common tensors, and what is declared and matches no key.
+
+    Tensors that lie alike on every rank, as alike parts, have the same ``Holders``.
 
     Args:
         world: The world.
@@ -126,7 +226,7 @@ def held_groups(
         alike.setdefault(key, ([], labels, having))[0].append(tensor)
     placed: dict[Hashable, list[_Placed]] = {}
     numbers = np.array(world.global_ranks, np.int64)
-    groups = []
+    parts: list[list[Part]] = []
     for members, labels, having in alike.values():
         first = members[0]
         labels = *labels, bool(first.shape)
@@ -135,11 +235,35 @@ def held_groups(
         own = fsdp.of(first.rule_name)
         held = _held(world, ranks, placed[labels], own, having, members, faults)
         held = held._replace(ranks=numbers[held.ranks])
-        parts = [Holders(held, target, hosts) for target in first.targets]
-        groups.append(Group(members, parts))
+        holders = [Holders(held, target, hosts) for target in first.targets]
+        parts += [
+            [Part(one, *pair) for pair in zip(one.targets, holders, strict=True)] for one in members
+        ]
     common = whole if more is None else Renames(*whole.steps, more)
     matches = [fsdp.matches([one.rule_name for one in named])]
-    return groups, _unmatched(ranks, list(different.values()), common, named, matches)
+    return parts, _unmatched(ranks, list(different.values()), common, named, matches)
+
+
+def split_rename(rename: object) -> tuple[Renames, Renames]:
+    """Return the steps that lead to the keys of the world, and those to the common keys.
+
+    Raises:
+        PlacementError: A function of the user's among the first: which keys a rank holds does not
+            follow from it.
+    """
+    found = steps(rename)
+    first = [isinstance(step.rename, Stack | Unstack | Split) for step in found]
+    at = first.index(True) if any(first) else len(found)
+    for step in found[:at]:
+        if not isinstance(step.rename, Renumber | Replace):
+            raise PlacementError(
+                f"the rename of a rank's Placements has the step {step.rename!r}: which keys the "
+                "rank holds does not follow from it\n"
+                "    way out:     Renumber and Replace; or rename= of transfer_plan, for names "
+                "that differ between the worlds and not between ranks"
+            )
+    whole = [Renames(step.rename, optional=step.declared is None) for step in found]
+    return Renames(*whole[:at]), Renames(*whole[at:])
 
 
 def _declared(world: TransferWorld) -> tuple[list[_Rank], Renames]:
@@ -151,7 +275,7 @@ def _declared(world: TransferWorld) -> tuple[list[_Rank], Renames]:
         rules, rename, _ = rules_at(world.rules, axes, place)
         local, whole = split_rename(rename)
         absent = () if world.absent is None else tuple(world.absent(mesh_at(axes, place)))
-        ranks.append(_Rank(rules, local, _held_numbers(local), absent))
+        ranks.append(_Rank(rules, local, absent))
         if whole not in wholes:
             wholes.append(whole)
     if len(wholes) > 1:
@@ -160,18 +284,6 @@ def _declared(world: TransferWorld) -> tuple[list[_Rank], Renames]:
             "    way out:     put Renumber before these steps; the rest must be equal on all ranks"
         )
     return ranks, wholes[0]
-
-
-def _held_numbers(rename: Renames) -> Numbers:
-    """Return the numbers that determine which keys a rank has."""
-    numbers: Numbers = {}
-    for step in rename.flat:
-        if isinstance(step.rename, Renumber):
-            by = {at: frozenset(ids) for at, ids in step.rename.by_selector.items()}
-            # A later Replace may have taken the selector out of the keys.
-            has_selector = "{" in step.pattern.replace("{}", "")
-            numbers[step.pattern] = by if has_selector else {"": frozenset().union(*by.values())}
-    return numbers
 
 
 def _unmatched(
@@ -209,10 +321,17 @@ def _having(ranks: Sequence[_Rank], keys: Iterable[str]) -> Iterator[Array]:
     # By pattern the ranks without it, which have all of its numbers.
     others: dict[str, Array] = {}
     for place, rank in enumerate(ranks):
-        for pattern, by_selector in rank.numbers.items():
-            others.setdefault(pattern, np.ones(len(ranks), bool))[place] = False
+        for step in rank.rename.flat:
+            if not isinstance(step.rename, Renumber):
+                continue
+            by_selector: Mapping[str, Iterable[int]] = step.rename.by_selector
+            if "{" not in step.pattern.replace("{}", ""):
+                # There is no selector, or a later Replace has taken it out of the keys.
+                by_selector = {"": chain.from_iterable(by_selector.values())}
+            others.setdefault(step.pattern, np.ones(len(ranks), bool))[place] = False
             for selector, numbers in by_selector.items():
-                alike.setdefault((pattern, selector, numbers), []).append(place)
+                kind = step.pattern, selector, frozenset(numbers)
+                alike.setdefault(kind, []).append(place)
         for pattern in rank.absent:
             absent.setdefault(pattern, []).append(place)
     having: dict[tuple[str, str, int], Array] = {}
@@ -278,7 +397,12 @@ def _held(
                 of_own = [by_axis[axis] for axis, name in enumerate(axes) if name in own]
                 sizes = [axes[name] for name in own]
                 at = np.column_stack([at, np.ravel_multi_index(of_own, sizes)])
-            listed = listed_rows(placement, columns)
+            entries = () if placement is None else placement.placements
+            listed = {
+                number: entries[axis].indices
+                for number, axis in enumerate(columns)
+                if kind_of(entries[axis]) is Kind.LISTED
+            }
             found.append(held_boxes(first, sharding, at, places, listed))
         except PlacementError as error:
             rule = rule_name(ranks[all_places[0]].rules, first.rule_name)

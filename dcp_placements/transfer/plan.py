@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -12,13 +13,137 @@ import torch
 
 from dcp_placements.errors import Fault, PlacementError, format_faults, raise_faults
 from dcp_placements.layout.boxes import Array
+from dcp_placements.layout.sharding import Box
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.rules.patterns import unmatched_faults
-from dcp_placements.transfer.holding import held_groups
-from dcp_placements.transfer.matching import Matcher
-from dcp_placements.transfer.messages import Transfers
-from dcp_placements.transfer.routes import Hosts, Route
+from dcp_placements.transfer.holding import Hosts, held_parts
+from dcp_placements.transfer.routes import Matcher, Messages, Route
 from dcp_placements.transfer.world import TransferWorld
+
+Slices = tuple[slice, ...]
+
+
+class Transfer(NamedTuple):
+    """One box of one tensor that one rank has and another needs.
+
+    ``target[target_slices] = source[source_slices].reshape(sizes of target_slices)``: the two sides
+    have the same elements in the same order, but a row of a stack has one dim less than the stack.
+
+    Attributes:
+        source_rank: The global rank that sends.
+        target_rank: The global rank that receives.
+        fqn: The key of the common tensor.
+        source_fqn: The key of the source tensor, with global numbers.
+        target_fqn: The key of the target tensor, with global numbers.
+        box: The box in the common tensor, in elements.
+        source_slices: The elements in the sender's local tensor, one slice per dim.
+        target_slices: The elements in the receiver's local tensor, one slice per dim.
+        dtype: Of the source's elements, which are what is sent.
+        nbytes: Bytes, by this dtype.
+    """
+
+    source_rank: int
+    target_rank: int
+    fqn: str
+    source_fqn: str
+    target_fqn: str
+    box: Box
+    source_slices: Slices
+    target_slices: Slices
+    dtype: torch.dtype
+    nbytes: int
+
+
+class TransferArrays(NamedTuple):
+    """Messages between tensors that lie alike, in columns.
+
+    A row is one box that goes from one rank to another for each of the pairs of tensors
+    ``tensors[first[row] :: step[row]]``.
+
+    Attributes:
+        tensors: ``(source FQN, target FQN, common FQN)`` of the pairs of tensors.
+        dtype: Of the source's elements.
+        first: The first pair of each row.
+        step: The distance from one pair of a row to its next; 1 if all go the same way.
+        source_rank: Global ranks that send.
+        target_rank: Global ranks that receive.
+        offsets: Start of the box in the common tensor, ``[rows, dims]``, in elements.
+        sizes: Its sizes, ``[rows, dims]``.
+        source_start: Start in the sender's local tensor, ``[rows, source dims]``.
+        source_sizes: Sizes there; 1 along a dim that the common tensor lacks.
+        target_start: Start in the receiver's local tensor, ``[rows, target dims]``.
+        target_sizes: Sizes there.
+    """
+
+    tensors: list[tuple[str, str, str]]
+    dtype: torch.dtype
+    first: Array
+    step: Array
+    source_rank: Array
+    target_rank: Array
+    offsets: Array
+    sizes: Array
+    source_start: Array
+    source_sizes: Array
+    target_start: Array
+    target_sizes: Array
+
+
+class Transfers:
+    """Messages of a plan: iterable as ``Transfer``, and as arrays.
+
+    The two ranks of a pair list their common messages in the same order.
+    """
+
+    def __init__(self, blocks: Sequence[tuple[Route, Messages]]) -> None:
+        self._blocks = [(route, found) for route, found in blocks if len(found.piece)]
+
+    def __len__(self) -> int:
+        return sum(int(route.pairs_of(messages).sum()) for route, messages in self._blocks)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all messages."""
+        return sum(
+            int((route.numel[messages.piece] * route.pairs_of(messages)).sum())
+            * route.dtype.itemsize
+            for route, messages in self._blocks
+        )
+
+    def arrays(self) -> Iterator[TransferArrays]:
+        """Yield the messages in columns, by tensors that lie alike."""
+        for route, messages in self._blocks:
+            piece = messages.piece
+            boxes = route.boxes[piece]
+            yield TransferArrays(
+                [(one.key, other.key, fqn) for one, other, fqn in route.members],
+                route.dtype,
+                messages.first,
+                messages.step,
+                route.source.rank[messages.sender],
+                route.target.rank[messages.receiver],
+                boxes[:, 0],
+                boxes[:, 1],
+                *route.source.slices(messages.sender, boxes),
+                *route.target.slices(messages.receiver, boxes),
+            )
+
+    def __iter__(self) -> Iterator[Transfer]:
+        for block in self.arrays():
+            nbytes = (block.sizes.prod(1) * block.dtype.itemsize).tolist()
+            columns = [column.tolist() for column in block[2:]]
+            rows = zip(*columns, nbytes, strict=True)
+            for first, step, sender, receiver, *boxes, size in rows:
+                offsets, sizes, *local = map(tuple, boxes)
+                box = Box(offsets, sizes)
+                slices = _slices(local[0], local[1]), _slices(local[2], local[3])
+                for source_fqn, target_fqn, fqn in block.tensors[first::step]:
+                    names = fqn, source_fqn, target_fqn
+                    yield Transfer(sender, receiver, *names, box, *slices, block.dtype, size)
+
+
+def _slices(start: Sequence[int], sizes: Sequence[int]) -> Slices:
+    return tuple([slice(a, a + size) for a, size in zip(start, sizes, strict=True)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,30 +283,28 @@ def transfer_plan(
     if source.tensors is None:
         raise PlacementError("the source of a transfer needs tensors=, its whole tensors by key")
     hosts = Hosts(source, target)
-    sources, of_source = held_groups(source, source.tensors, rename, hosts, faults)
+    sources, of_source = held_parts(source, source.tensors, rename, hosts, faults)
     wanted = target.tensors
     if wanted is None:  # what the source's tensors make
         wanted = {
-            part.target.fqn: _Whole(part.target.shape, tensor.dtype)
-            for group in sources
-            for tensor in group.tensors
-            for part in group.parts_of(tensor)
+            part.target.fqn: _Whole(part.target.shape, part.tensor.dtype)
+            for part in chain.from_iterable(sources)
         }
-    targets, of_target = held_groups(target, wanted, None, hosts, faults)
+    targets, of_target = held_parts(target, wanted, None, hosts, faults)
     raise_faults("the transfer cannot be planned", faults)
     matcher = Matcher(sources, targets, hosts)
     raise_faults("the transfer cannot be planned", matcher.faults)
     unmatched: list[str] = []
-    for side, declared, groups in (
-        ("source", of_source, sources),
-        ("target", of_target, targets),
+    of_source_keys = [parts[0].tensor.key for parts in sources]
+    of_target_keys = [parts[0].tensor.key for parts in targets]
+    for side, declared, keys in (
+        ("source", of_source, of_source_keys),
+        ("target", of_target, of_target_keys),
     ):
-        keys = [tensor.key for group in groups for tensor in group.tensors]
         if notes := unmatched_faults(declared, keys):
             warnings.warn(format_faults(f"look at the {side}", notes, "note"), stacklevel=2)
         unmatched += [f"{side}: {name}" for name in declared]
-    keys = [tensor.key for group in sources for tensor in group.tensors]
-    unused = [key for key in keys if key not in matcher.used]
+    unused = [key for key in of_source_keys if key not in matcher.used]
     routes = list(matcher.routes.values())
     return TransferPlan(source, target, unused, matcher.casts, tuple(unmatched), routes)
 

@@ -1,4 +1,4 @@
-"""Which boxes go between tensors that lie alike, and who sends and receives each of them.
+"""Which boxes go between tensors that lie alike, who sends and receives each, and the proof.
 
 A *route* joins one group of source tensors to one group of target tensors. Its boxes are computed
 once, in the coordinates of the common tensor, and hold for every pair of tensors of the route.
@@ -8,149 +8,31 @@ Senders follow from numbers alone, so each rank computes the same plan without t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from dcp_placements.errors import Fault, format_names
 from dcp_placements.layout.boxes import (
     Array,
-    Boxes,
     Index,
-    as_array,
     as_boxes,
     expanded,
+    format_box,
     intersect,
     numel,
-    overlaps,
+    uncovered,
 )
-from dcp_placements.layout.sharding import Box
-from dcp_placements.names.stacks_and_parts import Target
-from dcp_placements.table.world import cover_of
-from dcp_placements.transfer.cutting import HeldBoxes
-from dcp_placements.transfer.names import Named
-from dcp_placements.transfer.world import TransferWorld
+from dcp_placements.transfer.cutting import Named
+from dcp_placements.transfer.holding import Holders, Hosts, Part, Row
 
 ROWS = 1 << 20
 """Messages that are computed at a time, where all of a route are: some 100 bytes each."""
-
-
-class Hosts:
-    """The order of ranks as senders: by host, then by rank.
-
-    Attributes:
-        size: One more than the highest global rank of both worlds.
-        number: The number of each global rank in this order, from 1 up; 0 if it is not in the
-            source.
-        near: For each global rank the numbers ``first .. stop`` of the source's ranks on its host,
-            ``[size, 2]``; an empty range where there are none, or hosts are unknown.
-    """
-
-    def __init__(self, source: TransferWorld, target: TransferWorld) -> None:
-        self.size = 1 + max(*source.global_ranks, *target.global_ranks)
-        self.number = np.zeros(self.size, np.int64)
-        self.near = np.zeros((self.size, 2), np.int64)
-        names, far = source.host_names, target.host_names
-        if names is None or far is None:
-            names, far = [0] * source.size, [None] * target.size
-        on_host: dict[Hashable, list[int]] = {host: [] for host in names}
-        for rank, host in zip(source.global_ranks, names, strict=True):
-            on_host[host].append(rank)
-        ranges: dict[Hashable, tuple[int, int]] = {}
-        stop = 1
-        for host, ranks in on_host.items():
-            first, stop = stop, stop + len(ranks)
-            self.number[sorted(ranks)] = np.arange(first, stop)
-            ranges[host] = first, stop
-        self.near[target.global_ranks] = [ranges.get(host, (0, 0)) for host in far]
-
-
-class Holders:
-    """Who holds which box of a common tensor, in the order of ``Hosts`` for each box.
-
-    Attributes:
-        shape: Of the common tensor.
-        dims: For each of its dims that of the local tensor; None if that has none.
-        boxes: The different boxes, in the common tensor.
-        numel: Their elements.
-        first: By box, its first holder; the number of holders last.
-        box: By holder, the box, ascending.
-        rank: By holder, the global rank.
-        local: By holder, the start of the box in its local tensor.
-        key: By holder, box and number of the rank as one number, ascending.
-    """
-
-    def __init__(self, held: HeldBoxes, target: Target, hosts: Hosts) -> None:
-        self.shape, self.dims = target.shape, target.dims
-        ranks, local, boxes = as_common(held, target)
-        cover = cover_of(hosts.number[ranks], boxes)
-        self.boxes, self.numel, self.first = cover.boxes, cover.numel, cover.starts
-        self.box, self.rank = cover.box_of[cover.order], ranks[cover.order]
-        self.local = local[cover.order]
-        self.key = self.box * (hosts.size + 1) + cover.ranks[cover.order]
-        self._has = np.zeros(hosts.size, bool)
-        self._has[ranks] = True
-
-    @cached_property
-    def counts(self) -> Array:
-        """The number of holders of each box."""
-        return np.diff(self.first)
-
-    @cached_property
-    def overlap(self) -> tuple[Box, Box] | None:
-        """Two of the boxes that share elements; None if there are none."""
-        for pair in overlaps(self.boxes, 1):
-            one, other = as_boxes(self.boxes[list(pair)])
-            return one, other
-        return None
-
-    def holds(self, rank: int) -> bool:
-        """Whether a global rank holds a box."""
-        return 0 <= rank < len(self._has) and bool(self._has[rank])
-
-    def by_rank(self, numel: Array) -> Array:
-        """Return sums by global rank of what each box has."""
-        sums = np.zeros(len(self._has), np.int64)
-        np.add.at(sums, self.rank, numel[self.box])
-        return sums
-
-    def slices(self, holder: Array, boxes: Boxes) -> tuple[Array, Array]:
-        """Return start and sizes in local tensors of parts of what holders have.
-
-        Args:
-            holder: By row, the holder.
-            boxes: By row, the part of its box, in the common tensor.
-        """
-        start = self.local[holder]
-        sizes = np.ones_like(start)
-        moved = boxes[:, 0] - self.boxes[self.box[holder], 0]
-        for dim, origin in enumerate(self.dims):
-            if origin is not None:
-                start[:, origin] += moved[:, dim]
-                sizes[:, origin] = boxes[:, 1, dim]
-        return start, sizes
-
-
-def as_common(held: HeldBoxes, target: Target) -> HeldBoxes:
-    """Return the boxes of a tensor as boxes of the common tensor; ``local`` keeps its dims."""
-    found = []
-    for source, common in target.boxes:
-        start = np.array(source.offsets, np.int64)
-        shared = intersect(held.boxes, as_array([source], len(start)))
-        kept = (shared[:, 1] > 0).all(axis=1)
-        shared = shared[kept]
-        boxes = np.ones((len(shared), 2, len(target.dims)), np.int64)
-        boxes[:, 0] = common.offsets
-        for dim, origin in enumerate(target.dims):
-            if origin is not None:
-                boxes[:, 0, dim] += shared[:, 0, origin] - start[origin]
-                boxes[:, 1, dim] = shared[:, 1, origin]
-        local = held.local[kept] + shared[:, 0] - held.boxes[kept, 0]
-        found.append(HeldBoxes(held.ranks[kept], local, boxes))
-    return HeldBoxes(*map(np.concatenate, zip(*found, strict=True)))
 
 
 class Messages(NamedTuple):
@@ -298,3 +180,138 @@ class Route:
         turns = np.empty(len(order), np.int64)
         turns[order] = np.arange(len(order)) - np.searchsorted(candidates, candidates)
         return turns
+
+
+class Matcher:
+    """Matches the tensors of two worlds.
+
+    Attributes:
+        faults: Why the target tensors cannot be filled.
+        used: Keys of the source that a target tensor needs.
+        casts: The target's keys that have another dtype than what is sent.
+        routes: By the holders of both sides.
+    """
+
+    def __init__(
+        self, sources: Sequence[list[Part]], targets: Sequence[list[Part]], hosts: Hosts
+    ) -> None:
+        self.faults: list[Fault] = []
+        self.used: set[str] = set()
+        self.casts: dict[str, tuple[torch.dtype, torch.dtype]] = {}
+        self.routes: dict[tuple[Holders, Holders], Route] = {}
+        self._hosts = hosts
+        self._turns = 0
+        # A stack may have hundreds of rows, so they are looked up by their index.
+        self._by_common: dict[str, dict[Row, list[Part]]] = {}
+        for part in chain.from_iterable(sources):
+            rows = self._by_common.setdefault(part.target.fqn, {})
+            rows.setdefault(part.row, []).append(part)
+        self._refuse_repeated()
+        proofs: dict[Hashable, tuple[str, ...]] = {}
+        for parts in targets:
+            tensor, holders = parts[0].tensor, tuple([part.holders for part in parts])
+            routes = self._routes_to(tensor, parts)
+            if routes is None:
+                continue
+            if (holders, routes) not in proofs:
+                proofs[holders, routes] = _lacking(holders, routes, hosts.size)
+            if details := proofs[holders, routes]:
+                self.faults.append(Fault(tensor.key, "no source rank holds all of it", details))
+        for route in self.routes.values():
+            self._refuse_overlaps(route)
+
+    def _refuse_repeated(self) -> None:
+        """Refuse common tensors that two source tensors make the same part of."""
+        for fqn, rows in self._by_common.items():
+            parts = list(chain.from_iterable(rows.values()))
+            if len(parts) == 1:
+                continue
+            regions = {box for part in parts for _, box in part.target.boxes}
+            # Rows of one stack are equal or share nothing.
+            stacks = {(part.target.shape, part.target.dims) for part in parts}
+            if () in rows or len(stacks) > 1 or len(regions) < len(parts):
+                keys = format_names([part.tensor.key for part in parts], 4)
+                headline = f"the source makes it, or a row of it, more than once: of {keys}"
+                way_out = "way out:     a rename that gives every tensor a key or row of its own"
+                self.faults.append(Fault(fqn, headline, (way_out,)))
+
+    def _routes_to(self, tensor: Named, parts: Sequence[Part]) -> tuple[Route, ...] | None:
+        """Add a target tensor to its routes; return them, or None, and a fault, if it has none."""
+        absent = [part.target.fqn for part in parts if part.target.fqn not in self._by_common]
+        pairs = []
+        for part in parts:
+            rows = self._by_common.get(part.target.fqn, {})
+            if not rows:
+                continue
+            first = next(iter(rows.values()))[0]
+            if first.target.shape != part.target.shape:
+                headline = (
+                    f"the source has {part.target.fqn} in shape {first.target.shape}, the "
+                    f"target in shape {part.target.shape}"
+                )
+                self.faults.append(Fault(tensor.key, headline))
+                return None
+            is_row = part.row and first.target.dims == part.target.dims
+            sources = [rows.get(part.row, [])] if is_row else rows.values()
+            pairs += [(source, part) for source in chain.from_iterable(sources)]
+        if absent:
+            names = "such tensor" if absent == [tensor.key] else format_names(absent, 4)
+            way_out = "way out:     rename= where the names differ; tensors= without it"
+            self.faults.append(Fault(tensor.key, f"the source has no {names}", (way_out,)))
+            return None
+        return tuple(dict.fromkeys([self._route(*pair) for pair in pairs]))
+
+    def _route(self, source: Part, target: Part) -> Route:
+        """Add a pair of tensors to its route; return it."""
+        self.used.add(source.tensor.key)
+        if source.tensor.dtype != target.tensor.dtype:
+            self.casts[target.tensor.key] = source.tensor.dtype, target.tensor.dtype
+        holders = source.holders, target.holders
+        if holders not in self.routes:
+            self.routes[holders] = Route(*holders, self._hosts, self._turns)
+        route = self.routes[holders]
+        route.members.append((source.tensor, target.tensor, target.target.fqn))
+        self._turns += 1
+        return route
+
+    def _refuse_overlaps(self, route: Route) -> None:
+        if (pair := route.source.overlap) is None:
+            return
+        one, other = [format_box(box, route.source.shape) for box in pair]
+        details = (
+            f"boxes:       {one}, {other}",
+            "likely:      an axis that cuts it is missing from the rules of some ranks",
+        )
+        headline = "source ranks hold different boxes of it that share elements"
+        self.faults += [Fault(source.key, headline, details) for source, _, _ in route.members]
+
+
+def _lacking(needs: Sequence[Holders], routes: Sequence[Route], size: int) -> tuple[str, ...]:
+    """Return the details of a fault where some rank does not receive all that it needs.
+
+    Source boxes share no element, so a rank that receives as many elements as it needs receives
+    each of them once.
+    """
+    needed, received = np.zeros((2, size), np.int64)
+    for holders in needs:
+        needed += holders.by_rank(holders.numel)
+    for route in routes:
+        received += route.received()
+    short = np.flatnonzero(received != needed)
+    if not len(short):
+        return ()
+    rank = int(short[0])
+    details = [
+        f"rank {rank} receives {received[rank]:,} of {needed[rank]:,} elements"
+        + (f"; {len(short):,} ranks lack some" if len(short) > 1 else "")
+    ]
+    # Of each common tensor what its sources have, whichever of their tensors it comes from.
+    by_target: dict[Holders, list[Route]] = {}
+    for route in routes:
+        by_target.setdefault(route.target, []).append(route)
+    for target, alike in by_target.items():
+        filled = np.concatenate([route.source.boxes for route in alike])
+        for box in as_boxes(target.boxes[target.box[target.rank == rank]]):
+            holes = uncovered(box, filled, 2)
+            details += [f"nobody has:  {format_box(hole, target.shape)}" for hole in holes]
+    return tuple(details[:3])

@@ -52,13 +52,14 @@ from dcp_placements.table.table import (
 from dcp_placements.table.world import World
 from dcp_placements.transfer.cutting import (
     FsdpAxes,
+    Named,
+    as_common,
     cut_signature,
     held_boxes,
+    named_tensors,
     rule_label,
     tensor_sharding,
 )
-from dcp_placements.transfer.names import Named, named_tensors
-from dcp_placements.transfer.routes import as_common
 from dcp_placements.transfer.world import Fsdp, MeshAxes, rules_at
 
 
