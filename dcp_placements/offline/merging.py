@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 
 from torch.distributed.checkpoint import Metadata
@@ -56,34 +55,61 @@ def merge_metadata(path: str | os.PathLike[str], *, rewrite: bool = False) -> Me
         PlacementError: Chunks overlap, or no rank stored some elements. Nothing is written then.
     """
     directory = Directory(path)
+    has_metadata = ".metadata" in directory.names()
     with quiet_gc():
-        if rewrite or _is_index_alone(directory):
-            return _rewritten(directory)
         versions = directory.versions(())
-        parts = read_rank_parts(directory)
-        if not parts and ".metadata" in directory.names():
-            raise CannotLook(
-                f"{directory.path}: there is a .metadata of all ranks, and no __<rank>.metadata "
-                "files: there is nothing to merge\n"
-                "    way out:     load it as it is; verify checks it"
-            )
-        if not parts:
-            raise CannotLook(
-                f"{directory.path}: no __<rank>.metadata files, so there is nothing to merge\n"
-                "    way out:     give the directory of a save with use_collectives=False, or with "
-                "PlacementFileSystemWriter(stock_metadata=False)"
-            )
-        absent = absent_ranks(directory.names())
-        merged = merge_rank_metadata(parts, whole=True, absent=absent)
-        _check_same_save(directory, merged)
-        _write(directory, merged, versions)
-    return merged
+        if rewrite or (has_metadata and _is_index_alone(directory)):
+            if not has_metadata:
+                raise CannotLook(f"{directory.path}: no .metadata, so there is nothing to rewrite")
+            if is_torch_dist(directory):
+                raise CannotLook(
+                    f"{directory.path}: .metadata is Megatron's, of a class of its own: not "
+                    "rewritten"
+                )
+            metadata = read_dcp(directory, ".metadata")
+            check_count(directory.path, len(metadata.storage_data or ()))
+        else:
+            parts = read_rank_parts(directory)
+            if not parts:
+                there = ""
+                way = (
+                    "give the directory of a save with use_collectives=False, or with "
+                    "PlacementFileSystemWriter(stock_metadata=False)"
+                )
+                if has_metadata:
+                    there = "there is a .metadata of all ranks, and "
+                    way = "load it as it is; verify checks it"
+                raise CannotLook(
+                    f"{directory.path}: {there}no __<rank>.metadata files: there is nothing to "
+                    f"merge\n    way out:     {way}"
+                )
+            absent = absent_ranks(directory.names())
+            metadata = merge_rank_metadata(parts, whole=True, absent=absent)
+            if has_metadata:
+                _check_same_save(directory, metadata)
+        is_local = directory.local(".metadata") is not None
+        if not is_local:
+            # At a URL the output may be there as soon as it is opened.
+            directory.check_versions(versions)
+        with replaced_file(os.path.join(directory.path, ".metadata")) as stream:
+            write_metadata(metadata, stream)
+            stream.flush()
+            if is_local:
+                os.fsync(stream.fileno())
+                directory.check_versions(versions)  # the last step before the rename
+    return metadata
+
+
+def _is_index_alone(directory: Directory) -> bool:
+    """Whether there is a ``.metadata`` without what plain DCP reads."""
+    # One that may not be opened, such as a link that leads elsewhere, is replaced.
+    with suppress(OSError), directory.open(".metadata") as stream:
+        return is_refusing(stream.read(_HEAD_NBYTES))
+    return False
 
 
 def _check_same_save(directory: Directory, merged: Metadata) -> None:
     """Refuse to replace the ``.metadata`` of another save."""
-    if ".metadata" not in directory.names():
-        return
     try:
         existing = read_dcp(directory, ".metadata")
     except (CannotLook, OSError):
@@ -106,40 +132,3 @@ def _check_same_save(directory: Directory, merged: Metadata) -> None:
             "    way out:     remove .metadata, or the __<rank>.metadata files, whichever belong "
             "to the save that you do not want"
         )
-
-
-def _is_index_alone(directory: Directory) -> bool:
-    """Whether there is a ``.metadata`` without what plain DCP reads."""
-    if ".metadata" in directory.names():
-        # One that may not be opened, such as a link that leads elsewhere, is replaced.
-        with suppress(OSError), directory.open(".metadata") as stream:
-            return is_refusing(stream.read(_HEAD_NBYTES))
-    return False
-
-
-def _rewritten(directory: Directory) -> Metadata:
-    if ".metadata" not in directory.names():
-        raise CannotLook(f"{directory.path}: no .metadata, so there is nothing to rewrite")
-    if is_torch_dist(directory):
-        raise CannotLook(
-            f"{directory.path}: .metadata is Megatron's, of a class of its own: not rewritten"
-        )
-    versions = directory.versions(())
-    metadata = read_dcp(directory, ".metadata")
-    check_count(directory.path, len(metadata.storage_data or ()))
-    _write(directory, metadata, versions)
-    return metadata
-
-
-def _write(directory: Directory, metadata: Metadata, versions: Mapping[str, str]) -> None:
-    """Write ``.metadata``, if the metadata that were read, of ``versions``, are still the same."""
-    target = os.path.join(directory.path, ".metadata")
-    if directory.local(".metadata") is None:
-        # At a URL the output may be there as soon as it is opened.
-        directory.check_versions(versions)
-    with replaced_file(target) as stream:
-        write_metadata(metadata, stream)
-        stream.flush()
-        if directory.local(".metadata") is not None:
-            os.fsync(stream.fileno())
-            directory.check_versions(versions)  # the last step before the rename
