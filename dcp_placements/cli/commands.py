@@ -30,7 +30,7 @@ from dcp_placements.cli.arguments import (
     parse_pair,
     size,
 )
-from dcp_placements.cli.printing import BYTES, Shown, progress, terminal_width
+from dcp_placements.cli.printing import BYTES, Shown, progress
 from dcp_placements.errors import CannotLook, format_count, format_name
 from dcp_placements.offline.declared import Rename
 from dcp_placements.transfer.world import MeshAxes
@@ -49,12 +49,10 @@ def inspect_command(
 ) -> Shown:
     """Sum up tensors, small objects with their values, and the record of the save."""
     with progress("inspect"):
-        chunks = None if tensor is None else offline.inspect_tensor(ckpt, tensor)
-        inspection = offline.inspect(ckpt, fqn=fqn) if chunks is None else None
-    if chunks is not None:
-        return Shown(chunks, text=lambda: chunks.text(width=terminal_width()))
-    assert inspection is not None
-    return Shown(inspection, text=lambda: inspection.text(keys=keys, width=terminal_width()))
+        if tensor is not None:
+            return Shown(offline.inspect_tensor(ckpt, tensor))
+        inspection = offline.inspect(ckpt, fqn=fqn)
+    return Shown(inspection, text=partial(inspection.text, keys=keys))
 
 
 def draw_command(
@@ -173,7 +171,7 @@ def rehearse_command(
             progress=step,
         )
     code = 0 if rehearsal.loads and not rehearsal.unmatched else 1
-    return Shown(rehearsal, code, lambda: rehearsal.text(width=terminal_width()))
+    return Shown(rehearsal, code)
 
 
 def reshard_command(

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from json import dumps
-from shutil import get_terminal_size
 from typing import Any, NamedTuple
 
 from dcp_placements.errors import format_name
@@ -33,11 +32,6 @@ class Shown(NamedTuple):
             else:
                 print(_escaped(str(self.result) if self.text is None else self.text()))
         return self.code
-
-
-def terminal_width() -> int | None:
-    """Return the columns of the terminal on stdout; None where that is a file or a pipe."""
-    return get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 @contextmanager

@@ -24,7 +24,7 @@ _HOMES = {
     "open_source": "dcp_placements.convert.conversion",
     "reshard": "dcp_placements.convert.conversion",
     "save_figure": "dcp_placements.offline.picture",
-    "shapes": "dcp_placements.offline.whole_shapes",
+    "shapes": "dcp_placements.offline.inspection",
     "to_json": "dcp_placements.offline.as_json",
     "verify": "dcp_placements.offline.verification",
 }

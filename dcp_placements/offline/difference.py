@@ -6,9 +6,8 @@ import io
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -83,14 +82,13 @@ class DifferenceFamily:
 class Diff:
     """What differs between two checkpoints."""
 
-    JSON: ClassVar[str] = "a=one b=other same families differences notes compared"
+    JSON: ClassVar[str] = "a b same families differences notes compared"
 
-    one: str  # the path of the first
-    other: str  # the path of the second
+    a: str  # the path of the first
+    b: str  # the path of the second
     differences: tuple[Difference, ...]  # sorted by key
     notes: tuple[str, ...]  # what was not compared
-    tensors: int  # tensors that were compared, element by element
-    nbytes: int  # their bytes in the first
+    compared: Mapping[str, int]  # ``tensors``, element by element, and their ``bytes`` in the first
 
     def __str__(self) -> str:
         return self.text()
@@ -105,8 +103,8 @@ class Diff:
         kinds = Counter(difference.kind for difference in self.differences)
         if len(kinds) > 1:
             result += ": " + ", ".join(f"{number:,} {kind}" for kind, number in kinds.most_common())
-        compared = f"{format_count(self.tensors, 'tensor')}, {format_nbytes(self.nbytes)} compared"
-        lines = [f"{result} ({compared})"]
+        tensors, nbytes = format_count(self.compared["tensors"], "tensor"), self.compared["bytes"]
+        lines = [f"{result} ({tensors}, {format_nbytes(nbytes)} compared)"]
         found = self.families
         for family in found[:most]:
             number = f" ({family.keys:,})" if family.keys > 1 else ""
@@ -129,11 +127,6 @@ class Diff:
             for kind, of_key in by_kind.items()
             for family in families(list(of_key))
         )
-
-    @property
-    def compared(self) -> dict[str, int]:
-        """How much was compared."""
-        return {"tensors": self.tensors, "bytes": self.nbytes}
 
     @property
     def same(self) -> bool:
@@ -182,41 +175,44 @@ def diff(
     first = one if isinstance(one, Checkpoint) else Checkpoint(one)
     second = other if isinstance(other, Checkpoint) else Checkpoint(other)
     notes: list[str] = []
-    tensors: Mapping[str, StoredTensor] = first.tensors
+    stored: Mapping[str, StoredTensor] = first.tensors
     if second.format == SAFETENSORS != first.format:
-        tensors = _exported(first, second, prefix, notes)
-    sides = (
-        _Side(
-            first,
-            assembled(first.path, tensors, rename),
-            {_renamed(rename, key): stored for key, stored in first.objects.items()},
-            {_renamed(rename, key): file for key, file in first.absent.items()},
-        ),
-        _Side(second, second.tensors, second.objects, second.absent),
-    )
-    there = [held for side in sides for held in (side.tensors, side.objects, side.absent)]
+        stored = _exported(first, second, prefix, notes)
+    tensors = assembled(first.path, stored, rename)
+    objects = {_renamed(rename, key): one for key, one in first.objects.items()}
+    absent = {_renamed(rename, key): file for key, file in first.absent.items()}
+    of_second = second.tensors, second.objects, second.absent
+    there: list[Mapping[str, Any]] = [tensors, objects, absent, *of_second]
     keys = sorted(matching_keys(fqn, set().union(*there)))
     if SAFETENSORS in (first.format, second.format):
-        objects = {key for side in sides for key in side.objects}.intersection(keys)
-        keys = [key for key in keys if key not in objects]
-        if objects:
-            notes.append(
-                f"{len(objects)} objects not compared: safetensors files hold tensors only"
-            )
-    with ExitStack() as stack:
-        readers = [stack.enter_context(BoxReader(checkpoint)) for checkpoint in (first, second)]
-        comparison = _Comparison(sides, readers, rtol, atol, memory, progress)
-        held = sides[0].tensors
-        comparison.total = sum(held[key].nbytes for key in keys if key in held)
-        differences = [d for key in keys for d in comparison.differences(key)]
-    return Diff(
-        first.path,
-        second.path,
-        tuple(differences),
-        tuple(notes),
-        comparison.tensors,
-        comparison.nbytes,
-    )
+        found = {*objects, *second.objects}.intersection(keys)
+        keys = [key for key in keys if key not in found]
+        if found:
+            notes.append(f"{len(found)} objects not compared: safetensors files hold tensors only")
+    with BoxReader(first) as reader, BoxReader(second) as other_reader:
+        total = sum(tensors[key].nbytes for key in keys if key in tensors)
+        both = (first, second), (reader, other_reader)
+        comparison = _Comparison(*both, rtol, atol, memory, progress, total)
+        differences: list[Difference] = []
+        compared = 0
+        for key in keys:
+            a, b = tensors.get(key), second.tensors.get(key)
+            one_object, other_object = objects.get(key), second.objects.get(key)
+            difference = None
+            if lost := sorted({held[key] for held in (absent, second.absent) if key in held}):
+                message = f"the index names {format_names(lost)} for it, where it is not"
+                difference = Difference("unreadable", key, message)
+            elif a is not None and b is not None:
+                difference = comparison.of_tensors(key, a, b)
+                compared += 1
+                comparison.nbytes += a.nbytes
+            elif one_object is not None and other_object is not None:
+                difference = comparison.of_objects(key, one_object, other_object)
+            else:
+                difference = _one_sided(key, _kind(a, one_object), _kind(b, other_object))
+            differences += [] if difference is None else [difference]
+    done = {"tensors": compared, "bytes": comparison.nbytes}
+    return Diff(first.path, second.path, tuple(differences), tuple(notes), done)
 
 
 def _exported(
@@ -234,24 +230,11 @@ def _exported(
     return tensors
 
 
-_Tensor = TypeVar("_Tensor", AssembledTensor, StoredTensor)
-
-
-@dataclass(frozen=True, slots=True)
-class _Side(Generic[_Tensor]):
-    """What a checkpoint has, by the keys of the second one."""
-
-    checkpoint: Checkpoint
-    tensors: Mapping[str, _Tensor]
-    objects: Mapping[str, StoredRecord]
-    absent: Mapping[str, str]
-
-    def kind(self, key: str) -> str | None:
-        """Return what it has under a key; None for nothing."""
-        tensor = self.tensors.get(key)
-        if tensor is not None:
-            return f"a {tensor.shape} {tensor.dtype_name} tensor"
-        return "an object" if key in self.objects else None
+def _kind(tensor: AssembledTensor | StoredTensor | None, stored: StoredRecord | None) -> str | None:
+    """Return what a checkpoint has under a key; None for nothing."""
+    if tensor is not None:
+        return f"a {tensor.shape} {tensor.dtype_name} tensor"
+    return None if stored is None else "an object"
 
 
 def _renamed(rename: Rename | None, key: str) -> str:
@@ -265,75 +248,41 @@ def _renamed(rename: Rename | None, key: str) -> str:
 
 @dataclass(slots=True, eq=False)
 class _Comparison:
-    """Compares two checkpoints key by key, tensors in pieces that both fit into memory."""
+    """Compares what two checkpoints have under one key, tensors in pieces that fit into memory."""
 
-    sides: tuple[_Side[AssembledTensor], _Side[StoredTensor]]
-    readers: list[BoxReader]
+    checkpoints: tuple[Checkpoint, Checkpoint]
+    readers: tuple[BoxReader, BoxReader]
     rtol: float
     atol: float
     memory: int
     progress: Progress
-    total: int = 0  # bytes of the tensors to compare
-    tensors: int = 0  # compared so far
-    nbytes: int = 0  # of these
+    total: int  # bytes of the tensors to compare
+    nbytes: int = 0  # of those that were compared
     box_messages: dict[Any, str] = field(default_factory=dict)
 
-    def differences(self, key: str) -> Iterator[Difference]:
-        """Yield what differs under a key."""
-        first, second = self.sides
-        a, b = first.tensors.get(key), second.tensors.get(key)
-        places = (first.absent.get(key), second.absent.get(key))
-        if lost := sorted({file for file in places if file is not None}):
-            message = f"the index names {format_names(lost)} for it, where it is not"
-            yield Difference("unreadable", key, message)
-        elif a is not None and b is not None:
-            yield from self._tensor_differences(key, a, b)
-            self.tensors += 1
-            self.nbytes += a.nbytes
-        elif key in first.objects and key in second.objects:
-            stored = first.objects[key], second.objects[key]
-            yield from self._object_differences(key, stored)
-        else:
-            yield _one_sided(key, first.kind(key), second.kind(key))
-
-    def _tensor_differences(
-        self, key: str, a: AssembledTensor, b: StoredTensor
-    ) -> Iterator[Difference]:
-        """Yield what differs between two tensors: one difference at most."""
+    def of_tensors(self, key: str, a: AssembledTensor, b: StoredTensor) -> Difference | None:
+        """Return what differs between two tensors."""
         if a.shape != b.shape:
-            yield Difference("shape", key, f"{a.shape} in the first, {b.shape} in the second")
-            return
-        stored = [("first", source) for source in _sources(a)] + [("second", b)]
-        for side, tensor in stored:
-            if message := self._box_message(side, tensor):
-                yield Difference("incomplete", key, f"in the {side} {message}")
-                return
+            message = f"{a.shape} in the first, {b.shape} in the second"
+            return Difference("shape", key, message)
+        for side, tensor in [*[("first", source) for source in _sources(a)], ("second", b)]:
+            if message := self._box_message(tensor):
+                return Difference("incomplete", key, f"in the {side} {message}")
         tally = Tally()
-        done = 0
+        done = self.nbytes
         try:
             for box in self._boxes(a, b):
                 one, other = a.read(self.readers[0], box), self.readers[1].read(b, box)
                 tally.add(one, other, box.offsets, rtol=self.rtol, atol=self.atol)
                 done += one.nbytes
-                self.progress(self.nbytes + done, self.total)
+                self.progress(done, self.total)
         except CannotLook:
             raise
         except PlacementError as error:
             # verify shows the whole message.
             headline = str(error).splitlines()[:2][-1]
-            yield Difference("unreadable", key, headline.partition(": ")[2])
-            return
-        if a.dtype != b.dtype or tally.differing:
-            yield _difference(key, a, b, tally)
-
-    def _record(self, checkpoint: Checkpoint, stored: StoredRecord, most: int) -> bytes | None:
-        try:
-            return checkpoint.read_record(stored, most)
-        except OSError as error:
-            if stored.transforms or shows_damage(error):
-                raise
-            path = f"{checkpoint.path}/{stored.file}"
-            raise CannotLook(f"{path}: it cannot be read: {error}") from error
+            return Difference("unreadable", key, headline.partition(": ")[2])
+        return _difference(key, a, b, tally) if a.dtype != b.dtype or tally.differing else None
 
     def _boxes(self, a: AssembledTensor, b: StoredTensor) -> Iterator[Box]:
         """Yield pieces of the whole: along the first's chunks, to read files in order."""
@@ -347,43 +296,48 @@ class _Comparison:
         for box in boxes:
             yield from pieces(box, limit)
 
-    def _box_message(self, side: str, tensor: StoredTensor) -> str:
+    def _box_message(self, tensor: StoredTensor) -> str:
         """Return which holes and overlaps a tensor has; empty for none."""
-        key = side, tensor.shape, tensor.cut
+        key = tensor.shape, tensor.cut
         if key not in self.box_messages:
             faults = box_faults(tensor.whole, tensor.boxes)
             self.box_messages[key] = "; ".join(message for _, message in faults)
         return self.box_messages[key]
 
-    def _object_differences(
-        self, key: str, stored: tuple[StoredRecord, StoredRecord]
-    ) -> Iterator[Difference]:
-        """Yield whether two objects differ. Nothing that their pickles name is called."""
+    def of_objects(self, key: str, *stored: StoredRecord) -> Difference | None:
+        """Return whether two objects differ. Nothing that their pickles name is called."""
         most = max(self.memory // 4, OBJECT_NBYTES)
         try:
-            checkpoints = [side.checkpoint for side in self.sides]
-            one, other = map(self._record, checkpoints, stored, [most, most])
+            one, other = map(_record, self.checkpoints, stored, [most, most])
         except CannotLook:
             raise
         except Exception as error:
             # Extensions undo the transforms of streams, and can raise anything.
-            yield Difference("unreadable", key, str(error))
-            return
+            return Difference("unreadable", key, str(error))
         if one is None or other is None:
-            message = "not compared: it takes more than a quarter of --memory"
-            yield Difference("object", key, message)
-            return
+            return Difference(
+                "object", key, "not compared: it takes more than a quarter of --memory"
+            )
         if one == other:
-            return
+            return None
         try:
             values = load_plain(io.BytesIO(one), "cpu"), load_plain(io.BytesIO(other), "cpu")
         except Exception:
             # Its type depends on what is in the pickle.
             message = "other bytes; not unpickled, because torch.load takes it for unsafe"
-            yield Difference("object", key, message)
-            return
-        if not _equal(*values):
-            yield Difference("object", key, " and ".join(map(_brief, values)))
+            return Difference("object", key, message)
+        same = _equal(*values)
+        return None if same else Difference("object", key, " and ".join(map(_brief, values)))
+
+
+def _record(checkpoint: Checkpoint, stored: StoredRecord, most: int) -> bytes | None:
+    try:
+        return checkpoint.read_record(stored, most)
+    except OSError as error:
+        if stored.transforms or shows_damage(error):
+            raise
+        path = f"{checkpoint.path}/{stored.file}"
+        raise CannotLook(f"{path}: it cannot be read: {error}") from error
 
 
 def _sources(tensor: AssembledTensor) -> list[StoredTensor]:

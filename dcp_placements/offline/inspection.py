@@ -1,4 +1,4 @@
-"""``inspect``: what is in a checkpoint, and where the chunks of one tensor are.
+"""``inspect``: what is in a checkpoint, where the chunks of one tensor are, and all shapes.
 
 Values of small objects are shown: numbers, strings and containers of them. Nothing is called.
 """
@@ -6,29 +6,35 @@ Values of small objects are shown: numbers, strings and containers of them. Noth
 from __future__ import annotations
 
 import io
+import json
 import os
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from dcp_placements.errors import (
-    KeyFamily,
+    CannotLook,
     families,
     format_count,
     format_name,
+    format_names,
     format_nbytes,
     natural_key,
 )
 from dcp_placements.layout.boxes import format_box
 from dcp_placements.layout.sharding import Box, Cuts
-from dcp_placements.offline.checkpoint import Checkpoint, StoredRecord, StoredTensor, ranks_of
-from dcp_placements.offline.declared import matching_keys
+from dcp_placements.offline.assembly import assembled
+from dcp_placements.offline.checkpoint import Checkpoint, StoredRecord, ranks_of
+from dcp_placements.offline.declared import Rename, matching_keys
 from dcp_placements.offline.texts import format_table, ranges, short
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.checked_load import saved_pickle
 from dcp_placements.storage.provenance import SaveRecord
-from dcp_placements.storage.safe_pickle import DTYPES, ORDERED_DICT, SafeUnpickler
+from dcp_placements.storage.safe_pickle import DTYPES, ORDERED_DICT, SafeUnpickler, check_unfolded
 from dcp_placements.storage.save_ids import writer_of
+
+_T = TypeVar("_T")
 
 MAX_GROUPS = 12
 """Groups of tensors, and of objects, that are shown at first."""
@@ -43,8 +49,8 @@ READ_NBYTES = 1 << 16
 READ_OBJECTS = 32
 """Objects whose values are read: at a URL each takes a request."""
 
-MAX_DEPTH = 8
-MAX_ELEMENTS = 1000
+MAX_ELEMENTS = 4000
+"""The largest value that is shown: elements of containers and characters of text."""
 
 SHOWN_PROVENANCE = ("save_id", "step", "world_size", "versions")
 """The other keys have an entry for each tensor."""
@@ -106,157 +112,121 @@ class CutsInfo:
 class Inspection:
     """What is in a checkpoint."""
 
-    JSON: ClassVar[str] = "path format groups tensors objects files totals provenance cuts renames"
-
     path: str  # where it is
     format: str  # ``"dcp"``, ``"torch_dist"`` (Megatron) or ``"safetensors"``
+    groups: tuple[TensorGroup, ...]  # of numbered keys, in natural order
     tensors: Mapping[str, TensorInfo]  # by key
     objects: Mapping[str, ObjectInfo]  # by key
     files: Mapping[str, FileInfo]  # by name; those that hold data, and the others beside them
+    totals: Mapping[str, Any]  # ``tensors``, ``objects``, ``chunks``, ``bytes`` and ``ranks``
     # Its record of the save (``save_id``, ``step``, ``world_size``, ``versions``); None if it has
     # none
     provenance: Mapping[str, Any] | None
-    cuts: tuple[CutsInfo, ...] = ()  # the cuts of the save, if the checkpoint records them
-    renames: tuple[str, ...] = ()  # the renames of the save, if the checkpoint records them
-
-    @property
-    def chunks(self) -> int:
-        """Number of chunks of all tensors."""
-        return sum(tensor.chunks for tensor in self.tensors.values())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors' elements."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """All ranks that wrote any tensor."""
-        return _ranks(self.tensors.values())
-
-    @property
-    def groups(self) -> tuple[TensorGroup, ...]:
-        """The tensors by groups of numbered keys, in natural order."""
-        with quiet_gc():
-            kinds = {fqn: (tensor.shape, tensor.dtype) for fqn, tensor in self.tensors.items()}
-            return tuple(
-                [_group(one, [self.tensors[fqn] for fqn in one.keys]) for one in families(kinds)]
-            )
-
-    @property
-    def totals(self) -> dict[str, Any]:
-        """Counts over the whole checkpoint."""
-        return {
-            "tensors": len(self.tensors),
-            "objects": len(self.objects),
-            "chunks": self.chunks,
-            "bytes": self.nbytes,
-            "ranks": self.ranks,
-        }
+    cuts: tuple[CutsInfo, ...]  # the cuts of the save, if the checkpoint records them
+    renames: tuple[str, ...]  # the renames of the save, if the checkpoint records them
 
     def __str__(self) -> str:
         return self.text()
 
-    def text(self, *, keys: bool = False, width: int | None = None) -> str:
+    def text(self, *, keys: bool = False) -> str:
         """Return tensors, objects, files and the record of the save.
 
         Args:
             keys: Every key and every file, in place of groups of keys.
-            width: Of a terminal, to which tables are folded.
         """
-        listed = self._key_lines(width) if keys else self._group_lines(width)
-        return "\n".join([*listed, "", *map(format_name, self._save_lines())])
-
-    def _group_lines(self, width: int | None) -> list[str]:
         lines: list[str] = []
+        for headings, rows, more in self._keys() if keys else self._largest():
+            lines += format_table(headings, rows, right="keys bytes chunks") if rows else []
+            lines += [f"... and {more}; --keys lists every key"] if more else []
+            lines += [""] if rows else []
+        return "\n".join([*lines, *map(format_name, self._save_lines())])
+
+    def _largest(self) -> Iterator[_Table]:
+        """Yield the tables of the largest groups of keys."""
         groups = self.groups
         largest = sorted(groups, key=lambda group: group.nbytes, reverse=True)[:MAX_GROUPS]
-        if groups:
-            rows = [
-                (
-                    *(group.name, f"{group.tensors:,}", str(group.shape), group.dtype),
-                    *(format_nbytes(group.nbytes), f"{group.chunks:,}", ranges(group.ranks)),
-                )
-                for group in groups
-                if group in largest
-            ]
-            columns = ("tensors", "keys", "shape", "dtype", "bytes", "chunks", "ranks")
-            lines += format_table(columns, rows, right="keys bytes chunks", width=width)
-        if rest := len(groups) - len(largest):
-            lines.append(f"... and {format_count(rest, 'smaller group')}; --keys lists every key")
-        of_objects = families(list(self.objects))
-        if of_objects:
-            listed = []
-            for family in of_objects[:MAX_GROUPS]:
-                stored = [self.objects[key] for key in family.keys]
-                value = _brief(stored[0].value) if len(stored) == 1 else "-"
-                nbytes = format_nbytes(sum(one.nbytes for one in stored))
-                listed.append((family.name, value, f"{len(stored):,}", nbytes))
-            headings = ("objects", "value", "keys", "bytes")
-            lines += ["", *format_table(headings, listed, right="keys bytes", width=width)]
-        if more := of_objects[MAX_GROUPS:]:
-            lines.append(f"... and {format_count(len(more), 'more group')}; --keys lists every key")
-        return lines
+        rows = [
+            (
+                *(group.name, f"{group.tensors:,}", str(group.shape), group.dtype),
+                *(format_nbytes(group.nbytes), f"{group.chunks:,}", ranges(group.ranks)),
+            )
+            for group in groups
+            if group in largest
+        ]
+        rest = len(groups) - len(largest)
+        more = format_count(rest, "smaller group") if rest else ""
+        yield ("tensors", "keys", "shape", "dtype", "bytes", "chunks", "ranks"), rows, more
+        listed = []
+        objects = families(list(self.objects))
+        for family in objects[:MAX_GROUPS]:
+            stored = [self.objects[key] for key in family.keys]
+            value = _brief(stored[0].value) if len(stored) == 1 else "-"
+            nbytes = format_nbytes(sum(one.nbytes for one in stored))
+            listed.append((family.name, value, f"{len(stored):,}", nbytes))
+        rest = len(objects) - len(listed)
+        more = format_count(rest, "more group") if rest else ""
+        yield ("objects", "value", "keys", "bytes"), listed, more
 
-    def _key_lines(self, width: int | None) -> list[str]:
-        tensors: list[tuple[str, ...]] = [
+    def _keys(self) -> Iterator[_Table]:
+        """Yield the tables of all keys and files."""
+        tensors = [
             (
                 *(fqn, str(tensor.shape), tensor.dtype, format_nbytes(tensor.nbytes)),
                 *(f"{tensor.chunks:,}", short(tensor.files, 1), ranges(tensor.ranks)),
             )
-            for fqn, tensor in self.tensors.items()
+            for fqn, tensor in _natural(self.tensors)
         ]
-        objects: list[tuple[str, ...]] = [
+        yield ("tensor", "shape", "dtype", "bytes", "chunks", "files", "ranks"), tensors, ""
+        objects = [
             (fqn, _brief(one.value), format_nbytes(one.nbytes), short(one.files, 1))
-            for fqn, one in self.objects.items()
+            for fqn, one in _natural(self.objects)
         ]
-        files: list[tuple[str, ...]] = [
+        yield ("object", "value", "bytes", "file"), objects, ""
+        files = [
             (
                 name,
                 "missing" if file.nbytes is None else format_nbytes(file.nbytes),
                 "-" if file.rank is None else str(file.rank),
             )
-            for name, file in self.files.items()
+            for name, file in _natural(self.files)
         ]
-        lines: list[str] = []
-        for columns, rows in (
-            (("tensor", "shape", "dtype", "bytes", "chunks", "files", "ranks"), tensors),
-            (("object", "value", "bytes", "file"), objects),
-            (("file", "bytes", "rank"), files),
-        ):
-            if rows:
-                rows.sort(key=lambda row: natural_key(row[0]))
-                table = format_table(columns, rows, right="bytes chunks", width=width)
-                lines += [*([""] if lines else []), *table]
-        return lines
+        yield ("file", "bytes", "rank"), files, ""
 
-    def _save_lines(self) -> list[str]:
+    def _save_lines(self) -> Iterator[str]:
         files = {name: file for name, file in self.files.items() if file.data}
         missing = [name for name, file in files.items() if file.nbytes is None]
         nbytes = format_nbytes(sum(file.nbytes or 0 for file in files.values()))
-        lines = [
-            f"format:     {self.format}",
-            f"totals:     {format_count(len(self.tensors), 'tensor')} in "
-            f"{format_count(self.chunks, 'chunk')}, {format_nbytes(self.nbytes)}; "
-            f"{format_count(len(self.objects), 'object')}",
-            f"files:      {format_count(len(files), 'file')} of data, {nbytes}"
-            + (f"; missing: {short(missing)}" if missing else ""),
-            f"ranks:      {ranges(self.ranks)}",
-        ]
+        tensors, chunks, objects = (
+            format_count(self.totals[f"{noun}s"], noun) for noun in ("tensor", "chunk", "object")
+        )
+        yield f"format:     {self.format}"
+        total = format_nbytes(self.totals["bytes"])
+        yield f"totals:     {tensors} in {chunks}, {total}; {objects}"
+        lost = f"; missing: {short(missing)}" if missing else ""
+        yield f"files:      {format_count(len(files), 'file')} of data, {nbytes}{lost}"
+        yield f"ranks:      {ranges(self.totals['ranks'])}"
         if self.provenance is None:
-            lines.append("save:       the checkpoint has no record of it")
+            yield "save:       the checkpoint has no record of it"
         for key, value in (self.provenance or {}).items():
             if isinstance(value, dict):
                 value = ", ".join(f"{name} {item}" for name, item in value.items())
             if value not in ("", None):
-                lines.append(f"{key.replace('_', ' ') + ':':<11} {value}")
+                yield f"{key.replace('_', ' ') + ':':<11} {value}"
         for number, group in enumerate(self.cuts[:MAX_CUTS]):
             names = short([family.name for family in families(group.keys)])
-            label = "" if number else "cut:"
-            lines.append(f"{label:<11} {names}: {', then '.join(group.cuts)}")
-        if more := len(self.cuts) - MAX_CUTS:
-            lines += [f"{'':<11} and {format_count(more, 'more cut')}; --json"] if more > 0 else []
-        return [*lines, *[f"{'renamed:':<11} {rename}" for rename in self.renames]]
+            yield f"{'' if number else 'cut:':<11} {names}: {', then '.join(group.cuts)}"
+        if len(self.cuts) > MAX_CUTS:
+            more = format_count(len(self.cuts) - MAX_CUTS, "more cut")
+            yield f"{'':<11} and {more}; --json"
+        yield from [f"{'renamed:':<11} {rename}" for rename in self.renames]
+
+
+_Table = tuple[Sequence[str], Sequence[Sequence[str]], str]
+"""Headings, rows, and what is left out."""
+
+
+def _natural(items: Mapping[str, _T]) -> list[tuple[str, _T]]:
+    return sorted(items.items(), key=lambda item: natural_key(item[0]))
 
 
 def inspect(
@@ -273,80 +243,70 @@ def inspect(
     Raises:
         CannotLook: There is no checkpoint, or it cannot be read; or no key matches ``fqn``.
     """
-    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     with quiet_gc():
-        return _inspected(checkpoint, fqn)
+        return _inspected(path if isinstance(path, Checkpoint) else Checkpoint(path), fqn)
 
 
 def _inspected(checkpoint: Checkpoint, fqn: str | None) -> Inspection:
     record = checkpoint.record
     provenance = checkpoint.provenance or {}
     keys = matching_keys(fqn, [*checkpoint.tensors, *checkpoint.objects])
-    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name in keys}
-    objects = {name: stored for name, stored in checkpoint.objects.items() if name in keys}
-    values = plain_values(checkpoint, objects.values())
-    shown = {key: provenance[key] for key in SHOWN_PROVENANCE if key in provenance}
+    stored = {name: tensor for name, tensor in checkpoint.tensors.items() if name in keys}
+    held = {name: one for name, one in checkpoint.objects.items() if name in keys}
+    values = plain_values(checkpoint, held.values())
+    # Tensors that differ in their keys alone share what is shown of them.
+    infos: dict[Hashable, TensorInfo] = {}
+    tensors = {}
+    for name, one in stored.items():
+        files = one.files
+        kind = one.shape, one.dtype, one.cut, files
+        if kind not in infos:
+            shown = one.shape, one.dtype_name, one.count, files, ranks_of(files), one.nbytes
+            infos[kind] = TensorInfo(*shown)
+        tensors[name] = infos[kind]
+    every = tensors.values()
     return Inspection(
         path=checkpoint.path,
         format=checkpoint.format,
-        tensors=_tensor_infos(tensors),
+        groups=tuple(_groups(tensors)),
+        tensors=tensors,
         objects={
-            name: ObjectInfo((stored.file,) if stored.file else (), stored.nbytes, values.get(name))
-            for name, stored in objects.items()
+            name: ObjectInfo((one.file,) if one.file else (), one.nbytes, values.get(name))
+            for name, one in held.items()
         },
         files={
             name: FileInfo(size, writer_of(name), name in checkpoint.files)
             for name, size in sorted({**checkpoint.files, **checkpoint.other_files}.items())
         },
-        provenance=shown if provenance else None,
+        totals={
+            "tensors": len(tensors),
+            "objects": len(held),
+            "chunks": sum([one.chunks for one in every]),
+            "bytes": sum([one.nbytes for one in every]),
+            "ranks": _ranks(every),
+        },
+        provenance={key: provenance[key] for key in SHOWN_PROVENANCE if key in provenance}
+        if provenance
+        else None,
         cuts=() if record is None else _cuts(record, tensors),
         renames=() if record is None else tuple(map(str, record.renames)),
     )
 
 
-def _tensor_infos(tensors: Mapping[str, StoredTensor]) -> dict[str, TensorInfo]:
-    """Return what is shown of each tensor; tensors that differ in their keys alone share it."""
-    alike: dict[Hashable, TensorInfo] = {}
-    infos = {}
-    for fqn, tensor in tensors.items():
-        files = tensor.files
-        kind = tensor.shape, tensor.dtype, tensor.count, files
-        info = alike.get(kind)
-        if info is None:
-            info = alike[kind] = TensorInfo(
-                tensor.shape,
-                tensor.dtype_name,
-                tensor.count,
-                files,
-                ranks_of(files),
-                tensor.nbytes,
-            )
-        infos[fqn] = info
-    return infos
-
-
 def _ranks(tensors: Iterable[TensorInfo]) -> tuple[int, ...]:
     """Return the ranks that wrote any of some tensors, sorted."""
-    ranks: set[int] = set()
-    last: tuple[int, ...] = ()
-    for tensor in tensors:
-        # Tensors that are alike share one tuple, which may have thousands of ranks.
-        if tensor.ranks is not last:
-            last = tensor.ranks
-            ranks.update(last)
-    return tuple(sorted(ranks))
+    # Tensors that are alike share one tuple, which may have thousands of ranks.
+    different = {id(tensor.ranks): tensor.ranks for tensor in tensors}
+    return tuple(sorted(set().union(*different.values())))
 
 
-def _group(family: KeyFamily, tensors: Sequence[TensorInfo]) -> TensorGroup:
-    return TensorGroup(
-        name=family.name,
-        tensors=len(tensors),
-        shape=tensors[0].shape,
-        dtype=tensors[0].dtype,
-        chunks=sum(tensor.chunks for tensor in tensors),
-        ranks=_ranks(tensors),
-        nbytes=sum(tensor.nbytes for tensor in tensors),
-    )
+def _groups(tensors: Mapping[str, TensorInfo]) -> Iterator[TensorGroup]:
+    """Yield tensors whose keys differ in numbers alone, with one shape and dtype."""
+    for family in families({fqn: (one.shape, one.dtype) for fqn, one in tensors.items()}):
+        held = [tensors[fqn] for fqn in family.keys]
+        chunks, nbytes = sum([one.chunks for one in held]), sum([one.nbytes for one in held])
+        alike = held[0].shape, held[0].dtype
+        yield TensorGroup(family.name, len(held), *alike, chunks, _ranks(held), nbytes)
 
 
 def _cuts(record: SaveRecord, fqns: Iterable[str]) -> tuple[CutsInfo, ...]:
@@ -382,10 +342,6 @@ class TensorChunks:
     chunks: tuple[ChunkInfo, ...]  # in the metadata's order
 
     def __str__(self) -> str:
-        return self.text()
-
-    def text(self, *, width: int | None = None) -> str:
-        """Return a line for each chunk, and what the tensor is; ``width`` as of ``Inspection``."""
         rows = [
             (
                 format_box(chunk.box, self.shape),
@@ -396,7 +352,7 @@ class TensorChunks:
             for chunk in self.chunks
         ]
         columns = ("chunk", "rank", "file", "offset", "length")
-        lines = format_table(columns, rows, right="rank offset length", width=width)
+        lines = format_table(columns, rows, right="rank offset length")
         whole = f"{self.shape} {self.dtype}, {format_nbytes(self.nbytes)}"
         lines += ["", f"{self.fqn}: {whole} in {format_count(len(self.chunks), 'chunk')}"]
         lines += [f"cut: {', then '.join(self.cuts)}"] if self.cuts else []
@@ -430,6 +386,29 @@ def inspect_tensor(path: str | os.PathLike[str] | Checkpoint, fqn: str) -> Tenso
     )
 
 
+def shapes(
+    path: str | os.PathLike[str] | Checkpoint, rename: Rename | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Return the whole shape of every tensor of a checkpoint; only metadata and headers are read.
+
+    Args:
+        path: A checkpoint of any format, such as a directory of safetensors from the Hub.
+        rename: From its keys to those of the model, where they differ: to a name, or to the
+            ``Row``, ``Rows`` or ``Parts`` of a ``Stack``, an ``Unstack`` or a ``Split``.
+
+    Raises:
+        CannotLook: It is no checkpoint, cannot be read, or lacks files; or ``rename`` has no name
+            for a key, gives one name twice, or makes a stack of which rows are missing.
+    """
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    if checkpoint.absent or checkpoint.absent_ranks:
+        lost = sorted(set(checkpoint.absent.values()))
+        lost += [f"the metadata of rank {rank}" for rank in checkpoint.absent_ranks]
+        raise CannotLook(f"{checkpoint.path}: it is not whole: {format_names(lost)} missing")
+    made = assembled(checkpoint.path, checkpoint.tensors, rename)
+    return {fqn: tensor.shape for fqn, tensor in made.items()}
+
+
 class _PlainUnpickler(SafeUnpickler):
     subject = "a plain value"
     allowed: ClassVar[Mapping[tuple[str, str], Any]] = {
@@ -446,34 +425,15 @@ def plain_values(checkpoint: Checkpoint, objects: Iterable[StoredRecord]) -> dic
     values = {}
     small = [stored for stored in objects if stored.nbytes <= READ_NBYTES]
     for stored in small[:READ_OBJECTS]:
-        try:
+        # A broken or hostile record can raise anything; verify reports it.
+        with suppress(Exception):
             record = checkpoint.read_record(stored, READ_NBYTES)
             data, _ = saved_pickle(io.BytesIO(record or b""))
             value = _PlainUnpickler(data).load()
-        except Exception:
-            # A broken or hostile record can raise anything; verify reports it.
-            continue
-        if _is_small(value):
+            check_unfolded([value], MAX_ELEMENTS)
+            json.dumps(value, default=str)  # which has no keys but text and numbers
             values[stored.fqn] = value
     return values
-
-
-def _is_small(value: Any) -> bool:
-    """Whether a value is short to print; a file can refer to one list again and again."""
-    count = 0
-    todo = [(value, 0)]
-    while todo:
-        inner, depth = todo.pop()
-        count += 1
-        if count > MAX_ELEMENTS or depth > MAX_DEPTH:
-            return False
-        if isinstance(inner, Mapping):
-            if not all(isinstance(key, str | int) for key in inner):
-                return False  # JSON has no other keys
-            todo += [(item, depth + 1) for item in inner.values()]
-        elif isinstance(inner, list | tuple | set | frozenset):
-            todo += [(item, depth + 1) for item in inner]
-    return True
 
 
 def _brief(value: object) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
+from shutil import get_terminal_size
 
 from dcp_placements.errors import format_name, format_names, format_ranks
 
@@ -39,7 +41,8 @@ def format_table(
         columns: Headings.
         rows: Texts, one for each column.
         right: Headings of the columns of numbers, separated by spaces.
-        width: Of a terminal: where a line would be longer, the first column is folded.
+        width: Where a line would be longer, the first column is folded; by default where stdout is
+            a terminal, to its width.
 
     >>> for line in format_table(("key", "bytes"), [("layers.0", "8")], right="bytes", width=12):
     ...     print(line)
@@ -49,6 +52,8 @@ def format_table(
     """
     cells = [list(columns), *[[format_name(cell) for cell in row] for row in rows]]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    if width is None and sys.stdout.isatty():
+        width = get_terminal_size().columns
     if width is not None:
         rest = sum(widths[1:]) + 2 * len(widths[1:])
         widths[0] = max(min(widths[0], width - rest), MIN_FOLDED)

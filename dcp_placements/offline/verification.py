@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import ClassVar
@@ -65,10 +65,6 @@ AFTER_S = 1.0
 PIECE_NBYTES = 4 << 20
 """Contents are read in pieces of this size."""
 
-BLOCK_NBYTES = 256 << 10
-NEAR_NBYTES = 16 << 10
-"""The heads of records that begin less than this apart are read together, in blocks."""
-
 MAX_GROUPS = 10
 """Files and kinds of faults that are shown at first: three lines each."""
 
@@ -85,9 +81,7 @@ class Verification:
     path: str  # where it is
     faults: tuple[CheckpointFault, ...]  # what is wrong, sorted by kind, file and key
     notes: tuple[str, ...]  # observations that prove no fault
-    tensors: int  # tensors that were checked
-    chunks: int  # their chunks
-    nbytes: int  # bytes of records whose contents were read and compared
+    checked: Mapping[str, int]  # ``tensors``, their ``chunks``, ``bytes`` read and compared
     unread: int  # records that were not read; the notes name them
     contents: bool  # whether contents were to be read
 
@@ -95,11 +89,6 @@ class Verification:
     def sound(self) -> bool:
         """Whether nothing is wrong."""
         return not self.faults
-
-    @property
-    def checked(self) -> dict[str, int]:
-        """How much was checked."""
-        return {"tensors": self.tensors, "chunks": self.chunks, "bytes": self.nbytes}
 
     def __str__(self) -> str:
         return self.text()
@@ -136,8 +125,9 @@ class Verification:
         return "\n".join([*lines, f"{self.path}: {self._verdict()}"])
 
     def _verdict(self) -> str:
-        tensors, chunks = format_count(self.tensors, "tensor"), format_count(self.chunks, "chunk")
-        read = f", {format_nbytes(self.nbytes)} read" if self.nbytes else ""
+        tensors = format_count(self.checked["tensors"], "tensor")
+        chunks, nbytes = format_count(self.checked["chunks"], "chunk"), self.checked["bytes"]
+        read = f", {format_nbytes(nbytes)} read" if nbytes else ""
         if self.faults:
             verdict = f"not sound, {format_count(len(self.faults), 'fault')}"
         elif not self.contents:
@@ -174,8 +164,8 @@ def verify(
     """
     directory = path.directory if isinstance(path, Checkpoint) else Directory(path)
     before = _version(directory)
-    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(directory)
     with quiet_gc():
+        checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(directory)
         faults = metadata_faults(checkpoint)
         if contents:
             faults += stock_faults(checkpoint)
@@ -196,9 +186,11 @@ def verify(
         path=checkpoint.path,
         faults=tuple(sorted(faults, key=lambda fault: (fault.kind, fault.files, fault.tensors))),
         notes=(*_notes(checkpoint), *checks.notes()),
-        tensors=len(checkpoint.tensors),
-        chunks=sum([tensor.count for tensor in checkpoint.tensors.values()]),
-        nbytes=checks.nbytes if contents else 0,
+        checked={
+            "tensors": len(checkpoint.tensors),
+            "chunks": sum([tensor.count for tensor in checkpoint.tensors.values()]),
+            "bytes": checks.nbytes if contents else 0,
+        },
         unread=len(checks.skipped) + len(checks.other_types),
         contents=contents,
     )
@@ -210,20 +202,6 @@ def _version(directory: Directory) -> str | None:
         return directory.version(".metadata")
     except OSError:
         return None
-
-
-class _InBlocks(CountedFile):
-    """A file in which small reads that follow one another are read together, in blocks."""
-
-    _end = 0
-
-    def read_into(self, buffer: memoryview, position: int) -> None:
-        is_near = 0 <= position - self._end < NEAR_NBYTES
-        self._end = position + buffer.nbytes
-        nbytes = min(BLOCK_NBYTES, self.size - position)
-        if is_near and buffer.nbytes < nbytes and self.held(position, buffer.nbytes) is None:
-            self.hold(memoryview(bytearray(nbytes)), position)
-        super().read_into(buffer, position)
 
 
 class _Checks:
@@ -292,11 +270,11 @@ class _Checks:
         faults: list[CheckpointFault] = []
         try:
             with self._checkpoint.directory.open(file) as stream:
-                blocks = _InBlocks(stream)
+                opened = CountedFile(stream)
                 for record in records:
                     if record.end > size:
                         continue
-                    part = Part(blocks, record.start, record.nbytes)
+                    part = Part(opened, record.start, record.nbytes)
                     for kind, finding in self._findings(part, record):
                         message = f"{record_name(self._checkpoint, record)} in {file}: {finding}"
                         faults.append(CheckpointFault(kind, (record.fqn,), (file,), message))

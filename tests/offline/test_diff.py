@@ -200,7 +200,7 @@ def test_an_export_of_stacked_experts_is_proved_by_its_rename(
             expected[f"model.{key}"] = tensor
     save_hugging_face(tmp_path / "hf", expected)
     same = diff(saved / "ep2", tmp_path / "hf", rename=rename, memory=memory)
-    assert (same.differences, same.tensors) == ((), len(expected))
+    assert (same.differences, same.compared["tensors"]) == ((), len(expected))
 
     flipped = "model.layers.0.experts.5.w1"
     expected[flipped] = expected[flipped].clone()
@@ -220,7 +220,7 @@ def test_an_export_of_a_training_checkpoint_is_proved(tmp_path: Path, run: Run) 
     dcp.save(state, checkpoint_id=tmp_path / "step", no_dist=True)
     save_hugging_face(tmp_path / "hf", {"net.w": w, "net.norm": norm})
     found = diff(tmp_path / "step", tmp_path / "hf", rename=lambda key: f"net.{key}")
-    assert (found.differences, found.tensors) == ((), 2)
+    assert (found.differences, found.compared["tensors"]) == ((), 2)
     assert "optim.state.norm.exp_avg" in found.notes[0]
     # With the optimizer's state, and under the whole keys.
     every = {"model.w": w, "model.norm": norm, "optim.state.w.exp_avg": torch.zeros(4, 3)}

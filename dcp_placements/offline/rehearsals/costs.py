@@ -35,7 +35,6 @@ class Costs:
         self.placeless: dict[str, list[int]] = {}
         self._checkpoint = checkpoint
         self._numbers = {name: number for number, name in enumerate(checkpoint.files)}
-        self._places: dict[str, tuple[list[int], list[int]]] = {}
         self._opened: list[Ints] = []  # rank and file, as one number
 
     def add_objects(self, ranks: Sequence[int], fqns: Sequence[str]) -> None:
@@ -46,7 +45,8 @@ class Costs:
                 for name in ("slices", "chunks", "exchange"):
                     self.of_rank[name][ranks] += stored.nbytes
                 self.of_rank["reads"][ranks] += 1
-                self._open(np.array(ranks, np.int64), self._numbers[stored.file])
+                file = self._numbers[stored.file]
+                self._opened.append(np.array(ranks, np.int64) * len(self._numbers) + file)
 
     def add(self, fqns: Sequence[str], cover: Cover) -> None:
         """Add tensors that the same ranks hold in the same boxes."""
@@ -63,25 +63,20 @@ class Costs:
         pairs = np.unique(np.concatenate([np.zeros(0, np.int64), *self._opened]))
         return np.stack(np.divmod(pairs, max(len(self._numbers), 1)), axis=1)
 
-    def _open(self, ranks: Ints, files: Ints | int) -> None:
-        self._opened.append(np.unique(ranks * len(self._numbers) + files))
-
     def _add(self, tensors: Sequence[StoredTensor], cover: Cover) -> None:
-        first, count, boxes = tensors[0], len(tensors), cover.boxes
-        itemsize = first.dtype.itemsize
-        stored = first.cut.index
+        count, boxes, itemsize = len(tensors), cover.boxes, tensors[0].dtype.itemsize
+        stored = tensors[0].cut.index
         box, chunk = stored.meeting(boxes)
         shared = intersect(boxes[box], stored.boxes[chunk])
         exact = numel(shared) * itemsize
-        places = [self._places_of(one) for one in tensors]
-        nbytes, times = np.unique([one[1] for one in places], axis=0, return_counts=True)
+        # Of each tensor the files and lengths of its chunks; file -1 for none.
+        files, nbytes = np.array([self._places(one) for one in tensors], np.int64).swapaxes(0, 1)
         by_pair = np.array(list(_slices(stored.boxes[chunk], shared, itemsize)), np.int64)
-        slices = np.zeros(len(boxes), np.int64)
-        chunks, reads = slices.copy(), slices.copy()
-        for lengths, number in zip(nbytes.reshape(len(times), -1)[:, chunk], times, strict=True):
-            whole = is_read_whole(lengths, exact)
-            np.add.at(slices, box, np.where(whole, lengths, by_pair) * number)
-            np.add.at(chunks, box, lengths * number)
+        slices, chunks, reads = np.zeros((3, len(boxes)), np.int64)
+        for lengths, number in zip(*np.unique(nbytes, axis=0, return_counts=True), strict=True):
+            whole = is_read_whole(lengths[chunk], exact)
+            np.add.at(slices, box, np.where(whole, lengths[chunk], by_pair) * number)
+            np.add.at(chunks, box, lengths[chunk] * number)
         np.add.at(reads, box, count)
         holders = np.maximum(np.diff(cover.starts), 1)
         of_box = {
@@ -93,42 +88,24 @@ class Costs:
         }
         for name, values in of_box.items():
             np.add.at(self.of_rank[name], cover.ranks, values[cover.box_of])
-        self._add_files(tensors, np.array([one[0] for one in places], np.int64), box, chunk, cover)
+        size = len(self._numbers)
+        for of_chunk in np.unique(files, axis=0):
+            # Each box with each file once, then each holder of the box with the file.
+            pairs = np.unique(box * (size + 1) + of_chunk[chunk] + 1)
+            opened, file = np.divmod(pairs, size + 1)
+            row, place = expanded(cover.starts[opened], np.diff(cover.starts)[opened])
+            ranks, file = cover.ranks[cover.order[place]], file[row] - 1
+            self._opened.append(np.unique(ranks[file >= 0] * size + file[file >= 0]))
+            if len(lacking := ranks[file < 0]):
+                alike = (files == of_chunk).all(axis=1)
+                for at in np.flatnonzero(alike).tolist():
+                    self.placeless[tensors[at].fqn] = np.unique(lacking).tolist()
 
-    def _add_files(
-        self, tensors: Sequence[StoredTensor], files: Ints, box: Ints, chunk: Ints, cover: Cover
-    ) -> None:
-        """Add the files of the pairs of boxes and stored chunks that meet.
-
-        Args:
-            tensors: The tensors.
-            files: By tensor and chunk, the number of the file; -1 for none.
-            box: Of each pair, the box.
-            chunk: Of each pair, the chunk.
-            cover: Who holds the boxes.
-        """
-        files = files.reshape(len(tensors), -1)
-        used, of_used = np.unique(chunk, return_inverse=True)
-        of_chunk = [np.unique(files[:, at]) for at in used]
-        counts = np.array([len(one) for one in of_chunk], np.int64)
-        starts = np.cumsum(counts) - counts
-        pair, at = expanded(starts[of_used], counts[of_used])
-        file = np.concatenate([np.zeros(0, np.int64), *of_chunk])[at]
-        row, place = expanded(cover.starts[box[pair]], np.diff(cover.starts)[box[pair]])
-        ranks = cover.ranks[cover.order[place]]
-        has_file = file[row] >= 0
-        self._open(ranks[has_file], file[row][has_file])
-        if not has_file.all():
-            for number in np.flatnonzero((files[:, used] < 0).any(axis=1)).tolist():
-                self.placeless[tensors[number].fqn] = np.unique(ranks[~has_file]).tolist()
-
-    def _places_of(self, tensor: StoredTensor) -> tuple[list[int], list[int]]:
+    def _places(self, tensor: StoredTensor) -> tuple[list[int], list[int]]:
         """Return the number of the file of each chunk, -1 for none, and the record's length."""
-        if tensor.fqn not in self._places:
-            chunks = tensor.chunks
-            files = [-1 if one.file is None else self._numbers[one.file] for one in chunks]
-            self._places[tensor.fqn] = files, [one.nbytes for one in chunks]
-        return self._places[tensor.fqn]
+        chunks = tensor.chunks
+        files = [-1 if one.file is None else self._numbers[one.file] for one in chunks]
+        return files, [one.nbytes for one in chunks]
 
 
 def _slices(stored: Boxes, shared: Boxes, itemsize: int) -> Iterator[int]:

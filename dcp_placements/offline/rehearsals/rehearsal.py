@@ -7,26 +7,36 @@ over the mesh by the rules.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, ClassVar
 
 import numpy as np
 
-from dcp_placements.errors import Fault
-from dcp_placements.layout.boxes import Ints, as_boxes
+from dcp_placements.errors import (
+    Fault,
+    format_count,
+    format_faults,
+    format_name,
+    format_nbytes,
+)
+from dcp_placements.layout.boxes import Ints, as_boxes, format_box
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.checkpoint import Checkpoint
-from dcp_placements.offline.declared import Progress, matching_keys
+from dcp_placements.offline.declared import Progress, format_mesh_axes, matching_keys
 from dcp_placements.offline.rehearsals.costs import COLUMNS, Costs
-from dcp_placements.offline.rehearsals.text import rehearsal_text
 from dcp_placements.offline.rehearsals.world import RehearsedWorld
+from dcp_placements.offline.texts import format_table, ranges, short
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.patterns import unmatched_faults
 from dcp_placements.table.table import OBJECT
 from dcp_placements.table.world import cover_of
 from dcp_placements.transfer.world import Fsdp, MeshAxes
+
+HEADINGS = ("ranks", "wants", "reads", "reads/wants", "stock", "stock/wants", "chunks", "files")
+MAX_ROWS = 16
+MAX_RANKS_WIDTH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +98,41 @@ class Rehearsal:
         """Whether every rank can load it."""
         return not self.faults and not self.missing
 
-    def text(self, width: int | None = None) -> str:
-        """Return it as text; the table is folded to the width of a terminal."""
-        return rehearsal_text(self, width)
-
     def __str__(self) -> str:
-        return self.text()
+        if self.requests:
+            requests = [
+                (one.fqn, format_box(one.box, one.shape), _ranks(one.ranks), short(one.files))
+                for one in self.requests
+            ]
+            table = format_table(("key", "box", "ranks", "files"), requests)
+        else:
+            table = format_table(HEADINGS, _rows(self.ranks), right=" ".join(HEADINGS[1:]))
+        memory = max(rank.memory_nbytes for rank in self.ranks)
+        ours = format_nbytes(sum(rank.slices_nbytes for rank in self.ranks))
+        stock = format_nbytes(sum(rank.chunks_nbytes for rank in self.ranks))
+        exchanged = format_nbytes(sum(rank.exchange_nbytes for rank in self.ranks))
+        lines = [
+            "",
+            f"mesh:      {format_mesh_axes(self.axes)}: {format_count(len(self.ranks), 'rank')}",
+            f"memory:    {format_nbytes(memory)} at most, on a rank",
+            f"in all:    {ours} read of {format_nbytes(self.unique_nbytes)}, stock {stock}",
+            f"exchange:  {exchanged} read with exchange=True",
+            f"uncut:     {format_count(self.replicated, 'tensor')}, whole on every rank",
+        ]
+        for label, keys in (("unread", self.unread), ("missing", self.missing)):
+            if keys:
+                lines.append(f"{label + ':':<10} {format_count(len(keys), 'key')}: {short(keys)}")
+        lines = [*table, *map(format_name, lines)]
+        if self.notes:
+            lines.append(format_faults("a load would warn", self.notes, "note"))
+        if self.faults:
+            lines.append(format_faults("does not load", self.faults))
+        elif self.missing:
+            lines.append("does not load: the checkpoint lacks keys that are expected")
+        else:
+            but = ", but with declarations that match no key" if self.unmatched else ""
+            lines.append(f"loads{but}")
+        return "\n".join(lines)
 
 
 def rehearse(
@@ -110,17 +149,11 @@ def rehearse(
 
     Args:
         path: The checkpoint that is to be loaded.
-        rules: Called with each rank's place in the mesh. Returns ``Placements``, or what
-            ``Placements`` takes as rules. There are no DTensors, so the rules have to cover
-            every axis that cuts a tensor but ``fsdp``; every rank needs all of a tensor without a
-            rule. From its rename follows which of the checkpoint's tensors a rank has, and how:
-            from ``Renumber`` its experts and layers. With a function of the user's in it, every
-            rank has all keys of the checkpoint as they are.
+        rules: As of ``TransferWorld``: called with each rank's place in the mesh. Every rank needs
+            all of a tensor without a rule. From its rename follows which of the checkpoint's
+            tensors a rank has; with a function of the user's in it, all of them, as they are.
         axes: The mesh: sizes by axis name, the last axis fastest in rank order.
-        fsdp: Axes over which FSDP cuts dim 0 of every tensor (of one dim or more), inside what
-            the rules cut, as one flattened axis without the axes that a tensor's rule cuts over.
-            Or such axes by pattern: ``{"experts": ["edp"], "**": ["edp", "ep"]}``; the first
-            pattern that matches the checkpoint's key counts.
+        fsdp: As of ``TransferWorld``; patterns match the checkpoint's keys.
         expect: The keys that the model has; None for those of the checkpoint.
         fqn: Pattern of the tensors whose ``requests`` are listed.
         progress: Called with the number of ranks planned, and of all.
@@ -201,3 +234,38 @@ def _add_faults(world: RehearsedWorld, costs: Costs, opened: Ints) -> None:
     for fqn, ranks_of in costs.placeless.items():
         headline = "the metadata names no file for a chunk that is needed"
         world.add_fault(Fault(fqn, headline), ranks_of)
+
+
+def _rows(ranks: Sequence[RankRehearsal]) -> list[tuple[str, ...]]:
+    """Return a row per distinct cost; if these are too many, of the least, median and most read."""
+    equal: dict[tuple[str, ...], list[int]] = {}
+    for rank in ranks:
+        equal.setdefault(_costs(rank), []).append(rank.rank)
+    if len(equal) <= MAX_ROWS:
+        return [(_ranks(numbers), *costs) for costs, numbers in equal.items()]
+    ordered = sorted(ranks, key=lambda rank: (rank.slices_nbytes, rank.rank))
+    extremes = {"least": ordered[0], "median": ordered[len(ordered) // 2], "most": ordered[-1]}
+    return [(f"{label}: {rank.rank}", *_costs(rank)) for label, rank in extremes.items()]
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    text = ranges(numbers)
+    if len(text) <= MAX_RANKS_WIDTH:
+        return text
+    return f"{text.partition(',')[0]}, ... ({len(numbers):,})"
+
+
+def _costs(rank: RankRehearsal) -> tuple[str, ...]:
+    return (
+        format_nbytes(rank.wanted_nbytes),
+        format_nbytes(rank.slices_nbytes),
+        _times(rank.slices_nbytes, rank.wanted_nbytes),
+        format_nbytes(rank.chunks_nbytes),
+        _times(rank.chunks_nbytes, rank.wanted_nbytes),
+        f"{rank.reads:,}",
+        f"{rank.files:,}",
+    )
+
+
+def _times(nbytes: int, wanted: int) -> str:
+    return f"{nbytes / wanted:.2f}x" if wanted else "-"
