@@ -268,7 +268,23 @@ class Checkpoint:
 
     def files_of(self, fqn: str) -> tuple[str, ...]:
         """Return the names of the files that hold any of a key, sorted."""
-        return self.rows.files_of(fqn)
+        return self._files_by_key.get(fqn, ())
+
+    @cached_property
+    def _files_by_key(self) -> dict[str, tuple[str, ...]]:
+        rows = self.rows
+        found: dict[str, tuple[str, ...]] = {}
+        known: dict[bytes, tuple[str, ...]] = {}  # many keys are in the same files
+        for alike in self.alike():
+            keys = np.array(alike.keys if alike.offsets else [], np.int64)
+            for some, table in rows.pieces(alike.number, keys) if len(keys) else ():
+                for key, files in zip(some.tolist(), table[0], strict=True):
+                    content = files.tobytes()
+                    if content not in known:
+                        names = {rows.files[file] for file in files.tolist()}
+                        known[content] = tuple(sorted(names))
+                    found[rows.fqns[key]] = known[content]
+        return found
 
     def places_of(self, fqn: str) -> dict[Offset, tuple[Any, ...]]:
         """Return file, start, length and transforms of each chunk of a key, by offset."""

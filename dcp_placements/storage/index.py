@@ -140,11 +140,6 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
         """By class that was searched, and offset: the number of the chunk."""
         return {}
 
-    @cached_property
-    def _names(self) -> dict[bytes, tuple[str, ...]]:
-        """Names of files by their numbers: most keys of a class are in the same files."""
-        return {}
-
     def offsets(self, number: int) -> Sequence[Offset]:
         """Return the offsets of all chunks of a class, in order."""
         listed = int(self.listed[number])
@@ -172,17 +167,6 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
                 chunks, self._rows_at(self.numbers[fqn], at).T.tolist(), strict=True
             )
         ]
-
-    def files_of(self, fqn: str) -> tuple[str, ...]:
-        """Return the files that hold any chunk of a key, sorted."""
-        number = self._class_of(fqn)
-        if number < 0:
-            return ()
-        files = np.unique(self._rows_at(self.numbers[fqn], self._places_of(number))[0])
-        content = files.tobytes()
-        if content not in self._names:
-            self._names[content] = tuple(sorted({self.files[file] for file in files.tolist()}))
-        return self._names[content]
 
     def find(self, indices: Sequence[MetadataIndex], rank: int | None = None) -> Ints:
         """Return where chunks are.
