@@ -295,9 +295,14 @@ def _inspected(checkpoint: Checkpoint, fqn: str | None) -> Inspection:
 
 def _ranks(tensors: Iterable[TensorInfo]) -> tuple[int, ...]:
     """Return the ranks that wrote any of some tensors, sorted."""
-    # Tensors that are alike share one tuple, which may have thousands of ranks.
-    different = {id(tensor.ranks): tensor.ranks for tensor in tensors}
-    return tuple(sorted(set().union(*different.values())))
+    ranks: set[int] = set()
+    last: tuple[int, ...] = ()
+    for tensor in tensors:
+        # Tensors that are alike share one tuple, which may have thousands of ranks.
+        if tensor.ranks is not last:
+            last = tensor.ranks
+            ranks.update(last)
+    return tuple(sorted(ranks))
 
 
 def _groups(tensors: Mapping[str, TensorInfo]) -> Iterator[TensorGroup]:
