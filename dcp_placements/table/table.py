@@ -47,7 +47,7 @@ class Group(NamedTuple):
     ``{"ep": Shard(0)}``::
 
         Group("shard", (4, 3), torch.float32, torch.strided, False, ("ep",),
-              (Cut(0, "ep", 2),), None, True, 2)
+              (Cut(0, "ep", 2),), None, 2)
 
     Attributes:
         kind: ``OBJECT``, ``PLAIN`` or ``SHARD``.
@@ -58,8 +58,6 @@ class Group(NamedTuple):
         axis_names: One per mesh axis that a rule or a DTensor names.
         cuts: How it is cut, in the order in which the cuts apply.
         padded_shape: The shape that is cut, where it is larger than the whole tensor.
-        is_exact: Whether the cuts, and the rows that ranks list, determine what each rank holds.
-            Not for parts of a fused tensor that other cuts go through.
         parts: Number of different parts that the cuts make; None where they do not determine it.
     """
 
@@ -71,7 +69,6 @@ class Group(NamedTuple):
     axis_names: tuple[str | None, ...] = ()
     cuts: Cuts = ()
     padded_shape: tuple[int, ...] | None = None
-    is_exact: bool = True
     parts: int | None = 1
 
     @property
@@ -280,12 +277,14 @@ def group_of(fqn: str, value: Any) -> tuple[Group, HeldBoxes]:
         value: Its ``Placed``, or the state dict's value where it has no place.
     """
     if type(value) is Placed:
-        sharding, is_exact = value.place.sharding, value.place.is_exact
+        sharding = value.place.sharding
         names = tuple([axis.name for axis in value.place.axes])
         parts = None
-        if is_exact and not any(c.kind is Kind.LISTED or c.dim < 0 for c in sharding.cuts):
+        if value.place.is_exact and not any(
+            c.kind is Kind.LISTED or c.dim < 0 for c in sharding.cuts
+        ):
             parts = prod([cut.size for cut in sharding.cuts])
-        look = *_LOOK(value.tensor), names, sharding.cuts, sharding.padded_shape, is_exact, parts
+        look = *_LOOK(value.tensor), names, sharding.cuts, sharding.padded_shape, parts
         boxes = tuple([Box(chunk.offsets, chunk.sizes) for chunk in held_chunks(value)])
         return Group(SHARD, sharding.global_shape, *look), boxes
     if has_hooks(value):
