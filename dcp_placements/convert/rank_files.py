@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -284,9 +285,13 @@ def rank_files_source(
             raise CannotLook(f"{folder / name}: holds a {type(contents).__name__}, and no dict")
         declared, rename, _ = (None, None, None) if rules is None else rules_at(rules, axes, rank)
         try:
-            state_dict = dict(_tensors(contents, "", rank, source))
+            named = list(_tensors(contents, "", rank, source))
         except RecursionError as error:
             raise CannotLook(f"{folder / name}: dicts are nested too deeply in it") from error
+        state_dict = dict(named)
+        if len(state_dict) < len(named):
+            keys = [key for key, count in Counter(key for key, _ in named).items() if count > 1]
+            raise CannotLook(f"{folder / name}: several tensors have one key: {format_names(keys)}")
         source.add(name, state_dict, declared, rename)
     for other in sorted(set(directory.names()) - set(names)):
         why = _why_left_out(other)

@@ -290,7 +290,7 @@ class Exchange:
         if sent:
             buffer = _direct(sent, device)
             if buffer is None:
-                buffer = torch.cat([one.reshape(-1).view(torch.uint8) for one in sent]).to(device)
+                buffer = torch.cat([_bytes_of(one).to(device) for one in sent])
             operations.append(dist.P2POp(dist.isend, buffer, to, self._group))
         if taken:
             direct = _direct(taken, device)
@@ -393,6 +393,13 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     rows = max(BATCH_NBYTES * size // tensor.nbytes, 1)
     for start in range(0, size, rows):
         yield from _pieces(tensor.narrow(dim, start, min(rows, size - start)))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor in C order as bytes; a copy where they lie otherwise."""
+    # Of one element any stride counts as contiguous; a view of bytes needs stride 1.
+    flat = tensor.detach().contiguous()
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def _direct(batch: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | None:

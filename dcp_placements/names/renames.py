@@ -80,7 +80,7 @@ def contiguous(counts: Sequence[int], at: int) -> range:
     Raises:
         PlacementError: No such part.
     """
-    if not isinstance(counts, Sequence):
+    if isinstance(counts, int):
         raise PlacementError(
             f"counts={counts!r}: how many each part has, as [2, 2, 2, 2] for 8 over 4 ranks"
         )

@@ -399,6 +399,8 @@ def _blocks(tensor: torch.Tensor) -> tuple[list[int], int]:
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sampled elements as bytes on the tensor's device; the same as on the host."""
     tensor = tensor.detach()
+    if tensor.itemsize == 1 and tensor.dtype is not torch.bool:
+        tensor = tensor.view(torch.uint8)  # of float4 no elements are picked
     if tensor.nbytes > SAMPLE_NBYTES:
         starts, block = _blocks(tensor)
         first = torch.tensor(starts, device=tensor.device)[:, None]

@@ -227,3 +227,10 @@ def test_dicts_that_are_nested_too_deeply_are_one_message(tmp_path: Path) -> Non
         file.writestr("archive/version", "3")
     with pytest.raises(CannotLook, match="nested too deeply"):
         rank_files_source(tmp_path)
+
+
+def test_two_tensors_of_one_key_are_refused(tmp_path: Path) -> None:
+    state = {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}}
+    torch.save(state, tmp_path / "shard_rank_0.pt")
+    with pytest.raises(CannotLook, match=r"several tensors have one key: a\.b"):
+        rank_files_source(tmp_path)

@@ -112,6 +112,7 @@ def test_what_cannot_be_meant_is_refused(pattern: str, ids: Any, total: Any, mes
 
 def test_parts_that_follow_each_other() -> None:
     assert [contiguous([3, 0, 2], at) for at in range(3)] == [range(3), range(3, 3), range(3, 5)]
+    assert contiguous(torch.tensor([2, 2]), at=1) == range(2, 4)  # type: ignore[arg-type]
     with pytest.raises(PlacementError, match="no part 3 of 3"):
         contiguous([3, 0, 2], 3)
 

@@ -182,6 +182,10 @@ def all_ranks_alike(path: Path) -> Facts:
     wholes["complex"] = torch.view_as_complex(arange(7, 3, 2))
     # A tensor that lies in memory column by column.
     state["big"] = torch.empty(701, 1024).t()
+    # Columns of others, in messages of several.
+    wholes |= {"column": arange(4), "narrow": arange(3, 1), "single": arange(1)}
+    held = torch.empty(4, 3)
+    state |= {"column": held[:, 1], "narrow": held[:3, :1], "single": held[3:, 2]}
     saved(wholes, path)
     found = load(path, state, wholes)
     return found | {"unique": sum(w.nbytes for w in wholes.values() if hasattr(w, "nbytes"))}

@@ -79,7 +79,8 @@ def arange(*shape: int, start: int = 0) -> torch.Tensor:
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    raw = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
+    copies = [t.detach().clone(memory_format=torch.contiguous_format) for t in (one, other)]
+    raw = [copy.reshape(-1).view(torch.uint8) for copy in copies]
     return torch.equal(*raw)
 
 
