@@ -29,6 +29,7 @@ from dcp_placements.storage.safe_pickle import (
     RefusedGlobal,
     SafeUnpickler,
     check_unfolded,
+    fillable,
     most_elements,
     refusal,
 )
@@ -130,10 +131,10 @@ class _SafeMetadata(SafeUnpickler):
     allowed: ClassVar[Mapping[tuple[str, str], Any]] = {
         **DTYPES,
         **ORDERED_DICT,
-        **{(_METADATA, kind.__name__): kind for kind in kinds if kind is not StorageInfo},
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
-        (_OLDER, "TensorProperties"): TensorProperties,
-        MEGATRON: Metadata,
+        **{(_METADATA, kind.__name__): fillable(kind) for kind in kinds if kind is not StorageInfo},
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): fillable(StorageInfo),
+        (_OLDER, "TensorProperties"): fillable(TensorProperties),
+        MEGATRON: fillable(Metadata),
         (_METADATA, "_MEM_FORMAT_ENCODING"): _FORMAT,
         (_OLDER, "MEM_FORMAT_ENCODING"): _FORMAT,
         ("torch.serialization", "_get_layout"): Call("_get_layout", layout_named, (str,)),
@@ -159,14 +160,14 @@ class _SafeMetadata(SafeUnpickler):
             self.newer.add("a path as Python 3.13 pickles it")
         return super().find_class(module, name)
 
-    def fill(self, instance: Any, state: Any, *, once: bool = True) -> None:
+    def fill(self, instance: Any, state: Any, *, once: bool = True) -> Any:
         if type(instance) is TensorProperties and type(state) is tuple and not vars(instance):
             if len(state) > PROPERTIES:
                 self.newer.add(f"a TensorProperties of {len(state)} fields (torch 2.15 or newer)")
             instance.__setstate__(state[:PROPERTIES])
-        else:
-            # A file fills the storage_data of its metadata after all other fields.
-            super().fill(instance, state, once=once and type(instance) is not Metadata)
+            return instance
+        # A file fills the storage_data of its metadata after all other fields.
+        return super().fill(instance, state, once=once and type(instance) is not Metadata)
 
     def check_key(self, key: Any) -> None:
         if type(key) is MetadataIndex:

@@ -2,18 +2,21 @@
 
 ``pickle.load`` calls whatever a file names and sets attributes on whatever a file reaches. Here a
 name becomes what the list has for it: a value, a class of which the file may fill empty instances
-once, or a ``Call``, which checks its arguments. Memory and time are in proportion to the file: the
-unpickler in C allocates what a file claims (a slot of the memo, the length of a ``bytearray``), and
-both hash keys of any depth, tuples of tuples that a few hundred bytes describe, for hours. So this
-is the one in Python, without opcodes that DCP and torch do not write, and keys are looked at before
-they are hashed.
+once, or a ``Call``, which checks its arguments. Memory is in proportion to the file.
+
+The unpickler in C allocates what a file claims (a slot of the memo, the length of a ``bytearray``),
+and hashes keys before anything here sees them: tuples of tuples that a few hundred bytes describe
+take hours, or end the process. So the opcodes are checked first, by a regular expression, and those
+that fill instances or put keys into a dict become persistent ids, for which the unpickler asks this
+module: ``b"b"``, with an instance and its state on the stack, becomes ``b"K\x00\x87Q"``, the
+persistent id ``(instance, state, 0)``.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-import struct
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -35,19 +38,6 @@ and each is compared with all of these."""
 
 _COPIES = 4
 _SPARE = 1 << 16
-
-_OPCODES = (
-    *(pickle.PROTO, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK),
-    *(pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
-    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BINFLOAT, pickle.LONG1),
-    *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.SHORT_BINBYTES, pickle.BINBYTES),
-    *(pickle.BINBYTES8, pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.BINUNICODE8),
-    *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
-    *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT),
-    *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.BINPERSID),
-)
-"""Those that the standard library's unpickler may handle: none of protocol 0, none of sets, none
-that allocates by a number."""
 
 
 class RefusedGlobal(pickle.UnpicklingError):
@@ -92,7 +82,25 @@ class Call:
         return self.make(*args)
 
 
-class SafeUnpickler(pickle._Unpickler):
+class _NeverCalled(type):
+    """The type of stand-ins for classes: a file may have empty instances, and not call them."""
+
+    def __call__(cls, *args: Any) -> Any:
+        raise refusal(f"it calls {cls.__name__}")
+
+
+def fillable(kind: type[Any]) -> type[Any]:
+    """Return what stands for a class of which a file may have empty instances."""
+
+    def new(_: type[Any], *args: Any) -> Any:
+        if args:
+            raise refusal(f"it makes an instance of {kind.__name__} with arguments")
+        return object.__new__(kind)
+
+    return _NeverCalled(kind.__name__, (), {"__new__": new})
+
+
+class SafeUnpickler(pickle.Unpickler):
     """Reads one pickle.
 
     Args:
@@ -114,17 +122,22 @@ class SafeUnpickler(pickle._Unpickler):
     }
     """Types of keys, and of what stands in a key that is a tuple."""
 
-    stack: list[Any]
-    pop_mark: Callable[[], list[Any]]
-    read: Callable[[int], bytes]
-    _unframer: Any
+    steps: ClassVar[Mapping[bytes, bytes]] = {
+        pickle.BUILD: b"K\x00\x87Q",
+        pickle.SETITEMS: b"tK\x01\x87Q",
+        pickle.SETITEM: b"\x86K\x01\x87Q",
+        pickle.SETITEMS + pickle.BUILD: b"t\x87Q",
+    }
+    """What opcodes become: a tuple of what they take from the stack, and the number of a step."""
 
     def __init__(self, data: bytes) -> None:
-        self._stream = io.BytesIO(data)
-        super().__init__(self._stream)
-        self._nbytes = len(data)
+        self._checked = io.BytesIO()
+        super().__init__(self._checked)
+        self._data = data
+        self._names: dict[type[Any], tuple[str, ...]] = {}
         self._by_hash: dict[int, Any] = {}
         self._collisions = 0
+        self._steps: tuple[Callable[..., Any], ...] = (self.fill, self.set_items)
 
     def load(self) -> Any:
         """Return the value of the pickle.
@@ -134,6 +147,8 @@ class SafeUnpickler(pickle._Unpickler):
             pickle.UnpicklingError: It is broken, or asks for something it may not have.
         """
         try:
+            self._checked.write(_with_steps(self._data, self.steps, self.subject))
+            self._checked.seek(0)
             return super().load()
         except (pickle.UnpicklingError, MemoryError):
             raise
@@ -149,23 +164,20 @@ class SafeUnpickler(pickle._Unpickler):
         return found
 
     def persistent_load(self, pid: Any) -> Any:
+        """Return the result of a step, or the value of a persistent id."""
+        if type(pid) is tuple and len(pid) == 3:
+            target, operand, step = pid
+            if type(step) is tuple:
+                return self._fill_with(target, operand, step)
+            return self._steps[step](target, operand)
+        return self.persistent(pid)
+
+    def persistent(self, pid: Any) -> Any:
         """Return the value of a persistent id."""
         raise refusal("it has a persistent id")
 
-    def call(self, called: Any, args: Any) -> Any:
-        """Return the result of a call."""
-        if type(called) is not Call or type(args) is not tuple:
-            raise refusal(f"it calls {describe(called)}")
-        return called(*args)
-
-    def new(self, kind: Any, args: Any) -> Any:
-        """Return an empty instance."""
-        if type(kind) is not type or kind not in self.kinds or args != ():
-            raise refusal(f"it makes an instance of {describe(kind)}, or with arguments")
-        return object.__new__(kind)
-
-    def fill(self, instance: Any, state: Any, *, once: bool = True) -> None:
-        """Fill an instance that the file had made, with a short dict of attributes.
+    def fill(self, instance: Any, state: Any, *, once: bool = True) -> Any:
+        """Fill an instance that the file had made, with a short dict of attributes; return it.
 
         Args:
             instance: To be filled.
@@ -176,25 +188,44 @@ class SafeUnpickler(pickle._Unpickler):
             raise refusal(f"it changes {describe(instance)}")
         if type(state) is not dict or len(state) > MAX_FIELDS:
             raise refusal(f"it has no attributes of {describe(instance)}, or very many")
-        if not all(type(name) is str and not name.startswith("_") for name in state):
+        held, names = vars(instance), tuple(state)
+        if not all(type(name) is str and not name.startswith("_") for name in names):
             raise refusal(f"it has attributes of {describe(instance)} that are no fields")
-        held = vars(instance)
-        if held and not held.keys().isdisjoint(state):
+        self._names[type(instance)] = names
+        if held and not held.keys().isdisjoint(names):
             raise refusal(f"it changes {describe(instance)}")
         held.update(state)
+        return instance
 
-    def set_items(self, held: Any, keys: list[Any], values: list[Any]) -> None:
-        """Put keys and values into a dict."""
-        if type(held) not in (dict, OrderedDict):
-            raise refusal(f"it changes {describe(held)}")
-        self.check_keys(keys)
-        held.update(zip(keys, values, strict=True))
+    def _fill_with(self, instance: Any, state: Any, items: tuple[Any, ...]) -> Any:
+        """Fill an instance with a dict that gets its items now."""
+        names = items[::2]
+        # Thousands of instances have fields of the same names.
+        if (
+            type(state) is not dict
+            or state
+            or names != self._names.get(type(instance))
+            or vars(instance)
+        ):
+            return self.fill(instance, self.set_items(state, items))
+        state.update(zip(names, items[1::2], strict=True))
+        vars(instance).update(state)
+        return instance
+
+    def set_items(self, held: Any, items: tuple[Any, ...]) -> Any:
+        """Put keys and values into a dict; return it."""
+        if type(held) not in (dict, OrderedDict) or type(items) is not tuple or len(items) % 2:
+            raise TypeError
+        keys = items[::2]
+        if set(map(type, keys)) != {str}:
+            self.check_keys(keys)
+        held.update(zip(keys, items[1::2], strict=True))
+        return held
 
     def check_keys(self, keys: Iterable[Any]) -> None:
         """Refuse keys that take long to hash or to compare."""
         for key in keys:
-            if type(key) is not str:
-                self.check_key(key)
+            self.check_key(key)
 
     def check_key(self, key: Any) -> None:
         """Refuse one such key."""
@@ -217,42 +248,94 @@ class SafeUnpickler(pickle._Unpickler):
             if self._collisions > _COLLISIONS:
                 raise refusal("it has very many keys of one hash")
 
-    def _frame(self) -> None:
-        (nbytes,) = struct.unpack("<Q", self.read(8))
-        left = self._nbytes - self._stream.tell()
-        if nbytes > left:
-            raise refusal(f"it has a frame of {nbytes:,} bytes, where {left:,} are left")
-        self._unframer.load_frame(nbytes)
 
-    def _reduce(self) -> None:
-        args = self.stack.pop()
-        self.stack[-1] = self.call(self.stack[-1], args)
+_SIZED = {
+    pickle.SHORT_BINUNICODE: 1,
+    pickle.SHORT_BINBYTES: 1,
+    pickle.LONG1: 1,
+    pickle.BINUNICODE: 4,
+    pickle.BINBYTES: 4,
+    pickle.BINUNICODE8: 8,
+    pickle.BINBYTES8: 8,
+}
+"""Opcodes before a length of so many bytes, and as many bytes."""
 
-    def _newobj(self) -> None:
-        args = self.stack.pop()
-        self.stack[-1] = self.new(self.stack[-1], args)
+_FRAME_NBYTES = 8
 
-    def _build(self) -> None:
-        state = self.stack.pop()
-        self.fill(self.stack[-1], state)
+_WITHOUT_ARGUMENT = (
+    *(pickle.POP, pickle.POP_MARK, pickle.MARK, pickle.MEMOIZE, pickle.NONE, pickle.NEWTRUE),
+    *(pickle.NEWFALSE, pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+    *(pickle.TUPLE, pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT),
+    *(pickle.BINPERSID, pickle.STACK_GLOBAL, pickle.REDUCE, pickle.NEWOBJ),
+)
+_ONE_BYTE = (pickle.PROTO, pickle.BINPUT, pickle.BINGET, pickle.BININT1)
+_FOUR_BYTES = (pickle.LONG_BINGET, pickle.BININT)
 
-    def _setitem(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self.set_items(self.stack[-1], [key], [value])
 
-    def _setitems(self) -> None:
-        items = self.pop_mark()
-        self.set_items(self.stack[-1], items[::2], items[1::2])
+def _any_of(opcodes: Iterable[bytes]) -> bytes:
+    return b"[" + b"".join(map(re.escape, opcodes)) + b"]"
 
-    dispatch: ClassVar[dict[int, Callable[..., None]]] = {
-        **{opcode[0]: pickle._Unpickler.dispatch[opcode[0]] for opcode in _OPCODES},
-        pickle.FRAME[0]: _frame,
-        pickle.REDUCE[0]: _reduce,
-        pickle.NEWOBJ[0]: _newobj,
-        pickle.BUILD[0]: _build,
-        pickle.SETITEM[0]: _setitem,
-        pickle.SETITEMS[0]: _setitems,
-    }
+
+def _plain_opcodes(nbytes: int, steps: Collection[bytes]) -> re.Pattern[bytes]:
+    """Return what matches opcodes that need no look, in a pickle of so many bytes."""
+    # The memo has slots up to the largest that is named.
+    most = max(nbytes, 256).to_bytes(4, "little")
+    top = max(at for at in range(4) if most[at])
+    slot = b"." * top + b"[\\x00-" + re.escape(most[top : top + 1]) + b"]" + b"\\x00" * (3 - top)
+    one, four = _any_of(_ONE_BYTE), _any_of(_FOUR_BYTES)
+    none = _any_of(set(_WITHOUT_ARGUMENT).difference(steps))
+    # As many as the regular expression may remember at a time.
+    pattern = b"(?:%b|%b.|%b....|M..|G.{8}|r%b){0,4096}" % (none, one, four, slot)
+    return re.compile(pattern, re.DOTALL)
+
+
+def _with_steps(data: bytes, steps: Mapping[bytes, bytes], subject: str) -> bytearray:
+    """Return a pickle in which steps are persistent ids, and frames are left out.
+
+    None of its opcodes needs protocol 0 or 5, uses extensions, or allocates by a number.
+
+    Raises:
+        pickle.UnpicklingError: It is broken, or has other opcodes.
+    """
+    checked, at = bytearray(), 0
+    plain: Any = _plain_opcodes(len(data), steps).match  # matches nothing, too
+    while True:
+        end = plain(data, at).end()
+        checked += data[at:end]
+        opcode = data[end : end + 1]
+        at = end + 1
+        if (step := steps.get(data[end : end + 2])) is not None:
+            at = end + 2
+            checked += step
+        elif (step := steps.get(opcode)) is not None:
+            checked += step
+        elif (size := _SIZED.get(opcode)) is not None:
+            start = at + size
+            at = start + int.from_bytes(data[at:start], "little")
+            if at > len(data):
+                raise refusal(f"it is broken at byte {end}, which has a length beyond its end")
+            checked += data[end:at]
+        elif opcode == pickle.GLOBAL:
+            at = data.index(b"\n", data.index(b"\n", at) + 1) + 1
+            checked += data[end:at]
+        elif opcode == pickle.FRAME:
+            start = at + _FRAME_NBYTES
+            nbytes, left = int.from_bytes(data[at:start], "little"), len(data) - start
+            if nbytes > left:
+                raise refusal(f"it has a frame of {nbytes:,} bytes, where {left:,} are left")
+            at = start
+        elif opcode == pickle.STOP:
+            checked += opcode
+            return checked
+        elif plain(data, end).end() > end:
+            at = end
+        elif opcode == pickle.LONG_BINPUT:
+            slot = int.from_bytes(data[at : at + 4], "little")
+            raise refusal(f"it has a memo slot {slot:,} in {len(data):,} bytes")
+        elif not opcode:
+            raise refusal("it is cut short")
+        else:
+            raise refusal(f"it has an opcode {opcode!r}, which {subject} does not use")
 
 
 def most_elements(data: bytes) -> int:

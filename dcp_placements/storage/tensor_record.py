@@ -192,15 +192,20 @@ class TorchUnpickler(SafeUnpickler):
 
     subject = "what torch.load(weights_only=True) loads"
     hashed: ClassVar = {*SafeUnpickler.hashed, Made, Call, Storage}
+    steps: ClassVar[Mapping[bytes, bytes]] = {
+        **SafeUnpickler.steps,
+        **dict.fromkeys((pickle.REDUCE, pickle.NEWOBJ), b"K\x02\x87Q"),
+    }
 
     def __init__(self, data: bytes, storages: Mapping[str, int] | None) -> None:
         super().__init__(data)
         self._storages = storages
+        self._steps = (*self._steps, self.call)
 
     def find_class(self, module: str, name: str) -> Any:
         return Call(f"{module}.{name}")
 
-    def persistent_load(self, pid: Any) -> Storage:
+    def persistent(self, pid: Any) -> Storage:
         if type(pid) is not tuple or len(pid) != 5:
             raise refusal("it has a persistent id that is no storage")
         tag, kind, key, _, numel = pid
@@ -235,14 +240,13 @@ class TorchUnpickler(SafeUnpickler):
                 self.check_keys(arg if isinstance(arg, list | tuple) else ())
         return Made(called.name, args)
 
-    def new(self, kind: Any, args: Any) -> Made:
-        return self.call(kind, args)
+    def fill(self, instance: Any, state: Any, *, once: bool = True) -> Any:
+        """Return what is not made, without its state."""
+        return instance
 
-    def fill(self, instance: Any, state: Any, *, once: bool = True) -> None:
-        """Do nothing: there is no instance."""
-
-    def set_items(self, held: Any, keys: list[Any], values: list[Any]) -> None:
-        super().set_items({} if type(held) is Made else held, keys, values)
+    def set_items(self, held: Any, items: tuple[Any, ...]) -> Any:
+        super().set_items({} if type(held) is Made else held, items)
+        return held
 
 
 def _plain_tensor(made: Any) -> tuple[torch.dtype, str, tuple[int, ...]] | None:
