@@ -23,7 +23,7 @@ from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.checkpoint import Checkpoint, Cut, StoredRecord, StoredTensor
 from dcp_placements.offline.dcp_files import check_count, misplaced_in_stock
 from dcp_placements.storage.provenance import OWN_PREFIX
-from dcp_placements.storage.save_ids import ID_NBYTES, id_fault, id_in_name
+from dcp_placements.storage.save_ids import ID_NBYTES, files_of_two_ranks, id_fault, id_in_name
 
 MAX_BOXES = 4
 """Boxes that a message lists."""
@@ -159,7 +159,9 @@ def _place_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
 
 
 def _id_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
-    """Yield files that another save wrote, by the id that each begins with."""
+    """Yield files that another save wrote, by the id that each begins with, and damaged places."""
+    for damage in files_of_two_ranks(checkpoint.rows):
+        yield CheckpointFault("shared_bytes", (), (damage.fqn,), f"it {damage.headline}")
     for file, record in checkpoint.id_records.items():
         if checkpoint.directory.size(file) is None:
             continue

@@ -58,6 +58,7 @@ from dcp_placements.storage.save_ids import (
     ID_NBYTES,
     ID_PREFIX,
     MIXED,
+    files_of_two_ranks,
     id_fault,
     id_item,
     id_records,
@@ -184,6 +185,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         """
         with refusing():
             check_facts(metadata)
+        raise_faults(IS_DAMAGED, files_of_two_ranks(metadata.storage_data))
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._stored = metadata.state_dict_metadata
         self._ids = id_records(metadata.storage_data)
@@ -271,10 +273,14 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
 
         if min(threads, len(jobs)) <= 1:
             read()
-            return
-        with ThreadPoolExecutor(min(threads, len(jobs))) as pool:
-            for result in [pool.submit(read) for _ in range(min(threads, len(jobs)))]:
-                result.result()
+        else:
+            with ThreadPoolExecutor(min(threads, len(jobs))) as pool:
+                for result in [pool.submit(read) for _ in range(min(threads, len(jobs)))]:
+                    result.result()
+        # Those that speak for other files may have been replaced before those were read.
+        others = [file for file in files if files[file] and file not in self._ids]
+        for record in speaking_for(others, self._ids):
+            self._read_file(readers[0], record.path, [], record)
 
     def _read_file(
         self, work: ChunkReader, name: str, wanted: Sequence[Wanted], record: StoredPlace | None

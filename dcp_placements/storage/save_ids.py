@@ -13,7 +13,7 @@ import io
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
 
 from dcp_placements._torch import StorageInfo
-from dcp_placements.errors import Fault
+from dcp_placements.errors import Fault, format_ranks
 from dcp_placements.storage.written import StoredPlace
 
 ID_PREFIX = "dcp_placements.save."
@@ -208,13 +208,34 @@ def id_records(data: Mapping[MetadataIndex, StorageInfo]) -> dict[str, StoredPla
     Args:
         data: A checkpoint's ``storage_data``.
     """
+    return {place.path: place for place in reversed(_id_places(data))}
+
+
+def _id_places(data: Mapping[MetadataIndex, StorageInfo]) -> list[StoredPlace]:
     beginning = getattr(data, "beginning", None)  # an index need not look at every row
-    if beginning is None:
-        own = [item for item in data.items() if item[0].fqn.startswith(ID_PREFIX)]
-        places = [StoredPlace.of(*item) for item in own]
-    else:
-        places = beginning(ID_PREFIX)
-    return {place.path: place for place in reversed(places)}
+    if beginning is not None:
+        return list(beginning(ID_PREFIX))
+    own = [item for item in data.items() if item[0].fqn.startswith(ID_PREFIX)]
+    return [StoredPlace.of(*item) for item in own]
+
+
+def files_of_two_ranks(data: Mapping[MetadataIndex, StorageInfo]) -> Iterator[Fault]:
+    """Yield files that have the id records of several ranks, by the metadata.
+
+    A rank writes files of its own. In torch's pickle all places of a rank may have one text for its
+    file, so that a single flipped bit gives all of them the file of another rank.
+
+    Args:
+        data: A checkpoint's ``storage_data``.
+    """
+    ranks: dict[str, set[int]] = {}
+    for place in _id_places(data):
+        if place.offset:
+            ranks.setdefault(place.path, set()).add(place.offset[0])
+    for file, some in sorted(ranks.items()):
+        if len(some) > 1:
+            headline = f"is named as the file of {format_ranks(some)}, where each writes its own"
+            yield Fault(file, headline, ("likely:      .metadata is damaged", WAY_OUT))
 
 
 def id_item(record: StoredPlace) -> ReadItem:

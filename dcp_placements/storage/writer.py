@@ -328,7 +328,14 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             SentMetadata.of(metadata, sent)
         if type(self.fs) is FileSystem:
             # Atomic: a job that is killed here leaves the older checkpoint or the new one.
-            os.replace(new, path)
+            try:
+                os.replace(new, path)
+            except FileNotFoundError as error:
+                raise PlacementError(
+                    f"{path}: another save into this directory ended meanwhile, and removed what "
+                    "this one had written under another name\n"
+                    "    way out:     a directory for each job"
+                ) from error
             if self.sync_files:
                 # What the older .metadata names is removed next, and may be gone first otherwise.
                 sync_directory(self.path)

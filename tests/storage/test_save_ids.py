@@ -428,6 +428,53 @@ def test_m99_a_save_into_a_file_that_is_being_read_is_refused(
         )
 
 
+@pytest.mark.parametrize("after", [0, 5, 7])
+def test_m99_a_save_into_files_without_a_record_of_their_own_is_refused(
+    tmp_path: Path, after: int
+) -> None:
+    """Of eight files of a rank four have a record of the save's id."""
+    whole = {f"w{n}": torch.full((30_000,), float(n)) for n in range(8)}
+
+    def save_torch(values: dict[str, Any]) -> None:
+        writer = dcp.FileSystemWriter(tmp_path, thread_count=8)
+        dcp.save(values, storage_writer=writer, planner=PlacementSavePlanner(), no_dist=True)
+
+    class Interrupted(PlacementLoadPlanner):
+        commits = 0
+
+        def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+            super().commit_tensor(read_item, tensor)
+            self.commits += 1
+            if self.commits == after + 1:
+                save_torch({key: value + 100 for key, value in whole.items()})
+
+    save_torch(dict(whole))
+    held = {key: torch.zeros_like(value) for key, value in whole.items()}
+    reader = PlacementFileSystemReader(tmp_path)
+    with pytest.raises(CheckpointException, match="was written by save"):
+        dcp.load(held, storage_reader=reader, planner=Interrupted(), no_dist=True)
+
+
+@pytest.mark.parametrize("restricted", [False, True])
+def test_a_flipped_bit_in_the_name_of_a_rank_s_file_is_refused(
+    tmp_path: Path, restricted: bool
+) -> None:
+    whole = torch.arange(12.0).reshape(4, 3)
+    world = World(2)
+    world.save(
+        tmp_path,
+        lambda rank: {"w": FakeDTensor.distribute(whole, world.mesh(rank, fsdp=2), [Shard(0)])},
+        lambda rank: PlacementSavePlanner(),
+    )
+    metadata = tmp_path / ".metadata"
+    metadata.write_bytes(metadata.read_bytes().replace(b"__0_0.distcp", b"__1_0.distcp"))
+    reader = PlacementFileSystemReader(tmp_path, restricted=restricted)
+    state = {"w": torch.zeros(4, 3)}
+    with pytest.raises(CheckpointException, match="named as the file of ranks 0-1"):
+        dcp.load(state, storage_reader=reader, planner=PlacementLoadPlanner(), no_dist=True)
+    assert "ranks 0-1" in str(verify(tmp_path))
+
+
 def test_m100_the_directory_is_synced_before_older_files_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
