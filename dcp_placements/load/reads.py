@@ -110,18 +110,20 @@ _OBJECT = ReadItem(
 def read_items(
     reads: Iterable[tuple[str, Sequence[ReadItem] | None]],
     load: Any = None,
-    placed_of: Mapping[str, Placed] = MappingProxyType({}),
+    held: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[ReadItem]:
     """Return the read items of keys.
 
     Args:
         reads: Key by key, its reads, as ``reads_of`` returns them; None of an object.
         load: The state of the load, which the items know.
-        placed_of: The places of keys whose items know their memory, too.
+        held: Of keys whose items know their memory, too: a plain tensor, or one with its place.
     """
     items: list[ReadItem] = []
     for fqn, parts in reads:
-        placed = placed_of.get(fqn)
+        value = held.get(fqn)
+        placed = value if isinstance(value, Placed) else None
+        plain = value if type(value) in _PLAIN else None
         for read in (_OBJECT,) if parts is None else parts:
             dest, source = read.dest_index, read.storage_index
             to = {"fqn": fqn, "offset": dest.offset, "index": dest.index}
@@ -134,7 +136,7 @@ def read_items(
                 "storage_offsets": read.storage_offsets,
                 "lengths": read.lengths,
                 "run": load,
-                "chunk": None if placed is None else placed.view(placed.chunks[dest.index or 0]),
+                "chunk": plain if placed is None else placed.view(placed.chunks[dest.index or 0]),
             }
             items.append(made(ReadItemOfLoad, values))
     return items
@@ -416,9 +418,10 @@ class Request:
         """
         reads_of_key = {fqn: group.reads for group in self.groups for fqn in group.fqns}
         in_order = [(fqn, reads_of_key[fqn]) for fqn in self.state_dict if fqn in reads_of_key]
-        placed = self.placing.placed if is_known else {}
-        own = {fqn: one for fqn, one in placed.items() if fqn not in self.shared}
-        return read_items(in_order, load, own)
+        held = {**self.state_dict, **self.placing.placed} if is_known else {}
+        for fqn in self.shared if held else ():
+            held.pop(fqn, None)
+        return read_items(in_order, load, held)
 
     def holding(self, without: Container[str] = ()) -> Holding:
         """Return the tensors that are read, as other ranks compare and exchange them.

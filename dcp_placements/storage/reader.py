@@ -272,7 +272,8 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
                         raise
 
         if min(threads, len(jobs)) <= 1:
-            read()
+            with quiet_gc():
+                read()
         else:
             with ThreadPoolExecutor(min(threads, len(jobs))) as pool:
                 for result in [pool.submit(read) for _ in range(min(threads, len(jobs)))]:
