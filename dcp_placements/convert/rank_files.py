@@ -58,7 +58,7 @@ _VERLS_OTHERS = {
 }
 
 
-class Piece(NamedTuple):
+class BoxOfFile(NamedTuple):
     """A box of a tensor, as a rank's file has it."""
 
     box: Box
@@ -72,14 +72,14 @@ class RankTensor(SourceTensor):
     """A tensor of which ranks' files have boxes. Of an expert of (4, 3) on two ep ranks::
 
     RankTensor("experts.w", (4, 3), torch.float32,
-               [Piece(Box((0, 0), (2, 3)), "model_rank_0.pt", (0, 0), ...),
-                Piece(Box((2, 0), (2, 3)), "model_rank_1.pt", (0, 0), ...)])
+               [BoxOfFile(Box((0, 0), (2, 3)), "model_rank_0.pt", (0, 0), ...),
+                BoxOfFile(Box((2, 0), (2, 3)), "model_rank_1.pt", (0, 0), ...)])
     """
 
     fqn: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[BoxOfFile] = field(default_factory=list)
 
 
 class RankSource(Source):
@@ -95,8 +95,8 @@ class RankSource(Source):
     def __init__(self, directory: Directory, versions: dict[str, str]) -> None:
         super().__init__(directory, {}, versions)
         self.faults: list[Fault] = []
-        self._pieces: dict[tuple[str, Box], Piece] = {}
-        self._copies: list[tuple[str, Piece, Piece]] = []
+        self._pieces: dict[tuple[str, Box], BoxOfFile] = {}
+        self._copies: list[tuple[str, BoxOfFile, BoxOfFile]] = []
         self._left_out: dict[tuple[str, str], LeftOut] = {}
         self._padding = 0
 
@@ -169,7 +169,7 @@ class RankSource(Source):
             self.faults.append(Fault(fqn, f"{file} makes it {dtype} of {shape}, {other}"))
             return
         for box, at, view in boxes:
-            piece = Piece(box, file, at, view.detach())
+            piece = BoxOfFile(box, file, at, view.detach())
             first = self._pieces.setdefault((fqn, box), piece)
             if first is piece:
                 whole.pieces.append(piece)
@@ -227,7 +227,7 @@ def _holes(tensor: RankTensor) -> list[Fault]:
     return [Fault(tensor.fqn, headline, ("way out:     the files of all ranks, of one save",))]
 
 
-def _differences(fqn: str, kept: Piece, copy: Piece) -> list[Fault]:
+def _differences(fqn: str, kept: BoxOfFile, copy: BoxOfFile) -> list[Fault]:
     """Return that two files hold different contents of one box."""
     one, other = kept.data, copy.data
     if same_bits(one, other):

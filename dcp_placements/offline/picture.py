@@ -49,7 +49,7 @@ _DOUBLE: Any = {
 }
 
 
-class Piece(NamedTuple):
+class WrittenBox(NamedTuple):
     """A stored chunk: its box in the tensor, and who wrote it."""
 
     box: Box
@@ -73,7 +73,7 @@ def draw(path: str | os.PathLike[str] | Checkpoint, fqn: str | None = None) -> A
     if fqn is not None:
         tensor = checkpoint.tensor(fqn)
         writers = map(_writer, tensor.chunks)
-        pieces = list(map(Piece, tensor.boxes, writers))
+        pieces = list(map(WrittenBox, tensor.boxes, writers))
         return tensor_figure(fqn, tensor.shape, tensor.dtype_name, pieces)
     nbytes: dict[str, Counter[str]] = {}
     for record in checkpoint.records():
@@ -117,7 +117,7 @@ def bytes_figure(title: str, nbytes: Mapping[str, Mapping[str, int]]) -> Any:
     return figure
 
 
-def tensor_figure(fqn: str, shape: Sequence[int], dtype: str, pieces: Sequence[Piece]) -> Any:
+def tensor_figure(fqn: str, shape: Sequence[int], dtype: str, pieces: Sequence[WrittenBox]) -> Any:
     """Return the picture of one tensor: its chunks, coloured by the ranks that wrote them.
 
     The two dims that are cut into most steps are drawn, the later one across; of a further dim the

@@ -11,17 +11,17 @@ import pytest
 
 from dcp_placements.layout.sharding import Box, Cut, Sharding
 from dcp_placements.offline import draw, save_figure
-from dcp_placements.offline.picture import FEW, Piece, bytes_figure, tensor_figure
+from dcp_placements.offline.picture import FEW, WrittenBox, bytes_figure, tensor_figure
 from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
 
 pytest.importorskip("matplotlib")
 
 
-def pieces(shape: tuple[int, ...], sizes: tuple[int, ...]) -> list[Piece]:
+def pieces(shape: tuple[int, ...], sizes: tuple[int, ...]) -> list[WrittenBox]:
     """Return the pieces of a tensor that is cut into ``sizes`` along its first dims."""
     sharding = Sharding(shape, tuple(Cut(dim, None, size) for dim, size in enumerate(sizes)))
     return [
-        Piece(chunk.box, f"rank {rank}")
+        WrittenBox(chunk.box, f"rank {rank}")
         for rank, positions in enumerate(sharding.positions())
         for chunk in sharding.chunks(positions)
     ]
@@ -60,8 +60,11 @@ def test_each_element_has_the_colour_of_its_writer() -> None:
 
 
 def test_a_hole_is_white_and_grey_and_an_overlap_red() -> None:
-    made = [Piece(Box((0, 0), (10, 20)), "rank 0"), Piece(Box((20, 0), (20, 20)), "rank 1")]
-    made.append(Piece(Box((30, 0), (10, 20)), "rank 2"))
+    made = [
+        WrittenBox(Box((0, 0), (10, 20)), "rank 0"),
+        WrittenBox(Box((20, 0), (20, 20)), "rank 1"),
+    ]
+    made.append(WrittenBox(Box((30, 0), (10, 20)), "rank 2"))
     figure = tensor_figure("w", (40, 20), "float32", made)
     drawn = texts(figure)
     assert "hole: nobody stored it" in drawn
@@ -76,14 +79,14 @@ def test_a_hole_is_white_and_grey_and_an_overlap_red() -> None:
 @pytest.mark.parametrize(
     ("shape", "made"),
     [
-        ((), [Piece(Box((), ()), "rank 0")]),
-        ((0, 3), [Piece(Box((0, 0), (0, 3)), "rank 0")]),
+        ((), [WrittenBox(Box((), ()), "rank 0")]),
+        ((0, 3), [WrittenBox(Box((0, 0), (0, 3)), "rank 0")]),
         ((5,), []),
-        ((10, 4), [Piece(Box((6, 0), (6, 4)), "rank 1")]),
-        ((6, 4), [Piece(Box((0, 0), (6, 4)), "model-00001-of-00002.safetensors")]),
+        ((10, 4), [WrittenBox(Box((6, 0), (6, 4)), "rank 1")]),
+        ((6, 4), [WrittenBox(Box((0, 0), (6, 4)), "model-00001-of-00002.safetensors")]),
     ],
 )
-def test_odd_tensors_are_drawn(tmp_path: Path, shape: Any, made: list[Piece]) -> None:
+def test_odd_tensors_are_drawn(tmp_path: Path, shape: Any, made: list[WrittenBox]) -> None:
     save_figure(tensor_figure("of." * 60 + "w", shape, "int8", made), tmp_path / "w.png")
     assert (tmp_path / "w.png").read_bytes().startswith(b"\x89PNG")
 

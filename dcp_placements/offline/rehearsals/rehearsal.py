@@ -60,7 +60,7 @@ class RankRehearsal:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class AskedBox:
     """A box of one tensor that ranks ask for."""
 
     JSON: ClassVar[str] = "fqn box ranks files"
@@ -91,7 +91,7 @@ class Rehearsal:
     # Patterns of rules, and steps of ``rename=``, that match no key
     unmatched: tuple[str, ...]
     unique_nbytes: int  # bytes of the whole tensors that are needed, each once
-    requests: tuple[Request, ...] = ()  # who asks for what of the tensors that ``fqn`` names
+    requests: tuple[AskedBox, ...] = ()  # who asks for what of the tensors that ``fqn`` names
 
     @property
     def loads(self) -> bool:
@@ -211,7 +211,7 @@ def rehearse(
     )
 
 
-def _requests(world: RehearsedWorld, fqns: set[str]) -> Iterator[Request]:
+def _requests(world: RehearsedWorld, fqns: set[str]) -> Iterator[AskedBox]:
     """Yield which boxes ranks ask for of some tensors, and the files that hold them."""
     for piece in world.table.pieces:
         for fqn in sorted(fqns.intersection(piece.fqns)):
@@ -223,7 +223,7 @@ def _requests(world: RehearsedWorld, fqns: set[str]) -> Iterator[Request]:
                 of_box[box].add(chunks[chunk].file or "")
             for at, box in enumerate(as_boxes(cover.boxes)):
                 ranks, files = tuple(cover.holders(at).tolist()), tuple(sorted(of_box[at]))
-                yield Request(fqn, box, ranks, files, stored.shape)
+                yield AskedBox(fqn, box, ranks, files, stored.shape)
 
 
 def _add_faults(world: RehearsedWorld, costs: Costs, opened: Ints) -> None:
