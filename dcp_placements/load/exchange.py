@@ -407,4 +407,4 @@ def _direct(batch: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor
     first = batch[0]
     if len(batch) > 1 or not first.is_contiguous() or first.device != device:
         return None
-    return first.as_strided((first.numel(),), (1,)).view(torch.uint8)
+    return _bytes_of(first)

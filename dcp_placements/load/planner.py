@@ -68,7 +68,14 @@ from dcp_placements.storage.checks import check_fields, refusing
 from dcp_placements.storage.index import places_of
 from dcp_placements.storage.provenance import saved_by, stored
 from dcp_placements.storage.record_reads import DAMAGED
-from dcp_placements.storage.save_ids import MIXED, id_fault, id_item, id_records, speaking_for
+from dcp_placements.storage.save_ids import (
+    MIXED,
+    id_fault,
+    id_item,
+    id_places,
+    id_records,
+    speaking_for,
+)
 from dcp_placements.storage.written import StoredPlace
 from dcp_placements.table.whole import WholeModel, compare_with_whole
 
@@ -533,7 +540,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         final = items
         # Only the reader of this package has other mappings, and compares the ids by itself.
         if type(files) is dict and stored(load.metadata) is not None:
-            records = id_records(files)
+            records = id_records(id_places(files))
             names = {file for file, *_ in places_of(items, files)} if records else set()
             ids = []
             for record in speaking_for(names, records):

@@ -34,7 +34,7 @@ from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.index import index_of
 from dcp_placements.storage.provenance import SaveRecord, record_of, stored
 from dcp_placements.storage.rank_files import merge_rank_metadata
-from dcp_placements.storage.save_ids import absent_ranks, id_records, writer_of
+from dcp_placements.storage.save_ids import absent_ranks, id_places, id_records, writer_of
 from dcp_placements.storage.written import Offset, StoredPlace
 
 DCP = "dcp"
@@ -89,7 +89,7 @@ class SourceTensor:
         return Box.whole(self.shape)
 
 
-class Cut:
+class ChunkBoxes:
     """The boxes of tensors that are cut alike, made when they are used.
 
     Args:
@@ -116,7 +116,7 @@ class Cut:
 
 
 _OF_OBJECT: dict[Offset, Box | None] = {None: None}
-"""As ``Cut.by_offset``, of an object."""
+"""As ``ChunkBoxes.by_offset``, of an object."""
 
 
 @dataclass(slots=True, eq=False)  # frozen would be three times as slow to make
@@ -126,7 +126,7 @@ class StoredTensor(SourceTensor):
     fqn: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    cut: Cut
+    cut: ChunkBoxes
     _checkpoint: Checkpoint
 
     @property
@@ -206,8 +206,8 @@ class Checkpoint:
             entries = self.rows.entries
             self.tensors: dict[str, StoredTensor] = {}
             self.objects: dict[str, StoredRecord] = {}
-            cuts = [Cut(chunks.array) for chunks in entries.lists]
-            kinds: list[tuple[tuple[int, ...], torch.dtype, Cut] | None] = [
+            cuts = [ChunkBoxes(chunks.array) for chunks in entries.lists]
+            kinds: list[tuple[tuple[int, ...], torch.dtype, ChunkBoxes] | None] = [
                 (tuple(form.size), form.properties.dtype, cuts[at]) if at >= 0 else None
                 for form, at in zip(entries.forms, entries.list_of, strict=True)
             ]
@@ -246,9 +246,14 @@ class Checkpoint:
         }
 
     @cached_property
+    def id_places(self) -> list[StoredPlace]:
+        """The places of all records of save ids."""
+        return id_places(self.rows)
+
+    @cached_property
     def id_records(self) -> dict[str, StoredPlace]:
         """The record with a file's save id, by file, for files without an id in their name."""
-        return id_records(self.rows)
+        return id_records(self.id_places)
 
     def tensor(self, fqn: str) -> StoredTensor:
         """Return the tensor of a key.

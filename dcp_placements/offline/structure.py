@@ -20,7 +20,7 @@ from dcp_placements.layout.boxes import (
     within,
 )
 from dcp_placements.layout.sharding import Box
-from dcp_placements.offline.checkpoint import Checkpoint, Cut, StoredRecord, StoredTensor
+from dcp_placements.offline.checkpoint import Checkpoint, ChunkBoxes, StoredRecord, StoredTensor
 from dcp_placements.offline.dcp_files import check_count, misplaced_in_stock
 from dcp_placements.storage.provenance import OWN_PREFIX
 from dcp_placements.storage.save_ids import ID_NBYTES, files_of_two_ranks, id_fault, id_in_name
@@ -89,7 +89,7 @@ def stock_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
 
 def _tiling_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
     """Yield holes, overlaps, and chunks out of bounds: one fault for tensors that are cut alike."""
-    groups: dict[tuple[tuple[int, ...], Cut], list[StoredTensor]] = {}
+    groups: dict[tuple[tuple[int, ...], ChunkBoxes], list[StoredTensor]] = {}
     for tensor in checkpoint.tensors.values():
         groups.setdefault((tensor.shape, tensor.cut), []).append(tensor)
     for tensors in groups.values():
@@ -160,7 +160,7 @@ def _place_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
 
 def _id_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
     """Yield files that another save wrote, by the id that each begins with, and damaged places."""
-    for damage in files_of_two_ranks(checkpoint.rows):
+    for damage in files_of_two_ranks(checkpoint.id_places):
         yield CheckpointFault("shared_bytes", (), (damage.fqn,), f"it {damage.headline}")
     for file, record in checkpoint.id_records.items():
         if checkpoint.directory.size(file) is None:

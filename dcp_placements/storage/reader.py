@@ -61,6 +61,7 @@ from dcp_placements.storage.save_ids import (
     files_of_two_ranks,
     id_fault,
     id_item,
+    id_places,
     id_records,
     missing,
     rank_files,
@@ -185,10 +186,11 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         """
         with refusing():
             check_facts(metadata)
-        raise_faults(IS_DAMAGED, files_of_two_ranks(metadata.storage_data))
+        places = id_places(metadata.storage_data)
+        raise_faults(IS_DAMAGED, files_of_two_ranks(places))
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._stored = metadata.state_dict_metadata
-        self._ids = id_records(metadata.storage_data)
+        self._ids = id_records(places)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Announce that this reader calls the planner's exchange. Called on every rank."""

@@ -13,7 +13,7 @@ import io
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -202,16 +202,12 @@ def id_data(index: MetadataIndex) -> io.BytesIO | None:
     return io.BytesIO(f"dcp_placements save {index.fqn[len(ID_PREFIX) :]}\n".encode())
 
 
-def id_records(data: Mapping[MetadataIndex, StorageInfo]) -> dict[str, StoredPlace]:
-    """Return the records of ids by file.
+def id_places(data: Mapping[MetadataIndex, StorageInfo]) -> list[StoredPlace]:
+    """Return the places of all records of ids.
 
     Args:
         data: A checkpoint's ``storage_data``.
     """
-    return {place.path: place for place in reversed(_id_places(data))}
-
-
-def _id_places(data: Mapping[MetadataIndex, StorageInfo]) -> list[StoredPlace]:
     beginning = getattr(data, "beginning", None)  # an index need not look at every row
     if beginning is not None:
         return list(beginning(ID_PREFIX))
@@ -219,17 +215,26 @@ def _id_places(data: Mapping[MetadataIndex, StorageInfo]) -> list[StoredPlace]:
     return [StoredPlace.of(*item) for item in own]
 
 
-def files_of_two_ranks(data: Mapping[MetadataIndex, StorageInfo]) -> Iterator[Fault]:
+def id_records(places: Sequence[StoredPlace]) -> dict[str, StoredPlace]:
+    """Return the first record of an id in each file.
+
+    Args:
+        places: Of all of them.
+    """
+    return {place.path: place for place in reversed(places)}
+
+
+def files_of_two_ranks(places: Iterable[StoredPlace]) -> Iterator[Fault]:
     """Yield files that have the id records of several ranks, by the metadata.
 
     A rank writes files of its own. In torch's pickle all places of a rank may have one text for its
     file, so that a single flipped bit gives all of them the file of another rank.
 
     Args:
-        data: A checkpoint's ``storage_data``.
+        places: Of all records of ids.
     """
     ranks: dict[str, set[int]] = {}
-    for place in _id_places(data):
+    for place in places:
         if place.offset:
             ranks.setdefault(place.path, set()).add(place.offset[0])
     for file, some in sorted(ranks.items()):

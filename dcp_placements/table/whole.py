@@ -12,6 +12,7 @@ rank. A router of shape (16, 6) that two tp ranks hold whole, declared ``Shard(0
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,16 +112,19 @@ class WholeModel:
             as a moving average or as optimizer state, if there are others. The empty level is that
             of keys which stand in none.
         """
-        counts: dict[str, int] = {}
-        for fqn in fqns:
-            at = 0
-            while fqn[at:] not in self.shapes and (at := fqn.find(".", at) + 1):
-                pass
-            if at or fqn in self.shapes:
-                counts[fqn[:at]] = counts.get(fqn[:at], 0) + 1
+        counts = Counter([level for level in map(self.level_of, fqns) if level is not None])
         weights = {one: n for one, n in counts.items() if not _BESIDE_WEIGHTS.search(one)} or counts
         most = max(weights.values(), default=0)
         return [level for level, count in weights.items() if 2 * count >= most]
+
+    def level_of(self, fqn: str) -> str | None:
+        """Return the level under which a key is one of the model's; None where it is none."""
+        at = 0
+        while fqn[at:] not in self.shapes:
+            at = fqn.find(".", at) + 1
+            if not at:
+                return None
+        return fqn[:at]
 
 
 def _shape_and_dtype(key: Any, value: Any) -> tuple[Shape, torch.dtype | None]:
@@ -200,27 +204,30 @@ def compare_with_whole(
     if beside:
         texts[-1] += f"; {format_count(len(beside), 'tensor')} not compared"
         texts[-1] += f" ({format_names(folded(beside), 2)})"
-    notes = [note for fqn in beside for note in _average_notes(whole, fqn, *groups[fqn])]
+    notes = [note for fqn in beside for note in _average_notes(whole, fqn, groups[fqn][0].group)]
     return faults, notes, ", ".join(texts)
 
 
-def _average_notes(whole: WholeModel, fqn: str, piece: Piece, at: int) -> Iterator[Fault]:
+def _average_notes(whole: WholeModel, fqn: str, group: Group) -> Iterator[Fault]:
     """Yield a note where a tensor of an average, which is not compared, is no weight's shape."""
-    level, found = "", piece.group.shape
-    while fqn[len(level) :] not in whole.shapes and "." in fqn[len(level) :]:
-        level += fqn[len(level) :].partition(".")[0] + "."
-    shape = whole.shapes.get(fqn[len(level) :], found)
-    if _AVERAGE.search(level) and found != shape and len(found) == len(shape):
-        cuts = ", then ".join(map(str, piece.group.cuts)) or "cut by no axis"
+    level = whole.level_of(fqn)
+    if level is None or not _AVERAGE.search(level):
+        return
+    shape, found = whole.shapes[fqn[len(level) :]], group.shape
+    if found != shape and len(found) == len(shape):
         yield Fault(
             fqn,
             f"is {found}, where the weight of its name has {shape} in the whole model",
             (
-                f"declared:    {cuts}",
+                f"declared:    {_declared(group)}",
                 f"way out:     the rule of the weight; whole= with its keys ({level}...) as well, "
                 "to have averages compared",
             ),
         )
+
+
+def _declared(group: Group) -> str:
+    return ", then ".join(map(str, group.cuts)) or "cut by no axis"
 
 
 def _states(
@@ -337,10 +344,9 @@ class _Compared:
         place: tuple[str, ...] = (),
     ) -> Fault:
         """Return the fault of a key, with how it is declared."""
-        cuts = ", then ".join(map(str, piece.group.cuts)) or "cut by no axis"
         details = (
             *causes,
-            f"declared:    {cuts}; by rule {self._world.rules(piece, at)}",
+            f"declared:    {_declared(piece.group)}; by rule {self._world.rules(piece, at)}",
             f"way out:     {PROPOSE}; waive={{pattern: reason}} where it is right",
         )
         return Fault(fqn, headline, details, place)

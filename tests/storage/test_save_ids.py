@@ -391,6 +391,20 @@ def test_each_save_of_one_planner_has_an_id_of_its_own(tmp_path: Path) -> None:
     assert len(ids) == 3
 
 
+class Interrupted(PlacementLoadPlanner):
+    """Calls ``save`` when it has taken one more tensor than ``after``."""
+
+    def __init__(self, after: int, save: Callable[[], None]) -> None:
+        super().__init__()
+        self.commits, self.after, self.save = 0, after, save
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        super().commit_tensor(read_item, tensor)
+        self.commits += 1
+        if self.commits == self.after + 1:
+            self.save()
+
+
 @by_reader
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_m99_a_save_into_a_file_that_is_being_read_is_refused(
@@ -408,22 +422,13 @@ def test_m99_a_save_into_a_file_that_is_being_read_is_refused(
             no_dist=True,
         )
 
-    class Interrupted(PlacementLoadPlanner):
-        commits = 0
-
-        def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
-            super().commit_tensor(read_item, tensor)
-            self.commits += 1
-            if self.commits == after + 1:
-                save_torch(later)
-
     save_torch(whole)
     held = {key: torch.zeros_like(value) for key, value in whole.items()}
     with pytest.raises(CheckpointException, match="was written by save"):
         dcp.load(
             held,
             storage_reader=READERS[reader](tmp_path),
-            planner=Interrupted(),
+            planner=Interrupted(after, lambda: save_torch(later)),
             no_dist=True,
         )
 
@@ -434,25 +439,18 @@ def test_m99_a_save_into_files_without_a_record_of_their_own_is_refused(
 ) -> None:
     """Of eight files of a rank four have a record of the save's id."""
     whole = {f"w{n}": torch.full((30_000,), float(n)) for n in range(8)}
+    later = {key: value + 100 for key, value in whole.items()}
 
     def save_torch(values: dict[str, Any]) -> None:
         writer = dcp.FileSystemWriter(tmp_path, thread_count=8)
         dcp.save(values, storage_writer=writer, planner=PlacementSavePlanner(), no_dist=True)
 
-    class Interrupted(PlacementLoadPlanner):
-        commits = 0
-
-        def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
-            super().commit_tensor(read_item, tensor)
-            self.commits += 1
-            if self.commits == after + 1:
-                save_torch({key: value + 100 for key, value in whole.items()})
-
     save_torch(dict(whole))
     held = {key: torch.zeros_like(value) for key, value in whole.items()}
     reader = PlacementFileSystemReader(tmp_path)
+    planner = Interrupted(after, lambda: save_torch(dict(later)))
     with pytest.raises(CheckpointException, match="was written by save"):
-        dcp.load(held, storage_reader=reader, planner=Interrupted(), no_dist=True)
+        dcp.load(held, storage_reader=reader, planner=planner, no_dist=True)
 
 
 @pytest.mark.parametrize("restricted", [False, True])
