@@ -67,9 +67,10 @@ from dcp_placements.runs import ItemsToCome, ReadItemOfLoad, RunAttribute, Runs,
 from dcp_placements.storage.checks import check_fields, refusing
 from dcp_placements.storage.index import places_of
 from dcp_placements.storage.provenance import saved_by, stored
-from dcp_placements.storage.record_reads import DAMAGED
+from dcp_placements.storage.record_reads import DAMAGED, IS_DAMAGED
 from dcp_placements.storage.save_ids import (
     MIXED,
+    files_of_two_ranks,
     id_fault,
     id_item,
     id_places,
@@ -540,7 +541,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         final = items
         # Only the reader of this package has other mappings, and compares the ids by itself.
         if type(files) is dict and stored(load.metadata) is not None:
-            records = id_records(id_places(files))
+            places = id_places(files)
+            raise_faults(IS_DAMAGED, files_of_two_ranks(places))
+            records = id_records(places)
             names = {file for file, *_ in places_of(items, files)} if records else set()
             ids = []
             for record in speaking_for(names, records):

@@ -204,7 +204,8 @@ def compare_with_whole(
     if beside:
         texts[-1] += f"; {format_count(len(beside), 'tensor')} not compared"
         texts[-1] += f" ({format_names(folded(beside), 2)})"
-    notes = [note for fqn in beside for note in _average_notes(whole, fqn, groups[fqn][0].group)]
+    noted = [fqn for fqn in beside if not matches_any(excused, fqn)]
+    notes = [note for fqn in noted for note in _average_notes(whole, fqn, groups[fqn][0].group)]
     return faults, notes, ", ".join(texts)
 
 
@@ -221,7 +222,7 @@ def _average_notes(whole: WholeModel, fqn: str, group: Group) -> Iterator[Fault]
             (
                 f"declared:    {_declared(group)}",
                 f"way out:     the rule of the weight; whole= with its keys ({level}...) as well, "
-                "to have averages compared",
+                "to have averages compared; waive={pattern: reason} where it is right",
             ),
         )
 

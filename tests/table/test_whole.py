@@ -148,6 +148,10 @@ def test_an_average_of_another_shape_is_warned_of() -> None:
         UserWarning, match=r"ema\.embed: is \(122, 6\), where the weight of its name"
     ):
         check({"model": weights, "ema": average}, None, whole=WHOLE)
+    waived = check(
+        {"model": weights, "ema": average}, None, whole=WHOLE, waive={"ema": "of two models"}
+    )
+    assert not waived.warnings
 
 
 def test_state_that_names_its_parameter_by_a_number_is_not_compared_and_said() -> None:
