@@ -86,8 +86,14 @@ ASYNC_THREAD = "AsyncCheckpointExecutor"
 """How the names of the threads begin in which ``async_save`` calls ``save``."""
 
 
+PLAIN = torch.Tensor, torch.nn.Parameter, torch.nn.Buffer
+"""Types of tensors that are what they seem. Most are of these, so that they are asked first."""
+
+
 def is_dtensor_like(value: Any) -> bool:
     """Whether ``value`` is a DTensor, or has the attributes that this package uses of one."""
+    if type(value) in PLAIN:
+        return False
     return isinstance(value, DTensor) or (
         not isinstance(value, torch.Tensor | ShardedTensor)
         and all(hasattr(value, name) for name in ("to_local", "device_mesh", "placements", "shape"))
@@ -98,7 +104,8 @@ def has_hooks(value: Any) -> bool:
     """Whether ``value`` creates its own write items for DCP (``__create_write_items__``)."""
     if isinstance(value, DTensor):
         return hasattr(value._local_tensor, "__create_write_items__")
-    return hasattr(value, "__create_write_items__") or isinstance(value, ShardedTensor)
+    own = hasattr(value, "__create_write_items__")
+    return own or (type(value) not in PLAIN and isinstance(value, ShardedTensor))
 
 
 Facts = tuple[torch.Tensor, Any, tuple[Any, ...], torch.Size]

@@ -10,7 +10,7 @@ A planner may have several under way, in threads. Two loads of one planner, and 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
@@ -147,13 +147,13 @@ def has_own(planner: Any, kind: type, *hooks: str) -> bool:
     )
 
 
-def made(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Return a frozen dataclass with these values of all fields, as pickle makes it.
+def made(kind: type[T], values: dict[str, Any]) -> T:
+    """Return a frozen dataclass of which ``values``, those of all fields, becomes the memory.
 
     Its initialiser takes twice the time, which counts where there are thousands.
     """
     record = object.__new__(kind)
-    vars(record).update(values)
+    object.__setattr__(record, "__dict__", values)
     return record
 
 

@@ -15,14 +15,13 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from dcp_placements._torch import PLAIN
 from dcp_placements.bind.one_tensor import Place, Placed
 from dcp_placements.errors import Fault
 from dcp_placements.layout.boxes import format_boxes
 from dcp_placements.layout.sharding import Box, Cut, Kind
 from dcp_placements.rules.mesh import Axis
 from dcp_placements.rules.patterns import matches_any
-
-_PLAIN = torch.Tensor, torch.nn.Parameter
 
 
 def tensor_faults(
@@ -40,7 +39,7 @@ def tensor_faults(
     first: dict[int, tuple[str, torch.Tensor]] = {}
     starts: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for fqn, tensor in tensors:
-        is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        is_plain = type(tensor) in PLAIN and tensor.layout is torch.strided
         if is_save and tensor.is_meta:
             faults.append(Fault(fqn, "is a meta tensor, which has no contents to save", _META))
         elif not tensor.numel():

@@ -26,10 +26,9 @@ _CORRECT = "way out:     correct the attributes of this tensor, which name each 
 
 def lists_its_chunks(value: Any) -> bool:
     """Whether a value is a tensor with the attributes."""
-    names = (*LISTS, "global_shape")
-    return isinstance(value, torch.Tensor) and all(
-        getattr(value, name, None) is not None for name in names
-    )
+    if getattr(value, "global_shape", None) is None or not isinstance(value, torch.Tensor):
+        return False
+    return all(getattr(value, name, None) is not None for name in LISTS)
 
 
 def names_its_chunks(value: Any) -> bool:

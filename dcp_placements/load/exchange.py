@@ -26,7 +26,7 @@ from torch.distributed.checkpoint import ReadItem
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from dcp_placements._torch import agreeing_device, global_rank
+from dcp_placements._torch import PLAIN, agreeing_device, global_rank
 from dcp_placements.bind.one_tensor import Placing
 from dcp_placements.errors import Fault, PlacementError, format_faults, format_ranks
 from dcp_placements.layout.boxes import Array, Ints
@@ -361,7 +361,7 @@ def _can_be_sent(value: Any, placing: Placing, fqn: str) -> bool:
         if placed.parts or placed.has_own_key or len(offsets) < len(placed.chunks):
             return False
     return (
-        type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+        type(value) in PLAIN
         and value.layout == torch.strided
         and value.device.type != "meta"
         and not (value.is_conj() or value.is_neg() or value.is_quantized)

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from dcp_placements._torch import (
+    PLAIN,
     ShardedTensor,
     chunk_list,
     has_hooks,
@@ -123,7 +124,7 @@ def read_items(
     for fqn, parts in reads:
         value = held.get(fqn)
         placed = value if isinstance(value, Placed) else None
-        plain = value if type(value) in _PLAIN else None
+        plain = value if type(value) in PLAIN else None
         for read in (_OBJECT,) if parts is None else parts:
             dest, source = read.dest_index, read.storage_index
             to = {"fqn": fqn, "offset": dest.offset, "index": dest.index}
@@ -131,8 +132,8 @@ def read_items(
             values = {
                 "type": read.type,
                 "dest_index": made(MetadataIndex, to),
-                "dest_offsets": read.dest_offsets,
                 "storage_index": made(MetadataIndex, at),
+                "dest_offsets": read.dest_offsets,
                 "storage_offsets": read.storage_offsets,
                 "lengths": read.lengths,
                 "run": load,
@@ -145,9 +146,6 @@ def read_items(
 def format_cuts(cuts: Cuts) -> str:
     """Return cuts as text, in their order."""
     return ", then ".join(map(str, cuts)) or "whole, cut by no axis"
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 _stored_at = attrgetter("storage_index.index")
@@ -267,7 +265,7 @@ class Request:
             if isinstance(entry, TensorStorageMetadata):
                 if placed is not None:
                     key = placed.place, placed.tensor.dtype, placed.rule
-                elif type(value) in _PLAIN and not has_hooks(value):
+                elif type(value) in PLAIN and not has_hooks(value):
                     key = value.shape, value.dtype
                 key = key and (*key, entry.size, len(entry.chunks))
             group = latest.get(key)
@@ -466,6 +464,6 @@ class Request:
         if (placed := self.placing.placed.get(fqn)) is not None:
             return placed.tensors
         value = self.state_dict[fqn]
-        if isinstance(value, ShardedTensor):
+        if type(value) not in PLAIN and isinstance(value, ShardedTensor):
             return [shard.tensor for shard in value.local_shards()]
         return [value] if isinstance(value, torch.Tensor) else []

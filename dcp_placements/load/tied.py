@@ -14,6 +14,7 @@ A tensor of which several elements are one memory, as ``expand`` makes it, is re
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from math import gcd
 from typing import Any
 
@@ -39,23 +40,20 @@ def tied_keys(destinations: Sequence[tuple[str, torch.Tensor]]) -> dict[str, tup
     Args:
         destinations: The tensors that are read into, and their keys; a key may have several.
     """
+    tensors = [tensor for _, tensor in destinations]
     # Of tensors that have no memory, or none that can be seen, the start is 0.
-    starts = [data_pointer(tensor) for _, tensor in destinations]
-    held = [at for at, start in enumerate(starts) if start and destinations[at][1].numel()]
-    runs: list[list[int]] = []
-    end = 0
-    for at in sorted(held, key=starts.__getitem__):
-        if starts[at] >= end:
-            runs.append([])
-        runs[-1].append(at)
-        tensor = destinations[at][1]
-        nbytes = tensor.nbytes if tensor.is_contiguous() else _extent(tensor)
-        end = max(end, starts[at] + nbytes)
+    starts = np.array([data_pointer(tensor) for tensor in tensors], np.int64)
+    nbytes = np.array([_extent(one) if at else 0 for at, one in zip(starts, tensors, strict=True)])
+    held = np.flatnonzero(nbytes)
+    held = held[starts[held].argsort(kind="stable")]
+    ends = np.maximum.accumulate((starts + nbytes)[held])
+    cuts = (0, *np.flatnonzero(starts[held][1:] >= ends[:-1]) + 1, len(held))
     tied: dict[str, tuple[str, ...]] = {}
-    for run in runs:
-        if len(run) == 1:
+    for begin, end in pairwise(cuts):
+        if end - begin < 2:
             continue
-        views = [destinations[at][1] for at in run]
+        run = held[begin:end].tolist()
+        views = [tensors[at] for at in run]
         # The extent of a column of a matrix has other columns, too.
         if all(view.is_contiguous() for view in views) or _share_memory(views):
             keys = tuple(dict.fromkeys([destinations[at][0] for at in sorted(run)]))
@@ -104,9 +102,8 @@ def memory_faults(
     """Return the tensors whose memory does not keep what is read into it."""
     faults = []
     # Each call of to_local() may make another tensor: what is read into it is lost at the end.
-    values = {fqn: state_dict[fqn] for fqn, _ in destinations}
-    own = (torch.Tensor, torch.nn.Parameter, DTensor)
-    alike = {f for f, value in values.items() if type(value) not in own and is_dtensor_like(value)}
+    alike = {fqn for fqn, _ in destinations if is_dtensor_like(state_dict[fqn])}
+    alike = {fqn for fqn in alike if not isinstance(state_dict[fqn], DTensor)}
     starts = {(fqn, data_pointer(tensor)) for fqn, tensor in destinations if fqn in alike}
     for fqn, tensor in destinations:
         is_strided = tensor.layout is torch.strided and not tensor.is_contiguous()
@@ -121,9 +118,9 @@ def memory_faults(
                 "own for each element), or the tensor that it was made from",
             )
             faults.append(Fault(fqn, headline, details))
-        is_new = fqn in alike and (fqn, data_pointer(facts_of(values[fqn])[0])) not in starts
+        is_new = fqn in alike and (fqn, data_pointer(facts_of(state_dict[fqn])[0])) not in starts
         if is_new and tensor.numel():
-            kind = type(values[fqn]).__name__
+            kind = type(state_dict[fqn]).__name__
             headline = f"to_local() of this {kind} makes a copy: what is read would be lost"
             out = "way out:     load into the tensor that it holds, and make the copy afterwards"
             faults.append(Fault(fqn, headline, (out,)))
@@ -163,6 +160,8 @@ def _share_memory(tensors: Sequence[torch.Tensor]) -> bool:
 
 def _extent(tensor: torch.Tensor) -> int:
     """Return the bytes from the first element of a tensor to the end of its last."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
     last = sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )

@@ -549,16 +549,16 @@ def places_of(
     else:
         rows = [(index, places.get(index)) for index in indices]
         found = [None if one is None else StoredPlace.of(at, one)[2:] for at, one in rows]
-    faults = [
-        Fault(
-            index.fqn,
-            "the metadata name no file for "
-            + ("it" if index.offset is None else f"the chunk at {tuple(index.offset)}"),
-            DAMAGED_METADATA,
-        )
-        for index, place in zip(indices, found, strict=True)
-        if place is None
-    ]
-    if faults:
+    if None in found:
+        faults = [
+            Fault(
+                index.fqn,
+                "the metadata name no file for "
+                + ("it" if index.offset is None else f"the chunk at {tuple(index.offset)}"),
+                DAMAGED_METADATA,
+            )
+            for index, place in zip(indices, found, strict=True)
+            if place is None
+        ]
         raise PlacementError(format_faults("the checkpoint is not whole", faults))
     return cast(list[Place], found)

@@ -425,7 +425,10 @@ class ChunkReader:
                 text = f"a {tuple(sizes)} tensor was read, where {tuple(target.shape)} is to be"
                 raise self._refused(one, f"{text} filled")
         # Detached views take writes also where they are of parameters, or of inference tensors.
-        return [target.detach() for target in targets]
+        return [
+            target.detach() if target.requires_grad or target.is_inference() else target
+            for target in targets
+        ]
 
     def _commit(self, some: Sequence[Wanted], targets: Sequence[torch.Tensor]) -> None:
         with self._lock:
