@@ -420,8 +420,9 @@ class _Placer:
             numbers = list(dict.fromkeys([number for number, _, _, _ in pieces]))
             if self._stored is not None:
                 # One scalar stands for all rows, whichever this rank holds.
-                is_scalar = isinstance(value, torch.Tensor)
-                numbers = list(range(total)) if is_scalar else numbers or [0][:total]
+                numbers = list(range(total)) if is_tensor(value) else numbers or [0][:total]
+            if is_dtensor_like(value):
+                value = facts_of(value)[0]
             for number, fqn in product(numbers, name.fqns):
                 key = fqn.replace("{}", str(number))
                 self.placing.add(key, value, path)

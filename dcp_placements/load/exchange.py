@@ -182,11 +182,10 @@ class Exchange:
             request: What it needs.
             tied: The keys that it reads by itself, since they overlap in memory.
         """
-        placing, scalars = request.placing, {*request.shared.values()}
         without = {
             fqn
             for fqn, value in request.state_dict.items()
-            if fqn in scalars or fqn in tied or not _can_be_sent(value, placing, fqn)
+            if fqn in tied or not _can_be_sent(value, request.placing, fqn)
         }
         self._holding = request.holding(without)
         return self._holding.sent

@@ -24,12 +24,11 @@ from torch.distributed.checkpoint import (
     LoadPlan,
     Metadata,
     ReadItem,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
-from dcp_placements._torch import facts_of, global_rank, set_up_by_torch, world_size
+from dcp_placements._torch import global_rank, set_up_by_torch, world_size
 from dcp_placements.bind.lint import equal_values, lint
 from dcp_placements.bind.state_dict import place
 from dcp_placements.errors import (
@@ -48,7 +47,14 @@ from dcp_placements.load.compare import AllAsked, LoadMessage, check_load, unask
 from dcp_placements.load.exchange import Answer, Exchange, answers
 from dcp_placements.load.missing import Policy, reset_note
 from dcp_placements.load.reads import Request
-from dcp_placements.load.tied import land, memory_faults, settle_tied, tied_keys
+from dcp_placements.load.tied import (
+    UNLIKE,
+    land,
+    memory_faults,
+    settle_tied,
+    tied_keys,
+    unlike_fault,
+)
 from dcp_placements.names.flat import Path, Reshaped, check_texts, put_at, rename_keys
 from dcp_placements.names.optimizer_state import ParameterNames
 from dcp_placements.names.renames import recorded
@@ -145,8 +151,8 @@ class RankLoad:
     buffered: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
     unread: int = 0
     report: LoadReport = field(default_factory=lambda: LoadReport(planned=False))
-    # By scalar or object that stands for several keys, the first that was read, and its value.
-    _first_values: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    # By object that stands for several keys, the first that was read, and its value.
+    _first_objects: dict[str, tuple[str, Any]] = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.Lock)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -157,19 +163,6 @@ class RankLoad:
         self.report.warnings += tuple(map(str, notes))
         warnings.warn(format_faults(_LOOK, notes, "note"), stacklevel=3)
 
-    def take_tensor(self, fqn: str, memory: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Take what was read apart from its memory: of a tied key, or for a scalar of several.
-
-        Raises:
-            PlacementError: One scalar stands for several rows, and they differ.
-        """
-        if fqn in self.request.shared:
-            for number in tensor.flatten().tolist():
-                self._take_value(fqn, number)
-                self.scalar(fqn).fill_(number)
-        if fqn in self.tied:
-            self.buffered.append((fqn, memory.detach(), tensor.detach()))
-
     def take_object(self, fqn: str, value: Any) -> None:
         """Put an object that was read into all its places, but for names of parameters.
 
@@ -178,33 +171,13 @@ class RankLoad:
         """
         if isinstance(self.state_dict[fqn], ParameterNames):
             return
-        if fqn in self.request.shared:
-            self._take_value(fqn, value)
+        if name := self.request.shared.get(fqn):
+            first, its_value = self._first_objects.setdefault(name, (fqn, value))
+            if not equal_values(its_value, value):
+                contents = f"{its_value!r} of {first} and {value!r} of {fqn}"
+                raise_faults(UNLIKE, [unlike_fault((first, fqn), [first], contents, "object")])
         for path in (self.mappings[fqn], *self.request.placing.copies.get(fqn, ())):
             put_at(self.original_state_dict, path, value)
-
-    def scalar(self, fqn: str) -> torch.Tensor:
-        """Return the tensor of one value that stands for several."""
-        return facts_of(self.state_dict[fqn])[0].detach()
-
-    def _take_value(self, fqn: str, value: Any) -> None:
-        """Compare one of several values that become one here with the first of them."""
-        name = self.request.shared[fqn]
-        first, first_value = self._first_values.setdefault(name, (fqn, value))
-        if equal_values(first_value, value):
-            return
-        values = f"{first_value!r} and {value!r}"
-        if first != fqn:
-            values = f"{first_value!r} for {first} and {value!r} for {fqn}"
-        fault = Fault(
-            name,
-            f"rank {global_rank()} has one value for all rows, but the checkpoint has {values}",
-            (
-                "likely:      each row had an optimizer state of its own, and their steps differed",
-                "way out:     load it into one tensor per row; or leave this key out",
-            ),
-        )
-        raise PlacementError(format_faults("rows cannot be loaded as one", [fault]))
 
     def end_read(self) -> None:
         """Take in that an item was read; readers may call from several threads."""
@@ -410,7 +383,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         load.request, load.report = request, request.report
         load.report.waived = dict(self.waive)
         destinations = request.destinations()
-        load.tied = tied_keys(destinations)
+        load.tied = {**tied_keys(destinations), **placing.of_one_value()}
         message = LoadMessage(global_rank(), load.declared)
         # A tensor without its place has another shape, which is no fault of its own.
         placeless = {fault.fqn for fault in placing.faults}
@@ -563,13 +536,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the storage to read into: a view of the local tensor. Called on every rank."""
         load = self._runs.planned
-        request = load.request
-        if index.fqn in request.shared:
-            # The value of none may overwrite another one before they are compared.
-            entry = load.metadata.state_dict_metadata[index.fqn]
-            assert isinstance(entry, TensorStorageMetadata)
-            return load.scalar(index.fqn).new_empty(entry.size)
-        if (placed := request.placing.placed.get(index.fqn)) is not None:
+        if (placed := load.request.placing.placed.get(index.fqn)) is not None:
             assert index.index is not None
             return placed.view(placed.chunks[index.index])
         return cast(torch.Tensor, find_state_dict_object(load.state_dict, index))
@@ -596,14 +563,15 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         """Take what was read. Called on every rank.
 
         Raises:
-            PlacementError: Quantized values of another scale than the tensor has; different
-                values for one scalar.
+            PlacementError: Quantized values of another scale than the tensor has; or different
+                contents of one memory, after the last item.
         """
         load, fqn = self._runs.of(read_item), read_item.dest_index.fqn
         if tensor.is_quantized:
             check_quantizer(fqn, self._memory(load, read_item), tensor)
-        if fqn in load.tied or fqn in load.request.shared:
-            load.take_tensor(fqn, self._memory(load, read_item), tensor)
+        if fqn in load.tied:
+            memory = self._memory(load, read_item)
+            load.buffered.append((fqn, memory.detach(), tensor.detach()))
         if load.unread:
             load.end_read()
 

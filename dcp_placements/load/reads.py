@@ -30,10 +30,11 @@ from dcp_placements._torch import (
     PLAIN,
     ShardedTensor,
     chunk_list,
+    facts_of,
     has_hooks,
     is_dtensor_like,
 )
-from dcp_placements.bind.one_tensor import Placed, Placing
+from dcp_placements.bind.one_tensor import Place, Placed, Placing
 from dcp_placements.errors import Fault, format_names
 from dcp_placements.layout.boxes import (
     Index,
@@ -43,7 +44,7 @@ from dcp_placements.layout.boxes import (
     intersect,
     uncovered,
 )
-from dcp_placements.layout.sharding import Box, Cuts
+from dcp_placements.layout.sharding import Box, Chunk, Cuts, Sharding
 from dcp_placements.load.casting import cast_fault, cast_kind, format_cast
 from dcp_placements.load.missing import Policy, is_tensor, settle_missing
 from dcp_placements.names.optimizer_state import OptimizerStates
@@ -209,8 +210,7 @@ class Request:
         groups: The keys that the checkpoint has, by what fills them.
         reset: By optimizer state key that is reset when all is read, the parameter, which has no
             state in the checkpoint at all.
-        shared: By key whose value is one of several that are one scalar or object here, the name
-            of that.
+        shared: As in ``Placing``.
         report: What the load reads.
         faults: What cannot be filled, or would be filled wrongly.
         notes: What is accepted with a warning.
@@ -232,7 +232,7 @@ class Request:
         self.states = OptimizerStates(state_dict, self.stored, names=names)
         self.groups: list[Group] = []
         self.reset: dict[str, str] = {}
-        self.shared = dict(placing.shared)
+        self.shared = placing.shared
         self.report = LoadReport()
         self.faults: list[Fault] = []
         self.notes: list[Fault] = []
@@ -280,7 +280,7 @@ class Request:
                 if group is None:
                     continue
                 self.groups.append(group)
-                if key is not None and len(self.faults) == faults and fqn not in self.shared:
+                if key is not None and len(self.faults) == faults and group.placed is placed:
                     latest[key] = group
             group.fqns.append(fqn)
             if group.cast is not None:
@@ -323,8 +323,10 @@ class Request:
         shape, size = tuple(value.size()) if placed is None else placed.global_shape, entry.size
         if shape == () and len(size) == 1 and self.states.of(fqn) is not None:
             # One step for a stacked parameter, of which the checkpoint's rows had one each.
-            self.shared[fqn] = fqn
-            placed, shape = None, tuple(size)
+            self.shared[fqn], shape = fqn, tuple(size)
+            rows = facts_of(value)[0].detach().expand(shape)
+            place = Place(Sharding(shape), (), (Chunk((0,), (0,), shape),))
+            placed = self.placing.placed[fqn] = Placed(fqn, rows, place)
         if tuple(size) != shape:
             self.faults.append(self._other_shape(fqn, tuple(size), shape, placed))
             return None
@@ -334,8 +336,6 @@ class Request:
             if placed.place.sharding.padded_shape is not None:
                 held = sum(tensor.numel() for tensor in placed.tensors)
                 padded = held - sum(box.numel for box in destinations)
-        elif fqn in self.shared:
-            destinations = [Box((0,) * len(shape), shape)]
         else:
             destinations = [Box(tuple(c.offsets), tuple(c.sizes)) for c in chunk_list(value)]
         reads, holes = reads_of(entry, destinations)
@@ -417,8 +417,6 @@ class Request:
         reads_of_key = {fqn: group.reads for group in self.groups for fqn in group.fqns}
         in_order = [(fqn, reads_of_key[fqn]) for fqn in self.state_dict if fqn in reads_of_key]
         held = {**self.state_dict, **self.placing.placed} if is_known else {}
-        for fqn in self.shared if held else ():
-            held.pop(fqn, None)
         return read_items(in_order, load, held)
 
     def holding(self, without: Container[str] = ()) -> Holding:

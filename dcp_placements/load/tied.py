@@ -30,6 +30,11 @@ from dcp_placements.table.digests import full_digest
 MAX_KEYS = 6
 """Keys of one memory that a message lists."""
 
+_FEW = 4
+"""Elements of a tensor that a message shows."""
+
+UNLIKE = "what is one here differs in the checkpoint"
+
 Buffered = Sequence[tuple[str, torch.Tensor, torch.Tensor]]
 """What was read into buffers: key, memory, buffer."""
 
@@ -62,8 +67,11 @@ def tied_keys(destinations: Sequence[tuple[str, torch.Tensor]]) -> dict[str, tup
 
 
 def land(buffered: Buffered) -> None:
-    """Put what was read into its memory."""
+    """Put what was read into its memory; of rows that are one number there, the first."""
     for _, memory, buffer in buffered:
+        for dim in reversed(range(memory.ndim)):
+            if memory.shape[dim] > 1 and not memory.stride(dim):
+                memory, buffer = memory.select(dim, 0), buffer.select(dim, 0)
         memory.copy_(buffer)
 
 
@@ -74,24 +82,37 @@ def settle_tied(buffered: Buffered, tied: Mapping[str, tuple[str, ...]]) -> None
         PlacementError: Some have one memory, but other contents.
     """
     land(buffered)
-    lost: dict[tuple[str, ...], dict[str, None]] = {}
+    lost: dict[tuple[str, ...], dict[str, str]] = {}
     for fqn, memory, buffer in buffered:
         if full_digest(memory) != full_digest(buffer):
-            lost.setdefault(tied[fqn], {})[fqn] = None
-    faults = [_fault(keys, [*fqns]) for keys, fqns in lost.items()]
-    raise_faults("tensors of one memory cannot be loaded", faults)
+            read, left = (one.flatten()[:_FEW].tolist() for one in (buffer, memory))
+            lost.setdefault(tied[fqn], {})[fqn] = f"{read} of {fqn}, where {left} is left"
+    faults = [unlike_fault(keys, [*fqns], next(iter(fqns.values()))) for keys, fqns in lost.items()]
+    raise_faults(UNLIKE, faults)
 
 
-def _fault(keys: tuple[str, ...], lost: list[str]) -> Fault:
+def unlike_fault(
+    keys: tuple[str, ...], lost: Sequence[str], contents: str, kind: str = "memory"
+) -> Fault:
+    """Return that keys have different contents in the checkpoint, and one value here.
+
+    Args:
+        keys: All that have the one value; a single one stands for several rows.
+        lost: Those whose contents are not there.
+        contents: As text, where they begin.
+        kind: What the one value is.
+    """
     what = "them" if len(keys) > 1 else "several rows of it"
     # Those that were overwritten first: a long list is cut.
     return Fault(
         format_names([*dict.fromkeys((*lost, *keys))], MAX_KEYS),
-        f"this rank has one memory for {what}, but the checkpoint has different contents",
+        f"this rank has one {kind} for {what}, but the checkpoint has different contents",
         (
             f"overwritten: {format_names(lost, MAX_KEYS)}",
-            "way out:     load into a model that does not tie them; or leave all keys but one "
-            "out of the state dict: its contents are then those of all",
+            f"contents:    {contents}",
+            "way out:     load into a model that does not tie them, for rows with one tensor per "
+            "row; or leave all keys but one out of the state dict: its contents are then those of "
+            "all",
         ),
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hazard_scenes import assert_same, read_whole, refusal
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements import (
     CheckpointPlacement,
@@ -76,8 +75,8 @@ def test_steps_of_their_own_are_kept_row_by_row(tmp_path: Path) -> None:
 
     whole = {"optim.state.experts.w1.step": torch.tensor(0.0)}
     message = refusal(lambda: load_alone(tmp_path, whole, None))
-    assert "optim.state.experts.w1.step: rank 0 has one value for all rows" in message
-    assert re.search(r"the checkpoint has (5|6|15)\.0 and (5|6|15)\.0", message)
+    assert "step: this rank has one memory for several rows of it" in message
+    assert "of optim.state.experts.w1.step, where [" in message
 
 
 def three_rows() -> dict[str, torch.Tensor]:
@@ -101,7 +100,7 @@ def test_one_step_for_all_rows_is_read_from_rows_that_agree(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("steps", "text"),
     [
-        ([4, 4, 7], "4.0 for optim.state.experts.0.w1.step and 7.0 for optim.state.experts.2.w1"),
+        ([4, 4, 7], "[4.0] of optim.state.experts.0.w1.step, where [7.0] is left"),
         ([4, 4], "step: the checkpoint has optimizer state of 2 rows"),
     ],
     ids=["do not agree", "never stepped"],
@@ -315,7 +314,7 @@ def test_objects_with_elements_are_compared_when_one_stands_for_all_rows(
     }
     if not equal:
         message = refusal(lambda: load_alone(tmp_path, held, Unstack("experts.{}")))
-        assert "optim.state.experts.w1.extra: rank 0 has one value for all rows" in message
+        assert "w1.extra: this rank has one object for them" in message
         return
     load_alone(tmp_path, held, Unstack("experts.{}"))
     assert np.array_equal(held["optim.state.experts.w1.extra"], np.ones((2, 2)))
@@ -346,3 +345,32 @@ def test_a_name_that_ends_another_has_rows_of_its_own(tmp_path: Path) -> None:
     assert_same(
         read_whole(tmp_path), rows | {f"ema.layers.{row}.w": torch.ones(2) for row in range(3)}
     )
+
+
+def test_a_step_that_is_a_dtensor_goes_to_every_row(tmp_path: Path) -> None:
+    world = World(2)
+
+    def state(rank: int, value: float) -> dict[str, Any]:
+        mesh = world.mesh(rank, dp=2)
+        rows, step = torch.full((1, 3), value), torch.tensor(value)
+        return {
+            "experts.w": FakeDTensor(rows, mesh, [Shard(0)], (2, 3)),
+            "optim.state.experts.w.exp_avg": FakeDTensor(rows.clone(), mesh, [Shard(0)], (2, 3)),
+            "optim.state.experts.w.step": FakeDTensor(step, mesh, [Replicate()], ()),
+        }
+
+    by_row = Unstack("experts.{}")
+    world.save(
+        tmp_path,
+        lambda rank: state(rank, 3.0),
+        lambda rank: PlacementSavePlanner(rename=by_row),
+    )
+    loaded = world.load(
+        tmp_path,
+        lambda rank: state(rank, 0.0),
+        lambda rank: PlacementLoadPlanner(rename=by_row),
+    )
+    read = read_whole(tmp_path)
+    assert [read[f"optim.state.experts.{row}.w.step"] for row in range(2)] == [3, 3]
+    for rank in range(2):
+        assert loaded[rank]["optim.state.experts.w.step"].to_local() == 3

@@ -365,13 +365,8 @@ class RehearsedWorld:
             return [lot]
         placing = load.request.placing
         lot.objects = [fqn for fqn in load.state_dict if fqn in self.checkpoint.objects]
-        held = dict(load.state_dict)
-        for fqn in load.request.shared.keys() & self.checkpoint.tensors.keys():
-            # One scalar here, of which the checkpoint may have one per row.
-            shape = self.checkpoint.tensors[fqn].shape
-            held[fqn] = torch.empty(shape, dtype=held[fqn].dtype, device="meta")
         without = {*self.checkpoint.objects, *placing.absent}
-        lot.held = holding_of(held, placing.placed, {}, without).sent
+        lot.held = holding_of(load.state_dict, placing.placed, {}, without).sent
         if len(lot.cuttings) > 1 and not self._follow(lot):
             return [
                 planned
