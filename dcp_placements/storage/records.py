@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from dcp_placements._torch import cpu_tensors, global_rank
 from dcp_placements.errors import PlacementError
-from dcp_placements.storage.file_reads import crc32, memory_of
+from dcp_placements.storage.file_reads import BLOCK_NBYTES, crc32, memory_of
 from dcp_placements.storage.tensor_record import DESCRIPTOR
 from dcp_placements.storage.written import RowsBuilder, is_whole
 
@@ -38,9 +38,6 @@ SMALL_NBYTES = 32 << 10
 
 BATCH_NBYTES = 1 << 20
 """So many bytes of small tensors are gathered at a time."""
-
-BLOCK_NBYTES = 256 << 10
-"""So many bytes are written in one call, while they are in the processor's cache."""
 
 PROVED_NBYTES = 64 << 10
 """A template with at most so many bytes of elements is tried out when it is made."""
