@@ -107,6 +107,23 @@ class Placements:
         options = {"whole": self.whole, **options}
         return PlacementLoadPlanner(self.rules, rename=self.rename, waive=waivers, **options)
 
+    def resharder(self, *, source: Any = None, **options: Any) -> Any:
+        """Return a ``Resharder`` for an ``ItemSpec`` of ``torch_checkpointing``.
+
+        Args:
+            source: The world that saved checkpoints without this package, as
+                ``TransferWorld(axes, rules)``: what its DTensors do not say, its rules do.
+            options: ``restricted=True`` refuses files whose objects name more than plain values;
+                ``check_crc=False`` compares no checksums; ``on_conflict="warn"`` reads one of
+                several copies that differ. The others are of ``PlacementLoadPlanner``.
+
+        Raises:
+            ImportError: The engine is not installed.
+        """
+        from dcp_placements.engines.resharder import PlacementResharder
+
+        return PlacementResharder(self, source=source, **options)
+
     set_up_planner = _no_planner
 
 

@@ -142,6 +142,7 @@ def test_it_is_enough_with_its_dependencies_alone(tmp_path: Path, wheel: zipfile
         for name in wheel.namelist()
         if name.endswith(".py")
         and not name.startswith(("dcp_placements/cli/", "dcp_placements/__m"))
+        and name != "dcp_placements/engines/resharder.py"  # imports an engine
     ]
     imports = f"import importlib; [importlib.import_module(m) for m in {modules}]"
     done = call(programs / "python", "-I", "-c", imports)

@@ -65,6 +65,8 @@ def place(
     reshaped: Reshaped | None = None,
     stored: Mapping[str, Any] | None = None,
     rename: Rename | None = None,
+    *,
+    has_contents: bool = True,
 ) -> Placing:
     """Bind every tensor of a flat state dict to its place in the checkpoint.
 
@@ -79,6 +81,7 @@ def place(
             a stack, of which the first row is the value, and is bound as what it is.
         stored: The checkpoint's metadata by key on a load; None on a save.
         rename: What has renamed the keys.
+        has_contents: Whether a save refuses meta tensors.
     """
     faults: list[Fault] = []
     # Of flattened state, whose groups name one parameter each, there are no lists to look for.
@@ -93,7 +96,8 @@ def place(
     if any("state." in fqn for fqn in state_dict):
         placer.let_states_follow(state_dict)
     placing = placer.placing
-    placing.faults += tensor_faults(placer.locals, placing.placed, is_save=stored is None)
+    is_save = stored is None and has_contents
+    placing.faults += tensor_faults(placer.locals, placing.placed, is_save=is_save)
     if reshaped:
         placer.reshape(state_dict, mappings or {})
     else:

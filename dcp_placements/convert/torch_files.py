@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import pickle
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dcp_placements._torch import RANK, StridedShard, parts_of
+from dcp_placements.bind.rank_shard import RankShard
 from dcp_placements.errors import CannotLook, CannotPlace, format_names
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.storage.checked_load import check_saved
@@ -155,30 +155,6 @@ def _member(owner: Any, name: str) -> StandIn:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-@dataclass(eq=False)
-class RankShard:
-    """A DTensor of a file: a rank's part of a tensor, with what a planner asks of a DTensor.
-
-    Of rows 3 to 5 of a (12, 3) tensor over the second of four ranks::
-
-        RankShard(tensor of (3, 3), MeshCoordinate(("fsdp",), (4,), (1,)), (Shard(0),), (12, 3))
-    """
-
-    local: torch.Tensor
-    device_mesh: MeshCoordinate
-    placements: tuple[Any, ...]
-    shape: torch.Size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its elements."""
-        return self.local.dtype
-
-    def to_local(self) -> torch.Tensor:
-        """Return the local tensor."""
-        return self.local
 
 
 def rank_shard(tensor: DTensor, rank: int) -> RankShard:

@@ -7,7 +7,7 @@ w}}`` becomes ``{"model.experts.3.w": w}``, with the path ``("model", "experts.0
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from traceback import extract_tb
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -87,6 +87,17 @@ def put_at(values: Any, path: Path, value: Any) -> None:
     for text in path[:-1]:
         values = values[_own_key(values, text)]
     values[_own_key(values, path[-1])] = value
+
+
+def value_at(values: Any, path: Sequence[str | int]) -> Any:
+    """Return the value at a path of a nested dict that was flattened.
+
+    Raises:
+        LookupError: There is none.
+    """
+    for text in path:
+        values = values[_own_key(values, text)]
+    return values
 
 
 def _own_key(values: Any, text: str | int) -> Any:

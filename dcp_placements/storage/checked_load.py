@@ -108,6 +108,16 @@ def saved_pickle(stream: Any) -> tuple[bytes, dict[str, int]]:
     Raises:
         ValueError: It is no zip file of stored entries, with one pickle.
     """
+    data, entries = saved_entries(stream)
+    return data, {key: entry.file_size for key, entry in entries.items()}
+
+
+def saved_entries(stream: Any) -> tuple[bytes, dict[str, zipfile.ZipInfo]]:
+    """Return the pickle in a file that ``torch.save`` wrote, and the entries of its storages.
+
+    Raises:
+        ValueError: It is no zip file of stored entries, with one pickle.
+    """
     file = stored_zip(stream)
     if file is None:
         raise ValueError("it is no zip file of torch.save")
@@ -120,8 +130,9 @@ def saved_pickle(stream: Any) -> tuple[bytes, dict[str, int]]:
     data = file.read(names[0])
     stream.seek(0)
     prefix = f"{names[0].rpartition('/')[0]}/data/"
-    sizes = {name: entry.file_size for name, entry in entries.items()}
-    return data, {name[len(prefix) :]: sizes[name] for name in sizes if name.startswith(prefix)}
+    return data, {
+        name[len(prefix) :]: entry for name, entry in entries.items() if name.startswith(prefix)
+    }
 
 
 def stored_zip(stream: Any) -> zipfile.ZipFile | None:

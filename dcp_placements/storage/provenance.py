@@ -96,7 +96,7 @@ def stored_digest(
     return digest if isinstance(digest, bytes) else None
 
 
-def _cut_of_plain(
+def cut_of_plain(
     axis: str | None,
     size: int,
     dim: int,
@@ -121,7 +121,7 @@ def _cut_of_plain(
     return Cut(int(dim), None if axis is None else str(axis), int(size), Kind(kind), parts, part)
 
 
-def _plain_of_cut(cut: Cut) -> tuple[Any, ...]:
+def plain_of_cut(cut: Cut) -> tuple[Any, ...]:
     """Return a cut as plain values, those of older saves where it is of the tensor itself."""
     of = () if cut.of is None else (False, tuple(cut.of))
     return (cut.axis, cut.size, cut.dim, cut.kind.value, cut.parts, *of)
@@ -160,12 +160,11 @@ def packed_record(
     kind = np.min_scalar_type(len(groups))
     return {
         "cuts": {
-            "groups": tuple([tuple(map(_plain_of_cut, group)) for group in groups]),
+            "groups": tuple([tuple(map(plain_of_cut, group)) for group in groups]),
             "keys": (len(ordered), _digest(ordered)),
             "group_of": (kind.char, zlib.compress(column.astype(kind).tobytes())),
         },
-        # Without a shaping as older versions write and read them.
-        "renames": tuple([tuple(step[: 4 if step.shaping else 3]) for step in renames]),
+        "renames": tuple(map(plain_of_rename, renames)),
     }
 
 
@@ -209,7 +208,7 @@ def record_of(provenance: Mapping[str, Any] | None, keys: Iterable[str]) -> Save
     ordered = sorted(keys)
     try:
         cuts = provenance["cuts"]
-        groups = tuple([tuple([_cut_of_plain(*cut) for cut in group]) for group in cuts["groups"]])
+        groups = tuple([tuple([cut_of_plain(*cut) for cut in group]) for group in cuts["groups"]])
         kind, packed = cuts["group_of"]
         if tuple(cuts["keys"]) != (len(ordered), _digest(ordered)) or kind not in tuple("BHIL"):
             return None
@@ -217,7 +216,7 @@ def record_of(provenance: Mapping[str, Any] | None, keys: Iterable[str]) -> Save
         data = zlib.decompressobj().decompress(packed, nbytes + 1)
         column: list[int] = np.frombuffer(data, kind).tolist()
         group_of = dict(zip(ordered, column, strict=True))
-        renames = tuple([_rename_of(*step) for step in provenance["renames"]])
+        renames = tuple([rename_of_plain(*step) for step in provenance["renames"]])
         if max(column, default=0) >= len(groups):
             return None
     except Exception:  # another version's, or damaged: a checkpoint without a record
@@ -225,7 +224,10 @@ def record_of(provenance: Mapping[str, Any] | None, keys: Iterable[str]) -> Save
     return SaveRecord(str(provenance["save_id"]), groups, group_of, renames)
 
 
-def _rename_of(kind: str, pattern: str, total: int | None, shaping: Sequence[Any] = ()) -> Step:
+def rename_of_plain(
+    kind: str, pattern: str, total: int | None, shaping: Sequence[Any] = ()
+) -> Step:
+    """Return the step of a rename of plain values."""
     if shaping:
         dim, *parts = shaping
         shaping = (int(dim),)
@@ -233,6 +235,11 @@ def _rename_of(kind: str, pattern: str, total: int | None, shaping: Sequence[Any
             names, sizes, groups = parts
             shaping += tuple(map(str, names)), tuple(map(int, sizes)), int(groups)
     return Step(str(kind), str(pattern), None if total is None else int(total), tuple(shaping))
+
+
+def plain_of_rename(step: Step) -> tuple[Any, ...]:
+    """Return a step as plain values; without a shaping those of older versions."""
+    return tuple(step[: 4 if step.shaping else 3])
 
 
 def _digest(ordered: Sequence[str]) -> int:

@@ -13,7 +13,7 @@ import pickle
 import struct
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar, NamedTuple
@@ -44,15 +44,16 @@ class TensorRecord:
     """Where the elements of a saved tensor are.
 
     Attributes:
-        shape: The elements are in C order.
         start: Where they begin, in bytes from the record's first.
         has_crc: Whether their checksum follows them.
+        strides: In elements; None where these are contiguous, in C order.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
     has_crc: bool = False
+    strides: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -249,26 +250,49 @@ class TorchUnpickler(SafeUnpickler):
         return held
 
 
-def _plain_tensor(made: Any) -> tuple[torch.dtype, str, tuple[int, ...]] | None:
-    """Return dtype, key of the storage and shape of a tensor; None if its elements do not fill it.
+class StridedTensor(NamedTuple):
+    """A tensor as its pickle describes it; offset and strides in elements."""
 
-    They do where they are in C order, from the beginning of their storage.
-    """
+    dtype: torch.dtype
+    key: str  # of its storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def strided_tensor(made: Any) -> StridedTensor | None:
+    """Return what a pickle says of a tensor; None if it is more than strided elements."""
     if type(made) is not Made or made.by not in _REBUILT:
         return None
     storage, offset, shape, strides, _, _, *more = made.args
     if type(storage) is not Storage or type(shape) is not tuple or type(strides) is not tuple:
         return None
-    if not all(type(size) is int and size >= 0 for size in shape):
+    numbers = (offset, *shape, *strides)
+    if len(shape) != len(strides) or not all(type(n) is int and n >= 0 for n in numbers):
         return None
     dtype = STORAGES.get(storage.kind)
     if storage.kind == "UntypedStorage" and more and type(more[0]) is Call:
         dtype, more = DTYPES.get(("torch", more[0].name.removeprefix("torch."))), more[1:]
-    sized = zip(shape, strides, c_strides(shape), strict=True)
-    is_plain = 0 in shape or all(size == 1 or step == plain for size, step, plain in sized)
-    if dtype is None or more or offset != 0 or not is_plain:
+    if dtype is None or more:
         return None
-    return dtype, storage.key, shape
+    return StridedTensor(dtype, storage.key, offset, shape, strides)
+
+
+def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements with these strides are in C order, without gaps."""
+    sized = zip(shape, strides, c_strides(shape), strict=True)
+    return 0 in shape or all(size == 1 or step == plain for size, step, plain in sized)
+
+
+def _plain_tensor(made: Any) -> tuple[torch.dtype, str, tuple[int, ...]] | None:
+    """Return dtype, key of the storage and shape of a tensor; None if its elements do not fill it.
+
+    They do where they are in C order, from the beginning of their storage.
+    """
+    tensor = strided_tensor(made)
+    if tensor is None or tensor.offset or not is_contiguous(tensor.shape, tensor.strides):
+        return None
+    return tensor.dtype, tensor.key, tensor.shape
 
 
 _REBUILT = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")

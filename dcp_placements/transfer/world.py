@@ -93,6 +93,14 @@ class TransferWorld:
             return [rank // self.hosts for rank in self.global_ranks]
         return None if self.hosts is None else list(self.hosts)
 
+    def rules_at(self, rank: int) -> tuple[Rules, Callable[[str], Any] | None, Mapping[str, str]]:
+        """Return the rules, the rename and the waivers of a global rank.
+
+        Raises:
+            CannotLook: The rules cannot be had.
+        """
+        return rules_at(self.rules, dict(self.axes), self.global_ranks.index(rank))
+
 
 def rules_at(
     function: Callable[..., Any], axes: MeshAxes, rank: int

@@ -1,0 +1,1 @@
+"""The same declaration for other checkpoint engines than ``torch.distributed.checkpoint``."""

@@ -1,0 +1,212 @@
+"""``Placements.resharder()``: the ``Resharder`` of ``torch_checkpointing``, for an ``ItemSpec``.
+
+The engine asks each rank what its tensors are, gathers that into ``metadata.pkl``, and saves each
+rank's item as it is. A load plans as one of DCP: the same requests, proof of cover, comparison with
+the record of the save, and messages. It reads the slices that this rank needs.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint import ReadItem
+from torch_checkpointing.distributed_metadata import ShardingMetadata
+from torch_checkpointing.resharding import Resharder
+from torch_checkpointing.storage.base_storage import ReadArgs
+
+from dcp_placements._torch import global_rank
+from dcp_placements.engines.described import VERSION, rank_parts
+from dcp_placements.engines.rank_file import Location, RankFile, Records, RecordsReader
+from dcp_placements.engines.saved import OURS, opened, saved_items
+from dcp_placements.errors import PlacementError, packed_faults, raise_faults_of_ranks
+from dcp_placements.load.planner import PlacementLoadPlanner
+from dcp_placements.names.flat import Path
+from dcp_placements.save.coordinator import REFUSED
+from dcp_placements.storage.record_reads import Wanted
+from dcp_placements.table.table import OBJECT
+
+
+@dataclass(frozen=True)
+class PlacementMetadata(ShardingMetadata, type_name=OURS):  # type: ignore[call-arg]
+    """What a path of an item is of the checkpoint, on one rank, as plain values.
+
+    Attributes:
+        values: Those of ``RankParts.plain``; of a file those that it has, also of newer versions.
+        digests: Of the contents, which differ from save to save.
+        refused: Why the rank cannot save, packed. So all ranks are told after the engine's gather,
+            when each turns what it gathered into plain values.
+        rank: Of that rank.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    digests: tuple[tuple[bytes, ...], ...] = field(default=(), compare=False)
+    refused: bytes = b""
+    rank: int = field(default=0, compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plain values.
+
+        Raises:
+            PlacementError: The rank cannot save.
+        """
+        if self.refused:
+            raise_faults_of_ranks(REFUSED, {self.rank: self.refused})
+        return {"version": VERSION, "digests": self.digests, **self.values}
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> PlacementMetadata:
+        """Return the metadata of plain values."""
+        return cls(dict(d))
+
+    @property
+    def equivalent_ranks(self) -> None:
+        """None: each rank says what it has."""
+        return None
+
+    def __hash__(self) -> int:
+        return hash(repr(self.values))
+
+
+class PlacementResharder(Resharder):
+    """A resharder that places every shard as the planners of a ``Placements`` do.
+
+    Args:
+        placements: The declaration.
+        source: The world that saved the checkpoints without this package, a ``TransferWorld``.
+        restricted: Whether files whose objects name more than plain values are refused.
+        check_crc: Whether records that are read whole are compared with their CRC-32.
+        on_conflict: ``"error"``, or ``"warn"`` to read one of several copies that differ.
+        options: Of ``PlacementLoadPlanner``.
+    """
+
+    def __init__(
+        self,
+        placements: Any,
+        *,
+        source: Any = None,
+        restricted: bool = False,
+        check_crc: bool = True,
+        on_conflict: str = "error",
+        **options: Any,
+    ) -> None:
+        if source is not None and not hasattr(source, "rules_at"):
+            raise PlacementError(
+                f"source={source!r}: give the world that saved, as TransferWorld(axes, rules)"
+            )
+        if on_conflict not in ("error", "warn"):
+            raise PlacementError(f"on_conflict={on_conflict!r}: choose error or warn")
+        placements.load_planner(**options)  # which refuses those that it does not have
+        self._placements, self._source, self._options = placements, source, options
+        self._restricted, self._check_crc = restricted, check_crc
+        self._strict = on_conflict == "error"
+
+    def extract_sharding_metadata(
+        self, item_key: str, item_value: Any
+    ) -> dict[Path, PlacementMetadata]:
+        """Return what each path of an item is on this rank. Called on every rank.
+
+        What cannot be placed is refused by all ranks together.
+        """
+        declared, rank = self._placements, global_rank()
+        parts = rank_parts(item_key, item_value, declared.rules, declared.rename)
+        if parts.faults:
+            refused = packed_faults(parts.faults)
+            return {(): PlacementMetadata(refused=refused, rank=rank)}
+        if all(part.group.kind == OBJECT for of_path in parts.paths.values() for part in of_path):
+            return {}  # the engine reads an item without tensors as it is
+        return {path: PlacementMetadata(*parts.plain(path)) for path in parts.paths}
+
+    def should_reshard(self, source_metadata: Any, target_metadata: Any) -> bool:
+        """Whether an item has tensors: then each load is planned, and proved.
+
+        Raises:
+            PlacementError: The checkpoint has tensors of it, perhaps, and does not say which.
+        """
+        if target_metadata and source_metadata is None:
+            raise PlacementError(
+                "metadata.pkl has nothing of an item that has tensors, so that no load of it can "
+                "be proved\n"
+                "    likely:      it was saved without a resharder; or by a manager with "
+                "synchronous saves (0.1.1), which writes metadata.pkl with its first save alone\n"
+                "    way out:     dcp-placements import --files with --rules and --mesh; or an "
+                "ItemSpec without a resharder, in the topology that saved it"
+            )
+        return bool(target_metadata)
+
+    def load(
+        self,
+        source_path: PurePath,
+        item_key: str,
+        target_metadata: Mapping[Path, Any],
+        source_metadata: Any,
+        target: Any,
+        storage: Any,
+    ) -> list[Path]:
+        """Fill an item in place; return the paths that may be missing, and are.
+
+        Called on every rank.
+
+        Raises:
+            PlacementError: It cannot be filled, or would be filled wrongly.
+        """
+        planner = self._placements.load_planner(**self._options)
+
+        def open_file(name: str) -> IO[bytes]:
+            arguments = ReadArgs(pre_read_full_file=False)
+            stream: IO[bytes] = storage.stream_read(source_path / name, arguments)
+            return stream
+
+        saved = saved_items(
+            str(source_path),
+            {item_key: source_metadata.to_dict()},
+            open_file,
+            source=self._source,
+            rank=global_rank(),
+            waive=self._placements.waive,
+            strict=self._strict,
+        )
+        planner.set_up_planner({item_key: target}, saved.metadata, is_coordinator=True)
+        (plan,) = planner.create_global_plan([planner.create_local_plan()])
+        items = planner.finish_plan(plan).items
+        by_file: dict[str, list[tuple[ReadItem, Location]]] = {}
+        for item in items:
+            offset = item.storage_index.offset
+            at = item.storage_index.fqn, None if offset is None else tuple(offset)
+            location = saved.places[at][0]
+            by_file.setdefault(location.file, []).append((item, location))
+        for name, wanted in sorted(by_file.items()):
+            with closing(opened(name, open_file)) as file:
+                self._read(planner, saved.metadata, file, wanted)
+        missing = planner.report.missing
+        return [tuple(planner.mappings[fqn][1:]) for fqn in missing]
+
+    def _read(
+        self,
+        planner: PlacementLoadPlanner,
+        metadata: Any,
+        file: RankFile,
+        wanted: list[tuple[ReadItem, Location]],
+    ) -> None:
+        """Read what is wanted of one file."""
+        records: Records = {}
+        tensors: list[Wanted] = []
+        for item, location in wanted:
+            fqn = item.storage_index.fqn
+            if location.dtype is None:
+                buffer = io.BytesIO()
+                torch.save(file.object(fqn, location.path, restricted=self._restricted), buffer)
+                buffer.seek(0)
+                planner.load_bytes(item, buffer)
+                continue
+            start, nbytes, record = file.record(fqn, location)
+            records[fqn, location.file, start] = record
+            tensors.append(Wanted(item, location.file, start, nbytes))
+        tensors.sort(key=lambda one: one.start)
+        stored = metadata.state_dict_metadata
+        RecordsReader(planner, stored, records, check_crc=self._check_crc).read(file.file, tensors)

@@ -1,0 +1,91 @@
+"""``Placements.resharder()`` under the released ``torch_checkpointing``, on real ranks.
+
+The truth is cut by plain slicing in ``tests/ranks/engine_worker.py``. The engine's own resharder
+loads side by side.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.torchrun import forked, tail
+
+pytest.importorskip("torch_checkpointing")
+
+WORKER = Path(__file__).parents[1] / "ranks" / "engine_worker.py"
+SAVED = "ep=2,fsdp=2"
+WORLDS = {
+    4: (SAVED, "ep=4,fsdp=1", "ep=1,fsdp=4", "rep=2,ep=1,fsdp=2", "rep=2,ep=2,fsdp=1"),
+    2: ("ep=2,fsdp=1", "ep=1,fsdp=2"),
+}
+SAVES = [f"save:{kind}:{SAVED}" for kind in ("ours", "theirs", "conflict", "no_rule", "bad_shape")]
+REFUSED = {
+    f"load:ours:{SAVED}:theirs": "2 different contents on 2 ranks that claim to be replicas",
+    f"load:source_of_8:{SAVED}:theirs": "was saved by 4 ranks, and source= is a world of 8",
+    "load:no_rule:ep=4,fsdp=1:ours": "does this load lack a rule for it, on an axis of size 4?",
+    "load:no_rename:ep=4,fsdp=1:ours": "rename= was forgotten in this load",
+    "load:other_rule:ep=4,fsdp=1:ours": "cuts it by 'ep' in another way than the save did",
+    f"load:ours:{SAVED}:conflict": "model.router: 2 different contents on 2 ranks",
+    f"load:ours:{SAVED}:no_rule": "model.experts.w1: 2 different contents on 2 ranks",
+    f"save:bad_shape:{SAVED}": "rank 1 cannot be placed in the checkpoint",
+}
+
+Seen = dict[str, list[dict[str, Any]]]
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """Return by scenario what each rank saw."""
+    out = tmp_path_factory.mktemp("engine")
+    found: Seen = {}
+    for ranks, worlds in WORLDS.items():
+        loads = [
+            f"load:{kind}"
+            for world in worlds
+            for kind in (f"ours:{world}", f"source:{world}:theirs", f"theirs:{world}")
+        ]
+        scenarios = [*SAVES, *loads, *REFUSED] if ranks == 4 else loads
+        scenarios = list(dict.fromkeys(scenarios))
+        scenarios += ["load:restricted:ep=4,fsdp=1:ours"] if ranks == 4 else []
+        done = forked(WORKER, out, *scenarios, ranks=ranks)
+        assert done.returncode == 0, tail(done)
+        of_ranks = [json.loads((out / f"{rank}.json").read_text()) for rank in range(ranks)]
+        found |= {scenario: [one[scenario] for one in of_ranks] for scenario in scenarios}
+    return found
+
+
+@pytest.mark.parametrize("world", [*WORLDS[4], *WORLDS[2]])
+@pytest.mark.parametrize("kind", ["ours", "source"])
+def test_every_rank_gets_what_plain_slicing_cuts(seen: Seen, kind: str, world: str) -> None:
+    facts = seen[f"load:{kind}:{world}" + (":theirs" if kind == "source" else "")]
+    assert [(one["wrong"], one["refused"], one["warnings"]) for one in facts] == [
+        ([], {}, [])
+    ] * len(facts)
+
+
+def test_its_own_resharder_is_right_in_the_topology_that_saved_alone(seen: Seen) -> None:
+    wrong = {
+        world: sum(len(one["wrong"]) for one in seen[f"load:theirs:{world}"])
+        for world in (*WORLDS[4], *WORLDS[2])
+    }
+    assert wrong.pop(SAVED) == 0
+    assert min(wrong.values()) > 5, wrong
+    assert not any(one["refused"] for world in wrong for one in seen[f"load:theirs:{world}"])
+
+
+def test_objects_of_plain_values_are_restored_from_restricted_files(seen: Seen) -> None:
+    facts = seen["load:restricted:ep=4,fsdp=1:ours"]
+    assert [(one["wrong"], one["refused"]) for one in facts] == [([], {})] * 4
+
+
+@pytest.mark.parametrize("scenario", REFUSED)
+def test_what_is_declared_wrongly_is_refused_on_every_rank(seen: Seen, scenario: str) -> None:
+    for one in seen[scenario]:
+        (text,) = one["refused"].values()
+        assert REFUSED[scenario] in text
