@@ -27,6 +27,7 @@ from dcp_placements.convert.rank_files import rank_file_names, rank_files_source
 from dcp_placements.convert.safetensors_out import SafetensorsOut
 from dcp_placements.convert.sources import Source
 from dcp_placements.convert.writing import Converted, write_output
+from dcp_placements.engines.saved import METADATA_FILE
 from dcp_placements.errors import (
     CannotLook,
     Fault,
@@ -38,7 +39,12 @@ from dcp_placements.errors import (
 from dcp_placements.names.renames import Unstack, number_in, steps
 from dcp_placements.offline.assembly import AssembledTensor, assemble
 from dcp_placements.offline.box_reads import pieces
-from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, SourceTensor
+from dcp_placements.offline.checkpoint import (
+    SAFETENSORS,
+    TORCH_CHECKPOINTING,
+    Checkpoint,
+    SourceTensor,
+)
 from dcp_placements.offline.comparing import same_bits
 from dcp_placements.offline.dcp_files import TORCH_DIST
 from dcp_placements.offline.declared import Progress, Rename
@@ -49,7 +55,7 @@ from dcp_placements.offline.rehearsals.world import RehearsedWorld
 from dcp_placements.offline.structure import structural_faults
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.patterns import unmatched_faults
-from dcp_placements.transfer.world import Fsdp, MeshAxes, matcher
+from dcp_placements.transfer.world import Fsdp, MeshAxes, TransferWorld, matcher
 
 SHARD_NBYTES = 5 << 30
 MEMORY_NBYTES = 1 << 30
@@ -57,6 +63,7 @@ MAX_FAULTS = 20
 
 _RANKS = "a torch file per rank (files=, --files NAME_{rank}.pt)"
 _MEGATRON = "Megatron's mp_rank_* files"
+_ENGINE = "items of torch_checkpointing"
 
 AnySource = str | os.PathLike[str] | Checkpoint | Source
 
@@ -93,12 +100,14 @@ def open_source(
             "expert_parallel_size": expert_parallel_size,
             "expert_tensor_parallel_size": expert_tensor_parallel_size,
         },
+        _ENGINE: {"rules": rules, "axes": axes},
     }
     names = Directory(path).names()
     found = {
         _RANKS: bool(rank_file_names(names)),
         _MEGATRON: any(re.match(r"mp_rank_\d|iter_\d{7}$|release$", name) for name in names),
         "safetensors": any(name.endswith(".safetensors") for name in names),
+        _ENGINE: METADATA_FILE in names,
     }
     # Beside a DCP checkpoint trainers leave other files.
     kinds = [kind for kind, is_there in found.items() if is_there and ".metadata" not in names]
@@ -109,15 +118,18 @@ def open_source(
             "    way out:     a directory with one of them"
         )
     kind = kinds[0] if kinds and kinds[0] in options else "a checkpoint"
-    for other, given in options.items():
-        wrong = [name for name, value in given.items() if value is not None and other != kind]
-        if wrong:
-            raise CannotLook(f"{wrong[0]}= is not for {kind}\n    way out:     leave it out")
+    given = {name: value for of_kind in options.values() for name, value in of_kind.items()}
+    for name, value in given.items():
+        if value is not None and name not in options.get(kind, {}):
+            raise CannotLook(f"{name}= is not for {kind}\n    way out:     leave it out")
     if kind == _RANKS:
         return rank_files_source(path, **options[_RANKS])
     if kind == _MEGATRON:
         return megatron_source(path, **options[_MEGATRON])
-    return Source.of(Checkpoint(path))
+    if kind == _ENGINE and (rules is None) != (axes is None):
+        raise CannotLook("rules= and axes= are given together: what each rank of a mesh declares")
+    world = None if rules is None or axes is None else TransferWorld(axes, rules)
+    return Source.of(Checkpoint(path, source=world))
 
 
 def _opened(source: AnySource) -> Source:
@@ -224,7 +236,8 @@ def import_checkpoint(
     """
     output = output_at(out, source=_path_of(source))
     opened = _opened(source)
-    if opened.checkpoint is not None and opened.checkpoint.format != SAFETENSORS:
+    formats = (SAFETENSORS, TORCH_CHECKPOINTING)
+    if opened.checkpoint is not None and opened.checkpoint.format not in formats:
         raise PlacementError(
             f"{opened.path}: this is a DCP checkpoint already\n"
             "    way out:     load it as it is; with rename=Stack(...) where layers are one tensor"

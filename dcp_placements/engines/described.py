@@ -7,7 +7,7 @@ checkpoint begin with its own: ``{"model": {"experts.w": ...}}`` has ``model.exp
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,24 +19,14 @@ from dcp_placements.bind.rank_shard import RankShard
 from dcp_placements.bind.state_dict import is_tensor, place
 from dcp_placements.errors import Fault, RankFaults
 from dcp_placements.layout.sharding import Box
-from dcp_placements.names.flat import Path, check_texts, rename_keys
+from dcp_placements.names.flat import Path, rename_keys
 from dcp_placements.names.renames import Step, recorded
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.rules.patterns import Rules
-from dcp_placements.storage.provenance import (
-    cut_of_plain,
-    plain_of_cut,
-    plain_of_rename,
-    rename_of_plain,
-)
+from dcp_placements.storage.provenance import cut_of_plain, plain_of_cut
 from dcp_placements.storage.safe_pickle import DTYPES
 from dcp_placements.table.digests import digests_by_chunk, may_have_replicas
 from dcp_placements.table.table import OBJECT, Group, Holding, group_of, held_chunks, holding_of
-
-VERSION = 1
-"""Of the plain values."""
-
-_ALIGNMENT = 16
 
 
 class ChunkOfPath(NamedTuple):
@@ -70,7 +60,7 @@ class PartOfPath(NamedTuple):
     chunks: tuple[ChunkOfPath, ...]
 
     def plain(self) -> dict[str, Any]:
-        """Return it as plain values."""
+        """Return it as plain values, without digests."""
         group = self.group
         return {
             "fqn": self.fqn,
@@ -86,30 +76,25 @@ class PartOfPath(NamedTuple):
         }
 
     @staticmethod
-    def of_plain(values: Mapping[str, Any], digests: Sequence[bytes]) -> PartOfPath:
+    def of_plain(values: Mapping[str, Any], digests: Iterable[bytes]) -> PartOfPath:
         """Return the part of plain values, and the digests of its chunks."""
+        padded = values["padded_shape"]
         group = Group(
-            str(values["kind"]),
-            _ints(values["shape"]),
-            None if values["kind"] == OBJECT else DTYPES["torch", values["dtype"]],
+            values["kind"],
+            tuple(values["shape"]),
+            DTYPES.get(("torch", values["dtype"])),
             axis_names=tuple(values["axis_names"]),
             cuts=tuple([cut_of_plain(*cut) for cut in values["cuts"]]),
-            padded_shape=None if values["padded_shape"] is None else _ints(values["padded_shape"]),
+            padded_shape=None if padded is None else tuple(padded),
             parts=values["parts"],
         )
-        chunks = tuple(
-            [
-                ChunkOfPath(Box(_ints(offsets), _ints(sizes)), int(start), _ints(steps), digest)
-                for (offsets, sizes, start, steps), digest in zip(
-                    values["chunks"], digests, strict=True
-                )
-            ]
-        )
-        return PartOfPath(str(values["fqn"]), group, _ints(values["local_shape"]), chunks)
-
-
-def _ints(values: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(map(int, values))
+        chunks = [
+            ChunkOfPath(Box(tuple(offsets), tuple(sizes)), start, tuple(steps), digest)
+            for (offsets, sizes, start, steps), digest in zip(
+                values["chunks"], digests, strict=True
+            )
+        ]
+        return PartOfPath(values["fqn"], group, tuple(values["local_shape"]), tuple(chunks))
 
 
 @dataclass
@@ -126,19 +111,9 @@ class RankParts:
     renames: tuple[Step, ...] = ()
     faults: list[Fault] = field(default_factory=list)
 
-    def plain(self, path: Path) -> tuple[dict[str, Any], tuple[tuple[bytes, ...], ...]]:
-        """Return as plain values what a path is, and the digests of its chunks, part by part."""
-        parts = tuple([part.plain() for part in self.paths[path]])
-        digests = tuple([tuple([one.digest for one in p.chunks]) for p in self.paths[path]])
-        return {"parts": parts, "renames": tuple(map(plain_of_rename, self.renames))}, digests
 
-    def add_plain(self, path: Path, values: Mapping[str, Any]) -> None:
-        """Take in plain values, with digests."""
-        self.paths[path] = list(map(PartOfPath.of_plain, values["parts"], values["digests"]))
-        self.renames = tuple([rename_of_plain(*step) for step in values["renames"]])
-
-
-DigestOf = Callable[[Path, ChunkOfPath], bytes]
+DigestOf = Callable[[str, Path, ChunkOfPath], bytes]
+"""Gives the digest of a chunk of a key at a path."""
 
 
 def rank_parts(
@@ -158,62 +133,59 @@ def rank_parts(
         rename: This rank's.
         digest_of: Of what is in a file; None: the contents are read.
     """
-    is_file = digest_of is not None
     flat, mappings = flatten_state_dict({item_key: value})
+    twins = _Twins(flat)
     try:
-        check_texts(flat)
         state, paths, reshaped, _ = rename_keys(flat, mappings, rename)
-        twins = _Twins(flat)
         twin_state, _, twin_reshaped, _ = rename_keys(twins.state_dict, mappings, rename)
     except RankFaults as refusal:
         return RankParts(faults=list(refusal.faults))
     twin = place(twin_state, rules, paths, twin_reshaped, rename=rename, has_contents=False)
-    placing = twin if is_file else place(state, rules, paths, reshaped, rename=rename)
+    placing, digests = twin, digest_of
+    if digest_of is None:
+        placing = place(state, rules, paths, reshaped, rename=rename)
     found = RankParts({}, () if rename is None else recorded(rename, flat, placing.state_dict))
     found.faults = [*placing.faults, *twins.faults]
     if found.faults:
         return found
-    digests: Mapping[str, Mapping[Any, bytes]] = {}
-    if not is_file:
-        holding = holding_of(placing.state_dict, placing.placed, {}, placing.absent)
-        shared = [one for one in holding.groups if may_have_replicas(one.group, world_size())]
-        digests = digests_by_chunk(Holding(shared), "sampled", lambda index: None)
-    for fqn, held in placing.state_dict.items():
+    if digest_of is None:
+        held = holding_of(placing.state_dict, placing.placed, {}, placing.absent).groups
+        held = [one for one in held if may_have_replicas(one.group, world_size())]
+        of_key = digests_by_chunk(Holding(held), "sampled", lambda index: None)
+
+        def digests(fqn: str, path: Path, chunk: ChunkOfPath) -> bytes:
+            by_offsets = of_key.get(fqn, {})  # of an object None
+            return by_offsets.get(chunk.box.offsets, by_offsets.get(None, b""))
+
+    assert digests is not None
+    for fqn, one in placing.state_dict.items():
+        placed = placing.placed.get(fqn)
         if fqn in placing.absent:
             continue
-        placed = placing.placed.get(fqn)
-        group, boxes = group_of(fqn, held if placed is None else placed)
+        group, boxes = group_of(fqn, one if placed is None else placed)
         group = group._replace(layout=torch.strided, requires_grad=False)
-        views: Sequence[Any] = [None]
+        views = [None] if group.kind == OBJECT else [twin.state_dict[fqn]]
         if placed is not None:
             views = list(map(twin.placed[fqn].view, held_chunks(twin.placed[fqn])))
-        elif group.kind != OBJECT:
-            views = [twin.state_dict[fqn]]
+        path = placing.mappings.get(fqn, (item_key, fqn))[1:]
+        of_path: dict[Path, tuple[tuple[int, ...], list[ChunkOfPath]]] = {}
         if not boxes:
-            own = placing.mappings.get(fqn, (item_key, fqn))[1:]
-            found.paths.setdefault(own, []).append(PartOfPath(fqn, group, (), ()))
-        of_path: dict[Path, list[ChunkOfPath]] = {}
-        shapes: dict[Path, tuple[int, ...]] = {}
+            of_path[path] = ((), [])
         for box, view in zip(boxes, views, strict=True):
             key, start = twins.find(view)
-            at_key = placing.mappings.get(fqn, (item_key, fqn))
-            own = (mappings[key] if key is not None else at_key)[1:]
+            own = path if key is None else mappings[key][1:]
             chunk = ChunkOfPath(box, start, () if view is None else tuple(view.stride()))
-            at = None if group.kind == OBJECT else box.offsets
-            digest = digests.get(fqn, {}).get(at, b"")
-            digest = digest_of(own, chunk) if digest_of is not None else digest
-            of_path.setdefault(own, []).append(chunk._replace(digest=digest[:8]))
-            shapes[own] = twins.shapes.get(key, ())
-        for own, chunks in of_path.items():
-            part = PartOfPath(fqn, group, shapes[own], tuple(chunks))
-            found.paths.setdefault(own, []).append(part)
+            chunk = chunk._replace(digest=digests(fqn, own, chunk)[:8])
+            of_path.setdefault(own, (twins.shapes.get(key, ()), []))[1].append(chunk)
+        for own, (shape, chunks) in of_path.items():
+            found.paths.setdefault(own, []).append(PartOfPath(fqn, group, shape, tuple(chunks)))
     return found
 
 
 class _Twins:
     """A state dict without contents, of which each view tells what it is a view of.
 
-    The tensors lie one after another in one ``meta`` storage, in C order each.
+    The tensors lie one after another in one ``meta`` storage, each in C order.
 
     Args:
         state_dict: Flat.
@@ -221,8 +193,10 @@ class _Twins:
     Attributes:
         state_dict: The twins.
         shapes: Of the local tensors, by key.
-        faults: Of tensors that an engine's file cannot be read in place of.
+        faults: Of tensors that cannot be read in place.
     """
+
+    _ALIGNMENT = 16
 
     def __init__(self, state_dict: Mapping[str, Any]) -> None:
         self.state_dict: dict[str, Any] = dict(state_dict)
@@ -234,29 +208,25 @@ class _Twins:
         for key, value in state_dict.items():
             if not is_tensor(value):
                 continue
-            local = None if has_hooks(value) else facts_of(value)[0]
-            if local is None or local.is_quantized or local.layout is not torch.strided:
-                kind = type(value).__name__ if local is None else f"{local.layout} {local.dtype}"
-                headline = f"is a {kind} tensor, of which no part of a file can be read in place"
+            if has_hooks(value) or not _is_plain(facts_of(value)[0]):
+                headline = f"is a {type(value).__name__} that cannot be read from a file in place"
                 way_out = "way out:     a plain tensor or DTensor; or an item without a resharder"
                 self.faults.append(Fault(key, headline, (way_out,)))
                 continue
             facts[key] = facts_of(value)
             self._starts.append(end)
             self._keys.append(key)
-            self.shapes[key] = tuple(local.shape)
-            end += -(-local.numel() * local.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            end += -(-_nbytes(facts[key][0]) // self._ALIGNMENT) * self._ALIGNMENT
         memory = torch.empty(end, dtype=torch.uint8, device="meta")
         for start, key in zip(self._starts, self._keys, strict=True):
             local, mesh, placements, shape = facts[key]
-            nbytes = local.numel() * local.dtype.itemsize
-            twin = memory[start : start + nbytes].view(local.dtype).view(local.shape)
-            if lists_its_chunks(local):
-                for name in (*LISTS, "global_shape"):
-                    setattr(twin, name, getattr(local, name))
-            self.state_dict[key] = (
-                twin if mesh is None else RankShard(twin, mesh, placements, shape)
-            )
+            self.shapes[key] = tuple(local.shape)
+            twin = memory[start : start + _nbytes(local)].view(local.dtype).view(local.shape)
+            for name in (*LISTS, "global_shape") if lists_its_chunks(local) else ():
+                setattr(twin, name, getattr(local, name))
+            self.state_dict[key] = twin
+            if mesh is not None:
+                self.state_dict[key] = RankShard(twin, mesh, placements, shape)
 
     def find(self, view: torch.Tensor | None) -> tuple[str | None, int]:
         """Return the key of what a tensor is a view of, and where it begins there, in elements.
@@ -266,6 +236,14 @@ class _Twins:
         if view is None or not view.numel():
             return None, 0
         start = int(view.storage_offset()) * view.dtype.itemsize
-        at = bisect_right(self._starts, start) - 1
         # Tensors without elements begin where the next one does.
+        at = bisect_right(self._starts, start) - 1
         return self._keys[at], (start - self._starts[at]) // view.dtype.itemsize
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return int(tensor.numel()) * tensor.dtype.itemsize

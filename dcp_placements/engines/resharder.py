@@ -21,14 +21,16 @@ from torch_checkpointing.resharding import Resharder
 from torch_checkpointing.storage.base_storage import ReadArgs
 
 from dcp_placements._torch import global_rank
-from dcp_placements.engines.described import VERSION, rank_parts
-from dcp_placements.engines.rank_file import Location, RankFile, Records, RecordsReader
-from dcp_placements.engines.saved import OURS, opened, saved_items
+from dcp_placements.engines.described import rank_parts
+from dcp_placements.engines.saved import OURS, VERSION, opened, saved_items
 from dcp_placements.errors import PlacementError, packed_faults, raise_faults_of_ranks
 from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.names.flat import Path
 from dcp_placements.save.coordinator import REFUSED
+from dcp_placements.storage.provenance import plain_of_rename
 from dcp_placements.storage.record_reads import Wanted
+from dcp_placements.storage.saved_file import Records, RecordsReader, SavedChunk, SavedFile
+from dcp_placements.table.digests import object_digest
 from dcp_placements.table.table import OBJECT
 
 
@@ -37,7 +39,7 @@ class PlacementMetadata(ShardingMetadata, type_name=OURS):  # type: ignore[call-
     """What a path of an item is of the checkpoint, on one rank, as plain values.
 
     Attributes:
-        values: Those of ``RankParts.plain``; of a file those that it has, also of newer versions.
+        values: Of its parts; of a file those that it has, also of newer versions.
         digests: Of the contents, which differ from save to save.
         refused: Why the rank cannot save, packed. So all ranks are told after the engine's gather,
             when each turns what it gathered into plain values.
@@ -113,14 +115,20 @@ class PlacementResharder(Resharder):
 
         What cannot be placed is refused by all ranks together.
         """
-        declared, rank = self._placements, global_rank()
+        declared = self._placements
         parts = rank_parts(item_key, item_value, declared.rules, declared.rename)
         if parts.faults:
             refused = packed_faults(parts.faults)
-            return {(): PlacementMetadata(refused=refused, rank=rank)}
-        if all(part.group.kind == OBJECT for of_path in parts.paths.values() for part in of_path):
-            return {}  # the engine reads an item without tensors as it is
-        return {path: PlacementMetadata(*parts.plain(path)) for path in parts.paths}
+            return {(): PlacementMetadata(refused=refused, rank=global_rank())}
+        found = {}
+        for path, of_path in parts.paths.items():
+            plain = tuple([part.plain() for part in of_path])
+            digests = tuple([tuple([one.digest for one in part.chunks]) for part in of_path])
+            values = {"parts": plain, "renames": tuple(map(plain_of_rename, parts.renames))}
+            found[path] = PlacementMetadata(values, digests)
+        kinds = {part.group.kind for of_path in parts.paths.values() for part in of_path}
+        # The engine reads an item without tensors as it is.
+        return found if kinds > {OBJECT} or OBJECT not in kinds else {}
 
     def should_reshard(self, source_metadata: Any, target_metadata: Any) -> bool:
         """Whether an item has tensors: then each load is planned, and proved.
@@ -162,7 +170,7 @@ class PlacementResharder(Resharder):
             stream: IO[bytes] = storage.stream_read(source_path / name, arguments)
             return stream
 
-        saved = saved_items(
+        metadata, places = saved_items(
             str(source_path),
             {item_key: source_metadata.to_dict()},
             open_file,
@@ -171,18 +179,18 @@ class PlacementResharder(Resharder):
             waive=self._placements.waive,
             strict=self._strict,
         )
-        planner.set_up_planner({item_key: target}, saved.metadata, is_coordinator=True)
+        planner.set_up_planner({item_key: target}, metadata, is_coordinator=True)
         (plan,) = planner.create_global_plan([planner.create_local_plan()])
         items = planner.finish_plan(plan).items
-        by_file: dict[str, list[tuple[ReadItem, Location]]] = {}
+        by_file: dict[str, list[tuple[ReadItem, SavedChunk]]] = {}
         for item in items:
             offset = item.storage_index.offset
             at = item.storage_index.fqn, None if offset is None else tuple(offset)
-            location = saved.places[at][0]
-            by_file.setdefault(location.file, []).append((item, location))
+            chunk = places[at][0]
+            by_file.setdefault(chunk.file, []).append((item, chunk))
         for name, wanted in sorted(by_file.items()):
             with closing(opened(name, open_file)) as file:
-                self._read(planner, saved.metadata, file, wanted)
+                self._read(planner, metadata, file, wanted)
         missing = planner.report.missing
         return [tuple(planner.mappings[fqn][1:]) for fqn in missing]
 
@@ -190,23 +198,32 @@ class PlacementResharder(Resharder):
         self,
         planner: PlacementLoadPlanner,
         metadata: Any,
-        file: RankFile,
-        wanted: list[tuple[ReadItem, Location]],
+        file: SavedFile,
+        wanted: list[tuple[ReadItem, SavedChunk]],
     ) -> None:
         """Read what is wanted of one file."""
         records: Records = {}
         tensors: list[Wanted] = []
-        for item, location in wanted:
+        for item, chunk in wanted:
             fqn = item.storage_index.fqn
-            if location.dtype is None:
+            if chunk.dtype is None:
                 buffer = io.BytesIO()
-                torch.save(file.object(fqn, location.path, restricted=self._restricted), buffer)
+                torch.save(self._object(file, fqn, chunk), buffer)
                 buffer.seek(0)
                 planner.load_bytes(item, buffer)
                 continue
-            start, nbytes, record = file.record(fqn, location)
-            records[fqn, location.file, start] = record
-            tensors.append(Wanted(item, location.file, start, nbytes))
+            start, nbytes, record = file.record(fqn, chunk)
+            records[fqn, chunk.file, start] = record
+            tensors.append(Wanted(item, chunk.file, start, nbytes))
         tensors.sort(key=lambda one: one.start)
         stored = metadata.state_dict_metadata
         RecordsReader(planner, stored, records, check_crc=self._check_crc).read(file.file, tensors)
+
+    def _object(self, file: SavedFile, fqn: str, chunk: SavedChunk) -> Any:
+        """Return an object; elements of the file are read where it has tensors in it."""
+        tensors: list[torch.Tensor] = []
+        value = file.object(fqn, chunk.path, device="meta", restricted=self._restricted)
+        object_digest(value, lambda tensor: tensors.append(tensor) or b"")  # type: ignore[func-returns-value]
+        if tensors:
+            value = file.object(fqn, chunk.path, device="cpu", restricted=self._restricted)
+        return value

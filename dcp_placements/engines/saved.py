@@ -18,10 +18,9 @@ from __future__ import annotations
 import json
 import pickle
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint import Metadata
@@ -29,51 +28,44 @@ from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements._torch import StridedShard, rehearsed
 from dcp_placements.bind.rank_shard import RankShard
-from dcp_placements.engines.described import (
-    VERSION,
-    ChunkOfPath,
-    RankParts,
-    rank_parts,
-)
-from dcp_placements.engines.rank_file import Location, RankFile
+from dcp_placements.engines.described import ChunkOfPath, PartOfPath, RankParts, rank_parts
 from dcp_placements.errors import Fault, PlacementError, format_names, raise_faults
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.flat import Path
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.save.coordinator import Coordinator, LocalPlan, Statement
-from dcp_placements.storage.provenance import RESERVED_KEY
+from dcp_placements.storage.index import index_of_places
+from dcp_placements.storage.metadata_file import with_columns
+from dcp_placements.storage.provenance import RESERVED_KEY, rename_of_plain
 from dcp_placements.storage.safe_pickle import SafeUnpickler
+from dcp_placements.storage.saved_file import Records, SavedChunk, SavedFile
 from dcp_placements.storage.tensor_record import StridedTensor
+from dcp_placements.storage.torch_metadata import build_entries
+from dcp_placements.storage.written import StoredPlace
 from dcp_placements.table.digests import WIDTHS, SentDigests, may_have_replicas
-from dcp_placements.table.table import OBJECT, Group, Held, as_holding
+from dcp_placements.table.table import OBJECT, Held, as_holding
 
 METADATA_FILE = "metadata.pkl"
+VERSION = 1
+"""Of the plain values of this package."""
 OURS = "dcp_placements"
 """The type, in the engine's metadata, of what this package says of a path."""
 
 _ENGINES = "DTensorShardingMetadata"
+_ENGINE_VERSION = "2.0"
 _SERIALIZATION = "TorchSerialization"
 
 Open = Callable[[str], IO[bytes]]
+"""Opens a file of the checkpoint."""
+
+Places = dict[tuple[str, tuple[int, ...] | None], list[SavedChunk]]
+"""By key and offsets, which an object has not: where ranks have it."""
 
 
 class EngineUnpickler(SafeUnpickler):
     """Reads ``metadata.pkl``, which has plain values alone."""
 
     subject = "the metadata of torch_checkpointing"
-
-
-@dataclass
-class SavedItems:
-    """Items of one checkpoint.
-
-    Attributes:
-        metadata: In DCP's terms, with a record of the save; without places.
-        places: By key and offsets (None of an object), where the ranks have it; this rank first.
-    """
-
-    metadata: Metadata
-    places: dict[tuple[str, tuple[int, ...] | None], list[Location]] = field(default_factory=dict)
 
 
 def saved_items(
@@ -85,8 +77,9 @@ def saved_items(
     rank: int = 0,
     waive: Mapping[str, str] | None = None,
     strict: bool = True,
-) -> SavedItems:
-    """Return items as a checkpoint.
+    has_objects: bool = True,
+) -> tuple[Metadata, Places]:
+    """Return items as a checkpoint: metadata of DCP's without places, and the places.
 
     Args:
         path: Of the checkpoint, for messages.
@@ -94,9 +87,10 @@ def saved_items(
         open_file: Opens a file of it.
         source: The world that saved it, a ``TransferWorld``, where it was saved without this
             package; None: what its DTensors say is all.
-        rank: Whose own copies are preferred.
+        rank: Whose own copies come first, before those of lower ranks.
         waive: Patterns of keys whose numbers need not be complete.
         strict: Whether equal boxes with different contents are refused.
+        has_objects: Whether objects are part of it.
 
     Raises:
         PlacementError: The ranks' parts do not make a checkpoint, or metadata cannot be used.
@@ -104,28 +98,83 @@ def saved_items(
     ranks: dict[int, RankParts] = {}
     files: dict[tuple[int, str], str] = {}
     for item_key, item in items.items():
-        for one, layout in item["rank_to_layout_info"].items():
-            ranks.setdefault(int(one), RankParts())
-            files[int(one), item_key] = _file_of(path, item_key, int(one), layout)
-        if _is_ours(path, item_key, item):
-            _take_described(path, item_key, item, ranks)
-        else:
-            _take_files(path, item_key, item, ranks, files, open_file, source)
-    saved = _proved(path, [ranks[one] for one in sorted(ranks)], waive or {}, strict)
+        try:
+            for one, layout in item["rank_to_layout_info"].items():
+                ranks.setdefault(int(one), RankParts())
+                files[int(one), item_key] = _file_of(path, item_key, int(one), layout)
+            if _is_ours(path, item_key, item):
+                _take_described(item_key, item, ranks)
+            else:
+                _take_files(path, item_key, item, ranks, files, open_file, source)
+        except PlacementError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            _refuse(path, item_key, f"its metadata are broken: {type(error).__name__}: {error}")
+    for parts in ranks.values() if not has_objects else ():
+        for own, of_path in parts.paths.items():
+            parts.paths[own] = [part for part in of_path if part.group.kind != OBJECT]
+    metadata = _proved(path, [ranks[one] for one in sorted(ranks)], waive or {}, strict)
+    places: Places = {}
     for one in sorted(ranks, key=lambda other: (other != rank, other)):
-        for whole, parts in ranks[one].paths.items():
-            for part in parts:
+        for own, of_path in ranks[one].paths.items():
+            file, at = files[one, str(own[0])], own[1:]
+            for part in of_path:
                 for chunk in part.chunks:
-                    at = None if part.group.kind == OBJECT else chunk.box.offsets
-                    file, shape, dtype = (
-                        files[one, str(whole[0])],
-                        part.local_shape,
-                        part.group.dtype,
-                    )
-                    sizes, steps = chunk.box.sizes, chunk.steps
-                    location = Location(file, whole[1:], shape, dtype, sizes, chunk.start, steps)
-                    saved.places.setdefault((part.fqn, at), []).append(location)
-    return saved
+                    box = chunk.box
+                    offsets = None if part.group.kind == OBJECT else box.offsets
+                    lies = part.local_shape, part.group.dtype, box.sizes, chunk.start, chunk.steps
+                    places.setdefault((part.fqn, offsets), []).append(SavedChunk(file, at, *lies))
+    return metadata, places
+
+
+def engine_items(stream: IO[bytes]) -> dict[str, dict[str, Any]]:
+    """Return what ``metadata.pkl`` has of each item; nothing of it is executed.
+
+    Raises:
+        pickle.UnpicklingError: It is refused.
+        PlacementError: It is of another version.
+    """
+    stored = EngineUnpickler(stream.read()).load()
+    if stored["version"] != _ENGINE_VERSION:
+        headline = f"is of version {stored['version']}, where {_ENGINE_VERSION} is read"
+        _refuse(METADATA_FILE, "version", headline, "way out:     load it, and save it again")
+    items: dict[str, dict[str, Any]] = stored["metadata"]
+    return items
+
+
+def read_engine(
+    path: str, items: Mapping[str, Mapping[str, Any]], open_file: Open, source: Any = None
+) -> tuple[Metadata, Records]:
+    """Return the tensors of all items, with the places of all their copies, for the offline tools.
+
+    Args:
+        path: Of the checkpoint.
+        items: As of ``saved_items``.
+        open_file: Opens a file of it.
+        source: As of ``saved_items``.
+
+    Raises:
+        PlacementError: As ``saved_items``; or a file is damaged.
+    """
+    metadata, places = saved_items(path, items, open_file, source=source, has_objects=False)
+    by_file: dict[str, list[tuple[str, tuple[int, ...], SavedChunk]]] = {}
+    for (fqn, offsets), chunks in places.items():
+        for chunk in chunks:
+            by_file.setdefault(chunk.file, []).append((fqn, offsets or (), chunk))
+    rows, records = [], {}
+    for name, held in by_file.items():
+        with closing(opened(name, open_file)) as file:
+            for fqn, offsets, chunk in held:
+                start, nbytes, record = file.record(fqn, chunk)
+                records[fqn, name, start] = record
+                rows.append(StoredPlace(fqn, offsets, name, start, nbytes))
+    entries = build_entries(metadata.state_dict_metadata)
+    return with_columns(metadata, index_of_places(rows, entries, copies=True)), records
+
+
+def _refuse(path: str, name: str, headline: str, *details: str) -> NoReturn:
+    raise_faults(f"{path} cannot be read", [Fault(name, headline, details)])
+    raise AssertionError
 
 
 def _file_of(path: str, item_key: str, rank: int, layout: Mapping[str, Any] | None) -> str:
@@ -134,16 +183,16 @@ def _file_of(path: str, item_key: str, rank: int, layout: Mapping[str, Any] | No
     kind = layout["serialization_format"]["type"]
     if kind != _SERIALIZATION:
         headline = f"is saved by {kind}, and {_SERIALIZATION} is read"
-        way_out = "way out:     ItemSpec(layout=None) for items with a resharder"
-        raise_faults(f"{path} cannot be read", [Fault(item_key, headline, (way_out,))])
+        _refuse(path, item_key, headline, "way out:     ItemSpec(layout=None) for this item")
     return str(layout["file_path"])
 
 
-def _groups(item: Mapping[str, Any]) -> Iterator[tuple[Path, Mapping[str, Any], Sequence[int]]]:
-    """Yield path, typed metadata and ranks of what an item's metadata say, in order of paths."""
+def _groups(item: Mapping[str, Any]) -> Iterator[tuple[Path, str, Any, Sequence[int]]]:
+    """Yield path, type, values and ranks of what an item's metadata say, in order of paths."""
     for text, groups in sorted(item["nested_path_to_metadata"].items()):
         for group in groups:
-            yield tuple(json.loads(text)), group["sharding_metadata"], group["ranks"]
+            typed = group["sharding_metadata"]
+            yield tuple(json.loads(text)), typed["type"], typed["data"], group["ranks"]
 
 
 def _is_ours(path: str, item_key: str, item: Mapping[str, Any]) -> bool:
@@ -152,32 +201,26 @@ def _is_ours(path: str, item_key: str, item: Mapping[str, Any]) -> bool:
     Raises:
         PlacementError: A newer version did, or another resharder than the engine's.
     """
-    described = [typed for _, typed, _ in _groups(item)]
-    kinds = {typed["type"] for typed in described}
-    newest = max([one["data"].get("version", 0) for one in described if one["type"] == OURS] or [0])
+    kinds = {kind for _, kind, _, _ in _groups(item)}
+    ours = [values for _, kind, values, _ in _groups(item) if kind == OURS]
+    newest = max([values["version"] for values in ours], default=VERSION)
     if newest > VERSION:
         headline = f"its metadata are of version {newest}, and this release reads {VERSION}"
-        details = ["way out:     a newer dcp-placements"]
-    elif kinds == {OURS} or kinds <= {_ENGINES}:
-        return kinds == {OURS}
-    else:
-        headline = f"is described by {format_names(sorted(kinds))}"
-        details = [f"known:       {OURS}, {_ENGINES}", "way out:     the resharder that saved it"]
-    raise_faults(f"{path} cannot be read", [Fault(item_key, headline, tuple(details))])
-    raise AssertionError
+        _refuse(path, item_key, headline, "way out:     a newer dcp-placements")
+    if kinds != {OURS} and not kinds <= {_ENGINES}:
+        headline = f"is described by {format_names(sorted(kinds))}, where {OURS} or {_ENGINES} is"
+        _refuse(path, item_key, f"{headline} read", "way out:     the resharder that saved it")
+    return bool(ours)
 
 
-def _take_described(
-    path: str, item_key: str, item: Mapping[str, Any], ranks: Mapping[int, RankParts]
-) -> None:
+def _take_described(item_key: str, item: Mapping[str, Any], ranks: Mapping[int, RankParts]) -> None:
     """Take in what this package said of the paths of an item when it was saved."""
-    try:
-        for own, typed, of_ranks in _groups(item):
-            for rank in of_ranks:
-                ranks[rank].add_plain((item_key, *own), typed["data"])
-    except (LookupError, TypeError, ValueError) as error:
-        headline = f"its metadata cannot be read: {type(error).__name__}: {error}"
-        raise_faults(f"{path} is damaged", [Fault(item_key, headline)])
+    for own, _, values, of_ranks in _groups(item):
+        parts = list(map(PartOfPath.of_plain, values["parts"], values["digests"]))
+        renames = tuple([rename_of_plain(*step) for step in values["renames"]])
+        for rank in of_ranks:
+            ranks[rank].paths[item_key, *own] = list(parts)
+            ranks[rank].renames = renames
 
 
 def _take_files(
@@ -193,54 +236,36 @@ def _take_files(
     if source is not None and source.size != len(ranks):
         headline = f"was saved by {len(ranks)} ranks, and source= is a world of {source.size}"
         way_out = f"way out:     the mesh that saved it; source= has {dict(source.axes)}"
-        raise_faults(f"{path} cannot be read", [Fault(item_key, headline, (way_out,))])
-    specs: dict[Path, dict[int, Mapping[str, Any]]] = {}
-    for own, typed, of_ranks in _groups(item):
-        specs.setdefault(own, {}).update(dict.fromkeys(of_ranks, typed["data"]))
-    forms: dict[tuple[str, Box], set[Any]] = {}
+        _refuse(path, item_key, headline, way_out)
+    specs = {(own, rank): spec for own, _, spec, of in _groups(item) for rank in of}
+    forms: dict[tuple[str, Box], Any] = {}
     for rank in sorted(ranks):
-        rules = rename = None
-        if source is not None:
-            rules, rename, _ = source.rules_at(rank)
-        with (
-            closing(opened(files[rank, item_key], open_file, rank)) as file,
-            rehearsed(rank, len(ranks)),
-        ):
-            crcs: dict[Path, int | None] = {}
+        with closing(opened(files[rank, item_key], open_file, rank)) as file:
 
-            def as_value(own: Path, tensor: StridedTensor, is_dtensor: bool) -> Any:
+            def value(own: Path, tensor: StridedTensor, is_dtensor: bool, at: int = rank) -> Any:
                 local = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                return _dtensor(local, specs[own][rank], rank) if is_dtensor else local  # noqa: B023
+                return _dtensor(local, specs[own, at], at) if is_dtensor else local
 
-            def digest_of(own: Path, chunk: ChunkOfPath) -> bytes:
-                crc = crcs.setdefault(own, file.crc(own))  # noqa: B023
-                return b"" if crc is None else crc.to_bytes(8, "little")
+            def digest(fqn: str, own: Path, chunk: ChunkOfPath, file: SavedFile = file) -> bytes:
+                # It is that of a whole local tensor: of other parts of one it says nothing.
+                tensor = file.tensor(own)
+                form = chunk.start, chunk.steps, None if tensor is None else tensor.shape
+                is_alike = forms.setdefault((fqn, chunk.box), form) == form
+                crc = file.crc(own) if is_alike else None
+                return b"" if crc is None else crc.to_bytes(WIDTHS[0], "little")
 
-            parts = rank_parts(item_key, file.state(as_value), rules, rename, digest_of=digest_of)
+            with rehearsed(rank, len(ranks)):
+                rules, rename, _ = (None,) * 3 if source is None else source.rules_at(rank)
+                state = file.state(value)
+                parts = rank_parts(item_key, state, rules, rename, digest_of=digest)
         raise_faults(f"{path}: what rank {rank} saved cannot be placed", parts.faults)
         ranks[rank].renames = parts.renames
-        for own, of_path in parts.paths.items():
-            ranks[rank].paths[item_key, *own] = of_path
-            for part in of_path:
-                for chunk in part.chunks:
-                    form = chunk.start, chunk.steps, part.local_shape
-                    forms.setdefault((part.fqn, chunk.box), set()).add(form)
-    # A checksum is that of a whole local tensor: of other parts of one, it says nothing.
-    several = {at for at, found in forms.items() if len(found) > 1}
-    for of_rank in ranks.values() if several else ():
-        for of_path in of_rank.paths.values():
-            for at, part in enumerate(of_path):
-                chunks = [
-                    one._replace(digest=b"") if (part.fqn, one.box) in several else one
-                    for one in part.chunks
-                ]
-                of_path[at] = part._replace(chunks=tuple(chunks))
+        ranks[rank].paths |= {(item_key, *own): of_path for own, of_path in parts.paths.items()}
 
 
 def _dtensor(local: torch.Tensor, spec: Mapping[str, Any], rank: int) -> RankShard:
     """Return a DTensor of a rank, as the engine's metadata describe it."""
-    mesh = spec["mesh_spec"]
-    sizes = tuple(mesh["mesh_shape"])
+    mesh, sizes = spec["mesh_spec"], tuple(spec["mesh_spec"]["mesh_shape"])
     coordinate = torch.unravel_index(torch.tensor(mesh["mesh_data"].index(rank)), sizes)
     names = mesh["mesh_dim_names"] or [f"dim_{dim}" for dim in range(len(sizes))]
     at = MeshCoordinate(tuple(names), sizes, tuple(map(int, coordinate)))
@@ -249,66 +274,65 @@ def _dtensor(local: torch.Tensor, spec: Mapping[str, Any], rank: int) -> RankSha
 
 
 def _placement(plain: Mapping[str, Any]) -> Any:
-    if plain["type"] == "Shard":
-        return Shard(plain["dim"])
     if plain["type"] == "StridedShard":
         return StridedShard(plain["dim"], split_factor=plain["split_factor"])
-    return Replicate()
+    return Shard(plain["dim"]) if plain["type"] == "Shard" else Replicate()
 
 
-def opened(name: str, open_file: Open, rank: int | None = None) -> RankFile:
+def opened(name: str, open_file: Open, rank: int | None = None) -> SavedFile:
     """Return a rank's file, opened.
 
     Raises:
         PlacementError: It is missing, or no whole file of ``torch.save``.
     """
     try:
-        return RankFile(name, open_file(name))
+        stream = open_file(name)
     except FileNotFoundError:
         whose = "" if rank is None else f" of rank {rank}"
         way_out = "way out:     the files of all ranks, of one save"
-        raise_faults(
-            "the checkpoint is not complete",
-            [Fault(name, f"this file{whose} is missing", (way_out,))],
-        )
+        fault = Fault(name, f"this file{whose} is missing", (way_out,))
+        raise_faults("the checkpoint is not complete", [fault])
         raise AssertionError from None
+    try:
+        return SavedFile(name, stream)
+    except BaseException:
+        stream.close()
+        raise
 
 
 def _proved(
-    path: str, ranks: Sequence[RankParts], waive: Mapping[str, str], strict: bool
-) -> SavedItems:
-    """Return the checkpoint that the ranks' parts make.
+    path: str, ranks: Iterable[RankParts], waive: Mapping[str, str], strict: bool
+) -> Metadata:
+    """Return the metadata of the checkpoint that the ranks' parts make.
 
     Raises:
         PlacementError: They make none.
     """
-    plans = []
+    plans, ranks = [], list(ranks)
     for rank, of_rank in enumerate(ranks):
         tables: dict[Any, dict[Any, Held]] = {}
-        digests: dict[tuple[str, Box], bytes] = {}
-        by_key: dict[str, tuple[Group, list[Box]]] = {}
-        for parts in of_rank.paths.values():
-            for part in parts:
-                boxes = by_key.setdefault(part.fqn, (part.group, []))[1]
-                boxes += [one.box for one in part.chunks]
-                digests |= {(part.fqn, one.box): one.digest for one in part.chunks}
-        for fqn, (group, held_boxes) in by_key.items():
+        chunks: dict[str, dict[Box, bytes]] = {}
+        groups = {}
+        for part in [part for of_path in of_rank.paths.values() for part in of_path]:
+            groups[part.fqn] = part.group
+            chunks.setdefault(part.fqn, {}).update({one.box: one.digest for one in part.chunks})
+        for fqn, group in groups.items():
             table = tables.setdefault((group.kind, group.axis_names), {})
-            key = group, tuple(dict.fromkeys(held_boxes))
+            key = group, tuple(chunks[fqn])
             held = table.setdefault(key, Held(*key))
             held.fqns.append(fqn)
             held.values.append(None)
         holding = as_holding([list(table.values()) for table in tables.values()], {})
-        packed = b"".join(
-            digests[fqn, box].ljust(WIDTHS[0], b"\0")
+        digests = [
+            chunks[fqn][box].ljust(WIDTHS[0], b"\0")
             for held in holding.groups
             if may_have_replicas(held.group, len(ranks))
             for fqn in held.fqns
             for box in held.boxes
-        )
+        ]
         statement = Statement(renames=of_rank.renames, digest_kind="sampled", world=len(ranks))
-        sent = zlib.compress(pickle.dumps(statement))
-        plans.append(LocalPlan(rank, holding.sent, (), SentDigests(packed), sent))
+        packed = zlib.compress(pickle.dumps(statement))
+        plans.append(LocalPlan(rank, holding.sent, (), SentDigests(b"".join(digests)), packed))
     coordinator = Coordinator(plans, size=len(ranks), complete=True, waived=waive, strict=strict)
     try:
         coordinator.prove()
@@ -316,4 +340,4 @@ def _proved(
         raise PlacementError(f"{path}: {error}") from None
     keys = coordinator.metadata([])
     provenance = {"save_id": "", "world_size": len(ranks), **coordinator.record(keys)}
-    return SavedItems(Metadata(keys, planner_data={RESERVED_KEY: provenance}, storage_data={}))
+    return Metadata(keys, planner_data={RESERVED_KEY: provenance}, storage_data={})

@@ -16,10 +16,17 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from dcp_placements.errors import CannotLook, Fault, PlacementError, format_faults
 from dcp_placements.layout.sharding import Box
 from dcp_placements.load.reads import pieces_of
-from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredRecord, StoredTensor
+from dcp_placements.offline.checkpoint import (
+    SAFETENSORS,
+    TORCH_CHECKPOINTING,
+    Checkpoint,
+    StoredRecord,
+    StoredTensor,
+)
 from dcp_placements.offline.directory import shows_damage
 from dcp_placements.storage.file_reads import CountedFile, Part, c_strides
 from dcp_placements.storage.record_reads import ChunkReader, Wanted
+from dcp_placements.storage.saved_file import RecordsReader
 from dcp_placements.storage.tensor_record import BEHIND, DESCRIPTOR, TensorRecord
 
 MAX_OPEN_FILES = 32
@@ -94,6 +101,9 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         stored = checkpoint.metadata.state_dict_metadata
         if checkpoint.format == SAFETENSORS:
             self._reader: ChunkReader = _RawReader(planner, stored, checkpoint)
+        elif checkpoint.format == TORCH_CHECKPOINTING:
+            records = checkpoint.records_in_files
+            self._reader = RecordsReader(planner, stored, records, check_crc=check_crc)
         else:
             # Torch's reader serves to undo the transforms of streams.
             transforms = FileSystemReader(".").transforms
@@ -181,6 +191,8 @@ class BoxReader(AbstractContextManager["BoxReader"]):
             except EOFError as error:  # it was cut off since it was opened
                 raise _unread(tensor.fqn, chunk.file, str(error)) from error
             if head is None or (head.dtype, head.shape) != (tensor.dtype, held.sizes):
+                return None
+            if head.strides is not None:
                 return None
             skipped = position(_minus(shared, held), held.sizes) * itemsize
             start = position(_minus(shared, box), box.sizes) * itemsize

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint import Metadata
 
+from dcp_placements.engines.saved import METADATA_FILE, engine_items, read_engine
 from dcp_placements.errors import CannotLook, format_name, format_names
 from dcp_placements.layout.boxes import Boxes, Index, as_boxes
 from dcp_placements.layout.sharding import Box
@@ -27,6 +28,7 @@ from dcp_placements.offline.dcp_files import (
     is_torch_dist,
     read_dcp,
     read_rank_parts,
+    reading,
 )
 from dcp_placements.offline.directory import Directory, no_checkpoint
 from dcp_placements.offline.safetensors_files import read_safetensors_metadata
@@ -35,10 +37,12 @@ from dcp_placements.storage.index import index_of
 from dcp_placements.storage.provenance import SaveRecord, record_of, stored
 from dcp_placements.storage.rank_files import merge_rank_metadata
 from dcp_placements.storage.save_ids import absent_ranks, id_places, id_records, writer_of
+from dcp_placements.storage.saved_file import Records
 from dcp_placements.storage.written import Offset, StoredPlace
 
 DCP = "dcp"
 SAFETENSORS = "safetensors"
+TORCH_CHECKPOINTING = "torch_checkpointing"
 
 
 class StoredRecord(NamedTuple):
@@ -175,11 +179,13 @@ class Checkpoint:
 
     Args:
         path: A directory, or a URL that fsspec knows: DCP with one ``.metadata`` or with one per
-            rank, Megatron's ``torch_dist``, or safetensors.
+            rank, Megatron's ``torch_dist``, safetensors, or the items of ``torch_checkpointing``.
+        source: The world that saved those without this package, a ``TransferWorld``.
 
     Attributes:
         directory: Its files.
-        format: ``"dcp"``, ``"torch_dist"`` or ``"safetensors"``.
+        format: ``"dcp"``, ``"torch_dist"``, ``"safetensors"`` or ``"torch_checkpointing"``.
+        records_in_files: Of the last, how chunks lie in the files.
         metadata: Of DCP, or in DCP's terms.
         rows: The places of all chunks.
         tensors: By key, in the checkpoint's order.
@@ -195,8 +201,10 @@ class Checkpoint:
         PlacementError: Metadata of ranks that contradict each other.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | Directory) -> None:
+    def __init__(self, path: str | os.PathLike[str] | Directory, *, source: Any = None) -> None:
         self.directory = path if isinstance(path, Directory) else Directory(path)
+        self.records_in_files: Records = {}
+        self._source = source
         with quiet_gc():
             self.absent: dict[str, str] = {}
             self.absent_ranks: list[int] = []
@@ -382,6 +390,12 @@ class Checkpoint:
         if parts := read_rank_parts(directory, self.newer):
             self.absent_ranks = absent_ranks(names)
             return DCP, merge_rank_metadata(parts, absent=self.absent_ranks)
+        if METADATA_FILE in names:
+            with reading(directory, METADATA_FILE), directory.open(METADATA_FILE) as stream:
+                items = engine_items(stream)
+            read = read_engine(directory.path, items, directory.open, self._source)
+            metadata, self.records_in_files = read
+            return TORCH_CHECKPOINTING, metadata
         if files := [name for name in names if name.endswith(".safetensors")]:
             metadata, self.absent = read_safetensors_metadata(directory, files)
             return SAFETENSORS, metadata

@@ -54,7 +54,7 @@ def read_dcp(directory: Directory, name: str, newer: set[str] | None = None) -> 
     Raises:
         CannotLook: It is refused, or cannot be read.
     """
-    with _reading(directory, name):
+    with reading(directory, name):
         return read_metadata(directory.opener(name), restricted=True, newer=newer)
 
 
@@ -70,7 +70,7 @@ def misplaced_in_stock(directory: Directory, rows: RowIndex) -> list[str]:
     """
     if ".metadata" not in directory.names():
         return []
-    with _reading(directory, ".metadata"):
+    with reading(directory, ".metadata"):
         stock = read_stock_pickle(directory.opener(".metadata"))
     if stock is None:
         return []
@@ -81,7 +81,7 @@ def misplaced_in_stock(directory: Directory, rows: RowIndex) -> list[str]:
 
 
 @contextmanager
-def _reading(directory: Directory, name: str) -> Iterator[None]:
+def reading(directory: Directory, name: str) -> Iterator[None]:
     """Turn every error of the block, which reads metadata, into one message."""
     where = f"{directory.path}/{name}"
     try:

@@ -1,6 +1,6 @@
-"""A rank's file of an item, as ``torch.save`` wrote it: where each tensor's elements are.
+"""A file of ``torch.save`` with a whole state dict: where the elements of each tensor are in it.
 
-Nothing in it is executed: of its pickle dicts and lists are made, and of all else what stands for
+Nothing of it is executed: of its pickle dicts and lists are made, and of all else what stands for
 it. Elements are read in place, as those of a record of DCP.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping
 from math import prod
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, NoReturn
 
 import torch
 
@@ -23,7 +23,6 @@ from dcp_placements.storage.safe_pickle import Call
 from dcp_placements.storage.tensor_record import (
     BEHIND,
     Made,
-    Storage,
     StridedTensor,
     TensorRecord,
     TorchUnpickler,
@@ -35,15 +34,26 @@ from dcp_placements.storage.tensor_record import (
 _SIZES_FOLLOW = 8
 """The flag of an entry of a zip file whose checksum stands behind its bytes."""
 
+_OTHER = (
+    "likely:      the file is of another save; or the tensor has a class of its own (quantized, "
+    "float8), whose elements cannot be read in place",
+    "way out:     the files of one save; such a tensor in the topology that saved it, without a "
+    "resharder",
+)
+_OBJECTS = (
+    "likely:      with restricted=True, objects in the file that name more than plain values",
+    "way out:     torch.serialization.add_safe_globals for what you trust; or leave this key out",
+)
 
-class Location(NamedTuple):
-    """A chunk in a rank's file: a part of the tensor at a path.
+
+class SavedChunk(NamedTuple):
+    """A chunk of a checkpoint's tensor, as a part of a tensor in a file.
 
     Attributes:
         file: Its name.
-        path: Of the tensor, in the item.
-        shape: Of the tensor, which is the rank's local one.
-        dtype: Likewise.
+        path: Of the tensor, in what was saved.
+        shape: Of the tensor.
+        dtype: Likewise; None of an object.
         sizes: Of the chunk.
         start: Where it begins in the tensor, in elements of C order.
         steps: From one element of the chunk to the next along each of its dims, likewise.
@@ -83,23 +93,14 @@ class RecordsReader(ChunkReader):
 
 
 class _Tree(TorchUnpickler):
-    """Makes dicts and lists; what stands for another object keeps its state among its arguments."""
+    """Makes dicts and lists, and keeps the state of what stands for a DTensor."""
 
     def call(self, called: Any, args: Any) -> Any:
         made = super().call(called, args)
         return {} if made.by == "collections.OrderedDict" and not args else made
 
-    def fill(self, instance: Any, state: Any, *, once: bool = True) -> Any:
-        if type(instance) is Made:
-            instance.args = (*instance.args, state)
-        return instance
 
-    def set_items(self, held: Any, items: tuple[Any, ...]) -> Any:
-        super().set_items(held, items)
-        return self.fill(held, items)
-
-
-class RankFile:
+class SavedFile:
     """One file, opened.
 
     Args:
@@ -108,7 +109,6 @@ class RankFile:
 
     Attributes:
         file: Its bytes; it counts those that are read.
-        tree: What is in it.
 
     Raises:
         PlacementError: It is no whole file of ``torch.save``.
@@ -116,26 +116,28 @@ class RankFile:
 
     def __init__(self, name: str, stream: IO[bytes]) -> None:
         self.name = name
+        self._stream = stream
         # Only a buffered file is known to be a plain one.
-        self.file = CountedFile(
-            io.BufferedReader(stream) if isinstance(stream, io.FileIO) else stream
-        )
+        is_raw = isinstance(stream, io.FileIO)
+        self.file = CountedFile(io.BufferedReader(stream) if is_raw else stream)
         self._part = Part(self.file, 0, self.file.size)
         self._loaded: dict[str, Any] = {}
-        self._stream = stream
         try:
             data, self._entries = saved_entries(self._part.stream())
             sizes = {key: entry.file_size for key, entry in self._entries.items()}
-            self.tree: Any = _Tree(data, sizes).load()
+            self._tree: Any = _Tree(data, sizes).load()
         except Exception as error:  # a broken pickle can raise anything
-            headline = f"cannot be read: {format_error(error)}"
-            raise_faults(IS_DAMAGED, [Fault(name, headline, DAMAGED)])
+            _refuse(IS_DAMAGED, name, f"cannot be read: {format_error(error)}", DAMAGED)
         self._has_crcs = any(entry.CRC for entry in self._entries.values())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._stream.close()
 
     def tensor(self, path: Path) -> StridedTensor | None:
         """Return the tensor at a path; None of anything else."""
         try:
-            return _saved_tensor(value_at(self.tree, path))[0]
+            return _saved_tensor(value_at(self._tree, path))[0]
         except (LookupError, TypeError):
             return None
 
@@ -147,70 +149,58 @@ class RankFile:
         nbytes, entry = prod(tensor.shape) * tensor.dtype.itemsize, self._entries.get(tensor.key)
         return entry.CRC if entry is not None and entry.file_size == nbytes else None
 
-    def record(self, fqn: str, at: Location) -> tuple[int, int, TensorRecord]:
+    def record(self, fqn: str, at: SavedChunk) -> tuple[int, int, TensorRecord]:
         """Return where a chunk is: its first byte, its bytes, and how it lies in them.
 
         Raises:
-            PlacementError: The file has another tensor at the path, or none.
+            PlacementError: The file has another tensor at the path, or none, or ends too early.
         """
+        assert at.dtype is not None, "a tensor's"
         if 0 in at.sizes:
-            assert at.dtype is not None
             return 0, 0, TensorRecord(at.dtype, at.sizes, 0)
         tensor = self.tensor(at.path)
         if tensor is None or (tensor.shape, tensor.dtype) != (at.shape, at.dtype):
             there = "no plain tensor" if tensor is None else f"{tensor.shape} {tensor.dtype}"
-            where = ".".join(map(str, at.path))
-            headline = (
-                f"{self.name} has {there} at {where!r}, where a {at.shape} {at.dtype} was saved"
-            )
-            raise_faults("the checkpoint is not what it says", [Fault(fqn, headline, _OTHER)])
-            raise AssertionError
+            where = f"{self.name} has {there} at {'.'.join(map(str, at.path))!r}"
+            headline = f"{where}, where {at.shape} {at.dtype} was saved"
+            _refuse("the checkpoint is not what it says", fqn, headline, _OTHER)
         offset, strides = _in_storage(tensor, at)
-        sizes, itemsize = at.sizes, tensor.dtype.itemsize
-        span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-        entry = self._entries.get(tensor.key)
+        steps = zip(at.sizes, strides, strict=True)
+        span = 1 + sum((size - 1) * stride for size, stride in steps)
+        entry, itemsize = self._entries.get(tensor.key), tensor.dtype.itemsize
         if entry is None or (offset + span) * itemsize > entry.file_size:
-            headline = f"{self.name} ends before its elements do"
-            raise_faults(IS_DAMAGED, [Fault(fqn, headline, DAMAGED)])
-            raise AssertionError
+            _refuse(IS_DAMAGED, fqn, f"{self.name} ends before its elements do", DAMAGED)
         start = entry_start(self._part.read_into, entry) + offset * itemsize
-        nbytes, is_plain = span * itemsize, is_contiguous(sizes, strides)
+        nbytes, is_plain = span * itemsize, is_contiguous(at.sizes, strides)
         is_whole = is_plain and nbytes == entry.file_size
         has_crc = is_whole and self._has_crcs and bool(entry.flag_bits & _SIZES_FOLLOW)
-        record = TensorRecord(tensor.dtype, sizes, 0, has_crc, None if is_plain else strides)
+        record = TensorRecord(tensor.dtype, at.sizes, 0, has_crc, None if is_plain else strides)
         return start, nbytes + BEHIND * has_crc, record
 
-    def object(self, fqn: str, path: Path, *, restricted: bool) -> Any:
+    def object(self, fqn: str, path: Path, *, device: str, restricted: bool) -> Any:
         """Return the object at a path, as ``torch.load`` makes it.
 
         Args:
             fqn: Of the object, for messages.
             path: Of the object.
+            device: Of tensors in it; with ``"meta"`` no elements of the file are read.
             restricted: Whether a pickle that names more than plain values is refused.
 
         Raises:
             PlacementError: ``torch.load`` refuses the file.
         """
         try:
-            # Elements are read only where an object has some.
-            device = "cpu" if _has_storage(value_at(self.tree, path)) else "meta"
             if device not in self._loaded:
                 stream: Any = self._part.stream()
-                if restricted:
-                    self._loaded[device] = load_plain(stream, device)
-                else:
-                    self._loaded[device] = torch.load(
-                        stream, map_location=device, weights_only=False
-                    )
+                self._loaded[device] = (
+                    load_plain(stream, device)
+                    if restricted
+                    else torch.load(stream, map_location=device, weights_only=False)
+                )
             return value_at(self._loaded[device], path)
         except Exception as error:  # of any type, by what is in the pickle
             headline = f"this object of {self.name} cannot be loaded: {format_error(error)}"
-            raise_faults("objects cannot be loaded", [Fault(fqn, headline, _OBJECTS)])
-            raise
-
-    def close(self) -> None:
-        """Close the file."""
-        self._stream.close()
+            _refuse("objects cannot be loaded", fqn, headline, _OBJECTS)
 
     def state(self, as_value: Callable[[Path, StridedTensor, bool], Any]) -> Any:
         """Return what is in it, with a value of the caller's for each tensor.
@@ -227,57 +217,29 @@ class RankFile:
             tensor, is_dtensor = _saved_tensor(value)
             return value if tensor is None else as_value(path, tensor, is_dtensor)
 
-        return made(self.tree, ())
+        return made(self._tree, ())
 
 
-_OTHER = (
-    "likely:      the file is of another save, or was written again; or the tensor has a class of "
-    "its own (quantized, float8), whose elements cannot be read in place",
-    "way out:     the files of one save; a tensor with a class of its own in the topology that "
-    "saved it, without a resharder",
-)
-
-
-_OBJECTS = (
-    "likely:      with restricted=True, objects in the file that name more than plain values",
-    "way out:     torch.serialization.add_safe_globals for what you trust; or leave this key out",
-)
+def _refuse(opening: str, fqn: str, headline: str, details: tuple[str, ...]) -> NoReturn:
+    raise_faults(opening, [Fault(fqn, headline, details)])
+    raise AssertionError
 
 
 def _saved_tensor(value: Any) -> tuple[StridedTensor | None, bool]:
     """Return the plain tensor that a parameter or a DTensor has inside, and if it is a DTensor."""
-    if type(value) is not Made:
-        return None, False
-    if value.by == "torch._utils._rebuild_parameter":
+    if type(value) is Made and value.by == "torch._utils._rebuild_parameter":
         return _saved_tensor(value.args[0])
-    if value.by == "torch._tensor._rebuild_from_type_v2" and len(value.args) == 4:
-        made_by, kind, args, state = value.args
-        fields = state[-1] if isinstance(state, tuple) else state
-        name = kind.name if type(kind) is Call else ""
-        if name.endswith(".DTensor") and isinstance(fields, dict):
+    if type(value) is Made and value.by == "torch._tensor._rebuild_from_type_v2":
+        make, kind, args, state = value.args
+        name, fields = getattr(kind, "name", ""), state[-1] if type(state) is tuple else state
+        if name.endswith(".DTensor") and type(fields) is dict:
             return _saved_tensor(fields.get(LOCAL_TENSOR))[0], True
-        if name in ("torch.Tensor", "torch.nn.parameter.Parameter"):  # with attributes
-            return _saved_tensor(Made(made_by.name, args))
+        if type(make) is Call and name in ("torch.Tensor", "torch.nn.parameter.Parameter"):
+            return _saved_tensor(Made(make.name, args))  # one with attributes
     return strided_tensor(value), False
 
 
-def _has_storage(value: Any) -> bool:
-    """Whether an object has elements of a tensor in it."""
-    todo, known = [value], 0
-    while todo and known < 1 << 20:
-        value, known = todo.pop(), known + 1
-        if type(value) is Storage:
-            return True
-        if isinstance(value, Mapping):
-            todo += value.values()
-        elif isinstance(value, list | tuple):
-            todo += value
-        elif type(value) is Made:
-            todo += value.args
-    return bool(todo)
-
-
-def _in_storage(tensor: StridedTensor, at: Location) -> tuple[int, tuple[int, ...]]:
+def _in_storage(tensor: StridedTensor, at: SavedChunk) -> tuple[int, tuple[int, ...]]:
     """Return where a chunk begins in the storage of its tensor, and its strides there.
 
     Of the second column of a ``(4, 3)`` tensor that was saved transposed, from element 1 of C order
@@ -285,9 +247,8 @@ def _in_storage(tensor: StridedTensor, at: Location) -> tuple[int, tuple[int, ..
     """
     offset, start = tensor.offset, at.start
     strides: dict[int, int] = {}
-    for size, step, stride in zip(
-        tensor.shape, c_strides(tensor.shape), tensor.strides, strict=True
-    ):
+    dims = zip(tensor.shape, c_strides(tensor.shape), tensor.strides, strict=True)
+    for size, step, stride in dims:
         index, start = divmod(start, step)
         offset += index * stride
         if size > 1:

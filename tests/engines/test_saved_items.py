@@ -1,0 +1,319 @@
+"""Mistakes and damage around ``Placements.resharder()``: each is refused, by name, or read right.
+
+Ranks of a world are played one after another in this process: the engine gathers nothing but what
+its ``ShardingMetadata`` say, and its files are ``torch.save``'s.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+
+from dcp_placements import (
+    CheckpointPlacement,
+    FusedShard,
+    IndexShard,
+    MeshCoordinate,
+    PlacementError,
+    Placements,
+    Renames,
+    Renumber,
+    Stack,
+    TransferWorld,
+    Unstack,
+    offline,
+)
+from dcp_placements._torch import rehearsed
+
+engine = pytest.importorskip("torch_checkpointing.distributed_metadata")
+
+Declare = Callable[[int, int], Placements]
+
+
+def ep(rank: int, size: int) -> MeshCoordinate:
+    return MeshCoordinate(("ep",), (size,), (rank,))
+
+
+def sharded(pattern: str = "w", placement: Any = None, **shapes: Any) -> Declare:
+    """Return a declaration of one rule over ep."""
+
+    def declare(rank: int, size: int) -> Placements:
+        rule = CheckpointPlacement(ep(rank, size), {"ep": placement or Shard(0)}, **shapes)
+        return Placements({pattern: rule})
+
+    return declare
+
+
+def save(path: Path, values: Sequence[Any], declare: Declare, item: str = "model") -> None:
+    """Save one item of a world, as the engine does."""
+    path.mkdir(exist_ok=True)
+    groups: dict[Any, list[Any]] = {}
+    for rank, value in enumerate(values):
+        with rehearsed(rank, len(values)):
+            resharder = declare(rank, len(values)).resharder()
+            found = resharder.extract_sharding_metadata(item, value)
+        torch.save(value, path / f"{item}_{rank}.pt")
+        for own, metadata in found.items():
+            of_path = groups.setdefault(own, [])
+            of_path.append(engine.GlobalObjectMetadata(metadata, (rank,)))
+    layouts = dict.fromkeys(range(len(values)))
+    metadata = engine.DistributedMetadata(
+        {item: engine.DistributedItemMetadata(groups, layouts)}, len(values)
+    )
+    (path / "metadata.pkl").write_bytes(pickle.dumps(metadata.to_dict()))
+
+
+def load(
+    path: Path,
+    value: Any,
+    placements: Placements,
+    *,
+    rank: int = 0,
+    size: int = 1,
+    item: str = "model",
+    **options: Any,
+) -> list[Any]:
+    """Fill an item on one rank, as the engine does."""
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    stored = pickle.loads((path / "metadata.pkl").read_bytes())
+    source = engine.DistributedMetadata.from_dict(stored).metadata.get(item)
+    storage = LocalFileSystemStorageConfig().create_storage()
+    with rehearsed(rank, size):
+        resharder = placements.resharder(**options)
+        target = resharder.extract_sharding_metadata(item, value)
+        if not resharder.should_reshard(source, target):
+            return [()]
+        missing: list[Any] = resharder.load(path, item, target, source, value, storage)
+    return missing
+
+
+WHOLE = torch.arange(24.0).reshape(4, 6)
+HALVES = [{"w": WHOLE[:2].clone()}, {"w": WHOLE[2:].clone()}]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Return a checkpoint of two ep ranks."""
+    save(tmp_path / "ckpt", HALVES, sharded())
+    return tmp_path / "ckpt"
+
+
+def whole(path: Path, **options: Any) -> torch.Tensor:
+    """Return what one rank reads as the whole ``w``."""
+    found = {"w": torch.full((4, 6), -1.0)}
+    load(path, found, Placements(None), **options)
+    return found["w"]
+
+
+def test_two_halves_are_one_tensor(saved: Path) -> None:
+    assert torch.equal(whole(saved), WHOLE)
+
+
+def test_fewer_and_more_ranks_read_their_parts(saved: Path) -> None:
+    for rank in range(4):
+        found = {"w": torch.zeros(1, 6)}
+        load(saved, found, sharded()(rank, 4), rank=rank, size=4)
+        assert torch.equal(found["w"], WHOLE[rank : rank + 1])
+
+
+@pytest.mark.parametrize(
+    ("values", "declare"),
+    [
+        ([{"w": WHOLE[:, :3].contiguous()}, {"w": WHOLE[:, 3:].t().contiguous().t()}],
+         sharded(placement=Shard(1))),
+        ([{"w": WHOLE[:, [0, 1, 3]]}, {"w": WHOLE[:, [2, 4, 5]]}], None),
+        ([{"w": WHOLE[[0, 2]]}, {"w": WHOLE[[1, 3]]}],
+         sharded(placement=FusedShard(0, 2))),
+    ],
+)  # fmt: skip
+def test_columns_transposed_and_fused_parts_are_read_in_place(
+    tmp_path: Path, values: list[Any], declare: Declare | None
+) -> None:
+    def listed(rank: int, size: int) -> Placements:
+        rows = [(0, 1, 3), (2, 4, 5)][rank]
+        return sharded(placement=IndexShard(1, rows), global_shape=(4, 6))(rank, size)
+
+    save(tmp_path / "ckpt", values, declare or listed)
+    assert torch.equal(whole(tmp_path / "ckpt"), WHOLE)
+
+
+def test_experts_by_their_own_numbers_are_loaded_as_one_stack_and_back(tmp_path: Path) -> None:
+    def numbered(rank: int, size: int) -> Placements:
+        rows = range(rank * 4 // size, (rank + 1) * 4 // size)
+        return Placements(None, rename=Renumber("experts.{}", rows, total=4))
+
+    def stacked(rank: int, size: int) -> Placements:
+        rows = range(rank * 4 // size, (rank + 1) * 4 // size)
+        names = Renumber("experts.{}", rows, total=4)
+        return Placements(None, rename=Renames(names, Stack("experts.{}", 4)))
+
+    values = [
+        {"experts": {str(at): {"w": WHOLE[2 * rank + at].clone()} for at in range(2)}}
+        for rank in range(2)
+    ]
+    save(tmp_path / "one", values, numbered)
+    found = {"experts": {"0": {"w": torch.zeros(6)}}}
+    load(tmp_path / "one", found, numbered(3, 4), rank=3, size=4)
+    assert torch.equal(found["experts"]["0"]["w"], WHOLE[3])
+    save(tmp_path / "two", values, stacked)
+    held = {"experts": {"w": torch.zeros(4, 6)}}
+    load(tmp_path / "two", held, Placements(None))
+    assert torch.equal(held["experts"]["w"], WHOLE)
+    unstacked = {"experts": {"w": torch.zeros(4, 6)}}
+    load(tmp_path / "one", unstacked, Placements(None, rename=Unstack("experts.{}")))
+    assert torch.equal(unstacked["experts"]["w"], WHOLE)
+
+
+def test_nested_values_of_all_kinds_are_restored_in_place(tmp_path: Path) -> None:
+    def value(factor: float) -> dict[str, Any]:
+        return {
+            "state": {0: {"step": torch.tensor(3.0 * factor), "m": torch.ones(2) * factor}},
+            "list": [torch.full((2,), 5.0 * factor), 7 * factor],
+            "pair": (torch.full((2,), 9.0 * factor), "a"),
+            "text": "b" * int(factor),
+            "empty": torch.zeros(0, 3),
+        }
+
+    save(tmp_path / "ckpt", [value(1)], lambda rank, size: Placements(None))
+    found = value(2)
+    tensor = found["state"][0]["m"]
+    assert load(tmp_path / "ckpt", found, Placements(None)) == []
+    assert found["state"][0]["m"] is tensor
+    assert tensor.tolist() == [1.0, 1.0]
+    assert found["state"][0]["step"] == 3.0
+    assert found["list"][0].tolist() == [5.0, 5.0]
+    assert found["list"][1] == 7
+    assert found["pair"][0].tolist() == [9.0, 9.0]
+    assert found["text"] == "b"
+
+
+def test_an_item_that_is_a_tensor_is_read(tmp_path: Path) -> None:
+    save(tmp_path / "ckpt", [WHOLE[:2].clone(), WHOLE[2:].clone()], sharded("model"))
+    found = torch.zeros(4, 6)
+    load(tmp_path / "ckpt", found, Placements(None))
+    assert torch.equal(found, WHOLE)
+
+
+def test_a_wider_dtype_is_warned_of_or_refused(saved: Path) -> None:
+    found = {"w": torch.zeros(4, 6, dtype=torch.bfloat16)}
+    with pytest.warns(UserWarning, match="loaded with less precision than stored"):
+        load(saved, found, Placements(None))
+    assert torch.equal(found["w"], WHOLE.bfloat16())
+    with pytest.raises(PlacementError, match=r"model\.w"):
+        load(saved, found, Placements(None), cast="error")
+
+
+def test_a_missing_key_is_refused_or_told_to_the_engine(saved: Path) -> None:
+    found = {"w": torch.zeros(4, 6), "new": torch.ones(2)}
+    with pytest.raises(PlacementError, match=r"model\.new: the checkpoint lacks this key"):
+        load(saved, found, Placements(None))
+    with pytest.raises(PlacementError, match="nothing_such"):
+        load(saved, found, Placements({"nothing_such": None}))
+    assert load(saved, found, Placements(None), optional=["new"]) == [("new",)]
+    assert found["new"].tolist() == [1.0, 1.0]
+
+
+def test_a_flipped_byte_is_found(saved: Path) -> None:
+    file = saved / "model_1.pt"
+    data = bytearray(file.read_bytes())
+    data[data.index(WHOLE[2:].numpy().tobytes()) + 5] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(PlacementError, match=r"model_1.pt are not what was written: their CRC-32"):
+        whole(saved)
+    assert not torch.equal(whole(saved, check_crc=False), WHOLE)
+    assert not offline.verify(saved, contents=True).sound
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "head", "text"])
+def test_a_damaged_file_is_refused_by_its_name(saved: Path, damage: str) -> None:
+    file = saved / "model_1.pt"
+    data = file.read_bytes()
+    file.unlink()
+    if damage != "missing":
+        cut = {"short": data[: len(data) // 2], "head": b"PK" + data[5:], "text": b"no"}[damage]
+        file.write_bytes(cut)
+    with pytest.raises(PlacementError, match=r"model_1\.pt"):
+        whole(saved)
+
+
+def test_a_file_of_another_model_is_refused(saved: Path) -> None:
+    torch.save({"w": torch.zeros(3, 6)}, saved / "model_1.pt")
+    with pytest.raises(PlacementError, match=r"model_1.pt has \(3, 6\) torch.float32 at 'w'"):
+        whole(saved)
+    torch.save({"v": torch.zeros(3, 6)}, saved / "model_1.pt")
+    with pytest.raises(PlacementError, match=r"model_1\.pt has no plain tensor at 'w'"):
+        whole(saved)
+
+
+def test_metadata_of_a_newer_version_are_refused(saved: Path) -> None:
+    stored = pickle.loads((saved / "metadata.pkl").read_bytes())
+    for groups in stored["metadata"]["model"]["nested_path_to_metadata"].values():
+        for group in groups:
+            group["sharding_metadata"]["data"] = {"version": 9, "what": "ever"}
+    (saved / "metadata.pkl").write_bytes(pickle.dumps(stored))
+    with pytest.raises(PlacementError, match="of version 9, and this release reads 1"):
+        whole(saved)
+
+
+def test_broken_metadata_are_refused(saved: Path) -> None:
+    stored = pickle.loads((saved / "metadata.pkl").read_bytes())
+    for groups in stored["metadata"]["model"]["nested_path_to_metadata"].values():
+        for group in groups:
+            group["sharding_metadata"]["data"]["parts"] = [{"fqn": 7}]
+    (saved / "metadata.pkl").write_bytes(pickle.dumps(stored))
+    with pytest.raises(PlacementError, match="its metadata are broken"):
+        whole(saved)
+
+
+def test_an_item_without_metadata_is_refused(saved: Path) -> None:
+    with pytest.raises(PlacementError, match=r"metadata\.pkl has nothing of an item"):
+        load(saved, {"w": torch.zeros(4, 6)}, Placements(None), item="other")
+
+
+def test_a_hole_is_refused(tmp_path: Path) -> None:
+    def declare(rank: int, size: int) -> Placements:
+        return sharded(placement=IndexShard(0, [(0, 1), (3,)][rank]), global_shape=(4, 6))(
+            rank, size
+        )
+
+    save(tmp_path / "ckpt", [{"w": WHOLE[:2].clone()}, {"w": WHOLE[3:].clone()}], declare)
+    with pytest.raises(PlacementError, match=r"model.w: .*\n.*missing: +\[2:3, :\] of \(4, 6\)"):
+        whole(tmp_path / "ckpt")
+
+
+def test_copies_that_differ_are_refused_or_one_is_read(tmp_path: Path) -> None:
+    save(tmp_path / "ckpt", HALVES, lambda rank, size: Placements(None))
+    found = {"w": torch.zeros(2, 6)}
+    with pytest.raises(PlacementError, match="2 different contents on 2 ranks"):
+        load(tmp_path / "ckpt", found, Placements(None))
+    load(tmp_path / "ckpt", found, Placements(None), rank=1, size=2, on_conflict="warn")
+    assert torch.equal(found["w"], WHOLE[2:])
+    with pytest.raises(PlacementError, match="2 different contents on 2 ranks"):
+        offline.verify(tmp_path / "ckpt")
+
+
+def test_objects_that_name_more_than_plain_values_need_trust(tmp_path: Path) -> None:
+    value = {"w": WHOLE.clone(), "where": Path("a")}
+    save(tmp_path / "ckpt", [value], lambda rank, size: Placements(None))
+    found = {"w": torch.zeros(4, 6), "where": Path("b")}
+    with pytest.raises(PlacementError, match=r"model\.where: this object of model_0\.pt cannot be"):
+        load(tmp_path / "ckpt", found, Placements(None), restricted=True)
+    load(tmp_path / "ckpt", found, Placements(None))
+    assert found["where"] == Path("a")
+
+
+def test_options_that_cannot_be_meant_are_refused() -> None:
+    with pytest.raises(PlacementError, match="TransferWorld"):
+        Placements(None).resharder(source={"ep": 2})
+    with pytest.raises(PlacementError, match="on_conflict"):
+        Placements(None).resharder(on_conflict="ignore")
+    with pytest.raises(PlacementError, match="cast"):
+        Placements(None).resharder(cast="sometimes")
+    assert Placements(None).resharder(source=TransferWorld({"ep": 2}, lambda mesh: {}))
