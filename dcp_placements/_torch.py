@@ -128,9 +128,6 @@ def facts_of(value: Any) -> Facts:
     return local, value.device_mesh, tuple(value.placements), torch.Size(value.shape)
 
 
-LOCAL_TENSOR = "_local_tensor"
-"""Under this name a saved ``DTensor`` has the part of its rank."""
-
 RANK = "_rank"
 """Under this name a saved ``DeviceMesh`` has its rank."""
 

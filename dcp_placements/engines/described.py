@@ -97,7 +97,7 @@ class PartOfPath(NamedTuple):
         return PartOfPath(values["fqn"], group, tuple(values["local_shape"]), tuple(chunks))
 
 
-@dataclass
+@dataclass(eq=False)
 class RankParts:
     """What a rank has of an item.
 

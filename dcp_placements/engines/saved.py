@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import pickle
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import IO, Any, NoReturn
 
@@ -32,6 +32,7 @@ from dcp_placements.engines.described import ChunkOfPath, PartOfPath, RankParts,
 from dcp_placements.errors import Fault, PlacementError, format_names, raise_faults
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.flat import Path
+from dcp_placements.names.renames import Step
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.save.coordinator import Coordinator, LocalPlan, Statement
 from dcp_placements.storage.index import index_of_places
@@ -74,10 +75,9 @@ def saved_items(
     open_file: Open,
     *,
     source: Any = None,
-    rank: int = 0,
+    rank: int | None = None,
     waive: Mapping[str, str] | None = None,
     strict: bool = True,
-    has_objects: bool = True,
 ) -> tuple[Metadata, Places]:
     """Return items as a checkpoint: metadata of DCP's without places, and the places.
 
@@ -87,43 +87,49 @@ def saved_items(
         open_file: Opens a file of it.
         source: The world that saved it, a ``TransferWorld``, where it was saved without this
             package; None: what its DTensors say is all.
-        rank: Whose own copies come first, before those of lower ranks.
+        rank: That loads: its own copies are the places, then those of low ranks. None: the
+            places are all copies, and objects are left out.
         waive: Patterns of keys whose numbers need not be complete.
         strict: Whether equal boxes with different contents are refused.
-        has_objects: Whether objects are part of it.
 
     Raises:
         PlacementError: The ranks' parts do not make a checkpoint, or metadata cannot be used.
     """
-    ranks: dict[int, RankParts] = {}
-    files: dict[tuple[int, str], str] = {}
+    ranks: dict[int, dict[str, RankParts]] = {}
+    files: dict[str, dict[int, str]] = {}
     for item_key, item in items.items():
         try:
-            for one, layout in item["rank_to_layout_info"].items():
-                ranks.setdefault(int(one), RankParts())
-                files[int(one), item_key] = _file_of(path, item_key, int(one), layout)
+            layouts = {int(one): layout for one, layout in item["rank_to_layout_info"].items()}
+            own = {one: _file_of(path, item_key, one, layouts[one]) for one in sorted(layouts)}
             if _is_ours(path, item_key, item):
-                _take_described(item_key, item, ranks)
+                found = _described(item)
             else:
-                _take_files(path, item_key, item, ranks, files, open_file, source)
+                found = _from_files(path, item_key, item, own, open_file, source)
         except PlacementError:
             raise
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             _refuse(path, item_key, f"its metadata are broken: {type(error).__name__}: {error}")
-    for parts in ranks.values() if not has_objects else ():
-        for own, of_path in parts.paths.items():
-            parts.paths[own] = [part for part in of_path if part.group.kind != OBJECT]
-    metadata = _proved(path, [ranks[one] for one in sorted(ranks)], waive or {}, strict)
+        files[item_key] = own
+        for one in own:
+            ranks.setdefault(one, {})[item_key] = found.get(one, RankParts())
+    for parts in {one: None for by_item in ranks.values() for one in by_item.values()}:
+        for at, of_path in parts.paths.items() if rank is None else ():
+            parts.paths[at] = [part for part in of_path if part.group.kind != OBJECT]
+    metadata = _proved(path, [tuple(by_item.values()) for by_item in ranks.values()], waive, strict)
     places: Places = {}
+    done: set[RankParts] = set()
     for one in sorted(ranks, key=lambda other: (other != rank, other)):
-        for own, of_path in ranks[one].paths.items():
-            file, at = files[one, str(own[0])], own[1:]
-            for part in of_path:
+        for item_key, parts in ranks[one].items():
+            if parts in done and rank is not None:
+                continue
+            done.add(parts)
+            file = files[item_key][one]
+            for at, part in [(at, part) for at, held in parts.paths.items() for part in held]:
                 for chunk in part.chunks:
-                    box = chunk.box
-                    offsets = None if part.group.kind == OBJECT else box.offsets
-                    lies = part.local_shape, part.group.dtype, box.sizes, chunk.start, chunk.steps
-                    places.setdefault((part.fqn, offsets), []).append(SavedChunk(file, at, *lies))
+                    offsets = None if part.group.kind == OBJECT else chunk.box.offsets
+                    lies = part.group.dtype, chunk.box.sizes, chunk.start, chunk.steps
+                    saved = SavedChunk(file, at, part.local_shape, *lies)
+                    places.setdefault((part.fqn, offsets), []).append(saved)
     return metadata, places
 
 
@@ -156,7 +162,14 @@ def read_engine(
     Raises:
         PlacementError: As ``saved_items``; or a file is damaged.
     """
-    metadata, places = saved_items(path, items, open_file, source=source, has_objects=False)
+    metadata, places = saved_items(path, items, open_file, source=source)
+    # The level of an item, which an export leaves out of its names.
+    metadata.planner_data |= {
+        fqn: (item_key, fqn.removeprefix(f"{item_key}."))
+        for fqn, _ in places
+        for item_key in items
+        if fqn.startswith(f"{item_key}.")
+    }
     by_file: dict[str, list[tuple[str, tuple[int, ...], SavedChunk]]] = {}
     for (fqn, offsets), chunks in places.items():
         for chunk in chunks:
@@ -213,34 +226,40 @@ def _is_ours(path: str, item_key: str, item: Mapping[str, Any]) -> bool:
     return bool(ours)
 
 
-def _take_described(item_key: str, item: Mapping[str, Any], ranks: Mapping[int, RankParts]) -> None:
-    """Take in what this package said of the paths of an item when it was saved."""
-    for own, _, values, of_ranks in _groups(item):
-        parts = list(map(PartOfPath.of_plain, values["parts"], values["digests"]))
-        renames = tuple([rename_of_plain(*step) for step in values["renames"]])
+def _described(item: Mapping[str, Any]) -> dict[int, RankParts]:
+    """Return what this package said of the paths of an item; ranks that said the same share it."""
+    groups = list(_groups(item))
+    said: dict[int, list[int]] = {}
+    for number, (_, _, _, of_ranks) in enumerate(groups):
         for rank in of_ranks:
-            ranks[rank].paths[item_key, *own] = list(parts)
-            ranks[rank].renames = renames
+            said.setdefault(int(rank), []).append(number)
+    made: dict[tuple[int, ...], RankParts] = {}
+    for numbers in dict.fromkeys(map(tuple, said.values())):
+        made[numbers] = parts = RankParts()
+        for own, _, values, _ in [groups[number] for number in numbers]:
+            parts.paths[own] = list(map(PartOfPath.of_plain, values["parts"], values["digests"]))
+            parts.renames = tuple([rename_of_plain(*step) for step in values["renames"]])
+    return {rank: made[tuple(numbers)] for rank, numbers in said.items()}
 
 
-def _take_files(
+def _from_files(
     path: str,
     item_key: str,
     item: Mapping[str, Any],
-    ranks: Mapping[int, RankParts],
-    files: Mapping[tuple[int, str], str],
+    files: Mapping[int, str],
     open_file: Open,
     source: Any,
-) -> None:
-    """Take in what is in the files of an item, placed as the placements of its world say."""
-    if source is not None and source.size != len(ranks):
-        headline = f"was saved by {len(ranks)} ranks, and source= is a world of {source.size}"
+) -> dict[int, RankParts]:
+    """Return what is in the files of an item, placed as the placements of its world say."""
+    if source is not None and source.size != len(files):
+        headline = f"was saved by {len(files)} ranks, and source= is a world of {source.size}"
         way_out = f"way out:     the mesh that saved it; source= has {dict(source.axes)}"
         _refuse(path, item_key, headline, way_out)
     specs = {(own, rank): spec for own, _, spec, of in _groups(item) for rank in of}
     forms: dict[tuple[str, Box], Any] = {}
-    for rank in sorted(ranks):
-        with closing(opened(files[rank, item_key], open_file, rank)) as file:
+    found: dict[int, RankParts] = {}
+    for rank, name in files.items():
+        with closing(opened(name, open_file, rank)) as file, rehearsed(rank, len(files)):
 
             def value(own: Path, tensor: StridedTensor, is_dtensor: bool, at: int = rank) -> Any:
                 local = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -254,13 +273,10 @@ def _take_files(
                 crc = file.crc(own) if is_alike else None
                 return b"" if crc is None else crc.to_bytes(WIDTHS[0], "little")
 
-            with rehearsed(rank, len(ranks)):
-                rules, rename, _ = (None,) * 3 if source is None else source.rules_at(rank)
-                state = file.state(value)
-                parts = rank_parts(item_key, state, rules, rename, digest_of=digest)
-        raise_faults(f"{path}: what rank {rank} saved cannot be placed", parts.faults)
-        ranks[rank].renames = parts.renames
-        ranks[rank].paths |= {(item_key, *own): of_path for own, of_path in parts.paths.items()}
+            rules, rename, _ = (None, None, None) if source is None else source.rules_at(rank)
+            found[rank] = rank_parts(item_key, file.state(value), rules, rename, digest_of=digest)
+        raise_faults(f"{path}: what rank {rank} saved cannot be placed", found[rank].faults)
+    return found
 
 
 def _dtensor(local: torch.Tensor, spec: Mapping[str, Any], rank: int) -> RankShard:
@@ -301,21 +317,24 @@ def opened(name: str, open_file: Open, rank: int | None = None) -> SavedFile:
 
 
 def _proved(
-    path: str, ranks: Iterable[RankParts], waive: Mapping[str, str], strict: bool
+    path: str,
+    ranks: Sequence[tuple[RankParts, ...]],
+    waive: Mapping[str, str] | None,
+    strict: bool,
 ) -> Metadata:
-    """Return the metadata of the checkpoint that the ranks' parts make.
-
-    Raises:
-        PlacementError: They make none.
-    """
-    plans, ranks = [], list(ranks)
-    for rank, of_rank in enumerate(ranks):
+    """Return the metadata of the checkpoint that the parts of ranks, item by item, make."""
+    sent: dict[tuple[RankParts, ...], LocalPlan] = {}
+    for of_rank in dict.fromkeys(ranks):
         tables: dict[Any, dict[Any, Held]] = {}
         chunks: dict[str, dict[Box, bytes]] = {}
         groups = {}
-        for part in [part for of_path in of_rank.paths.values() for part in of_path]:
-            groups[part.fqn] = part.group
-            chunks.setdefault(part.fqn, {}).update({one.box: one.digest for one in part.chunks})
+        renames: dict[Step, None] = {}
+        for parts in of_rank:
+            renames |= dict.fromkeys(parts.renames)
+            for part in [part for of_path in parts.paths.values() for part in of_path]:
+                groups[part.fqn] = part.group
+                of_key = chunks.setdefault(part.fqn, {})
+                of_key |= {one.box: one.digest for one in part.chunks}
         for fqn, group in groups.items():
             table = tables.setdefault((group.kind, group.axis_names), {})
             key = group, tuple(chunks[fqn])
@@ -330,14 +349,16 @@ def _proved(
             for fqn in held.fqns
             for box in held.boxes
         ]
-        statement = Statement(renames=of_rank.renames, digest_kind="sampled", world=len(ranks))
+        statement = Statement(renames=tuple(renames), digest_kind="sampled", world=len(ranks))
         packed = zlib.compress(pickle.dumps(statement))
-        plans.append(LocalPlan(rank, holding.sent, (), SentDigests(b"".join(digests)), packed))
-    coordinator = Coordinator(plans, size=len(ranks), complete=True, waived=waive, strict=strict)
+        sent[of_rank] = LocalPlan(0, holding.sent, (), SentDigests(b"".join(digests)), packed)
+    plans = [sent[of_rank]._replace(rank=rank) for rank, of_rank in enumerate(ranks)]
+    size, waived = len(plans), waive or {}
+    coordinator = Coordinator(plans, size=size, complete=True, waived=waived, strict=strict)
     try:
         coordinator.prove()
     except PlacementError as error:
         raise PlacementError(f"{path}: {error}") from None
     keys = coordinator.metadata([])
-    provenance = {"save_id": "", "world_size": len(ranks), **coordinator.record(keys)}
+    provenance = {"save_id": "", "world_size": size, **coordinator.record(keys)}
     return Metadata(keys, planner_data={RESERVED_KEY: provenance}, storage_data={})

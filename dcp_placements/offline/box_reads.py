@@ -192,8 +192,6 @@ class BoxReader(AbstractContextManager["BoxReader"]):
                 raise _unread(tensor.fqn, chunk.file, str(error)) from error
             if head is None or (head.dtype, head.shape) != (tensor.dtype, held.sizes):
                 return None
-            if head.strides is not None:
-                return None
             skipped = position(_minus(shared, held), held.sizes) * itemsize
             start = position(_minus(shared, box), box.sizes) * itemsize
             begin, nbytes = chunk.start + head.start + skipped, shared.numel * itemsize

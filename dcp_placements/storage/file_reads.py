@@ -135,9 +135,8 @@ def segments(
     lengths: Sequence[int],
     itemsize: int,
     gap: Callable[[int], int] = lambda run_nbytes: 0,
-    strides: Sequence[int] | None = None,
 ) -> Segments:
-    """Return the reads of a non-empty slice of a chunk.
+    """Return the reads of a non-empty slice of a contiguous chunk.
 
     >>> rows = segments((8, 4), offsets=(2, 0), lengths=(3, 4), itemsize=2)
     >>> rows.start, rows.nbytes, rows.counts
@@ -152,9 +151,8 @@ def segments(
         lengths: Its sizes; none of them 0.
         itemsize: Bytes of an element.
         gap: Maps the bytes of a run to the largest gap that is read along with it.
-        strides: Of the chunk in the file, descending; None where it is contiguous.
     """
-    steps = [step * itemsize for step in (strides or c_strides(shape))]
+    steps = [step * itemsize for step in c_strides(shape)]
     start = sum(offset * step for offset, step in zip(offsets, steps, strict=True))
     level, nbytes = len(shape), itemsize
     while level and (lengths[level - 1] == 1 or steps[level - 1] - nbytes <= gap(nbytes)):

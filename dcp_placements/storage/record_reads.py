@@ -14,7 +14,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -221,7 +220,7 @@ class ChunkReader:
         """
         start, nbytes = some[0].start, some[0].nbytes
         tensor = self.tensor_record(some[0], Part(file, start, nbytes))
-        if tensor is None or not tensor.nbytes or tensor.strides is not None:
+        if tensor is None or not tensor.nbytes:
             return False
         items = [one.item for one in some]
         shape, begin = tensor.shape, (0,) * len(tensor.shape)
@@ -355,9 +354,8 @@ class ChunkReader:
             raise self._refused(one, f"{holds} that {lengths} can be read at {offsets}")
         targets = self._targets([one], lengths)
         if targets[0].numel():
-            is_summed = is_whole and self._check_crc and tensor.strides is None
-            into, at, ordered = _in_file_order(targets[0], offsets, tensor)
-            checksum = self._fill(into, at, ordered, part, 0 if is_summed else None)
+            is_summed = is_whole and self._check_crc
+            checksum = self._fill(targets[0], offsets, tensor, part, 0 if is_summed else None)
             if checksum is not None:
                 behind = part.read(tensor.start + tensor.nbytes, BEHIND)
                 self._check([one], tensor, [checksum], behind)
@@ -396,12 +394,7 @@ class ChunkReader:
         file, chunk, sizes = part.file, part.start + tensor.start, tuple(target.shape)
         itemsize = tensor.dtype.itemsize
         slices = segments(
-            tensor.shape,
-            offsets=offsets,
-            lengths=sizes,
-            itemsize=itemsize,
-            gap=file.gap,
-            strides=tensor.strides,
+            tensor.shape, offsets=offsets, lengths=sizes, itemsize=itemsize, gap=file.gap
         )
         is_direct = target.dtype == tensor.dtype and slices.exact
         memory = memory_of(target) if is_direct else None
@@ -451,19 +444,6 @@ class ChunkReader:
         """Return that a record is not as it should be."""
         fault = Fault(one.item.storage_index.fqn, problem, tuple(details))
         return with_copies(fault, self._places, one.item, one.file)
-
-
-def _in_file_order(
-    target: torch.Tensor, offsets: tuple[int, ...], tensor: TensorRecord
-) -> tuple[torch.Tensor, tuple[int, ...], TensorRecord]:
-    """Return a target, the offsets of a slice and a record with the record's strides descending."""
-    strides = tensor.strides
-    if strides is None:
-        return target, offsets, tensor
-    order = sorted(range(len(strides)), key=strides.__getitem__, reverse=True)
-    shape, offsets = (tuple([of[dim] for dim in order]) for of in (tensor.shape, offsets))
-    ordered = replace(tensor, shape=shape, strides=tuple([strides[dim] for dim in order]))
-    return target.permute(order), offsets, ordered
 
 
 class _Buffer:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from math import prod
 from typing import IO, Any, NamedTuple, NoReturn
 
 import torch
 
-from dcp_placements._torch import LOCAL_TENSOR
+from dcp_placements._torch import narrow_tensor_by_index
 from dcp_placements.errors import Fault, format_error, raise_faults
 from dcp_placements.names.flat import Path, value_at
 from dcp_placements.storage.checked_load import load_plain, saved_entries
@@ -68,7 +69,36 @@ class SavedChunk(NamedTuple):
     steps: tuple[int, ...]
 
 
-Records = dict[tuple[str, str, int], TensorRecord]
+class StridedRecord(NamedTuple):
+    """A chunk that is not contiguous in its file, such as some columns of a tensor.
+
+    Attributes:
+        dtype: Of its elements.
+        sizes: Of the chunk.
+        strides: In elements, in the file.
+    """
+
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def whole(self) -> tuple[TensorRecord, list[int]] | None:
+        """Return a contiguous record of which it is a part, and its dims in the order of that.
+
+        Of columns of a ``(4, 6)`` tensor, whose strides are ``(6, 1)``: a record of that shape,
+        with a dim of size 1 behind. Dims of size 1 are left out. None where there is no such.
+        """
+        dims = [dim for dim, size in enumerate(self.sizes) if size > 1]
+        dims.sort(key=self.strides.__getitem__, reverse=True)
+        steps = [self.strides[dim] for dim in dims]
+        if 0 in steps or any(step % inner for step, inner in pairwise(steps)):
+            return None
+        shape = [self.sizes[dim] for dim in dims[:1]]
+        shape += [step // inner for step, inner in pairwise(steps)] + steps[-1:]
+        return TensorRecord(self.dtype, tuple(shape), 0), dims
+
+
+Records = dict[tuple[str, str, int], TensorRecord | StridedRecord]
 """By key, file and first byte: how a chunk lies there."""
 
 
@@ -89,7 +119,28 @@ class RecordsReader(ChunkReader):
         self._records = records
 
     def tensor_record(self, one: Wanted, part: Part) -> TensorRecord | None:
-        return self._records[one.item.storage_index.fqn, one.file, one.start]
+        record = self._records[one.item.storage_index.fqn, one.file, one.start]
+        return record if isinstance(record, TensorRecord) else None
+
+    def _read_one(self, file: CountedFile, one: Wanted) -> None:
+        record = self._records[one.item.storage_index.fqn, one.file, one.start]
+        if isinstance(record, TensorRecord):
+            super()._read_one(file, one)
+            return
+        offsets, lengths = one.item.storage_offsets, tuple(one.item.lengths)
+        part, whole = Part(file, one.start, one.nbytes), record.whole()
+        targets = self._targets([one], lengths)
+        if whole is not None and targets[0].numel():
+            contiguous, dims = whole
+            others = [dim for dim in range(len(lengths)) if dim not in dims]
+            target = targets[0].permute(*others, *dims)[(0,) * len(others)].unsqueeze(-1)
+            at = *[offsets[dim] for dim in dims], 0
+            self._fill(target, at, contiguous, part, None)
+        elif targets[0].numel():
+            elements = torch.frombuffer(bytearray(part.read(0, one.nbytes)), dtype=record.dtype)
+            chunk = elements.as_strided(record.sizes, record.strides)
+            targets[0].copy_(narrow_tensor_by_index(chunk, offsets, lengths))
+        self._commit([one], targets)
 
 
 class _Tree(TorchUnpickler):
@@ -149,7 +200,7 @@ class SavedFile:
         nbytes, entry = prod(tensor.shape) * tensor.dtype.itemsize, self._entries.get(tensor.key)
         return entry.CRC if entry is not None and entry.file_size == nbytes else None
 
-    def record(self, fqn: str, at: SavedChunk) -> tuple[int, int, TensorRecord]:
+    def record(self, fqn: str, at: SavedChunk) -> tuple[int, int, TensorRecord | StridedRecord]:
         """Return where a chunk is: its first byte, its bytes, and how it lies in them.
 
         Raises:
@@ -172,9 +223,11 @@ class SavedFile:
             _refuse(IS_DAMAGED, fqn, f"{self.name} ends before its elements do", DAMAGED)
         start = entry_start(self._part.read_into, entry) + offset * itemsize
         nbytes, is_plain = span * itemsize, is_contiguous(at.sizes, strides)
-        is_whole = is_plain and nbytes == entry.file_size
-        has_crc = is_whole and self._has_crcs and bool(entry.flag_bits & _SIZES_FOLLOW)
-        record = TensorRecord(tensor.dtype, at.sizes, 0, has_crc, None if is_plain else strides)
+        if not is_plain:
+            return start, nbytes, StridedRecord(tensor.dtype, at.sizes, strides)
+        is_summed = self._has_crcs and bool(entry.flag_bits & _SIZES_FOLLOW)
+        has_crc = is_summed and nbytes == entry.file_size
+        record = TensorRecord(tensor.dtype, at.sizes, 0, has_crc)
         return start, nbytes + BEHIND * has_crc, record
 
     def object(self, fqn: str, path: Path, *, device: str, restricted: bool) -> Any:
@@ -233,7 +286,9 @@ def _saved_tensor(value: Any) -> tuple[StridedTensor | None, bool]:
         make, kind, args, state = value.args
         name, fields = getattr(kind, "name", ""), state[-1] if type(state) is tuple else state
         if name.endswith(".DTensor") and type(fields) is dict:
-            return _saved_tensor(fields.get(LOCAL_TENSOR))[0], True
+            # Its local tensor is the one tensor among its attributes.
+            inner = [_saved_tensor(one)[0] for one in fields.values()]
+            return next(filter(None, inner), None), True
         if type(make) is Call and name in ("torch.Tensor", "torch.nn.parameter.Parameter"):
             return _saved_tensor(Made(make.name, args))  # one with attributes
     return strided_tensor(value), False

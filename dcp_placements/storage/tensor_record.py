@@ -44,16 +44,15 @@ class TensorRecord:
     """Where the elements of a saved tensor are.
 
     Attributes:
+        shape: The elements are in C order.
         start: Where they begin, in bytes from the record's first.
         has_crc: Whether their checksum follows them.
-        strides: In elements; None where these are contiguous, in C order.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
     has_crc: bool = False
-    strides: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:

@@ -144,6 +144,18 @@ def test_columns_transposed_and_fused_parts_are_read_in_place(
     assert torch.equal(whole(tmp_path / "ckpt"), WHOLE)
 
 
+def test_views_with_steps_and_repeats_are_read(tmp_path: Path) -> None:
+    spaced = torch.zeros(4, 2, 18)
+    spaced[::2, 1, 2::3] = WHOLE[:2]
+    repeated = torch.tensor([[7.0], [8.0]]).expand(2, 6)
+    save(tmp_path / "ckpt", [{"w": spaced[::2, 1, 2::3]}, {"w": repeated}], sharded())
+    assert torch.equal(whole(tmp_path / "ckpt"), torch.cat([WHOLE[:2], repeated]))
+    part = {"w": torch.zeros(4, 3)}
+    columns = sharded(placement=Shard(1))(1, 2)
+    load(tmp_path / "ckpt", part, columns, rank=1, size=2, waive={"w": "cut otherwise"})
+    assert torch.equal(part["w"], torch.cat([WHOLE[:2], repeated])[:, 3:])
+
+
 def test_experts_by_their_own_numbers_are_loaded_as_one_stack_and_back(tmp_path: Path) -> None:
     def numbered(rank: int, size: int) -> Placements:
         rows = range(rank * 4 // size, (rank + 1) * 4 // size)

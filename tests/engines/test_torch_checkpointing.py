@@ -7,11 +7,17 @@ loads side by side.
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 
+from dcp_placements import offline
 from tests.torchrun import forked, tail
 
 pytest.importorskip("torch_checkpointing")
@@ -40,9 +46,14 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return where the checkpoints are."""
+    return tmp_path_factory.mktemp("engine")
+
+
+@pytest.fixture(scope="module")
+def seen(out: Path) -> Seen:
     """Return by scenario what each rank saw."""
-    out = tmp_path_factory.mktemp("engine")
     found: Seen = {}
     for ranks, worlds in WORLDS.items():
         loads = [
@@ -89,3 +100,46 @@ def test_what_is_declared_wrongly_is_refused_on_every_rank(seen: Seen, scenario:
     for one in seen[scenario]:
         (text,) = one["refused"].values()
         assert REFUSED[scenario] in text
+
+
+@pytest.mark.parametrize("kind", ["ours", "theirs"])
+@pytest.mark.usefixtures("seen")
+def test_such_a_directory_is_converted_to_whole_tensors(
+    out: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(WORKER.parent)
+    worker = import_module("engine_worker")
+    declared = {} if kind == "ours" else {"rules": worker.saved_by, "axes": {"ep": 2, "fsdp": 2}}
+
+    def source() -> Any:
+        return offline.open_source(out / kind, **declared)
+
+    offline.import_checkpoint(source(), tmp_path / "dcp")
+    stored = dcp.FileSystemReader(tmp_path / "dcp").read_metadata().state_dict_metadata
+    found = {key: torch.zeros(tuple(one.size)) for key, one in stored.items()}
+    dcp.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for key, whole in worker.truth().items():
+        assert torch.equal(found[f"model.{key}"], whole), key
+        if key != "scale":
+            assert torch.equal(found[f"optimizer.state.{key}.exp_avg"], whole * 2), key
+    offline.export_safetensors(source(), tmp_path / "hf")
+    (file,) = (tmp_path / "hf").glob("*.safetensors")
+    exported = load_file(file)
+    assert exported.keys() == worker.truth().keys()
+    assert all(torch.equal(exported[key], whole) for key, whole in worker.truth().items())
+
+
+@pytest.mark.usefixtures("seen")
+def test_such_a_directory_is_inspected_and_verified(out: Path, tmp_path: Path) -> None:
+    assert offline.inspect(out / "ours").tensors["model.experts.w1"].shape == (4, 6, 3)
+    assert offline.shapes(out / "ours")["model.vocabulary"] == (7, 2)
+    for contents in (False, True):
+        assert offline.verify(out / "ours", contents=contents).sound
+    copytree(out / "ours", tmp_path / "damaged")
+    # A file of replicas alone, which no load of one rank reads.
+    file = tmp_path / "damaged" / "model_3.pt"
+    data = bytearray(file.read_bytes())
+    data[data.index(torch.tensor([5000.0, 5001.0, 5002.0]).numpy().tobytes()) + 2] ^= 8
+    file.write_bytes(data)
+    (fault,) = offline.verify(tmp_path / "damaged", contents=True).faults
+    assert (fault.kind, fault.files) == ("checksum", ("model_3.pt",))
