@@ -133,7 +133,7 @@ class Placing:
         mappings: The path of each key in the nested dict.
         copies: Further paths of an object that several local keys have as one.
         shared: By key of a scalar or an object whose one value here stands for several keys, or
-            for all rows of one, the name of that value.
+            for all rows of one, all of these keys.
         totals: The number of rows of each tensor that is unstacked, by their key with ``{}``.
         groups: The parameters in parameter groups.
     """
@@ -145,7 +145,7 @@ class Placing:
     state_dict: dict[str, Any] = field(default_factory=dict)
     mappings: dict[str, Path] = field(default_factory=dict)
     copies: dict[str, list[Path]] = field(default_factory=dict)
-    shared: dict[str, str] = field(default_factory=dict)
+    shared: dict[str, tuple[str, ...]] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=dict)
     groups: Groups = field(default_factory=dict)
 
@@ -157,13 +157,6 @@ class Placing:
             if one.rule is not None and made[0] != made[1]:
                 by_rule.setdefault(one.rule, {})[made] = None
         return {rule: tuple(shapes) for rule, shapes in by_rule.items()}
-
-    def of_one_value(self) -> dict[str, tuple[str, ...]]:
-        """Return the keys that one value here stands for, each with all of that value."""
-        keys: dict[str, list[str]] = {}
-        for fqn, name in self.shared.items():
-            keys.setdefault(name, []).append(fqn)
-        return {fqn: tuple(keys[name]) for fqn, name in self.shared.items()}
 
     def add(self, fqn: str, value: Any, path: Path | None) -> None:
         """Note a value under its key in the checkpoint."""

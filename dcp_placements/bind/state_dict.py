@@ -427,10 +427,10 @@ class _Placer:
                 numbers = list(range(total)) if is_tensor(value) else numbers or [0][:total]
             if is_dtensor_like(value):
                 value = facts_of(value)[0]
-            for number, fqn in product(numbers, name.fqns):
-                key = fqn.replace("{}", str(number))
+            keys = [fqn.replace("{}", str(number)) for number in numbers for fqn in name.fqns]
+            for key in keys:
                 self.placing.add(key, value, path)
-                self.placing.shared[key] = name.stacked
+            self.placing.shared.update(dict.fromkeys(keys, tuple(keys)))
 
 
 _ONE_SPEAKS = "way out:     let one of them speak: None for this key in the rules"

@@ -25,7 +25,7 @@ import torch
 from torch.distributed.checkpoint import TensorStorageMetadata
 
 from dcp_placements._torch import has_hooks, is_dtensor_like
-from dcp_placements.errors import Fault, format_names
+from dcp_placements.errors import Fault, folded, format_names
 from dcp_placements.names.optimizer_state import possible_parameters
 from dcp_placements.rules.patterns import matches_any
 
@@ -84,14 +84,14 @@ def settle_missing(request: Request, missing: Sequence[str]) -> None:
         stateless = _never_stepped(request, missing)
     kept: list[str] = []
     unknown: list[str] = []
-    partial_rows: dict[str, list[str]] = {}
+    lacking_rows: dict[tuple[str, ...], list[str]] = {}
     for fqn in missing:
         state = states.of(fqn)
         keys = [] if state is None else of_parameter[state.group]
         is_part = any(key in request.stored for key in keys)
         if state is not None and state.group in stateless:
             if fqn in shared:
-                partial_rows.setdefault(shared[fqn], []).append(fqn)
+                lacking_rows.setdefault(shared[fqn], []).append(fqn)
             weights = _weights(request, state.parameter)
             stays = bool(weights) and not any(key in request.stored for key in weights)
             if stays or policy.is_optional(fqn):
@@ -105,7 +105,8 @@ def settle_missing(request: Request, missing: Sequence[str]) -> None:
         else:
             unknown.append(fqn)
     request.faults += _unknown_keys(request, unknown)
-    request.faults += _partial_rows(partial_rows, shared)
+    partial = [(keys, rows) for keys, rows in lacking_rows.items() if len(rows) < len(keys)]
+    request.faults += [_partial_rows(*each) for each in partial]
     request.report.missing = tuple(kept)
     request.report.stateless = tuple(dict.fromkeys(request.reset.values()))
     if kept and request.groups:
@@ -186,27 +187,22 @@ def _part_of_state(fqn: str, keys: Sequence[str], stored: Mapping[str, Any]) -> 
     )
 
 
-def _partial_rows(
-    stateless: Mapping[str, Sequence[str]], shared: Mapping[str, str]
-) -> Iterator[Fault]:
-    """Yield the scalars that stand for rows of which the checkpoint has only some.
+def _partial_rows(fqns: Sequence[str], lacking: Sequence[str]) -> Fault:
+    """Return that one scalar stands for rows of which the checkpoint has only some.
 
     Args:
-        stateless: By scalar, the keys of the rows that it has no state of.
-        shared: By key, the name of the scalar that stands for several keys.
+        fqns: Its keys in the checkpoint, one for each row.
+        lacking: Those that the checkpoint has not.
     """
-    rows = Counter(shared.values())
-    for name, keys in stateless.items():
-        if len(keys) < rows[name]:
-            yield Fault(
-                name,
-                f"the checkpoint has optimizer state of {rows[name] - len(keys)} rows, and none "
-                f"of {len(keys)}, but here one {name.rpartition('.')[2]} stands for all of them",
-                (
-                    f"missing:     {format_names(keys, 4)}",
-                    "way out:     load it into one tensor per row; or leave this state out",
-                ),
-            )
+    return Fault(
+        folded(fqns)[0],
+        f"the checkpoint has optimizer state of {len(fqns) - len(lacking)} rows, and none of "
+        f"{len(lacking)}, but here one {fqns[0].rpartition('.')[2]} stands for all of them",
+        (
+            f"missing:     {format_names(lacking, 4)}",
+            "way out:     load it into one tensor per row; or leave this state out",
+        ),
+    )
 
 
 MAX_COMPARED_NAMES = 10

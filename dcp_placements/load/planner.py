@@ -151,8 +151,8 @@ class RankLoad:
     buffered: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
     unread: int = 0
     report: LoadReport = field(default_factory=lambda: LoadReport(planned=False))
-    # By object that stands for several keys, the first that was read, and its value.
-    _first_objects: dict[str, tuple[str, Any]] = field(default_factory=dict)
+    # By keys of which one object stands for all, the first that was read, and its value.
+    _first_objects: dict[tuple[str, ...], tuple[str, Any]] = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.Lock)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -171,11 +171,11 @@ class RankLoad:
         """
         if isinstance(self.state_dict[fqn], ParameterNames):
             return
-        if name := self.request.shared.get(fqn):
-            first, its_value = self._first_objects.setdefault(name, (fqn, value))
+        if keys := self.request.shared.get(fqn):
+            first, its_value = self._first_objects.setdefault(keys, (fqn, value))
             if not equal_values(its_value, value):
                 contents = f"{its_value!r} of {first} and {value!r} of {fqn}"
-                raise_faults(UNLIKE, [unlike_fault((first, fqn), [first], contents, "object")])
+                raise_faults(UNLIKE, [unlike_fault(keys, [first], contents, "object")])
         for path in (self.mappings[fqn], *self.request.placing.copies.get(fqn, ())):
             put_at(self.original_state_dict, path, value)
 
@@ -383,7 +383,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         load.request, load.report = request, request.report
         load.report.waived = dict(self.waive)
         destinations = request.destinations()
-        load.tied = {**tied_keys(destinations), **placing.of_one_value()}
+        load.tied = {**tied_keys(destinations), **placing.shared}
         message = LoadMessage(global_rank(), load.declared)
         # A tensor without its place has another shape, which is no fault of its own.
         placeless = {fault.fqn for fault in placing.faults}

@@ -323,7 +323,7 @@ class Request:
         shape, size = tuple(value.size()) if placed is None else placed.global_shape, entry.size
         if shape == () and len(size) == 1 and self.states.of(fqn) is not None:
             # One step for a stacked parameter, of which the checkpoint's rows had one each.
-            self.shared[fqn], shape = fqn, tuple(size)
+            self.shared[fqn], shape = (fqn,), tuple(size)
             rows = facts_of(value)[0].detach().expand(shape)
             place = Place(Sharding(shape), (), (Chunk((0,), (0,), shape),))
             placed = self.placing.placed[fqn] = Placed(fqn, rows, place)

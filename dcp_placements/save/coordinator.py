@@ -47,7 +47,6 @@ from dcp_placements.rules.patterns import (
     unmatched_faults,
 )
 from dcp_placements.save import refusals
-from dcp_placements.save.numbers import numbering_faults
 from dcp_placements.storage.provenance import packed_record
 from dcp_placements.storage.torch_metadata import (
     PORTABLE_PROPERTIES,
@@ -55,6 +54,7 @@ from dcp_placements.storage.torch_metadata import (
     ChunkList,
 )
 from dcp_placements.table.digests import Contents, SentDigests, may_have_replicas
+from dcp_placements.table.families import numbering_faults
 from dcp_placements.table.owners import runs_of
 from dcp_placements.table.table import OBJECT, Group, Holding, Sent
 from dcp_placements.table.whole import WholeModel, compare_with_whole

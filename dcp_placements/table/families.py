@@ -2,7 +2,8 @@
 
 A ``Renumber`` gives experts and layers their numbers in the whole. A rank that has one of the keys
 with number ``n`` has element ``n`` of the family, as another has a box of a tensor. So what shows
-that ranks hold the same boxes, and none the others, shows it of numbers, too.
+that ranks hold the same boxes, and none the others, shows it of numbers, too; and a family of which
+``Renumber(total=)`` declares the size has to be whole, as any tensor.
 
 Two ep ranks that hold two experts each of four, and that gave both of them the numbers 0 and 1::
 
@@ -12,13 +13,14 @@ Two ep ranks that hold two experts each of four, and that gave both of them the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from dcp_placements.errors import format_ranks
+from dcp_placements.errors import Fault, format_ranks
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.names.renames import number_in
+from dcp_placements.rules.patterns import matches_any
 from dcp_placements.table.world import World
 
 
@@ -106,3 +108,65 @@ def format_numbers(numbers: Iterable[int]) -> str:
     '0-2, 5'
     """
     return format_ranks(numbers).partition(" ")[2]
+
+
+def numbering_faults(
+    world: World,
+    totals: Mapping[str, Mapping[int, Sequence[int]]],
+    waived: Sequence[re.Pattern[str]] = (),
+) -> list[Fault]:
+    """Return what is missing of the numbers that the ranks' renames give.
+
+    Args:
+        world: What the ranks hold.
+        totals: By pattern, the ranks by how many numbers they declare.
+        waived: Patterns of keys whose families need not have all numbers, as in a save of some
+            layers' adapters alone.
+    """
+    faults = []
+    fqns = [fqn for piece in world.pieces for fqn in piece.fqns]
+    excused = [fqn for fqn in fqns if matches_any(waived, fqn)]
+    families = Families(totals, fqns).of(world)
+    for pattern, (total, *others) in totals.items():
+        if others:
+            ranks = [f"{one} on {format_ranks(totals[pattern][one])}" for one in (total, *others)]
+            headline = f"the ranks do not agree on total=: {'; '.join(ranks)}"
+            way_out = "way out:     the number in the whole model, on every rank"
+            faults.append(Fault(pattern, headline, (way_out,)))
+        else:
+            of_pattern = [family for family in families if family.pattern == pattern]
+            faults += _missing_faults(of_pattern, total, excused)
+    return faults
+
+
+def _missing_faults(
+    families: Sequence[Family], total: int, excused: Sequence[str]
+) -> Iterator[Fault]:
+    """Yield the families of one pattern that are not whole.
+
+    A family of another kind that lacks numbers throughout may: statistics of some layers, beside a
+    model of all of them.
+    """
+    if all(family.numbers == [*range(total)] for family in families):
+        return
+    # By name without numbers, which is the same for its like in all layers.
+    kinds = [re.sub(r"\d+", "#", family.name) for family in families]
+    anywhere: set[int] = set()
+    of_kind: dict[str, set[int]] = {}
+    for kind, family in zip(kinds, families, strict=True):
+        anywhere.update(family.numbers)
+        of_kind.setdefault(kind, set()).update(family.numbers)
+    for kind, family in zip(kinds, families, strict=True):
+        elsewhere = anywhere - of_kind[kind]
+        missing = sorted(set(range(total)) - set(family.numbers) - elsewhere)
+        if missing and next(family.members(excused), None) is None:
+            yield Fault(
+                family.name,
+                f"no rank holds {format_numbers(missing)} of 0-{total - 1}",
+                (
+                    f"held are:    {format_numbers(family.numbers)}",
+                    "way out:     ids that make 0 .. total-1 on all ranks together; where some are "
+                    "left out on purpose, waive={pattern: reason} for this save, or total=None for "
+                    "all",
+                ),
+            )

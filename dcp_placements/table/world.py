@@ -170,10 +170,6 @@ class Piece:
     boxes: Boxes
     cover: Cover = NOTHING
 
-    def by_row(self, values: Sequence[int]) -> Ints:
-        """Return values, one per source, by row."""
-        return np.repeat(np.array(values, np.int64), [len(one.ranks) for one in self.sources])
-
 
 class World:
     """What all ranks hold.
