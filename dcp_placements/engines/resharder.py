@@ -21,9 +21,9 @@ from torch_checkpointing.resharding import Resharder
 from torch_checkpointing.storage.base_storage import ReadArgs
 
 from dcp_placements._torch import global_rank
-from dcp_placements.engines.described import rank_parts
+from dcp_placements.engines.described import RankParts, rank_parts
 from dcp_placements.engines.saved import OURS, VERSION, opened, saved_items
-from dcp_placements.errors import PlacementError, packed_faults, raise_faults_of_ranks
+from dcp_placements.errors import Fault, PlacementError, packed_faults, raise_faults_of_ranks
 from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.names.flat import Path
 from dcp_placements.save.coordinator import REFUSED
@@ -116,7 +116,11 @@ class PlacementResharder(Resharder):
         What cannot be placed is refused by all ranks together.
         """
         declared = self._placements
-        parts = rank_parts(item_key, item_value, declared.rules, declared.rename)
+        try:
+            parts = rank_parts(item_key, item_value, declared.rules, declared.rename)
+        except Exception as error:  # raised here, the other ranks would wait for this one
+            headline = f"cannot be planned: {type(error).__name__}: {error}"
+            parts = RankParts(faults=[Fault(item_key, headline)])
         if parts.faults:
             refused = packed_faults(parts.faults)
             return {(): PlacementMetadata(refused=refused, rank=global_rank())}

@@ -19,7 +19,7 @@ import json
 import pickle
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import IO, Any, NoReturn
 
 import torch
@@ -29,7 +29,13 @@ from torch.distributed.tensor import Replicate, Shard
 from dcp_placements._torch import StridedShard, rehearsed
 from dcp_placements.bind.rank_shard import RankShard
 from dcp_placements.engines.described import ChunkOfPath, PartOfPath, RankParts, rank_parts
-from dcp_placements.errors import Fault, PlacementError, format_names, raise_faults
+from dcp_placements.errors import (
+    Fault,
+    PlacementError,
+    format_error,
+    format_names,
+    raise_faults,
+)
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.flat import Path
 from dcp_placements.names.renames import Step
@@ -69,6 +75,18 @@ class EngineUnpickler(SafeUnpickler):
     subject = "the metadata of torch_checkpointing"
 
 
+@contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Turn what broken metadata raise into one message."""
+    try:
+        yield
+    except (PlacementError, OSError):
+        raise
+    except Exception as error:  # of any type, by what is in them
+        headline = f"its metadata are broken: {format_error(error)}"
+        _refuse(path, METADATA_FILE, headline, "likely:      the file was damaged or cut short")
+
+
 def saved_items(
     path: str,
     items: Mapping[str, Mapping[str, Any]],
@@ -95,20 +113,28 @@ def saved_items(
     Raises:
         PlacementError: The ranks' parts do not make a checkpoint, or metadata cannot be used.
     """
+    with _reading(path):
+        return _saved_items(path, items, open_file, source, rank, waive, strict)
+
+
+def _saved_items(
+    path: str,
+    items: Mapping[str, Mapping[str, Any]],
+    open_file: Open,
+    source: Any,
+    rank: int | None,
+    waive: Mapping[str, str] | None,
+    strict: bool,
+) -> tuple[Metadata, Places]:
     ranks: dict[int, dict[str, RankParts]] = {}
     files: dict[str, dict[int, str]] = {}
     for item_key, item in items.items():
-        try:
-            layouts = {int(one): layout for one, layout in item["rank_to_layout_info"].items()}
-            own = {one: _file_of(path, item_key, one, layouts[one]) for one in sorted(layouts)}
-            if _is_ours(path, item_key, item):
-                found = _described(item)
-            else:
-                found = _from_files(path, item_key, item, own, open_file, source)
-        except PlacementError:
-            raise
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            _refuse(path, item_key, f"its metadata are broken: {type(error).__name__}: {error}")
+        layouts = {int(one): layout for one, layout in item["rank_to_layout_info"].items()}
+        own = {one: _file_of(path, item_key, one, layouts[one]) for one in sorted(layouts)}
+        if _is_ours(path, item_key, item):
+            found = _described(item)
+        else:
+            found = _from_files(path, item_key, item, own, open_file, source)
         files[item_key] = own
         for one in own:
             ranks.setdefault(one, {})[item_key] = found.get(one, RankParts())

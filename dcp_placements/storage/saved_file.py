@@ -17,7 +17,7 @@ import torch
 from dcp_placements._torch import narrow_tensor_by_index
 from dcp_placements.errors import Fault, format_error, raise_faults
 from dcp_placements.names.flat import Path, value_at
-from dcp_placements.storage.checked_load import load_plain, saved_entries
+from dcp_placements.storage.checked_load import BROKEN, load_plain, saved_entries
 from dcp_placements.storage.file_reads import CountedFile, Part, c_strides
 from dcp_placements.storage.record_reads import DAMAGED, IS_DAMAGED, ChunkReader, Wanted
 from dcp_placements.storage.safe_pickle import Call
@@ -221,7 +221,10 @@ class SavedFile:
         entry, itemsize = self._entries.get(tensor.key), tensor.dtype.itemsize
         if entry is None or (offset + span) * itemsize > entry.file_size:
             _refuse(IS_DAMAGED, fqn, f"{self.name} ends before its elements do", DAMAGED)
-        start = entry_start(self._part.read_into, entry) + offset * itemsize
+        try:
+            start = entry_start(self._part.read_into, entry) + offset * itemsize
+        except BROKEN as error:
+            _refuse(IS_DAMAGED, fqn, f"{self.name}: {format_error(error)}", DAMAGED)
         nbytes, is_plain = span * itemsize, is_contiguous(at.sizes, strides)
         if not is_plain:
             return start, nbytes, StridedRecord(tensor.dtype, at.sizes, strides)

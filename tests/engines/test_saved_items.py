@@ -284,6 +284,21 @@ def test_broken_metadata_are_refused(saved: Path) -> None:
         whole(saved)
 
 
+def test_any_flipped_byte_of_a_file_is_refused_or_does_no_harm(saved: Path) -> None:
+    for file in (saved / "model_0.pt", saved / "metadata.pkl"):
+        data = file.read_bytes()
+        for at in range(0, len(data), 3):
+            file.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
+            try:
+                if file.suffix == ".pt":
+                    assert torch.equal(whole(saved), WHOLE), at
+                else:
+                    offline.verify(saved)
+            except PlacementError:
+                pass
+        file.write_bytes(data)
+
+
 def test_an_item_without_metadata_is_refused(saved: Path) -> None:
     with pytest.raises(PlacementError, match=r"metadata\.pkl has nothing of an item"):
         load(saved, {"w": torch.zeros(4, 6)}, Placements(None), item="other")
