@@ -241,8 +241,13 @@ class _Twins:
         return self._keys[at], (start - self._starts[at]) // view.dtype.itemsize
 
 
+_FLATTEN = "__tensor_flatten__"
+"""What tensors have that are made of others."""
+
+
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_quantized
+    is_other = tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    return tensor.layout is torch.strided and not is_other and not hasattr(tensor, _FLATTEN)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -119,8 +119,10 @@ class PlacementResharder(Resharder):
         try:
             parts = rank_parts(item_key, item_value, declared.rules, declared.rename)
         except Exception as error:  # raised here, the other ranks would wait for this one
-            headline = f"cannot be planned: {type(error).__name__}: {error}"
-            parts = RankParts(faults=[Fault(item_key, headline)])
+            first, *rest = str(error).splitlines() or [""]
+            headline = f"cannot be planned: {type(error).__name__}: {first}"
+            fault = Fault(item_key, headline, tuple(map(str.strip, rest)))
+            parts = RankParts(faults=[fault])
         if parts.faults:
             refused = packed_faults(parts.faults)
             return {(): PlacementMetadata(refused=refused, rank=global_rank())}
@@ -167,7 +169,11 @@ class PlacementResharder(Resharder):
         Raises:
             PlacementError: It cannot be filled, or would be filled wrongly.
         """
-        planner = self._placements.load_planner(**self._options)
+        options = dict(self._options)
+        heads = {str(key).partition(".")[0] for key in target} if type(target) is dict else set()
+        if heads and heads <= {"state", "param_groups"}:
+            options["whole"] = None  # it has the keys of weights, and an optimizer none
+        planner = self._placements.load_planner(**options)
 
         def open_file(name: str) -> IO[bytes]:
             arguments = ReadArgs(pre_read_full_file=False)

@@ -336,6 +336,45 @@ def test_objects_that_name_more_than_plain_values_need_trust(tmp_path: Path) -> 
     assert found["where"] == Path("a")
 
 
+def test_the_whole_model_is_compared_with_weights_and_not_with_an_optimizer(saved: Path) -> None:
+    load(saved, {"w": torch.zeros(4, 6)}, Placements(None, whole={"w": (4, 6)}))
+    with pytest.raises(PlacementError, match=r"where the whole model has \(8, 6\)"):
+        load(saved, {"w": torch.zeros(4, 6)}, Placements(None, whole={"w": (8, 6)}))
+    declared = Placements(None, whole={"w": (4, 6)})
+    state = {"state": {"w": {"exp_avg": torch.ones(4, 6)}}}
+    save(saved, [state], lambda rank, size: declared, item="optimizer")
+    found = {"state": {"w": {"exp_avg": torch.zeros(4, 6)}}}
+    load(saved, found, declared, item="optimizer")
+    assert found["state"]["w"]["exp_avg"].all()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, "duplicated flatten key model.a.b"),
+        ({"w": torch.ones(2, 2).to_sparse()}, "cannot be read from a file in place"),
+        ({"w": torch.ones(2, dtype=torch.complex64).conj()}, "be read from a file in place"),
+        ({"w": torch.ones(2, device="meta")}, "is a meta tensor"),
+    ],
+)
+def test_what_cannot_be_read_again_is_refused_at_the_save(
+    tmp_path: Path, value: Any, text: str
+) -> None:
+    with pytest.raises(PlacementError, match=text):
+        save(tmp_path / "ckpt", [value], lambda rank, size: Placements(None))
+
+
+def test_ranks_with_other_keys_and_objects_of_their_own(tmp_path: Path) -> None:
+    values = [{f"layers.{rank}": torch.full((2,), float(rank)), "rng": [rank]} for rank in (0, 1)]
+    save(tmp_path / "ckpt", values, lambda rank, size: Placements(None))
+    for rank, size, own in ((1, 2, 1), (2, 3, 0)):
+        found = {"layers.0": torch.ones(2), "layers.1": torch.zeros(2), "rng": [9]}
+        load(tmp_path / "ckpt", found, Placements(None), rank=rank, size=size)
+        assert found["rng"] == [own]
+        assert found["layers.0"].tolist() == [0.0, 0.0]
+        assert found["layers.1"].tolist() == [1.0, 1.0]
+
+
 def test_options_that_cannot_be_meant_are_refused() -> None:
     with pytest.raises(PlacementError, match="TransferWorld"):
         Placements(None).resharder(source={"ep": 2})
