@@ -173,6 +173,11 @@ def raise_faults(opening: str, faults: Iterable[Fault]) -> None:
         raise PlacementError(format_faults(opening, faults))
 
 
+def fault_error(opening: str, fqn: str, headline: str, *details: str) -> PlacementError:
+    """Return the error of one fault."""
+    return PlacementError(format_faults(opening, [Fault(fqn, headline, details)]))
+
+
 class RankFaults(PlacementError):
     """Why one rank cannot plan. Its planner sends the faults to the coordinator instead of a plan.
 

@@ -196,15 +196,13 @@ class _Twins:
         faults: Of tensors that cannot be read in place.
     """
 
-    _ALIGNMENT = 16
-
     def __init__(self, state_dict: Mapping[str, Any]) -> None:
         self.state_dict: dict[str, Any] = dict(state_dict)
         self.shapes: dict[str | None, tuple[int, ...]] = {}
         self.faults: list[Fault] = []
         self._starts: list[int] = []
         self._keys: list[str] = []
-        end, facts = 0, {}
+        end, memory = 0, torch.empty(1 << 60, dtype=torch.uint8, device="meta")
         for key, value in state_dict.items():
             if not is_tensor(value):
                 continue
@@ -213,20 +211,17 @@ class _Twins:
                 way_out = "way out:     a plain tensor or DTensor; or an item without a resharder"
                 self.faults.append(Fault(key, headline, (way_out,)))
                 continue
-            facts[key] = facts_of(value)
-            self._starts.append(end)
-            self._keys.append(key)
-            end += -(-_nbytes(facts[key][0]) // self._ALIGNMENT) * self._ALIGNMENT
-        memory = torch.empty(end, dtype=torch.uint8, device="meta")
-        for start, key in zip(self._starts, self._keys, strict=True):
-            local, mesh, placements, shape = facts[key]
-            self.shapes[key] = tuple(local.shape)
-            twin = memory[start : start + _nbytes(local)].view(local.dtype).view(local.shape)
+            local, mesh, placements, shape = facts_of(value)
+            nbytes = local.numel() * local.dtype.itemsize
+            twin: Any = memory[end : end + nbytes].view(local.dtype).view(local.shape)
             for name in (*LISTS, "global_shape") if lists_its_chunks(local) else ():
                 setattr(twin, name, getattr(local, name))
-            self.state_dict[key] = twin
-            if mesh is not None:
-                self.state_dict[key] = RankShard(twin, mesh, placements, shape)
+            self._starts.append(end)
+            self._keys.append(key)
+            self.shapes[key] = tuple(local.shape)
+            whole = twin if mesh is None else RankShard(twin, mesh, placements, shape)
+            self.state_dict[key] = whole
+            end += -(-nbytes // 16) * 16  # aligned for every dtype
 
     def find(self, view: torch.Tensor | None) -> tuple[str | None, int]:
         """Return the key of what a tensor is a view of, and where it begins there, in elements.
@@ -248,7 +243,3 @@ _FLATTEN = "__tensor_flatten__"
 def _is_plain(tensor: torch.Tensor) -> bool:
     is_other = tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
     return tensor.layout is torch.strided and not is_other and not hasattr(tensor, _FLATTEN)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return int(tensor.numel()) * tensor.dtype.itemsize

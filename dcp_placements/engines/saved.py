@@ -19,8 +19,8 @@ import json
 import pickle
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from typing import IO, Any, NoReturn
+from contextlib import closing
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import Metadata
@@ -30,8 +30,8 @@ from dcp_placements._torch import StridedShard, rehearsed
 from dcp_placements.bind.rank_shard import RankShard
 from dcp_placements.engines.described import ChunkOfPath, PartOfPath, RankParts, rank_parts
 from dcp_placements.errors import (
-    Fault,
     PlacementError,
+    fault_error,
     format_error,
     format_names,
     raise_faults,
@@ -75,18 +75,6 @@ class EngineUnpickler(SafeUnpickler):
     subject = "the metadata of torch_checkpointing"
 
 
-@contextmanager
-def _reading(path: str) -> Iterator[None]:
-    """Turn what broken metadata raise into one message."""
-    try:
-        yield
-    except (PlacementError, OSError):
-        raise
-    except Exception as error:  # of any type, by what is in them
-        headline = f"its metadata are broken: {format_error(error)}"
-        _refuse(path, METADATA_FILE, headline, "likely:      the file was damaged or cut short")
-
-
 def saved_items(
     path: str,
     items: Mapping[str, Mapping[str, Any]],
@@ -113,35 +101,31 @@ def saved_items(
     Raises:
         PlacementError: The ranks' parts do not make a checkpoint, or metadata cannot be used.
     """
-    with _reading(path):
-        return _saved_items(path, items, open_file, source, rank, waive, strict)
-
-
-def _saved_items(
-    path: str,
-    items: Mapping[str, Mapping[str, Any]],
-    open_file: Open,
-    source: Any,
-    rank: int | None,
-    waive: Mapping[str, str] | None,
-    strict: bool,
-) -> tuple[Metadata, Places]:
     ranks: dict[int, dict[str, RankParts]] = {}
     files: dict[str, dict[int, str]] = {}
-    for item_key, item in items.items():
-        layouts = {int(one): layout for one, layout in item["rank_to_layout_info"].items()}
-        own = {one: _file_of(path, item_key, one, layouts[one]) for one in sorted(layouts)}
-        if _is_ours(path, item_key, item):
-            found = _described(item)
-        else:
-            found = _from_files(path, item_key, item, own, open_file, source)
-        files[item_key] = own
-        for one in own:
-            ranks.setdefault(one, {})[item_key] = found.get(one, RankParts())
-    for parts in {one: None for by_item in ranks.values() for one in by_item.values()}:
-        for at, of_path in parts.paths.items() if rank is None else ():
-            parts.paths[at] = [part for part in of_path if part.group.kind != OBJECT]
-    metadata = _proved(path, [tuple(by_item.values()) for by_item in ranks.values()], waive, strict)
+    try:
+        for item_key, item in items.items():
+            layouts = {int(one): layout for one, layout in item["rank_to_layout_info"].items()}
+            own = {one: _file_of(path, item_key, one, layouts[one]) for one in sorted(layouts)}
+            if _is_ours(path, item_key, item):
+                found = _described(item)
+            else:
+                found = _from_files(path, item_key, item, own, open_file, source)
+            files[item_key] = own
+            for one in own:
+                ranks.setdefault(one, {})[item_key] = found.get(one, RankParts())
+        for parts in {one: None for by_item in ranks.values() for one in by_item.values()}:
+            for at, of_path in parts.paths.items() if rank is None else ():
+                parts.paths[at] = [part for part in of_path if part.group.kind != OBJECT]
+        metadata = _proved(
+            path, [tuple(by_item.values()) for by_item in ranks.values()], waive, strict
+        )
+    except (PlacementError, OSError):
+        raise
+    except Exception as error:  # of any type, by what is in the metadata
+        headline = f"its metadata are broken: {format_error(error)}"
+        likely = "likely:      the file was damaged or cut short"
+        raise _refused(path, METADATA_FILE, headline, likely) from error
     places: Places = {}
     done: set[RankParts] = set()
     for one in sorted(ranks, key=lambda other: (other != rank, other)):
@@ -169,7 +153,9 @@ def engine_items(stream: IO[bytes]) -> dict[str, dict[str, Any]]:
     stored = EngineUnpickler(stream.read()).load()
     if stored["version"] != _ENGINE_VERSION:
         headline = f"is of version {stored['version']}, where {_ENGINE_VERSION} is read"
-        _refuse(METADATA_FILE, "version", headline, "way out:     load it, and save it again")
+        raise _refused(
+            METADATA_FILE, "version", headline, "way out:     load it, and save it again"
+        )
     items: dict[str, dict[str, Any]] = stored["metadata"]
     return items
 
@@ -211,9 +197,8 @@ def read_engine(
     return with_columns(metadata, index_of_places(rows, entries, copies=True)), records
 
 
-def _refuse(path: str, name: str, headline: str, *details: str) -> NoReturn:
-    raise_faults(f"{path} cannot be read", [Fault(name, headline, details)])
-    raise AssertionError
+def _refused(path: str, name: str, headline: str, *details: str) -> PlacementError:
+    return fault_error(f"{path} cannot be read", name, headline, *details)
 
 
 def _file_of(path: str, item_key: str, rank: int, layout: Mapping[str, Any] | None) -> str:
@@ -222,7 +207,7 @@ def _file_of(path: str, item_key: str, rank: int, layout: Mapping[str, Any] | No
     kind = layout["serialization_format"]["type"]
     if kind != _SERIALIZATION:
         headline = f"is saved by {kind}, and {_SERIALIZATION} is read"
-        _refuse(path, item_key, headline, "way out:     ItemSpec(layout=None) for this item")
+        raise _refused(path, item_key, headline, "way out:     ItemSpec(layout=None) for this item")
     return str(layout["file_path"])
 
 
@@ -245,10 +230,12 @@ def _is_ours(path: str, item_key: str, item: Mapping[str, Any]) -> bool:
     newest = max([values["version"] for values in ours], default=VERSION)
     if newest > VERSION:
         headline = f"its metadata are of version {newest}, and this release reads {VERSION}"
-        _refuse(path, item_key, headline, "way out:     a newer dcp-placements")
+        raise _refused(path, item_key, headline, "way out:     a newer dcp-placements")
     if kinds != {OURS} and not kinds <= {_ENGINES}:
         headline = f"is described by {format_names(sorted(kinds))}, where {OURS} or {_ENGINES} is"
-        _refuse(path, item_key, f"{headline} read", "way out:     the resharder that saved it")
+        raise _refused(
+            path, item_key, f"{headline} read", "way out:     the resharder that saved it"
+        )
     return bool(ours)
 
 
@@ -280,7 +267,7 @@ def _from_files(
     if source is not None and source.size != len(files):
         headline = f"was saved by {len(files)} ranks, and source= is a world of {source.size}"
         way_out = f"way out:     the mesh that saved it; source= has {dict(source.axes)}"
-        _refuse(path, item_key, headline, way_out)
+        raise _refused(path, item_key, headline, way_out)
     specs = {(own, rank): spec for own, _, spec, of in _groups(item) for rank in of}
     forms: dict[tuple[str, Box], Any] = {}
     found: dict[int, RankParts] = {}
@@ -332,9 +319,8 @@ def opened(name: str, open_file: Open, rank: int | None = None) -> SavedFile:
     except FileNotFoundError:
         whose = "" if rank is None else f" of rank {rank}"
         way_out = "way out:     the files of all ranks, of one save"
-        fault = Fault(name, f"this file{whose} is missing", (way_out,))
-        raise_faults("the checkpoint is not complete", [fault])
-        raise AssertionError from None
+        headline = f"this file{whose} is missing"
+        raise fault_error("the checkpoint is not complete", name, headline, way_out) from None
     try:
         return SavedFile(name, stream)
     except BaseException:

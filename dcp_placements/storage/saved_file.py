@@ -10,12 +10,12 @@ import io
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from math import prod
-from typing import IO, Any, NamedTuple, NoReturn
+from typing import IO, Any, NamedTuple
 
 import torch
 
 from dcp_placements._torch import narrow_tensor_by_index
-from dcp_placements.errors import Fault, format_error, raise_faults
+from dcp_placements.errors import fault_error, format_error
 from dcp_placements.names.flat import Path, value_at
 from dcp_placements.storage.checked_load import BROKEN, load_plain, saved_entries
 from dcp_placements.storage.file_reads import CountedFile, Part, c_strides
@@ -178,7 +178,8 @@ class SavedFile:
             sizes = {key: entry.file_size for key, entry in self._entries.items()}
             self._tree: Any = _Tree(data, sizes).load()
         except Exception as error:  # a broken pickle can raise anything
-            _refuse(IS_DAMAGED, name, f"cannot be read: {format_error(error)}", DAMAGED)
+            headline = f"cannot be read: {format_error(error)}"
+            raise fault_error(IS_DAMAGED, name, headline, *DAMAGED) from error
         self._has_crcs = any(entry.CRC for entry in self._entries.values())
 
     def close(self) -> None:
@@ -214,17 +215,18 @@ class SavedFile:
             there = "no plain tensor" if tensor is None else f"{tensor.shape} {tensor.dtype}"
             where = f"{self.name} has {there} at {'.'.join(map(str, at.path))!r}"
             headline = f"{where}, where {at.shape} {at.dtype} was saved"
-            _refuse("the checkpoint is not what it says", fqn, headline, _OTHER)
+            raise fault_error("the checkpoint is not what it says", fqn, headline, *_OTHER)
         offset, strides = _in_storage(tensor, at)
         steps = zip(at.sizes, strides, strict=True)
         span = 1 + sum((size - 1) * stride for size, stride in steps)
         entry, itemsize = self._entries.get(tensor.key), tensor.dtype.itemsize
         if entry is None or (offset + span) * itemsize > entry.file_size:
-            _refuse(IS_DAMAGED, fqn, f"{self.name} ends before its elements do", DAMAGED)
+            raise fault_error(IS_DAMAGED, fqn, f"{self.name} ends before its elements do", *DAMAGED)
         try:
             start = entry_start(self._part.read_into, entry) + offset * itemsize
         except BROKEN as error:
-            _refuse(IS_DAMAGED, fqn, f"{self.name}: {format_error(error)}", DAMAGED)
+            headline = f"{self.name}: {format_error(error)}"
+            raise fault_error(IS_DAMAGED, fqn, headline, *DAMAGED) from error
         nbytes, is_plain = span * itemsize, is_contiguous(at.sizes, strides)
         if not is_plain:
             return start, nbytes, StridedRecord(tensor.dtype, at.sizes, strides)
@@ -256,7 +258,7 @@ class SavedFile:
             return value_at(self._loaded[device], path)
         except Exception as error:  # of any type, by what is in the pickle
             headline = f"this object of {self.name} cannot be loaded: {format_error(error)}"
-            _refuse("objects cannot be loaded", fqn, headline, _OBJECTS)
+            raise fault_error("objects cannot be loaded", fqn, headline, *_OBJECTS) from error
 
     def state(self, as_value: Callable[[Path, StridedTensor, bool], Any]) -> Any:
         """Return what is in it, with a value of the caller's for each tensor.
@@ -274,11 +276,6 @@ class SavedFile:
             return value if tensor is None else as_value(path, tensor, is_dtensor)
 
         return made(self._tree, ())
-
-
-def _refuse(opening: str, fqn: str, headline: str, details: tuple[str, ...]) -> NoReturn:
-    raise_faults(opening, [Fault(fqn, headline, details)])
-    raise AssertionError
 
 
 def _saved_tensor(value: Any) -> tuple[StridedTensor | None, bool]:
