@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -95,20 +95,34 @@ class Numbering(NamedTuple):
 
 
 @dataclass
-class Decision:
-    """What is proposed, the same on all ranks.
+class Proposal:
+    """A declaration that fits the shapes, names and contents of all ranks.
+
+    ``print`` of it is Python to paste, in terms of ``mesh`` and ``whole``.
 
     Attributes:
+        placements: The same as an object, on this rank. Keys that are undecided have no rule in it,
+            unless ``undecided`` says which was taken.
         rules: By pattern, in the order in which they have to stand.
         numberings: Renames.
-        undecided: By pattern what is open, and why.
+        undecided: By pattern of keys, why they have no rule, or what else would fit.
         choices: By pattern of those, what fits.
     """
 
+    placements: Placements = field(init=False, repr=False, compare=False)
     rules: dict[str, Option] = field(default_factory=dict)
     numberings: list[Numbering] = field(default_factory=list)
     undecided: dict[str, str] = field(default_factory=dict)
     choices: dict[str, Sequence[Option | Numbering]] = field(default_factory=dict)
+
+    def on(self, mesh: Any, whole: WholeModel) -> Proposal:
+        """Return it with its ``placements`` on a mesh."""
+        rules: RuleTable = {pattern: one.on(mesh) for pattern, one in self.rules.items()}
+        renames = [one.on(mesh) for one in self.numberings]
+        rename = renames[0] if len(renames) == 1 else Renames(*renames) if renames else None
+        proposal = replace(self)
+        proposal.placements = Placements(rules, rename=rename, whole=whole)
+        return proposal
 
     def __str__(self) -> str:
         rules, numberings = self.rules, self.numberings
@@ -132,29 +146,6 @@ class Decision:
         if re.search(r"\bShard\(", text):
             imports.insert(0, "from torch.distributed.tensor import Shard\n")
         return "\n".join(imports)
-
-
-class Proposal:
-    """A declaration that fits the shapes, names and contents of all ranks.
-
-    ``print`` of it is Python to paste, in terms of ``mesh`` and ``whole``.
-
-    Attributes:
-        placements: The same as an object, on this rank. Keys that are undecided have no rule in it,
-            unless ``undecided`` says which was taken.
-        undecided: By pattern of keys, why they have no rule, or what else would fit.
-    """
-
-    def __init__(self, decision: Decision, mesh: Any, whole: WholeModel) -> None:
-        self.undecided: Mapping[str, str] = decision.undecided
-        self._decision = decision
-        rules: RuleTable = {pattern: one.on(mesh) for pattern, one in decision.rules.items()}
-        renames = [one.on(mesh) for one in decision.numberings]
-        rename = renames[0] if len(renames) == 1 else Renames(*renames) if renames else None
-        self.placements = Placements(rules, rename=rename, whole=whole)
-
-    def __str__(self) -> str:
-        return str(self._decision)
 
 
 def _quoted(pattern: str) -> str:
@@ -193,15 +184,15 @@ def propose_placements(
         raise PlacementError("mesh= has no axis names: init_device_mesh(..., mesh_dim_names=(...))")
     plain = state_dicts_of_statefuls(state_dict)
 
-    def decided(facts: list[RankFacts]) -> Decision:
+    def decided(facts: list[RankFacts]) -> Proposal:
         return decide(model, facts, dict(zip(names, mesh.shape, strict=True)))
 
     try:
         group = DistWrapper(process_group, world_size() > 1, 0)
-        decision = group.all_reduce("propose", lambda: rank_facts(plain, mesh), decided)
+        proposal = group.all_reduce("propose", lambda: rank_facts(plain, mesh), decided)
     except CheckpointException as failed:
         raise one_error(failed) from None
-    return Proposal(decision, mesh, model)
+    return proposal.on(mesh, model)
 
 
 def one_error(failed: CheckpointException) -> Exception:
@@ -272,7 +263,7 @@ def contents_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes | None]:
     return digests
 
 
-def decide(whole: WholeModel, facts: Sequence[RankFacts], sizes: Mapping[str, int]) -> Decision:
+def decide(whole: WholeModel, facts: Sequence[RankFacts], sizes: Mapping[str, int]) -> Proposal:
     """Return what fits.
 
     Args:
@@ -303,7 +294,7 @@ def decide(whole: WholeModel, facts: Sequence[RankFacts], sizes: Mapping[str, in
         if one.position or not sizes
     ]
     axes = {name: size for name, size in sizes.items() if size > 1}
-    decision = Decision()
+    decision = Proposal()
     ranks, unnumbered = _renumbered(whole, ranks, axes, decision)
     kinds: dict[tuple[Any, ...], list[str]] = {}
     held = {
@@ -450,7 +441,7 @@ def along(
 
 
 def _renumbered(
-    whole: WholeModel, ranks: list[RankFacts], axes: Mapping[str, int], decision: Decision
+    whole: WholeModel, ranks: list[RankFacts], axes: Mapping[str, int], decision: Proposal
 ) -> tuple[list[RankFacts], set[str]]:
     """Return the ranks with the model's numbers in their keys, and what stays without them.
 

@@ -43,7 +43,7 @@ def proposed(
     assert model is not None
     facts = [rank_facts(state(rank), meshes[rank]) for rank in range(size)]
     decision = decide(model, facts, axes)
-    return [Proposal(decision, mesh, model) for mesh in meshes], world
+    return [decision.on(mesh, model) for mesh in meshes], world
 
 
 def assert_saves(
