@@ -49,7 +49,7 @@ from dcp_placements.errors import (
 from dcp_placements.layout.boxes import Boxes, as_array, format_box, tile, uncovered
 from dcp_placements.layout.sharding import Box, Cut, Cuts, Kind, part_sizes, unknown_kind
 from dcp_placements.load.missing import Policy
-from dcp_placements.load.reads import Request, format_cuts
+from dcp_placements.load.reads import RankLoad, format_cuts
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.names.renames import FUNCTION, Step, number_in, recorded
 from dcp_placements.names.stacks_and_parts import Rename
@@ -110,22 +110,22 @@ class LoadMessage:
         return replace(self, has_reader=True)
 
 
-def check_load(request: Request, rename: Rename | None) -> tuple[list[Fault], str]:
+def check_load(load: RankLoad, rename: Rename | None) -> tuple[list[Fault], str]:
     """Compare the load of one rank with the record of the save.
 
     Args:
-        request: What the rank reads.
+        load: What the rank reads.
         rename: The user's renaming.
 
     Returns:
         Declarations that differ from those of the save, and the result as text.
     """
-    record, policy = request.record, request.policy
-    faults = _unstacked_faults(request) if request.placing.totals else []
+    record, policy = load.record, load.policy
+    faults = _unstacked_faults(load) if load.placing.totals else []
     if record is None:
         return faults, "no record"
     compared = waived = 0
-    for group in request.groups:
+    for group in load.groups:
         if group.placed is None:
             continue
         loaded, rule = group.placed.place.sharding.cuts, group.placed.rule
@@ -143,7 +143,7 @@ def check_load(request: Request, rename: Rename | None) -> tuple[list[Fault], st
             waived += len(fqns) - len(refused) if found else 0
             faults += [_cut_fault(fqn, rule, one) for fqn in refused for one in found]
     if rename is not None:
-        faults += _rename_faults(record, recorded(rename), request)
+        faults += _rename_faults(record, recorded(rename), load)
     text = "declared as saved"
     if compared:
         text += f": {format_count(compared - waived, 'key')}"
@@ -376,11 +376,9 @@ def _same_parts(one: int | tuple[int, ...], other: int | tuple[int, ...], size: 
     return in_proportion or ends[0] == ends[1]
 
 
-def _rename_faults(
-    record: SaveRecord, renames: Iterable[Step], request: Request
-) -> Iterator[Fault]:
+def _rename_faults(record: SaveRecord, renames: Iterable[Step], load: RankLoad) -> Iterator[Fault]:
     """Yield the steps that number, stack, unstack or split in another way than the save did."""
-    policy, fqns = request.policy, request.state_dict
+    policy, fqns = load.policy, load.state_dict
     for step in renames:
         what = attrgetter("total" if step.kind == "Renumber" else "shaping")
         of_kind = [one for one in record.renames if one.kind == step.kind and what(one)]
@@ -414,14 +412,14 @@ def _numbers(step: Step, fqns: Iterable[str]) -> set[tuple[str, str]]:
     return {(fqn, one.head) for fqn, one in found if one is not None}
 
 
-def _unstacked_faults(request: Request) -> list[Fault]:
+def _unstacked_faults(load: RankLoad) -> list[Fault]:
     """Return the families of which a load asks for the first numbers only, as rows of a stack."""
     faults = []
-    for key, total in request.placing.totals.items():
+    for key, total in load.placing.totals.items():
         head, _, tail = key.partition("{}")
-        names = takewhile(request.stored.__contains__, (f"{head}{n}{tail}" for n in count(total)))
-        beyond = [fqn for fqn in names if not request.policy.excuses(fqn)]
-        if not beyond or request.states.of(beyond[0]) is not None:
+        names = takewhile(load.stored.__contains__, (f"{head}{n}{tail}" for n in count(total)))
+        beyond = [fqn for fqn in names if not load.policy.excuses(fqn)]
+        if not beyond or load.states.of(beyond[0]) is not None:
             continue
         numbers = format_numbers(range(total, total + len(beyond)))
         faults.append(
@@ -444,7 +442,7 @@ def _level(fqn: str) -> tuple[str, str]:
     return level, rest.partition(".")[0]
 
 
-def unasked_notes(fqns: Sequence[str], levels: Container[str], request: Request) -> list[Fault]:
+def unasked_notes(fqns: Sequence[str], levels: Container[str], load: RankLoad) -> list[Fault]:
     """Return a note for each level of whose tensors no rank asks for some, probably by mistake.
 
     That is so where it asks for none of a level that it names, as ``"optim": {}``; or for the first
@@ -454,9 +452,9 @@ def unasked_notes(fqns: Sequence[str], levels: Container[str], request: Request)
     Args:
         fqns: The tensors.
         levels: The levels that the state dict names.
-        request: What this rank reads.
+        load: What this rank reads.
     """
-    policy, stored, rest = request.policy, request.stored, set(fqns)
+    policy, stored, rest = load.policy, load.stored, set(fqns)
     used = {_level(fqn)[0] for fqn in _tensors(stored, stored) if fqn not in rest}
     by_level: dict[str, list[str]] = {}
     for fqn in fqns if not policy.partial else ():

@@ -14,7 +14,7 @@ Two ranks that both need the norms of four layers, and each another expert::
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product, zip_longest
 from typing import Any, NoReturn
@@ -31,7 +31,7 @@ from dcp_placements.bind.one_tensor import Placing
 from dcp_placements.errors import Fault, PlacementError, format_faults, format_ranks
 from dcp_placements.layout.boxes import Array, Ints
 from dcp_placements.load.compare import LoadMessage
-from dcp_placements.load.reads import Request
+from dcp_placements.load.reads import RankLoad
 from dcp_placements.report import LoadReport
 from dcp_placements.table.owners import runs_of
 from dcp_placements.table.table import Holding, Sent, packed_ints, unpacked_ints
@@ -175,19 +175,14 @@ class Exchange:
         self.answer = Answer()
         self.failure: Exception | None = None
 
-    def wish(self, request: Request, tied: Container[str]) -> Sent:
-        """Return what this rank could have from others.
-
-        Args:
-            request: What it needs.
-            tied: The keys that it reads by itself, since they overlap in memory.
-        """
+    def wish(self, load: RankLoad) -> Sent:
+        """Return what this rank could have from others: not what overlaps in memory."""
         without = {
             fqn
-            for fqn, value in request.state_dict.items()
-            if fqn in tied or not _can_be_sent(value, request.placing, fqn)
+            for fqn, value in load.state_dict.items()
+            if fqn in load.tied or not _can_be_sent(value, load.placing, fqn)
         }
-        self._holding = request.holding(without)
+        self._holding = load.holding(without)
         return self._holding.sent
 
     def share(self, items: Sequence[ReadItem], report: LoadReport) -> list[ReadItem]:

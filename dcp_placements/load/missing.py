@@ -30,7 +30,7 @@ from dcp_placements.names.optimizer_state import possible_parameters
 from dcp_placements.rules.patterns import matches_any
 
 if TYPE_CHECKING:
-    from dcp_placements.load.reads import Request
+    from dcp_placements.load.reads import RankLoad
 
 
 @dataclass(frozen=True)
@@ -63,108 +63,108 @@ class Policy:
         return self.waives(fqn) or self.is_optional(fqn)
 
 
-def settle_missing(request: Request, missing: Sequence[str]) -> None:
+def settle_missing(load: RankLoad, missing: Sequence[str]) -> None:
     """Accept or refuse every key that the checkpoint lacks.
 
     State must not outlive the weights that it belongs to, but weights that stay keep theirs.
 
     Args:
-        request: What the rank reads; takes in faults, notes, what keeps its value and what is
+        load: What the rank reads; takes in faults, notes, what keeps its value and what is
             reset.
         missing: The keys.
     """
-    states, policy, shared = request.states, request.policy, request.placing.shared
+    states, policy, shared = load.states, load.policy, load.placing.shared
     of_parameter: dict[str, list[str]] = {}
-    for fqn in request.state_dict:
+    for fqn in load.state_dict:
         if (state := states.of(fqn)) is not None:
             of_parameter.setdefault(state.group, []).append(fqn)
     lacking = set(missing)
     stateless = {group for group, keys in of_parameter.items() if lacking.issuperset(keys)}
     if stateless and len(stateless) == len(of_parameter):
-        stateless = _never_stepped(request, missing)
+        stateless = _never_stepped(load, missing)
     kept: list[str] = []
     unknown: list[str] = []
     lacking_rows: dict[tuple[str, ...], list[str]] = {}
     for fqn in missing:
         state = states.of(fqn)
         keys = [] if state is None else of_parameter[state.group]
-        is_part = any(key in request.stored for key in keys)
+        is_part = any(key in load.stored for key in keys)
         if state is not None and state.group in stateless:
             if fqn in shared:
                 lacking_rows.setdefault(shared[fqn], []).append(fqn)
-            weights = _weights(request, state.parameter)
-            stays = bool(weights) and not any(key in request.stored for key in weights)
+            weights = _weights(load, state.parameter)
+            stays = bool(weights) and not any(key in load.stored for key in weights)
             if stays or policy.is_optional(fqn):
                 kept.append(fqn)
             else:
-                request.reset[fqn] = state.parameter
+                load.to_reset[fqn] = state.parameter
         elif policy.is_optional(fqn) or (policy.partial and not is_part):
             kept.append(fqn)
         elif is_part:
-            request.faults.append(_part_of_state(fqn, keys, request.stored))
+            load.faults.append(_part_of_state(fqn, keys, load.stored))
         else:
             unknown.append(fqn)
-    request.faults += _unknown_keys(request, unknown)
+    load.faults += _unknown_keys(load, unknown)
     partial = [(keys, rows) for keys, rows in lacking_rows.items() if len(rows) < len(keys)]
-    request.faults += [_partial_rows(*each) for each in partial]
-    request.report.missing = tuple(kept)
-    request.report.stateless = tuple(dict.fromkeys(request.reset.values()))
-    if kept and request.groups:
-        request.notes += _no_tensor(request)
-    elif kept and not request.faults:
-        count = len(request.state_dict)
+    load.faults += [_partial_rows(*each) for each in partial]
+    load.report.missing = tuple(kept)
+    load.report.stateless = tuple(dict.fromkeys(load.to_reset.values()))
+    if kept and load.groups:
+        load.notes += _no_tensor(load)
+    elif kept and not load.faults:
+        count = len(load.state_dict)
         headline = f"none of the {count} keys is in the checkpoint: nothing would be loaded"
-        details = _prefix_details(kept, list(request.stored))
-        request.faults.append(Fault("state dict", headline, details))
+        details = _prefix_details(kept, list(load.stored))
+        load.faults.append(Fault("state dict", headline, details))
 
 
-def _never_stepped(request: Request, missing: Sequence[str]) -> set[str]:
+def _never_stepped(load: RankLoad, missing: Sequence[str]) -> set[str]:
     """Return the state that is missing for lack of a step, on a rank that finds none at all.
 
     The weights are read, and the checkpoint has state of the same optimizer, all of other ranks'
     parameters: so the names are right, and it was saved. State of a parameter that this rank asks
     for has another name here; so has that of a parameter that the checkpoint lacks.
     """
-    states = request.states
+    states = load.states
     is_of_others: dict[str, bool] = {}
-    for state in filter(None, map(states.of, request.stored)):
+    for state in filter(None, map(states.of, load.stored)):
         keys, head = states.keys_of(state.parameter), state.group.removesuffix(state.parameter)
-        is_other = bool(keys) and request.state_dict.keys().isdisjoint(keys)
+        is_other = bool(keys) and load.state_dict.keys().isdisjoint(keys)
         is_of_others[head] = is_of_others.get(head, True) and is_other
     return {
         state.group
         for state in filter(None, map(states.of, missing))
         if is_of_others.get(state.group.removesuffix(state.parameter))
-        and any(key in request.stored for key in _weights(request, state.parameter))
+        and any(key in load.stored for key in _weights(load, state.parameter))
     }
 
 
-def _weights(request: Request, parameter: str) -> list[str]:
+def _weights(load: RankLoad, parameter: str) -> list[str]:
     """Return the keys of a parameter that are asked for; none by an optimizer loaded alone."""
-    asked = [key for key in request.states.keys_of(parameter) if key in request.state_dict]
+    asked = [key for key in load.states.keys_of(parameter) if key in load.state_dict]
     # Of a parameter ``w``, ``model.w`` is a key, and ``model.block.w`` that of another one.
     depth = min((key.count(".") for key in asked), default=0)
     return [key for key in asked if key.count(".") == depth]
 
 
-def _no_tensor(request: Request) -> list[Fault]:
+def _no_tensor(load: RankLoad) -> list[Fault]:
     """Return the note that of the model's tensors, optimizer state left out, none is read."""
     tensors = [
         fqn
-        for fqn, value in request.state_dict.items()
+        for fqn, value in load.state_dict.items()
         if is_tensor(value)
         and len(value.shape)
-        and fqn not in request.placing.absent
-        and request.states.of(fqn) is None
+        and fqn not in load.placing.absent
+        and load.states.of(fqn) is None
     ]
-    policy = request.policy
+    policy = load.policy
     on_purpose = policy.partial and all(map(policy.is_optional, tensors))  # declared twice
-    if not tensors or on_purpose or any(fqn in request.stored for fqn in tensors):
+    if not tensors or on_purpose or any(fqn in load.stored for fqn in tensors):
         return []
     stored = [
         fqn
-        for fqn, entry in request.stored.items()
-        if isinstance(entry, TensorStorageMetadata) and request.states.of(fqn) is None
+        for fqn, entry in load.stored.items()
+        if isinstance(entry, TensorStorageMetadata) and load.states.of(fqn) is None
     ]
     headline = (
         f"asks for {len(tensors)} tensors of the model, and none of them is in the checkpoint: "
@@ -210,9 +210,9 @@ MAX_COMPARED_KEYS = 5000
 """Comparing one name with so many keys is slow, and a few examples show what is wrong."""
 
 
-def _unknown_keys(request: Request, missing: Sequence[str]) -> Iterator[Fault]:
+def _unknown_keys(load: RankLoad, missing: Sequence[str]) -> Iterator[Fault]:
     """Yield the fault of each key, with the name that the checkpoint likely has for it."""
-    if missing and not request.stored:
+    if missing and not load.stored:
         yield Fault(
             "checkpoint",
             f"has no tensor and no object, but the state dict asks for {format_names(missing, 1)}",
@@ -222,7 +222,7 @@ def _unknown_keys(request: Request, missing: Sequence[str]) -> Iterator[Fault]:
             ),
         )
         return
-    unread = [key for key in request.stored if key not in request.state_dict] if missing else []
+    unread = [key for key in load.stored if key not in load.state_dict] if missing else []
     other_prefixes = _other_prefixes(missing, unread)
     for at, fqn in enumerate(missing):
         details = [other_prefixes[fqn]] if fqn in other_prefixes else []

@@ -1,19 +1,15 @@
 """The LoadPlanner: torch's hooks, in the order in which a load calls them.
 
-A planner may have several loads under way: a ``RankLoad`` has what one load on one rank knows. It
-ends with the plan that the reader gets; each item, and the plan, name it::
-
-    RankLoad(state_dict={"experts.w1": ...}, items=[ReadItemOfLoad(...)], report=LoadReport(...))
+What one load on one rank knows is its ``RankLoad``, with which the plan ends that the reader gets.
 """
 
 from __future__ import annotations
 
 import io
 import logging
-import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -29,7 +25,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from dcp_placements._torch import global_rank, set_up_by_torch, world_size
-from dcp_placements.bind.lint import equal_values, lint
+from dcp_placements.bind.lint import lint
 from dcp_placements.bind.state_dict import place
 from dcp_placements.errors import (
     Fault,
@@ -45,24 +41,19 @@ from dcp_placements.errors import (
 from dcp_placements.load.casting import CASTS, check_quantizer
 from dcp_placements.load.compare import AllAsked, LoadMessage, check_load, unasked_notes
 from dcp_placements.load.exchange import Answer, Exchange, answers
-from dcp_placements.load.missing import Policy, reset_note
-from dcp_placements.load.reads import Request
+from dcp_placements.load.missing import Policy
+from dcp_placements.load.reads import LOOK, RankLoad
 from dcp_placements.load.tied import (
-    UNLIKE,
-    land,
     memory_faults,
     settle_tied,
     tied_keys,
-    unlike_fault,
 )
-from dcp_placements.names.flat import Path, Reshaped, check_texts, put_at, rename_keys
-from dcp_placements.names.optimizer_state import ParameterNames
+from dcp_placements.names.flat import Path, check_texts, put_at, rename_keys
 from dcp_placements.names.renames import recorded
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import LoadReport, Traffic
 from dcp_placements.rules.patterns import (
-    Matches,
     Rules,
     check_declaration,
     compile_pattern,
@@ -83,14 +74,11 @@ from dcp_placements.storage.save_ids import (
     id_records,
     speaking_for,
 )
-from dcp_placements.storage.written import StoredPlace
 from dcp_placements.table.whole import WholeModel, compare_with_whole
 
 logger = logging.getLogger(__name__)
 
 REFUSED = "cannot be loaded from this checkpoint"
-
-_LOOK = "look at this load"
 
 _NO_CLASS = (
     "likely:      its class is not there under the name that it had when it was saved",
@@ -109,111 +97,6 @@ def _mixed_checkpoints(messages: Iterable[LoadMessage]) -> Fault:
         "way out:     choose the directory on one rank, and broadcast it to the others",
     )
     return Fault("this load", "the ranks read different checkpoints", details)
-
-
-@dataclass
-class RankLoad:
-    """What one load on one rank knows.
-
-    Attributes:
-        original_state_dict: The user's, nested.
-        state_dict: Flat, with the checkpoint's keys.
-        mappings: Where each key stands in the nested dict.
-        metadata: The checkpoint's.
-        local_keys: The rank's own keys.
-        is_coordinator: Whether this rank is the coordinator.
-        refusal: Why the rank cannot load; the coordinator raises it for all ranks.
-        reshaped: What a rename makes other tensors of.
-        declared: What is declared by pattern, and whether a key of this rank matches; None before
-            that is known.
-        request: What the rank reads; there when it is planned.
-        tied: The keys that overlap in memory, each with all that it overlaps.
-        ids: The records of save ids that are read.
-        exchange: None where nothing is exchanged.
-        buffered: What was read into buffers: key, memory and buffer.
-        unread: Items that are still to be read, where something is due after the last one.
-        report: The report on the load.
-    """
-
-    original_state_dict: dict[str, Any] = field(default_factory=dict)
-    state_dict: dict[str, Any] = field(default_factory=dict)
-    mappings: dict[str, Path] = field(default_factory=dict)
-    metadata: Metadata = field(default_factory=lambda: Metadata({}))
-    local_keys: list[str] = field(default_factory=list)
-    is_coordinator: bool = False
-    refusal: RankFaults | None = None
-    reshaped: Reshaped | None = None
-    declared: Matches | None = None
-    request: Request = field(init=False)
-    tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    ids: dict[MetadataIndex, StoredPlace] = field(default_factory=dict)
-    exchange: Exchange | None = None
-    buffered: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    unread: int = 0
-    report: LoadReport = field(default_factory=lambda: LoadReport(planned=False))
-    # By keys of which one object stands for all, the first that was read, and its value.
-    _first_objects: dict[tuple[str, ...], tuple[str, Any]] = field(default_factory=dict)
-    _lock: Any = field(default_factory=threading.Lock)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RankLoad, ()  # a plan that is sent has no tensors
-
-    def warn(self, notes: Sequence[Fault]) -> None:
-        """Warn of what is accepted, and keep it in the report."""
-        self.report.warnings += tuple(map(str, notes))
-        warnings.warn(format_faults(_LOOK, notes, "note"), stacklevel=3)
-
-    def take_object(self, fqn: str, value: Any) -> None:
-        """Put an object that was read into all its places, but for names of parameters.
-
-        Raises:
-            PlacementError: It stands for several rows, and they differ.
-        """
-        if isinstance(self.state_dict[fqn], ParameterNames):
-            return
-        if keys := self.request.shared.get(fqn):
-            first, its_value = self._first_objects.setdefault(keys, (fqn, value))
-            if not equal_values(its_value, value):
-                contents = f"{its_value!r} of {first} and {value!r} of {fqn}"
-                raise_faults(UNLIKE, [unlike_fault(keys, [first], contents, "object")])
-        for path in (self.mappings[fqn], *self.request.placing.copies.get(fqn, ())):
-            put_at(self.original_state_dict, path, value)
-
-    def end_read(self) -> None:
-        """Take in that an item was read; readers may call from several threads."""
-        with self._lock:
-            self.unread -= 1
-            is_last = not self.unread
-        if is_last:
-            settle_tied(self.buffered, self.tied)
-            self.reset()
-
-    def reset(self) -> None:
-        """Reset the optimizer state that the checkpoint lacks of parameters that were read.
-
-        Memory that was read under another key, as that of tied parameters or of one ``step`` for
-        all, keeps what was read.
-        """
-        reset, self.request.reset = self.request.reset, {}
-        used: dict[str, None] = {}
-        shared: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        for fqn, parameter in reset.items():
-            value = self.state_dict[fqn]
-            if isinstance(value, int | float):
-                put_at(self.original_state_dict, self.mappings.get(fqn, (fqn,)), type(value)(0))
-            for tensor in map(torch.Tensor.detach, self.request.tensors(fqn)):
-                # A fresh optimizer may have counted a step, and has moments of 0.
-                if fqn.rpartition(".")[2] != "step":
-                    if fqn in self.tied:
-                        shared.append((parameter, tensor, tensor.clone()))
-                    elif tensor.any():
-                        used[parameter] = None
-                tensor.zero_()
-        if reset:
-            land(self.buffered)
-        used |= {one: None for one, tensor, before in shared if not torch.equal(tensor, before)}
-        if used:
-            self.warn([reset_note(list(used))])
 
 
 class PlacementLoadPlanner(DefaultLoadPlanner):
@@ -379,37 +262,36 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         placing = place(load.state_dict, self.rules, load.mappings, load.reshaped, keys, rename)
         load.state_dict, load.mappings = placing.state_dict, placing.mappings
         load.declared = {**placing.matched, **(load.declared or {})}
-        request = Request(load.state_dict, placing, load.metadata, policy, load.local_keys)
-        load.request, load.report = request, request.report
+        load.plan(placing, policy)
         load.report.waived = dict(self.waive)
-        destinations = request.destinations()
+        destinations = load.destinations()
         load.tied = {**tied_keys(destinations), **placing.shared}
         message = LoadMessage(global_rank(), load.declared)
         # A tensor without its place has another shape, which is no fault of its own.
         placeless = {fault.fqn for fault in placing.faults}
-        faults = placing.faults + [one for one in request.faults if one.fqn not in placeless]
-        differing, load.report.compared = check_load(request, rename)
+        faults = placing.faults + [one for one in load.faults if one.fqn not in placeless]
+        differing, load.report.compared = check_load(load, rename)
         faults += [*differing, *memory_faults(load.state_dict, destinations)]
         if faults:
             load.refusal = RankFaults(f"rank {message.rank} {REFUSED}", faults)
             return message
-        if request.notes:
-            load.warn(request.notes)
+        if load.notes:
+            load.warn(load.notes)
         notes = [*lint(placing.placed.values(), renamed=rename is not None, waived=policy.waived)]
         load.report.warnings += tuple(map(str, notes))
         message = replace(message, notes=packed_faults(notes) if notes else b"")
         if world_size() > 1 or self.whole is not None:
             message = replace(
                 message,
-                sent=request.holding().sent,
+                sent=load.holding().sent,
                 renames=() if rename is None else recorded(rename),
                 declares=self.rules is not None or rename is not None,
-                shared=tuple(request.shared),
+                shared=tuple(placing.shared),
                 save=saved_by(load.metadata) if world_size() > 1 else "",
             )
         if world_size() > 1 and self.exchange is not False:
             load.exchange = Exchange(None if self.exchange is True else self.exchange)
-            wish, group = load.exchange.wish(request, load.tied), hash(load.exchange.ranks)
+            wish, group = load.exchange.wish(load), hash(load.exchange.ranks)
             message = replace(message, wish=wish, group=group)
         return message
 
@@ -451,13 +333,12 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         packed = dict.fromkeys(message.notes for message in messages if message.notes)
         notes = dict.fromkeys(note for one in packed for note in unpacked_faults(one))
         if notes:
-            warnings.warn(format_faults(_LOOK, notes, "note"), stacklevel=3)
+            warnings.warn(format_faults(LOOK, notes, "note"), stacklevel=3)
         if complete and len({message.save for message in messages}) > 1:
             raise_faults("nothing can be loaded", [_mixed_checkpoints(messages)])
-        if not complete and load.request.record is not None:
+        if not complete and load.record is not None:
             report.compared += ", but not with what other ranks ask for"
-        request, stored_keys = load.request, load.metadata.state_dict_metadata
-        asked = AllAsked(messages, request.record, stored_keys, policy, complete=complete)
+        asked = AllAsked(messages, load.record, load.stored, policy, complete=complete)
         faults: list[Fault] = []
         if self.whole is not None:
             faults, notes_of_whole, report.whole = compare_with_whole(
@@ -472,9 +353,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             raise_faults("the ranks do not ask for what was saved", [*faults, *mistakes])
         # Of what a rank asks for that is alone, it knows all.
         if report.unread and complete:
-            report.unasked = tuple(asked.unasked(request.state_dict))
+            report.unasked = tuple(asked.unasked(load.state_dict))
             levels = load.original_state_dict.keys()
-            mistakes += unasked_notes(report.unasked, levels, request)
+            mistakes += unasked_notes(report.unasked, levels, load)
         if mistakes:
             load.warn(mistakes)
 
@@ -507,7 +388,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
     def _items(self, load: RankLoad) -> list[ReadItem]:
         """Return what a rank reads."""
         is_known = has_own(self, PlacementLoadPlanner, "lookup_tensor")
-        items = load.request.items(load, is_known=is_known)
+        items = load.items(is_known=is_known)
         if load.exchange is not None:
             items = load.exchange.share(items, load.report)
         files = load.metadata.storage_data
@@ -527,7 +408,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         # That reader, which an exchange needs, tells when it has compared the files, too: later
         # than the last item.
         is_told = type(files) is not dict or load.exchange is not None
-        if not is_told and (load.tied or load.request.reset):
+        if not is_told and (load.tied or load.to_reset):
             load.unread = len(final)
             if not final:
                 load.reset()
@@ -536,7 +417,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the storage to read into: a view of the local tensor. Called on every rank."""
         load = self._runs.planned
-        if (placed := load.request.placing.placed.get(index.fqn)) is not None:
+        if (placed := load.placing.placed.get(index.fqn)) is not None:
             assert index.index is not None
             return placed.view(placed.chunks[index.index])
         return cast(torch.Tensor, find_state_dict_object(load.state_dict, index))

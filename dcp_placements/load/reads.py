@@ -1,8 +1,10 @@
-"""What a rank reads of a checkpoint: its read items, the proof that they fill it, and the faults.
+"""A load of one rank: its read items, the proof that they fill it, the faults, and what ends it.
 
 The reads must tile every destination chunk. Stock planners do not check this: where the checkpoint
 lacks a chunk, they leave old values. Tensors that lie alike, here and in the checkpoint, are filled
-alike. Ep rank 1 of two reads the half of an expert that four ranks saved by rows::
+alike. A planner may have several loads under way, so each item, and the plan, name theirs.
+
+Ep rank 1 of two reads the half of an expert that four ranks saved by rows::
 
     Group(entry, placed, reads, needed_nbytes=24, read_nbytes=24, fqns=["experts.w1"])
     reads    ReadItem(TENSOR, ("", (2, 0)), (0, 0), ("", (2, 0)), (0, 0), lengths=(1, 3))
@@ -11,11 +13,13 @@ alike. Ep rank 1 of two reads the half of an expert that four ranks saved by row
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, sub
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint import (
@@ -34,8 +38,9 @@ from dcp_placements._torch import (
     has_hooks,
     is_dtensor_like,
 )
+from dcp_placements.bind.lint import equal_values
 from dcp_placements.bind.one_tensor import Place, Placed, Placing
-from dcp_placements.errors import Fault, format_names
+from dcp_placements.errors import Fault, RankFaults, format_faults, format_names, raise_faults
 from dcp_placements.layout.boxes import (
     Index,
     as_array,
@@ -46,13 +51,20 @@ from dcp_placements.layout.boxes import (
 )
 from dcp_placements.layout.sharding import Box, Chunk, Cuts, Sharding
 from dcp_placements.load.casting import cast_fault, cast_kind, format_cast
-from dcp_placements.load.missing import Policy, is_tensor, settle_missing
-from dcp_placements.names.optimizer_state import OptimizerStates
+from dcp_placements.load.missing import Policy, is_tensor, reset_note, settle_missing
+from dcp_placements.load.tied import UNLIKE, land, settle_tied, unlike_fault
+from dcp_placements.names.flat import Path, Reshaped, put_at
+from dcp_placements.names.optimizer_state import OptimizerStates, ParameterNames
 from dcp_placements.report import LoadReport
+from dcp_placements.rules.patterns import Matches
 from dcp_placements.runs import ReadItemOfLoad, made
-from dcp_placements.storage.provenance import record_of, stored
+from dcp_placements.storage.provenance import SaveRecord, record_of, stored
 from dcp_placements.storage.torch_metadata import ChunkList
+from dcp_placements.storage.written import StoredPlace
 from dcp_placements.table.table import Held, Holding, as_holding, group_of
+
+if TYPE_CHECKING:
+    from dcp_placements.load.exchange import Exchange
 
 
 def pieces_of(box: Box, stored: Index) -> list[tuple[int, Box, Box]]:
@@ -193,49 +205,87 @@ class Group:
         )
 
 
-class Request:
-    """What one rank reads.
+LOOK = "look at this load"
+"""Begins a warning."""
 
-    Args:
-        state_dict: Flat, with the checkpoint's keys.
-        placing: Its tensors' places.
-        metadata: The checkpoint's.
-        policy: What is accepted.
-        names: This rank's own keys, where they are renamed.
+
+@dataclass
+class RankLoad:
+    """What one load on one rank knows.
 
     Attributes:
-        stored: The checkpoint's metadata by key.
+        original_state_dict: The user's, nested.
+        state_dict: Flat, with the checkpoint's keys.
+        mappings: Where each key stands in the nested dict.
+        metadata: The checkpoint's.
+        local_keys: The rank's own keys.
+        is_coordinator: Whether this rank is the coordinator.
+        refusal: Why the rank cannot load; the coordinator raises it for all ranks.
+        reshaped: What a rename makes other tensors of.
+        declared: What is declared by pattern, and whether a key of this rank matches; None before
+            that is known.
+        placing: The places of its tensors.
+        policy: What is accepted.
         record: How the checkpoint was saved; None where it has no record of that.
         states: Which keys are optimizer state.
         groups: The keys that the checkpoint has, by what fills them.
-        reset: By optimizer state key that is reset when all is read, the parameter, which has no
+        to_reset: By optimizer state key that is reset when all is read, the parameter, which has no
             state in the checkpoint at all.
-        shared: As in ``Placing``.
-        report: What the load reads.
         faults: What cannot be filled, or would be filled wrongly.
         notes: What is accepted with a warning.
+        tied: The keys that overlap in memory, each with all that it overlaps.
+        ids: The records of save ids that are read.
+        exchange: None where nothing is exchanged.
+        buffered: What was read into buffers: key, memory and buffer.
+        unread: Items that are still to be read, where something is due after the last one.
+        report: The report on the load.
     """
 
-    def __init__(
-        self,
-        state_dict: Mapping[str, Any],
-        placing: Placing,
-        metadata: Metadata,
-        policy: Policy,
-        names: Iterable[str] = (),
-    ) -> None:
-        self.state_dict = state_dict
-        self.placing = placing
-        self.policy = policy
-        self.stored = metadata.state_dict_metadata
-        self.record = record_of(stored(metadata), self.stored)
-        self.states = OptimizerStates(state_dict, self.stored, names=names)
-        self.groups: list[Group] = []
-        self.reset: dict[str, str] = {}
-        self.shared = placing.shared
-        self.report = LoadReport()
-        self.faults: list[Fault] = []
-        self.notes: list[Fault] = []
+    original_state_dict: dict[str, Any] = field(default_factory=dict)
+    state_dict: dict[str, Any] = field(default_factory=dict)
+    mappings: dict[str, Path] = field(default_factory=dict)
+    metadata: Metadata = field(default_factory=lambda: Metadata({}))
+    local_keys: list[str] = field(default_factory=list)
+    is_coordinator: bool = False
+    refusal: RankFaults | None = None
+    reshaped: Reshaped | None = None
+    declared: Matches | None = None
+    placing: Placing = field(default_factory=Placing)
+    policy: Policy = field(default_factory=Policy)
+    record: SaveRecord | None = None
+    states: OptimizerStates = field(default_factory=OptimizerStates)
+    groups: list[Group] = field(default_factory=list)
+    to_reset: dict[str, str] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+    notes: list[Fault] = field(default_factory=list)
+    tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    ids: dict[MetadataIndex, StoredPlace] = field(default_factory=dict)
+    exchange: Exchange | None = None
+    buffered: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    unread: int = 0
+    report: LoadReport = field(default_factory=lambda: LoadReport(planned=False))
+    # By keys of which one object stands for all, the first that was read, and its value.
+    _first_objects: dict[tuple[str, ...], tuple[str, Any]] = field(default_factory=dict)
+    _lock: Any = field(default_factory=threading.Lock)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RankLoad, ()  # a plan that is sent has no tensors
+
+    @property
+    def stored(self) -> dict[str, Any]:
+        """The checkpoint's metadata by key."""
+        return self.metadata.state_dict_metadata
+
+    def plan(self, placing: Placing, policy: Policy) -> None:
+        """Plan what is read of the tensors that have places, and of all other values.
+
+        Args:
+            placing: Their places.
+            policy: What is accepted.
+        """
+        self.placing, self.policy, self.report = placing, policy, LoadReport()
+        self.record = record_of(stored(self.metadata), self.stored)
+        self.states = OptimizerStates(self.state_dict, self.stored, names=self.local_keys)
         missing, narrowed = self._group()
         if missing:
             settle_missing(self, missing)
@@ -323,7 +373,7 @@ class Request:
         shape, size = tuple(value.size()) if placed is None else placed.global_shape, entry.size
         if shape == () and len(size) == 1 and self.states.of(fqn) is not None:
             # One step for a stacked parameter, of which the checkpoint's rows had one each.
-            self.shared[fqn], shape = (fqn,), tuple(size)
+            self.placing.shared[fqn], shape = (fqn,), tuple(size)
             rows = facts_of(value)[0].detach().expand(shape)
             place = Place(Sharding(shape), (), (Chunk((0,), (0,), shape),))
             placed = self.placing.placed[fqn] = Placed(fqn, rows, place)
@@ -407,17 +457,16 @@ class Request:
         )
         return Fault(fqn, headline, (*details, f"way out:     {way_out}"))
 
-    def items(self, load: Any = None, *, is_known: bool = False) -> list[ReadItem]:
+    def items(self, *, is_known: bool = False) -> list[ReadItem]:
         """Return the read items, in the order of the state dict.
 
         Args:
-            load: The state of the load, which they know.
             is_known: Whether they know their memory, too, where they have a place.
         """
         reads_of_key = {fqn: group.reads for group in self.groups for fqn in group.fqns}
         in_order = [(fqn, reads_of_key[fqn]) for fqn in self.state_dict if fqn in reads_of_key]
         held = {**self.state_dict, **self.placing.placed} if is_known else {}
-        return read_items(in_order, load, held)
+        return read_items(in_order, self, held)
 
     def holding(self, without: Container[str] = ()) -> Holding:
         """Return the tensors that are read, as other ranks compare and exchange them.
@@ -430,7 +479,9 @@ class Request:
         tables: dict[Any, dict[Any, Held]] = {}
         placed_of = self.placing.placed
         for one in self.groups:
-            fqns = [fqn for fqn in one.fqns if fqn not in self.shared and fqn not in without]
+            fqns = [
+                fqn for fqn in one.fqns if fqn not in self.placing.shared and fqn not in without
+            ]
             if one.reads is None or not fqns:
                 continue
             value = self.state_dict[fqns[0]] if one.placed is None else one.placed
@@ -449,9 +500,9 @@ class Request:
         """
         read = [fqn for group in self.groups if group.reads is not None for fqn in group.fqns]
         found: list[tuple[str, torch.Tensor]] = []
-        for fqn in (*read, *self.reset):
+        for fqn in (*read, *self.to_reset):
             placed = self.placing.placed.get(fqn)
-            if fqn in self.shared or (placed is None and has_hooks(self.state_dict[fqn])):
+            if fqn in self.placing.shared or (placed is None and has_hooks(self.state_dict[fqn])):
                 continue
             tensors = self.tensors(fqn) if placed is None else placed.parts or (placed.tensor,)
             found += [(fqn, tensor) for tensor in tensors]
@@ -465,3 +516,60 @@ class Request:
         if type(value) not in PLAIN and isinstance(value, ShardedTensor):
             return [shard.tensor for shard in value.local_shards()]
         return [value] if isinstance(value, torch.Tensor) else []
+
+    def warn(self, notes: Sequence[Fault]) -> None:
+        """Warn of what is accepted, and keep it in the report."""
+        self.report.warnings += tuple(map(str, notes))
+        warnings.warn(format_faults(LOOK, notes, "note"), stacklevel=3)
+
+    def take_object(self, fqn: str, value: Any) -> None:
+        """Put an object that was read into all its places, but for names of parameters.
+
+        Raises:
+            PlacementError: It stands for several rows, and they differ.
+        """
+        if isinstance(self.state_dict[fqn], ParameterNames):
+            return
+        if keys := self.placing.shared.get(fqn):
+            first, its_value = self._first_objects.setdefault(keys, (fqn, value))
+            if not equal_values(its_value, value):
+                contents = f"{its_value!r} of {first} and {value!r} of {fqn}"
+                raise_faults(UNLIKE, [unlike_fault(keys, [first], contents, "object")])
+        for path in (self.mappings[fqn], *self.placing.copies.get(fqn, ())):
+            put_at(self.original_state_dict, path, value)
+
+    def end_read(self) -> None:
+        """Take in that an item was read; readers may call from several threads."""
+        with self._lock:
+            self.unread -= 1
+            is_last = not self.unread
+        if is_last:
+            settle_tied(self.buffered, self.tied)
+            self.reset()
+
+    def reset(self) -> None:
+        """Reset the optimizer state that the checkpoint lacks of parameters that were read.
+
+        Memory that was read under another key, as that of tied parameters or of one ``step`` for
+        all, keeps what was read.
+        """
+        reset, self.to_reset = self.to_reset, {}
+        used: dict[str, None] = {}
+        shared: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        for fqn, parameter in reset.items():
+            value = self.state_dict[fqn]
+            if isinstance(value, int | float):
+                put_at(self.original_state_dict, self.mappings.get(fqn, (fqn,)), type(value)(0))
+            for tensor in map(torch.Tensor.detach, self.tensors(fqn)):
+                # A fresh optimizer may have counted a step, and has moments of 0.
+                if fqn.rpartition(".")[2] != "step":
+                    if fqn in self.tied:
+                        shared.append((parameter, tensor, tensor.clone()))
+                    elif tensor.any():
+                        used[parameter] = None
+                tensor.zero_()
+        if reset:
+            land(self.buffered)
+        used |= {one: None for one, tensor, before in shared if not torch.equal(tensor, before)}
+        if used:
+            self.warn([reset_note(list(used))])

@@ -26,7 +26,7 @@ from dcp_placements.bind.state_dict import place
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box
 from dcp_placements.load.missing import Policy
-from dcp_placements.load.reads import Request
+from dcp_placements.load.reads import RankLoad
 from dcp_placements.report import LoadReport
 from dcp_placements.testing import FakeDTensor, FakeMesh, World
 
@@ -48,9 +48,9 @@ def ask(
         World(4).mesh(RANK, ep=4), {"ep": Shard(0)}, global_shape=(5, 6), padded_shape=SHAPE
     )
     placing = place(state_dict, PlacementRules({"cut": placement, "padded": padded}))
-    request = Request(state_dict, placing, Metadata(stored), Policy(partial=True, cast=cast))
-    items = request.items()
-    return items, [*placing.faults, *request.faults], request.report
+    load = RankLoad(state_dict=dict(state_dict), metadata=Metadata(stored))
+    load.plan(placing, Policy(partial=True, cast=cast))
+    return load.items(), [*placing.faults, *load.faults], load.report
 
 
 @given(st.data())

@@ -363,7 +363,7 @@ class RehearsedWorld:
         lot.declared = lot.asked.declared
         if lot.declared is None:  # its keys cannot be renamed
             return [lot]
-        placing = load.request.placing
+        placing = load.placing
         lot.objects = [fqn for fqn in load.state_dict if fqn in self.checkpoint.objects]
         without = {*self.checkpoint.objects, *placing.absent}
         lot.held = holding_of(load.state_dict, placing.placed, {}, without).sent
