@@ -272,7 +272,7 @@ def families(keys: Iterable[str] | Mapping[str, Hashable]) -> list[KeyFamily]:
     result = []
     for (texts, _), members in by_text.items():
         for ranges in _products(frozenset(members)):
-            parts = [format_ranks(numbers).partition(" ")[2] for numbers in ranges]
+            parts = [format_numbers(numbers) for numbers in ranges]
             between = zip([part.replace(", ", ",") for part in parts], texts[1:], strict=True)
             name = texts[0] + "".join([numbers + text for numbers, text in between])
             result.append(KeyFamily(name, tuple([members[each] for each in product(*ranges)])))
@@ -324,25 +324,33 @@ _DIGITS = re.compile(r"(\d+)")
 _NUMBER = re.compile(r"(?=[0-9])(?:^|(?<=\.)|(?<=\.weight)|(?<=\.bias))(0|[1-9]\d*)(?=\.|$)")
 
 
-def format_ranks(ranks: Iterable[int]) -> str:
-    """Return ranks as short text.
+def format_numbers(numbers: Iterable[int]) -> str:
+    """Return numbers as short text.
 
-    >>> format_ranks([3, 0, 1, 2, 7])
-    'ranks 0-3, 7'
-    >>> format_ranks([5])
-    'rank 5'
+    >>> format_numbers([5, 0, 1, 2])
+    '0-2, 5'
     """
-    ordered = sorted(set(ranks))
+    ordered = sorted(set(numbers))
     runs: list[list[int]] = []
-    for rank in ordered:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1][1:] = [rank]
+    for number in ordered:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
         else:
-            runs.append([rank])
+            runs.append([number])
     texts = ["-".join(map(str, run)) for run in runs[:12]]
     if len(runs) > 12:
         texts.append(f"... ({len(ordered)} in all)")
-    return ("rank " if len(ordered) == 1 else "ranks ") + ", ".join(texts)
+    return ", ".join(texts)
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return ranks as short text.
+
+    >>> format_ranks([3, 0, 1, 2, 7]), format_ranks([5])
+    ('ranks 0-3, 7', 'rank 5')
+    """
+    ranks = set(ranks)
+    return f"rank{'' if len(ranks) == 1 else 's'} {format_numbers(ranks)}"
 
 
 def folded(names: Iterable[str]) -> list[str]:

@@ -147,6 +147,7 @@ class Cut(NamedTuple):
 Cuts = tuple[Cut, ...]
 """In the order in which they apply."""
 
+
 Position = int | tuple[int, ...]
 """Where a rank stands along the axis of a cut; of a listed cut, the rows that it lists, as indices
 into the rows that earlier cuts of the dim leave."""
@@ -306,3 +307,8 @@ def part_sizes(parts: int | tuple[int, ...], total: int) -> list[int]:
             f"parts {parts} add up to {sum(parts)}, but {total} rows are being cut there"
         )
     return list(parts)
+
+
+def format_cuts(cuts: Sequence[Cut]) -> str:
+    """Return cuts as text, in their order."""
+    return ", then ".join(map(str, cuts)) or "whole, cut by no axis"

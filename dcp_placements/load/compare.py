@@ -43,19 +43,28 @@ from dcp_placements.errors import (
     folded,
     format_count,
     format_names,
+    format_numbers,
     format_ranks,
     numbers_in,
 )
 from dcp_placements.layout.boxes import Boxes, as_array, format_box, tile, uncovered
-from dcp_placements.layout.sharding import Box, Cut, Cuts, Kind, part_sizes, unknown_kind
+from dcp_placements.layout.sharding import (
+    Box,
+    Cut,
+    Cuts,
+    Kind,
+    format_cuts,
+    part_sizes,
+    unknown_kind,
+)
 from dcp_placements.load.missing import Policy
-from dcp_placements.load.reads import RankLoad, format_cuts
+from dcp_placements.load.reads import RankLoad
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.names.renames import FUNCTION, Step, number_in, recorded
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.rules.patterns import Matches
 from dcp_placements.storage.provenance import SaveRecord
-from dcp_placements.table.families import Families, Family, format_numbers
+from dcp_placements.table.families import Families, Family
 from dcp_placements.table.table import PLAIN, Sent
 from dcp_placements.table.world import Piece, World, cover_of, repeated
 
@@ -267,7 +276,7 @@ def _differences_by_rule(
         if one[axis].dim != other[axis].dim and min(one[axis].dim, other[axis].dim) >= 0
     ]
     if len(swapped) > 1:
-        before, now = (", then ".join(str(of[axis]) for axis in swapped) for of in (one, other))
+        before, now = (format_cuts([of[axis] for axis in swapped]) for of in (one, other))
         yield swapped, before, now, "these axes on the dims of the save"
     # Rows of a stack are numbered by names, and a stack may be one tensor in another model.
     is_stacked = any(step.kind == "Stack" for step in record.renames)
@@ -340,10 +349,8 @@ def _dim_differences(
     cutting = {axis for axis in common if one[axis].size > 1 and other[axis].size > 1}
     first, second = ([axis for axis in side if axis in cutting] for side in (one, other))
     if first != second and not differing:
-        before, now = (
-            ", then ".join([str(side[axis]) for axis in axes])
-            for side, axes in ((one, first), (other, second))
-        )
+        before = format_cuts([one[axis] for axis in first])
+        now = format_cuts([other[axis] for axis in second])
         way_out = (
             f"cut by {' before '.join(map(repr, first))}, as it was saved: the axis that cuts "
             "what the others have left is a _StridedShard where it stands left of them in the mesh"

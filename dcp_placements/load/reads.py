@@ -49,7 +49,7 @@ from dcp_placements.layout.boxes import (
     intersect,
     uncovered,
 )
-from dcp_placements.layout.sharding import Box, Chunk, Cuts, Sharding
+from dcp_placements.layout.sharding import Box, Chunk, Cuts, Sharding, format_cuts
 from dcp_placements.load.casting import cast_fault, cast_kind, format_cast
 from dcp_placements.load.missing import Policy, is_tensor, reset_note, settle_missing
 from dcp_placements.load.tied import UNLIKE, land, settle_tied, unlike_fault
@@ -154,11 +154,6 @@ def read_items(
             }
             items.append(made(ReadItemOfLoad, values))
     return items
-
-
-def format_cuts(cuts: Cuts) -> str:
-    """Return cuts as text, in their order."""
-    return ", then ".join(map(str, cuts)) or "whole, cut by no axis"
 
 
 _stored_at = attrgetter("storage_index.index")

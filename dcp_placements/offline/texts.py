@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from shutil import get_terminal_size
 
-from dcp_placements.errors import format_name, format_names, format_ranks
+from dcp_placements.errors import format_name, format_names, format_numbers
 
 MIN_FOLDED = 5
 """The first column of a table is folded to no less."""
@@ -20,7 +20,7 @@ def ranges(numbers: Iterable[int]) -> str:
     ('0-3', '-')
     """
     listed = list(numbers)
-    return format_ranks(listed).partition(" ")[2] if listed else "-"
+    return format_numbers(listed) if listed else "-"
 
 
 def short(names: Sequence[str], limit: int = 3) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from dcp_placements.errors import Fault, format_ranks
+from dcp_placements.errors import Fault, format_numbers, format_ranks
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.names.renames import number_in
 from dcp_placements.rules.patterns import matches_any
@@ -99,15 +99,6 @@ class Families:
                 one = families.setdefault(family, Family(*family, {}))
                 one.cohorts.setdefault(frozenset(numbers), []).append(at)
         return list(families.values())
-
-
-def format_numbers(numbers: Iterable[int]) -> str:
-    """Return numbers as short text.
-
-    >>> format_numbers([0, 1, 2, 5])
-    '0-2, 5'
-    """
-    return format_ranks(numbers).partition(" ")[2]
 
 
 def numbering_faults(

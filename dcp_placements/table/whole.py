@@ -29,6 +29,7 @@ from dcp_placements.errors import (
     format_names,
     numbers_in,
 )
+from dcp_placements.layout.sharding import format_cuts
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.rules.patterns import matches_any
 from dcp_placements.table.table import OBJECT, Group
@@ -220,15 +221,11 @@ def _average_notes(whole: WholeModel, fqn: str, group: Group) -> Iterator[Fault]
             fqn,
             f"is {found}, where the weight of its name has {shape} in the whole model",
             (
-                f"declared:    {_declared(group)}",
+                f"declared:    {format_cuts(group.cuts)}",
                 f"way out:     the rule of the weight; whole= with its keys ({level}...) as well, "
                 "to have averages compared; waive={pattern: reason} where it is right",
             ),
         )
-
-
-def _declared(group: Group) -> str:
-    return ", then ".join(map(str, group.cuts)) or "cut by no axis"
 
 
 def _states(
@@ -347,7 +344,7 @@ class _Compared:
         """Return the fault of a key, with how it is declared."""
         details = (
             *causes,
-            f"declared:    {_declared(piece.group)}; by rule {self._world.rules(piece, at)}",
+            f"declared:    {format_cuts(piece.group.cuts)}; by rule {self._world.rules(piece, at)}",
             f"way out:     {PROPOSE}; waive={{pattern: reason}} where it is right",
         )
         return Fault(fqn, headline, details, place)
