@@ -62,6 +62,11 @@ _ENGINES = "DTensorShardingMetadata"
 _ENGINE_VERSION = "2.0"
 _SERIALIZATION = "TorchSerialization"
 
+_NO_SOURCE = (
+    "\n    note:        it was saved by the engine's own resharder: what DTensors do not say, "
+    "source=TransferWorld(axes, rules) of that world does (--rules and --mesh of a command)"
+)
+
 Open = Callable[[str], IO[bytes]]
 """Opens a file of the checkpoint."""
 
@@ -103,6 +108,7 @@ def saved_items(
     """
     ranks: dict[int, dict[str, RankParts]] = {}
     files: dict[str, dict[int, str]] = {}
+    note = ""
     try:
         for item_key, item in items.items():
             layouts = {int(one): layout for one, layout in item["rank_to_layout_info"].items()}
@@ -111,15 +117,15 @@ def saved_items(
                 found = _described(item)
             else:
                 found = _from_files(path, item_key, item, own, open_file, source)
+                note = _NO_SOURCE if source is None else ""
             files[item_key] = own
             for one in own:
                 ranks.setdefault(one, {})[item_key] = found.get(one, RankParts())
         for parts in {one: None for by_item in ranks.values() for one in by_item.values()}:
             for at, of_path in parts.paths.items() if rank is None else ():
                 parts.paths[at] = [part for part in of_path if part.group.kind != OBJECT]
-        metadata = _proved(
-            path, [tuple(by_item.values()) for by_item in ranks.values()], waive, strict
-        )
+        of_ranks = [tuple(by_item.values()) for by_item in ranks.values()]
+        metadata = _proved(path, of_ranks, waive, strict, note)
     except (PlacementError, OSError):
         raise
     except Exception as error:  # of any type, by what is in the metadata
@@ -333,6 +339,7 @@ def _proved(
     ranks: Sequence[tuple[RankParts, ...]],
     waive: Mapping[str, str] | None,
     strict: bool,
+    note: str,
 ) -> Metadata:
     """Return the metadata of the checkpoint that the parts of ranks, item by item, make."""
     sent: dict[tuple[RankParts, ...], LocalPlan] = {}
@@ -370,7 +377,7 @@ def _proved(
     try:
         coordinator.prove()
     except PlacementError as error:
-        raise PlacementError(f"{path}: {error}") from None
+        raise PlacementError(f"{path}: {error}{note}") from None
     keys = coordinator.metadata([])
     provenance = {"save_id": "", "world_size": size, **coordinator.record(keys)}
     return Metadata(keys, planner_data={RESERVED_KEY: provenance}, storage_data={})

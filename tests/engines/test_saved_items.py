@@ -299,6 +299,27 @@ def test_any_flipped_byte_of_a_file_is_refused_or_does_no_harm(saved: Path) -> N
         file.write_bytes(data)
 
 
+def test_little_more_than_what_is_needed_is_read(tmp_path: Path) -> None:
+    def read_nbytes() -> int:
+        return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
+
+    large = torch.arange(float(1 << 20)).reshape(128, 8192)
+    halves = [{key: half.clone() for key in ("w", "v")} for half in large.chunk(2)]
+    save(tmp_path / "ckpt", halves, sharded("*"))
+    for declare, part in (
+        (sharded("*"), large[32:64]),
+        (sharded("*", placement=Shard(1)), large[:, 2048:4096]),
+    ):
+        found = {key: torch.zeros_like(part).contiguous() for key in ("w", "v")}
+        before = read_nbytes()
+        waive = dict.fromkeys(("w", "v"), "cut along another dim")
+        load(tmp_path / "ckpt", found, declare(1, 4), rank=1, size=4, waive=waive)
+        needed = 2 * part.nbytes
+        assert needed < read_nbytes() - before < 1.1 * needed + (32 << 10)
+        assert torch.equal(found["w"], part)
+        assert torch.equal(found["v"], part)
+
+
 def test_an_item_without_metadata_is_refused(saved: Path) -> None:
     with pytest.raises(PlacementError, match=r"metadata\.pkl has nothing of an item"):
         load(saved, {"w": torch.zeros(4, 6)}, Placements(None), item="other")
