@@ -424,11 +424,9 @@ class ChunkReader:
             if target.shape != sizes:
                 text = f"a {tuple(sizes)} tensor was read, where {tuple(target.shape)} is to be"
                 raise self._refused(one, f"{text} filled")
-        # Detached views take writes also where they are of parameters, or of inference tensors.
-        return [
-            target.detach() if target.requires_grad or target.is_inference() else target
-            for target in targets
-        ]
+        # Detached views take writes also where they are of parameters, or of inference tensors; and
+        # the scale of a quantized one is set on the view alone, so that the planner can compare it.
+        return [target.detach() for target in targets]
 
     def _commit(self, some: Sequence[Wanted], targets: Sequence[torch.Tensor]) -> None:
         with self._lock:
