@@ -182,7 +182,10 @@ def _main(
     ] = None,
 ) -> None:
     # Without a docstring: the help is that of the application.
-    if most_memory is None and context.invoked_subcommand not in MAPPING:
+    if most_memory is not None:
+        # What its import takes, more of a build for CUDA, is not counted.
+        import torch  # noqa: F401
+    elif context.invoked_subcommand not in MAPPING:
         most_memory = default_limit()
     context.with_resource(limited_memory(most_memory))
 

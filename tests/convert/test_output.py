@@ -44,7 +44,7 @@ def start_worker(stack: ExitStack, *program: str) -> subprocess.Popen[str]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     stack.enter_context(worker)
     stack.callback(worker.kill)

@@ -581,7 +581,7 @@ def test_damaged_files_are_never_more_than_a_message(tmp_path: Path) -> None:
     program = ROOT / "tests" / "ranks" / "fuzz_worker.py"
     done = subprocess.run(
         [sys.executable, program, seconds, json.dumps(jobs)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "DCP_PLACEMENTS_DEBUG": "1"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "DCP_PLACEMENTS_DEBUG": "1"},
         capture_output=True,
         text=True,
         check=False,

