@@ -18,7 +18,7 @@ collect_ignore = ["ranks"]
 WORLDS_PER_TEST = 10
 
 # Of the files that start no processes of ranks, those that take longest.
-LONG = {"test_matrix", "test_megatron_import", "test_differential", "test_transfer_matrix"}
+LONG = {"test_matrix", "test_megatron_import", "test_differential"}
 
 # Once per process the writer of torch 2.10 warns of this call, which is its own.
 with warnings.catch_warnings(action="ignore"):

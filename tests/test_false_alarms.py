@@ -21,7 +21,6 @@ from hazard_scenes import (
     assert_same,
     blank,
     edit_metadata,
-    leaves,
     load,
     read_whole,
     refused_save,
@@ -186,42 +185,6 @@ def before_any_step(rank: int) -> dict[str, Any]:
     }
 
 
-def hsdp(rank: int) -> dict[str, Any]:
-    shape = {"replicate": 2, "shard": 2}
-    both = WORLD.mesh(rank, **shape)
-    return {
-        "w": FakeDTensor.distribute(arange(8, 3), both, [Replicate(), Shard(0)]),
-        "uneven": FakeDTensor.distribute(arange(5, 3), both, [Replicate(), Shard(0)]),
-        "columns": FakeDTensor.distribute(arange(3, 5), both, [Replicate(), Shard(1)]),
-    }
-
-
-def pipeline_stages(rank: int) -> dict[str, Any]:
-    stage = rank // 2
-    dp = FakeMesh((2,), ("dp",), rank=rank, ranks=torch.tensor([2 * stage, 2 * stage + 1]))
-    whole = arange(4, 3, start=100 * stage)
-    found: dict[str, Any] = {
-        f"layers.{stage}.w": FakeDTensor.distribute(whole, dp, [Shard(0)]),
-        f"layers.{stage}.norm": arange(3, start=stage),
-    }
-    # The last stage holds the embedding, too: it is tied to the head there.
-    found["embed"] = FakeDTensor.distribute(arange(6, 2), dp, [Shard(0)])
-    if stage == 1:
-        found["head"] = FakeDTensor.distribute(arange(6, 2, start=9), dp, [Shard(1)])
-    return found
-
-
-def experts_by_name(rank: int) -> dict[str, Any]:
-    ep = mesh(rank).get_coordinate()[0]
-    return {
-        f"experts.{expert}.w1": FakeDTensor.distribute(
-            arange(4, 3, start=expert), mesh(rank)["fsdp"], [Shard(0)]
-        )
-        for expert in (2 * ep, 2 * ep + 1)
-    } | {"norm": arange(3)}
-
-
-EXPERTS_BY_NAME = {f"experts.{e}.w1": arange(4, 3, start=e) for e in range(4)}
 BUFFERS = {
     key: value.to_local() if isinstance(value, FakeDTensor) else value
     for key, value in replicated_buffers(0).items()
@@ -309,36 +272,6 @@ SCENES = [
         ("experts.w1",),
         {"model.experts.w1": arange(8, 3), "model.norm": arange(3)},
     ),
-    Scene(
-        "HSDP replicas that agree",
-        hsdp,
-        (),
-        {"w": arange(8, 3), "uneven": arange(5, 3), "columns": arange(3, 5)},
-        {"w": arange(8, 3), "uneven": arange(5, 3), "columns": arange(3, 5)},
-    ),
-    Scene(
-        "pipeline stages with their own keys",
-        pipeline_stages,
-        (),
-        (
-            STAGES := {
-                "layers.0.w": arange(4, 3),
-                "layers.1.w": arange(4, 3, start=100),
-                "layers.0.norm": arange(3),
-                "layers.1.norm": arange(3, start=1),
-                "embed": arange(6, 2),
-                "head": arange(6, 2, start=9),
-            }
-        ),
-        STAGES,
-    ),
-    Scene(
-        "a key per expert",
-        experts_by_name,
-        (),
-        {**EXPERTS_BY_NAME, "norm": arange(3)},
-        {**EXPERTS_BY_NAME, "norm": arange(3)},
-    ),
 ]
 
 
@@ -383,13 +316,6 @@ def test_no_scene_without_rules_is_left_out_unseen(tmp_path: Path) -> None:
 # What a load may meet beside a checkpoint of its own layout.
 
 
-def tensors_only(scene: Scene) -> bool:
-    return all(isinstance(value, torch.Tensor) for _, value in leaves(scene.state(0)))
-
-
-OF_TENSORS = [scene for scene in SCENES if tensors_only(scene)]
-
-
 def passes_load(path: Path, world: World, state: Build, rules: Any = None, **options: Any) -> None:
     """Assert that a load fills what each rank should hold, and says nothing."""
     with without_warning():
@@ -410,19 +336,6 @@ def without_record(path: Path) -> None:
         }
 
     edit_metadata(path, strip)
-
-
-@pytest.mark.parametrize("scene", OF_TENSORS, ids=str)
-def test_loads_whole_into_one_rank_without_rules(tmp_path: Path, scene: Scene) -> None:
-    with without_warning():
-        save(WORLD, tmp_path, scene.state, scene.rules)
-    passes_load(tmp_path, World(1), lambda rank: dict(scene.whole))
-
-
-@pytest.mark.parametrize("scene", OF_TENSORS, ids=str)
-def test_a_checkpoint_of_stock_planners_loads(tmp_path: Path, scene: Scene) -> None:
-    World(1).save(tmp_path, lambda rank: dict(scene.whole), lambda rank: dcp.DefaultSavePlanner())
-    passes_load(tmp_path, WORLD, scene.state, scene.rules)
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=str)

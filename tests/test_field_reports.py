@@ -1,9 +1,7 @@
 """Public reports, rebuilt without their projects' code: what a rank holds, and the lines that help.
 
 Each scene cuts whole tensors as the reported trainer does, by plain slicing. Torch's own planners
-read what our planner saves, in one process, and every world loads what another one saved. What
-stock planners make of the first world is part of the scene: a report that they no longer have
-can go.
+read what our planner saves, in one process, and every world loads what another one saved.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements import (
@@ -89,15 +86,12 @@ class Report:
 
     Attributes:
         worlds: Axes and sizes of the worlds that save and load.
-        stock: What a save and a load of the first come to with torch's planners: ``wrong`` without
-            a word, ``refused`` or ``right``.
         wholes: What a checkpoint has to hold, by key.
         state: What a rank holds.
         lines: The declaration of a rank: the lines that its user writes.
     """
 
     worlds: tuple[dict[str, int], ...]
-    stock: str
     wholes: Callable[[], dict[str, torch.Tensor]]
     state: Callable[[Rank], dict[str, Any]]
     lines: Callable[[Rank], dict[str, Any]]
@@ -144,10 +138,6 @@ def stacked(make: Callable[[Rank, torch.Tensor], torch.Tensor]) -> Callable[[Ran
 
 def by_rule(**placements: Any) -> Callable[[Rank], dict[str, Any]]:
     return lambda rank: {"rules": {"experts": rank.rule(**placements)}}
-
-
-def nothing(rank: Rank) -> dict[str, Any]:
-    return {"rules": None}
 
 
 UNEVEN = numbered(10, HIDDEN)
@@ -211,111 +201,61 @@ def amax(rank: Rank) -> dict[str, Any]:
 REPORTS = {
     "KempnerForge #202, pruned": Report(
         ({"ep": 2, "fsdp": 2}, {"ep": 4, "fsdp": 1}, {"ep": 1, "fsdp": 1}),
-        "wrong",
         experts_by_number,
         pruned,
         numbers,
     ),
     "KempnerForge #202, packed": Report(
         ({"ep": 4}, {"ep": 2}),
-        "wrong",
         stacked_experts,
         stacked(lambda rank, whole: rank.part(whole, 0, "ep")),
         by_rule(ep=Shard(0)),
     ),
     "UniRL #158, twinkle #116, VeOmni #228": Report(
         ({"ep": 2, "fsdp": 2}, {"ep": 8, "fsdp": 1}, {"ep": 1, "fsdp": 2}),
-        "wrong",
         stacked_experts,
         stacked(lambda rank, whole: rank.sharded(rank.part(whole, 0, "ep"), fsdp=1)),
         by_rule(ep=Shard(0)),
     ),
-    "torchtitan #2227": Report(
-        ({"ep": 2, "fsdp": 1}, {"ep": 4, "fsdp": 1}),
-        "wrong",
-        lambda: {f"experts.{i}.w": EXPERTS[i].clone() for i in range(8)},
-        lambda rank: {
-            f"experts.{i}.w": rank.sharded(one, ep=None)
-            for i, one in enumerate(rank.part(EXPERTS, 0, "ep"))
-        },
-        numbers,
-    ),
-    "transformers #48516": Report(
-        ({"fsdp": 2, "tp": 2}, {"fsdp": 4, "tp": 1}),
-        "right",
-        stacked_experts,
-        stacked(lambda rank, whole: rank.sharded(whole, fsdp=1, tp=0)),
-        nothing,
-    ),
     "transformers #48237": Report(
         ({"ep": 2, "fsdp": 4}, {"ep": 1, "fsdp": 4}),
-        "wrong",
         lambda: {"experts.w": UNEVEN},
         lambda rank: {"experts.w": rank.sharded(rank.part(UNEVEN, 0, "ep"), fsdp=0)},
         by_rule(ep=Shard(0)),
     ),
     "Megatron-LM #2769": Report(
         ({"tp": 2, "fsdp": 2}, {"tp": 1, "fsdp": 4}, {"tp": 4, "fsdp": 1}),
-        "wrong",
         lambda: {"mlp.fc1": SWIGLU},
         swiglu,
         lambda rank: {"rules": {"fc1": rank.rule(tp=FusedShard(0, 2))}},
     ),
-    "VeOmni #867": Report(
-        ({"replicate": 2, "ep": 2, "fsdp": 2}, {"replicate": 1, "ep": 4, "fsdp": 1}),
-        "wrong",
-        stacked_experts,
-        stacked(
-            lambda rank, whole: rank.sharded(rank.part(whole, 0, "ep"), replicate=None, fsdp=1)
-        ),
-        by_rule(ep=Shard(0)),
-    ),
-    "Automodel #1483": Report(
-        ({"ep": 2, "ep_shard": 2}, {"ep": 4, "ep_shard": 1}),
-        "right",
-        stacked_experts,
-        stacked(lambda rank, whole: rank.sharded(whole, ep=0, ep_shard=1)),
-        nothing,
-    ),
     "Megatron-LM #1836": Report(
         ({"ep": 2, "etp": 2}, {"ep": 1, "etp": 4}),
-        "wrong",
         stacked_experts,
         stacked(lambda rank, whole: rank.part(rank.part(whole, 0, "ep"), 2, "etp")),
         by_rule(ep=Shard(0), etp=Shard(2)),
     ),
     "DeepSpeed #8544, prime-rl #3583": Report(
         ({"ep": 2}, {"ep": 1}),
-        "refused",
         lambda: {"experts.w": EXPERTS[:6].clone()},
         slots,
         slot_map,
     ),
     "Megatron-LM #7293": Report(
         ({"tp": 4}, {"tp": 2}, {"tp": 3}),
-        "wrong",
         lambda: {"embedding": EMBEDDING},
         padded,
         padding,
     ),
-    "pytorch #129229": Report(
-        ({"tp": 2, "fsdp": 2}, {"tp": 4, "fsdp": 1}),
-        "wrong",
-        lambda: {"w": SWIGLU},
-        lambda rank: {"w": rank.sharded(rank.part(SWIGLU, 0, "tp"), fsdp=0)},
-        lambda rank: {"rules": {"w": rank.rule(tp=Shard(0))}},
-    ),
     "pytorch #149701": Report(
         ({"tp": 2}, {"tp": 4}, {"tp": 1}),
-        "wrong",
         lambda: {"qkv": QKV},
         qkv,
         lambda rank: {"rules": {"qkv": rank.rule(tp=FusedShard(0, (16, 4, 4)))}},
     ),
-    "Automodel #3250": Report(({"pp": 2}, {"pp": 4}, {"pp": 1}), "wrong", layers, stage, stages),
+    "Automodel #3250": Report(({"pp": 2}, {"pp": 4}, {"pp": 1}), layers, stage, stages),
     "Model-Optimizer #2209": Report(
         ({"ep": 2}, {"ep": 4}),
-        "wrong",
         lambda: {f"experts.{i}.quantizer._amax": EXPERTS[i, :1, 0].clone() for i in range(8)},
         amax,
         numbers,
@@ -374,25 +314,3 @@ def test_the_lines_make_it_right_in_every_topology(name: str, tmp_path: Path) ->
         )
         for rank, state in zip(ranks, loaded, strict=True):
             assert equal(locals_of(state), locals_of(report.state(rank)))
-
-
-@pytest.mark.parametrize("name", REPORTS)
-def test_the_report_is_still_true_of_stock_planners(name: str, tmp_path: Path) -> None:
-    report = REPORTS[name]
-    world, ranks = world_of(report.worlds[0])
-    try:
-        world.save(
-            tmp_path, lambda rank: report.state(ranks[rank]), lambda rank: dcp.DefaultSavePlanner()
-        )
-        loaded = world.load(
-            tmp_path,
-            lambda rank: blank(report.state(ranks[rank])),
-            lambda rank: dcp.DefaultLoadPlanner(),
-        )
-    except CheckpointException:
-        found = "refused"
-    else:
-        expected = [locals_of(report.state(rank)) for rank in ranks]
-        right = [*map(equal, map(locals_of, loaded), expected)]
-        found = "right" if all(right) else "wrong"
-    assert found == report.stock

@@ -727,19 +727,6 @@ class TestPlanCache:
                 wanted = {"experts.w": whole, "norm": arange(5)}
                 assert_holds(tmp_path / f"{kind}-{step}", wanted)
 
-    def test_m25_two_planners_with_other_rules_do_not_share_a_plan(self, tmp_path: Path) -> None:
-        whole = arange(8, 4)
-        self.save(tmp_path / "rows", self.planners(), whole)
-        columns = by_axis(ep=Shard(1))("experts.w", ep=4)
-        made = [PlacementSavePlanner(columns(r), enable_plan_caching=True) for r in range(4)]
-        for step in range(2):
-            WORLD.save(
-                tmp_path / f"columns-{step}",
-                lambda rank: {"experts.w": whole.chunk(4, 1)[rank].clone()},
-                lambda rank: made[rank],
-            )
-            assert_holds(tmp_path / f"columns-{step}", {"experts.w": whole})
-
 
 class FailingWriter(dcp.FileSystemWriter):
     """Fails at one step of a save, as a full disk or a lost rank does."""

@@ -165,27 +165,6 @@ def test_m42_a_tensor_and_its_transpose_take_a_rule_each(
         assert_same(found, state(rank))
 
 
-def test_m42_slices_and_flat_views_of_one_storage_take_a_rule_each(tmp_path: Path) -> None:
-    """The left half of a part is as large as its transpose, and begins where all of it does."""
-    whole = arange(4, 2)
-
-    def state(rank: int) -> dict[str, Any]:
-        wide = torch.cat([whole.chunk(2)[rank // 2], torch.zeros(2, 2)], dim=1)
-        return {"wide": wide, "w": wide[:, :2], "v": wide[:, :2].t(), "rest": wide[:, 2:]}
-
-    def rules(rank: int) -> PlacementRules:
-        mesh = FakeMesh((2, 2), ("ep", "fsdp"), rank=rank)
-        rows, columns = (CheckpointPlacement(mesh, {"ep": Shard(dim)}) for dim in (0, 1))
-        return PlacementRules({"w": rows, "v": columns, "wide": rows, "rest": rows})
-
-    with without_warning():
-        save(WORLD, tmp_path, state, rules)
-    rest = torch.zeros(4, 2)
-    wide = torch.cat([whole, rest], dim=1)
-    views = {"w": whole, "v": whole.t().contiguous(), "wide": wide, "rest": rest}
-    assert_holds(tmp_path, views)
-
-
 @pytest.mark.parametrize(
     "view",
     [
@@ -208,16 +187,6 @@ def test_m42_one_view_under_two_names_that_lie_differently_is_refused(
     refusal.says(
         "in one storage with", "lie differently", "w is:", "v is:", "name both in the rules"
     )
-
-
-def test_m42_strides_of_dims_of_one_element_make_no_other_view(tmp_path: Path) -> None:
-    def state(rank: int) -> dict[str, Any]:
-        part = arange(1, 4, start=4 * (rank // 2))
-        return {"w": part, "v": part.as_strided((1, 4), (9, 1))}
-
-    with refused_save(tmp_path) as refusal:
-        save(WORLD, tmp_path, state, one_rule_each)
-    refusal.says("in one storage with")
 
 
 # M41: views that are conjugated or negated when they are read.
@@ -296,18 +265,6 @@ def test_m41_a_lazy_view_and_its_memory_are_no_replicas(
     with refused_save(tmp_path) as refusal:
         save(World(2), tmp_path, state, digests=digests)
     refusal.says("w: 2 different contents on 2 ranks")
-
-
-@pytest.mark.parametrize("kind", LAZY)
-def test_m41_what_torchs_planner_writes_of_a_lazy_view_is_read_into_another(
-    tmp_path: Path, kind: str
-) -> None:
-    view = LAZY[kind](5, 1)
-    dcp.save({"w": view}, checkpoint_id=tmp_path, planner=dcp.DefaultSavePlanner(), no_dist=True)
-    for reader in (dcp.FileSystemReader(tmp_path), PlacementFileSystemReader(tmp_path)):
-        found = {"w": LAZY[kind](5, 70)}
-        dcp.load(found, storage_reader=reader, planner=PlacementLoadPlanner(), no_dist=True)
-        assert same_bits(resolved(found["w"]), resolved(view))
 
 
 @pytest.mark.parametrize("kind", LAZY)

@@ -17,14 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hazard_scenes import assert_same
-from safetensors.torch import save_file
 from torch.distributed.checkpoint import (
     CheckpointException,
     DefaultLoadPlanner,
     DefaultSavePlanner,
     FileSystemReader,
     FileSystemWriter,
-    HuggingFaceStorageReader,
     SavePlanner,
 )
 from torch.distributed.tensor import Shard
@@ -372,28 +370,6 @@ def test_fsspec_paths_are_written_and_read(scheme: str, tmp_path: Path) -> None:
         template = mixed(-1)
         dcp.load(template, storage_reader=FsspecReader(path), planner=planner(), no_dist=True)
         assert_same(template, mixed())
-
-
-def test_any_rank_reads_its_part_of_hugging_face_files(tmp_path: Path) -> None:
-    whole = {
-        "model.experts.w1": torch.arange(12.0).reshape(4, 3),
-        "model.norm.weight": torch.arange(5).to(torch.bfloat16),
-    }
-    save_file(whole, tmp_path / "model.safetensors")
-    mesh = MeshCoordinate(("ep",), (2,), (1,))
-    rules = PlacementRules({"experts.w1": CheckpointPlacement(mesh, {"ep": Shard(0)})})
-    state = {
-        "model.experts.w1": torch.zeros(2, 3),
-        "model.norm.weight": torch.zeros(5, dtype=torch.bfloat16),
-    }
-    dcp.load(
-        state,
-        storage_reader=HuggingFaceStorageReader(str(tmp_path)),
-        planner=PlacementLoadPlanner(rules),
-        no_dist=True,
-    )
-    assert torch.equal(state["model.experts.w1"], whole["model.experts.w1"][2:])
-    assert torch.equal(state["model.norm.weight"], whole["model.norm.weight"])
 
 
 @pytest.mark.parametrize(

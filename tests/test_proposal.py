@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Shard
 
 from dcp_placements import PlacementError, Placements, propose_placements
-from dcp_placements.proposal import Option, Proposal, _rules, decide, rank_facts
+from dcp_placements.proposal import Proposal, decide, rank_facts
 from dcp_placements.table.whole import WholeModel
 from dcp_placements.testing import FakeDTensor, World
 
@@ -196,18 +196,6 @@ def test_tensor_parallel_attention_heads_and_experts(name: str, tmp_path: Path) 
     assert 'CheckpointPlacement(mesh, {"tp": FusedShard(1, 2)})' in text
     (said,) = [why for why in proposal.undecided.values() if "by its name" in why]
     assert 'fit CheckpointPlacement(mesh, {"tp": Shard(1)}) as well' in said
-
-
-@pytest.mark.parametrize("name", HF)
-def test_experts_over_ep_and_the_rest_over_tp(name: str, tmp_path: Path) -> None:
-    def cut(key: str, value: torch.Tensor, at: dict[str, int]) -> tuple[str, torch.Tensor]:
-        if ".experts." in key:
-            return key, chunk(value, 4, at["ep"], 0)
-        return key, tp_part(key, value, 2, at["tp"])
-
-    text, proposal = try_out(tmp_path, hugging_face(name), cut, ep=4, tp=2)
-    assert '"experts": CheckpointPlacement(mesh, {"ep": Shard(0)}),' in text
-    assert not proposal.undecided
 
 
 @pytest.mark.parametrize("name", HF)
@@ -435,18 +423,3 @@ def test_names_that_may_join_tensors_are_said_to_be_open(name: str) -> None:
         f"layers.*.{name}": "taken as one tensor by its shape; FusedShard where it joins several"
     }
     assert "FusedShard where it joins several" in str(first)
-
-
-def test_the_rules_of_many_keys_are_found_in_one_pass() -> None:
-    shapes = {
-        f"layers.{layer}.experts.{n}.{name}": (4, 4)
-        for layer in range(40)
-        for n in range(128)
-        for name in ("w1", "w2")
-    }
-    model = WholeModel.of(shapes)
-    assert model is not None
-    by_dim = {"w1": Option((("tp", Shard(0)),)), "w2": Option((("tp", Shard(1)),))}
-    options = {key: by_dim[key[-2:]] for key in shapes}
-    rules = _rules(options, model)
-    assert rules == by_dim

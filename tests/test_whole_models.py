@@ -144,15 +144,3 @@ def test_tied_names_are_both_in_the_file_and_both_load(source: Topology, tmp_pat
 
 
 # Without collectives
-
-
-@pytest.mark.parametrize(
-    "source",
-    [Topology(ep=2, etp=2, hsdp=4), Topology(tp=2, pp=2, ep=2, fsdp=2)],
-    ids=str,
-)
-@pytest.mark.parametrize("whole", [False, True], ids=["fsdp-dtensors", "whole-dtensors"])
-def test_each_rank_alone_saves_enough(source: Topology, whole: bool, tmp_path: Path) -> None:
-    """No rank knows which keys the others have: stages, experts that are modules."""
-    save_and_check(tmp_path, Ranks(source, whole=whole), use_collectives=False)
-    load_and_check(tmp_path, Ranks(Topology(tp=2, pp=2)))

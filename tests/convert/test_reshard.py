@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hazard_scenes import assert_holds
-from topologies import MODEL, Ranks, Topology, load_and_check, save_and_check, wholes
 from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements import (
@@ -48,11 +47,8 @@ from tests.offline_scenes import (
 from tests.remote_scenes import memory
 from tests.storage_scenes import Flipped, assert_record_of, flipped_is_known
 from tests.strategies import arange
-from tests.transfer.test_transfer_matrix import placement
 
 __all__ = ["flipped_is_known", "memory", "run"]
-
-ROOT = Path(__file__).parents[2]
 
 
 def files_of(path: Path) -> dict[str, bytes]:
@@ -60,39 +56,6 @@ def files_of(path: Path) -> dict[str, bytes]:
 
 
 # Whole models, between topologies
-
-
-def rules_of(topology: Topology) -> Callable[[MeshCoordinate], Placements]:
-    """Return what each rank of a topology declares, FSDP in its rules."""
-    ranks = Ranks(topology)
-
-    def rules(mesh: MeshCoordinate) -> Placements:
-        (rank,) = mesh.get_coordinate()
-        table = {
-            weight.pattern or name: placement(ranks, rank, weight) for name, weight in MODEL.items()
-        }
-        return Placements(PlacementRules(table), rename=ranks.rename(rank))
-
-    return rules
-
-
-LARGE = Topology(fsdp=2, hsdp=2, ep=2, etp=2)
-TARGETS = {
-    Topology(etp=2, tp=2): (Topology(), Topology(tp=4), Topology(ep=2, hsdp=2)),
-    LARGE: (Topology(pp=2), Topology(tp=2, pp=2, fsdp=2), LARGE),
-}
-
-
-@pytest.mark.parametrize("source", TARGETS, ids=str)
-def test_any_topology_is_rewritten_for_any_other(source: Topology, tmp_path: Path) -> None:
-    save_and_check(tmp_path / "source", Ranks(source))
-    whole = wholes()
-    for target in TARGETS[source]:
-        out = tmp_path / str(target)
-        reshard(tmp_path / "source", out, rules_of(target), {"rank": target.ranks})
-        assert_holds(out, whole)
-        assert verify(out, contents=True).sound
-        load_and_check(out, Ranks(target))
 
 
 def test_stacked_steps_of_experts_that_two_axes_cut_are_no_refusal(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,21 +9,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import (
-    NAMES,
     Case,
     arange,
     cases,
     coordinates,
     count,
     examples,
-    mesh_sizes,
-    placements_over,
     shapes,
 )
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dcp_placements import CheckpointPlacement, FusedShard, IndexShard, MeshCoordinate
+from dcp_placements import CheckpointPlacement, FusedShard, IndexShard
 from dcp_placements.bind.one_tensor import Place, bind
 from dcp_placements.layout.sharding import Chunk, Cut, Kind, Sharding
 from dcp_placements.testing import FakeMesh, cut
@@ -82,30 +78,6 @@ def test_chunks_put_every_element_where_slicing_finds_it(case: Case) -> None:
         assert bool((count(case.shape, [chunk.box for chunk in chunks]) <= 1).all())
 
 
-@given(cases())
-@examples(50)
-def test_distinct_chunks_of_all_coordinates_tile_the_whole(case: Case) -> None:
-    boxes = {
-        chunk.box
-        for coordinate in coordinates(case.sizes)
-        for chunk in layout_of(case, coordinate)[1]
-    }
-    assert bool((count(case.shape, sorted(boxes)) == 1).all())
-
-
-@given(cases(max_axes=3, max_ranks=16), st.data())
-@examples(30)
-def test_axes_of_size_one_change_nothing(case: Case, data: st.DataObject) -> None:
-    position = data.draw(st.integers(0, len(case.sizes)))
-    dim = data.draw(st.integers(0, len(case.shape) - 1))
-    sizes = (*case.sizes[:position], 1, *case.sizes[position:])
-    placements = (*case.placements[:position], Shard(dim), *case.placements[position:])
-    with_axis = Case(case.shape, sizes, placements)
-    for coordinate in coordinates(case.sizes):
-        longer = (*coordinate[:position], 0, *coordinate[position:])
-        assert layout_of(with_axis, longer) == layout_of(case, coordinate)
-
-
 @given(shapes(), st.data())
 @examples(30)
 def test_listed_rows_are_those_that_index_select_gives(
@@ -158,75 +130,6 @@ def bound(
     place = bind(tuple(part.shape), tuple(local.shape), placement, own_mesh, own_placements)
     assert place is not None
     return place
-
-
-@given(st.data())
-@examples(50)
-def test_rule_cuts_first_then_the_tensor_s_own_placements(data: st.DataObject) -> None:
-    """Whatever position the tensor's own axes have in the checkpoint's mesh."""
-    sizes = data.draw(mesh_sizes(max_ranks=32))
-    names = NAMES[: len(sizes)]
-    own_names = tuple(name for name in names if data.draw(st.booleans()))
-    own_sizes = tuple(sizes[names.index(name)] for name in own_names)
-    shape = data.draw(shapes())
-    rule_names = tuple(name for name in names if name not in own_names)
-    rule_sizes = tuple(sizes[names.index(name)] for name in rule_names)
-    even = data.draw(st.booleans())
-    rule = data.draw(placements_over(shape, rule_sizes, even=even))
-    own = data.draw(placements_over((0,) * len(shape), own_sizes, fused=False))
-    # An axis that the tensor itself shards may stand in the rule, too, and counts once.
-    twice = {
-        name: Shard(placement.dim)
-        for name, placement in zip(own_names, own, strict=True)
-        if isinstance(placement, Shard) and data.draw(st.booleans())
-    }
-    given_shape = None if even and data.draw(st.booleans()) else shape
-    whole = arange(shape)
-    world = FakeMesh(sizes, names, rank=0).size()
-    for rank in range(world):
-        mesh = FakeMesh(sizes, names, rank=rank)
-        coordinate = dict(zip(names, mesh.get_coordinate() or (), strict=True))
-        part = cut(whole, rule, rule_sizes, [coordinate[name] for name in rule_names])
-        local = cut(part, own, own_sizes, [coordinate[name] for name in own_names])
-        placement = CheckpointPlacement(
-            mesh, {**dict(zip(rule_names, rule, strict=True)), **twice}, global_shape=given_shape
-        )
-        place = bound(part, mesh, own_names, own, local, placement)
-        assert place.sharding.global_shape == shape
-        assert torch.equal(assembled(whole, local.shape, place.chunks), local)
-
-
-@given(cases(max_axes=3, max_ranks=32, fused=False))
-@examples(30)
-def test_without_a_rule_the_tensor_s_own_placements_speak(case: Case) -> None:
-    names = NAMES[: len(case.sizes)]
-    whole = arange(case.shape)
-    for rank in range(FakeMesh(case.sizes, names, rank=0).size()):
-        mesh = FakeMesh(case.sizes, names, rank=rank)
-        local = cut(whole, case.placements, case.sizes, mesh.get_coordinate() or ())
-        place = bound(whole, mesh, names, case.placements, local, None)
-        assert place.sharding.global_shape == case.shape
-        assert torch.equal(assembled(whole, local.shape, place.chunks), local)
-
-
-@given(cases(max_axes=3, max_ranks=16))
-@examples(20)
-def test_a_mesh_is_seen_alike_by_coordinate_and_by_rank(case: Case) -> None:
-    """``MeshCoordinate`` gives what a mesh on that rank gives."""
-    names = NAMES[: len(case.sizes)]
-    whole = arange(case.shape)
-    for rank, coordinate in enumerate(itertools.product(*map(range, case.sizes))):
-        local = cut(whole, case.placements, case.sizes, coordinate)
-        places = []
-        for mesh in (
-            FakeMesh(case.sizes, names, rank=rank),
-            MeshCoordinate(names, case.sizes, coordinate),
-        ):
-            placement = CheckpointPlacement(mesh, case.placements, global_shape=case.shape)
-            place = bind(tuple(local.shape), tuple(local.shape), placement)
-            assert place is not None
-            places.append(place.chunks)
-        assert places[0] == places[1] == layout_of(case, coordinate)[1]
 
 
 @given(st.data())

@@ -253,20 +253,6 @@ def test_m74_rows_of_another_dim_are_refused(tmp_path: Path) -> None:
     assert torch.equal(state["experts"], arange(3, 3).T)
 
 
-def test_unstacked_experts_over_an_axis_of_another_name_are_quiet(tmp_path: Path) -> None:
-    whole, rename = arange(4, 3), Unstack("experts.{}")
-    by_ep = rules_of(TWO, {"ep": 2}, "experts", ep=Shard(0))
-    save(TWO, tmp_path, lambda rank: {"experts": whole.chunk(2)[rank]}, by_ep, rename=rename)
-    loaded, _ = load(
-        FOUR,
-        tmp_path,
-        lambda rank: {"experts": torch.zeros(2, 3)},
-        rules_of(FOUR, {"dp": 2, "expert": 2}, "experts", expert=Shard(0)),
-        rename=rename,
-    )
-    assert same_bits(loaded[1]["experts"], whole[2:])
-
-
 FUSED = arange(8, 3)  # gate and up, of (4, 3) each
 GATE_UP = Split("w", NAMES)
 
@@ -388,28 +374,3 @@ def test_rows_that_a_load_cuts_otherwise_are_refused(
     with refused() as refusal:
         load(TWO, tmp_path, lambda r: {"w": torch.zeros_like(part(r))}, other, rename=rename)
     refusal.says("'tp'", "another way than the save")
-
-
-def test_rows_stacked_under_a_fused_rule_are_compared_with_a_stack(tmp_path: Path) -> None:
-    whole = arange(2, 8)
-    fused, plain = by_tp("w", FusedShard(1, 2)), by_tp("w", Shard(1))
-
-    def part(rank: int) -> torch.Tensor:
-        return torch.cat([half.chunk(2, 1)[rank] for half in whole.chunk(2, 1)], 1)
-
-    stacked = Stack("w.{}", 2)
-    save(
-        TWO,
-        tmp_path,
-        lambda rank: {f"w.{i}": row for i, row in enumerate(part(rank))},
-        fused,
-        rename=stacked,
-    )
-    assert_holds(tmp_path, {"w": whole})
-    loaded, _ = load(TWO, tmp_path, lambda rank: {"w": torch.zeros(2, 4)}, fused)
-    assert same_bits(loaded[1]["w"], part(1))
-    with refused():
-        load(TWO, tmp_path, lambda rank: {"w": torch.zeros(2, 4)}, plain)
-    with refused():
-        blank = {f"w.{i}": torch.zeros(4) for i in range(2)}
-        load(TWO, tmp_path, lambda rank: blank, plain, rename=stacked)

@@ -134,27 +134,6 @@ def test_padding_is_the_likely_cause_of_a_few_rows_more(tmp_path: Path) -> None:
     load(WORLD, tmp_path, lambda rank: state, lambda rank: rules(rank, **shapes))
 
 
-def test_a_tensor_that_has_no_place_has_no_other_fault(tmp_path: Path) -> None:
-    """Without its place it would be a smaller tensor than the stored one."""
-    mesh = FOUR.mesh
-
-    def state(rank: int) -> dict[str, Any]:
-        part = arange(8, 3)[4 * (rank % 2) :][:4]
-        return {"w": FakeDTensor.distribute(part, mesh(rank, edp=2, ep=2)["edp"], [Shard(0)])}
-
-    def rules(other: bool) -> Callable[[int], PlacementRules]:
-        axes = {"ep": 2, "edp": 2} if other else {"edp": 2, "ep": 2}
-        return lambda rank: PlacementRules(
-            {"w": CheckpointPlacement(mesh(rank, **axes), {"ep": Shard(0)})}
-        )
-
-    save(FOUR, tmp_path, state, rules(False))
-    with refused() as refusal:
-        load(FOUR, tmp_path, state, rules(True))
-    refusal.says("ranks 1-2 cannot be loaded", "two meshes of the same axis names")
-    assert "Size mismatch" not in refusal.text
-
-
 OTHERWISE: dict[str, tuple[World, Any, Any]] = {
     "more parts": (WORLD, FusedShard(0, 2), FusedShard(0, 4)),
     "parts of other sizes": (WORLD, FusedShard(0, 2), FusedShard(0, (6, 2))),
@@ -175,28 +154,6 @@ def test_m46_other_parts_are_refused(tmp_path: Path, world: World, saved: Any, l
         f"this load:   {texts[1]} over 'tp' of size 2",
         "by rule:     'w'",
     )
-
-
-def test_m46_a_fused_save_under_fsdp_of_as_many_ranks_as_parts_is_known(tmp_path: Path) -> None:
-    """FSDP of two ranks inside two parts: the same boxes as those of a plain cut in another
-    order."""
-    whole = arange(8, 3)
-
-    def mesh(rank: int) -> Any:
-        return FOUR.mesh(rank, tp=2, fsdp=2)
-
-    def rules(rank: int) -> PlacementRules:
-        return PlacementRules({GATE_UP: CheckpointPlacement(mesh(rank), {"tp": FusedShard(0, 2)})})
-
-    def state(rank: int) -> dict[str, Any]:
-        tp = mesh(rank).get_coordinate()[0]
-        part = fused_part(whole, 2, 2, tp)
-        return {GATE_UP: FakeDTensor.distribute(part, mesh(rank)["fsdp"], [Shard(0)])}
-
-    save(FOUR, tmp_path, state, rules)
-    with refused() as refusal:
-        load(WORLD, tmp_path, plain_template)
-    refusal.says("saved:       FusedShard(0, 2) over 'tp' of size 2")
 
 
 def test_m46_another_order_of_two_axes_is_refused(tmp_path: Path) -> None:
@@ -711,18 +668,6 @@ def test_m47_the_coordinator_tells_once_what_any_rank_found(tmp_path: Path) -> N
         "look at this load (1 note of 2 keys)\nlayers.0-1.mlp.gate_up_proj.weight: "
     )
     assert [len(report.warnings) for report in reports] == [0, 1, 1, 1]
-
-
-def test_m47_fsdp_declared_before_tp_is_warned_of_at_load(tmp_path: Path) -> None:
-    dcp.save({"w": arange(8, 3)}, checkpoint_id=tmp_path, no_dist=True)
-
-    def state(rank: int) -> dict[str, Any]:
-        mesh = FOUR.mesh(rank, fsdp=2, tp=2)
-        return {"w": FakeDTensor(torch.zeros(2, 3), mesh, [Shard(0), Shard(0)], (8, 3))}
-
-    with warned() as texts:
-        load(FOUR, tmp_path, state)
-    assert "is declared as cut by 'fsdp' first and by 'tp' inside that" in texts[0]
 
 
 def test_m48_a_pattern_that_matches_nothing_on_any_rank_is_warned_of_once(tmp_path: Path) -> None:

@@ -266,21 +266,6 @@ def test_rows_left_out_on_purpose_are_quiet_when_optional_or_a_waiver_names_the_
         load_stacked(tmp_path, TWO, first_half, waive={W0: "a smaller layer"})
 
 
-def test_rows_that_another_rank_reads_without_listing_them_are_no_gap(tmp_path: Path) -> None:
-    """Two ranks list the first half; two more have it plainly cut."""
-    save_by_index(tmp_path)
-
-    def rules(rank: int) -> PlacementRules:
-        if rank < 2:
-            return by_index(FOUR, first_half)(rank)
-        mesh = FOUR.mesh(rank, half=2, other=2)
-        entry = CheckpointPlacement(mesh, {"half": Shard(0)}, global_shape=(4, 2, 3))
-        return PlacementRules({"experts": entry})
-
-    with without_warning():
-        load_by_index(tmp_path, FOUR, lambda rank: HALVES[rank // 2], rules)
-
-
 def by_ep_and_tp(rows: RowsOf) -> Callable[[int], PlacementRules]:
     """Return rules of ranks that list rows over ``ep``, and have half of each over ``tp``."""
 

@@ -511,36 +511,6 @@ def test_metadata_of_wrong_types_are_one_message(tmp_path: Path, reader: Any, fo
     assert not into["w"].any()
 
 
-READ_FIELDS: dict[str, Any] = {
-    "storage_data is a NoneType": {"storage_data": None},
-    "storage_data is a list": {"storage_data": []},
-    "storage_meta is a str": {"storage_meta": "x"},
-    "its provenance is broken: world_size is a str": {
-        "planner_data": {"dcp_placements": {"save_id": "x", "world_size": "y"}}
-    },
-}
-
-
-@pytest.mark.parametrize("found", READ_FIELDS)
-@pytest.mark.parametrize("planner", [PlacementLoadPlanner, dcp.DefaultLoadPlanner])
-def test_wrong_types_of_what_a_reader_relies_on_are_one_message(
-    tmp_path: Path, planner: Any, found: str
-) -> None:
-    metadata = save_stock(tmp_path, w=torch.ones(3, 4))
-    vars(metadata).update(READ_FIELDS[found])
-    rewritten(tmp_path, metadata)
-    with pytest.raises(dcp.CheckpointException) as caught:
-        dcp.load(
-            {"w": torch.zeros(3, 4)},
-            storage_reader=PlacementFileSystemReader(tmp_path),
-            planner=planner(),
-            no_dist=True,
-        )
-    (error, _), *_ = caught.value.failures.values()
-    assert isinstance(error, PlacementError)
-    assert f"found:       {found}" in str(error)
-
-
 @pytest.mark.parametrize("lean", [False, True])
 @pytest.mark.parametrize("restricted", [False, True])
 @pytest.mark.parametrize("planner", [PlacementLoadPlanner, dcp.DefaultLoadPlanner])

@@ -10,15 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
-from hypothesis import strategies as st
-from strategies import examples
 from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements import (
     CheckpointPlacement,
     FusedShard,
-    IndexShard,
     PlacementFileSystemReader,
     PlacementLoadPlanner,
     PlacementRules,
@@ -131,45 +127,6 @@ def test_torchs_reader_takes_at_least_what_is_said(saved: Path) -> None:
     for rank, (reader, _) in zip(found.ranks, real, strict=True):
         assert 0 <= reader.nbytes - rank.chunks_nbytes <= 128 * len(list(saved.glob("*.distcp")))
     assert found.ranks[0].chunks_nbytes > 1.5 * found.ranks[0].wanted_nbytes
-
-
-placements = st.sampled_from(
-    [
-        Shard(0),
-        Shard(1),
-        Replicate(),
-        FusedShard(0, 2),
-        FusedShard(1, (4, 6)),
-        IndexShard(0, (5, 1)),
-    ]
-)
-
-
-@examples(20)
-@given(st.lists(placements, min_size=2, max_size=2), st.tuples(*[st.integers(1, 4)] * 2))
-def test_every_rank_wants_what_plain_slicing_gives_it(
-    tmp_path_factory: pytest.TempPathFactory, pair: list[Any], sizes: tuple[int, int]
-) -> None:
-    path = tmp_path_factory.getbasetemp() / "plain"
-    whole = torch.arange(120.0).reshape(12, 10)
-    if not path.exists():
-        dcp.save({"w": whole}, checkpoint_id=path)
-    expected = []
-    for position in torch.cartesian_prod(*map(torch.arange, sizes)).reshape(-1, 2).tolist():
-        try:
-            expected.append(cut(whole, pair, sizes, position).nbytes)
-        except (RuntimeError, IndexError):
-            expected.append(-1)
-
-    def rules(mesh: Any) -> PlacementRules:
-        return PlacementRules({"w": CheckpointPlacement(mesh, pair, global_shape=(12, 10))})
-
-    found = rehearse(path, rules, {"a": sizes[0], "b": sizes[1]})
-    if -1 in expected:
-        assert not found.loads
-        assert found.faults[0].fqn == "w"
-    else:
-        assert [rank.memory_nbytes for rank in found.ranks] == expected
 
 
 MOE = {f"layers.{layer}.experts.{at}.w": (6, 4) for layer in range(2) for at in range(4)}

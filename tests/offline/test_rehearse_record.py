@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from hazard_scenes import arange, refused, save
+from hazard_scenes import arange, save
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import Shard
 
 from dcp_placements import (
     CheckpointPlacement,
     FusedShard,
-    IndexShard,
     Placements,
-    PlacementSavePlanner,
     Renames,
     Renumber,
     Stack,
@@ -90,84 +88,8 @@ def test_another_cut_than_the_save_had_is_refused_as_by_a_load(
             assert part in text
 
 
-def test_a_plain_cut_by_fsdp_alone_is_quiet_and_by_the_same_axis_is_not(tmp_path: Path) -> None:
-    save_fused(tmp_path)
-    assert rehearse(tmp_path, lambda mesh: Placements(None), {"dp": 2}, fsdp=["dp"]).loads
-    assert not rehearse(tmp_path, lambda mesh: Placements(None), {"tp": 2}, fsdp=["tp"]).loads
-
-
 def experts(mine: list[int]) -> dict[str, Any]:
     return {f"experts.{i}.w": arange(2, start=10 * e) for i, e in enumerate(mine)}
-
-
-@pytest.mark.parametrize(
-    ("numbers", "total", "right"),
-    [
-        ([[0, 1], [2, 3]], 4, True),
-        ([[2, 1], [3, 0]], 4, True),
-        ([[0, 1], [0, 1]], 4, False),
-        ([[0], [1]], 2, False),
-    ],
-)
-def test_numbers_of_another_rank_or_total_are_refused_as_by_a_load(
-    tmp_path: Path, numbers: list[list[int]], total: int, right: bool
-) -> None:
-    TWO.save(
-        tmp_path,
-        lambda rank: experts([2 * rank, 2 * rank + 1]),
-        lambda rank: PlacementSavePlanner(
-            rename=Renumber("experts.{}", [2 * rank, 2 * rank + 1], total=4)
-        ),
-    )
-
-    def at(mesh: Any, waive: Any = None) -> Placements:
-        mine = numbers[mesh.get_coordinate()[0]]
-        return Placements(None, rename=Renumber("experts.{}", mine, total=total), waive=waive)
-
-    def state(rank: int) -> dict[str, Any]:
-        return {key: torch.zeros(2) for key in experts(numbers[rank])}
-
-    found = assert_verdict(tmp_path, at, "ep", state, right=right)
-    if not right:
-        with refused() as refusal:
-            TWO.load(tmp_path, state, lambda rank: at(TWO.mesh(rank, ep=2)).load_planner())
-        (fault,) = found.faults
-        refusal.says(fault.headline.removeprefix("a rank "), fault.details[-1])
-        excused = {"experts": "a smaller model"}
-        assert rehearse(tmp_path, lambda mesh: at(mesh, excused), {"ep": 2}).loads
-
-
-@pytest.mark.parametrize(("second", "right"), [([2, 3], True), ([1, 2], True), ([0, 1], False)])
-def test_rows_of_another_rank_are_refused_as_by_a_load(
-    tmp_path: Path, second: list[int], right: bool
-) -> None:
-    whole = arange(4, 3)
-
-    def by_rows(second: list[int], **options: Any) -> Any:
-        def at(mesh: Any) -> Placements:
-            rows = [[0, 1], second][mesh.get_coordinate()[0]]
-            entry = CheckpointPlacement(mesh, {"ep": IndexShard(0, rows)}, global_shape=(4, 3))
-            return Placements({"w": entry}, **options)
-
-        return at
-
-    own = by_rows([2, 3])
-    TWO.save(
-        tmp_path,
-        lambda rank: {"w": whole[[[0, 1], [2, 3]][rank]].clone()},
-        lambda rank: own(TWO.mesh(rank, ep=2)).save_planner(),
-    )
-    at = by_rows(second)
-    found = assert_verdict(tmp_path, at, "ep", lambda rank: {"w": torch.zeros(2, 3)}, right=right)
-    if not right:
-        (fault,) = found.faults
-        assert "several ranks ask for [0:2, :] of (4, 3), and none for [2:4, :]" in str(fault)
-        assert rehearse(tmp_path, by_rows(second, waive={"w": "half of it"}), {"ep": 2}).loads
-
-
-def test_a_checkpoint_without_a_record_is_not_compared(tmp_path: Path) -> None:
-    torch.distributed.checkpoint.save({KEY: arange(8, 3)}, checkpoint_id=tmp_path, no_dist=True)
-    assert rehearse(tmp_path, by_tp(Shard(0)), {"tp": 2}).loads
 
 
 def test_m91_rows_that_nobody_asks_for_are_refused_as_by_a_load_that_stacks(tmp_path: Path) -> None:
@@ -182,17 +104,3 @@ def test_m91_rows_that_nobody_asks_for_are_refused_as_by_a_load_that_stacks(tmp_
         return {f"experts.{i}": torch.zeros(3) for i in range(2)}
 
     assert_verdict(tmp_path, at, "ep", state, right=False)
-
-
-def test_a_number_that_the_checkpoint_does_not_have_is_refused(tmp_path: Path) -> None:
-    save(TWO, tmp_path, lambda rank: {"experts.0.w": arange(2), "experts.1.w": arange(2)})
-
-    def at(mesh: Any) -> Placements:
-        first = 2 * mesh.get_coordinate()[0]
-        return Placements(None, rename=Renumber("experts.{}", [first, first + 1], total=4))
-
-    def state(rank: int) -> dict[str, Any]:
-        return {key: torch.zeros(2) for key in experts([0, 1])}
-
-    found = assert_verdict(tmp_path, at, "ep", state, right=False)
-    assert {fault.fqn for fault in found.faults} == {"experts.2.w", "experts.3.w"}

@@ -32,15 +32,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dcp_placements import (
     CheckpointPlacement,
     PlacementLoadPlanner,
     PlacementRules,
     PlacementSavePlanner,
-    Renumber,
-    check,
 )
 from tests.ranks.scenes import (
     Facts,
@@ -82,53 +80,6 @@ def m1(path: Path) -> Facts:
     planner = PlacementSavePlanner()
     refused = refusal(lambda: dcp.save(state, checkpoint_id=path, planner=planner))
     return {"refused": refused, "files": files(path)}
-
-
-@scenario
-def m2_without_rule(path: Path) -> Facts:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
-    state = {"experts": {"w1": expert_dtensor(mesh, arange(8, 3))}}
-    refused = refusal(lambda: dcp.save(state, checkpoint_id=path, planner=PlacementSavePlanner()))
-    before = refusal(lambda: check(state, None))
-    return {"refused": refused, "check": before, "files": files(path)}
-
-
-@scenario
-def m2_with_rule(path: Path) -> Facts:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
-    whole = arange(8, 3)
-    state = {"experts": {"w1": expert_dtensor(mesh, whole)}}
-    rules = by_ep(mesh, "experts.w1")
-    report = check(state, rules)
-    counted = {"check": [report.ranks, report.unique_nbytes, report.whole_nbytes]}
-    counted["files_after_check"] = files(path)  # type: ignore[assignment]
-    dcp.save(state, checkpoint_id=path, planner=PlacementSavePlanner(rules))
-    return {**counted, "differing": differing(stock_whole(path), {"experts.w1": whole})}
-
-
-@scenario
-def m11(path: Path) -> Facts:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    value = distribute_tensor(arange(8, 3), mesh, [Replicate(), Shard(0)])
-    agreeing = PlacementSavePlanner()
-    dcp.save({"w": value}, checkpoint_id=path / "agree", planner=agreeing)
-    if dist.get_rank() == 3:
-        value.to_local()[1, 1] += 0.5
-    refused = refusal(
-        lambda: dcp.save({"w": value}, checkpoint_id=path / "1", planner=PlacementSavePlanner())
-    )
-    planner = PlacementSavePlanner(on_conflict="warn")
-    dcp.save({"w": value}, checkpoint_id=path / "2", planner=planner)
-    read = stock_whole(path / "2")["w"]
-    drifted = arange(8, 3)
-    drifted[5, 1] += 0.5
-    return {
-        "refused": refused,
-        "files": files(path / "1"),
-        "agreeing_differs": differing(stock_whole(path / "agree"), {"w": arange(8, 3)}),
-        "kept_one": same(read, arange(8, 3)) or same(read, drifted),
-        "report": list(planner.report.warnings),
-    }
 
 
 @scenario
@@ -191,55 +142,17 @@ def m24(path: Path) -> Facts:
     return {"refused": refused, "seconds": time.monotonic() - started, "files": files(path)}
 
 
-def saved_objects(path: Path, state: dict[str, Any]) -> Facts:
-    """Save objects that are equal on all ranks; say what came back and what was warned of."""
-    with heard() as texts:
-        dcp.save(state, checkpoint_id=path, planner=PlacementSavePlanner())
-    loaded = {
-        name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
-        for name, value in state.items()
-    }
-    dcp.load(loaded, checkpoint_id=path, planner=PlacementLoadPlanner())
-    equal = [
-        name
-        for name, value in state.items()
-        if (same(value, loaded[name]) if isinstance(value, torch.Tensor) else value == loaded[name])
-    ]
-    return {"texts": texts, "equal": sorted(equal), "keys": sorted(state), "seed": hash("seed")}
-
-
-@scenario
-def equal_objects(path: Path) -> Facts:
-    names = ["w1", "w2", "w3", "router", "norm", "embed", "head"]
-    state = {
-        "dict": ({name: len(name) for name in names},),
-        "floats": (0.1 + 0.2, float("inf")),
-        "generator": torch.Generator().manual_seed(3).get_state(),
-        "none": None,
-        "path": Path("a/b"),
-    }
-    return saved_objects(path, state)
-
-
 @scenario
 def equal_sets(path: Path) -> Facts:
     """The order in a set of texts is another one in every process."""
     names = ["w1", "w2", "w3", "router", "norm", "embed", "head"]
-    return saved_objects(path, {"set": (set(names),), "frozenset": frozenset(names)})
-
-
-@scenario
-def plan_cache(path: Path) -> Facts:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
-    planner = PlacementSavePlanner(by_ep(mesh, "experts.w1"), enable_plan_caching=True)
-    seen = []
-    wholes = [arange(8, 3), arange(8, 3, start=9), arange(8, 3).bfloat16(), arange(12, 3)]
-    for step, whole in enumerate(wholes):
-        state = {"experts": {"w1": expert_dtensor(mesh, whole)}, "norm": arange(3, start=step)}
-        dcp.save(state, checkpoint_id=path / str(step), planner=planner)
-        wanted = {"experts.w1": whole, "norm": arange(3, start=step)}
-        seen.append(differing(stock_whole(path / str(step)), wanted))
-    return {"seen": seen}
+    state: dict[str, Any] = {"set": (set(names),), "frozenset": frozenset(names)}
+    with heard() as texts:
+        dcp.save(state, checkpoint_id=path, planner=PlacementSavePlanner())
+    loaded = dict.fromkeys(state)
+    dcp.load(loaded, checkpoint_id=path, planner=PlacementLoadPlanner())
+    equal = [name for name, value in state.items() if value == loaded[name]]
+    return {"texts": texts, "equal": sorted(equal), "keys": sorted(state), "seed": hash("seed")}
 
 
 # The main job: FSDP2 with expert parallelism and AdamW.
@@ -376,21 +289,6 @@ def trained() -> tuple[Trainer, dict[str, torch.Tensor]]:
 def main_checkpoint(path: Path) -> Path:
     """Return the directory of the main job's checkpoint."""
     return path.parent / "main_job" / "checkpoint"
-
-
-@scenario
-def m49_rename_forgotten(path: Path) -> Facts:
-    """Each rank has two experts, which it numbers from 0."""
-    rank, total = dist.get_rank(), 2 * dist.get_world_size()
-    mine = [2 * rank, 2 * rank + 1]
-    state = {f"experts.{i}.w": arange(4, 3, start=100 * e) for i, e in enumerate(mine)}
-    rename = Renumber("experts.{}", mine, total=total)
-    dcp.save(state, checkpoint_id=path, planner=PlacementSavePlanner(rename=rename))
-    blank = {key: torch.zeros(4, 3) for key in state}
-    refused = refusal(lambda: dcp.load(blank, checkpoint_id=path, planner=PlacementLoadPlanner()))
-    untouched = not any(value.any() for value in blank.values())
-    dcp.load(blank, checkpoint_id=path, planner=PlacementLoadPlanner(rename=rename))
-    return {"refused": refused, "untouched": untouched, "differing": differing(blank, state)}
 
 
 @scenario

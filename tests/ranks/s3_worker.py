@@ -109,27 +109,6 @@ def resharded(url: str) -> Facts:
     return {f"ep{ep}": load(url, mesh_of(ep), 5) for ep in (2, 4, 1)}
 
 
-@scenario
-def exchange(url: str) -> Facts:
-    """Every byte is downloaded by one rank, and sent to the others that hold it."""
-    save(url, mesh_of(2), 7)
-    unique = sum(tensor.nbytes for tensor in wholes().values())
-    return {"unique": unique, **load(url, mesh_of(2), 7, exchange=True)}
-
-
-@scenario
-def in_a_thread(url: str) -> Facts:
-    """``async_save`` in a thread."""
-    mesh = mesh_of(2)
-    dcp.async_save(
-        state_on(mesh, 10),
-        storage_writer=PlacementFileSystemWriter(url),
-        planner=PlacementSavePlanner(rules_on(mesh)),
-    ).result()
-    dist.barrier()
-    return load(url, mesh, 10)
-
-
 def killed(url: str) -> None:
     """Save over an older checkpoint; the last rank is killed between two tensors of its file."""
     mesh = mesh_of(2)

@@ -17,12 +17,10 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements import (
-    CheckpointPlacement,
     PlacementError,
     PlacementFileSystemReader,
     PlacementFileSystemWriter,
     PlacementLoadPlanner,
-    PlacementRules,
     PlacementSavePlanner,
 )
 from dcp_placements.offline import merge_metadata, verify
@@ -153,53 +151,6 @@ def test_m71_a_save_by_all_ranks_is_not_warned_of(tmp_path: Path) -> None:
     assert not save_in_group(tmp_path, range(8), replicated)
 
 
-def test_along_axes_beside_the_tensor_s_own_mesh_all_write(tmp_path: Path) -> None:
-    """Experts over the edp slice of (replicate, ep, edp), placed over ep by a rule."""
-
-    def state_dict(rank: int) -> dict[str, Any]:
-        mesh = WORLD.mesh(rank, replicate=2, ep=2, edp=2)
-        part = WHOLE.chunk(2)[(mesh.get_coordinate() or [])[1]]
-        return {"w": FakeDTensor.distribute(part, mesh["edp"], [Shard(0)])}
-
-    def rules(rank: int) -> PlacementRules:
-        mesh = WORLD.mesh(rank, replicate=2, ep=2, edp=2)
-        return PlacementRules({"w": CheckpointPlacement(mesh, {"ep": Shard(0)})})
-
-    written = save(tmp_path, state_dict, rules)
-    assert set(written.values()) == {2}
-    assert len(written) == 4
-
-
-@pytest.mark.parametrize("ruled", [False, True])
-def test_keys_of_one_position_of_an_axis_are_not_left_to_another(
-    tmp_path: Path, ruled: bool
-) -> None:
-    """Layers of a stage, cut by tp: nobody else has what the second stage holds."""
-    layers = {f"layers.{pp}.w": WHOLE + 100 * pp for pp in range(4)}
-
-    def state_dict(rank: int) -> dict[str, Any]:
-        mesh = WORLD.mesh(rank, pp=4, tp=2)
-        name = f"layers.{rank // 2}.w"
-        if ruled:
-            return {name: layers[name].chunk(2)[rank % 2].clone()}
-        return {name: FakeDTensor.distribute(layers[name], mesh["tp"], [Shard(0)])}
-
-    def rules(rank: int) -> PlacementRules | None:
-        placement = CheckpointPlacement(WORLD.mesh(rank, pp=4, tp=2), {"tp": Shard(0)})
-        return PlacementRules({"layers": placement}) if ruled else None
-
-    save(tmp_path, state_dict, rules)
-    merge_metadata(tmp_path)
-    assert_holds(tmp_path, layers)
-
-
-def test_what_no_mesh_speaks_of_is_written_by_all_that_hold_it(tmp_path: Path) -> None:
-    """Another rank may not have the key: nobody can know without asking."""
-    written = save(tmp_path, lambda rank: {"norm": WHOLE[0].clone(), f"own.{rank}": rank})
-    assert written[("norm", torch.Size([0]))] == 8
-    assert sum(count for (key, _), count in written.items() if key.startswith("own.")) == 8
-
-
 @pytest.mark.parametrize("caching", [False, True])
 def test_m36_one_planner_with_and_without_a_coordinator_keeps_every_tensor(
     tmp_path: Path, caching: bool
@@ -281,38 +232,6 @@ def test_copies_without_digests_are_named_when_ranks_metadata_are_merged(tmp_pat
         UserWarning, match="b, lr, w: stored by ranks 0-1 and not compared; rank 0's"
     ):
         PlacementFileSystemReader(tmp_path).read_metadata()
-
-
-def test_copies_of_tensors_of_every_kind_are_compared_when_merged(tmp_path: Path) -> None:
-    """Rows that are no view of all memory, a scalar, a DTensor beside its mesh; all of them agree.
-
-    Then one element of each differs, and each is named.
-    """
-
-    def state_dict(rank: int, drift: float) -> dict[str, Any]:
-        mesh = WORLD.mesh(rank, replicate=2, fsdp=4)["fsdp"]
-        moved = WHOLE + drift * (rank == 6)
-        return {
-            "strided": moved.t(),
-            "scalar": moved[0, 0].clone(),
-            "dtensor": FakeDTensor.distribute(moved, mesh, [Shard(0)]),
-            "large": moved.repeat(40, 5),
-        }
-
-    for name, drift in (("alike", 0.0), ("drifted", 0.5)):
-        WORLD.save(
-            tmp_path / name,
-            lambda rank, drift=drift: state_dict(rank, drift),
-            lambda rank: PlacementSavePlanner(),
-            use_collectives=False,
-        )
-    merge_metadata(tmp_path / "alike")
-    merged = {"strided": WHOLE.t(), "scalar": WHOLE[0, 0], "dtensor": WHOLE}
-    assert_holds(tmp_path / "alike", {**merged, "large": WHOLE.repeat(40, 5)})
-    with pytest.raises(PlacementError, match="4 faults") as refused:
-        merge_metadata(tmp_path / "drifted")
-    for name in ("strided", "scalar", "dtensor", "large"):
-        assert f"\n{name}: ranks " in str(refused.value)
 
 
 def test_a_later_save_that_was_cut_off_is_told_by_its_step(tmp_path: Path) -> None:

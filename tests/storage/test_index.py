@@ -134,20 +134,6 @@ def test_any_planner_data_come_back(tmp_path: Path, stock_metadata: bool) -> Non
             Checkpoint(tmp_path)
 
 
-def test_torchs_planner_and_reader_load_what_our_reader_reads(tmp_path: Path) -> None:
-    whole = save(tmp_path)
-    into = {**{key: torch.zeros_like(value) for key, value in whole.items()}, "lr": 0.0}
-    ours = load(tmp_path, dict(into), PlacementFileSystemReader(tmp_path))
-    stock = load(tmp_path, blank(into), dcp.FileSystemReader(tmp_path))
-    for key, value in whole.items():
-        assert same(ours[key], value)
-        assert same(stock[key], value)
-    metadata = read(tmp_path, restricted=False)
-    again = pickle.loads(pickle.dumps(metadata))
-    assert type(again.state_dict_metadata) is dict
-    assert again == copy.deepcopy(metadata) == metadata
-
-
 @passes_on_errors
 def test_without_stock_metadata_our_reader_loads_and_plain_dcp_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "full")

@@ -25,9 +25,7 @@ from tests.storage_scenes import (
     data_file,
     load,
     same,
-    sharded,
     stock_metadata,
-    wholes,
 )
 from tests.strategies import examples
 
@@ -57,45 +55,6 @@ def test_files_of_many_kinds_have_torchs_records(tmp_path: Path) -> None:
     loaded = blank(saved)
     dcp.load(loaded, storage_reader=dcp.FileSystemReader(tmp_path), planner=DefaultLoadPlanner())
     assert [key for key in saved if not same(saved[key], loaded[key])] == []
-
-
-def test_shards_come_back(tmp_path: Path) -> None:
-    """Sharded, replicated, and along another dim than they were saved."""
-    world = World(3)
-    whole = wholes(40, (7, 5))
-
-    def state_dict(rank: int) -> dict[str, Any]:
-        norms = {f"norm.{at}": torch.full((4,), at + 0.5) for at in range(30)}
-        return {**sharded(world, rank, whole, 0), **norms, "lr": 0.1}
-
-    world.save(
-        tmp_path,
-        state_dict,
-        lambda rank: PlacementSavePlanner(),
-        lambda rank: PlacementFileSystemWriter(tmp_path),
-    )
-    alone = load(
-        tmp_path, {key: torch.zeros(7, 5) for key in whole}, dcp.FileSystemReader(tmp_path)
-    )
-    assert all(torch.equal(alone[key], whole[key]) for key in whole)
-    for dim in (0, 1):
-        wanted = [
-            {**sharded(world, rank, whole, dim), "norm.3": torch.full((4,), 3.5)}
-            for rank in range(3)
-        ]
-        loaded = world.load(
-            tmp_path,
-            lambda rank, dim=dim: {  # type: ignore[misc]
-                **sharded(world, rank, {key: t - t - 1 for key, t in whole.items()}, dim),
-                "norm.3": torch.zeros(4),
-            },
-            lambda rank: PlacementLoadPlanner(allow_partial_load=True),
-            lambda rank: PlacementFileSystemReader(tmp_path),
-        )
-        for state, values in zip(loaded, wanted, strict=True):
-            for key, value in values.items():
-                local = [getattr(one, "_local_tensor", one) for one in (state[key], value)]
-                assert torch.equal(*local), key
 
 
 def test_a_planner_with_its_own_data_is_asked_for_every_tensor(tmp_path: Path) -> None:
@@ -208,16 +167,6 @@ def test_replicated_small_tensors_are_read_together(tmp_path: Path) -> None:
         assert reader.reads <= 10
         assert 500 * 4096 <= reader.bytes_read <= 1.5 * 500 * 4096
         assert reader.opens == 1
-
-
-@pytest.mark.parametrize("numel", [64, 1024, 8000])
-def test_neighbours_come_in_one_call(numel: int, tmp_path: Path) -> None:
-    saved = norms(40, numel)
-    dcp.save(saved, storage_writer=PlacementFileSystemWriter(tmp_path))
-    reader = PlacementFileSystemReader(tmp_path)
-    loaded = load(tmp_path, blank(saved), reader)
-    assert all(same(saved[key], loaded[key]) for key in saved)
-    assert reader.reads == 1
 
 
 @examples(40)

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from dcp_placements import PlacementFileSystemReader, PlacementFileSystemWriter
 from dcp_placements.offline import CannotLook, Checkpoint
 from dcp_placements.storage.index_file import MAGIC
-from dcp_placements.storage.metadata_file import read_metadata, write_metadata
+from dcp_placements.storage.metadata_file import read_metadata
 from dcp_placements.storage.metadata_pickle import load_safely
 from dcp_placements.storage.safe_pickle import RefusedGlobal
 from tests.offline_scenes import Run, save_sharded
@@ -183,16 +183,6 @@ BOMBS = {
     "marks": b"(" * 200_000,
     "deep": b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".",
     "numbers of one hash": colliding(long_number(n * MODULUS) + b"\x85" for n in HASHED),
-    "-1 and -2": colliding(
-        b"(" + b"".join(b"J" + struct.pack("<i", -1 - (n >> k & 1)) for k in range(16)) + b"t"
-        for n in HASHED
-    ),
-    "floats of one hash": colliding(
-        b"("
-        + b"".join(b"G" + struct.pack(">d", 2.0 ** (61 * (n // 16**k % 16))) for k in range(4))
-        + b"t"
-        for n in HASHED
-    ),
     "sizes of one hash": colliding(
         of_global("torch", "Size")[2:]
         + b"("
@@ -268,21 +258,6 @@ def test_provenance_that_unfolds_is_refused(
             no_dist=True,
         )
     assert re.search(refusal, f"{caught.value}{caplog.text}")  # torch 2.10 drops it: logged
-
-
-@pytest.mark.parametrize("stock_metadata", [True, False])
-@pytest.mark.parametrize("name", UNFOLDING)
-def test_provenance_of_an_index_that_unfolds_is_refused(
-    tmp_path: Path, name: str, stock_metadata: bool
-) -> None:
-    writer = PlacementFileSystemWriter(tmp_path)
-    dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
-    metadata = read_metadata(partial(open, tmp_path / ".metadata", "rb"))
-    metadata.planner_data = {"dcp_placements": {"save_id": "x", **UNFOLDING[name]}}
-    with open(tmp_path / ".metadata", "wb") as stream:
-        write_metadata(metadata, stream, stock_metadata=stock_metadata)
-    with pytest.raises(CannotLook, match=r"far more of itself|its provenance is broken"):
-        Checkpoint(tmp_path)
 
 
 def test_more_chunks_than_places_are_refused(tmp_path: Path) -> None:

@@ -16,13 +16,7 @@ from dcp_placements import (
     PlacementFileSystemReader,
     PlacementRules,
     PlacementSavePlanner,
-    Renames,
-    Renumber,
-    Replace,
-    Stack,
-    Unstack,
 )
-from dcp_placements.names.renames import Step, recorded
 from dcp_placements.offline import inspect
 from dcp_placements.storage.provenance import SaveRecord, record_of, stored
 from dcp_placements.testing import FakeDTensor, World
@@ -94,34 +88,3 @@ def test_nothing_is_kept_of_a_key_that_ranks_declare_in_several_ways(tmp_path: P
 
     save(WORLD, tmp_path, lambda rank: {"w": arange(4, 2).chunk(2)[rank % 2].clone()}, other)
     assert saved_record(tmp_path).cuts("w") == ()
-
-
-def test_renames_are_kept_as_their_classes_with_the_checkpoint_s_pattern() -> None:
-    rename = Renames(
-        Renumber("stage.layers.{}", [2, 3], total=4),
-        Replace("stage", "model"),
-        Stack("experts.{}.w1", 8),
-        Unstack("experts.{}.w2"),
-    )
-    assert tuple(step[:4] for step in recorded(rename)) == (
-        ("Renumber", "model.layers.{}", 4, ()),
-        ("Replace", "stage -> model", None, ()),
-        ("Stack", "experts.{}.w1", 8, (0,)),
-        ("Unstack", "experts.{}.w2", None, (0,)),
-    )
-    assert recorded(None) == ()
-
-
-def test_of_a_function_the_numbers_are_kept_that_it_changed() -> None:
-    def shifted(key: str) -> str:
-        return key
-
-    local = ["layers.0.experts.0.w1", "layers.0.mlp.fc1", "block.w0", "norm"]
-    renamed = ["m.layers.4.experts.8.w1", "m.layers.4.mlp.w1", "block.w6", "norm"]
-    name = shifted.__qualname__
-    assert tuple(step[:4] for step in recorded(shifted, local, renamed)) == (
-        ("function", "experts.{}", None, ()),
-        ("function", "layers.{}", None, ()),
-        ("function", "w{}", None, ()),
-    )
-    assert recorded(shifted, local, local) == (Step("function", name, None),)

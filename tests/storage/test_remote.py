@@ -30,7 +30,6 @@ from dcp_placements.storage.remote import (
     BUFFER_NBYTES,
     TRIES,
     RemoteFileSystem,
-    range_reader,
 )
 from tests.remote_scenes import (
     Flaky,
@@ -199,26 +198,6 @@ def _connected() -> RemoteFileSystem:
     fs = RemoteFileSystem()
     fs.init_path("flaky://bucket")
     return fs
-
-
-@pytest.mark.parametrize("answer", [b"", b"x" * 50, b"x" * 300])
-def test_answers_of_another_length_are_errors(
-    flaky: type[Flaky], monkeypatch: pytest.MonkeyPatch, answer: bytes
-) -> None:
-    fs = _connected()
-    fs.put("flaky://bucket/file", bytes(200))
-    asked: list[int] = []
-
-    def answers(self: Any, path: str, start: int = 0, end: int = 0) -> bytes:
-        asked.append(start)
-        return answer if start else bytes(end)
-
-    monkeypatch.setattr(Flaky, "cat_file", answers)
-    stream = range_reader(fs.fs, "flaky://bucket/file", 200).raw
-    assert stream.read(100) == bytes(100)
-    with pytest.raises(OSError, match=r"flaky://bucket/file: the service returned \d+ bytes"):
-        stream.read(100)
-    assert asked == [0] + [100] * TRIES
 
 
 @pytest.mark.parametrize("stock", [True, False])

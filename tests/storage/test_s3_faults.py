@@ -116,26 +116,6 @@ def test_short_and_changed_answers_are_repeated(
     assert [key for key in SAVED if not same(read[key], SAVED[key])] == []
 
 
-def test_a_page_in_place_of_a_range_is_no_part_of_a_tensor(
-    proxy: tuple[type[Proxy], str],
-) -> None:
-    service, url = proxy
-    save(url, LARGE)
-
-    def page(request: Proxy) -> bool:
-        span = request.headers["Range"] or ""
-        if request.command != "GET" or not is_data(request) or span.startswith("bytes=0-"):
-            return False
-        request.answer(200, {"Content-Type": "text/html"}, b"<html>Please log in</html>")
-        return True
-
-    service.faults += [page]
-    reader = PlacementFileSystemReader(url, thread_count=1)
-    read = load(Path("none"), {"w": torch.zeros(3_000_000), "step": 0}, reader)
-    assert service.faults == []
-    assert [key for key in LARGE if not same(read[key], LARGE[key])] == []
-
-
 def test_a_service_that_ignores_ranges_is_refused(proxy: tuple[type[Proxy], str]) -> None:
     service, url = proxy
     save(url, SAVED)

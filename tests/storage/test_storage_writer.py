@@ -9,7 +9,7 @@ import pickle
 import pickletools
 import re
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
@@ -44,7 +44,6 @@ from tests.storage_scenes import (
     sharded,
     stock_metadata,
     wholes,
-    without_id,
 )
 
 
@@ -138,59 +137,19 @@ def test_extensions_go_torchs_own_way(tmp_path: Path) -> None:
 # What stands in .metadata.
 
 
-def save_both(tmp_path: Path, size: int, count: int) -> tuple[Metadata, Metadata]:
-    """Save one state dict in a world with torch's writer and with this one."""
-    world = World(size)
-    whole = wholes(count, (2 * size + 1, 5))
-
-    def state_dict(rank: int) -> dict[str, Any]:
-        made = sharded(world, rank, whole, 0)
-        return {**made, "norm": torch.ones(4), "lr": 0.1}
-
-    makers: dict[str, Callable[[Path], Any]] = {
-        "stock": dcp.FileSystemWriter,
-        "ours": PlacementFileSystemWriter,
-    }
-    for name, maker in makers.items():
-        world.save(
-            tmp_path / name,
-            state_dict,
-            lambda rank: DefaultSavePlanner(),
-            lambda rank, make=maker, name=name: make(tmp_path / name),  # type: ignore[misc]
-        )
-    return stock_metadata(tmp_path / "stock"), stock_metadata(tmp_path / "ours")
-
-
-def test_torch_finds_in_metadata_what_its_own_writer_says(tmp_path: Path) -> None:
-    stock, ours = save_both(tmp_path, 8, 20)
-    for entry in stock.state_dict_metadata.values():
-        # From torch 2.15 on. Our file leaves them out, so that every torch reads it.
-        if getattr(getattr(entry, "properties", None), "strides", None) is not None:
-            entry.properties.strides = None
-    assert ours.state_dict_metadata == stock.state_dict_metadata
-    # The order in a file is another.
-    assert {
-        index: (without_id(info.relative_path), info.length, info.transform_descriptors)
-        for index, info in ours.storage_data.items()
-    } == {
-        index: (info.relative_path, info.length, info.transform_descriptors)
-        for index, info in stock.storage_data.items()
-    }
-    assert ours.planner_data == stock.planner_data
-    assert ours.version == stock.version
-    assert type(ours.storage_data) is dict
-    assert all(type(info) is _StorageInfo for info in ours.storage_data.values())
-    assert all(type(i.offset) in (torch.Size, type(None)) for i in ours.storage_data)
-    # And Python's own unpickler, which is stricter.
-    raw = (tmp_path / "ours/.metadata").read_bytes()
-    assert pickle._loads(raw) == ours  # type: ignore[attr-defined]
-
-
 def test_metadata_names_torchs_classes_only(tmp_path: Path) -> None:
-    save_both(tmp_path, 4, 5)
-    raw = (tmp_path / "ours/.metadata").read_bytes()
+    world, whole = World(4), wholes(5, (9, 5))
+    world.save(
+        tmp_path,
+        lambda rank: {**sharded(world, rank, whole, 0), "norm": torch.ones(4), "lr": 0.1},
+        lambda rank: DefaultSavePlanner(),
+        lambda rank: PlacementFileSystemWriter(tmp_path),
+    )
+    raw = (tmp_path / ".metadata").read_bytes()
     named = {arg for code, arg, _ in pickletools.genops(raw) if code.name == "GLOBAL"}
     assert {str(name).split()[0].split(".")[0] for name in named} <= {"torch", "pathlib"}
+    # And Python's own unpickler, which is stricter.
+    assert pickle._loads(raw) == stock_metadata(tmp_path)  # type: ignore[attr-defined]
 
 
 def test_what_a_save_returns_can_be_looked_at_like_torchs(tmp_path: Path) -> None:

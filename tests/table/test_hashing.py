@@ -15,17 +15,6 @@ from dcp_placements.table.digests import (
     sampled_digests,
 )
 
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.int64,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.float8_e4m3fn,
-]
-
 
 def sampled(tensor: torch.Tensor) -> bytes | None:
     return sampled_digests([tensor])[0]
@@ -36,50 +25,12 @@ def contents(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torc
     return torch.arange(numel).remainder(251).to(torch.uint8).reshape(shape).to(dtype)
 
 
-def lying_otherwise(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return tensors with the same elements that are stored in other ways."""
-    transposed = tensor.transpose(0, -1).contiguous().transpose(0, -1)
-    wide = torch.stack([tensor, tensor], -1)[..., 1]
-    within = torch.cat([tensor, tensor])[tensor.shape[0] :]
-    return [
-        tensor.clone(),
-        transposed,
-        wide,
-        within,
-        tensor.clone().requires_grad_() if tensor.is_floating_point() else tensor.clone(),
-    ]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(3, 5), (7, 11, 61), (1, 9001), (41, 300)])
-def test_equal_elements_have_equal_digests_however_they_lie(
-    shape: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    tensor = contents(shape, dtype)
-    for other in lying_otherwise(tensor):
-        assert sampled(other) == sampled(tensor)
-        assert full_digest(other) == full_digest(tensor)
-
-
 @pytest.mark.parametrize("position", [0, 63, -1, -64])
 def test_a_changed_end_of_a_large_tensor_changes_the_sampled_digest(position: int) -> None:
     tensor = contents((100_003,))
     changed = tensor.clone()
     changed[position] += 1
     assert sampled(changed) != sampled(tensor)
-
-
-@pytest.mark.parametrize("shape", [(100_003,), (317, 313)])
-def test_full_digest_sees_every_element(shape: tuple[int, ...]) -> None:
-    tensor = contents(shape)
-    whole = full_digest(tensor)
-    missed = 0
-    for position in range(1, tensor.numel(), 9973):
-        changed = tensor.clone()
-        changed.view(-1)[position] += 1
-        assert full_digest(changed) != whole
-        missed += sampled(changed) == sampled(tensor)
-    assert missed, "every one of these was sampled: the test looks at nothing"
 
 
 def test_bits_count_not_values() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -25,7 +25,6 @@ from dcp_placements import (
     Renumber,
     Replace,
     Split,
-    Stack,
     TransferWorld,
     Unstack,
     transfer_plan,
@@ -179,6 +178,19 @@ def test_fsdp_cuts_inside_of_the_rules() -> None:
     filled(transfer_plan(sender, receiver), sources, {9: {"w": whole}})
 
 
+def test_keys_that_a_rank_is_said_to_lack_come_from_the_others() -> None:
+    """Two stages: the embedding is on the first, the head on the second."""
+
+    def absent(mesh: MeshCoordinate) -> list[str]:
+        return ["head"] if mesh.get_coordinate()[0] == 0 else ["embed"]
+
+    sender = world({"pp": 2}, {}, meta(embed=(4, 2), head=(3, 2)), absent=absent)
+    receiver = world({"tp": 1}, {}, ranks=[9])
+    embed, head = numbered((4, 2)), numbered((3, 2)) + 8
+    plan = transfer_plan(sender, receiver)
+    filled(plan, {0: {"embed": embed}, 1: {"head": head}}, {9: {"embed": embed, "head": head}})
+
+
 def test_a_replica_on_the_same_host_sends() -> None:
     tensors = meta(**{f"layers.{index}.w": (8, 4) for index in range(12)})
     sender = world({"dp": 4}, {}, tensors, hosts=["a", "a", "b", "b"])
@@ -305,18 +317,6 @@ def test_ranks_that_hold_a_part_share_the_work_for_those_that_do_not() -> None:
     assert [plan.part(rank).sends.nbytes for rank in range(8)] == [4 * 4 * 4] * 8
 
 
-def test_padding_is_never_sent() -> None:
-    def padded(mesh: MeshCoordinate) -> dict[str, CheckpointPlacement]:
-        cuts = {"tp": Shard(0)}
-        made = CheckpointPlacement(mesh, cuts, global_shape=(5, 2), padded_shape=(8, 2))
-        return {"w": made}
-
-    sender = TransferWorld({"tp": 4}, padded, meta(w=(5, 2)))
-    plan = transfer_plan(sender, world({"tp": 1}, {}, ranks=[9]))
-    sent = {rank: [one.source_slices[0] for one in plan.part(rank).sends] for rank in range(4)}
-    assert sent == {0: [slice(0, 2)], 1: [slice(0, 2)], 2: [slice(0, 1)], 3: []}
-
-
 def test_sizes_that_64_bits_do_not_hold_are_refused() -> None:
     with pytest.raises(PlacementError, match="has more than 9,223,372,036,854,775,807 bytes"):
         transfer_plan(world({"tp": 1}, {}, {"w": Sized(2**40, 2**30)}), world({"tp": 1}, {}))
@@ -369,41 +369,6 @@ def test_another_dtype_is_listed_and_sent_as_it_is() -> None:
     assert plan.casts == {"w": (torch.bfloat16, torch.float32)}
     (one,) = plan.part(1).receives
     assert (one.dtype, one.nbytes) == (torch.bfloat16, 8)
-
-
-def test_both_sides_per_expert_under_the_name_of_their_stack() -> None:
-    """Neither side has the stack itself: only rows of one index meet."""
-    tensors = meta(**{f"e.{index}.w": (2, 3) for index in range(6)})
-    contents = {key: numbered((2, 3)) + 6 * index for index, key in enumerate(tensors)}
-
-    def rename(ids: Sequence[Sequence[int]]) -> Any:
-        return lambda mesh: Renames(
-            Renumber("e.{}", ids[mesh.get_coordinate()[0]], total=6), Stack("e.{}.w", total=6)
-        )
-
-    def states(first: int, ids: Sequence[Sequence[int]]) -> dict[int, dict[str, torch.Tensor]]:
-        return {
-            first + rank: {f"e.{one}.w": contents[f"e.{one}.w"] for one in held}
-            for rank, held in enumerate(ids)
-        }
-
-    two, three = ([0, 1, 2], [3, 4, 5]), ([5, 0], [1, 4], [2, 3])
-    sender = world({"ep": 2}, {}, tensors, rename=rename(two))
-    receiver = world({"ep": 3}, {}, tensors, rename=rename(three), ranks=[2, 3, 4])
-    filled(transfer_plan(sender, receiver), states(0, two), states(2, three))
-    filled(transfer_plan(receiver, sender), states(2, three), states(0, two))
-
-
-def test_holes_of_a_stack_are_refused_with_the_rank() -> None:
-    tensors = meta(**{f"e.{index}.w": (2, 3) for index in (0, 2)})
-    sender = world({"tp": 1}, {}, tensors, rename=lambda mesh: Stack("e.{}.w", total=3))
-    receiver = world({"tp": 1}, {}, meta(**{"e.w": (3, 2, 3)}), ranks=[7])
-    with pytest.raises(PlacementError) as caught:
-        transfer_plan(sender, receiver)
-    text = str(caught.value)
-    assert "e.w: no source rank holds all of it" in text
-    assert "rank 7 receives 12 of 18 elements" in text
-    assert "nobody has:  [1:2, :, :]" in text
 
 
 def test_an_unstacked_key_beyond_the_rows_is_named() -> None:
