@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +232,37 @@ def test_copies_without_digests_are_named_when_ranks_metadata_are_merged(tmp_pat
         UserWarning, match="b, lr, w: stored by ranks 0-1 and not compared; rank 0's"
     ):
         PlacementFileSystemReader(tmp_path).read_metadata()
+
+
+KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "strided": torch.Tensor.t,
+    "scalar": lambda whole: whole[0, 0].clone(),
+    "dtensor": lambda whole: whole,
+    "large": lambda whole: whole.repeat(40, 5),
+}
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_of_every_kind_are_compared_when_merged(
+    tmp_path: Path, kind: str, drift: float
+) -> None:
+    """Rows that are no view of all memory, a scalar, a DTensor beside its mesh, a sampled one."""
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        value: Any = KINDS[kind](WHOLE + drift * (rank == 6))
+        if kind == "dtensor":
+            mesh = WORLD.mesh(rank, replicate=2, fsdp=4)["fsdp"]
+            value = FakeDTensor.distribute(value, mesh, [Shard(0)])
+        return {"w": value}
+
+    save(tmp_path, state_dict)
+    if drift:
+        with pytest.raises(PlacementError, match=r"w: ranks \d and 6 stored different contents"):
+            merge_metadata(tmp_path)
+    else:
+        merge_metadata(tmp_path)
+        assert_holds(tmp_path, {"w": KINDS[kind](WHOLE)})
 
 
 def test_a_later_save_that_was_cut_off_is_told_by_its_step(tmp_path: Path) -> None:

@@ -18,12 +18,13 @@ from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements import (
     CheckpointPlacement,
+    FusedShard,
     MeshCoordinate,
     PlacementError,
     PlacementRules,
     PlacementSavePlanner,
 )
-from dcp_placements.testing import FakeDTensor, World
+from dcp_placements.testing import FakeDTensor, World, cut
 
 WORLD = World(8)
 
@@ -74,6 +75,20 @@ def test_the_digests_of_a_rank_of_thousands_fit_into_their_budget(drift: int) ->
         with pytest.raises(PlacementError, match=match) as refused:
             made.create_global_plan(plans)
     assert "embed" not in str(refused.value)
+
+
+def test_of_tensors_of_several_boxes_the_one_that_differs_is_named(tmp_path: Path) -> None:
+    def state_dict(rank: int) -> dict[str, Any]:
+        wholes = {"a": arange(8, 3), "b": arange(8, 3, start=rank // 7)}
+        return {key: cut(w, [FusedShard(0, 2)], (2,), (rank % 2,)) for key, w in wholes.items()}
+
+    def planner(rank: int) -> PlacementSavePlanner:
+        placement = CheckpointPlacement(WORLD.mesh(rank, dp=4, tp=2), {"tp": FusedShard(0, 2)})
+        return PlacementSavePlanner(PlacementRules({"*": placement}))
+
+    message = refusal(lambda: WORLD.save(tmp_path, state_dict, planner))
+    assert "b: 2 different contents on 4 ranks" in message
+    assert "\na" not in message
 
 
 def test_keys_that_some_ranks_have_beside_those_of_their_mesh_are_saved(tmp_path: Path) -> None:

@@ -33,6 +33,23 @@ def test_a_changed_end_of_a_large_tensor_changes_the_sampled_digest(position: in
     assert sampled(changed) != sampled(tensor)
 
 
+@pytest.mark.parametrize("shape", [(3, 5), (41, 300), (1500, 1500)])
+def test_equal_elements_have_equal_digests_however_they_lie(shape: tuple[int, ...]) -> None:
+    """The largest is read a few MiB at a time where it is not contiguous."""
+    tensor = contents(shape)
+    for other in (tensor.t().contiguous().t(), torch.stack([tensor, tensor], -1)[..., 1]):
+        assert sampled(other) == sampled(tensor)
+        assert full_digest(other) == full_digest(tensor)
+
+
+def test_full_digest_sees_an_element_between_those_that_are_sampled() -> None:
+    tensor = contents((317, 313))
+    changed = tensor.clone()
+    changed[4, 1] += 1
+    assert sampled(changed) == sampled(tensor)
+    assert full_digest(changed) != full_digest(tensor)
+
+
 def test_bits_count_not_values() -> None:
     zero, minus_zero = torch.zeros(4), -torch.zeros(4)
     assert torch.equal(zero, minus_zero)

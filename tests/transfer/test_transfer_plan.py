@@ -88,17 +88,17 @@ def filled(plan: TransferPlan, sources: Mapping[int, State], targets: Mapping[in
 
 def test_both_ends_of_a_pair_list_their_messages_in_one_order() -> None:
     sender = world(
-        {"dp": 2, "tp": 2}, {"a": {"tp": Shard(0)}, "b": {"tp": Shard(1)}}, meta(a=(7, 4), b=(3, 8))
+        {"dp": 3, "tp": 2}, {"a": {"tp": Shard(0)}, "b": {"tp": Shard(1)}}, meta(a=(7, 4), b=(3, 8))
     )
     receiver = world(
         {"tp": 3},
         {"a": {"tp": Shard(1)}, "b": {"tp": Shard(0)}},
         meta(a=(7, 4), b=(3, 8)),
-        ranks=[4, 5, 6],
+        ranks=[6, 7, 8],
     )
     plan = transfer_plan(sender, receiver)
-    for source in range(4):
-        for target in (4, 5, 6):
+    for source in range(6):
+        for target in (6, 7, 8):
             sent = [one for one in plan.part(source).sends if one.target_rank == target]
             assert sent == [one for one in plan.part(target).receives if one.source_rank == source]
 
@@ -184,7 +184,8 @@ def test_keys_that_a_rank_is_said_to_lack_come_from_the_others() -> None:
     def absent(mesh: MeshCoordinate) -> list[str]:
         return ["head"] if mesh.get_coordinate()[0] == 0 else ["embed"]
 
-    sender = world({"pp": 2}, {}, meta(embed=(4, 2), head=(3, 2)), absent=absent)
+    # In this order replicas that take turns would send each from the other stage.
+    sender = world({"pp": 2}, {}, meta(head=(3, 2), embed=(4, 2)), absent=absent)
     receiver = world({"tp": 1}, {}, ranks=[9])
     embed, head = numbered((4, 2)), numbered((3, 2)) + 8
     plan = transfer_plan(sender, receiver)
