@@ -128,7 +128,11 @@ def test_any_planner_data_come_back(tmp_path: Path, stock_metadata: bool) -> Non
             found.append(pickle.loads(file.read_bytes()))
         for one in found:
             assert repr(one.planner_data) == repr(planner_data)
-            assert one.state_dict_metadata == dict(metadata.state_dict_metadata)
+            stored = metadata.state_dict_metadata
+            # Torch 2.15 notes the strides that a tensor had; they are not kept.
+            assert {
+                key: (entry.size, [*entry.chunks]) for key, entry in one.state_dict_metadata.items()
+            } == {key: (entry.size, entry.chunks) for key, entry in stored.items()}
         if stock_metadata:
             assert found[1].storage_data == dict(metadata.storage_data)
             Checkpoint(tmp_path)
