@@ -7,7 +7,7 @@ it. Elements are read in place, as those of a record of DCP.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from math import prod
 from typing import IO, Any, NamedTuple
@@ -119,11 +119,19 @@ class RecordsReader(ChunkReader):
         self._records = records
 
     def tensor_record(self, one: Wanted, part: Part) -> TensorRecord | None:
-        record = self._records[one.item.storage_index.fqn, one.file, one.start]
+        record = self._record(one)
         return record if isinstance(record, TensorRecord) else None
 
+    def _record(self, one: Wanted) -> TensorRecord | StridedRecord:
+        return self._records[one.item.storage_index.fqn, one.file, one.start]
+
+    def _read_alike(self, file: CountedFile, some: Sequence[Wanted]) -> bool:
+        # No head before the elements says how they lie.
+        is_alike = len(set(map(self._record, some))) == 1
+        return is_alike and super()._read_alike(file, some)
+
     def _read_one(self, file: CountedFile, one: Wanted) -> None:
-        record = self._records[one.item.storage_index.fqn, one.file, one.start]
+        record = self._record(one)
         if isinstance(record, TensorRecord):
             super()._read_one(file, one)
             return

@@ -156,6 +156,24 @@ def test_views_with_steps_and_repeats_are_read(tmp_path: Path) -> None:
     assert torch.equal(part["w"], torch.cat([WHOLE[:2], repeated])[:, 3:])
 
 
+def test_views_of_one_storage_that_lie_otherwise_are_not_read_alike(tmp_path: Path) -> None:
+    flat = torch.arange(24.0)
+    values = {
+        "a": flat[:6].view(2, 3),
+        "b": flat[6:12].view(3, 2).t(),
+        "c": flat.view(torch.int32)[12:18].view(2, 3),
+        "d": flat[18:].view(2, 3),
+    }
+
+    def undeclared(rank: int, size: int) -> Placements:
+        return Placements(None)
+
+    save(tmp_path / "ckpt", [values], undeclared)
+    into = {key: torch.zeros_like(value) for key, value in values.items()}
+    load(tmp_path / "ckpt", into, undeclared, rank=0, size=1)
+    assert all(torch.equal(into[key], value) for key, value in values.items())
+
+
 def test_experts_by_their_own_numbers_are_loaded_as_one_stack_and_back(tmp_path: Path) -> None:
     def numbered(rank: int, size: int) -> Placements:
         rows = range(rank * 4 // size, (rank + 1) * 4 // size)
