@@ -157,12 +157,11 @@ def test_views_with_steps_and_repeats_are_read(tmp_path: Path) -> None:
 
 
 def test_views_of_one_storage_that_lie_otherwise_are_not_read_alike(tmp_path: Path) -> None:
-    flat = torch.arange(24.0)
+    flat = torch.arange(18.0)
     values = {
         "a": flat[:6].view(2, 3),
         "b": flat[6:12].view(3, 2).t(),
-        "c": flat.view(torch.int32)[12:18].view(2, 3),
-        "d": flat[18:].view(2, 3),
+        "c": flat[12:18].view(2, 3),
     }
 
     def undeclared(rank: int, size: int) -> Placements:
