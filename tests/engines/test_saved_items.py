@@ -169,7 +169,7 @@ def test_views_of_one_storage_that_lie_otherwise_are_not_read_alike(tmp_path: Pa
 
     save(tmp_path / "ckpt", [values], undeclared)
     into = {key: torch.zeros_like(value) for key, value in values.items()}
-    load(tmp_path / "ckpt", into, undeclared, rank=0, size=1)
+    load(tmp_path / "ckpt", into, undeclared(0, 1))
     assert all(torch.equal(into[key], value) for key, value in values.items())
 
 
