@@ -64,7 +64,7 @@ _SERIALIZATION = "TorchSerialization"
 
 _NO_SOURCE = (
     "\n    note:        it was saved by the engine's own resharder: what DTensors do not say, "
-    "source=TransferWorld(axes, rules) of that world does (--rules and --mesh of a command)"
+    "source=TransferWorld(axes, rules) of that world does (--rules and --mesh of import, export)"
 )
 
 Open = Callable[[str], IO[bytes]]

@@ -147,7 +147,6 @@ class Cut(NamedTuple):
 Cuts = tuple[Cut, ...]
 """In the order in which they apply."""
 
-
 Position = int | tuple[int, ...]
 """Where a rank stands along the axis of a cut; of a listed cut, the rows that it lists, as indices
 into the rows that earlier cuts of the dim leave."""

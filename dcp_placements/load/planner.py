@@ -43,11 +43,7 @@ from dcp_placements.load.compare import AllAsked, LoadMessage, check_load, unask
 from dcp_placements.load.exchange import Answer, Exchange, answers
 from dcp_placements.load.missing import Policy
 from dcp_placements.load.reads import LOOK, RankLoad
-from dcp_placements.load.tied import (
-    memory_faults,
-    settle_tied,
-    tied_keys,
-)
+from dcp_placements.load.tied import memory_faults, settle_tied, tied_keys
 from dcp_placements.names.flat import Path, check_texts, put_at, rename_keys
 from dcp_placements.names.renames import recorded
 from dcp_placements.names.stacks_and_parts import Rename

@@ -123,8 +123,8 @@ def memory_faults(
     """Return the tensors whose memory does not keep what is read into it."""
     faults = []
     # Each call of to_local() may make another tensor: what is read into it is lost at the end.
-    alike = {fqn for fqn, _ in destinations if is_dtensor_like(state_dict[fqn])}
-    alike = {fqn for fqn in alike if not isinstance(state_dict[fqn], DTensor)}
+    values = {fqn: state_dict[fqn] for fqn, _ in destinations}
+    alike = {f for f, v in values.items() if is_dtensor_like(v) and not isinstance(v, DTensor)}
     starts = {(fqn, data_pointer(tensor)) for fqn, tensor in destinations if fqn in alike}
     for fqn, tensor in destinations:
         is_strided = tensor.layout is torch.strided and not tensor.is_contiguous()
@@ -139,9 +139,9 @@ def memory_faults(
                 "own for each element), or the tensor that it was made from",
             )
             faults.append(Fault(fqn, headline, details))
-        is_new = fqn in alike and (fqn, data_pointer(facts_of(state_dict[fqn])[0])) not in starts
+        is_new = fqn in alike and (fqn, data_pointer(facts_of(values[fqn])[0])) not in starts
         if is_new and tensor.numel():
-            kind = type(state_dict[fqn]).__name__
+            kind = type(values[fqn]).__name__
             headline = f"to_local() of this {kind} makes a copy: what is read would be lost"
             out = "way out:     load into the tensor that it holds, and make the copy afterwards"
             faults.append(Fault(fqn, headline, (out,)))
