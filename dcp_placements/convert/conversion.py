@@ -309,8 +309,9 @@ def reshard(
     converted = write_output(output, source, writer, MEMORY_NBYTES, dry_run, progress)
     others = tuple([name for name in held.other_files if not name.startswith(".")])
     few = world.size - len(layout.files)
-    notes = (f"without a file of their own: {few} ranks, replicas of lower ones",) if few else ()
-    return replace(converted, objects=len(held.objects), left_out=others, notes=notes)
+    notes = [*source.notes]
+    notes += [f"without a file of their own: {few} ranks, replicas of lower ones"] if few else []
+    return replace(converted, objects=len(held.objects), left_out=others, notes=tuple(notes))
 
 
 def _check_whole(source: Source, keys: Container[str] | None = None) -> None:

@@ -50,7 +50,8 @@ class Source:
         """Return a checkpoint as a source."""
         directory = checkpoint.directory
         versions = directory.versions(checkpoint.files)
-        return cls(directory, checkpoint.tensors, versions, checkpoint.objects, checkpoint)
+        held = checkpoint.tensors, versions, checkpoint.objects, checkpoint
+        return cls(directory, *held, notes=checkpoint.notes)
 
     @property
     def path(self) -> str:

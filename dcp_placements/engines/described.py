@@ -7,7 +7,7 @@ checkpoint begin with its own: ``{"model": {"experts.w": ...}}`` has ``model.exp
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,27 +22,19 @@ from dcp_placements.layout.sharding import Box
 from dcp_placements.names.flat import Path, rename_keys
 from dcp_placements.names.renames import Step, recorded
 from dcp_placements.names.stacks_and_parts import Rename
-from dcp_placements.rules.patterns import Rules
+from dcp_placements.rules.patterns import Rules, compile_pattern
 from dcp_placements.storage.provenance import cut_of_plain, plain_of_cut
 from dcp_placements.storage.safe_pickle import DTYPES
-from dcp_placements.table.digests import digests_by_chunk, may_have_replicas
-from dcp_placements.table.table import OBJECT, Group, Holding, group_of, held_chunks, holding_of
-
-
-class ChunkOfPath(NamedTuple):
-    """A chunk of a tensor of the checkpoint, in the local tensor at a path.
-
-    Attributes:
-        box: In the whole tensor.
-        start: Where it begins in the local tensor, in elements of C order.
-        steps: From one element to the next along each of its dims, likewise.
-        digest: Of its contents; empty where there is none.
-    """
-
-    box: Box
-    start: int = 0
-    steps: tuple[int, ...] = ()
-    digest: bytes = b""
+from dcp_placements.storage.saved_file import SavedChunk
+from dcp_placements.table.digests import (
+    DIGEST_NBYTES,
+    may_have_replicas,
+    object_digest,
+    sampled_digests,
+)
+from dcp_placements.table.table import OBJECT, Group, HeldBoxes, group_of, held_chunks, holding_of
+from dcp_placements.table.whole import WholeModel, compare_with_whole
+from dcp_placements.table.world import World
 
 
 class PartOfPath(NamedTuple):
@@ -50,20 +42,33 @@ class PartOfPath(NamedTuple):
 
     Ep rank 1 of two, of an expert of shape ``(4, 3)``::
 
-        PartOfPath("model.experts.w", Group("shard", (4, 3), ...), (2, 3),
-                   (ChunkOfPath(Box((2, 0), (2, 3)), 0, (3, 1)),))
+        PartOfPath("model.experts.w", Group("shard", (4, 3), ...), "'experts.w'",
+                   (Box((2, 0), (2, 3)),),
+                   (SavedChunk(("experts.w",), (2, 3), torch.float32, (2, 3), 0, (3, 1)),),
+                   (b"... 8 bytes ...",))
+
+    Attributes:
+        fqn: The key.
+        group: What it has in common with other keys.
+        rule: The name of the rule that matched; None for no rule.
+        boxes: In the whole tensor; some twice, where the rank holds copies.
+        chunks: Of each box, where it lies in the local tensor at the path.
+        digests: Of each box, of its contents; empty where there is none.
     """
 
     fqn: str
     group: Group
-    local_shape: tuple[int, ...]
-    chunks: tuple[ChunkOfPath, ...]
+    rule: str | None
+    boxes: tuple[Box, ...]
+    chunks: tuple[SavedChunk, ...]
+    digests: tuple[bytes, ...]
 
     def plain(self) -> dict[str, Any]:
         """Return it as plain values, without digests."""
         group = self.group
         return {
             "fqn": self.fqn,
+            "rule": self.rule,
             "kind": group.kind,
             "shape": group.shape,
             "dtype": str(group.dtype).removeprefix("torch."),
@@ -71,30 +76,38 @@ class PartOfPath(NamedTuple):
             "cuts": tuple(map(plain_of_cut, group.cuts)),
             "padded_shape": group.padded_shape,
             "parts": group.parts,
-            "local_shape": self.local_shape,
-            "chunks": tuple([(*one.box, one.start, one.steps) for one in self.chunks]),
+            "local_shape": self.chunks[0].shape if self.chunks else (),
+            "chunks": tuple(
+                [
+                    (*box, chunk.start, chunk.steps)
+                    for box, chunk in zip(self.boxes, self.chunks, strict=True)
+                ]
+            ),
         }
 
     @staticmethod
-    def of_plain(values: Mapping[str, Any], digests: Iterable[bytes]) -> PartOfPath:
-        """Return the part of plain values, and the digests of its chunks."""
-        padded = values["padded_shape"]
+    def of_plain(path: Path, values: Mapping[str, Any], digests: Iterable[bytes]) -> PartOfPath:
+        """Return the part of a path's plain values, and the digests of its boxes."""
+        padded, dtype = values["padded_shape"], DTYPES.get(("torch", values["dtype"]))
         group = Group(
             values["kind"],
             tuple(values["shape"]),
-            DTYPES.get(("torch", values["dtype"])),
+            dtype,
             axis_names=tuple(values["axis_names"]),
             cuts=tuple([cut_of_plain(*cut) for cut in values["cuts"]]),
             padded_shape=None if padded is None else tuple(padded),
             parts=values["parts"],
         )
-        chunks = [
-            ChunkOfPath(Box(tuple(offsets), tuple(sizes)), start, tuple(steps), digest)
-            for (offsets, sizes, start, steps), digest in zip(
-                values["chunks"], digests, strict=True
-            )
-        ]
-        return PartOfPath(values["fqn"], group, tuple(values["local_shape"]), tuple(chunks))
+        boxes, chunks, local_shape = [], [], tuple(values["local_shape"])
+        for offsets, sizes, start, steps in values["chunks"]:
+            numbers = *offsets, *sizes, *steps, *local_shape, start
+            if not all(type(number) is int and number >= 0 for number in numbers):
+                raise ValueError(f"{values['fqn']} has a chunk at {numbers}")
+            boxes.append(Box(tuple(offsets), tuple(sizes)))
+            lies = tuple(sizes), start, tuple(steps)
+            chunks.append(SavedChunk(path, local_shape, dtype, *lies))
+        of_boxes = tuple(boxes), tuple(chunks), tuple(digests)
+        return PartOfPath(values["fqn"], group, values["rule"], *of_boxes)
 
 
 @dataclass(eq=False)
@@ -111,9 +124,10 @@ class RankParts:
     renames: tuple[Step, ...] = ()
     faults: list[Fault] = field(default_factory=list)
 
-
-DigestOf = Callable[[str, Path, ChunkOfPath], bytes]
-"""Gives the digest of a chunk of a key at a path."""
+    @property
+    def all(self) -> list[PartOfPath]:
+        """The parts of all paths."""
+        return [part for of_path in self.paths.values() for part in of_path]
 
 
 def rank_parts(
@@ -122,7 +136,9 @@ def rank_parts(
     rules: Rules | None,
     rename: Rename | None,
     *,
-    digest_of: DigestOf | None = None,
+    whole: WholeModel | None = None,
+    waive: Mapping[str, str] | None = None,
+    has_contents: bool = True,
 ) -> RankParts:
     """Return what this rank has of an item.
 
@@ -131,7 +147,9 @@ def rank_parts(
         value: The item; of a file, with ``meta`` tensors.
         rules: This rank's.
         rename: This rank's.
-        digest_of: Of what is in a file; None: the contents are read.
+        whole: The unsharded model, which the shapes here are compared with.
+        waive: Patterns of keys that are not compared with it.
+        has_contents: Whether the tensors have contents, of which there are digests then.
     """
     flat, mappings = flatten_state_dict({item_key: value})
     twins = _Twins(flat)
@@ -141,45 +159,58 @@ def rank_parts(
     except RankFaults as refusal:
         return RankParts(faults=list(refusal.faults))
     twin = place(twin_state, rules, paths, twin_reshaped, rename=rename, has_contents=False)
-    placing, digests = twin, digest_of
-    if digest_of is None:
+    placing = twin
+    if has_contents:
         placing = place(state, rules, paths, reshaped, rename=rename)
     found = RankParts({}, () if rename is None else recorded(rename, flat, placing.state_dict))
     found.faults = [*placing.faults, *twins.faults]
     if found.faults:
         return found
-    if digest_of is None:
-        held = holding_of(placing.state_dict, placing.placed, {}, placing.absent).groups
-        held = [one for one in held if may_have_replicas(one.group, world_size())]
-        of_key = digests_by_chunk(Holding(held), "sampled", lambda index: None)
-
-        def digests(fqn: str, path: Path, chunk: ChunkOfPath) -> bytes:
-            by_offsets = of_key.get(fqn, {})  # of an object None
-            return by_offsets.get(chunk.box.offsets, by_offsets.get(None, b""))
-
-    assert digests is not None
+    if whole is not None:
+        holding = holding_of(placing.state_dict, placing.placed, {}, placing.absent)
+        world, excused = World([holding.sent]), list(map(compile_pattern, waive or ()))
+        found.faults, *_ = compare_with_whole(whole, world, excused, complete=False)
+    views: dict[str, tuple[Group, HeldBoxes, list[Any]]] = {}
+    contents: dict[str, list[torch.Tensor]] = {}
     for fqn, one in placing.state_dict.items():
         placed = placing.placed.get(fqn)
         if fqn in placing.absent:
             continue
         group, boxes = group_of(fqn, one if placed is None else placed)
         group = group._replace(layout=torch.strided, requires_grad=False)
-        views = [None] if group.kind == OBJECT else [twin.state_dict[fqn]]
+        held, of_twin = [one], [None if group.kind == OBJECT else twin.state_dict[fqn]]
         if placed is not None:
-            views = list(map(twin.placed[fqn].view, held_chunks(twin.placed[fqn])))
+            # With copies of a box, which a save leaves out.
+            chunks = held_chunks(placed) if 0 in group.shape else placed.chunks
+            boxes = tuple([Box(chunk.offsets, chunk.sizes) for chunk in chunks])
+            held, of_twin = list(map(placed.view, chunks)), list(map(twin.placed[fqn].view, chunks))
+        views[fqn] = group, boxes, of_twin
+        if has_contents and group.kind != OBJECT and may_have_replicas(group, world_size()):
+            contents[fqn] = held
+    digests = iter(sampled_digests([one for held in contents.values() for one in held]))
+    for fqn, (group, boxes, of_twin) in views.items():
         path = placing.mappings.get(fqn, (item_key, fqn))[1:]
-        of_path: dict[Path, tuple[tuple[int, ...], list[ChunkOfPath]]] = {}
-        if not boxes:
-            of_path[path] = ((), [])
-        for box, view in zip(boxes, views, strict=True):
+        of_path: dict[Path, list[tuple[Box, SavedChunk, bytes]]] = {} if boxes else {path: []}
+        for box, view in zip(boxes, of_twin, strict=True):
+            digest = next(digests) if fqn in contents else None
+            if group.kind == OBJECT:
+                digest = object_digest(placing.state_dict[fqn]) if has_contents else None
             key, start = twins.find(view)
             own = path if key is None else mappings[key][1:]
-            chunk = ChunkOfPath(box, start, () if view is None else tuple(view.stride()))
-            chunk = chunk._replace(digest=digests(fqn, own, chunk)[:8])
-            of_path.setdefault(own, (twins.shapes.get(key, ()), []))[1].append(chunk)
-        for own, (shape, chunks) in of_path.items():
-            found.paths.setdefault(own, []).append(PartOfPath(fqn, group, shape, tuple(chunks)))
+            lies = box.sizes, start, () if view is None else tuple(view.stride())
+            chunk = SavedChunk(own, twins.shapes.get(key, ()), group.dtype, *lies)
+            of_path.setdefault(own, []).append((box, chunk, (digest or b"")[:DIGEST_NBYTES]))
+        for own, found_there in of_path.items():
+            columns = tuple(zip(*found_there, strict=True)) or ((), (), ())
+            rule = placing.placed[fqn].rule if fqn in placing.placed else None
+            found.paths.setdefault(own, []).append(PartOfPath(fqn, group, rule, *columns))
     return found
+
+
+def is_optimizer(item: Any) -> bool:
+    """Whether an item is an optimizer's state, which has no key of the whole model's."""
+    heads = {str(key).partition(".")[0] for key in item} if type(item) is dict else set()
+    return bool(heads) and heads <= {"state", "param_groups"}
 
 
 class _Twins:

@@ -21,7 +21,7 @@ from torch_checkpointing.resharding import Resharder
 from torch_checkpointing.storage.base_storage import ReadArgs
 
 from dcp_placements._torch import global_rank
-from dcp_placements.engines.described import RankParts, rank_parts
+from dcp_placements.engines.described import RankParts, is_optimizer, rank_parts
 from dcp_placements.engines.saved import OURS, VERSION, opened, saved_items
 from dcp_placements.errors import Fault, PlacementError, packed_faults, raise_faults_of_ranks
 from dcp_placements.load.planner import PlacementLoadPlanner
@@ -115,9 +115,14 @@ class PlacementResharder(Resharder):
 
         What cannot be placed is refused by all ranks together.
         """
-        declared = self._placements
         try:
-            parts = rank_parts(item_key, item_value, declared.rules, declared.rename)
+            declared = self._placements
+            whole = None if is_optimizer(item_value) else declared.whole
+            parts = rank_parts(
+                *(item_key, item_value, declared.rules, declared.rename),
+                whole=whole,
+                waive=declared.waive,
+            )
         except Exception as error:  # raised here, the other ranks would wait for this one
             first, *rest = str(error).splitlines() or [""]
             headline = f"cannot be planned: {type(error).__name__}: {first}"
@@ -129,12 +134,10 @@ class PlacementResharder(Resharder):
         found = {}
         for path, of_path in parts.paths.items():
             plain = tuple([part.plain() for part in of_path])
-            digests = tuple([tuple([one.digest for one in part.chunks]) for part in of_path])
+            digests = tuple([part.digests for part in of_path])
             values = {"parts": plain, "renames": tuple(map(plain_of_rename, parts.renames))}
             found[path] = PlacementMetadata(values, digests)
-        kinds = {part.group.kind for of_path in parts.paths.values() for part in of_path}
-        # The engine reads an item without tensors as it is.
-        return found if kinds > {OBJECT} or OBJECT not in kinds else {}
+        return found
 
     def should_reshard(self, source_metadata: Any, target_metadata: Any) -> bool:
         """Whether an item has tensors: then each load is planned, and proved.
@@ -142,16 +145,20 @@ class PlacementResharder(Resharder):
         Raises:
             PlacementError: The checkpoint has tensors of it, perhaps, and does not say which.
         """
-        if target_metadata and source_metadata is None:
+        tensors = [one for one in (target_metadata or {}).values() if _has_tensors(one)]
+        if not tensors:
+            return False  # the engine reads it as it is
+        if source_metadata is None:
+            parts = tensors[0].values.get("parts", ({"fqn": "a tensor"},))
             raise PlacementError(
-                "metadata.pkl has nothing of an item that has tensors, so that no load of it can "
-                "be proved\n"
+                f"metadata.pkl has nothing of the item of {parts[0]['fqn']}, so that no load of it "
+                "can be proved\n"
                 "    likely:      it was saved without a resharder; or by a manager with "
                 "synchronous saves (0.1.1), which writes metadata.pkl with its first save alone\n"
                 "    way out:     dcp-placements import --files with --rules and --mesh; or an "
                 "ItemSpec without a resharder, in the topology that saved it"
             )
-        return bool(target_metadata)
+        return True
 
     def load(
         self,
@@ -170,9 +177,8 @@ class PlacementResharder(Resharder):
             PlacementError: It cannot be filled, or would be filled wrongly.
         """
         options = dict(self._options)
-        heads = {str(key).partition(".")[0] for key in target} if type(target) is dict else set()
-        if heads and heads <= {"state", "param_groups"}:
-            options["whole"] = None  # it has the keys of weights, and an optimizer none
+        if is_optimizer(target):
+            options["whole"] = None
         planner = self._placements.load_planner(**options)
 
         def open_file(name: str) -> IO[bytes]:
@@ -180,7 +186,7 @@ class PlacementResharder(Resharder):
             stream: IO[bytes] = storage.stream_read(source_path / name, arguments)
             return stream
 
-        metadata, places = saved_items(
+        metadata, places, _ = saved_items(
             str(source_path),
             {item_key: source_metadata.to_dict()},
             open_file,
@@ -196,8 +202,8 @@ class PlacementResharder(Resharder):
         for item in items:
             offset = item.storage_index.offset
             at = item.storage_index.fqn, None if offset is None else tuple(offset)
-            chunk = places[at][0]
-            by_file.setdefault(chunk.file, []).append((item, chunk))
+            name, chunk = places[at][0]
+            by_file.setdefault(name, []).append((item, chunk))
         for name, wanted in sorted(by_file.items()):
             with closing(opened(name, open_file)) as file:
                 self._read(planner, metadata, file, wanted)
@@ -215,7 +221,7 @@ class PlacementResharder(Resharder):
         records: Records = {}
         tensors: list[Wanted] = []
         for item, chunk in wanted:
-            fqn = item.storage_index.fqn
+            fqn, offset = item.storage_index.fqn, item.storage_index.offset
             if chunk.dtype is None:
                 buffer = io.BytesIO()
                 torch.save(self._object(file, fqn, chunk), buffer)
@@ -223,8 +229,8 @@ class PlacementResharder(Resharder):
                 planner.load_bytes(item, buffer)
                 continue
             start, nbytes, record = file.record(fqn, chunk)
-            records[fqn, chunk.file, start] = record
-            tensors.append(Wanted(item, chunk.file, start, nbytes))
+            records[fqn, file.name, tuple(offset or ())] = record
+            tensors.append(Wanted(item, file.name, start, nbytes))
         tensors.sort(key=lambda one: one.start)
         stored = metadata.state_dict_metadata
         RecordsReader(planner, stored, records, check_crc=self._check_crc).read(file.file, tensors)
@@ -237,3 +243,9 @@ class PlacementResharder(Resharder):
         if tensors:
             value = file.object(fqn, chunk.path, device="cpu", restricted=self._restricted)
         return value
+
+
+def _has_tensors(metadata: PlacementMetadata) -> bool:
+    """Whether a path may have tensors; of what is refused, the load says why."""
+    kinds = {part["kind"] for part in metadata.values.get("parts", ())}
+    return bool(metadata.refused) or kinds != {OBJECT}

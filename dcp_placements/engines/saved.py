@@ -20,6 +20,7 @@ import pickle
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from math import prod
 from typing import IO, Any
 
 import torch
@@ -28,8 +29,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements._torch import StridedShard, rehearsed
 from dcp_placements.bind.rank_shard import RankShard
-from dcp_placements.engines.described import ChunkOfPath, PartOfPath, RankParts, rank_parts
+from dcp_placements.engines.described import PartOfPath, RankParts, rank_parts
 from dcp_placements.errors import (
+    Fault,
     PlacementError,
     fault_error,
     format_error,
@@ -41,15 +43,23 @@ from dcp_placements.names.flat import Path
 from dcp_placements.names.renames import Step
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.save.coordinator import Coordinator, LocalPlan, Statement
+from dcp_placements.save.refusals import copies_fault
+from dcp_placements.storage.file_reads import Part
 from dcp_placements.storage.index import index_of_places
 from dcp_placements.storage.metadata_file import with_columns
 from dcp_placements.storage.provenance import RESERVED_KEY, rename_of_plain
 from dcp_placements.storage.safe_pickle import SafeUnpickler
 from dcp_placements.storage.saved_file import Records, SavedChunk, SavedFile
-from dcp_placements.storage.tensor_record import StridedTensor
+from dcp_placements.storage.tensor_record import StridedTensor, TensorRecord
 from dcp_placements.storage.torch_metadata import build_entries
 from dcp_placements.storage.written import StoredPlace
-from dcp_placements.table.digests import WIDTHS, SentDigests, may_have_replicas
+from dcp_placements.table.digests import (
+    DIGEST_NBYTES,
+    SentDigests,
+    digest_of_bytes,
+    may_have_replicas,
+    sampled_digests,
+)
 from dcp_placements.table.table import OBJECT, Held, as_holding
 
 METADATA_FILE = "metadata.pkl"
@@ -67,11 +77,16 @@ _NO_SOURCE = (
     "source=TransferWorld(axes, rules) of that world does (--rules and --mesh of import, export)"
 )
 
+_TWO_ITEMS = (
+    "likely:      the name of one item is the beginning of a key of the other",
+    "way out:     read the items one by one; name them otherwise in the next save",
+)
+
 Open = Callable[[str], IO[bytes]]
 """Opens a file of the checkpoint."""
 
-Places = dict[tuple[str, tuple[int, ...] | None], list[SavedChunk]]
-"""By key and offsets, which an object has not: where ranks have it."""
+Places = dict[tuple[str, tuple[int, ...] | None], list[tuple[str, SavedChunk]]]
+"""By key and offsets, which an object has not: the files of ranks that have it, and where there."""
 
 
 class EngineUnpickler(SafeUnpickler):
@@ -89,8 +104,8 @@ def saved_items(
     rank: int | None = None,
     waive: Mapping[str, str] | None = None,
     strict: bool = True,
-) -> tuple[Metadata, Places]:
-    """Return items as a checkpoint: metadata of DCP's without places, and the places.
+) -> tuple[Metadata, Places, list[str]]:
+    """Return items as a checkpoint: metadata of DCP's without places, the places, what is left out.
 
     Args:
         path: Of the checkpoint, for messages.
@@ -99,7 +114,7 @@ def saved_items(
         source: The world that saved it, a ``TransferWorld``, where it was saved without this
             package; None: what its DTensors say is all.
         rank: That loads: its own copies are the places, then those of low ranks. None: the
-            places are all copies, and objects are left out.
+            places are all copies, and the keys of objects are left out.
         waive: Patterns of keys whose numbers need not be complete.
         strict: Whether equal boxes with different contents are refused.
 
@@ -121,12 +136,15 @@ def saved_items(
             files[item_key] = own
             for one in own:
                 ranks.setdefault(one, {})[item_key] = found.get(one, RankParts())
+        left_out: dict[str, None] = {}
         for parts in {one: None for by_item in ranks.values() for one in by_item.values()}:
-            for at, of_path in parts.paths.items() if rank is None else ():
-                parts.paths[at] = [part for part in of_path if part.group.kind != OBJECT]
+            if rank is None:
+                left_out |= {one.fqn: None for one in parts.all if one.group.kind == OBJECT}
+            for at, of_path in parts.paths.items():
+                parts.paths[at] = [one for one in of_path if one.fqn not in left_out]
         of_ranks = [tuple(by_item.values()) for by_item in ranks.values()]
         metadata = _proved(path, of_ranks, waive, strict, note)
-    except (PlacementError, OSError):
+    except (PlacementError, OSError, Warning):
         raise
     except Exception as error:  # of any type, by what is in the metadata
         headline = f"its metadata are broken: {format_error(error)}"
@@ -140,13 +158,11 @@ def saved_items(
                 continue
             done.add(parts)
             file = files[item_key][one]
-            for at, part in [(at, part) for at, held in parts.paths.items() for part in held]:
-                for chunk in part.chunks:
-                    offsets = None if part.group.kind == OBJECT else chunk.box.offsets
-                    lies = part.group.dtype, chunk.box.sizes, chunk.start, chunk.steps
-                    saved = SavedChunk(file, at, part.local_shape, *lies)
-                    places.setdefault((part.fqn, offsets), []).append(saved)
-    return metadata, places
+            for part in parts.all:
+                for box, chunk in zip(part.boxes, part.chunks, strict=True):
+                    offsets = None if part.group.kind == OBJECT else box.offsets
+                    places.setdefault((part.fqn, offsets), []).append((file, chunk))
+    return metadata, places, list(left_out)
 
 
 def engine_items(stream: IO[bytes]) -> dict[str, dict[str, Any]]:
@@ -168,8 +184,10 @@ def engine_items(stream: IO[bytes]) -> dict[str, dict[str, Any]]:
 
 def read_engine(
     path: str, items: Mapping[str, Mapping[str, Any]], open_file: Open, source: Any = None
-) -> tuple[Metadata, Records]:
+) -> tuple[Metadata, Records, list[str]]:
     """Return the tensors of all items, with the places of all their copies, for the offline tools.
+
+    The keys of objects, which it leaves in the files, are third.
 
     Args:
         path: Of the checkpoint.
@@ -180,7 +198,7 @@ def read_engine(
     Raises:
         PlacementError: As ``saved_items``; or a file is damaged.
     """
-    metadata, places = saved_items(path, items, open_file, source=source)
+    metadata, places, left_out = saved_items(path, items, open_file, source=source)
     # The level of an item, which an export leaves out of its names.
     metadata.planner_data |= {
         fqn: (item_key, fqn.removeprefix(f"{item_key}."))
@@ -189,18 +207,19 @@ def read_engine(
         if fqn.startswith(f"{item_key}.")
     }
     by_file: dict[str, list[tuple[str, tuple[int, ...], SavedChunk]]] = {}
-    for (fqn, offsets), chunks in places.items():
-        for chunk in chunks:
-            by_file.setdefault(chunk.file, []).append((fqn, offsets or (), chunk))
+    for (fqn, offsets), copies in places.items():
+        for name, chunk in copies:
+            by_file.setdefault(name, []).append((fqn, offsets or (), chunk))
     rows, records = [], {}
     for name, held in by_file.items():
         with closing(opened(name, open_file)) as file:
             for fqn, offsets, chunk in held:
                 start, nbytes, record = file.record(fqn, chunk)
-                records[fqn, name, start] = record
+                records[fqn, name, offsets] = record
                 rows.append(StoredPlace(fqn, offsets, name, start, nbytes))
     entries = build_entries(metadata.state_dict_metadata)
-    return with_columns(metadata, index_of_places(rows, entries, copies=True)), records
+    metadata = with_columns(metadata, index_of_places(rows, entries, copies=True))
+    return metadata, records, left_out
 
 
 def _refused(path: str, name: str, headline: str, *details: str) -> PlacementError:
@@ -256,7 +275,10 @@ def _described(item: Mapping[str, Any]) -> dict[int, RankParts]:
     for numbers in dict.fromkeys(map(tuple, said.values())):
         made[numbers] = parts = RankParts()
         for own, _, values, _ in [groups[number] for number in numbers]:
-            parts.paths[own] = list(map(PartOfPath.of_plain, values["parts"], values["digests"]))
+            parts.paths[own] = [
+                PartOfPath.of_plain(own, part, digests)
+                for part, digests in zip(values["parts"], values["digests"], strict=True)
+            ]
             parts.renames = tuple([rename_of_plain(*step) for step in values["renames"]])
     return {rank: made[tuple(numbers)] for rank, numbers in said.items()}
 
@@ -275,7 +297,7 @@ def _from_files(
         way_out = f"way out:     the mesh that saved it; source= has {dict(source.axes)}"
         raise _refused(path, item_key, headline, way_out)
     specs = {(own, rank): spec for own, _, spec, of in _groups(item) for rank in of}
-    forms: dict[tuple[str, Box], Any] = {}
+    crcs: dict[tuple[int, Path], int | None] = {}
     found: dict[int, RankParts] = {}
     for rank, name in files.items():
         with closing(opened(name, open_file, rank)) as file, rehearsed(rank, len(files)):
@@ -284,18 +306,58 @@ def _from_files(
                 local = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
                 return _dtensor(local, specs[own, at], at) if is_dtensor else local
 
-            def digest(fqn: str, own: Path, chunk: ChunkOfPath, file: SavedFile = file) -> bytes:
-                # It is that of a whole local tensor: of other parts of one it says nothing.
-                tensor = file.tensor(own)
-                form = chunk.start, chunk.steps, None if tensor is None else tensor.shape
-                is_alike = forms.setdefault((fqn, chunk.box), form) == form
-                crc = file.crc(own) if is_alike else None
-                return b"" if crc is None else crc.to_bytes(WIDTHS[0], "little")
-
             rules, rename, _ = (None, None, None) if source is None else source.rules_at(rank)
-            found[rank] = rank_parts(item_key, file.state(value), rules, rename, digest_of=digest)
-        raise_faults(f"{path}: what rank {rank} saved cannot be placed", found[rank].faults)
+            parts = rank_parts(item_key, file.state(value), rules, rename, has_contents=False)
+            raise_faults(f"{path}: what rank {rank} saved cannot be placed", parts.faults)
+            crcs |= {(rank, own): file.crc(own) for own in parts.paths}
+            found[rank] = parts
+    _add_digests(found, crcs, files, open_file)
     return found
+
+
+def _add_digests(
+    found: Mapping[int, RankParts],
+    crcs: Mapping[tuple[int, Path], int | None],
+    files: Mapping[int, str],
+    open_file: Open,
+) -> None:
+    """Give a digest to each box of which there are copies, by what the files have of it.
+
+    That is the CRC-32 of the file where it is one of the chunk in all copies, else it is read.
+    """
+    held: dict[tuple[str, Box], list[tuple[int, SavedChunk]]] = {}
+    for rank, parts in found.items():
+        for part in parts.all:
+            for box, chunk in zip(part.boxes, part.chunks, strict=True):
+                if chunk.dtype is not None and 0 not in chunk.sizes:
+                    held.setdefault((part.fqn, box), []).append((rank, chunk))
+    digests: dict[tuple[int, SavedChunk], bytes] = {}
+    unread: dict[int, dict[SavedChunk, str]] = {}
+    for (fqn, _), copies in held.items():
+        sums = [crcs[rank, chunk.path] if chunk.is_whole else None for rank, chunk in copies]
+        for (rank, chunk), crc in zip(copies, sums, strict=True) if len(copies) > 1 else ():
+            if crc is None or None in sums:
+                unread.setdefault(rank, {})[chunk] = fqn
+            else:
+                digests[rank, chunk] = crc.to_bytes(DIGEST_NBYTES, "little")
+    for rank, chunks in unread.items():
+        with closing(opened(files[rank], open_file, rank)) as file:
+            for chunk, fqn in chunks.items():
+                start, nbytes, record = file.record(fqn, chunk)
+                read = Part(file.file, start, nbytes).read
+                if isinstance(record, TensorRecord):
+                    size = prod(record.shape), record.dtype.itemsize
+                    digests[rank, chunk] = digest_of_bytes(read, *size)
+                    continue
+                elements = torch.frombuffer(bytearray(read(0, nbytes)), dtype=record.dtype)
+                (digest,) = sampled_digests([elements.as_strided(record.sizes, record.strides)])
+                digests[rank, chunk] = digest or b""
+    for rank, parts in found.items():
+        for own, of_path in parts.paths.items():
+            parts.paths[own] = [
+                part._replace(digests=tuple([digests.get((rank, one), b"") for one in part.chunks]))
+                for part in of_path
+            ]
 
 
 def _dtensor(local: torch.Tensor, spec: Mapping[str, Any], rank: int) -> RankShard:
@@ -343,26 +405,30 @@ def _proved(
 ) -> Metadata:
     """Return the metadata of the checkpoint that the parts of ranks, item by item, make."""
     sent: dict[tuple[RankParts, ...], LocalPlan] = {}
+    faults: dict[Fault, None] = {}
     for of_rank in dict.fromkeys(ranks):
         tables: dict[Any, dict[Any, Held]] = {}
         chunks: dict[str, dict[Box, bytes]] = {}
-        groups = {}
+        first: dict[str, tuple[int, PartOfPath]] = {}
         renames: dict[Step, None] = {}
-        for parts in of_rank:
+        for number, parts in enumerate(of_rank):
             renames |= dict.fromkeys(parts.renames)
-            for part in [part for of_path in parts.paths.values() for part in of_path]:
-                groups[part.fqn] = part.group
+            for part in parts.all:
+                if first.setdefault(part.fqn, (number, part))[0] != number:
+                    faults[Fault(part.fqn, "two items have this key", _TWO_ITEMS)] = None
                 of_key = chunks.setdefault(part.fqn, {})
-                of_key |= {one.box: one.digest for one in part.chunks}
-        for fqn, group in groups.items():
-            table = tables.setdefault((group.kind, group.axis_names), {})
-            key = group, tuple(chunks[fqn])
+                for box, digest in zip(part.boxes, part.digests, strict=True):
+                    if of_key.setdefault(box, digest) != digest and strict:
+                        faults[copies_fault(part.fqn, box, part.group.shape, 2)] = None
+        for fqn, (_, part) in first.items():
+            table = tables.setdefault((part.group.kind, part.group.axis_names), {})
+            key = part.group, tuple(chunks[fqn])
             held = table.setdefault(key, Held(*key))
             held.fqns.append(fqn)
-            held.values.append(None)
+            held.values.append(part)  # which has the name of its rule
         holding = as_holding([list(table.values()) for table in tables.values()], {})
         digests = [
-            chunks[fqn][box].ljust(WIDTHS[0], b"\0")
+            chunks[fqn][box].ljust(DIGEST_NBYTES, b"\0")
             for held in holding.groups
             if may_have_replicas(held.group, len(ranks))
             for fqn in held.fqns
@@ -371,6 +437,7 @@ def _proved(
         statement = Statement(renames=tuple(renames), digest_kind="sampled", world=len(ranks))
         packed = zlib.compress(pickle.dumps(statement))
         sent[of_rank] = LocalPlan(0, holding.sent, (), SentDigests(b"".join(digests)), packed)
+    raise_faults(path, faults)
     plans = [sent[of_rank]._replace(rank=rank) for rank, of_rank in enumerate(ranks)]
     size, waived = len(plans), waive or {}
     coordinator = Coordinator(plans, size=size, complete=True, waived=waived, strict=strict)
@@ -378,6 +445,8 @@ def _proved(
         coordinator.prove()
     except PlacementError as error:
         raise PlacementError(f"{path}: {error}{note}") from None
+    if not strict:
+        coordinator.finish_report(others_missing=False, merged_later=True)  # warns of its notes
     keys = coordinator.metadata([])
     provenance = {"save_id": "", "world_size": size, **coordinator.record(keys)}
     return Metadata(keys, planner_data={RESERVED_KEY: provenance}, storage_data={})

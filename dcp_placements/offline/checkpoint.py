@@ -186,6 +186,7 @@ class Checkpoint:
         directory: Its files.
         format: ``"dcp"``, ``"torch_dist"``, ``"safetensors"`` or ``"torch_checkpointing"``.
         records_in_files: Of the last, how chunks lie in the files.
+        notes: What it has that is not read.
         metadata: Of DCP, or in DCP's terms.
         rows: The places of all chunks.
         tensors: By key, in the checkpoint's order.
@@ -204,6 +205,7 @@ class Checkpoint:
     def __init__(self, path: str | os.PathLike[str] | Directory, *, source: Any = None) -> None:
         self.directory = path if isinstance(path, Directory) else Directory(path)
         self.records_in_files: Records = {}
+        self.notes: list[str] = []
         self._source = source
         with quiet_gc():
             self.absent: dict[str, str] = {}
@@ -394,7 +396,9 @@ class Checkpoint:
             with reading(directory, METADATA_FILE), directory.open(METADATA_FILE) as stream:
                 items = engine_items(stream)
             read = read_engine(directory.path, items, directory.open, self._source)
-            metadata, self.records_in_files = read
+            metadata, self.records_in_files, objects = read
+            if objects:
+                self.notes.append(f"objects stay in the files of ranks: {format_names(objects, 4)}")
             return TORCH_CHECKPOINTING, metadata
         if files := [name for name in names if name.endswith(".safetensors")]:
             metadata, self.absent = read_safetensors_metadata(directory, files)

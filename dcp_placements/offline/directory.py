@@ -186,6 +186,8 @@ def no_checkpoint(directory: Directory) -> CannotLook:
         way = "load an older checkpoint: this save was cut off before it wrote .metadata"
     elif any(name.startswith("mp_rank_") for name in names):
         way = "these are Megatron's own files: dcp-placements megatron tells which"
+    elif any(name.endswith((".pt", ".pth", ".bin")) for name in names):
+        way = "import and export read a file per rank: --files 'NAME_{rank}.pt' says which"
     elif inside:
         way = f"give one of the checkpoints inside: {format_names(inside)}"
     elif not names:

@@ -124,6 +124,7 @@ class Inspection:
     provenance: Mapping[str, Any] | None
     cuts: tuple[CutsInfo, ...]  # the cuts of the save, if the checkpoint records them
     renames: tuple[str, ...]  # the renames of the save, if the checkpoint records them
+    notes: tuple[str, ...] = ()  # what the checkpoint has that is not read
 
     def __str__(self) -> str:
         return self.text()
@@ -219,6 +220,7 @@ class Inspection:
             more = format_count(len(self.cuts) - MAX_CUTS, "more cut")
             yield f"{'':<11} and {more}; --json"
         yield from [f"{'renamed:':<11} {rename}" for rename in self.renames]
+        yield from [f"{'note:':<11} {note}" for note in self.notes]
 
 
 _Table = tuple[Sequence[str], Sequence[Sequence[str]], str]
@@ -290,6 +292,7 @@ def _inspected(checkpoint: Checkpoint, fqn: str | None) -> Inspection:
         else None,
         cuts=() if record is None else _cuts(record, tensors),
         renames=() if record is None else tuple(map(str, record.renames)),
+        notes=tuple(checkpoint.notes),
     )
 
 

@@ -432,6 +432,7 @@ def _notes(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield signs of damage that prove none: a copy of a checkpoint has them as well."""
     directory = checkpoint.directory
     has_metadata = directory.size(".metadata") is not None
+    yield from checkpoint.notes
     if checkpoint.newer:
         rewrite = " --rewrite" if has_metadata else ""
         yield (

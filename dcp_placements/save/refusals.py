@@ -339,13 +339,20 @@ def renumber_of(fqn: str) -> str:
 def repeat_fault(placed: Placed, copies: Sequence[Chunk]) -> Fault:
     """Return that this rank holds a box several times, with different contents."""
     shape = placed.global_shape
+    return copies_fault(placed.fqn, copies[0].box, shape, len(copies), placed.rule)
+
+
+def copies_fault(
+    fqn: str, box: Box, shape: tuple[int, ...], count: int, rule: str | None = None
+) -> Fault:
+    """Return that one rank holds a box ``count`` times, with different contents."""
     return Fault(
-        placed.fqn,
-        f"{len(copies)} copies of {format_box(copies[0].box, shape)} of {shape} on one rank have "
-        "different contents",
+        fqn,
+        f"{count} copies of {format_box(box, shape)} of {shape} on one rank have different "
+        "contents",
         (
             f"way out:     make the copies equal, or correct the numbers; {_ANYWAY}",
-            f"by rule:     {placed.rule or NO_RULE}",
+            f"by rule:     {rule or NO_RULE}",
         ),
     )
 

@@ -81,7 +81,7 @@ _OTHER_SUM = (
     "likely:      the file was damaged after it was written: by a disk, a copy, a transfer",
     "way out:     copy the file again, or load an older checkpoint; dcp-placements verify "
     "--contents lists all that is damaged",
-    "             PlacementFileSystemReader(check_crc=False) reads it as it is",
+    "             check_crc=False, of the reader or the resharder, reads it as it is",
 )
 
 

@@ -51,7 +51,6 @@ class SavedChunk(NamedTuple):
     """A chunk of a checkpoint's tensor, as a part of a tensor in a file.
 
     Attributes:
-        file: Its name.
         path: Of the tensor, in what was saved.
         shape: Of the tensor.
         dtype: Likewise; None of an object.
@@ -60,13 +59,17 @@ class SavedChunk(NamedTuple):
         steps: From one element of the chunk to the next along each of its dims, likewise.
     """
 
-    file: str
     path: Path
     shape: tuple[int, ...]
     dtype: torch.dtype | None
     sizes: tuple[int, ...]
     start: int
     steps: tuple[int, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the tensor, element by element."""
+        return not self.start and (self.sizes, self.steps) == (self.shape, c_strides(self.shape))
 
 
 class StridedRecord(NamedTuple):
@@ -98,8 +101,8 @@ class StridedRecord(NamedTuple):
         return TensorRecord(self.dtype, tuple(shape), 0), dims
 
 
-Records = dict[tuple[str, str, int], TensorRecord | StridedRecord]
-"""By key, file and first byte: how a chunk lies there."""
+Records = dict[tuple[str, str, tuple[int, ...]], TensorRecord | StridedRecord]
+"""By key, file and offsets in the whole tensor: how a chunk lies there."""
 
 
 class RecordsReader(ChunkReader):
@@ -123,7 +126,8 @@ class RecordsReader(ChunkReader):
         return record if isinstance(record, TensorRecord) else None
 
     def _record(self, one: Wanted) -> TensorRecord | StridedRecord:
-        return self._records[one.item.storage_index.fqn, one.file, one.start]
+        at = one.item.storage_index
+        return self._records[at.fqn, one.file, tuple(at.offset or ())]
 
     def _read_alike(self, file: CountedFile, some: Sequence[Wanted]) -> bool:
         # No head before the elements says how they lie.
@@ -152,11 +156,16 @@ class RecordsReader(ChunkReader):
 
 
 class _Tree(TorchUnpickler):
-    """Makes dicts and lists, and keeps the state of what stands for a DTensor."""
+    """Makes dicts, of their subclasses too, and lists."""
 
     def call(self, called: Any, args: Any) -> Any:
         made = super().call(called, args)
-        return {} if made.by == "collections.OrderedDict" and not args else made
+        is_dict = made.by == "collections.OrderedDict" and not args
+        return {} if is_dict or made.by == "collections.defaultdict" else made
+
+    def set_items(self, held: Any, items: tuple[Any, ...]) -> Any:
+        # A dict of a class of its own is not known before its first items.
+        return super().set_items({} if type(held) is Made else held, items)
 
 
 class SavedFile:
@@ -202,9 +211,10 @@ class SavedFile:
             return None
 
     def crc(self, path: Path) -> int | None:
-        """Return the CRC-32 of a tensor; None where its elements are not all that it is of."""
+        """Return the CRC-32 of a tensor's elements in C order; None where it is of others."""
         tensor = self.tensor(path)
-        if tensor is None or not self._has_crcs:
+        is_plain = tensor is not None and is_contiguous(tensor.shape, tensor.strides)
+        if tensor is None or not is_plain or not self._has_crcs:
             return None
         nbytes, entry = prod(tensor.shape) * tensor.dtype.itemsize, self._entries.get(tensor.key)
         return entry.CRC if entry is not None and entry.file_size == nbytes else None
@@ -286,9 +296,12 @@ class SavedFile:
         return made(self._tree, ())
 
 
+_PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+
+
 def _saved_tensor(value: Any) -> tuple[StridedTensor | None, bool]:
     """Return the plain tensor that a parameter or a DTensor has inside, and if it is a DTensor."""
-    if type(value) is Made and value.by == "torch._utils._rebuild_parameter":
+    if type(value) is Made and value.by in _PARAMETERS:
         return _saved_tensor(value.args[0])
     if type(value) is Made and value.by == "torch._tensor._rebuild_from_type_v2":
         make, kind, args, state = value.args

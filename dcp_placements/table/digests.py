@@ -45,6 +45,8 @@ Lookup = Callable[[MetadataIndex], Any]
 WIDTHS = (8, 4, 2)
 """Bytes that may be sent of a digest."""
 
+DIGEST_NBYTES = WIDTHS[0]
+
 WORLD_BUDGET_NBYTES = 64 << 20
 """What the digests of all ranks take together, if two bytes of each are little enough."""
 
@@ -377,21 +379,35 @@ def _sampled_on_host(tensor: torch.Tensor) -> bytes:
         return _digest_64(_sample(tensor))
     memory = _memory(tensor)
     if tensor.nbytes > SAMPLE_NBYTES:
-        itemsize, memory = tensor.itemsize, memoryview(memory)
-        starts, block = _blocks(tensor)
-        memory = b"".join(
-            [memory[start * itemsize : (start + block) * itemsize] for start in starts]
+        view = memoryview(memory)
+        return digest_of_bytes(
+            lambda start, nbytes: view[start : start + nbytes], tensor.numel(), tensor.itemsize
         )
     return xxhash.xxh3_64_digest(memory)
 
 
-def _blocks(tensor: torch.Tensor) -> tuple[list[int], int]:
+def digest_of_bytes(read: Callable[[int, int], Any], numel: int, itemsize: int) -> bytes:
+    """Return the sampled digest of elements in C order, of which only the samples are read.
+
+    Args:
+        read: Returns bytes, by the first and their number.
+        numel: The number of elements.
+        itemsize: Bytes of each.
+    """
+    if numel * itemsize <= SAMPLE_NBYTES:
+        return xxhash.xxh3_64_digest(read(0, numel * itemsize))
+    starts, block = _blocks(numel, itemsize)
+    parts = [read(start * itemsize, block * itemsize) for start in starts]
+    return xxhash.xxh3_64_digest(b"".join(parts))
+
+
+def _blocks(numel: int, itemsize: int) -> tuple[list[int], int]:
     """Return where the blocks begin, evenly spaced and one at the very end, and their size.
 
     Both in elements.
     """
-    block = SAMPLE_BLOCK_NBYTES // tensor.itemsize
-    last = tensor.numel() - block
+    block = SAMPLE_BLOCK_NBYTES // itemsize
+    last = numel - block
     step = last // (SAMPLE_BLOCKS - 1)
     return [*range(0, (SAMPLE_BLOCKS - 1) * step, step), last], block
 
@@ -402,7 +418,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.itemsize == 1 and tensor.dtype is not torch.bool:
         tensor = tensor.view(torch.uint8)  # of float4 no elements are picked
     if tensor.nbytes > SAMPLE_NBYTES:
-        starts, block = _blocks(tensor)
+        starts, block = _blocks(tensor.numel(), tensor.itemsize)
         first = torch.tensor(starts, device=tensor.device)[:, None]
         places = (first + torch.arange(block, device=tensor.device)).reshape(-1)
         tensor = tensor[torch.unravel_index(places, tensor.shape)]

@@ -334,7 +334,7 @@ def packed_table(groups: Sequence[Held], paths: Mapping[str, Path]) -> bytes:
     form_of: list[int] = []
     for fqn, value in zip(fqns, chain.from_iterable([one.values for one in groups]), strict=True):
         parts = [one.count(".") + 1 if type(one) is str else 0 for one in paths.get(fqn, ())]
-        form = Form(tuple(parts), value.rule if type(value) is Placed else None)
+        form = Form(tuple(parts), getattr(value, "rule", None))
         form_of.append(forms.setdefault(form, len(forms)))
     declared, sizes = [held.group for held in groups], [len(held.fqns) for held in groups]
     buffer = BytesIO()

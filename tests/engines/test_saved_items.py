@@ -7,6 +7,7 @@ its ``ShardingMetadata`` say, and its files are ``torch.save``'s.
 from __future__ import annotations
 
 import pickle
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,10 @@ def sharded(pattern: str = "w", placement: Any = None, **shapes: Any) -> Declare
         return Placements({pattern: rule})
 
     return declare
+
+
+def undeclared(rank: int, size: int) -> Placements:
+    return Placements(None)
 
 
 def save(path: Path, values: Sequence[Any], declare: Declare, item: str = "model") -> None:
@@ -164,9 +169,6 @@ def test_views_of_one_storage_that_lie_otherwise_are_not_read_alike(tmp_path: Pa
         "c": flat[12:18].view(2, 3),
     }
 
-    def undeclared(rank: int, size: int) -> Placements:
-        return Placements(None)
-
     save(tmp_path / "ckpt", [values], undeclared)
     into = {key: torch.zeros_like(value) for key, value in values.items()}
     load(tmp_path / "ckpt", into, undeclared(0, 1))
@@ -210,7 +212,7 @@ def test_nested_values_of_all_kinds_are_restored_in_place(tmp_path: Path) -> Non
             "empty": torch.zeros(0, 3),
         }
 
-    save(tmp_path / "ckpt", [value(1)], lambda rank, size: Placements(None))
+    save(tmp_path / "ckpt", [value(1)], undeclared)
     found = value(2)
     tensor = found["state"][0]["m"]
     assert load(tmp_path / "ckpt", found, Placements(None)) == []
@@ -338,7 +340,7 @@ def test_little_more_than_what_is_needed_is_read(tmp_path: Path) -> None:
 
 
 def test_an_item_without_metadata_is_refused(saved: Path) -> None:
-    with pytest.raises(PlacementError, match=r"metadata\.pkl has nothing of an item"):
+    with pytest.raises(PlacementError, match=r"metadata\.pkl has nothing of the item of other\.w"):
         load(saved, {"w": torch.zeros(4, 6)}, Placements(None), item="other")
 
 
@@ -354,11 +356,12 @@ def test_a_hole_is_refused(tmp_path: Path) -> None:
 
 
 def test_copies_that_differ_are_refused_or_one_is_read(tmp_path: Path) -> None:
-    save(tmp_path / "ckpt", HALVES, lambda rank, size: Placements(None))
+    save(tmp_path / "ckpt", HALVES, undeclared)
     found = {"w": torch.zeros(2, 6)}
     with pytest.raises(PlacementError, match="2 different contents on 2 ranks"):
         load(tmp_path / "ckpt", found, Placements(None))
-    load(tmp_path / "ckpt", found, Placements(None), rank=1, size=2, on_conflict="warn")
+    with pytest.warns(UserWarning, match="2 different contents on 2 ranks"):
+        load(tmp_path / "ckpt", found, Placements(None), rank=1, size=2, on_conflict="warn")
     assert torch.equal(found["w"], WHOLE[2:])
     with pytest.raises(PlacementError, match="2 different contents on 2 ranks"):
         offline.verify(tmp_path / "ckpt")
@@ -366,7 +369,7 @@ def test_copies_that_differ_are_refused_or_one_is_read(tmp_path: Path) -> None:
 
 def test_objects_that_name_more_than_plain_values_need_trust(tmp_path: Path) -> None:
     value = {"w": WHOLE.clone(), "where": Path("a")}
-    save(tmp_path / "ckpt", [value], lambda rank, size: Placements(None))
+    save(tmp_path / "ckpt", [value], undeclared)
     found = {"w": torch.zeros(4, 6), "where": Path("b")}
     with pytest.raises(PlacementError, match=r"model\.where: this object of model_0\.pt cannot be"):
         load(tmp_path / "ckpt", found, Placements(None), restricted=True)
@@ -399,12 +402,12 @@ def test_what_cannot_be_read_again_is_refused_at_the_save(
     tmp_path: Path, value: Any, text: str
 ) -> None:
     with pytest.raises(PlacementError, match=text):
-        save(tmp_path / "ckpt", [value], lambda rank, size: Placements(None))
+        save(tmp_path / "ckpt", [value], undeclared)
 
 
 def test_ranks_with_other_keys_and_objects_of_their_own(tmp_path: Path) -> None:
     values = [{f"layers.{rank}": torch.full((2,), float(rank)), "rng": [rank]} for rank in (0, 1)]
-    save(tmp_path / "ckpt", values, lambda rank, size: Placements(None))
+    save(tmp_path / "ckpt", values, undeclared)
     for rank, size, own in ((1, 2, 1), (2, 3, 0)):
         found = {"layers.0": torch.ones(2), "layers.1": torch.zeros(2), "rng": [9]}
         load(tmp_path / "ckpt", found, Placements(None), rank=rank, size=size)
@@ -421,3 +424,175 @@ def test_options_that_cannot_be_meant_are_refused() -> None:
     with pytest.raises(PlacementError, match="cast"):
         Placements(None).resharder(cast="sometimes")
     assert Placements(None).resharder(source=TransferWorld({"ep": 2}, lambda mesh: {}))
+
+
+def save_theirs(path: Path, values: Sequence[Any], item: str = "model") -> TransferWorld:
+    """Save an item of a world without this package; return the world."""
+    path.mkdir(exist_ok=True)
+    for rank, value in enumerate(values):
+        torch.save(value, path / f"{item}_{rank}.pt")
+    layouts = dict.fromkeys(range(len(values)))
+    metadata = engine.DistributedMetadata(
+        {item: engine.DistributedItemMetadata({}, layouts)}, len(values)
+    )
+    (path / "metadata.pkl").write_bytes(pickle.dumps(metadata.to_dict()))
+    return TransferWorld({"dp": len(values)}, lambda mesh: Placements(None))
+
+
+def _parts_of_larger(at: int, step: int = 1) -> list[Any]:
+    return [{"w": (torch.arange(64.0) + rank)[at : at + 24 * step : step]} for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    "copies",
+    [
+        _parts_of_larger(0),
+        _parts_of_larger(40),
+        _parts_of_larger(1, 2),
+        [{"w": WHOLE[:, :4]}, {"w": WHOLE[:, :4].t().contiguous().view(4, 4)}],
+        [{"w": WHOLE[:2]}, {"w": WHOLE[2:].clone()}],
+        [{"w": WHOLE[:, :4].clone()}, {"w": WHOLE[:, :4].clone().t()}],
+        [{"w": torch.arange(1e4)}, {"w": torch.arange(2e4)[10000:]}],
+    ],
+)
+@pytest.mark.parametrize("checksums", [True, False])
+def test_other_copies_in_files_of_the_engine_are_refused(
+    tmp_path: Path, copies: list[Any], checksums: bool
+) -> None:
+    torch.serialization.set_crc32_options(checksums)
+    try:
+        world = save_theirs(tmp_path / "ckpt", copies)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    for source in (None, world):
+        with pytest.raises(PlacementError, match=r"model\.w: 2 different contents on 2 ranks"):
+            load(tmp_path / "ckpt", copies[0], Placements(None), source=source)
+
+
+def test_equal_copies_that_lie_otherwise_in_files_are_equal(tmp_path: Path) -> None:
+    copies = [
+        {"w": WHOLE.clone()},
+        {"w": WHOLE.t().contiguous().t()},
+        {"w": torch.stack([WHOLE, -WHOLE], -1)[..., 0]},
+        {"w": torch.cat([-WHOLE, WHOLE])[4:]},
+    ]
+    world = save_theirs(tmp_path / "ckpt", copies)
+    found = {"w": torch.zeros(4, 6)}
+    load(tmp_path / "ckpt", found, Placements(None), source=world)
+    assert torch.equal(found["w"], WHOLE)
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+@pytest.mark.parametrize("factor", [1, 2])
+def test_rows_that_several_ranks_hold_or_one_holds_twice_are_compared(
+    tmp_path: Path, is_ours: bool, factor: int
+) -> None:
+    rows = [(0, 2, 0), (0, 1), (0, 3)]
+    values = [{"w": WHOLE[list(held)]} for held in rows]
+    values[0]["w"][2] *= factor
+
+    def declare(rank: int, size: int) -> Placements:
+        return sharded(placement=IndexShard(0, rows[rank]), global_shape=(4, 6))(rank, size)
+
+    options = {}
+    if is_ours:
+        save(tmp_path / "ckpt", values, declare)
+    else:
+        save_theirs(tmp_path / "ckpt", values)
+        declared = lambda mesh: declare(mesh.get_coordinate()[0], 3)  # noqa: E731
+        options = {"source": TransferWorld({"ep": 3}, declared)}
+    if factor == 1:
+        assert torch.equal(whole(tmp_path / "ckpt", **options), WHOLE)
+        return
+    with pytest.raises(PlacementError, match=r"2 copies of \[0:1, :\] of \(4, 6\) on one rank"):
+        whole(tmp_path / "ckpt", **options)
+
+
+def test_padding_that_differs_is_no_conflict(tmp_path: Path) -> None:
+    halves = [WHOLE[:2], torch.cat([WHOLE[2:3], torch.zeros(1, 6)])]
+    copies = [{"w": halves[0]}, {"w": halves[1]}, {"w": halves[0]}, {"w": halves[1].clone()}]
+    copies[3]["w"][1] = 5.0
+    save_theirs(tmp_path / "ckpt", [{"w": one["w"].clone()} for one in copies])
+
+    def declare(mesh: Any) -> Placements:
+        shapes = {"global_shape": (3, 6), "padded_shape": (4, 6)}
+        return Placements({"w": CheckpointPlacement(mesh, {"tp": Shard(0)}, **shapes)})
+
+    found = {"w": torch.zeros(3, 6)}
+    source = TransferWorld({"dp": 2, "tp": 2}, declare)
+    load(tmp_path / "ckpt", found, Placements(None), source=source)
+    assert torch.equal(found["w"], WHOLE[:3])
+
+
+def test_items_with_one_key_are_told_apart(tmp_path: Path) -> None:
+    save(tmp_path / "ckpt", [{"ema.w": WHOLE}], undeclared)
+    first = pickle.loads((tmp_path / "ckpt" / "metadata.pkl").read_bytes())
+    save(tmp_path / "ckpt", [{"w": -WHOLE}], undeclared, item="model.ema")
+    both = pickle.loads((tmp_path / "ckpt" / "metadata.pkl").read_bytes())
+    both["metadata"] |= first["metadata"]
+    (tmp_path / "ckpt" / "metadata.pkl").write_bytes(pickle.dumps(both))
+    with pytest.raises(PlacementError, match=r"model\.ema\.w: two items have this key"):
+        offline.inspect(tmp_path / "ckpt")
+    found = {"w": torch.zeros(4, 6)}
+    load(tmp_path / "ckpt", found, Placements(None), item="model.ema")
+    assert torch.equal(found["w"], -WHOLE)
+
+
+def test_a_rank_without_tensors_has_objects_of_its_own(tmp_path: Path) -> None:
+    save(tmp_path / "ckpt", [{"w": WHOLE, "epoch": 1}, {"epoch": 2}], undeclared)
+    found = {"w": torch.zeros(4, 6), "epoch": 0}
+    load(tmp_path / "ckpt", found, Placements(None), rank=1, size=2)
+    assert found["epoch"] == 2
+    assert torch.equal(found["w"], WHOLE)
+    assert load(tmp_path / "ckpt", {"epoch": 0}, Placements(None)) == [()]
+    assert "objects stay in the files of ranks: model.epoch" in str(
+        offline.inspect(tmp_path / "ckpt")
+    )
+
+
+class Named(dict[str, Any]):
+    """A dict of a class of its own."""
+
+
+def test_parameters_with_attributes_and_dicts_of_other_classes_are_read(tmp_path: Path) -> None:
+    def value(factor: float) -> dict[str, Any]:
+        weight = torch.nn.Parameter(WHOLE * factor)
+        weight.is_expert = True  # type: ignore[attr-defined]
+        inner: Any = defaultdict(dict)
+        inner["w"] = WHOLE[0] * factor
+        return {"p": weight, "d": inner, "n": Named(w=WHOLE[1] * factor)}
+
+    save(tmp_path / "ckpt", [value(1)], undeclared)
+    found = value(0)
+    load(tmp_path / "ckpt", found, Placements(None))
+    assert torch.equal(found["p"], WHOLE)
+    assert torch.equal(found["d"]["w"], WHOLE[0])
+    assert torch.equal(found["n"]["w"], WHOLE[1])
+
+
+def test_two_chunks_that_begin_at_one_byte_are_told_apart(tmp_path: Path) -> None:
+    def declare(rank: int, size: int) -> Placements:
+        rows = [(0, 1, 3), (2,)][rank]
+        return sharded(placement=IndexShard(0, rows), global_shape=(4, 6))(rank, size)
+
+    repeated = WHOLE[:1].expand(3, 6)
+    save(tmp_path / "ckpt", [{"w": repeated}, {"w": WHOLE[2:3].clone()}], declare)
+    assert torch.equal(whole(tmp_path / "ckpt"), WHOLE[[0, 0, 2, 0]])
+
+
+def test_a_save_compares_its_own_shapes_with_the_whole_model(tmp_path: Path) -> None:
+    def declare(rank: int, size: int) -> Placements:
+        rules = {"w": CheckpointPlacement(ep(rank, size), {"ep": Shard(1)})}
+        return Placements(rules, whole={"w": (4, 6)})
+
+    with pytest.raises(PlacementError, match=r"model\.w: .*\(2, 12\).* \(4, 6\)"):
+        save(tmp_path / "ckpt", HALVES, declare)
+
+
+def test_a_conflict_names_the_rule_of_the_save(tmp_path: Path) -> None:
+    def declare(rank: int, size: int) -> Placements:
+        return Placements({"w": CheckpointPlacement(ep(rank, size), {})})
+
+    save(tmp_path / "ckpt", HALVES, declare)
+    with pytest.raises(PlacementError, match=r"by rule: +'w'"):
+        load(tmp_path / "ckpt", {"w": torch.zeros(2, 6)}, Placements(None))
