@@ -255,11 +255,11 @@ def load(workload: Workload, path: Path) -> dict[str, Any]:
         with quiet_gc():
             return places_of(plan.items, reader.storage_data)
 
-    looked_up, infos = cpu_ms(look_up)
+    looked_up, found = cpu_ms(look_up)
     costs = _load_costs(read, planned, looked_up, memory, before)
     places = {
-        (item.storage_index.fqn, item.storage_index.offset): place_of(info)
-        for item, info in zip(plan.items, infos, strict=True)
+        (item.storage_index.fqn, item.storage_index.offset): place[:3]
+        for item, place in zip(plan.items, found, strict=True)
     }
     return costs | {"places": places}
 

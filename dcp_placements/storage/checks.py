@@ -32,6 +32,8 @@ from dcp_placements.storage.torch_metadata import ChunkList, Entries
 
 _SPARE_CHUNKS = 1 << 16
 
+_ENTRIES = (TensorStorageMetadata, BytesStorageMetadata)
+
 _PROVENANCE: dict[str, Any] = {
     **{"save_id": str, "step": int | str, "world_size": int, "copies": bool},
     **dict.fromkeys(("rules", DIGESTS_OF_RANK, "axes", "versions", "options", "row_maps"), Mapping),
@@ -46,6 +48,7 @@ def check_entries(entries: Entries, rows: int) -> None:
         entries: What an index has of their lists of chunks is in range.
         rows: Places of chunks.
     """
+    _check_types("the metadata of a key", entries.forms, _ENTRIES)
     keys = np.bincount(np.array(entries.form_of, np.int64), minlength=len(entries.forms)).tolist()
     listed = 0
     for form, count in zip(entries.forms, keys, strict=True):
@@ -136,8 +139,7 @@ def check_fields(metadata: Metadata) -> None:
             for one in entries.values()
             if not isinstance(getattr(one, "chunks", None), ChunkList)
         ]
-        kinds = (TensorStorageMetadata, BytesStorageMetadata)
-        _check_types("the metadata of a key", listed, kinds)
+        _check_types("the metadata of a key", listed, _ENTRIES)
         tensors = [one for one in listed if isinstance(one, TensorStorageMetadata)]
         check_properties([one.properties for one in tensors])
         _check_types("size", [one.size for one in tensors], tuple | list)

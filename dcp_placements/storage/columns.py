@@ -15,6 +15,12 @@ from dcp_placements.layout.boxes import Ints
 
 Column = Sequence[int] | Ints
 
+LARGEST = 1 << 62
+"""Above all numbers of an index."""
+
+MOST_NUMBERS = 1 << 27
+"""Integers that columns which are read at once may have."""
+
 _TEXT_CHARS = 1 << 28
 _NUMBER = re.compile(r"(0|[1-9][0-9]{0,17})")
 
@@ -42,33 +48,26 @@ def packed_columns(columns: Sequence[Column]) -> Ints:
     return np.concatenate([sizes, *runs])
 
 
-def unpacked_columns(packed: Ints, most: int | None = None) -> list[Ints]:
+def unpacked_columns(packed: Ints) -> list[Ints]:
     """Return the columns again.
 
-    Args:
-        packed: What ``packed_columns`` returned.
-        most: Integers that all of them may have.
-
     Raises:
-        IndexDamage: It is none.
+        IndexDamage: It is not what ``packed_columns`` returned.
     """
     count = int(packed[0]) if len(packed) else -1
-    if not 0 <= count <= len(packed):
-        raise IndexDamage("a number of columns that is none")
-    sizes = packed[1 : 1 + 2 * count].tolist()
+    sizes = packed[1 : 1 + 2 * max(count, 0)].tolist()
     lengths, counts = sizes[:count], sizes[count:]
-    if min(sizes, default=0) < 0 or 1 + 2 * count + 2 * sum(counts) != len(packed):
+    at = 1 + 2 * count
+    if count < 0 or min(sizes, default=0) < 0 or at + 2 * sum(counts) != len(packed):
         raise IndexDamage("columns of other sizes than they have")
-    if most is not None and sum(lengths) > most:
-        raise IndexDamage(f"it has {sum(lengths):,} numbers, and at most {most:,} are read")
-    columns, at = [], 1 + 2 * count
+    if sum(lengths) > MOST_NUMBERS:
+        raise IndexDamage(f"it has {sum(lengths):,} numbers, and at most {MOST_NUMBERS:,} are read")
+    columns = []
     for length, runs in zip(lengths, counts, strict=True):
         steps, times = packed[at : at + 2 * runs].reshape(2, runs)
         # Summed as Python's integers: a sum that wraps around would look right.
-        if runs and (int(times.min()) < 1 or sum(times.tolist()) != length):
+        if min(times.tolist(), default=1) < 1 or sum(times.tolist()) != length:
             raise IndexDamage("runs of other lengths than their column")
-        if not runs and length:
-            raise IndexDamage("a column without runs")
         columns.append(np.cumsum(np.repeat(steps, times), dtype=np.int64))
         at += 2 * runs
     return columns
@@ -80,19 +79,19 @@ def packed_texts(texts: Sequence[str]) -> tuple[list[list[str]], list[Column]]:
     >>> packed_texts(["w.0", "w.1", "w.2"])
     ([['w.', '']], [[0, 0, 0], [0, 1, 2]])
     """
-    forms: dict[tuple[str, ...], int] = {}
-    numbers: list[list[Any]] = []
+    forms: dict[tuple[str, ...], list[Any]] = {}
     form_of = []
     for text in texts:
         parts = _NUMBER.split(text)
-        form = forms.setdefault(tuple(parts[::2]), len(forms))
-        if form == len(numbers):
-            numbers.append([])
-        numbers[form].append(parts[1::2])
-        form_of.append(form)
+        numbers = forms.setdefault(tuple(parts[::2]), [len(forms)])
+        numbers.append(parts[1::2])
+        form_of.append(numbers[0])
     # Those of one form count up, place by place.
     columns = [
-        int(number) for rows in numbers for column in zip(*rows, strict=True) for number in column
+        int(number)
+        for _, *rows in forms.values()
+        for column in zip(*rows, strict=True)
+        for number in column
     ]
     return [list(form) for form in forms], [form_of, columns]
 
@@ -105,16 +104,15 @@ def unpacked_texts(forms: Sequence[Sequence[str]], form_of: Ints, numbers: Ints)
     """
     check_below(form_of, len(forms))
     counts = np.bincount(form_of, minlength=len(forms)).tolist()
-    needed = [(len(form) - 1) * count for form, count in zip(forms, counts, strict=True)]
     chars = sum(sum(map(len, form)) * n for form, n in zip(forms, counts, strict=True))
-    if sum(needed) != len(numbers) or chars > _TEXT_CHARS or min(map(len, forms), default=1) < 1:
+    if chars > _TEXT_CHARS or min(map(len, forms), default=1) < 1:
         raise IndexDamage("texts of other numbers than they have")
-    made, at = [], 0
-    for form, count, size in zip(forms, counts, needed, strict=True):
-        rows = numbers[at : at + size].reshape(len(form) - 1, count).T.tolist()
-        template = "%d".join(part.replace("%", "%%") for part in form)
+    sizes = [(len(form) - 1) * count for form, count in zip(forms, counts, strict=True)]
+    made = []
+    for form, count, part in zip(forms, counts, split(numbers, sizes), strict=True):
+        rows = part.reshape(len(form) - 1, count).T.tolist()
+        template = "%d".join(piece.replace("%", "%%") for piece in form)
         made.append(iter([template % tuple(row) for row in rows]))
-        at += size
     return [next(made[form]) for form in form_of.tolist()]
 
 

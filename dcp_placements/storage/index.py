@@ -18,39 +18,65 @@ ranks of ``ep`` with half of ``experts`` and a key of its own each, ``rng.0`` an
     writers:     0 and 1 by template 0, with a file each; 2 by template 1, with both
     places:      experts: chunk (0, 0): writer 0, slot 0; chunk (2, 0): writer 1, slot 0
                  rng.0 and rng.1: the object: writer 2, slot 0
+
+In a file the index is an archive as ``numpy.savez_compressed`` writes it. It is read whole,
+compared with one digest, and checked before anything is looked up.
 """
 
 from __future__ import annotations
 
+import io
+import json
+import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
-from typing import Any, cast
+from math import prod
+from typing import IO, Any, cast
 
 import numpy as np
-from torch.distributed.checkpoint import Metadata, ReadItem
+import xxhash
+from torch.distributed.checkpoint import Metadata, ReadItem, TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_placements._torch import StorageInfo
 from dcp_placements.errors import Fault, PlacementError, format_faults, format_names
 from dcp_placements.layout.boxes import Ints, expanded, unique
-from dcp_placements.storage.columns import IndexDamage, check_below
+from dcp_placements.storage.checks import MAX_DIMS, check_files
+from dcp_placements.storage.columns import (
+    LARGEST,
+    Column,
+    IndexDamage,
+    check_below,
+    packed_columns,
+    packed_texts,
+    split,
+    unpacked_columns,
+    unpacked_texts,
+)
 from dcp_placements.storage.save_ids import writer_of
-from dcp_placements.storage.torch_metadata import Entries, build_entries
+from dcp_placements.storage.torch_metadata import ChunkList, Entries, build_entries
 from dcp_placements.storage.written import (
     Offset,
     StoredPlace,
     Template,
     Transforms,
     WriteResults,
+    from_ends,
+    to_starts,
 )
 
 NOWHERE = -2
 """In place of the number of a class: of a key without rows."""
 
-LARGEST = 1 << 62
+_MAGIC = b"dcp_placements/6"
+_TRAILER = struct.Struct(f"<Q16s{len(_MAGIC)}s")
+"""The comment of the archive, at the end of a file: its bytes, its digest, and ``_MAGIC``."""
+
+_INFLATED_RATIO, _SPARE_NBYTES = 256, 1 << 26
+"""The archive inflates to at most so many times its bytes, and some more."""
 
 _PIECE_ROWS = 1 << 16
 
@@ -69,9 +95,8 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
         rows: ``(7, rows)``, template by template: its number, key, slot, number of the file among
             those of the writer, transforms, start, length.
         class_of: By key, the number of its class; ``NOWHERE`` of one without rows.
-        listed: By class, the number of the list of chunks that has its offsets, in order; -1 for
-            none.
-        own: By class without such a list, its offsets.
+        lists: Of chunks: those of ``entries``, then others of which the offsets alone count.
+        listed: By class, the number of the list that has its offsets, in order; -1 of an object.
         counts: By class, the number of its places.
         places: ``(3, places)``, class by class: number of the chunk, ascending from 0; writer,
             ascending for a chunk; slot among the offsets of the writer.
@@ -85,8 +110,8 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
     template_of: Ints
     rows: Ints
     class_of: Ints
+    lists: Sequence[ChunkList]
     listed: Ints
-    own: Mapping[int, Sequence[Offset]]
     counts: Ints
     places: Ints
 
@@ -143,9 +168,7 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
     def offsets(self, number: int) -> Sequence[Offset]:
         """Return the offsets of all chunks of a class, in order."""
         listed = int(self.listed[number])
-        if listed < 0:
-            return self.own[number]
-        return list(map(tuple, self.entries.lists[listed].offsets.tolist()))
+        return [None] if listed < 0 else list(map(tuple, self.lists[listed].offsets.tolist()))
 
     def offsets_of(self, fqn: str) -> Sequence[Offset]:
         """Return the offsets of all chunks of a key, in order."""
@@ -198,7 +221,7 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
     def _chunks(self, number: int, indices: Sequence[MetadataIndex]) -> Ints:
         """Return which chunk of a class each index means; -1 for none."""
         listed = int(self.listed[number])
-        offsets: Any = self.entries.lists[listed].offsets if listed >= 0 else ()
+        offsets: Any = self.lists[listed].offsets if listed >= 0 else ()
         chunks = []
         for one in indices:
             chunk = one.index or 0
@@ -283,6 +306,7 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
 
     def _check_places(self, writers: int, classes: int) -> None:
         check_below(self.counts, LARGEST, 1)
+        check_below(self.listed, len(self.lists), -1)
         if sum(self.counts.tolist()) != self.places.shape[1]:
             raise IndexDamage("other places than its classes have")
         for column, most in zip(self.places, (LARGEST, writers, self._slots), strict=True):
@@ -294,11 +318,8 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
         is_copy = (step == 0) & (np.diff(writer, prepend=0) > 0)
         if not ((step == 1) | is_copy).all():
             raise IndexDamage("places in another order than that of their chunks")
-        offsets = [
-            len(self.own.get(number, ())) if listed < 0 else len(self.entries.lists[listed])
-            for number, listed in enumerate(self.listed.tolist())
-        ]
-        if not np.array_equal(self._chunk_counts, offsets):
+        chunks = np.array([*map(len, self.lists), 1])[self.listed]  # the last of an object
+        if not np.array_equal(self._chunk_counts, chunks):
             raise IndexDamage("places of other chunks than there are")
         # Each key of a class has a row in each slot of a template that any of its places is of.
         kinds = np.stack([of_class, self.template_of[writer], slot], axis=1)
@@ -402,7 +423,8 @@ def build_index(
         slots.append(_slots(template.dims, writers, [results[one].offsets for one in writers]))
     rows = np.concatenate(tables, axis=1)
     class_of, kinds = _classes(rows, entries, len(numbers))
-    classes = [_places(kind, slots, entries, copies=copies) for kind in kinds]
+    lists = list(entries.lists)
+    classes = [_places(kind, slots, lists, copies=copies) for kind in kinds]
     return RowIndex(
         entries,
         tuple(numbers),
@@ -412,10 +434,10 @@ def build_index(
         template_of,
         rows,
         class_of,
-        np.array([listed for listed, _, _ in classes], np.int64),
-        {number: own for number, (listed, own, _) in enumerate(classes) if listed < 0},
-        np.array([places.shape[1] for _, _, places in classes], np.int64),
-        np.concatenate([np.zeros((3, 0), np.int64), *[places for _, _, places in classes]], axis=1),
+        lists,
+        np.array([listed for listed, _ in classes], np.int64),
+        np.array([places.shape[1] for _, places in classes], np.int64),
+        np.concatenate([np.zeros((3, 0), np.int64), *[places for _, places in classes]], axis=1),
     )
 
 
@@ -458,16 +480,16 @@ def _classes(rows: Ints, entries: Entries, keys: int) -> tuple[Ints, list[Ints]]
 def _places(
     kind: Ints,
     slots: Sequence[Sequence[Sequence[tuple[int, Offset]]]],
-    entries: Entries,
+    lists: list[ChunkList],
     *,
     copies: bool,
-) -> tuple[int, Sequence[Offset], Ints]:
-    """Return the list of chunks of a class, -1 for none; its offsets; and its places.
+) -> tuple[int, Ints]:
+    """Return the list of chunks of a class, -1 for none, and its places.
 
     Args:
         kind: As ``_classes`` returns it.
         slots: By template, as ``_slots`` returns them.
-        entries: That have the lists.
+        lists: Of chunks; one with the offsets of the class is added where its keys have another.
         copies: As of ``build_index``.
     """
     held = [
@@ -476,19 +498,193 @@ def _places(
         for writer, offset in slots[template][slot]
     ]
     listed = int(kind[0, 0])
-    offsets: Sequence[Offset] = list(dict.fromkeys([offset for offset, _, _ in held]))
-    if listed >= 0:
-        in_order = list(map(tuple, entries.lists[listed].offsets.tolist()))
-        # Empty chunks may stand at the offset of another.
-        is_same = len(in_order) == len(offsets) and set(in_order) == set(offsets)
-        listed, offsets = (listed, in_order) if is_same else (-1, offsets)
+    offsets: list[Any] = list(dict.fromkeys([offset for offset, _, _ in held]))
+    in_order = list(map(tuple, lists[listed].offsets.tolist())) if listed >= 0 else []
+    # Empty chunks may stand at the offset of another.
+    if len(in_order) == len(offsets) and set(in_order) == set(offsets):
+        offsets = in_order
+    elif offsets == [None]:
+        listed = -1
+    else:
+        listed, begin = len(lists), np.array(offsets, np.int64)
+        lists.append(ChunkList(np.stack([begin, np.zeros_like(begin)], axis=1)))
     chunk_of = {offset: chunk for chunk, offset in enumerate(offsets)}
     places = np.array([(chunk_of[offset], *rest) for offset, *rest in held], np.int64).T
     places = places[:, np.lexsort(places[1::-1])]
     if not copies:
         # Of two rows for the same chunk the later one counts.
         places = places[:, np.diff(places[0], append=-1) != 0]
-    return listed, offsets, places
+    return listed, places
+
+
+def packed_index(index: RowIndex, values: bytes) -> tuple[bytes, bytes]:
+    """Return the archive of an index, and its digest.
+
+    Args:
+        index: The rows; its entries are stored with it.
+        values: The pickle of what is neither a row nor a list of chunks.
+    """
+    entries, lists = index.entries, [chunks.array for chunks in index.lists]
+    keys, of_keys = packed_texts(index.fqns)
+    files, of_files = packed_texts(index.files)
+    *rows, starts, lengths = index.rows
+    columns: dict[str, Sequence[Column]] = {
+        "keys": [*of_keys, entries.form_of, index.class_of],
+        "files": [*of_files, index.file_counts, index.template_of],
+        "templates": [*rows, from_ends(starts, lengths), lengths],
+        "places": [index.listed, index.counts, *index.places],
+        "chunks": [
+            entries.list_of,
+            [array.shape[0] for array in lists],
+            [array.shape[2] for array in lists],
+            np.concatenate([np.zeros(0, np.int64), *[array.T.ravel() for array in lists]]),
+        ],
+    }
+    names = {"keys": keys, "files": files, "transforms": index.transforms}
+    arrays: dict[str, Any] = {
+        "names": np.frombuffer(json.dumps(names, separators=(",", ":")).encode(), np.uint8),
+        "values": np.frombuffer(values, np.uint8),
+    }
+    for name, some in columns.items():
+        packed = packed_columns(some)
+        # The narrowest type of integers that has a sign.
+        kind = np.min_scalar_type(min(int(packed.min()), -1 - int(packed.max())))
+        arrays[name] = packed.astype(kind)
+    stream = io.BytesIO()
+    np.savez_compressed(stream, **arrays)
+    data = stream.getvalue()[:-2] + struct.pack("<H", _TRAILER.size)
+    digest = xxhash.xxh3_128_digest(data)
+    return data + _TRAILER.pack(len(data) + _TRAILER.size, digest, _MAGIC), digest
+
+
+def archive_in(stream: IO[bytes]) -> tuple[bytes, bytes] | None:
+    """Return the archive of an index that a file ends with, and its digest; None without one.
+
+    Raises:
+        IndexDamage: It is not what was written.
+    """
+    size = stream.seek(0, io.SEEK_END)
+    stream.seek(max(size - _TRAILER.size, 0))
+    trailer = stream.read()
+    if not trailer.endswith(_MAGIC) or size < _TRAILER.size:
+        return None
+    nbytes, digest, _ = _TRAILER.unpack(trailer)
+    stream.seek(max(size - nbytes, 0))
+    data = stream.read()
+    if xxhash.xxh3_128_digest(memoryview(data)[: -_TRAILER.size]) != digest:
+        raise IndexDamage("it is not what was written")
+    return data, digest
+
+
+class Archive:
+    """What ``packed_index`` returned, inflated.
+
+    Args:
+        data: The archive.
+
+    Attributes:
+        values: The pickle.
+
+    Raises:
+        IndexDamage: It is none.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        try:
+            with np.load(io.BytesIO(data), allow_pickle=False) as held:
+                nbytes = sum(info.file_size for info in held.zip.infolist())
+                if nbytes > _INFLATED_RATIO * len(data) + _SPARE_NBYTES:
+                    raise IndexDamage("it inflates to far more than its file")
+                arrays = {name: held[name] for name in held.files}
+            self._names = json.loads(arrays.pop("names").tobytes())
+            self.values: bytes = arrays.pop("values").tobytes()
+            self._columns = {
+                name: unpacked_columns(array.astype(np.int64, casting="safe"))
+                for name, array in arrays.items()
+            }
+        except IndexDamage:
+            raise
+        except Exception as error:
+            # A member may be anything; the header of an array is a Python expression.
+            raise IndexDamage(f"a member is not of its kind: {error}") from error
+
+    def index(self, forms: Sequence[Any]) -> RowIndex:
+        """Return the index, checked.
+
+        Args:
+            forms: Of entries, tensors without their chunks.
+
+        Raises:
+            IndexDamage: It is none.
+        """
+        try:
+            index = self._index(forms)
+            index.check()
+        except IndexDamage:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise IndexDamage(f"something is not of its kind: {error}") from error
+        return index
+
+    def _index(self, forms: Sequence[Any]) -> RowIndex:
+        columns, names = self._columns, self._names
+        *of_keys, form_of, class_of = columns["keys"]
+        *of_files, file_counts, template_of = columns["files"]
+        *rows, gaps, lengths = columns["templates"]
+        listed, counts, *places = columns["places"]
+        list_of, *chunks = columns["chunks"]
+        fqns, files = [
+            unpacked_texts(names[what], *texts)
+            for what, texts in (("keys", of_keys), ("files", of_files))
+        ]
+        check_files(files)
+        lists = _lists(*chunks)
+        if len(form_of) > len(fqns):
+            raise IndexDamage("other keys than there are")
+        check_below(form_of, len(forms))
+        check_below(list_of, len(lists), -1)
+        made = [
+            with_chunks(form, listed, lists)
+            for form, listed in zip(forms, list_of.tolist(), strict=True)
+        ]
+        own = lists[: int(list_of.max(initial=-1)) + 1]
+        return RowIndex(
+            Entries(fqns[: len(form_of)], form_of.tolist(), made, own, list_of.tolist()),
+            fqns,
+            [None if one is None else tuple(map(str, one)) for one in names["transforms"]],
+            files,
+            file_counts,
+            template_of,
+            np.stack([*rows, to_starts(gaps, lengths), lengths]),
+            class_of,
+            lists,
+            listed,
+            counts,
+            np.stack(places),
+        )
+
+
+def _lists(counts: Ints, dims: Ints, numbers: Ints) -> list[ChunkList]:
+    check_below(dims, MAX_DIMS + 1)
+    check_below(counts, LARGEST)
+    check_below(numbers, LARGEST)
+    shapes = list(zip(dims.tolist(), counts.tolist(), strict=True))
+    parts = split(numbers, [2 * prod(shape) for shape in shapes])
+    return [
+        ChunkList(np.ascontiguousarray(part.reshape(ndim, 2, count).T))
+        for part, (ndim, count) in zip(parts, shapes, strict=True)
+    ]
+
+
+def with_chunks(form: Any, listed: int, lists: Sequence[ChunkList]) -> Any:
+    """Return a form with its list of chunks."""
+    if (type(form) is TensorStorageMetadata) != (listed >= 0):
+        raise IndexDamage("a list of chunks of what is no tensor, or none of one")
+    if listed < 0:
+        return form
+    if len(form.size) != lists[listed].array.shape[2]:
+        raise IndexDamage("a tensor with chunks of other dims")
+    return replace(form, chunks=lists[listed])
 
 
 def paths_of(data: Mapping[MetadataIndex, StorageInfo]) -> set[str]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from itertools import chain
 from typing import IO, Any
@@ -27,21 +28,17 @@ from dcp_placements.storage.checks import (
     check_facts,
     check_fields,
     check_files,
-    check_properties,
 )
 from dcp_placements.storage.columns import IndexDamage
-from dcp_placements.storage.index import RowIndex, index_of, paths_of
-from dcp_placements.storage.index_file import (
-    MOST_NUMBERS,
+from dcp_placements.storage.index import (
     Archive,
-    Opener,
+    RowIndex,
+    archive_in,
+    index_of,
     packed_index,
-    unpacked_index,
+    paths_of,
 )
-from dcp_placements.storage.metadata_pickle import (
-    load_metadata_pickle,
-    load_safely,
-)
+from dcp_placements.storage.metadata_pickle import load_metadata_pickle, load_safely
 from dcp_placements.storage.older_index import has_older_index, read_older_index
 from dcp_placements.storage.stock_pickle import (
     is_refusing,
@@ -50,6 +47,12 @@ from dcp_placements.storage.stock_pickle import (
     stock_pickle,
     values_pickle,
 )
+
+Opener = Callable[[], AbstractContextManager[IO[bytes]]]
+"""Opens a file, for reading by position, again and again."""
+
+Load = Callable[[IO[bytes]], Any]
+"""Returns the value of a pickle of metadata, or of a part of them."""
 
 _HEAD_NBYTES = 1 << 10
 
@@ -67,7 +70,7 @@ def write_metadata(metadata: Metadata, stream: IO[bytes], *, stock_metadata: boo
     """
     with quiet_gc():
         index = index_of(metadata)
-        packed, digest = packed_index(index, partial(values_pickle, metadata))
+        packed, digest = packed_index(index, values_pickle(metadata, index.entries.forms))
         pieces = (
             stock_pickle(metadata, index, digest) if stock_metadata else [refusing_pickle(digest)]
         )
@@ -96,7 +99,7 @@ class SentMetadata(Metadata):
     def _read(self) -> Metadata:
         assert self._packed is not None
         with quiet_gc():
-            return _indexed(Archive.of(self._packed), load_metadata_pickle, restricted=False)
+            return _indexed(self._packed, load_metadata_pickle)
 
     state_dict_metadata = cached_property[Any](lambda self: self._read.state_dict_metadata)
     planner_data = cached_property[Any](lambda self: self._read.planner_data)
@@ -117,17 +120,14 @@ def _arrived(packed: bytes) -> SentMetadata:
 
 
 def read_metadata(
-    opener: Opener,
-    *,
-    restricted: bool = False,
-    newer: set[str] | None = None,
+    opener: Opener, *, restricted: bool = False, newer: set[str] | None = None
 ) -> Metadata:
     """Return the metadata in a ``.metadata`` file, whoever wrote it, with whichever torch.
 
     Of a file with an index that is read. If it is damaged, the pickle is, with a warning.
 
     Args:
-        opener: Opens the file, for reading by position.
+        opener: Opens the file.
         restricted: Whether it may be anybody's: nothing that it names is called then, everything
             is checked, and entries and rows are in columns.
         newer: What ``pickle.load`` with this torch and Python would fail at is added here, as text;
@@ -139,16 +139,12 @@ def read_metadata(
         RefusedGlobal: It is restricted, and names something that DCP's metadata do not.
         Exception: It is broken, or something is not what DCP's own readers expect; of any type.
     """
-    load = partial(load_safely, newer=newer) if restricted else load_metadata_pickle
+    load: Load = partial(load_safely, newer=newer) if restricted else load_metadata_pickle
     with quiet_gc(), opener() as stream:
         head = stream.read(_HEAD_NBYTES)
         metadata = None
         try:
-            archive = _archive_in(stream, head, MOST_NUMBERS if restricted else None)
-            if archive is not None:
-                return _indexed(archive, load, restricted=restricted)
-            if has_older_index(stream) and is_refusing(head):
-                metadata = with_columns(*read_older_index(stream, load))
+            metadata = _by_index(stream, head, load)
         except IndexDamage as damage:
             if is_refusing(head):
                 raise PlacementError(
@@ -173,25 +169,24 @@ def read_file_names(opener: Opener) -> set[str]:
     """Return the names of data files in the index of a checkpoint; none of one without an index.
 
     Args:
-        opener: Opens its ``.metadata``, for reading by position.
+        opener: Opens its ``.metadata``.
 
     Raises:
         Exception: The index is damaged, or names other files than those of a checkpoint.
     """
     with opener() as stream:
         if has_older_index(stream):
-            _, index = read_older_index(stream, load_safely)
-            return set(index.files)
+            return set(read_older_index(stream, load_safely)[1].files)
         stream.seek(0)
-        archive = _archive_in(stream, stream.read(_HEAD_NBYTES), MOST_NUMBERS)
-        return set() if archive is None else set(archive.files())
+        metadata = _by_index(stream, stream.read(_HEAD_NBYTES), load_safely)
+        return set() if metadata is None else paths_of(metadata.storage_data or {})
 
 
 def read_stock_pickle(opener: Opener) -> Metadata | None:
     """Return what the pickle before an index says, which torch reads; None where one is missing.
 
     Args:
-        opener: Opens the ``.metadata`` file, for reading by position.
+        opener: Opens the ``.metadata`` file.
 
     Raises:
         Exception: As of ``read_metadata`` of a restricted file.
@@ -216,12 +211,13 @@ def in_columns(metadata: Any) -> Metadata:
     check_facts(metadata)
     stored, places = metadata.state_dict_metadata, metadata.storage_data
     assert places is not None
-    if isinstance(stored, dict):
-        # Keys may share a list.
-        lists = [getattr(one, "chunks", None) for one in stored.values()]
-        check_count(sum(len(one) for one in lists if isinstance(one, list)), len(places))
-    check_fields(metadata)
-    check_files(paths_of(places))
+    if not isinstance(places, RowIndex):
+        if isinstance(stored, dict):
+            # Keys may share a list.
+            lists = [getattr(one, "chunks", ()) for one in stored.values()]
+            check_count(sum(len(one) for one in lists if isinstance(one, list)), len(places))
+        check_fields(metadata)
+        check_files(paths_of(places))
     rows = index_of(metadata)
     check_entries(rows.entries, len(places))
     return with_columns(metadata, rows)
@@ -234,36 +230,32 @@ def with_columns(metadata: Metadata, rows: RowIndex) -> Metadata:
     return metadata
 
 
-def _indexed(archive: Archive, load: Callable[[IO[bytes]], Any], *, restricted: bool) -> Metadata:
-    value = load(io.BytesIO(archive.values))
-    if type(value) is not tuple or len(value) != 3 or type(value[0]) is not Metadata:
-        raise IndexDamage("its values are not those of metadata")
-    metadata: Metadata
-    metadata, properties, others = value
-    if restricted:
-        if others:
-            raise TypeError(f"a {type(others[0]).__name__} in place of a key's metadata")
-        check_properties(properties)
-    rows = unpacked_index(archive, properties, others)
-    with_columns(metadata, rows)
-    if restricted:
-        check_facts(metadata)
-        check_entries(rows.entries, len(rows))
-    return metadata
-
-
-def _archive_in(stream: IO[bytes], head: bytes, most: int | None) -> Archive | None:
-    """Return the index in a file, which begins with ``head``; None where it has none of these."""
-    archive = Archive.at_end_of(stream, most)
+def _by_index(stream: IO[bytes], head: bytes, load: Load) -> Metadata | None:
+    """Return the metadata by the index in a file, which begins with ``head``; None without one."""
+    archive, has_older = archive_in(stream), has_older_index(stream)
+    if archive is None and has_older:
+        older = is_refusing(head)  # otherwise the pickle is read
+        return with_columns(*read_older_index(stream, load)) if older else None
     if archive is None:
-        if marked_digest(head) is not None and not has_older_index(stream):
+        if marked_digest(head) is not None:
             raise IndexDamage("it is missing")
         return None
-    if archive.digest != marked_digest(head):
+    data, digest = archive
+    if digest != marked_digest(head):
         raise PlacementError(
             "the index at the end of .metadata is not that of the metadata before it\n"
             "    likely:      it was copied over the .metadata of another save, and the copy was "
             "cut off\n"
             "    way out:     copy it again, or load another checkpoint"
         )
-    return archive
+    return _indexed(data, load)
+
+
+def _indexed(data: bytes, load: Load) -> Metadata:
+    """Return the metadata in an archive."""
+    archive = Archive(data)
+    value = load(io.BytesIO(archive.values))
+    if type(value) is not tuple or len(value) != 2 or type(value[0]) is not Metadata:
+        raise IndexDamage("its values are not those of metadata")
+    metadata, forms = value
+    return with_columns(metadata, archive.index(forms))

@@ -17,14 +17,12 @@ from typing import IO, Any
 import numpy as np
 import torch
 import xxhash
-from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from dcp_placements.layout.boxes import Ints
-from dcp_placements.storage.columns import IndexDamage, check_below, split
-from dcp_placements.storage.index import NOWHERE, RowIndex
-from dcp_placements.storage.index_file import unpacked_forms
+from dcp_placements.storage.columns import LARGEST, IndexDamage, check_below, split
+from dcp_placements.storage.index import NOWHERE, RowIndex, with_chunks
 from dcp_placements.storage.torch_metadata import ChunkList, Entries
-from dcp_placements.storage.written import Offset
 
 _MAGIC = b"dcp_placements/3"
 _TRAILER = struct.Struct("<QQQ16s16s")
@@ -73,22 +71,27 @@ def _unpacked(stream: IO[bytes], load: Callable[[IO[bytes]], Any]) -> tuple[Meta
         number = np.repeat(np.arange(len(counts)) + int(tables[-1][0].max(initial=-1)) + 1, counts)
         tables.append(np.stack([number, *[columns.ints() for _ in range(6)]]))
     places = [np.zeros((3, 0), np.int64)]
-    own: dict[int, Sequence[Offset]] = {}
-    sizes: list[tuple[int, int]] = []
-    for columns, (counts, dims) in _parts(blocks, parts[2:4], 2):
-        chunks = np.concatenate([np.zeros(0, np.int64), *map(np.arange, counts.tolist())])
+    places_of_class: list[int] = []
+    cut: list[Ints] = []
+    for columns, (of_classes, dims) in _parts(blocks, parts[2:4], 2):
+        chunks = np.concatenate([np.zeros(0, np.int64), *map(np.arange, of_classes.tolist())])
         places.append(np.stack([chunks, columns.ints(), columns.ints()]))
-        numbers = np.flatnonzero(listed[len(sizes) : len(sizes) + len(counts)] < 0) + len(sizes)
-        sizes += zip(counts.tolist(), dims.tolist(), strict=True)
-        own |= {number: [None] * sizes[number][0] for number in numbers.tolist()}
-        cut = [number for number in numbers.tolist() if sizes[number][1] >= 0]
-        offsets = _tables(columns, [sizes[number] for number in cut])
-        own |= {n: list(map(tuple, one.tolist())) for n, one in zip(cut, offsets, strict=True)}
+        sizes = enumerate(
+            zip(of_classes.tolist(), dims.tolist(), strict=True), len(places_of_class)
+        )
+        places_of_class += of_classes.tolist()
+        # Of classes without a list the offsets are here; objects have none.
+        own = [(at, *size) for at, size in sizes if listed[at] < 0 and size[1] >= 0]
+        cut += _tables(columns, [size for _, *size in own])
+        listed[[at for at, *_ in own]] = -2
     lists = []
     for columns, shape in _parts(blocks, parts[4:6], 2):
         shapes = shape.T.tolist()
         boxes = zip(list(_tables(columns, shapes)), list(_tables(columns, shapes)), strict=True)
         lists += [ChunkList(np.stack(pair, axis=1)) for pair in boxes]
+    check_below(listed, len(lists), -2)
+    listed[listed == -2] = np.arange(len(cut)) + len(lists)
+    every = [*lists, *[ChunkList(np.stack([one, np.zeros_like(one)], axis=1)) for one in cut]]
     shared, texts = _Columns(next(blocks)), _Columns(next(blocks))
     forms, dims = shared.ints().reshape(3, -1), shared.ints()
     whole = [torch.Size(part.tolist()) for part in split(shared.ints(), dims.tolist())]
@@ -101,9 +104,17 @@ def _unpacked(stream: IO[bytes], load: Callable[[IO[bytes]], Any]) -> tuple[Meta
     class_of = np.full(len(fqns), NOWHERE)
     class_of[key] = number
     metadata, properties, others = load(io.BytesIO(next(blocks)))
-    made, list_of = unpacked_forms(list(forms), properties, whole, lists, others)
+    check_below(forms[1:, forms[0] >= 0].ravel(), LARGEST)
+    made: list[Any] = []
+    list_of: list[int] = []
+    for kind, size, at in forms.T.tolist():
+        # Of tensors it is the number of their properties.
+        list_of.append(at if kind >= 0 else -1)
+        form: Any = BytesStorageMetadata() if kind == -1 else None
+        if kind >= 0:
+            form = TensorStorageMetadata(properties[kind], whole[size], [])
+        made.append(with_chunks(others[size] if kind < -1 else form, list_of[-1], lists))
     check_below(form_of, len(made))
-    check_below(listed, len(lists), -1)
     return metadata, RowIndex(
         Entries(fqns[:keys], form_of.tolist(), made, lists, list_of),
         fqns,
@@ -113,9 +124,9 @@ def _unpacked(stream: IO[bytes], load: Callable[[IO[bytes]], Any]) -> tuple[Meta
         template_of,
         np.concatenate(tables, axis=1),
         class_of,
+        every,
         listed,
-        own,
-        np.array([count for count, _ in sizes], np.int64),
+        np.array(places_of_class, np.int64),
         np.concatenate(places, axis=1),
     )
 

@@ -46,8 +46,7 @@ from dcp_placements.layout.boxes import (
     uncovered,
 )
 from dcp_placements.layout.sharding import Box
-from dcp_placements.storage.index_file import Opener
-from dcp_placements.storage.metadata_file import read_metadata
+from dcp_placements.storage.metadata_file import Opener, read_metadata
 from dcp_placements.storage.provenance import (
     REPLACED,
     RESERVED_KEY,

@@ -29,7 +29,7 @@ from dcp_placements._torch import cpu_tensors, global_rank
 from dcp_placements.errors import PlacementError
 from dcp_placements.storage.file_reads import BLOCK_NBYTES, crc32, memory_of
 from dcp_placements.storage.tensor_record import DESCRIPTOR
-from dcp_placements.storage.written import RowsBuilder, is_whole
+from dcp_placements.storage.written import is_whole
 
 Array = np.ndarray[Any, Any]
 
@@ -46,28 +46,27 @@ _DIRECTORY_ENTRY = b"PK\x01\x02"
 
 
 def write_items(
-    name: str,
     items: Sequence[WriteItem],
     stream: Any,
     planner: SavePlanner,
-    builder: RowsBuilder,
     *,
     threads: int,
     ahead_nbytes: int,
-) -> None:
+) -> Iterator[tuple[Sequence[WriteItem], int]]:
     """Write a data file: the chunks of cut tensors, then whole tensors, then objects.
 
     The records of cut tensors are so where they are in the files of other ranks, whatever this rank
     alone has besides.
 
     Args:
-        name: Of the file.
         items: What it is to hold.
         stream: Open for writing, at its beginning.
         planner: Gives the data of items.
-        builder: Takes a row for each of what is written.
         threads: That write files.
         ahead_nbytes: Bytes that may be copied to the host ahead.
+
+    Yields:
+        Items as they are written, and the length of the record of each.
 
     Raises:
         PlacementError: A tensor of another dtype or shape than its item says.
@@ -82,13 +81,13 @@ def write_items(
         ahead_nbytes=ahead_nbytes,
     )
     for batch, written in _batches(loaded):
-        builder.append(written, path=name, length=save_tensors(batch, stream))
+        yield written, save_tensors(batch, stream)
     for item in objects:
         data = planner.resolve_data(item)
         assert isinstance(data, BytesIO)
         with data.getbuffer() as contents:
             stream.write(contents)
-            builder.append([item], path=name, length=contents.nbytes)
+            yield [item], contents.nbytes
 
 
 def _batches(

@@ -12,15 +12,15 @@ import copyreg
 import io
 import pickle
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 
 from dcp_placements._torch import MemoryFormat, StorageInfo
@@ -73,17 +73,18 @@ def is_refusing(head: bytes) -> bool:
     return head[MARKER_NBYTES:].startswith(f"c{NO_STOCK_METADATA}\n".encode())
 
 
-def values_pickle(metadata: Metadata, properties: list[Any], others: list[Any]) -> bytes:
-    """Return what an index has as a pickle: metadata without entries and rows, and their values.
+def values_pickle(metadata: Metadata, forms: Sequence[Any]) -> bytes:
+    """Return what an index has as a pickle: metadata without entries and rows, and the forms.
 
     Args:
         metadata: All of it.
-        properties: Of tensors.
-        others: Entries of other classes than DCP's.
+        forms: Of entries; the chunks of tensors are left out.
     """
     pickling = _Pickling()
-    values = [pickling.plain(metadata), *map(pickling.dump, (properties, others))]
-    return b"".join([_PROTOCOL, *values, b"\x87."])
+    plain = [
+        replace(form, chunks=[]) if type(form) is TensorStorageMetadata else form for form in forms
+    ]
+    return b"".join([_PROTOCOL, pickling.plain(metadata), pickling.dump(plain), b"\x86."])
 
 
 def stock_pickle(metadata: Metadata, index: RowIndex, digest: bytes) -> Iterator[bytes | bytearray]:
@@ -108,8 +109,10 @@ def stock_pickle(metadata: Metadata, index: RowIndex, digest: bytes) -> Iterator
     ]
     stored = entries._replace(forms=forms).stored()
     yield pickling.dump(stored) + b"s" + pickling.dump("storage_data")
-    own = dict.fromkeys(chain.from_iterable(index.own.values()))
-    yield pickling.dump([torch.Size(offset) for offset in own if offset is not None]) + b"0"
+    own = [
+        torch.Size(offset) for one in index.lists[len(lists) :] for offset in one.offsets.tolist()
+    ]
+    yield pickling.dump(own) + b"0"
     # None is put into the memo, too, so that all records have the same parts.
     steps = []
     for one in index.transforms:

@@ -59,7 +59,7 @@ from dcp_placements.storage.save_ids import (
     writer_of,
 )
 from dcp_placements.storage.torch_metadata import Entries, build_entries
-from dcp_placements.storage.written import RowsBuilder, StoredPlace, WriteResults
+from dcp_placements.storage.written import StoredPlace, WriteResults
 
 logger = logging.getLogger(__name__)
 
@@ -171,12 +171,12 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             buckets = [items for items in split_by_chunk(self.thread_count, plan.items) if items]
         names = [f"{plan.storage_data.prefix}{n}{DEFAULT_SUFFIX}" for n in range(len(buckets))]
         files = iter(list(zip(names, buckets, strict=True)))
-        builder = RowsBuilder()
+        records: dict[str, list[tuple[Sequence[WriteItem], int]]] = {}
         failures: list[BaseException] = []
 
         def work() -> None:
             try:
-                self._write_files(files, planner, builder)
+                self._write_files(files, planner, records)
             except BaseException as error:
                 failures.append(error)
 
@@ -190,7 +190,8 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             self._remove(names)
             raise failures[0]
         future: Future[list[WriteResult]] = Future()
-        future.set_result(builder.results(names))  # type: ignore[arg-type]
+        results: Any = WriteResults.of_records([(name, records[name]) for name in names])
+        future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -361,14 +362,14 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         self,
         files: Iterator[tuple[str, Sequence[WriteItem]]],
         planner: SavePlanner,
-        builder: RowsBuilder,
+        records: dict[str, list[tuple[Sequence[WriteItem], int]]],
     ) -> None:
         """Write files until there is none left. Runs in every thread."""
         ahead = {"threads": self.thread_count, "ahead_nbytes": self.per_thread_copy_ahead}
         for name, items in files:
             path = self.fs.concat_path(self.path, name)
             with errors_of(path), self.fs.create_stream(path, "wb") as stream:
-                write_items(name, items, stream, planner, builder, **ahead)
+                records[name] = list(write_items(items, stream, planner, **ahead))
                 self._sync(stream)
 
     def _sync(self, stream: Any) -> None:

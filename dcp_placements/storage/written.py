@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain, islice
 from typing import Any, NamedTuple, overload
 
@@ -33,8 +32,6 @@ from dcp_placements.storage.columns import (
 Offset = tuple[int, ...] | None
 Transforms = tuple[str, ...] | None
 
-_PROTOCOL = pickle.HIGHEST_PROTOCOL
-
 
 class StoredPlace(NamedTuple):
     """Key and offset of a stored chunk, and where it is; the offset of an object is None."""
@@ -49,16 +46,11 @@ class StoredPlace(NamedTuple):
     @staticmethod
     def of(index: MetadataIndex, info: Any) -> StoredPlace:
         """Return the place of a chunk by torch's ``MetadataIndex`` and ``_StorageInfo``."""
+        offset = None if index.offset is None else tuple(index.offset)
         # Checkpoints of older torch versions have no such field.
         steps = getattr(info, "transform_descriptors", None)
-        return StoredPlace(
-            index.fqn,
-            None if index.offset is None else tuple(index.offset),
-            info.relative_path,
-            info.offset,
-            info.length,
-            None if steps is None else tuple(steps),
-        )
+        steps = None if steps is None else tuple(steps)
+        return StoredPlace(index.fqn, offset, info.relative_path, info.offset, info.length, steps)
 
     def info(self) -> StorageInfo:
         """Return it as torch has it in ``Metadata.storage_data``."""
@@ -82,13 +74,13 @@ class Template(NamedTuple):
     table: Ints
 
     @staticmethod
-    @lru_cache(maxsize=64)
     def unpacked(packed: bytes) -> Template:
         """Return a template as it was sent."""
         forms, transforms, columns = pickle.loads(zlib.decompress(packed))
-        dims, form_of, numbers, *rest = unpacked_columns(np.frombuffer(columns, np.int64))
-        table = np.stack(rest)
-        table[4] = to_starts(table[4], table[5])
+        dims, form_of, numbers, *rows, gaps, lengths = unpacked_columns(
+            np.frombuffer(columns, np.int64)
+        )
+        table = np.stack([*rows, to_starts(gaps, lengths), lengths])
         return Template(unpacked_texts(forms, form_of, numbers), dims.tolist(), transforms, table)
 
 
@@ -126,27 +118,45 @@ class WriteResults(Sequence[WriteResult]):
             whole: Keys of which all is in one place.
         """
         latest = {(place.fqn, place.offset): place for place in places}
-        counts = Counter([fqn for fqn, _ in latest])
-        fqns: dict[str, int] = {}
-        slots: dict[Offset, int] = {}
-        paths: dict[str, int] = {}
-        every: dict[Transforms, int] = {}
+        numbers: list[dict[Any, int]] = [{}, {}, {}, {}]
+        fqns, slots, paths, transforms = numbers
         rows, apart = [], []
         for place in latest.values():
             fqn, offset, path, start, length, steps = place
-            file = paths.setdefault(path, len(paths))
-            if fqn in whole and counts[fqn] == 1 and not any(offset or ()):
+            paths.setdefault(path, len(paths))
+            if fqn in whole:
                 apart.append(place)
                 continue
-            row = fqns.setdefault(fqn, len(fqns)), slots.setdefault(offset, len(slots)), file
-            rows.append((*row, every.setdefault(steps, len(every)), start, length))
+            names = zip(numbers, (fqn, offset, path, steps), strict=True)
+            rows.append((*[held.setdefault(one, len(held)) for held, one in names], start, length))
         *table, starts, lengths = np.array(rows, np.int64).reshape(-1, 6).T
         forms, texts = packed_texts(list(fqns))
         dims = [-1 if offset is None else len(offset) for offset in slots]
-        packed = packed_columns([dims, *texts, *table, from_ends(starts, lengths), lengths])
-        template = pickle.dumps((forms, tuple(every), packed.tobytes()), _PROTOCOL)
+        columns = packed_columns([dims, *texts, *table, from_ends(starts, lengths), lengths])
+        template = zlib.compress(pickle.dumps((forms, tuple(transforms), columns.tobytes())), 6)
         offsets = np.array(list(chain.from_iterable(filter(None, slots))), np.int64)
-        return WriteResults(zlib.compress(template, 6), offsets, tuple(paths), apart)
+        return WriteResults(template, offsets, tuple(paths), apart)
+
+    @staticmethod
+    def of_records(
+        records: Iterable[tuple[str, Iterable[tuple[Sequence[WriteItem], int]]]],
+    ) -> WriteResults:
+        """Return what a rank sends of records, which stand one after another in its files.
+
+        Args:
+            records: Of each file its name, and the items and the length of records of one length.
+        """
+        places, whole = [], set()
+        for path, alike in records:
+            start = 0
+            for items, length in alike:
+                for item in items:
+                    if is_whole(item):
+                        whole.add(item.index.fqn)
+                    place = item.index.fqn, item.index.offset, path, start, length
+                    places.append(StoredPlace(*place))
+                    start += length
+        return WriteResults.of(places, whole)
 
     @cached_property
     def places(self) -> list[StoredPlace]:
@@ -160,12 +170,8 @@ class WriteResults(Sequence[WriteResult]):
         return [*found, *self.apart]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fqns, offsets, paths, *numbers, steps = list(zip(*self.apart, strict=True)) or [()] * 6
-        files = {path: number for number, path in enumerate(self.paths)}
-        dims = [-1 if offset is None else len(offset) for offset in offsets]
-        columns = packed_columns([self.offsets, [files[path] for path in paths], *numbers, dims])
-        packed = pickle.dumps((self.paths, fqns, steps, columns.tobytes()), _PROTOCOL)
-        return _arrived, (self.template, zlib.compress(packed, 1))
+        own = self.offsets.tolist(), self.paths, [tuple(place) for place in self.apart]
+        return _arrived, (self.template, zlib.compress(pickle.dumps(own), 1))
 
     def __len__(self) -> int:
         return len(self.places)
@@ -186,14 +192,10 @@ class WriteResults(Sequence[WriteResult]):
 
 
 def _arrived(template: bytes, packed: bytes) -> WriteResults:
-    paths, fqns, steps, columns = pickle.loads(zlib.decompress(packed))
-    offsets, *numbers = unpacked_columns(np.frombuffer(columns, np.int64))
-    rows = zip(fqns, *[column.tolist() for column in numbers], steps, strict=True)
-    apart = [
-        StoredPlace(fqn, origin(ndim), paths[file], start, length, transforms)
-        for fqn, file, start, length, ndim, transforms in rows
-    ]
-    return WriteResults(template, offsets, paths, apart)
+    offsets, paths, apart = pickle.loads(zlib.decompress(packed))
+    return WriteResults(
+        template, np.array(offsets, np.int64), paths, [StoredPlace(*one) for one in apart]
+    )
 
 
 def _result(place: StoredPlace) -> WriteResult:
@@ -213,40 +215,9 @@ def to_starts(from_ends: Ints, lengths: Ints) -> Ints:
     return starts
 
 
-def origin(ndim: int) -> Offset:
-    """Return where a whole tensor begins, by its dims; -1 of an object."""
-    return None if ndim < 0 else (0,) * ndim
-
-
 def is_whole(item: WriteItem) -> bool:
     """Whether an item alone writes all of a key: no other rank writes a copy."""
     data = item.tensor_data
     if getattr(item, "copied", False):
         return False
     return data is None or data.chunk.sizes == data.size
-
-
-class RowsBuilder:
-    """Takes what is written, file by file; a file by one thread."""
-
-    def __init__(self) -> None:
-        self._records: dict[str, list[tuple[Sequence[WriteItem], int]]] = {}
-
-    def append(self, items: Sequence[WriteItem], *, path: str, length: int) -> None:
-        """Add records of one length behind those that their file has so far."""
-        self._records.setdefault(path, []).append((items, length))
-
-    def results(self, paths: Iterable[str]) -> WriteResults:
-        """Return all places, in the order of these files."""
-        places, whole = [], set()
-        for path in paths:
-            start = 0
-            for items, length in self._records.get(path, ()):
-                for item in items:
-                    if is_whole(item):
-                        whole.add(item.index.fqn)
-                    places.append(
-                        StoredPlace(item.index.fqn, item.index.offset, path, start, length)
-                    )
-                    start += length
-        return WriteResults.of(places, whole)

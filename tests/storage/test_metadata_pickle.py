@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from dcp_placements import PlacementFileSystemReader, PlacementFileSystemWriter
 from dcp_placements.offline import CannotLook, Checkpoint
-from dcp_placements.storage.index_file import MAGIC
 from dcp_placements.storage.metadata_file import read_metadata
 from dcp_placements.storage.metadata_pickle import load_safely
 from dcp_placements.storage.safe_pickle import RefusedGlobal
@@ -284,7 +283,7 @@ def test_more_chunks_than_places_are_refused(tmp_path: Path) -> None:
         pickle.dumps(Metadata({}, storage_data={MetadataIndex("a"): "somewhere"})),
         b"\x80\x02" + b"(" * 1000,
         b"\x80\x02]" + b"]a" * 5000 + b".",
-        MAGIC * 20,
+        b"dcp_placements/6" * 20,
     ],
     ids=range(10),
 )
