@@ -27,13 +27,11 @@ from hazard_scenes import (
 )
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from dcp_placements import (
     CheckpointPlacement,
     FusedShard,
     LoadReport,
-    MeshCoordinate,
     PlacementError,
     PlacementLoadPlanner,
     PlacementRules,
@@ -88,21 +86,6 @@ def plain_w(rank: int) -> dict[str, Any]:
 # M46: the rule of a fused tensor forgotten, or another one.
 
 
-def test_m46_a_fused_load_with_the_rule_forgotten_is_refused(tmp_path: Path) -> None:
-    save_fused(tmp_path, arange(8, 3))
-    with refused() as refusal:
-        load(WORLD, tmp_path, plain_template)
-    refusal.says(
-        "ranks 0-1 cannot be loaded from this checkpoint (1 fault)",
-        f"{GATE_UP}: this load cuts it by 'tp' in another way than the save did",
-        "saved:       FusedShard(0, 2) over 'tp' of size 2",
-        "this load:   Shard(0) over 'tp' of size 2",
-        "by rule:     no rule, its own DTensor",
-        'way out:     {"tp": FusedShard(0, 2)} in the rules of this load',
-        "waive={pattern: reason}",
-    )
-
-
 def test_a_wrong_dim_at_the_save_is_named_by_the_load(tmp_path: Path) -> None:
     """Both shapes are possible, so that the save could not see it."""
     save(WORLD, tmp_path, lambda rank: {"w": torch.ones(4, 6)}, tp_rules(WORLD, "w", Shard(1)))
@@ -134,50 +117,6 @@ def test_padding_is_the_likely_cause_of_a_few_rows_more(tmp_path: Path) -> None:
     load(WORLD, tmp_path, lambda rank: state, lambda rank: rules(rank, **shapes))
 
 
-OTHERWISE: dict[str, tuple[World, Any, Any]] = {
-    "more parts": (WORLD, FusedShard(0, 2), FusedShard(0, 4)),
-    "parts of other sizes": (WORLD, FusedShard(0, 2), FusedShard(0, (6, 2))),
-    "parts where there were none": (WORLD, Shard(0), FusedShard(0, 2)),
-    "no parts, which one rank saved": (ONE, FusedShard(0, 2), Shard(0)),
-}
-
-
-@pytest.mark.parametrize(("world", "saved", "loaded"), OTHERWISE.values(), ids=OTHERWISE)
-def test_m46_other_parts_are_refused(tmp_path: Path, world: World, saved: Any, loaded: Any) -> None:
-    rows = 8 // world.size
-    save(world, tmp_path, lambda rank: {"w": arange(rows, 3)}, tp_rules(world, "w", saved))
-    with refused() as refusal:
-        load(WORLD, tmp_path, lambda rank: {"w": arange(4, 3)}, tp_rules(WORLD, "w", loaded))
-    texts = [f"FusedShard(0, {p.parts})" if p != Shard(0) else "Shard(0)" for p in (saved, loaded)]
-    refusal.says(
-        f"saved:       {texts[0]} over 'tp' of size {world.size}",
-        f"this load:   {texts[1]} over 'tp' of size 2",
-        "by rule:     'w'",
-    )
-
-
-def test_m46_another_order_of_two_axes_is_refused(tmp_path: Path) -> None:
-    whole = arange(8, 3)
-
-    def placement(rank: int, *order: str) -> dict[str, Any]:
-        mesh = MeshCoordinate(
-            order, (2, 2), FOUR.mesh(rank, **dict.fromkeys(order, 2)).get_coordinate()
-        )
-        at = mesh.get_coordinate()
-        local = whole.chunk(2)[at[0]].chunk(2)[at[1]].clone()
-        return {"w": FakeDTensor(local, mesh, [Shard(0), Shard(0)], (8, 3))}
-
-    save(FOUR, tmp_path, lambda rank: placement(rank, "tp", "fsdp"))
-    with refused() as refusal:
-        load(FOUR, tmp_path, lambda rank: placement(rank, "fsdp", "tp"), waive={"x": "no such key"})
-    refusal.says(
-        "w: this load cuts it by 'fsdp' and 'tp' in another way",
-        "saved:       Shard(0) over 'tp' of size 2, then Shard(0) over 'fsdp' of size 2",
-        "this load:   Shard(0) over 'fsdp' of size 2, then Shard(0) over 'tp' of size 2",
-        "way out:     cut by 'tp' before 'fsdp'",
-    )
-
-
 def test_a_waiver_with_its_reason_lets_another_cut_pass(tmp_path: Path) -> None:
     whole = arange(8, 3)
     save_fused(tmp_path, whole)
@@ -190,110 +129,6 @@ def test_a_waiver_with_its_reason_lets_another_cut_pass(tmp_path: Path) -> None:
     assert reason in str(reports[0])
     with pytest.raises(PlacementError, match="needs a reason"):
         PlacementLoadPlanner(waive={"w": ""})
-
-
-# What may differ.
-
-
-def test_a_load_declared_as_saved_is_quiet_and_says_so(tmp_path: Path) -> None:
-    whole = arange(8, 3)
-    save_fused(tmp_path, whole)
-    for parts in (2, (4, 4)):
-        with without_warning():
-            loaded, reports = load(
-                WORLD, tmp_path, plain_template, tp_rules(WORLD, GATE_UP, FusedShard(0, parts))
-            )
-        for rank in range(2):
-            assert same_bits(loaded[rank][GATE_UP].to_local(), fused_part(whole, 2, 2, rank))
-        assert reports[0].compared == "declared as saved: 1 key"
-
-
-def test_a_fused_checkpoint_loads_by_fsdp_by_another_axis_and_whole(tmp_path: Path) -> None:
-    whole = arange(8, 3)
-    save_fused(tmp_path, whole)
-
-    def over(name: str) -> Callable[[int], dict[str, Any]]:
-        def state(rank: int) -> dict[str, Any]:
-            mesh = WORLD.mesh(rank, **{name: 2})
-            return {GATE_UP: FakeDTensor.distribute(torch.zeros(8, 3), mesh, [Shard(0)])}
-
-        return state
-
-    with without_warning():
-        for name in ("fsdp", "dp_shard"):
-            loaded, _ = load(WORLD, tmp_path, over(name))
-            for rank in range(2):
-                assert same_bits(loaded[rank][GATE_UP].to_local(), whole.chunk(2)[rank])
-        loaded, _ = load(ONE, tmp_path, lambda rank: {GATE_UP: torch.zeros(8, 3)})
-        assert same_bits(loaded[0][GATE_UP], whole)
-        # An axis of size 1 that cuts plainly holds all of it.
-        loaded, _ = load(
-            ONE, tmp_path, lambda rank: {GATE_UP: tp_dtensor(ONE, torch.zeros(8, 3), rank, 8)}
-        )
-        assert same_bits(loaded[0][GATE_UP].to_local(), whole)
-        # By columns the rows stay together.
-        save_fused(tmp_path / "b", arange(8, 4), "w")
-        columns = tp_rules(WORLD, "w", Shard(1))
-        loaded, _ = load(WORLD, tmp_path / "b", lambda rank: {"w": torch.zeros(8, 2)}, columns)
-        assert same_bits(loaded[1]["w"], arange(8, 4)[:, 2:])
-
-
-def torchtitan(world: World, whole: torch.Tensor, efsdp: int, ep: int, rank: int) -> FakeDTensor:
-    """Return experts cut by ``ep`` and then by FSDP, as DTensors over both axes say it."""
-    mesh = world.mesh(rank, efsdp=efsdp, ep=ep)
-    i, j = mesh.get_coordinate()
-    local = whole.chunk(ep)[j].chunk(efsdp)[i].clone()
-    placements = [_StridedShard(0, split_factor=ep), Shard(0)]
-    return FakeDTensor(local, mesh, placements, whole.shape)
-
-
-@pytest.mark.parametrize("saved", [(1, 4), (2, 2), (4, 1)])
-@pytest.mark.parametrize("loaded", [(1, 4), (2, 2), (4, 1)])
-def test_strided_shards_of_other_ep_sizes_are_one_declaration(
-    tmp_path: Path, saved: tuple[int, int], loaded: tuple[int, int]
-) -> None:
-    whole = arange(8, 3)
-    save(FOUR, tmp_path, lambda rank: {"w": torchtitan(FOUR, whole, *saved, rank)})
-    with without_warning():
-        found, reports = load(
-            FOUR, tmp_path, lambda rank: blank({"w": torchtitan(FOUR, whole, *loaded, rank)})
-        )
-    for rank in range(4):
-        assert_same(found[rank], {"w": torchtitan(FOUR, whole, *loaded, rank)})
-    assert "declared as saved" in reports[0].compared
-
-
-def test_parts_of_a_padded_dim_are_the_same_parts(tmp_path: Path) -> None:
-    """Q, K and V of ten rows, the last padded to what the ranks divide."""
-    whole = arange(10, 3)
-
-    def rules(parts: Any, padded: int) -> Callable[[int], PlacementRules]:
-        def on(rank: int) -> PlacementRules:
-            mesh = WORLD.mesh(rank, tp=2)
-            return PlacementRules(
-                {
-                    "w": CheckpointPlacement(
-                        mesh,
-                        {"tp": FusedShard(0, parts)},
-                        global_shape=(10, 3),
-                        padded_shape=(padded, 3),
-                    )
-                }
-            )
-
-        return on
-
-    def part(rank: int, padded: int) -> torch.Tensor:
-        full = torch.cat([whole, torch.zeros(padded - 10, 3)])
-        return torch.cat([p.chunk(2)[rank] for p in full.split([4, 4, padded - 8])])
-
-    save(WORLD, tmp_path, lambda rank: {"w": part(rank, 12)}, rules((4, 4, 4), 12))
-    with without_warning():
-        found, _ = load(
-            WORLD, tmp_path, lambda rank: {"w": torch.zeros(7, 3)}, rules((4, 4, 6), 14)
-        )
-    for rank in range(2):
-        assert same_bits(found[rank]["w"], part(rank, 14))
 
 
 def test_checkpoints_without_a_record_are_quiet(tmp_path: Path) -> None:
