@@ -133,57 +133,6 @@ def test_m13_widening_is_listed_and_not_warned_of(tmp_path: Path) -> None:
     assert same_bits(loaded[0]["w"], whole.float())
 
 
-# M14: another size in the template than in the checkpoint.
-
-
-def test_m14_a_checkpoint_saved_without_its_ep_axis_is_named_as_that(tmp_path: Path) -> None:
-    save(WORLD, tmp_path, lambda rank: {"w": arange(2, 3), "norm": arange(3)})
-    with refused() as refusal:
-        load(WORLD, tmp_path, lambda rank: {"w": torch.zeros(2, 3), "norm": torch.zeros(3)}, rows)
-    refusal.says(
-        "ranks 0-3 cannot be loaded from this checkpoint (1 fault)",
-        "w: the checkpoint holds a (2, 3) tensor, but (8, 3) is needed",
-        "on dim 0",
-        "4 times",
-        "saved without its placement",
-        "axis of size 4",
-        "by rule:     'w'",
-        "way out:",
-    )
-
-
-def test_m14_a_part_that_other_planners_kept_is_not_called_padding_alone(tmp_path: Path) -> None:
-    stock: Any = lambda rank: dcp.DefaultSavePlanner()  # noqa: E731
-    WORLD.save(tmp_path, lambda rank: {"w": arange(5, 3), "norm": arange(3)}, stock)
-    with refused() as refusal:
-        load(WORLD, tmp_path, lambda rank: {"w": torch.zeros(2, 3), "norm": torch.zeros(3)}, rows)
-    refusal.says("(5, 3) tensor, but (8, 3)", "saved:       by other planners", "doctor")
-
-
-def test_m14_a_load_without_the_rule_of_the_save_is_named_as_that(tmp_path: Path) -> None:
-    save_rows(tmp_path, arange(8, 3))
-    with refused() as refusal:
-        load(WORLD, tmp_path, lambda rank: {"w": torch.zeros(2, 3), "norm": torch.zeros(3)})
-    refusal.says(
-        "w: the checkpoint holds a (8, 3) tensor, but (2, 3) is needed",
-        "on dim 0",
-        "4 times",
-        "lack a rule",
-        "axis of size 4",
-    )
-
-
-@pytest.mark.parametrize("shape", [(7, 3), (8, 4, 2), (16, 6)])
-def test_m14_other_sizes_are_refused_without_a_guess(
-    tmp_path: Path, shape: tuple[int, ...]
-) -> None:
-    save(ONE, tmp_path, lambda rank: {"w": arange(8, 3)})
-    with refused() as refusal:
-        load(ONE, tmp_path, lambda rank: {"w": torch.zeros(shape)})
-    refusal.says("w: the checkpoint holds a (8, 3) tensor", f"{shape} is needed", "way out:")
-    assert "axis of size" not in refusal.text
-
-
 # M15: a partial load in which no key matches.
 
 
