@@ -20,24 +20,18 @@ from hazard_scenes import (
     assert_holds,
     assert_same,
     blank,
-    edit_metadata,
     load,
-    read_whole,
     refused_save,
     save,
     without_warning,
 )
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements import (
     CheckpointPlacement,
     PlacementRules,
     Placements,
-    Renumber,
-    contiguous,
 )
-from dcp_placements.storage.provenance import RESERVED_KEY
 from dcp_placements.testing import FakeDTensor, FakeMesh, World
 
 WORLD = World(4)
@@ -311,67 +305,6 @@ def test_no_scene_without_rules_is_left_out_unseen(tmp_path: Path) -> None:
         with refused_save(tmp_path / str(number)) as refusal:
             save(WORLD, tmp_path / str(number), scene.state)
         refusal.says("different contents")
-
-
-# What a load may meet beside a checkpoint of its own layout.
-
-
-def passes_load(path: Path, world: World, state: Build, rules: Any = None, **options: Any) -> None:
-    """Assert that a load fills what each rank should hold, and says nothing."""
-    with without_warning():
-        loaded, reports = load(world, path, lambda rank: blank(state(rank)), rules, **options)
-    for rank in range(world.size):
-        assert_same(loaded[rank], state(rank))
-        assert reports[rank].warnings == ()
-        assert reports[rank].missing == ()
-
-
-def without_record(path: Path) -> None:
-    """Leave what the first version wrote: nothing about how it was saved."""
-
-    def strip(metadata: Metadata) -> None:
-        assert RESERVED_KEY in metadata.planner_data
-        metadata.planner_data = {
-            key: entry for key, entry in metadata.planner_data.items() if key != RESERVED_KEY
-        }
-
-    edit_metadata(path, strip)
-
-
-@pytest.mark.parametrize("scene", SCENES, ids=str)
-def test_a_checkpoint_without_a_record_loads(tmp_path: Path, scene: Scene) -> None:
-    with without_warning():
-        save(WORLD, tmp_path, scene.state, scene.rules)
-    without_record(tmp_path)
-    passes_load(tmp_path, WORLD, scene.state, scene.rules)
-
-
-# Experts by name.
-
-
-def test_experts_that_are_equal_at_initialisation_pass_by_name(tmp_path: Path) -> None:
-    """Eight experts from four ranks that each count two from 0."""
-
-    def on(rank: int) -> Placements:
-        ids = contiguous([2] * 4, at=rank)
-        return Placements(None, rename=Renumber("experts.{}", ids, total=8))
-
-    def state(rank: int) -> dict[str, Any]:
-        weights = {f"experts.{i}.w1": torch.ones(2, 3) for i in range(2)}
-        zeros = {key: {"exp_avg": torch.zeros(2, 3)} for key in weights}
-        return {**weights, "norm": arange(3), "optim": adam(**zeros)}
-
-    with without_warning():
-        WORLD.save(tmp_path, state, lambda rank: on(rank).save_planner())
-        loaded = WORLD.load(
-            tmp_path, lambda rank: blank(state(rank)), lambda rank: on(rank).load_planner()
-        )
-    for rank in range(4):
-        assert_same(loaded[rank], state(rank))
-    found = read_whole(tmp_path)
-    for i in range(8):
-        assert torch.equal(found[f"experts.{i}.w1"], torch.ones(2, 3))
-        assert torch.equal(found[f"optim.state.experts.{i}.w1.exp_avg"], torch.zeros(2, 3))
 
 
 # Objects that are equal on all ranks, however they came about.

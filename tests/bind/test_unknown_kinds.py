@@ -21,13 +21,11 @@ from dcp_placements import (
     TransferWorld,
     transfer_plan,
 )
-from dcp_placements.bind import one_tensor
 from dcp_placements.errors import CannotPlace
 from dcp_placements.layout.sharding import Cut, Sharding
 from dcp_placements.load.compare import canonical
 from dcp_placements.offline import rehearse, reshard
 from dcp_placements.testing import FakeDTensor, World
-from dcp_placements.transfer import cutting
 
 WORLD = World(2)
 MESH = MeshCoordinate(("ep",), (2,), (0,))
@@ -121,20 +119,4 @@ def test_m97_worlds_of_an_unknown_placement_are_refused(tmp_path: Path, kind: st
     save(WORLD, tmp_path / "saved", lambda rank: {"w": arange(8, 3)})
     with pytest.raises(PlacementError, match="BlockCyclicShard: which rows its ranks hold"):
         WORLDS[kind](tmp_path, BlockCyclicShard(0))
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
-
-
-@pytest.mark.parametrize("kind", WORLDS)
-def test_m97_worlds_of_an_unknown_kind_of_cut_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    save(WORLD, tmp_path / "saved", lambda rank: {"w": arange(8, 3)})
-    for module in (one_tensor, cutting):
-        monkeypatch.setattr(module, "cut_of", lambda entry, ndim, *axis: Cut(0, *axis, NEW))
-    message = "w: a cut of kind cyclic is not supported here"
-    if kind == "rehearse":
-        assert message in str(WORLDS[kind](tmp_path, SHARD).faults[0])
-        return
-    with pytest.raises(PlacementError, match=message):
-        WORLDS[kind](tmp_path, SHARD)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]

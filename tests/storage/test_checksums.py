@@ -83,7 +83,7 @@ def load(path: Path, state: dict[str, Any], planner: Any, **options: Any) -> dic
 @by_planner
 @by_writer
 @pytest.mark.parametrize("threads", [1, 3])
-def test_flipped_elements_are_refused_with_key_file_and_byte(
+def test_m20_flipped_elements_are_refused_with_key_file_and_byte(
     tmp_path: Path, writer: str, planner: str, threads: int
 ) -> None:
     dcp.save(dict(STATE), storage_writer=WRITERS[writer](tmp_path), planner=DefaultSavePlanner())

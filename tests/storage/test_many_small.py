@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -107,18 +106,6 @@ def test_they_fill_what_torch_fills(blank_one: Any, threads: int, tmp_path: Path
     for key, value in saved.items():
         assert torch.equal(wanted[key], value.to(wanted[key].dtype))
         assert same(loaded[key], wanted[key]), key
-
-
-def test_records_without_bytes_are_damage(tmp_path: Path) -> None:
-    saved = {f"w{at:02}": torch.full((2, 3), float(at)) for at in range(20)}
-    dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path))
-    metadata = stock_metadata(tmp_path)
-    for info in metadata.storage_data.values():
-        info.offset = info.length = 0
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    reader = PlacementFileSystemReader(tmp_path, restricted=True)
-    with pytest.raises(CheckpointException, match="w00: what __0_0"):
-        dcp.load(blank(saved), storage_reader=reader, planner=PlacementLoadPlanner())
 
 
 @pytest.mark.parametrize("damage", [b"x" * 100, None])

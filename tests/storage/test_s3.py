@@ -20,46 +20,12 @@ from dcp_placements import (
     PlacementFileSystemWriter,
     PlacementSavePlanner,
 )
-from dcp_placements.offline import diff
 from dcp_placements.offline.directory import Directory
 from tests.offline_scenes import Run, wholes
-from tests.remote_scenes import FsspecReader, names, s3, s3_server, save
-from tests.storage_scenes import load, same
+from tests.remote_scenes import names, s3, s3_server
+from tests.storage_scenes import load
 
 __all__ = ["s3", "s3_server"]
-
-
-def test_an_export_to_a_bucket_and_back(s3: str, run: Run) -> None:
-    save(f"{s3}/dcp", wholes())
-    out = f"{s3}/hf"
-    ran = run("export", f"{s3}/dcp", out, "--to", "hf", "--max-shard-size", "500")
-    assert ran.code == 0, ran.err
-    assert "model.safetensors.index.json" in names(out)
-    assert run("import", out, f"{s3}/again").code == 0
-    assert diff(f"{s3}/again", out).same
-
-
-def test_an_upload_that_is_cut_off_leaves_the_older_checkpoint(s3: str) -> None:
-    save(s3, wholes())
-    before = names(s3)
-
-    class Stopped(PlacementSavePlanner):
-        def resolve_data(self, write_item: Any) -> Any:
-            if write_item.index.fqn == "layers.1.attention":
-                raise RuntimeError("cut off")
-            return super().resolve_data(write_item)
-
-    with pytest.raises(dcp.CheckpointException, match="cut off"):
-        dcp.save(
-            {**wholes(), "step": 6},
-            storage_writer=PlacementFileSystemWriter(s3),
-            planner=Stopped(),
-            no_dist=True,
-        )
-    assert names(s3) == before, "a part of a file was uploaded"
-    read = {key: torch.zeros_like(value) for key, value in wholes().items()}
-    load(Path("none"), read, FsspecReader(s3))
-    assert all(same(read[key], value) for key, value in wholes().items())
 
 
 def test_what_is_missing_is_one_line(

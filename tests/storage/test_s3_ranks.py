@@ -15,7 +15,7 @@ import torch
 
 from dcp_placements import PlacementFileSystemReader
 from tests.offline_scenes import Run
-from tests.remote_scenes import bucket, names, s3, s3_server
+from tests.remote_scenes import bucket, s3, s3_server
 from tests.storage_scenes import load, same
 from tests.torchrun import forked, tail
 
@@ -79,12 +79,6 @@ def test_what_four_ranks_save_any_mesh_loads(outcomes: Ranks, url: str, run: Run
     assert_whole(f"{url}/resharded", 5)
     ran = run("verify", f"{url}/resharded", "--contents", "--json")
     assert (ran.code, ran.json["faults"]) == (0, []), ran.err
-
-
-def test_a_step_over_an_older_one_leaves_only_its_own_files(outcomes: Ranks, url: str) -> None:
-    data = names(f"{url}/resharded")[1:]
-    assert len(data) == 8
-    assert len({name.split("_")[3] for name in data}) == 1
 
 
 def test_a_rank_that_is_killed_while_it_uploads_leaves_the_older_step(

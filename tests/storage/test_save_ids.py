@@ -125,7 +125,7 @@ def loaded(path: Path, world: World, reader: Any, **options: Any) -> str | None:
 @pytest.mark.parametrize("ranks", [2, 1, 3])
 @by_reader
 @by_writer
-def test_m45_a_save_that_was_cut_off_leaves_the_old_checkpoint_or_is_refused(
+def test_m19_m45_a_save_that_was_cut_off_leaves_the_old_checkpoint_or_is_refused(
     tmp_path: Path, writer: str, reader: str, ranks: int, when: str
 ) -> None:
     cut_off(tmp_path, WRITERS[writer], when)
@@ -322,7 +322,7 @@ def test_ids_go_through_the_transforms_of_files(tmp_path: Path, ours: bool) -> N
 
 
 @by_reader
-def test_a_missing_file_is_named(tmp_path: Path, reader: str) -> None:
+def test_m21_a_missing_file_is_named(tmp_path: Path, reader: str) -> None:
     save(tmp_path, OLD, lambda rank: PlacementFileSystemWriter(tmp_path))
     (file,) = tmp_path.glob("__1_*.distcp")
     file.unlink()

@@ -288,7 +288,7 @@ def failure(path: Path, into: dict[str, Any], planner: Any = None) -> str:
     return str(error)
 
 
-def test_records_beyond_the_end_of_a_file_are_one_fault(tmp_path: Path) -> None:
+def test_m21_records_beyond_the_end_of_a_file_are_one_fault(tmp_path: Path) -> None:
     saved = {name: torch.randn(500, 500) for name in ("a", "b", "c")}
     dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path))
     os.truncate(tmp_path / "__0_0.distcp", 1_100_000)
