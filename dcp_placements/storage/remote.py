@@ -139,30 +139,11 @@ def _download(fs: Any, url: str, nbytes: int | None = None, **span: int) -> byte
     except Exception as error:
         # The service has answered before, so it is not the credentials: a checksum that differs.
         raise OSError(f"{type(error).__name__}: {_reason(error)}") from error
-    if nbytes is not None and len(data) != nbytes:
+    if nbytes not in (None, len(data)):
         # What is longer or shorter may be of something else.
         place = " for the range {start}-{end}".format(**span) if span else f" of {nbytes}"
         raise OSError(f"the service returned {len(data)} bytes{place}")
     return data
-
-
-def range_reader(fs: Any, url: str, nbytes: int) -> io.BufferedReader:
-    """Return a remote file that is read by ranges, one request each.
-
-    fsspec's own files read ahead by up to 50 MB, whatever is asked for, and give up at the first
-    error that their library does not retry.
-
-    Args:
-        fs: Of fsspec.
-        url: The file.
-        nbytes: Its length.
-    """
-
-    def read_into(view: memoryview, start: int) -> None:
-        end = start + view.nbytes
-        view[:] = request(url, lambda: _download(fs, url, end - start, start=start, end=end))
-
-    return io.BufferedReader(RawPart(nbytes, read_into, REQUEST_NBYTES), BUFFER_NBYTES)
 
 
 class _Upload(io.RawIOBase):
@@ -207,20 +188,29 @@ class RemoteFileSystem:
         self.is_object_store = False
         self._options = dict(options or {})
         self._url = ""
-        self._fs: Any = None
-        self._process = 0
+        self._connected: tuple[int, Any] = (0, None)
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process connects by itself.
-        return {**vars(self), "_fs": None, "_process": 0}
+        return {**vars(self), "_connected": (0, None)}
 
     @property
     def fs(self) -> Any:
         """The file system of fsspec, connected in this process: none survives a fork."""
-        if self._process != os.getpid():
-            self._fs = self._connected()
-            self._process = os.getpid()
-        return self._fs
+        if self._connected[0] != os.getpid():
+            try:
+                from fsspec.core import url_to_fs
+
+                self._connected = os.getpid(), url_to_fs(self._url, **self._options)[0]
+            except Exception as error:
+                # Of the protocol's library by its options, beside what fsspec raises.
+                reason = str(error)
+                if isinstance(error, ModuleNotFoundError) and error.name == "fsspec":
+                    reason = "a URL needs fsspec\n    way out:     pip install fsspec"
+                elif not isinstance(error, ImportError | ValueError):
+                    reason = f"{type(error).__name__}: {error}"
+                raise CannotLook(f"{format_name(self._url)}: {reason}") from error
+        return self._connected[1]
 
     def init_path(self, path: str | os.PathLike[str]) -> str:
         """Connect to the file system of a URL; return the URL without a slash at its end.
@@ -231,24 +221,10 @@ class RemoteFileSystem:
         """
         head, scheme, rest = os.fspath(path).partition("://")
         self._url = f"{head}{scheme}{rest.rstrip('/') or '/'}"
-        self._fs = self._connected()
-        self._process = os.getpid()
+        self._connected = 0, None
+        _ = self.fs  # which refuses a URL now
         self.is_object_store = head in OBJECT_STORES
         return self._url
-
-    def _connected(self) -> Any:
-        try:
-            from fsspec.core import url_to_fs
-
-            return url_to_fs(self._url, **self._options)[0]
-        except Exception as error:
-            # Of the protocol's library by its options, beside what fsspec raises.
-            reason = str(error)
-            if isinstance(error, ModuleNotFoundError) and error.name == "fsspec":
-                reason = "a URL needs fsspec\n    way out:     pip install fsspec"
-            elif not isinstance(error, ImportError | ValueError):
-                reason = f"{type(error).__name__}: {error}"
-            raise CannotLook(f"{format_name(self._url)}: {reason}") from error
 
     def _ask(self, method: str, path: str | os.PathLike[str], **options: Any) -> Any:
         """Ask the service, not fsspec's memory of it."""
@@ -268,30 +244,29 @@ class RemoteFileSystem:
             with self.open(url) as stream:
                 yield stream
             return
+        from fsspec.spec import AbstractBufferedFile
+
         stream = request(url, lambda: self.fs.open(url, mode))
         try:
             yield _Upload(stream, url)
             # Not repeated: a second close does nothing, and the file would be missing.
             request(url, stream.close, tries=1)
         except BaseException:
-            self._abandon(stream, url)
+            with suppress(Exception):
+                if isinstance(stream, AbstractBufferedFile):
+                    # close() would complete the upload of a part of the file.
+                    stream.closed = True
+                    stream.discard()
+                else:
+                    stream.close()
+                    self.fs.rm_file(url)
             raise
 
-    def _abandon(self, stream: Any, url: str) -> None:
-        """Give up a file that is being written."""
-        from fsspec.spec import AbstractBufferedFile
-
-        with suppress(Exception):
-            if isinstance(stream, AbstractBufferedFile):
-                # close() would complete the upload of a part of the file.
-                stream.closed = True
-                stream.discard()
-            else:
-                stream.close()
-                self.fs.rm_file(url)
-
     def open(self, url: str) -> io.BufferedReader:
-        """Return a file, open for reading by position.
+        """Return a file, open for reading by ranges, one request each.
+
+        fsspec's own files read ahead by up to 50 MB, whatever is asked for, and give up at the
+        first error that their library does not retry.
 
         Raises:
             OSError: There is none, or it cannot be reached.
@@ -299,7 +274,13 @@ class RemoteFileSystem:
         nbytes = _entry(self._ask("info", url)).nbytes
         if nbytes is None:
             raise IsADirectoryError(errno.EISDIR, "this is a directory", url)
-        return range_reader(self.fs, url, nbytes)
+        fs = self.fs
+
+        def read_into(view: memoryview, start: int) -> None:
+            end = start + view.nbytes
+            view[:] = request(url, lambda: _download(fs, url, end - start, start=start, end=end))
+
+        return io.BufferedReader(RawPart(nbytes, read_into, REQUEST_NBYTES), BUFFER_NBYTES)
 
     def opener(self, url: str) -> Callable[[], IO[bytes]]:
         """Return a function that opens a file, any number of times.
