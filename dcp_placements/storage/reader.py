@@ -170,11 +170,18 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
                 if not files:
                     raise no_checkpoint(self.path)
                 parts = [(number, self._read_metadata(file)) for number, file in files]
-                return self._identified(merge_rank_metadata(parts, absent=absent))
-            return self._identified(self._read_metadata(path))
+                metadata = merge_rank_metadata(parts, absent=absent)
+            else:
+                metadata = self._read_metadata(path)
         except Exception as error:
             self._refusal = None if rank is not None else error
             raise
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        # Anything else is refused when the load begins.
+        if isinstance(metadata.storage_meta, StorageMeta):
+            metadata.storage_meta.load_id = self.load_id
+        return metadata
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -248,8 +255,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         files |= {file: [] for file in ids if file not in files}
         most = threads // max(len(files), 1)
         jobs = [(file, part) for file in sorted(files) for part in _parts(files[file], most)]
-        waiting, failed, lock = iter(jobs), threading.Event(), threading.Lock()
-        grad = torch.is_grad_enabled()
+        waiting, lock, grad = iter(jobs), threading.Lock(), torch.is_grad_enabled()
 
         def read() -> None:
             # With buffers of its own.
@@ -265,12 +271,10 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
             readers.append(work)
             with torch.set_grad_enabled(grad):  # the setting of a thread, not of the process
                 for name, part in waiting:
-                    if failed.is_set():
-                        return
                     try:
                         self._read_file(work, name, part, ids.get(name))
                     except BaseException:
-                        failed.set()
+                        jobs.clear()  # the other threads end, too
                         raise
 
         if min(threads, len(jobs)) <= 1:
@@ -353,14 +357,6 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
                 f"    found:       {format_error(error)}\n"
                 "    likely:      the file was damaged or cut short, or is not from where it seems"
             ) from error
-
-    def _identified(self, metadata: Metadata) -> Metadata:
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
-        # Anything else is refused when the load begins.
-        if isinstance(metadata.storage_meta, StorageMeta):
-            metadata.storage_meta.load_id = self.load_id
-        return metadata
 
 
 PART_NBYTES = 1 << 20

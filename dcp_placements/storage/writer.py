@@ -14,7 +14,8 @@ import stat
 import threading
 import uuid
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
@@ -38,7 +39,7 @@ from dcp_placements._torch import (
 )
 from dcp_placements.errors import PlacementError
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.storage.index import RowIndex, build_index, index_of_places
+from dcp_placements.storage.index import build_index, index_of_places
 from dcp_placements.storage.metadata_file import (
     SentMetadata,
     read_file_names,
@@ -58,7 +59,7 @@ from dcp_placements.storage.save_ids import (
     unfinished_name,
     writer_of,
 )
-from dcp_placements.storage.torch_metadata import Entries, build_entries
+from dcp_placements.storage.torch_metadata import build_entries
 from dcp_placements.storage.written import StoredPlace, WriteResults
 
 logger = logging.getLogger(__name__)
@@ -170,27 +171,26 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         else:
             buckets = [items for items in split_by_chunk(self.thread_count, plan.items) if items]
         names = [f"{plan.storage_data.prefix}{n}{DEFAULT_SUFFIX}" for n in range(len(buckets))]
-        files = iter(list(zip(names, buckets, strict=True)))
-        records: dict[str, list[tuple[Sequence[WriteItem], int]]] = {}
-        failures: list[BaseException] = []
 
-        def work() -> None:
-            try:
-                self._write_files(files, planner, records)
-            except BaseException as error:
-                failures.append(error)
+        def write(name: str, items: Sequence[WriteItem]) -> tuple[str, Any]:
+            path, threads = self.fs.concat_path(self.path, name), self.thread_count
+            ahead = self.per_thread_copy_ahead
+            with errors_of(path), self.fs.create_stream(path, "wb") as stream:
+                written = write_items(items, stream, planner, threads=threads, ahead_nbytes=ahead)
+                records = list(written)
+                self._sync(stream)
+            return name, records
 
-        threads = [threading.Thread(target=work) for _ in range(1, self.thread_count)]
-        for thread in threads:
-            thread.start()
-        work()
-        for thread in threads:
-            thread.join()
-        if failures:
+        try:
+            if self.thread_count == 1:
+                results: Any = WriteResults.of_records(map(write, names, buckets))
+            else:
+                with ThreadPoolExecutor(self.thread_count) as pool:
+                    results = WriteResults.of_records(pool.map(write, names, buckets))
+        except BaseException:
             self._remove(names)
-            raise failures[0]
+            raise
         future: Future[list[WriteResult]] = Future()
-        results: Any = WriteResults.of_records([(name, records[name]) for name in names])
         future.set_result(results)
         return future
 
@@ -261,26 +261,28 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         unchanged = {name for name, state in self._before.items() if now.get(name) == state}
         self._remove(unchanged - {self._metadata_name})
 
-    def _names_without_id(self) -> Iterator[str]:
-        """Yield the files of an older checkpoint of torch's writer.
+    def _names_without_id(self) -> set[str]:
+        """Return the files of an older checkpoint of torch's writer.
 
         It may be writing files of these names again. Those of the older checkpoint are not newer
         than its metadata, which were there when this save began.
         """
-
-        def has_no_id(name: str) -> bool:
-            is_own = self.use_collectives or writer_of(name) == self.rank
-            return is_own and is_data_file(name) and id_in_name(name) is None
-
-        before = self._before.get(self._metadata_name)
-        if before is None:
-            return
+        if self._metadata_name not in self._before:
+            return set()
         if isinstance(self.fs, RemoteFileSystem):
             entries = self.fs.entries(self.path).items()
-            times = {n: entry.written for n, entry in entries if has_no_id(n) and entry.written}
+            times = {name: entry.written for name, entry in entries if entry.written}
         else:
-            times = {n: written for n, (written, *_) in file_states(self.path, has_no_id).items()}
-        yield from (name for name, written in times.items() if written <= before[0])
+            times = {name: state[0] for name, state in file_states(self.path, is_data_file).items()}
+        latest = self._before[self._metadata_name][0]
+        return {
+            name
+            for name, written in times.items()
+            if written <= latest
+            and is_data_file(name)
+            and id_in_name(name) is None
+            and (self.use_collectives or writer_of(name) == self.rank)
+        }
 
     def _remove(self, names: Iterable[str]) -> None:
         """Remove data files of this directory; never through a link. Failures are logged."""
@@ -297,13 +299,21 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             logger.warning("%s: files of another save are left over: %s", self.path, error)
 
     def _write_metadata(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        if not all(map(_is_known, results)):
-            super().finish(metadata, results)
+        columns: list[Any] = [one for one in results if isinstance(one, WriteResults)]
+        others = [one for held in results if not isinstance(held, WriteResults) for one in held]
+        if any(type(one.storage_data) is not StorageInfo for one in others):
+            super().finish(metadata, results)  # of a subclass with a type of its own
             return
         with quiet_gc():
             entries = build_entries(metadata.state_dict_metadata)
             metadata.version = CURRENT_DCP_VERSION
-            metadata.storage_data = _index_of(results, entries, metadata)
+            copies = bool((stored(metadata) or {}).get(COPIES))
+            if len(columns) == len(results):
+                metadata.storage_data = build_index(columns, entries, copies=copies)
+            else:
+                every = [one for held in results for one in held]
+                places = [StoredPlace.of(one.index, one.storage_data) for one in every]
+                metadata.storage_data = index_of_places(places, entries, copies=copies)
             metadata.storage_meta = self.storage_meta()
             has_stock = self._has_stock(len(metadata.storage_data))
             facts = metadata.planner_data, metadata.storage_data, metadata.storage_meta
@@ -358,20 +368,6 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             return False
         return bool(self.stock_metadata)
 
-    def _write_files(
-        self,
-        files: Iterator[tuple[str, Sequence[WriteItem]]],
-        planner: SavePlanner,
-        records: dict[str, list[tuple[Sequence[WriteItem], int]]],
-    ) -> None:
-        """Write files until there is none left. Runs in every thread."""
-        ahead = {"threads": self.thread_count, "ahead_nbytes": self.per_thread_copy_ahead}
-        for name, items in files:
-            path = self.fs.concat_path(self.path, name)
-            with errors_of(path), self.fs.create_stream(path, "wb") as stream:
-                records[name] = list(write_items(items, stream, planner, **ahead))
-                self._sync(stream)
-
     def _sync(self, stream: Any) -> None:
         if not self.sync_files:
             return
@@ -380,22 +376,3 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             os.fsync(stream.fileno())
         except (AttributeError, UnsupportedOperation):
             os.sync()
-
-
-def _index_of(
-    results: Sequence[Sequence[WriteResult]], entries: Entries, metadata: Metadata
-) -> RowIndex:
-    """Return the index of the results of all ranks."""
-    copies = bool((stored(metadata) or {}).get(COPIES))
-    written = [one for one in results if isinstance(one, WriteResults)]
-    if len(written) == len(results):
-        return build_index(written, entries, copies=copies)
-    places = [StoredPlace.of(one.index, one.storage_data) for held in results for one in held]
-    return index_of_places(places, entries, copies=copies)
-
-
-def _is_known(results: Sequence[WriteResult]) -> bool:
-    """Whether results are of torch's writer or this one, not of a subclass with its own type."""
-    return isinstance(results, WriteResults) or all(
-        type(result.storage_data) is StorageInfo for result in results
-    )
