@@ -303,69 +303,6 @@ def test_m34_a_first_save_of_a_model_under_state_lists_no_parameter_as_stateless
     assert planner.report.stateless == ()
 
 
-# An optimizer that is saved alone: its parameter groups prove what it is.
-
-
-def alone(groups: bool, *stepped: str) -> dict[str, Any]:
-    state = {name: {"step": torch.tensor(3.0), "exp_avg": torch.ones(2)} for name in stepped}
-    made: dict[str, Any] = {"state": state}
-    if groups:
-        made["param_groups"] = [{"lr": 0.1, "params": ["layers.a", "layers.b"]}]
-    return made
-
-
-@pytest.mark.parametrize("groups", [True, False])
-def test_an_optimizer_alone_is_known_by_its_parameter_groups(groups: bool, tmp_path: Path) -> None:
-    dcp.save(alone(groups, "layers.a"), checkpoint_id=tmp_path, planner=PlacementSavePlanner())
-    asked = alone(groups, "layers.a", "layers.b")
-    planner = PlacementLoadPlanner()
-    if groups:
-        with pytest.warns(UserWarning, match="was reset to 0"):
-            dcp.load(asked, checkpoint_id=tmp_path, planner=planner)
-        assert planner.report.stateless == ("layers.b",)
-        assert float(asked["state"]["layers.b"]["step"]) == 0
-        return
-    with pytest.raises(dcp.CheckpointException) as caught:
-        dcp.load(asked, checkpoint_id=tmp_path, planner=planner)
-    message = str(caught.value.failures[0][0])
-    assert "state.layers.b.exp_avg, state.layers.b.step: the checkpoint lacks this key" in message
-    assert "it is known by its parameter, or by param_groups" in message
-
-
-@pytest.mark.filterwarnings("ignore:(?s).*was reset to 0")
-def test_an_optimizer_is_known_by_the_parameters_of_the_checkpoint(tmp_path: Path) -> None:
-    saved = {"model": {"layers.a": torch.ones(2), "layers.b": torch.ones(2)}}
-    saved["optim"] = alone(False, "layers.a")
-    dcp.save(saved, checkpoint_id=tmp_path, planner=PlacementSavePlanner())
-    planner = PlacementLoadPlanner()
-    asked = {"optim": alone(False, "layers.a", "layers.b")}
-    dcp.load(asked, checkpoint_id=tmp_path, planner=planner)
-    assert planner.report.stateless == ("layers.b",)
-
-
-@pytest.mark.filterwarnings("ignore:(?s).*was reset to 0")
-def test_nested_state_of_one_parameter_is_absent_as_a_whole(tmp_path: Path) -> None:
-    """Shampoo and its like keep dicts within a parameter's state."""
-
-    def held(*stepped: str) -> dict[str, Any]:
-        state = {
-            name: {"blocks": {"0": {"left": torch.ones(2, 2)}, "1": {"right": torch.ones(3, 3)}}}
-            | {"step": torch.tensor(4.0)}
-            for name in stepped
-        }
-        return {"model": {"a": torch.ones(2, 3), "b": torch.ones(2, 3)}, "optim": {"state": state}}
-
-    dcp.save(held("a"), checkpoint_id=tmp_path / "whole", planner=PlacementSavePlanner())
-    planner = PlacementLoadPlanner()
-    dcp.load(held("a", "b"), checkpoint_id=tmp_path / "whole", planner=planner)
-    assert planner.report.stateless == ("b",)
-    partly = held("a", "b")
-    del partly["optim"]["state"]["b"]["blocks"]["1"]
-    dcp.save(partly, checkpoint_id=tmp_path / "partly", planner=PlacementSavePlanner())
-    with pytest.raises(dcp.CheckpointException, match="lacks this state of a parameter whose"):
-        dcp.load(held("a", "b"), checkpoint_id=tmp_path / "partly", planner=PlacementLoadPlanner())
-
-
 # M33: a rule that names the state itself speaks for it.
 
 EP_FSDP = World(4)
