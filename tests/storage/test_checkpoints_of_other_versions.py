@@ -1,9 +1,19 @@
-"""Checkpoints that torch 2.10 and 2.15 and Python 3.13 wrote, read under this torch and Python."""
+"""Checkpoints that other versions wrote, read under this torch and Python.
+
+Those of torch 2.10 and 2.15 and Python 3.13 are torch's own and ours. Those in ``with_copies`` are
+of an earlier version of this package, whose ranks wrote copies, as records of their own, beside
+what other ranks wrote: ``stock`` has what plain DCP reads and ``index`` has not.
+"""
 
 from __future__ import annotations
 
+import copyreg
+import io
 import pickle
+import re
 import shutil
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +22,40 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from dcp_placements import PlacementFileSystemReader, PlacementLoadPlanner
-from dcp_placements.offline import verify
+from dcp_placements import (
+    PlacementFileSystemReader,
+    PlacementFileSystemWriter,
+    PlacementLoadPlanner,
+)
+from dcp_placements.offline import CannotLook, inspect, merge_metadata, verify
+from dcp_placements.storage.metadata_file import read_metadata
 from tests.offline_scenes import Run
 from tests.storage.checkpoints.write import HERE, STEP, WHOLE
 
-WRITTEN = sorted(path for path in HERE.glob("torch-*/*") if path.is_dir())
-each = pytest.mark.parametrize("path", WRITTEN, ids=lambda path: f"{path.parent.name}-{path.name}")
+BY_VERSION = sorted(path for path in HERE.glob("torch-*/*") if path.is_dir())
+WITH_COPIES = [HERE / "with_copies" / name for name in ("stock", "index")]
+COPIED = {
+    "w": torch.arange(24.0).reshape(8, 3),
+    **{f"norm.{i}": torch.arange(4.0) + i for i in range(6)},
+    "b": torch.arange(5).to(torch.bfloat16),
+    "step": 3,
+    "name": "adamw",
+}
 
 
-def assert_read(path: Path, reader: Any, planner: Any) -> None:
-    state = {name: torch.full_like(tensor, -1) for name, tensor in WHOLE.items()} | {"step": -1}
+def each(paths: list[Path]) -> Any:
+    names = [f"{path.parent.name}-{path.name}" for path in paths]
+    return pytest.mark.parametrize("path", paths, ids=names)
+
+
+def assert_read(path: Path, reader: Any, planner: Any, **left_out: Any) -> None:
+    held = {**COPIED} if "with_copies" in path.parts[-2:] else {**WHOLE, "step": STEP}
+    wanted = {key: value for key, value in held.items() if key not in left_out}
+    state = {k: torch.full_like(v, -1) if hasattr(v, "dim") else None for k, v in wanted.items()}
     dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
-    for name, tensor in WHOLE.items():
-        assert torch.equal(state[name], tensor), name
-    assert state["step"] == STEP
+    for key, value in wanted.items():
+        is_tensor = isinstance(value, torch.Tensor)
+        assert torch.equal(state[key], value) if is_tensor else state[key] == value, key
 
 
 class CountsProperties(pickle.Unpickler):
@@ -54,60 +83,110 @@ def fields_of_properties(path: Path) -> set[int]:
 def test_all_versions_are_here() -> None:
     versions = {"torch-2.10.0-py3.11", "torch-2.14.1-py3.13", "torch-2.15.0-py3.11"}
     kinds = {"stock", "placements"}
-    assert {f"{path.parent.name}/{path.name}" for path in WRITTEN} == {
+    assert {f"{path.parent.name}/{path.name}" for path in BY_VERSION} == {
         f"{version}/{kind}" for version in versions for kind in kinds
     }
 
 
-@each
-def test_ours_has_the_older_form_whatever_torch_wrote_it(path: Path) -> None:
+@each(BY_VERSION)
+def test_ours_has_the_older_form_whatever_torch_wrote_it(path: Path, tmp_path: Path) -> None:
     later = path.name == "stock" and path.parent.name.startswith("torch-2.15")
     assert fields_of_properties(path) == {6 if later else 5}
+    dcp.save({"w": torch.ones(3)}, storage_writer=PlacementFileSystemWriter(tmp_path))
+    assert fields_of_properties(tmp_path) == {5}
 
 
-@each
+@each([*BY_VERSION, *WITH_COPIES])
 @pytest.mark.parametrize("restricted", [False, True])
 @pytest.mark.parametrize("planner", [dcp.DefaultLoadPlanner, PlacementLoadPlanner])
 def test_our_reader_reads_them(path: Path, restricted: bool, planner: Any) -> None:
     assert_read(path, PlacementFileSystemReader(path, restricted=restricted), planner())
 
 
-@each
-def test_verify_reads_them_and_finds_no_fault(path: Path) -> None:
-    report = verify(path, contents=True)
-    assert report.faults == ()
-
-
-@pytest.mark.parametrize("version", sorted({path.parent.name for path in WRITTEN}))
-def test_plain_torch_reads_ours(version: str) -> None:
-    path = HERE / version / "placements"
+@each([path for path in BY_VERSION if path.name == "placements"])
+def test_plain_torch_reads_ours(path: Path) -> None:
     assert_read(path, dcp.FileSystemReader(path), dcp.DefaultLoadPlanner())
 
 
-@each
-def test_plain_torch_reads_all_once_they_are_rewritten(
+@each([*BY_VERSION, *WITH_COPIES])
+def test_they_are_sound_and_plain_torch_reads_all_once_they_are_rewritten(
     path: Path, tmp_path: Path, run: Run
 ) -> None:
-    copy = shutil.copytree(path, tmp_path / "copy")
+    copy = Path(shutil.copytree(path, tmp_path / path.parent.name))
+    before = inspect(copy)
+    assert verify(copy, contents=True).faults == ()
+    if path in BY_VERSION and max(fields_of_properties(copy)) > len(fields(TensorProperties)):
+        with pytest.raises(ValueError, match="too many values to unpack"):
+            dcp.FileSystemReader(copy).read_metadata()
+        ran = run("verify", copy)
+        assert ran.code == 0
+        # A wheel's version may lack the local part of torch's.
+        version = re.escape(torch.__version__.partition("+")[0])
+        assert re.search(rf"torch {version}(\+\w+)? cannot read \.metadata", ran.out)
+        assert "a TensorProperties of 6 fields (torch 2.15 or newer)" in ran.out
+        assert f"dcp-placements merge-metadata {copy} --rewrite" in ran.out
     assert run("merge-metadata", copy, "--rewrite").code == 0
+    assert inspect(copy).tensors == before.tensors
+    found = verify(copy, contents=True)
+    assert found.faults == ()
+    assert not any("cannot read" in note for note in found.notes)
     assert_read(copy, dcp.FileSystemReader(copy), dcp.DefaultLoadPlanner())
 
 
-@each
+@each(BY_VERSION)
 def test_export_and_import_write_what_plain_torch_reads(
     path: Path, tmp_path: Path, run: Run
 ) -> None:
     assert run("export", path, tmp_path / "hf", "--to", "hf").code == 0
-    assert (
-        run(
-            "import",
-            tmp_path / "hf",
-            tmp_path / "out",
-        ).code
-        == 0
-    )
+    assert run("import", tmp_path / "hf", tmp_path / "out").code == 0
     assert fields_of_properties(tmp_path / "out") == {5}
-    state = {name: torch.full_like(tensor, -1) for name, tensor in WHOLE.items()}
-    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
-    for name, tensor in WHOLE.items():
-        assert torch.equal(state[name], tensor), name
+    reader = dcp.FileSystemReader(tmp_path / "out")
+    assert_read(tmp_path / "out", reader, dcp.DefaultLoadPlanner(), step=None)
+
+
+@each(WITH_COPIES)
+def test_a_file_that_lacks_bytes_of_a_tensor_is_a_fault(path: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(path, tmp_path / path.parent.name))
+    file = next(copy.glob("__0_*.distcp"))
+    file.write_bytes(file.read_bytes()[:5000])
+    assert "truncated_file" in {fault.kind for fault in verify(copy).faults}
+
+
+class Later(pickle._Pickler):
+    """Pickles properties with fields that no torch has yet."""
+
+    def save(self, value: Any, *args: Any, **kwargs: Any) -> None:
+        if type(value) is TensorProperties:
+            state = (*value.__getstate__()[:5], None, "later", 7)
+            self.save_reduce(copyreg.__newobj__, (TensorProperties,), state, obj=value)
+        else:
+            super().save(value, *args, **kwargs)
+
+
+@pytest.mark.parametrize("restricted", [False, True])
+def test_our_reader_reads_a_later_torch_s(tmp_path: Path, restricted: bool) -> None:
+    dcp.save({**WHOLE, "step": STEP}, checkpoint_id=tmp_path, no_dist=True)
+    opener = partial(open, tmp_path / ".metadata", "rb")
+    metadata = read_metadata(opener)
+    metadata.storage_data = dict(metadata.storage_data)
+    buffer = io.BytesIO()
+    Later(buffer, 2).dump(metadata)
+    (tmp_path / ".metadata").write_bytes(buffer.getvalue())
+    reader = PlacementFileSystemReader(tmp_path, restricted=restricted)
+    assert_read(tmp_path, reader, PlacementLoadPlanner())
+    assert_whole_after_a_rewrite(tmp_path, opener)
+
+
+def assert_whole_after_a_rewrite(path: Path, opener: Any) -> None:
+    """A rewrite keeps everything but later fields."""
+    before = read_metadata(opener)
+    merge_metadata(path, rewrite=True)
+    after = read_metadata(opener)
+    assert dict(after.storage_data) == dict(before.storage_data)
+    assert after.planner_data == before.planner_data
+    assert after.version == before.version
+    assert str(after.storage_meta.checkpoint_id) == str(before.storage_meta.checkpoint_id)
+    assert list(after.state_dict_metadata) == list(before.state_dict_metadata)
+    assert fields_of_properties(path) == {5}
+    with pytest.raises(CannotLook, match="nothing to rewrite"):
+        merge_metadata(path.parent, rewrite=True)
