@@ -104,7 +104,6 @@ def draw_side(
         options["thread_count"] = draw.choice((1, 1, 2))
         options["single_file_per_rank"] = draw.chance(80)
         options["dedup_save_to_lowest_rank"] = draw.chance(15)
-        options["cached"] = draw.choice((*[""] * 20, "same", "values", "other"))
     return Side(
         meshes,
         holds,

@@ -143,6 +143,7 @@ def all_kinds() -> dict[str, Any]:
         "transposed.large": torch.randn(400, 300).t(),
         "part": torch.randn(50, 60)[3:9, ::2],
         "conjugate": torch.randn(4, 4, dtype=torch.complex64).conj(),
+        "negative": torch.randn(4, 4, dtype=torch.complex64).conj().imag,
         "parameter": torch.nn.Parameter(torch.randn(7, 3)),
         "large": torch.randn(700, 500),
         "object": ("lr", 0.1),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hazard_scenes import arange, assert_holds, without_warning
+from hazard_scenes import arange, without_warning
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import Shard
 
@@ -28,7 +28,6 @@ from dcp_placements import (
     PlacementSavePlanner,
     Renumber,
     check,
-    contiguous,
 )
 from dcp_placements.testing import FakeMesh, World
 
@@ -43,32 +42,6 @@ def by_function(fqn: str, tensor: Any) -> CheckpointPlacement | None:
 
 def both(placements: Placements, **options: Any) -> tuple[Any, Any]:
     return placements.save_planner(**options), placements.load_planner(**options)
-
-
-def test_what_one_declaration_saves_it_loads(tmp_path: Path) -> None:
-    """The stacked weight is cut by a rule, the numbered ones are found by a rename."""
-    stacked = arange(6, 2)
-    single = {f"single.{number}.w": arange(2, start=50 * number) for number in range(4)}
-
-    def on(rank: int) -> Placements:
-        placement = CheckpointPlacement(WORLD.mesh(rank, ep=2), {"ep": Shard(0)})
-        ids = contiguous([2, 2], at=rank)
-        return Placements({"experts": placement}, rename=Renumber("single.{}", ids, total=4))
-
-    def held(rank: int) -> dict[str, torch.Tensor]:
-        mine = {f"single.{i}.w": single[f"single.{2 * rank + i}.w"].clone() for i in range(2)}
-        return {"experts": stacked.chunk(2)[rank].clone(), **mine}
-
-    def emptied(rank: int) -> dict[str, torch.Tensor]:
-        return {key: torch.full_like(tensor, -1) for key, tensor in held(rank).items()}
-
-    with without_warning():
-        WORLD.save(tmp_path, held, lambda rank: on(rank).save_planner())
-        loaded = WORLD.load(tmp_path, emptied, lambda rank: on(rank).load_planner())
-    assert_holds(tmp_path, {"experts": stacked, **single})
-    for rank in range(2):
-        for key, tensor in held(rank).items():
-            assert torch.equal(loaded[rank][key], tensor)
 
 
 def test_a_mapping_becomes_rules() -> None:

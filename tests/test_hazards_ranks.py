@@ -66,14 +66,6 @@ def refusal(seen: Seen, key: str = "refused") -> str:
     return str(text)
 
 
-def test_m1_plain_tensors_that_differ_are_refused(outcomes: list[dict[str, Any]]) -> None:
-    seen = Seen(outcomes, "m1")
-    assert_says(
-        refusal(seen), "layers.w: 2 different contents", "ranks 0-1", "ranks 2-3", "needs a rule"
-    )
-    assert seen.all("files") == []
-
-
 def test_m17_rank_metadata_alone_loads_right_or_not_at_all(outcomes: list[dict[str, Any]]) -> None:
     seen = Seen(outcomes, "m17")
     assert "__3.metadata" in seen.all("files")

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hazard_scenes import (
     arange,
     assert_holds,
@@ -27,11 +26,7 @@ from torch.distributed.tensor import Shard
 
 from dcp_placements import (
     CheckpointPlacement,
-    PlacementFileSystemReader,
-    PlacementFileSystemWriter,
-    PlacementLoadPlanner,
     PlacementRules,
-    PlacementSavePlanner,
 )
 from dcp_placements.testing import FakeMesh, World
 
@@ -265,26 +260,3 @@ def test_m41_a_lazy_view_and_its_memory_are_no_replicas(
     with refused_save(tmp_path) as refusal:
         save(World(2), tmp_path, state, digests=digests)
     refusal.says("w: 2 different contents on 2 ranks")
-
-
-@pytest.mark.parametrize("kind", LAZY)
-def test_m41_what_our_writer_writes_of_a_lazy_view_is_read_by_torch(
-    tmp_path: Path, kind: str
-) -> None:
-    view = LAZY[kind](5, 1)
-    planner = PlacementSavePlanner()
-    dcp.save(
-        {"w": view},
-        storage_writer=PlacementFileSystemWriter(tmp_path),
-        planner=planner,
-        no_dist=True,
-    )
-    assert_holds(tmp_path, {"w": resolved(view)})
-    found = {"w": LAZY[kind](5, 70)}
-    dcp.load(
-        found,
-        storage_reader=PlacementFileSystemReader(tmp_path),
-        planner=PlacementLoadPlanner(),
-        no_dist=True,
-    )
-    assert same_bits(resolved(found["w"]), resolved(view))

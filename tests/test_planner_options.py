@@ -37,8 +37,7 @@ from dcp_placements import (
 )
 from dcp_placements.storage.provenance import RESERVED_KEY
 from dcp_placements.storage.save_ids import ID_PREFIX
-from dcp_placements.testing import FakeDTensor, World, real_dtensor
-from tests.remote_scenes import FsspecReader, FsspecWriter
+from dcp_placements.testing import World
 
 SavePlanners = [DefaultSavePlanner, PlacementSavePlanner]
 LoadPlanners = [DefaultLoadPlanner, PlacementLoadPlanner]
@@ -132,31 +131,6 @@ def test_without_rules_the_metadata_is_that_of_torch_s_planner_but_for_the_ident
             theirs.storage_data[index], offset=theirs.storage_data[index].offset + nbytes
         )
     assert len(ours.storage_data) == len(theirs.storage_data)
-
-
-def test_without_rules_dtensors_are_stored_as_torch_stores_them(tmp_path: Path) -> None:
-    """FSDP over 4 ranks, uneven: the same chunks, and the same bytes."""
-    whole = torch.arange(10 * 3.0).reshape(10, 3)
-    world = World(4)
-
-    def state_dict(rank: int) -> dict[str, Any]:
-        mesh = world.mesh(rank, fsdp=4)
-        local = FakeDTensor.distribute(whole, mesh, [Shard(0)]).to_local()
-        return {"w": real_dtensor(local, mesh, [Shard(0)], whole.shape), "step": 3}
-
-    found = []
-    for planner in (DefaultSavePlanner, PlacementSavePlanner):
-        path = tmp_path / planner.__name__
-        world.save(path, state_dict, lambda rank, planner=planner: planner())  # type: ignore[misc]
-        read = load(path, {"w": torch.zeros(10, 3), "step": 0})
-        assert torch.equal(read["w"], whole)
-        assert read["step"] == 3
-        entry = FileSystemReader(path).read_metadata().state_dict_metadata["w"]
-        found.append(
-            {(chunk.offsets, chunk.sizes) for chunk in entry.chunks if 0 not in chunk.sizes}
-        )
-    assert found[0] == found[1]
-    assert len(found[0]) == 4
 
 
 def test_every_option_of_torch_s_planners_is_there_with_its_default() -> None:
@@ -326,36 +300,6 @@ def test_meta_templates_with_rules_take_the_rank_s_part(tmp_path: Path) -> None:
     state = {"experts": torch.empty(2, 3, device="meta")}
     dcp.load(state, checkpoint_id=tmp_path, planner=PlacementLoadPlanner(rules))
     assert torch.equal(state["experts"], whole[2:])
-
-
-@pytest.mark.usefixtures("one_rank_group")
-def test_an_async_save_in_a_thread_writes_what_was_there(tmp_path: Path) -> None:
-    state = {"w": torch.arange(6.0), "step": 3}
-    planner = PlacementSavePlanner(PlacementRules({"w": None}))
-    for step in range(2):
-        path = tmp_path / str(step)
-        future = dcp.async_save(state, checkpoint_id=path, planner=planner)
-        state["w"] += 100
-        future.result()
-        read = load(path, {"w": torch.zeros(6), "step": 0})
-        assert torch.equal(read["w"], torch.arange(6.0) + 100 * step)
-        assert read["step"] == 3
-
-
-@pytest.mark.filterwarnings("ignore:fsync not supported for this stream")  # torch 2.15, memory://
-@pytest.mark.parametrize("scheme", ["memory://", "file://"])
-def test_fsspec_paths_are_written_and_read(scheme: str, tmp_path: Path) -> None:
-    path = f"{scheme}{tmp_path}/checkpoint"
-    dcp.save(
-        mixed(),
-        storage_writer=FsspecWriter(path),
-        planner=PlacementSavePlanner(PlacementRules({"model": None})),
-        no_dist=True,
-    )
-    for planner in LoadPlanners:
-        template = mixed(-1)
-        dcp.load(template, storage_reader=FsspecReader(path), planner=planner(), no_dist=True)
-        assert_same(template, mixed())
 
 
 @pytest.mark.parametrize(

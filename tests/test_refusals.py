@@ -201,36 +201,6 @@ def test_ranks_that_read_different_checkpoints_are_refused(tmp_path: Path) -> No
         refusal.says("the ranks read different checkpoints", "(step 0) by ranks 0-1", fact)
 
 
-def test_parts_that_ranks_saved_alone_are_not_taken_for_different_checkpoints(
-    tmp_path: Path,
-) -> None:
-    world = World(2)
-    world.save(
-        tmp_path,
-        lambda rank: {f"w{rank}": torch.ones(3)},
-        lambda rank: PlacementSavePlanner(),
-        use_collectives=False,
-    )
-
-    class OwnMetadata(dcp.FileSystemReader):
-        """Reads what a rank wrote, as torch does where there is no global metadata."""
-
-        def __init__(self, rank: int) -> None:
-            super().__init__(tmp_path)
-            self.own = rank
-
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            return super().read_metadata(rank=self.own)
-
-    loaded = world.load(
-        tmp_path,
-        lambda rank: {f"w{rank}": torch.zeros(3)},
-        lambda rank: PlacementLoadPlanner(),
-        OwnMetadata,
-    )
-    assert loaded[1]["w1"].tolist() == [1, 1, 1]
-
-
 # What passes with a warning
 
 

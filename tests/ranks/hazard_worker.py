@@ -75,14 +75,6 @@ def by_ep(mesh: DeviceMesh, *patterns: str) -> PlacementRules:
 
 
 @scenario
-def m1(path: Path) -> Facts:
-    state = {"layers.w": arange(4, 3, start=dist.get_rank() // 2)}
-    planner = PlacementSavePlanner()
-    refused = refusal(lambda: dcp.save(state, checkpoint_id=path, planner=planner))
-    return {"refused": refused, "files": files(path)}
-
-
-@scenario
 def m17(path: Path) -> Facts:
     """Rank metadata only: a load of the whole is right, or refused."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))

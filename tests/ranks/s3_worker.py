@@ -3,13 +3,11 @@
     OMP_NUM_THREADS=1 python tests/ranks/forked.py 4 tests/ranks/s3_worker.py OUT URL [NAME ...]
 
 Writes ``OUT/<rank>.json``: by scenario what differs from the whole tensors cut by plain slicing.
-``test_s3_ranks.py`` starts it. With the name ``killed`` one rank is killed while it uploads.
+``test_s3_ranks.py`` starts it.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import warnings
 from datetime import timedelta
@@ -109,33 +107,11 @@ def resharded(url: str) -> Facts:
     return {f"ep{ep}": load(url, mesh_of(ep), 5) for ep in (2, 4, 1)}
 
 
-def killed(url: str) -> None:
-    """Save over an older checkpoint; the last rank is killed between two tensors of its file."""
-    mesh = mesh_of(2)
-    save(url, mesh, 1)
-
-    class Killed(PlacementSavePlanner):
-        def resolve_data(self, write_item: Any) -> Any:
-            if dist.get_rank() == 3:
-                if hasattr(self, "written"):
-                    os.kill(os.getpid(), signal.SIGKILL)
-                self.written = True
-            return super().resolve_data(write_item)
-
-    dcp.save(
-        state_on(mesh, 2),
-        storage_writer=PlacementFileSystemWriter(url),
-        planner=Killed(rules_on(mesh)),
-    )
-
-
 def main() -> None:
     out, url, *chosen = sys.argv[1:]
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group("cpu:gloo", timeout=timedelta(seconds=60))
-    if chosen == ["killed"]:
-        killed(url)
     SCENARIOS.run(chosen, Path(out), lambda name: f"{url}/{name}")
 
 

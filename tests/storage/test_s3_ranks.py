@@ -79,12 +79,3 @@ def test_what_four_ranks_save_any_mesh_loads(outcomes: Ranks, url: str, run: Run
     assert_whole(f"{url}/resharded", 5)
     ran = run("verify", f"{url}/resharded", "--contents", "--json")
     assert (ran.code, ran.json["faults"]) == (0, []), ran.err
-
-
-def test_a_rank_that_is_killed_while_it_uploads_leaves_the_older_step(
-    s3: str, tmp_path: Path, run: Run
-) -> None:
-    done = forked(WORKER, tmp_path, s3, "killed", modules="s3fs")
-    assert done.returncode == 1, tail(done)
-    assert_whole(s3, 1)
-    assert run("verify", s3, "--contents").code == 0

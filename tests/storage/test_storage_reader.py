@@ -387,16 +387,6 @@ def test_ranks_own_metadata_is_read_as_one(tmp_path: Path, maker: Any) -> None:
         assert found["lr"] == 0.1
 
 
-def test_a_rank_that_is_missing_leaves_a_hole_that_the_planner_names(tmp_path: Path) -> None:
-    world = World(4)
-    for rank in (0, 1, 3):
-        save_alone(tmp_path, rank, sharded(world, rank, wholes(1, (10, 2)), 0))
-    into = {"layers.0.weight": torch.zeros(10, 2)}
-    with pytest.warns(UserWarning, match="no metadata of rank 2"):
-        message = failure(tmp_path, into, PlacementLoadPlanner())
-    assert "nobody stored [6:9, :] of (10, 2)" in message
-
-
 def test_ranks_of_two_saves_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for size in (4, 3):
         for rank in range(size):
