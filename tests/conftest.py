@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from tests.offline_scenes import run
+from tests.remote_scenes import flaky, memory, proxy, s3, s3_server
+from tests.storage_scenes import flipped_is_known
 
-__all__ = ["run"]
+__all__ = ["flaky", "flipped_is_known", "memory", "proxy", "run", "s3", "s3_server"]
 
 # Programs of ranks, started by tests; pytest would import them to look for doctests.
 collect_ignore = ["ranks"]

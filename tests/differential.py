@@ -145,13 +145,13 @@ Wholes = dict[tuple[str, str], torch.Tensor]
 """By family and state, all of it in one tensor."""
 
 
-def wholes(pair: Pair, salt: str = "") -> Wholes:
+def wholes(pair: Pair) -> Wholes:
     """Return the contents of a model, random bits."""
     return {
         (family.name, state): drawn(
             family.shape,
             torch.float32 if state else family.dtype,
-            f"{pair.seed}/{family.name}/{state}/{salt}",
+            f"{pair.seed}/{family.name}/{state}/",
         )
         for family in pair.families
         for state in ("", *family.moments)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import re
 import warnings
 import zipfile
 from pathlib import Path
@@ -35,11 +34,6 @@ def data_file(path: Path, rank: int) -> Path:
     """Return the first data file that a rank wrote, whichever writer it was."""
     (file,) = [*path.glob(f"__{rank}_0.distcp"), *path.glob(f"__{rank}_????????_0.distcp")]
     return file
-
-
-def without_id(name: str) -> str:
-    """Return a file's name as torch's writer gives it."""
-    return re.sub(r"^(__\d+)_[0-9a-f]{8}_", r"\1_", name)
 
 
 def same(one: Any, other: Any) -> bool:

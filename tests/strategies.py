@@ -161,19 +161,6 @@ SMALL_SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple)
 
 
 @st.composite
-def boxes_in(draw: st.DrawFn, shape: tuple[int, ...], max_count: int = 6) -> list[Box]:
-    """Draw distinct non-empty boxes inside ``shape``."""
-    found = set()
-    for _ in range(draw(st.integers(0, max_count))):
-        offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
-        sizes = tuple(
-            draw(st.integers(1, size - offset)) for size, offset in zip(shape, offsets, strict=True)
-        )
-        found.add(Box(offsets, sizes))
-    return sorted(found)
-
-
-@st.composite
 def tilings(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
     """Draw boxes that tile ``shape``, most of them no grid: guillotine cuts."""
     boxes = [Box((0,) * len(shape), shape)]

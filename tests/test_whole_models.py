@@ -141,6 +141,3 @@ def test_tied_names_are_both_in_the_file_and_both_load(source: Topology, tmp_pat
     save_and_check(tmp_path, ranks)
     for target in (Topology(tp=2), Topology(pp=2), Topology(fsdp=2, tp=2)):
         load_and_check(tmp_path, Ranks(target, tied=True))
-
-
-# Without collectives

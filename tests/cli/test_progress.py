@@ -14,9 +14,7 @@ from dcp_placements.cli import app
 from dcp_placements.cli.printing import progress
 from dcp_placements.testing.megatron import MegatronModel, MegatronRun, write_legacy
 from tests.cli.test_cli import COMMANDS
-from tests.offline_scenes import Run, run, save_hugging_face, save_sharded, wholes
-
-__all__ = ["run"]
+from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
 
 COUNTED = {"megatron", "verify", "diff", "rehearse", "import", "export", "reshard"}
 """Commands that know how much there is to do."""

@@ -33,10 +33,8 @@ from dcp_placements.offline.safetensors_files import DTYPES
 from dcp_placements.presets import hub
 from dcp_placements.testing import FakeDTensor, World, cut
 from dcp_placements.testing.damage import drop_chunk, flip_bit, remove_file
-from tests.offline_scenes import Run, run, save_hugging_face, save_sharded, saving_over
+from tests.offline_scenes import Run, save_hugging_face, save_sharded, saving_over
 from tests.strategies import arange, examples
-
-__all__ = ["run"]
 
 ROOT = Path(__file__).parents[2]
 EXPERTS, WIDTH, HIDDEN = 4, 3, 6

@@ -19,9 +19,7 @@ from dcp_placements.cli import main
 from dcp_placements.convert import conversion, dcp_out
 from dcp_placements.offline import CannotLook, export_safetensors, import_checkpoint, reshard
 from dcp_placements.offline import output as outputs
-from tests.offline_scenes import Run, rules_by_ep, run, save_hugging_face, save_sharded, wholes
-
-__all__ = ["run"]
+from tests.offline_scenes import Run, rules_by_ep, save_hugging_face, save_sharded, wholes
 
 ROOT = Path(__file__).parents[2]
 Convert = Callable[..., conversion.Converted]

@@ -31,7 +31,6 @@ from tests.offline_scenes import Run, overwriting
 
 WEIGHTS = "model_optim_rng.pt"
 MOE = MegatronModel()
-DENSE = replace(MOE, experts=0, layers=4, bias=True, gated=False)
 
 RUNS = {
     "one rank": MegatronRun(),

@@ -21,7 +21,6 @@ from dcp_placements.offline.box_reads import BoxReader
 from dcp_placements.offline.output import Output, replaced_file
 from tests.offline_scenes import Run, save_sharded
 
-ROOT = Path(__file__).parents[2]
 ROUNDS = int(os.environ.get("DCP_PLACEMENTS_ROUNDS", "4"))
 
 WORKER = """

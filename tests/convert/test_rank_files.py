@@ -25,10 +25,8 @@ from dcp_placements.offline import (
 )
 from dcp_placements.testing import cut
 from tests.convert.hostile import Hostile
-from tests.offline_scenes import Run, run
+from tests.offline_scenes import Run
 from tests.strategies import arange
-
-__all__ = ["run"]
 
 ROOT = Path(__file__).parents[2]
 

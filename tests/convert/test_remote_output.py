@@ -23,10 +23,8 @@ from dcp_placements.offline import (
 from dcp_placements.offline.output import MARKER, RemoteOutput
 from dcp_placements.storage.remote import RemoteFileSystem
 from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
-from tests.remote_scenes import contents, memory, names
+from tests.remote_scenes import contents, names
 from tests.storage_scenes import load, same
-
-__all__ = ["memory"]
 
 
 def upload(source: Path, url: str) -> None:

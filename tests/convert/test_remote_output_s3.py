@@ -18,9 +18,7 @@ from dcp_placements.offline.box_reads import BoxReader
 from dcp_placements.offline.output import MARKER
 from tests.convert.test_output import WORKER, line_of, start_worker
 from tests.offline_scenes import Run, save_hugging_face
-from tests.remote_scenes import bucket, contents, names, s3, s3_server
-
-__all__ = ["s3", "s3_server"]
+from tests.remote_scenes import bucket, contents, names
 
 STOPPING = """
 import sys, time

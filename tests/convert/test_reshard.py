@@ -34,21 +34,10 @@ from dcp_placements import (
 from dcp_placements.convert import writing
 from dcp_placements.offline import CannotLook, Checkpoint, diff, inspect, rehearse, reshard, verify
 from dcp_placements.testing import FakeDTensor, World, cut, damage
-from tests.offline_scenes import (
-    Run,
-    rules_by_ep,
-    run,
-    save_hugging_face,
-    save_sharded,
-)
-from tests.offline_scenes import (
-    wholes as small,
-)
-from tests.remote_scenes import memory
-from tests.storage_scenes import Flipped, assert_record_of, flipped_is_known
+from tests.offline_scenes import Run, rules_by_ep, save_hugging_face, save_sharded
+from tests.offline_scenes import wholes as small
+from tests.storage_scenes import Flipped, assert_record_of
 from tests.strategies import arange
-
-__all__ = ["flipped_is_known", "memory", "run"]
 
 
 def files_of(path: Path) -> dict[str, bytes]:

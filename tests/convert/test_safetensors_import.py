@@ -34,10 +34,8 @@ from dcp_placements.offline import (
 from dcp_placements.offline.safetensors_files import DTYPES
 from dcp_placements.presets import hub
 from dcp_placements.testing import FakeDTensor, World, cut
-from tests.offline_scenes import Run, run, save_hugging_face
+from tests.offline_scenes import Run, save_hugging_face
 from tests.strategies import arange
-
-__all__ = ["run"]
 
 
 def tensors() -> dict[str, torch.Tensor]:

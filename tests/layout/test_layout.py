@@ -24,10 +24,6 @@ def rows(intervals: Intervals) -> list[int]:
     return [row for start, stop in intervals for row in range(start, stop)]
 
 
-def table_of(sharding: Sharding) -> dict[tuple[int, ...], list[int]]:
-    return {each: rows(sharding.dim_at(0, each)) for each in sharding.positions()}
-
-
 def test_adjacent_intervals_merge_into_one_chunk() -> None:
     fused = Cut(0, "tp", 1, Kind.FUSED, 3)
     assert Sharding((6,), (fused,)).chunks((0,)) == (Chunk((0,), (0,), (6,)),)

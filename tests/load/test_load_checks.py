@@ -20,7 +20,6 @@ from dcp_placements.testing import FakeDTensor, World
 from tests.load.sides import Side, distributed, parts_of
 
 WHOLE = arange(8, 3)
-GATE_UP = "layers.0.mlp.gate_up_proj.weight"
 
 
 # M14: another size than in the checkpoint.

@@ -22,9 +22,7 @@ from dcp_placements.offline import CannotLook, diff, to_json, verify
 from dcp_placements.offline.comparing import Tally
 from dcp_placements.testing import damage
 from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
-from tests.storage_scenes import Flipped, all_kinds, flipped_is_known
-
-__all__ = ["flipped_is_known"]
+from tests.storage_scenes import Flipped, all_kinds
 
 W1 = "layers.0.experts.w1"
 

@@ -28,9 +28,7 @@ from dcp_placements.offline import CannotLook, verify
 from dcp_placements.offline.structure import box_faults
 from dcp_placements.testing import damage
 from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
-from tests.storage_scenes import Flipped, all_kinds, data_file, flipped_is_known
-
-__all__ = ["flipped_is_known"]
+from tests.storage_scenes import Flipped, all_kinds, data_file
 
 W1 = "layers.0.experts.w1"
 

@@ -31,19 +31,8 @@ from dcp_placements.storage.remote import (
     TRIES,
     RemoteFileSystem,
 )
-from tests.remote_scenes import (
-    Flaky,
-    FsspecReader,
-    FsspecWriter,
-    failures_of,
-    flaky,
-    memory,
-    names,
-    save,
-)
+from tests.remote_scenes import Flaky, FsspecReader, FsspecWriter, failures_of, names, save
 from tests.storage_scenes import all_kinds, blank, load, same
-
-__all__ = ["flaky", "memory"]
 
 
 @pytest.mark.parametrize("options", [{}, {"thread_count": 3}, {"single_file_per_rank": False}])

@@ -22,10 +22,8 @@ from dcp_placements import (
 )
 from dcp_placements.offline.directory import Directory
 from tests.offline_scenes import Run, wholes
-from tests.remote_scenes import names, s3, s3_server
+from tests.remote_scenes import names
 from tests.storage_scenes import load
-
-__all__ = ["s3", "s3_server"]
 
 
 def test_what_is_missing_is_one_line(

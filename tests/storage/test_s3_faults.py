@@ -14,11 +14,9 @@ from dcp_placements import (
     PlacementFileSystemReader,
 )
 from dcp_placements.storage.remote import RemoteFileSystem
-from tests.offline_scenes import Run, run
-from tests.remote_scenes import Proxy, failures_of, names, proxy, s3, s3_server, save
+from tests.offline_scenes import Run
+from tests.remote_scenes import Proxy, failures_of, names, save
 from tests.storage_scenes import load, same
-
-__all__ = ["proxy", "run", "s3", "s3_server"]
 
 SAVED = {"w": torch.arange(70_000.0), "v": torch.arange(300), "step": 3}
 SMALL_PARTS = {"default_block_size": 5 << 20}

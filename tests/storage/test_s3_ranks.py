@@ -15,22 +15,14 @@ import torch
 
 from dcp_placements import PlacementFileSystemReader
 from tests.offline_scenes import Run
-from tests.remote_scenes import bucket, s3, s3_server
+from tests.ranks.s3_worker import wholes
+from tests.remote_scenes import bucket
 from tests.storage_scenes import load, same
 from tests.torchrun import forked, tail
-
-__all__ = ["s3", "s3_server"]
 
 pytestmark = pytest.mark.dist
 
 WORKER = Path(__file__).parents[1] / "ranks" / "s3_worker.py"
-SHAPES = {
-    "experts.w1": (8, 130, 77),
-    "experts.w2": (8, 77, 130),
-    "dense": (250, 301),
-    "norm": (61,),
-}
-
 Ranks = list[dict[str, Any]]
 
 
@@ -56,13 +48,6 @@ def seen(outcomes: Ranks, name: str) -> Ranks:
     reports = [outcome[name] for outcome in outcomes]
     assert not [report["failed"] for report in reports if "failed" in report]
     return reports
-
-
-def wholes(start: int) -> dict[str, torch.Tensor]:
-    return {
-        name: torch.arange(start, start + torch.Size(shape).numel()).reshape(shape).float()
-        for name, shape in SHAPES.items()
-    }
 
 
 def assert_whole(path: str, start: int) -> None:

@@ -27,10 +27,8 @@ from dcp_placements import (
 )
 from dcp_placements.offline import merge_metadata, verify
 from dcp_placements.testing import FakeDTensor, World
-from tests.remote_scenes import FsspecReader, FsspecWriter, memory
+from tests.remote_scenes import FsspecReader, FsspecWriter
 from tests.storage_scenes import Flipped, flipped_registry
-
-__all__ = ["memory"]
 
 OLD = torch.arange(8 * 6, dtype=torch.float32).reshape(8, 6)
 NEW = OLD + 100

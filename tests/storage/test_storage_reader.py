@@ -27,7 +27,6 @@ from dcp_placements.storage.record_reads import BUFFER_NBYTES
 from dcp_placements.storage.tensor_record import parse_record
 from dcp_placements.storage.writer import PlacementFileSystemWriter
 from dcp_placements.testing import World
-from tests.remote_scenes import memory
 from tests.storage_scenes import (
     DTYPES,
     Flipped,
@@ -44,8 +43,6 @@ from tests.storage_scenes import (
 )
 from tests.strategies import examples
 from tests.versions import passes_on_errors
-
-__all__ = ["memory"]
 
 
 @pytest.fixture(scope="module")
