@@ -33,7 +33,7 @@ from dcp_placements.offline.dcp_files import (
 from dcp_placements.offline.directory import Directory, no_checkpoint
 from dcp_placements.offline.safetensors_files import read_safetensors_metadata
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.storage.index import index_of
+from dcp_placements.storage.index import RowIndex, index_of
 from dcp_placements.storage.provenance import SaveRecord, record_of, stored
 from dcp_placements.storage.rank_files import merge_rank_metadata
 from dcp_placements.storage.save_ids import absent_ranks, id_places, id_records, writer_of
@@ -212,7 +212,8 @@ class Checkpoint:
             self.absent_ranks: list[int] = []
             self.newer: set[str] = set()
             self.format, self.metadata = self._read()
-            self.rows = index_of(self.metadata)
+            rows = self.metadata.storage_data
+            self.rows = rows if isinstance(rows, RowIndex) else index_of(self.metadata)
             entries = self.rows.entries
             self.tensors: dict[str, StoredTensor] = {}
             self.objects: dict[str, StoredRecord] = {}
@@ -290,7 +291,7 @@ class Checkpoint:
         rows = self.rows
         found: dict[str, tuple[str, ...]] = {}
         known: dict[bytes, tuple[str, ...]] = {}  # many keys are in the same files
-        for alike in self.alike():
+        for alike in self.alike:
             keys = np.array(alike.keys if alike.offsets else [], np.int64)
             for some, table in rows.pieces(alike.number, keys) if len(keys) else ():
                 for key, files in zip(some.tolist(), table[0], strict=True):
@@ -308,8 +309,9 @@ class Checkpoint:
             for row in self.rows.rows_of(fqn)
         }
 
+    @cached_property
     def alike(self) -> list[Alike]:
-        """Return all keys by what lies alike, those of no tensor and no object, too."""
+        """All keys by what lies alike, those of no tensor and no object, too."""
         rows = self.rows
         found: dict[Hashable, Alike] = {}
         for key, (fqn, number) in enumerate(zip(rows.fqns, rows.class_of.tolist(), strict=True)):
@@ -327,7 +329,7 @@ class Checkpoint:
         """Yield the records of all tensors and objects that have a place, and those of copies."""
         rows = self.rows
         files, steps, fqns = rows.files, [one or () for one in rows.transforms], rows.fqns
-        for alike in self.alike():
+        for alike in self.alike:
             chunks = [
                 (at, alike.boxes[o]) for at, o in enumerate(alike.offsets) if o in alike.boxes
             ]

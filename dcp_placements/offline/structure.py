@@ -134,7 +134,7 @@ def box_faults(whole: Box, boxes: Iterable[Box]) -> Iterator[tuple[str, str]]:
 
 def _place_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
     """Yield chunks without a place, places without a chunk, and keys of an index without either."""
-    for alike in checkpoint.alike():
+    for alike in checkpoint.alike:
         fqns = tuple(sorted([checkpoint.rows.fqns[key] for key in alike.keys]))
         offsets = set(alike.offsets)
         unplaced = [box for offset, box in alike.boxes.items() if offset not in offsets]

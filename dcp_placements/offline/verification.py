@@ -66,6 +66,9 @@ AFTER_S = 1.0
 PIECE_NBYTES = 4 << 20
 """Contents are read in pieces of this size."""
 
+WINDOW_NBYTES = 1 << 20
+"""Small records are read so many bytes at a time."""
+
 MAX_GROUPS = 10
 """Files and kinds of faults that are shown at first: three lines each."""
 
@@ -279,6 +282,10 @@ class _Checks:
                 for record in records:
                     if record.end > size:
                         continue
+                    is_small = record.nbytes <= WINDOW_NBYTES // 16
+                    if is_small and opened.held(record.start, record.nbytes) is None:
+                        window = bytearray(min(WINDOW_NBYTES, size - record.start))
+                        opened.hold(memoryview(window), record.start)
                     part = Part(opened, record.start, record.nbytes)
                     for kind, finding in self._findings(part, record):
                         message = f"{record_name(self._checkpoint, record)} in {file}: {finding}"

@@ -135,9 +135,7 @@ def check_fields(metadata: Metadata) -> None:
         _check_types("a key", entries, str)
         # Chunks in arrays are those of an index.
         listed = [
-            one
-            for one in entries.values()
-            if not isinstance(getattr(one, "chunks", None), ChunkList)
+            one for one in entries.values() if type(getattr(one, "chunks", None)) is not ChunkList
         ]
         _check_types("the metadata of a key", listed, _ENTRIES)
         tensors = [one for one in listed if isinstance(one, TensorStorageMetadata)]
@@ -152,10 +150,11 @@ def check_fields(metadata: Metadata) -> None:
                 sizes = list(map(attrgetter(name), boxes[0]))
                 _check_types(name, sizes, tuple | list)
                 _check_counts(name, list(chain.from_iterable(sizes)))
-        for one in tensors:
-            held = chain.from_iterable([(at.offsets, at.sizes) for at in one.chunks])
-            if len({len(one.size), *map(len, held)}) > 1:
-                raise ValueError("a chunk has other dims than its tensor")
+        dims = {
+            (len(one.size), len(at.offsets), len(at.sizes)) for one in tensors for at in one.chunks
+        }
+        if any(len(set(found)) > 1 for found in dims):
+            raise ValueError("a chunk has other dims than its tensor")
     if type(places) is dict and any(isinstance(one, StorageInfo) for one in places.values()):
         _check_types("the index of a place", places, MetadataIndex)
         _check_types("the key of a place", [index.fqn for index in places], str)

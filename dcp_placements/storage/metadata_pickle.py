@@ -89,8 +89,8 @@ def load_safely(stream: IO[bytes], newer: set[str] | None = None) -> Any:
     return value
 
 
-def _size(values: tuple[Any, ...]) -> torch.Size:
-    if len(values) > MAX_DIMS or set(map(type, values)) - {int}:
+def _size(values: Any) -> torch.Size:
+    if type(values) is not tuple or len(values) > MAX_DIMS or not {*map(type, values)} <= {int}:
         raise refusal("it has a size that is no sequence of integers")
     return torch.Size(values)
 
@@ -140,7 +140,7 @@ class _SafeMetadata(SafeUnpickler):
         ("torch.serialization", "_get_layout"): Call("_get_layout", layout_named, (str,)),
         # A ChunkList in metadata that another writer pickles.
         ("builtins", "list"): Call("list", list, (list,)),
-        ("torch", "Size"): Call("Size", _size, (tuple,)),
+        ("torch", "Size"): _size,  # there are several per key
         ("builtins", "getattr"): Call("getattr", _member, (Call, str)),
         # Pure paths reach no file system.
         **{

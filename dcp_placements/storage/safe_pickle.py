@@ -18,8 +18,9 @@ import io
 import pickle
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, ClassVar
 
@@ -90,14 +91,12 @@ class _NeverCalled(type):
 
 
 def fillable(kind: type[Any]) -> type[Any]:
-    """Return what stands for a class of which a file may have empty instances."""
+    """Return what stands for a class of which a file may have empty instances.
 
-    def new(_: type[Any], *args: Any) -> Any:
-        if args:
-            raise refusal(f"it makes an instance of {kind.__name__} with arguments")
-        return object.__new__(kind)
-
-    return _NeverCalled(kind.__name__, (), {"__new__": new})
+    Args:
+        kind: The class, whose ``__init__`` is never called.
+    """
+    return _NeverCalled(kind.__name__, (), {"__new__": partial(object.__new__, kind)})
 
 
 class SafeUnpickler(pickle.Unpickler):
@@ -130,6 +129,9 @@ class SafeUnpickler(pickle.Unpickler):
     }
     """What opcodes become: a tuple of what they take from the stack, and the number of a step."""
 
+    takers: ClassVar[Sequence[str]] = ("fill", "set_items")
+    """The methods of the steps, by number."""
+
     def __init__(self, data: bytes) -> None:
         self._checked = io.BytesIO()
         super().__init__(self._checked)
@@ -137,7 +139,6 @@ class SafeUnpickler(pickle.Unpickler):
         self._names: dict[type[Any], tuple[str, ...]] = {}
         self._by_hash: dict[int, Any] = {}
         self._collisions = 0
-        self._steps: tuple[Callable[..., Any], ...] = (self.fill, self.set_items)
 
     def load(self) -> Any:
         """Return the value of the pickle.
@@ -165,12 +166,18 @@ class SafeUnpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         """Return the result of a step, or the value of a persistent id."""
-        if type(pid) is tuple and len(pid) == 3:
-            target, operand, step = pid
-            if type(step) is tuple:
-                return self._fill_with(target, operand, step)
-            return self._steps[step](target, operand)
-        return self.persistent(pid)
+        if type(pid) is not tuple or len(pid) != 3:
+            return self.persistent(pid)
+        target, operand, step = pid
+        if type(step) is not tuple:
+            return getattr(self, self.takers[step])(target, operand)
+        # Fields of an instance. Thousands of instances have fields of the same names.
+        names, is_new = step[::2], type(operand) is dict and not operand
+        if is_new and names == self._names.get(type(target)) and not vars(target):
+            operand.update(zip(names, step[1::2], strict=True))
+            target.__dict__.update(operand)
+            return target
+        return self.fill(target, self.set_items(operand, step))
 
     def persistent(self, pid: Any) -> Any:
         """Return the value of a persistent id."""
@@ -195,21 +202,6 @@ class SafeUnpickler(pickle.Unpickler):
         if held and not held.keys().isdisjoint(names):
             raise refusal(f"it changes {describe(instance)}")
         held.update(state)
-        return instance
-
-    def _fill_with(self, instance: Any, state: Any, items: tuple[Any, ...]) -> Any:
-        """Fill an instance with a dict that gets its items now."""
-        names = items[::2]
-        # Thousands of instances have fields of the same names.
-        if (
-            type(state) is not dict
-            or state
-            or names != self._names.get(type(instance))
-            or vars(instance)
-        ):
-            return self.fill(instance, self.set_items(state, items))
-        state.update(zip(names, items[1::2], strict=True))
-        vars(instance).update(state)
         return instance
 
     def set_items(self, held: Any, items: tuple[Any, ...]) -> Any:
@@ -277,15 +269,16 @@ def _any_of(opcodes: Iterable[bytes]) -> bytes:
 
 
 def _plain_opcodes(nbytes: int, steps: Collection[bytes]) -> re.Pattern[bytes]:
-    """Return what matches opcodes that need no look, in a pickle of so many bytes."""
+    """Return what matches opcodes that need no look, and a step, in a pickle of so many bytes."""
     # The memo has slots up to the largest that is named.
     most = max(nbytes, 256).to_bytes(4, "little")
     top = max(at for at in range(4) if most[at])
     slot = b"." * top + b"[\\x00-" + re.escape(most[top : top + 1]) + b"]" + b"\\x00" * (3 - top)
     one, four = _any_of(_ONE_BYTE), _any_of(_FOUR_BYTES)
     none = _any_of(set(_WITHOUT_ARGUMENT).difference(steps))
-    # As many as the regular expression may remember at a time.
-    pattern = b"(?:%b|%b.|%b....|M..|G.{8}|r%b){0,4096}" % (none, one, four, slot)
+    step = b"|".join(sorted(map(re.escape, steps), reverse=True))
+    # Without ``+`` the regular expression would remember each of them.
+    pattern = b"(?:%b++|%b.|%b....|M..|G.{8}|r%b)*+(%b)?" % (none, one, four, slot, step)
     return re.compile(pattern, re.DOTALL)
 
 
@@ -300,16 +293,17 @@ def _with_steps(data: bytes, steps: Mapping[bytes, bytes], subject: str) -> byte
     checked, at = bytearray(), 0
     plain: Any = _plain_opcodes(len(data), steps).match  # matches nothing, too
     while True:
-        end = plain(data, at).end()
+        match = plain(data, at)
+        end, step = match.end(), match[1]
+        if step is not None:
+            checked += data[at : end - len(step)]
+            checked += steps[step]
+            at = end
+            continue
         checked += data[at:end]
         opcode = data[end : end + 1]
         at = end + 1
-        if (step := steps.get(data[end : end + 2])) is not None:
-            at = end + 2
-            checked += step
-        elif (step := steps.get(opcode)) is not None:
-            checked += step
-        elif (size := _SIZED.get(opcode)) is not None:
+        if (size := _SIZED.get(opcode)) is not None:
             start = at + size
             at = start + int.from_bytes(data[at:start], "little")
             if at > len(data):

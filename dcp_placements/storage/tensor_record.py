@@ -196,11 +196,11 @@ class TorchUnpickler(SafeUnpickler):
         **SafeUnpickler.steps,
         **dict.fromkeys((pickle.REDUCE, pickle.NEWOBJ), b"K\x02\x87Q"),
     }
+    takers: ClassVar = (*SafeUnpickler.takers, "call")
 
     def __init__(self, data: bytes, storages: Mapping[str, int] | None) -> None:
         super().__init__(data)
         self._storages = storages
-        self._steps = (*self._steps, self.call)
 
     def find_class(self, module: str, name: str) -> Any:
         return Call(f"{module}.{name}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -163,6 +164,9 @@ class Entries(NamedTuple):
         return dict(zip(self.fqns, forms, strict=True))
 
 
+_PORTABLE = attrgetter("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
+
+
 def build_entries(stored: Mapping[str, Any]) -> Entries:
     """Return the entries of ``Metadata.state_dict_metadata``."""
     numbers: dict[Hashable, int] = {}
@@ -175,23 +179,31 @@ def build_entries(stored: Mapping[str, Any]) -> Entries:
         size = size if isinstance(size, tuple) else None
         before, number = latest.get(size, (None, -1))
         if before is not entry:
-            form, listed = entry, -1
             content: Any = type(entry)
             if type(entry) is TensorStorageMetadata:
-                chunks = ChunkList.of(entry.chunks, len(entry.size))
-                held = chunks.array.shape, chunks.array.tobytes()
-                listed, chunks = lists.setdefault(held, (len(lists), chunks))
-                content = portable_state(entry.properties), tuple(entry.size), listed
-                array: Any = chunks
-                if entry.chunks is not array:
-                    form = replace(entry, chunks=array)
+                content = _PORTABLE(entry.properties), tuple(entry.size), _content(entry.chunks)
             elif type(entry) is not BytesStorageMetadata:
                 content = type(entry), len(numbers)
             number = numbers.setdefault(content, len(numbers))
             latest[size] = entry, number
             if number == len(entries.forms):
-                entries.forms.append(form)
+                listed = -1
+                if type(entry) is TensorStorageMetadata:
+                    chunks = ChunkList.of(entry.chunks, len(entry.size))
+                    held = chunks.array.shape, chunks.array.tobytes()
+                    listed, chunks = lists.setdefault(held, (len(lists), chunks))
+                    array: Any = chunks
+                    if entry.chunks is not array:
+                        entry = replace(entry, chunks=array)
+                entries.forms.append(entry)
                 entries.list_of.append(listed)
         entries.form_of.append(number)
     entries.lists.extend(chunks for _, chunks in lists.values())
     return entries
+
+
+def _content(chunks: Sequence[ChunkStorageMetadata]) -> Hashable:
+    """Return what equal lists of chunks have in common, and no others."""
+    if isinstance(chunks, ChunkList):
+        return chunks.array.shape, chunks.array.tobytes()
+    return tuple([(tuple(one.offsets), tuple(one.sizes)) for one in chunks])

@@ -74,6 +74,34 @@ class Template(NamedTuple):
     table: Ints
 
     @staticmethod
+    def of(places: Iterable[StoredPlace], paths: Iterable[str]) -> tuple[Template, Ints]:
+        """Return the template of places in files of these names, and the offsets of its slots."""
+        keys: dict[str, int] = {}
+        offsets: dict[Offset, int] = {}
+        steps: dict[Transforms, int] = {}
+        files = {path: file for file, path in enumerate(paths)}
+        rows = []
+        for fqn, offset, path, start, length, names in places:
+            row = keys.setdefault(fqn, len(keys)), offsets.setdefault(offset, len(offsets))
+            rows.append((*row, files[path], steps.setdefault(names, len(steps)), start, length))
+        dims = tuple([-1 if offset is None else len(offset) for offset in offsets])
+        table = np.array(rows, np.int64).reshape(-1, 6).T
+        held = np.array(list(chain.from_iterable(filter(None, offsets))), np.int64)
+        return Template(tuple(keys), dims, tuple(steps), table), held
+
+    @property
+    def content(self) -> tuple[Any, ...]:
+        """What equal templates have in common, and no others."""
+        return self.fqns, self.dims, self.transforms, self.table.tobytes()
+
+    def packed(self) -> bytes:
+        """Return it as it is sent."""
+        *table, starts, lengths = self.table
+        forms, texts = packed_texts(self.fqns)
+        columns = packed_columns([self.dims, *texts, *table, from_ends(starts, lengths), lengths])
+        return zlib.compress(pickle.dumps((forms, self.transforms, columns.tobytes())), 6)
+
+    @staticmethod
     def unpacked(packed: bytes) -> Template:
         """Return a template as it was sent."""
         forms, transforms, columns = pickle.loads(zlib.decompress(packed))
@@ -117,25 +145,11 @@ class WriteResults(Sequence[WriteResult]):
             places: In the order in which they were written; the later one of a chunk counts.
             whole: Keys of which all is in one place.
         """
-        latest = {(place.fqn, place.offset): place for place in places}
-        numbers: list[dict[Any, int]] = [{}, {}, {}, {}]
-        fqns, slots, paths, transforms = numbers
-        rows, apart = [], []
-        for place in latest.values():
-            fqn, offset, path, start, length, steps = place
-            paths.setdefault(path, len(paths))
-            if fqn in whole:
-                apart.append(place)
-                continue
-            names = zip(numbers, (fqn, offset, path, steps), strict=True)
-            rows.append((*[held.setdefault(one, len(held)) for held, one in names], start, length))
-        *table, starts, lengths = np.array(rows, np.int64).reshape(-1, 6).T
-        forms, texts = packed_texts(list(fqns))
-        dims = [-1 if offset is None else len(offset) for offset in slots]
-        columns = packed_columns([dims, *texts, *table, from_ends(starts, lengths), lengths])
-        template = zlib.compress(pickle.dumps((forms, tuple(transforms), columns.tobytes())), 6)
-        offsets = np.array(list(chain.from_iterable(filter(None, slots))), np.int64)
-        return WriteResults(template, offsets, tuple(paths), apart)
+        latest = list({(place.fqn, place.offset): place for place in places}.values())
+        apart = [place for place in latest if place.fqn in whole]
+        paths = tuple(dict.fromkeys([place.path for place in latest]))
+        template, offsets = Template.of([one for one in latest if one.fqn not in whole], paths)
+        return WriteResults(template.packed(), offsets, paths, apart)
 
     @staticmethod
     def of_records(
