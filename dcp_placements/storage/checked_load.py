@@ -102,17 +102,7 @@ def check_saved(stream: Any) -> int:
     return most_elements(data)
 
 
-def saved_pickle(stream: Any) -> tuple[bytes, dict[str, int]]:
-    """Return the pickle in a file that ``torch.save`` wrote, and the bytes of its storages by key.
-
-    Raises:
-        ValueError: It is no zip file of stored entries, with one pickle.
-    """
-    data, entries = saved_entries(stream)
-    return data, {key: entry.file_size for key, entry in entries.items()}
-
-
-def saved_entries(stream: Any) -> tuple[bytes, dict[str, zipfile.ZipInfo]]:
+def saved_pickle(stream: Any) -> tuple[bytes, dict[str, zipfile.ZipInfo]]:
     """Return the pickle in a file that ``torch.save`` wrote, and the entries of its storages.
 
     Raises:

@@ -271,12 +271,6 @@ class CountedFile:
         self.nbytes += complete * nbytes
 
 
-def write_all(into: IO[bytes], buffer: memoryview) -> None:
-    """Write all of a buffer to an unbuffered file, which may accept it in parts."""
-    while buffer.nbytes:
-        buffer = buffer[into.write(buffer) :]
-
-
 class Part(NamedTuple):
     """Bytes of a file that are read as a file of their own, as a record in it."""
 

@@ -17,7 +17,7 @@ import torch
 from dcp_placements._torch import narrow_tensor_by_index
 from dcp_placements.errors import fault_error, format_error
 from dcp_placements.names.flat import Path, value_at
-from dcp_placements.storage.checked_load import BROKEN, load_plain, saved_entries
+from dcp_placements.storage.checked_load import BROKEN, load_plain, saved_pickle
 from dcp_placements.storage.file_reads import CountedFile, Part, c_strides
 from dcp_placements.storage.record_reads import DAMAGED, IS_DAMAGED, ChunkReader, Wanted
 from dcp_placements.storage.safe_pickle import Call
@@ -191,9 +191,8 @@ class SavedFile:
         self._part = Part(self.file, 0, self.file.size)
         self._loaded: dict[str, Any] = {}
         try:
-            data, self._entries = saved_entries(self._part.stream())
-            sizes = {key: entry.file_size for key, entry in self._entries.items()}
-            self._tree: Any = _Tree(data, sizes).load()
+            data, self._entries = saved_pickle(self._part.stream())
+            self._tree: Any = _Tree(data, self._entries).load()
         except Exception as error:  # a broken pickle can raise anything
             headline = f"cannot be read: {format_error(error)}"
             raise fault_error(IS_DAMAGED, name, headline, *DAMAGED) from error

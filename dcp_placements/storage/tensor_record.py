@@ -104,10 +104,10 @@ def parse_record(head: bytes, nbytes: int) -> TensorRecord | None:
             return None
         # torch.serialization.set_crc32_options(False) leaves the checksums of all entries 0.
         has_crc = head.startswith(DESCRIPTOR, end) and any(head[end + 4 : end + 8])
-        tensor = _plain_tensor(TorchUnpickler(head[start:end], None).load())
-        if tensor is None:
+        tensor = strided_tensor(TorchUnpickler(head[start:end], None).load())
+        if tensor is None or tensor.offset or not is_contiguous(tensor.shape, tensor.strides):
             return None
-        dtype, key, shape = tensor
+        dtype, key, _, shape, _ = tensor
         for name, start, end in entries:
             if name == f"{prefix}/data/{key}":
                 stop = start + prod(shape) * dtype.itemsize
@@ -187,7 +187,7 @@ class TorchUnpickler(SafeUnpickler):
 
     Args:
         data: The pickle.
-        storages: Bytes of those beside it, by key; None where they are unknown.
+        storages: The entries of those beside it, by key; None where they are unknown.
     """
 
     subject = "what torch.load(weights_only=True) loads"
@@ -198,7 +198,7 @@ class TorchUnpickler(SafeUnpickler):
     }
     takers: ClassVar = (*SafeUnpickler.takers, "call")
 
-    def __init__(self, data: bytes, storages: Mapping[str, int] | None) -> None:
+    def __init__(self, data: bytes, storages: Mapping[str, zipfile.ZipInfo] | None) -> None:
         super().__init__(data)
         self._storages = storages
 
@@ -217,7 +217,8 @@ class TorchUnpickler(SafeUnpickler):
         if module not in _TORCH:
             raise refusal(f"it has a storage of a type {kind.name}")
         if self._storages is not None:
-            held, itemsize = self._storages.get(key, 0), _ITEMSIZES.get(name)
+            entry, itemsize = self._storages.get(key), _ITEMSIZES.get(name)
+            held = 0 if entry is None else entry.file_size
             if itemsize is None or not 0 <= numel * itemsize <= held:
                 raise refusal(
                     f"its storage {key!r} has {held} bytes for {numel} elements of {kind.name}"
@@ -281,17 +282,6 @@ def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether elements with these strides are in C order, without gaps."""
     sized = zip(shape, strides, c_strides(shape), strict=True)
     return 0 in shape or all(size == 1 or step == plain for size, step, plain in sized)
-
-
-def _plain_tensor(made: Any) -> tuple[torch.dtype, str, tuple[int, ...]] | None:
-    """Return dtype, key of the storage and shape of a tensor; None if its elements do not fill it.
-
-    They do where they are in C order, from the beginning of their storage.
-    """
-    tensor = strided_tensor(made)
-    if tensor is None or tensor.offset or not is_contiguous(tensor.shape, tensor.strides):
-        return None
-    return tensor.dtype, tensor.key, tensor.shape
 
 
 _REBUILT = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
