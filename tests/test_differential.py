@@ -265,6 +265,7 @@ def shrunk(pair: Pair, error: BaseException, root: Path) -> tuple[Pair, BaseExce
 
 
 def test_any_random_world_loads_what_any_other_saved(seeds: range, tmp_path: Path) -> None:
+    """M28 among them: uneven, strided and empty shards, scalars, tensors without elements."""
     for seed in seeds:
         pair = draw_pair(seed)
         error = failure(pair, tmp_path / str(seed))

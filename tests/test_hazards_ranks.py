@@ -95,24 +95,6 @@ def test_m18_a_save_by_some_of_the_ranks_is_warned_of(outcomes: list[dict[str, A
     assert texts[1] == texts[3] == []
 
 
-def test_m24_state_of_one_ep_group_is_named_before_anything_hangs(
-    outcomes: list[dict[str, Any]],
-) -> None:
-    seen = Seen(outcomes, "m24")
-    assert_says(
-        refusal(seen),
-        "optim.state.experts.w1.exp_avg: ",
-        "on ranks 0-1 and not on ranks 2-3",
-        "[4:8, :]",
-        "12 of 24 elements",
-        "'ep'",
-        "by rule:     'experts.w1'",
-        "way out:",
-    )
-    assert seen.all("files") == []
-    assert max(seen.each("seconds")) < 20
-
-
 def test_sets_that_are_equal_on_all_ranks_pass(outcomes: list[dict[str, Any]]) -> None:
     seen = Seen(outcomes, "equal_sets")
     assert len(set(seen.each("seed"))) > 1, "the ranks' hash seeds should differ"
@@ -158,18 +140,6 @@ def test_m22_the_save_report_lists_a_parameter_that_never_stepped(
     outcomes: list[dict[str, Any]],
 ) -> None:
     (name,) = Seen(outcomes, "main_job").ranks[0]["stateless"]
-    assert name.endswith("unused")
-
-
-@pytest.mark.parametrize("how", ["strict", "partial"], ids=["m22-strict", "m23-partial"])
-def test_state_that_never_was_is_kept_with_step_0(outcomes: list[dict[str, Any]], how: str) -> None:
-    seen = Seen(outcomes, "m22_m23").all(how)
-    assert seen["step_of_the_template"] == 1
-    assert seen["step"] == 0
-    assert seen["moments"] == 0
-    assert seen["step_of_another"] == 3
-    assert seen["texts"] == []
-    (name,) = seen["stateless"]
     assert name.endswith("unused")
 
 

@@ -685,23 +685,6 @@ def test_experts_of_two_groups_are_whole_with_a_rule_and_refused_without(
     assert report.replica_nbytes == 0
 
 
-def test_m8_fused_shards_save_the_logical_tensors_and_reshard(tmp_path: Path) -> None:
-    whole, name = arange(16, 3), "mlp.gate_up_proj.weight"
-    four, two = (ruled(name, {"tp": FusedShard(0, 2)}, dp=4 // tp, tp=tp) for tp in (4, 2))
-
-    def state(rank: int) -> dict[str, Any]:
-        return {name: cut(whole, [FusedShard(0, 2)], [4], [rank])}
-
-    with without_warning():
-        save(WORLD, tmp_path, state, four)
-        assert_holds(tmp_path, {name: whole})
-        loaded, _ = load(WORLD, tmp_path, lambda rank: {name: torch.zeros(8, 3)}, two)
-    gate, up = whole.chunk(2)
-    for rank in range(4):
-        wanted = torch.cat([gate.chunk(2)[rank % 2], up.chunk(2)[rank % 2]])
-        assert same_bits(loaded[rank][name], wanted)
-
-
 def test_lint_of_numbered_experts_leads_to_a_rename_first(tmp_path: Path) -> None:
     name = "layers.0.experts.0.w1"
     rules = ruled(name, {"tp": Shard(0)}, ep=2, tp=2)
@@ -862,48 +845,6 @@ def test_m25_cached_plans_are_right_through_failures_and_changes(tmp_path: Path,
         template = {**blank(wanted), "step": None}
         loaded, _ = load(World(1), path, lambda rank, t=template: t)
         assert loaded[0]["step"] == ("step", step)
-
-
-@pytest.mark.parametrize("make", [FakeDTensor, real_dtensor])
-def test_m28_uneven_strided_empty_and_zero_element_shards_are_right(
-    tmp_path: Path, make: Callable[..., Any]
-) -> None:
-    strided = [_StridedShard(0, split_factor=2), Shard(0)]
-    wholes = {
-        "uneven": (arange(5, 3), [Shard(0), Shard(0)]),
-        "uneven_columns": (arange(3, 5), [Replicate(), Shard(1)]),
-        "two_dims": (arange(5, 7), [Shard(1), Shard(0)]),
-        "strided": (arange(12, 2), strided),
-        "strided_uneven": (arange(10, 2), strided),
-        "empty_on_some": (arange(1, 3), [Shard(0), Replicate()]),
-        "no_element": (arange(0, 3), [Shard(0), Replicate()]),
-        "no_column": (arange(4, 0), [Shard(0), Shard(0)]),
-        "scalar": (torch.tensor(5.0), [Replicate(), Replicate()]),
-        "one": (torch.tensor([6]), [Replicate(), Replicate()]),
-    }
-
-    def state(rank: int) -> dict[str, Any]:
-        mesh = WORLD.mesh(rank, a=2, b=2)
-        found = {}
-        for name, (whole, placements) in wholes.items():
-            local = cut(whole, placements, (2, 2), mesh.get_coordinate())
-            found[name] = make(local, mesh, placements, whole.shape)
-        return found
-
-    def template(rank: int) -> dict[str, Any]:
-        found = state(rank)
-        for value in found.values():
-            value.to_local().fill_(9)
-        return found
-
-    with without_warning():
-        save(WORLD, tmp_path, state)
-        loaded, _ = load(WORLD, tmp_path, template)
-    assert_holds(tmp_path, {name: whole for name, (whole, _) in wholes.items()})
-    for rank in range(4):
-        wanted = state(rank)
-        for name, value in loaded[rank].items():
-            assert same_bits(value.to_local(), wanted[name].to_local()), name
 
 
 def test_m29_two_keys_that_flatten_into_one_are_refused(tmp_path: Path) -> None:

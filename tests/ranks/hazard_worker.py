@@ -13,7 +13,6 @@ import io
 import logging
 import os
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -117,21 +116,6 @@ def m18(path: Path) -> Facts:
             outcome["texts"] = texts
         dist.barrier()
     return outcome
-
-
-@scenario
-def m24(path: Path) -> Facts:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
-    value = expert_dtensor(mesh, arange(8, 3))
-    state: dict[str, Any] = {"model": {"experts.w1": value}, "optim": {}}
-    if dist.get_rank() < 2:
-        state["optim"] = {"state": {"experts.w1": {"exp_avg": value}}}
-    rules = by_ep(mesh, "experts.w1")
-    started = time.monotonic()
-    refused = refusal(
-        lambda: dcp.save(state, checkpoint_id=path, planner=PlacementSavePlanner(rules))
-    )
-    return {"refused": refused, "seconds": time.monotonic() - started, "files": files(path)}
 
 
 @scenario
@@ -364,30 +348,6 @@ def reshard_to_ep4(path: Path) -> Facts:
 @scenario
 def reshard_to_ep1(path: Path) -> Facts:
     return reshard(path, 1)
-
-
-@scenario
-def m22_m23(path: Path) -> Facts:
-    """The checkpoint lacks the state of a parameter that never stepped, strict and partial."""
-    outcome: Facts = {}
-    for partial in (False, True):
-        other = Trainer(ep=2, seed=5)
-        template = other.state_dict()  # torch makes the state of a fresh optimizer: step is 1
-        made = float(template["optim"]["state.unused.step"])
-        planner = PlacementLoadPlanner(other.rules, allow_partial_load=partial)
-        with heard() as texts:
-            dcp.load(template, checkpoint_id=main_checkpoint(path), planner=planner)
-        other.apply(template)
-        state = other.optimizer.state[other.model.unused]
-        outcome["partial" if partial else "strict"] = {
-            "texts": texts,
-            "step_of_the_template": made,
-            "step": float(state["step"]),
-            "moments": float(local(state["exp_avg"]).abs().sum()),
-            "stateless": list(planner.report.stateless),
-            "step_of_another": float(other.optimizer.state[other.model.dense.bias]["step"]),
-        }
-    return outcome
 
 
 @scenario
