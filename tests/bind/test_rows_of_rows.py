@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,27 +12,19 @@ from safetensors.torch import load_file
 
 from dcp_placements import (
     PlacementError,
-    PlacementFileSystemReader,
     PlacementLoadPlanner,
     PlacementSavePlanner,
     Renames,
-    Renumber,
     Row,
     Stack,
 )
 from dcp_placements.convert.conversion import export_safetensors
 from dcp_placements.testing import World
-from dcp_placements.testing.megatron import MegatronModel
-from dcp_placements.testing.megatron_dist import write_torch_dist
 
 
 def matrix(layer: int, expert: int) -> torch.Tensor:
     start = 1000.0 * layer + 100.0 * expert
     return torch.arange(start, start + 20).reshape(5, 4)
-
-
-BY_LAYER = (((1, 0), (2,)), ((2,), (0, 1)))
-"""Of two layers of three experts, what each of two ranks has."""
 
 
 def test_a_row_that_nobody_holds_is_refused_on_save_and_missed_on_load(tmp_path: Path) -> None:
@@ -88,41 +79,3 @@ def test_the_export_stacks_rows_of_rows_as_the_planner_does(
     more = Renames(Stack("e.{}", 4), Stack("l.{}", 2))
     with pytest.raises(PlacementError, match="of 8 rows these are missing: 3 within 0, 3 within 1"):
         export_safetensors(tmp_path / "rows", tmp_path / "more", rename=more)
-
-
-@pytest.mark.parametrize("by_layer", [BY_LAYER, (((3, 0), (1,), (2,)), ((1,), (0, 2, 3), ()))])
-def test_experts_of_torch_dist_load_one_tensor_each(tmp_path: Path, by_layer: Any) -> None:
-    layers, experts = len(by_layer[0]), 4
-    model = MegatronModel(dense_layers=0, layers=layers, experts=experts)
-    source, truth = write_torch_dist(tmp_path, model, tp=2), model.truth()
-    name = "decoder.layers.{}.mlp.experts.experts.{}.linear_fc{}.weight"
-    world = World(2)
-
-    def wanted(rank: int) -> dict[str, Any]:
-        return {
-            name.format(layer, local, fc): truth[
-                f"decoder.layers.{layer}.mlp.experts.linear_fc{fc}.weight{expert}"
-            ]
-            for layer, mine in enumerate(by_layer[rank])
-            for local, expert in enumerate(mine)
-            for fc in (1, 2)
-        }
-
-    def planner(rank: int) -> PlacementLoadPlanner:
-        by = dict(enumerate(by_layer[rank]))
-        return PlacementLoadPlanner(
-            rename=Renames(
-                Renumber("layers.{layer}.mlp.experts.experts.{}", by, experts),
-                Stack("experts.experts.{}", experts),
-                Stack("decoder.layers.{}", layers),
-            )
-        )
-
-    held = world.load(
-        source,
-        lambda rank: {key: torch.zeros_like(value) for key, value in wanted(rank).items()},
-        planner,
-        lambda rank: PlacementFileSystemReader(source),
-    )
-    for rank, found in enumerate(held):
-        assert_same(found, wanted(rank))

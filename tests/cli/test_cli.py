@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -226,16 +225,6 @@ def test_what_looks_like_a_checkpoint_and_is_none_is_said(tmp_path: Path, run: R
 def test_a_size_of_memory_that_is_none(sound: Path, run: Run, size: str) -> None:
     ran = run("diff", sound, sound, "--memory", size)
     assert (ran.code, ran.out) == (2, "")
-
-
-def test_urls_of_fsspec_are_looked_at(sound: Path, run: Run) -> None:
-    files = fsspec.filesystem("memory")
-    for file in sound.iterdir():
-        files.pipe(f"/far/{file.name}", file.read_bytes())
-    ran = run("verify", "memory://far", "--contents", "--json")
-    assert ran.code == 0, ran.out + ran.err
-    assert run("diff", sound, "memory://far").code == 0
-    assert run("inspect", "memory://nothing").code == 2
 
 
 @pytest.mark.parametrize(("same", "code"), [(True, 0), (False, 1)])

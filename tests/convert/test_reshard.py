@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +11,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hazard_scenes import assert_holds
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
 
 from dcp_placements import (
     CheckpointPlacement,
-    FusedShard,
     IndexShard,
     MeshCoordinate,
     PlacementError,
@@ -175,49 +172,6 @@ def test_ranks_that_hold_the_same_experts_under_renumbered_names(tmp_path: Path)
 
 
 # Placements
-
-
-def of_shape(make: Callable[[int], Any], **more: Any) -> Callable[[MeshCoordinate], PlacementRules]:
-    """Return rules by which a rank of axis ``x`` holds ``make(rank)`` of ``w``."""
-
-    def rules(mesh: MeshCoordinate) -> PlacementRules:
-        held = CheckpointPlacement(mesh, {"x": make(mesh.get_coordinate()[0])}, **more)
-        return PlacementRules({"w": held})
-
-    return rules
-
-
-ROWS = ((5, 1, 0), (2, 3), (4, 6, 7, 8, 9, 10, 11))
-KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "fused": (lambda rank: FusedShard(0, (6, 3, 3)), {}),
-    "columns": (lambda rank: Shard(1), {"global_shape": (12, 10)}),
-    "replicated": (lambda rank: Replicate(), {}),
-    "listed": (lambda rank: IndexShard(0, ROWS[rank]), {"global_shape": (12, 10)}),
-    "padded": (lambda rank: Shard(0), {"global_shape": (12, 10), "padded_shape": (15, 10)}),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_placement_fills_a_rank_as_plain_slicing_does(kind: str, tmp_path: Path) -> None:
-    whole = arange((12, 10))
-    dcp.save({"w": whole}, checkpoint_id=tmp_path / "source", no_dist=True)
-    make, more = KINDS[kind]
-    rules = of_shape(make, **more)
-    reshard(tmp_path / "source", tmp_path / "out", rules, {"x": 3})
-    padded = torch.full(more.get("padded_shape", (12, 10)), -1.0)
-    padded[:12] = whole
-    shards = [cut(padded, [make(rank)], (3,), (rank,)) for rank in range(3)]
-    loaded = World(3).load(
-        tmp_path / "out",
-        lambda rank: {"w": torch.full_like(shards[rank], -1.0)},
-        lambda rank: PlacementLoadPlanner(rules(MeshCoordinate(["x"], [3], [rank]))),
-    )
-    for rank, shard in enumerate(shards):
-        assert torch.equal(loaded[rank]["w"], shard)
-    assert_holds(tmp_path / "out", {"w": whole})
-    held = {rank: prod(shard.shape) for rank, shard in enumerate(shards)}
-    boxes = {chunk.writer: chunk for chunk in Checkpoint(tmp_path / "out").tensors["w"].chunks}
-    assert set(boxes) == ({0} if kind == "replicated" else {rank for rank in held if held[rank]})
 
 
 @pytest.mark.parametrize("short", [1, 1 << 20])

@@ -127,21 +127,6 @@ def test_equal_contents_are_loaded_into_one_memory(
     assert torch.equal(weight.detach(), arange(12, 5))
 
 
-def test_tied_parameters_of_a_module_and_their_untied_copy(tmp_path: Path) -> None:
-    untied = torch.nn.ModuleDict({"embed": torch.nn.Embedding(7, 3), "head": torch.nn.Linear(3, 7)})
-    stored(tmp_path, {"model": untied.state_dict()})
-    tied = torch.nn.ModuleDict({"embed": torch.nn.Embedding(7, 3), "head": torch.nn.Linear(3, 7)})
-    tied["head"].weight = tied["embed"].weight
-    text = refused(tmp_path, {"model": tied.state_dict()})
-    assert "model.embed.weight" in text
-    assert "model.head.weight" in text
-    assert "model.head.bias" not in text
-    state = {"model": tied.state_dict()}
-    del state["model"]["head.weight"]
-    dcp.load(state, checkpoint_id=tmp_path, planner=PlacementLoadPlanner())
-    assert torch.equal(tied["head"].weight, untied["embed"].weight)
-
-
 @pytest.mark.parametrize("equal", [True, False], ids=["equal", "different"])
 @pytest.mark.parametrize("parts", [(1, 4), (4, 1), (4, 4)], ids=str)
 def test_keys_that_were_sharded_differently(

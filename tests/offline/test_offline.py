@@ -57,17 +57,6 @@ def test_of_replicas_the_lowest_ranks_is_kept(tmp_path: Path) -> None:
     assert len(merged.state_dict_metadata["norm"].chunks) == 1
 
 
-def test_more_ranks_than_rows_leave_no_empty_chunks(tmp_path: Path) -> None:
-    world = World(4)
-    whole = {"w": torch.arange(6.0).reshape(2, 3), "none": torch.zeros(0, 3)}
-    for rank in range(4):
-        save_alone(tmp_path, rank, sharded(world, rank, whole, 0))
-    merged = merge_metadata(tmp_path)
-    assert [tuple(c.sizes) for c in merged.state_dict_metadata["w"].chunks] == [(1, 3)] * 2
-    loaded = load(tmp_path, blank(whole), dcp.FileSystemReader(tmp_path))
-    assert all(same(whole[key], loaded[key]) for key in whole)
-
-
 def test_a_missing_rank_is_refused_and_nothing_written(tmp_path: Path) -> None:
     save_ranks(tmp_path, 4, ranks=(0, 1, 3))
     with pytest.raises(PlacementError) as caught:

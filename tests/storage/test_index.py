@@ -33,11 +33,7 @@ from dcp_placements.storage.index import RowIndex, paths_of
 from dcp_placements.storage.metadata_file import read_metadata, write_metadata
 from dcp_placements.storage.stock_pickle import MARKER_NBYTES
 from dcp_placements.testing import World
-from tests.differential import checkpoint
-from tests.differential import wholes as elements_of
-from tests.drawn_worlds import draw_pair
 from tests.offline_scenes import Run
-from tests.random_ranks import Rank
 from tests.storage_scenes import (
     assert_index_agrees,
     load,
@@ -303,44 +299,3 @@ def test_above_a_number_of_chunks_stock_metadata_are_left_out_and_said(
         save(tmp_path / "few")
     for name in ("auto", "always", "few"):
         assert_index_agrees(tmp_path / name)
-
-
-def save_drawn(seed: int, path: Path) -> dict[str, Any]:
-    """Save a drawn world, and two keys of its own per rank; return all that was saved."""
-    pair = draw_pair(seed)
-    whole, options = elements_of(pair), dict(pair.save.options)
-    ranks = [Rank(pair, pair.save, rank) for rank in range(pair.save.size)]
-    held = [list(rank.values(whole)) for rank in ranks]
-    own = [{f"data.{n}": torch.arange(3) + n, f"rng.{n}": "x" * (n % 5)} for n in range(len(ranks))]
-    World(pair.save.size).save(
-        path,
-        lambda rank: ranks[rank].state_dict(held[rank], blank=False) | own[rank],
-        lambda rank: PlacementSavePlanner(ranks[rank].rules(), rename=ranks[rank].rename()),
-        lambda rank: PlacementFileSystemWriter(
-            path,
-            thread_count=options["thread_count"],
-            single_file_per_rank=options["single_file_per_rank"],
-        ),
-    )
-    return checkpoint(pair, whole) | {key: value for one in own for key, value in one.items()}
-
-
-def test_every_place_of_a_drawn_world_is_where_its_bytes_are(seeds: range, tmp_path: Path) -> None:
-    """By our index, and by torch's pickle."""
-    for seed in seeds:
-        path = tmp_path / str(seed)
-        expected = save_drawn(seed, path)
-        assert_index_agrees(path)
-        stock = dcp.FileSystemReader(path).read_metadata()
-        assert {index.fqn for index in stock.storage_data} == expected.keys()
-        for index, info in stock.storage_data.items():
-            with open(path / info.relative_path, "rb") as file:
-                file.seek(info.offset)
-                value = torch.load(io.BytesIO(file.read(info.length)), weights_only=False)
-            wanted = expected[index.fqn]
-            if index.offset is not None:
-                chunks = stock.state_dict_metadata[index.fqn].chunks
-                (sizes,) = [chunk.sizes for chunk in chunks if chunk.offsets == index.offset]
-                box = zip(index.offset, sizes, strict=True)
-                wanted = wanted[tuple([slice(start, start + size) for start, size in box])]
-            assert same(value, wanted), (seed, index)

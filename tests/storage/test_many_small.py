@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
@@ -22,11 +20,9 @@ from tests.storage_scenes import (
     assert_record_of,
     blank,
     data_file,
-    load,
     same,
     stock_metadata,
 )
-from tests.strategies import examples
 
 
 def many_kinds() -> dict[str, Any]:
@@ -154,35 +150,3 @@ def test_replicated_small_tensors_are_read_together(tmp_path: Path) -> None:
         assert reader.reads <= 10
         assert 500 * 4096 <= reader.bytes_read <= 1.5 * 500 * 4096
         assert reader.opens == 1
-
-
-@examples(40)
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from([(300,), (17, 31), (64, 8), (512, 1), (2, 0), ()]),
-            st.sampled_from([torch.float32, torch.bfloat16, torch.int64]),
-            st.sampled_from(["plain", "turned", "part", "grad"]),
-        ),
-        min_size=1,
-        max_size=12,
-    )
-)
-def test_any_small_tensors_come_back(
-    tmp_path_factory: pytest.TempPathFactory,
-    expected: list[tuple[tuple[int, ...], torch.dtype, str]],
-) -> None:
-    saved: dict[str, Any] = {}
-    for number, (shape, dtype, kind) in enumerate(expected):
-        tensor = (torch.randn(shape) * 100).to(dtype)
-        if kind == "turned" and len(shape) == 2:
-            tensor = (torch.randn(shape[::-1]) * 100).to(dtype).t()
-        elif kind == "part":
-            tensor = torch.stack([tensor, tensor])[1]
-        elif kind == "grad" and dtype.is_floating_point:
-            tensor = torch.nn.Parameter(tensor)
-        saved[f"t{number}"] = tensor
-    path = tmp_path_factory.mktemp("small")
-    dcp.save(saved, storage_writer=PlacementFileSystemWriter(path))
-    loaded = load(path, blank(saved), PlacementFileSystemReader(path))
-    assert all(same(saved[key], loaded[key]) for key in saved)

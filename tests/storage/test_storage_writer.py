@@ -108,23 +108,6 @@ def test_a_failure_in_a_thread_is_a_failure(tmp_path: Path) -> None:
     assert (tmp_path / ".metadata").read_bytes() == before
 
 
-def test_metadata_that_cannot_be_written_leaves_the_older_one(tmp_path: Path) -> None:
-    saved = {"w": torch.randn(3, 5)}
-    writer = PlacementFileSystemWriter(tmp_path)
-    dcp.save(saved, storage_writer=writer)
-    before = (tmp_path / ".metadata").read_bytes()
-
-    class Unpicklable(DefaultSavePlanner):
-        def create_global_plan(self, all_plans: Any) -> Any:
-            plans, metadata = super().create_global_plan(all_plans)
-            metadata.planner_data = {"w": lambda: None}
-            return plans, metadata
-
-    with pytest.raises(dcp.api.CheckpointException, match="pickle"):
-        dcp.save(saved, storage_writer=writer, planner=Unpicklable())
-    assert (tmp_path / ".metadata").read_bytes() == before
-
-
 def test_extensions_go_torchs_own_way(tmp_path: Path) -> None:
     saved = {"w": torch.randn(300, 50), "n": torch.zeros(3), "lr": 0.1}
     dcp.save(saved, storage_writer=PlacementFileSystemWriter(tmp_path, _extensions=[Flipped()]))
