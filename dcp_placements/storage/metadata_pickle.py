@@ -160,22 +160,19 @@ class _SafeMetadata(SafeUnpickler):
             self.newer.add("a path as Python 3.13 pickles it")
         return super().find_class(module, name)
 
-    def fill(self, instance: Any, state: Any, *, once: bool = True) -> Any:
-        if type(instance) is TensorProperties and type(state) is tuple and not vars(instance):
-            if len(state) > PROPERTIES:
-                self.newer.add(f"a TensorProperties of {len(state)} fields (torch 2.15 or newer)")
-            instance.__setstate__(state[:PROPERTIES])
-            return instance
-        # A file fills the storage_data of its metadata after all other fields.
-        return super().fill(instance, state, once=once and type(instance) is not Metadata)
+    def fill(self, instance: Any, state: Any) -> Any:
+        if type(instance) is not TensorProperties or type(state) is not tuple or vars(instance):
+            return super().fill(instance, state)
+        if len(state) > PROPERTIES:
+            self.newer.add(f"a TensorProperties of {len(state)} fields (torch 2.15 or newer)")
+        instance.__setstate__(state[:PROPERTIES])
+        return instance
 
     def check_key(self, key: Any) -> None:
-        if type(key) is MetadataIndex:
-            if type(key.fqn) is not str or type(key.offset) not in (torch.Size, type(None)):
-                raise refusal("it has the index of a chunk that is no key and offset")
-            self.check_hash((key.fqn, key.offset))
-        else:
+        if type(key) is not MetadataIndex:
             super().check_key(key)
+        elif type(key.fqn) is not str or type(key.offset) not in (torch.Size, type(None)):
+            raise refusal("it has the index of a chunk that is no key and offset")
 
 
 def _check_unfolded(metadata: Metadata, most: int) -> None:

@@ -29,13 +29,8 @@ import torch
 from dcp_placements.errors import format_name
 
 MAX_NAME_CHARS = 200
-MAX_FIELDS = 64
 MAX_KEY_VALUES = 128
 """Values that one key of a dict or one element of a set has in all, however it nests."""
-
-_COLLISIONS = 1000
-"""Keys that may share their hash with an earlier key: a file can choose numbers of equal hashes,
-and each is compared with all of these."""
 
 _COPIES = 4
 _SPARE = 1 << 16
@@ -113,7 +108,7 @@ class SafeUnpickler(pickle.Unpickler):
     """By module and name: what a file may name."""
 
     kinds: ClassVar[Collection[type[Any]]] = ()
-    """Classes of which a file may have empty instances, to be filled once."""
+    """Classes of which a file may have empty instances, to be filled."""
 
     hashed: ClassVar[Collection[type[Any]]] = {
         *(str, bytes, bool, int, float, type(None), frozenset, torch.dtype),
@@ -137,8 +132,6 @@ class SafeUnpickler(pickle.Unpickler):
         super().__init__(self._checked)
         self._data = data
         self._names: dict[type[Any], tuple[str, ...]] = {}
-        self._by_hash: dict[int, Any] = {}
-        self._collisions = 0
 
     def load(self) -> Any:
         """Return the value of the pickle.
@@ -183,25 +176,17 @@ class SafeUnpickler(pickle.Unpickler):
         """Return the value of a persistent id."""
         raise refusal("it has a persistent id")
 
-    def fill(self, instance: Any, state: Any, *, once: bool = True) -> Any:
-        """Fill an instance that the file had made, with a short dict of attributes; return it.
-
-        Args:
-            instance: To be filled.
-            state: Its fields.
-            once: Whether an instance that has fields cannot have others.
-        """
-        if type(instance) not in self.kinds or (once and vars(instance)):
+    def fill(self, instance: Any, state: Any) -> Any:
+        """Give an instance that the file had made attributes that it has not yet; return it."""
+        if type(instance) not in self.kinds:
             raise refusal(f"it changes {describe(instance)}")
-        if type(state) is not dict or len(state) > MAX_FIELDS:
-            raise refusal(f"it has no attributes of {describe(instance)}, or very many")
-        held, names = vars(instance), tuple(state)
+        names = tuple(state) if type(state) is dict else (None,)
         if not all(type(name) is str and not name.startswith("_") for name in names):
             raise refusal(f"it has attributes of {describe(instance)} that are no fields")
-        self._names[type(instance)] = names
-        if held and not held.keys().isdisjoint(names):
+        if not vars(instance).keys().isdisjoint(names):
             raise refusal(f"it changes {describe(instance)}")
-        held.update(state)
+        self._names[type(instance)] = names
+        vars(instance).update(state)
         return instance
 
     def set_items(self, held: Any, items: tuple[Any, ...]) -> Any:
@@ -215,7 +200,7 @@ class SafeUnpickler(pickle.Unpickler):
         return held
 
     def check_keys(self, keys: Iterable[Any]) -> None:
-        """Refuse keys that take long to hash or to compare."""
+        """Refuse keys that take long to hash."""
         for key in keys:
             self.check_key(key)
 
@@ -231,14 +216,6 @@ class SafeUnpickler(pickle.Unpickler):
                 todo.extend(value)
             elif type(value) not in self.hashed:
                 raise refusal(f"it has a key that is {describe(value)}")
-        self.check_hash(key)
-
-    def check_hash(self, key: Any) -> None:
-        """Refuse very many keys of one hash."""
-        if self._by_hash.setdefault(hash(key), key) != key:
-            self._collisions += 1
-            if self._collisions > _COLLISIONS:
-                raise refusal("it has very many keys of one hash")
 
 
 _SIZED = {

@@ -241,7 +241,7 @@ class TorchUnpickler(SafeUnpickler):
                 self.check_keys(arg if isinstance(arg, list | tuple) else ())
         return Made(called.name, args)
 
-    def fill(self, instance: Any, state: Any, *, once: bool = True) -> Any:
+    def fill(self, instance: Any, state: Any) -> Any:
         """Return what is not made, without its state."""
         return instance
 

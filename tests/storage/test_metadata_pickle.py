@@ -10,7 +10,6 @@ import re
 import struct
 import time
 import tracemalloc
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -148,19 +147,6 @@ def repeated(value: bytes, opcodes: bytes, count: int) -> bytes:
     return b"\x80\x02](" + value + b"q\x000" + opcodes * count + b"e."
 
 
-def colliding(keys: Iterable[bytes]) -> bytes:
-    """Return a pickle of a dict with keys that are all looked up under one hash."""
-    return b"\x80\x04}(" + b"".join(key + b"N" for key in keys) + b"u."
-
-
-def long_number(number: int) -> bytes:
-    """Return the opcode of a number that may be large."""
-    return b"\x8a\x10" + number.to_bytes(16, "little", signed=True)
-
-
-HASHED = range(30_000)
-MODULUS = (1 << 61) - 1
-
 BOMBS = {
     "memo": b"\x80\x02]r\xff\xff\xff\xff.",
     "long": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40) + b"x.",
@@ -181,14 +167,6 @@ BOMBS = {
     + b"sbNs.",
     "marks": b"(" * 200_000,
     "deep": b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".",
-    "numbers of one hash": colliding(long_number(n * MODULUS) + b"\x85" for n in HASHED),
-    "sizes of one hash": colliding(
-        of_global("torch", "Size")[2:]
-        + b"("
-        + b"".join(long_number((n >> 2 * k & 3) * MODULUS) for k in range(8))
-        + b"t\x85R"
-        for n in HASHED[:15_000]
-    ),
 }
 
 
