@@ -596,92 +596,82 @@ def archive_in(stream: IO[bytes]) -> tuple[bytes, bytes] | None:
     return data, digest
 
 
-class Archive:
-    """What ``packed_index`` returned, inflated.
-
-    Args:
-        data: The archive.
-
-    Attributes:
-        values: The pickle.
+def unpacked_archive(data: bytes) -> dict[str, Any]:
+    """Return what ``packed_index`` put into an archive, by name.
 
     Raises:
         IndexDamage: It is none.
     """
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as held:
+            if sum(info.file_size for info in held.zip.infolist()) > (
+                _INFLATED_RATIO * len(data) + _SPARE_NBYTES
+            ):
+                raise IndexDamage("it inflates to far more than its file")
+            arrays = {name: held[name] for name in held.files}
+        members: dict[str, Any] = {"values": arrays.pop("values").tobytes()}
+        members["names"] = json.loads(arrays.pop("names").tobytes())
+        for name, array in arrays.items():
+            members[name] = unpacked_columns(array.astype(np.int64, casting="safe"))
+    except IndexDamage:
+        raise
+    except Exception as error:
+        # A member may be anything; the header of an array is a Python expression.
+        raise IndexDamage(f"a member is not of its kind: {error}") from error
+    return members
 
-    def __init__(self, data: bytes) -> None:
-        try:
-            with np.load(io.BytesIO(data), allow_pickle=False) as held:
-                nbytes = sum(info.file_size for info in held.zip.infolist())
-                if nbytes > _INFLATED_RATIO * len(data) + _SPARE_NBYTES:
-                    raise IndexDamage("it inflates to far more than its file")
-                arrays = {name: held[name] for name in held.files}
-            self._names = json.loads(arrays.pop("names").tobytes())
-            self.values: bytes = arrays.pop("values").tobytes()
-            self._columns = {
-                name: unpacked_columns(array.astype(np.int64, casting="safe"))
-                for name, array in arrays.items()
-            }
-        except IndexDamage:
-            raise
-        except Exception as error:
-            # A member may be anything; the header of an array is a Python expression.
-            raise IndexDamage(f"a member is not of its kind: {error}") from error
 
-    def index(self, forms: Sequence[Any]) -> RowIndex:
-        """Return the index, checked.
+def unpacked_index(members: Mapping[str, Any], forms: Sequence[Any]) -> RowIndex:
+    """Return the index in an archive, checked.
 
-        Args:
-            forms: Of entries, tensors without their chunks.
+    Args:
+        members: As ``unpacked_archive`` returned them.
+        forms: Of entries, tensors without their chunks.
 
-        Raises:
-            IndexDamage: It is none.
-        """
-        try:
-            index = self._index(forms)
-            index.check()
-        except IndexDamage:
-            raise
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise IndexDamage(f"something is not of its kind: {error}") from error
-        return index
+    Raises:
+        IndexDamage: It is none.
+    """
+    try:
+        index = _unpacked(members, forms)
+        index.check()
+    except IndexDamage:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise IndexDamage(f"something is not of its kind: {error}") from error
+    return index
 
-    def _index(self, forms: Sequence[Any]) -> RowIndex:
-        columns, names = self._columns, self._names
-        *of_keys, form_of, class_of = columns["keys"]
-        *of_files, file_counts, template_of = columns["files"]
-        *rows, gaps, lengths = columns["templates"]
-        listed, counts, *places = columns["places"]
-        list_of, *chunks = columns["chunks"]
-        fqns, files = [
-            unpacked_texts(names[what], *texts)
-            for what, texts in (("keys", of_keys), ("files", of_files))
-        ]
-        check_files(files)
-        lists = _lists(*chunks)
-        if len(form_of) > len(fqns):
-            raise IndexDamage("other keys than there are")
-        check_below(form_of, len(forms))
-        check_below(list_of, len(lists), -1)
-        made = [
-            with_chunks(form, listed, lists)
-            for form, listed in zip(forms, list_of.tolist(), strict=True)
-        ]
-        own = lists[: int(list_of.max(initial=-1)) + 1]
-        return RowIndex(
-            Entries(fqns[: len(form_of)], form_of.tolist(), made, own, list_of.tolist()),
-            fqns,
-            [None if one is None else tuple(map(str, one)) for one in names["transforms"]],
-            files,
-            file_counts,
-            template_of,
-            np.stack([*rows, to_starts(gaps, lengths), lengths]),
-            class_of,
-            lists,
-            listed,
-            counts,
-            np.stack(places),
-        )
+
+def _unpacked(members: Mapping[str, Any], forms: Sequence[Any]) -> RowIndex:
+    *of_keys, form_of, class_of = members["keys"]
+    *of_files, file_counts, template_of = members["files"]
+    *rows, gaps, lengths = members["templates"]
+    listed, counts, *places = members["places"]
+    list_of, *chunks = members["chunks"]
+    names = members["names"]
+    fqns = unpacked_texts(names["keys"], *of_keys)
+    files = unpacked_texts(names["files"], *of_files)
+    check_files(files)
+    lists = _lists(*chunks)
+    if len(form_of) > len(fqns):
+        raise IndexDamage("other keys than there are")
+    check_below(form_of, len(forms))
+    check_below(list_of, len(lists), -1)
+    own, numbers = lists[: int(list_of.max(initial=-1)) + 1], list_of.tolist()
+    made = [with_chunks(form, at, lists) for form, at in zip(forms, numbers, strict=True)]
+    return RowIndex(
+        Entries(fqns[: len(form_of)], form_of.tolist(), made, own, numbers),
+        fqns,
+        [None if one is None else tuple(map(str, one)) for one in names["transforms"]],
+        files,
+        file_counts,
+        template_of,
+        np.stack([*rows, to_starts(gaps, lengths), lengths]),
+        class_of,
+        lists,
+        listed,
+        counts,
+        np.stack(places),
+    )
 
 
 def _lists(counts: Ints, dims: Ints, numbers: Ints) -> list[ChunkList]:

@@ -31,12 +31,13 @@ from dcp_placements.storage.checks import (
 )
 from dcp_placements.storage.columns import IndexDamage
 from dcp_placements.storage.index import (
-    Archive,
     RowIndex,
     archive_in,
     index_of,
     packed_index,
     paths_of,
+    unpacked_archive,
+    unpacked_index,
 )
 from dcp_placements.storage.metadata_pickle import load_metadata_pickle, load_safely
 from dcp_placements.storage.older_index import has_older_index, read_older_index
@@ -253,9 +254,9 @@ def _by_index(stream: IO[bytes], head: bytes, load: Load) -> Metadata | None:
 
 def _indexed(data: bytes, load: Load) -> Metadata:
     """Return the metadata in an archive."""
-    archive = Archive(data)
-    value = load(io.BytesIO(archive.values))
+    members = unpacked_archive(data)
+    value = load(io.BytesIO(members["values"]))
     if type(value) is not tuple or len(value) != 2 or type(value[0]) is not Metadata:
         raise IndexDamage("its values are not those of metadata")
     metadata, forms = value
-    return with_columns(metadata, archive.index(forms))
+    return with_columns(metadata, unpacked_index(members, forms))

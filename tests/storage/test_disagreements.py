@@ -19,7 +19,7 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.offline import verify
-from dcp_placements.storage.index import Archive, archive_in, packed_index
+from dcp_placements.storage.index import archive_in, packed_index, unpacked_archive
 from dcp_placements.storage.metadata_file import read_metadata
 from dcp_placements.storage.stock_pickle import MARKER_NBYTES, marker
 from tests.storage_scenes import pickle_nbytes, stock_metadata
@@ -33,7 +33,7 @@ def with_other_index(path: Path, change: Callable[[Any], Any]) -> None:
     metadata: Any = read_metadata(lambda: io.BytesIO(data))
     rows = metadata.storage_data
     change(rows)
-    packed, digest = packed_index(rows, Archive(archive[0]).values)
+    packed, digest = packed_index(rows, unpacked_archive(archive[0])["values"])
     body = marker(digest) + data[MARKER_NBYTES : pickle_nbytes(data)]
     (path / ".metadata").write_bytes(body + packed)
 
