@@ -172,8 +172,11 @@ def check_properties(properties: Sequence[TensorProperties]) -> None:
     """Check the types of the properties of tensors."""
     _check_types("the properties of a tensor", properties, TensorProperties)
     kinds = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
-    for name, kind in {**kinds, "requires_grad": bool, "pin_memory": bool}.items():
-        _check_types(name, map(attrgetter(name), properties), kind)
+    kinds |= {"requires_grad": bool, "pin_memory": bool}
+    for types in {tuple(map(type, one)) for one in map(attrgetter(*kinds), properties)}:
+        for found, (name, kind) in zip(types, kinds.items(), strict=True):
+            if not issubclass(found, kind):
+                raise TypeError(f"{name} is a {found.__name__}")
 
 
 def _check_types(name: str, values: Iterable[Any], kind: Any) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import IO, Any, ClassVar
 
@@ -90,9 +91,14 @@ def load_safely(stream: IO[bytes], newer: set[str] | None = None) -> Any:
 
 
 def _size(values: Any) -> torch.Size:
-    if type(values) is not tuple or len(values) > MAX_DIMS or not {*map(type, values)} <= {int}:
+    if type(values) is not tuple or len(values) > MAX_DIMS or not set(map(type, values)) <= _INT:
         raise refusal("it has a size that is no sequence of integers")
-    return torch.Size(values)
+    return _shared_size(values)
+
+
+_INT = frozenset({int})
+_shared_size = lru_cache(maxsize=1 << 10)(torch.Size)
+"""Thousands of keys have equal sizes."""
 
 
 def _path(kind: type[PurePath]) -> Call:

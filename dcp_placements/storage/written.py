@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from itertools import chain, islice
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from dcp_placements.storage.columns import (
     unpacked_texts,
 )
 
+T = TypeVar("T")
 Offset = tuple[int, ...] | None
 Transforms = tuple[str, ...] | None
 
@@ -76,18 +77,17 @@ class Template(NamedTuple):
     @staticmethod
     def of(places: Iterable[StoredPlace], paths: Iterable[str]) -> tuple[Template, Ints]:
         """Return the template of places in files of these names, and the offsets of its slots."""
-        keys: dict[str, int] = {}
-        offsets: dict[Offset, int] = {}
-        steps: dict[Transforms, int] = {}
-        files = {path: file for file, path in enumerate(paths)}
-        rows = []
-        for fqn, offset, path, start, length, names in places:
-            row = keys.setdefault(fqn, len(keys)), offsets.setdefault(offset, len(offsets))
-            rows.append((*row, files[path], steps.setdefault(names, len(steps)), start, length))
-        dims = tuple([-1 if offset is None else len(offset) for offset in offsets])
-        table = np.array(rows, np.int64).reshape(-1, 6).T
-        held = np.array(list(chain.from_iterable(filter(None, offsets))), np.int64)
-        return Template(tuple(keys), dims, tuple(steps), table), held
+        columns = list(zip(*places, strict=True)) or [()] * len(StoredPlace._fields)
+        fqns, offsets, files, starts, lengths, steps = columns
+        keys, key = _numbered(fqns)
+        different, slot = _numbered(offsets)
+        every, step = _numbered(steps)
+        number = {path: file for file, path in enumerate(paths)}
+        file = [number[path] for path in files]
+        dims = tuple([-1 if offset is None else len(offset) for offset in different])
+        held = np.array(list(chain.from_iterable(filter(None, different))), np.int64)
+        table = np.array([key, slot, file, step, starts, lengths], np.int64)
+        return Template(keys, dims, every, table), held
 
     @property
     def content(self) -> tuple[Any, ...]:
@@ -110,6 +110,12 @@ class Template(NamedTuple):
         )
         table = np.stack([*rows, to_starts(gaps, lengths), lengths])
         return Template(unpacked_texts(forms, form_of, numbers), dims.tolist(), transforms, table)
+
+
+def _numbered(column: Sequence[T]) -> tuple[tuple[T, ...], list[int]]:
+    """Return the different values, in order, and of each value its number among these."""
+    numbers = {value: number for number, value in enumerate(dict.fromkeys(column))}
+    return tuple(numbers), [numbers[value] for value in column]
 
 
 class WriteResults(Sequence[WriteResult]):
