@@ -29,10 +29,8 @@ from dcp_placements.storage.writer import PlacementFileSystemWriter
 from dcp_placements.testing import World
 from tests.storage_scenes import (
     DTYPES,
-    Flipped,
     all_kinds,
     blank,
-    flipped_registry,
     load,
     raw,
     same,
@@ -52,12 +50,6 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     saved = all_kinds()
     dcp.save(saved, storage_writer=dcp.FileSystemWriter(path))
     return path, saved
-
-
-def test_it_reads_what_torch_wrote(kinds: tuple[Path, dict[str, Any]]) -> None:
-    path, saved = kinds
-    loaded = load(path, blank(saved), PlacementFileSystemReader(path))
-    assert [key for key in saved if not same(saved[key], loaded[key])] == []
 
 
 def test_it_reads_into_tensors_that_are_no_run_of_bytes(tmp_path: Path) -> None:
@@ -215,14 +207,6 @@ def test_resharding_reads_hardly_more_than_is_needed(tmp_path: Path) -> None:
 
 
 # What it leaves to torch.load.
-
-
-def test_extensions_are_undone(tmp_path: Path) -> None:
-    saved = {"w": torch.randn(30, 50), "big": torch.randn(100, 500), "n": 3}
-    dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path, _extensions=[Flipped()]))
-    reader = PlacementFileSystemReader(tmp_path, _extension_registry=flipped_registry())
-    loaded = load(tmp_path, blank(saved), reader)
-    assert all(same(saved[key], loaded[key]) for key in saved)
 
 
 @pytest.mark.parametrize("put", [b"r\xff\xff\xff\xff", b"\x96" + b"\xff" * 5 + bytes(3)])
