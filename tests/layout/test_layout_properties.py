@@ -15,20 +15,17 @@ from strategies import (
     coordinates,
     count,
     examples,
-    shapes,
 )
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dcp_placements import CheckpointPlacement, FusedShard, IndexShard
+from dcp_placements import CheckpointPlacement, FusedShard
 from dcp_placements.bind.one_tensor import Place, bind
 from dcp_placements.layout.sharding import Chunk, Cut, Kind, Sharding
 from dcp_placements.testing import FakeMesh, cut
 
 
-def layout_of(
-    case: Case, coordinate: Sequence[int], logical_shape: tuple[int, ...] | None = None
-) -> tuple[tuple[int, ...], tuple[Chunk, ...]]:
+def layout_of(case: Case, coordinate: Sequence[int]) -> tuple[tuple[int, ...], tuple[Chunk, ...]]:
     """Return local shape and chunks, by cuts as a reader of the docstrings would make them."""
     cuts, positions = [], []
     for placement, size, at in zip(case.placements, case.sizes, coordinate, strict=True):
@@ -41,8 +38,7 @@ def layout_of(
         else:
             cuts.append(Cut(placement.dim, None, size, Kind.STRIDED, placement.split_factor))
         positions.append(at)
-    padded = None if logical_shape is None else case.shape
-    sharding = Sharding(logical_shape or case.shape, tuple(cuts), padded)
+    sharding = Sharding(case.shape, tuple(cuts))
     return sharding.local_shape(positions), sharding.chunks(positions)
 
 
@@ -76,46 +72,6 @@ def test_chunks_put_every_element_where_slicing_finds_it(case: Case) -> None:
             filled[slices(chunk.local_offsets, chunk.sizes)] += 1
         assert bool((filled == 1).all())
         assert bool((count(case.shape, [chunk.box for chunk in chunks]) <= 1).all())
-
-
-@given(shapes(), st.data())
-@examples(30)
-def test_listed_rows_are_those_that_index_select_gives(
-    shape: tuple[int, ...], data: st.DataObject
-) -> None:
-    """``IndexShard`` says something else on every rank; then the rank's own FSDP cuts those."""
-    dim = data.draw(st.integers(0, len(shape) - 1))
-    rows = st.lists(st.integers(0, shape[dim] - 1), max_size=8) if shape[dim] else st.just([])
-    fsdp, fsdp_dim = data.draw(st.integers(1, 3)), data.draw(st.integers(0, len(shape) - 1))
-    whole = arange(shape)
-    for listed in (data.draw(rows) for _ in range(data.draw(st.integers(1, 4)))):
-        placements = (IndexShard(dim, tuple(listed)), Shard(fsdp_dim))
-        cuts = Cut(dim, "ep", 4, Kind.LISTED), Cut(fsdp_dim, "fsdp", fsdp)
-        sharding = Sharding(shape, cuts)
-        for position in range(fsdp):
-            at = [tuple(listed), position]
-            expected = cut(whole, placements, (4, fsdp), (0, position))
-            local = assembled(whole, sharding.local_shape(at), sharding.chunks(at))
-            assert local.shape == expected.shape
-            assert torch.equal(local, expected)
-
-
-@given(cases(max_axes=3, max_ranks=32), st.data())
-@examples(40)
-def test_padding_is_in_no_chunk(case: Case, data: st.DataObject) -> None:
-    """The padded shape is what is cut; the rows beyond the real one stay out of the chunks."""
-    logical = tuple(data.draw(st.integers(0, size)) for size in case.shape)
-    padded = torch.full(case.shape, -1.0)
-    inside = tuple(slice(0, size) for size in logical)
-    padded[inside] = arange(logical)
-    whole = padded[inside]
-    boxes = set()
-    for coordinate in coordinates(case.sizes):
-        shape, chunks = layout_of(case, coordinate, logical)
-        expected = cut(padded, case.placements, case.sizes, coordinate)
-        assert torch.equal(assembled(whole, shape, chunks), expected)
-        boxes |= {chunk.box for chunk in chunks}
-    assert bool((count(logical, sorted(boxes)) == 1).all())
 
 
 def bound(

@@ -370,6 +370,33 @@ def test_m54_notes_are_what_a_load_warns_of(tmp_path: Path) -> None:
     assert "its name says several tensors in one" in note.headline
 
 
+def test_what_differs_from_the_save_is_told_unless_it_is_waived(tmp_path: Path) -> None:
+    world, key = World(2), "mlp.gate_up.weight"
+
+    def by_tp(placement: Any, **options: Any) -> Any:
+        def at(mesh: Any) -> Placements:
+            rules = PlacementRules({key: CheckpointPlacement(mesh, {"tp": placement})})
+            return Placements(rules, **options)
+
+        return at
+
+    def planner(rank: int) -> PlacementSavePlanner:
+        return by_tp(FusedShard(0, 2))(world.mesh(rank, tp=2)).save_planner()
+
+    world.save(tmp_path, lambda rank: {key: torch.ones(4, 3)}, planner)
+    (fault,) = rehearse(tmp_path, by_tp(Shard(0)), {"tp": 2}).faults
+    for part in (
+        f"{key}: this load cuts it by 'tp' in another way than the save did",
+        "on:          ranks 0-1",
+        "saved:       FusedShard(0, 2) over 'tp' of size 2",
+        "this load:   Shard(0) over 'tp' of size 2",
+        'way out:     {"tp": FusedShard(0, 2)} in the rules of this load',
+    ):
+        assert part in str(fault)
+    assert rehearse(tmp_path, by_tp(FusedShard(0, (4, 4))), {"tp": 2}).loads
+    assert rehearse(tmp_path, by_tp(Shard(0), waive={"gate_up": "cut apart"}), {"tp": 2}).loads
+
+
 def test_commands(saved: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("some_rules.py").write_text(
