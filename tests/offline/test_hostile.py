@@ -26,6 +26,7 @@ from dcp_placements import (
     offline,
 )
 from dcp_placements.offline import Checkpoint, verify
+from tests.convert.hostile import Hostile
 from tests.offline_scenes import Run, save_hugging_face, save_sharded
 from tests.storage_scenes import stock_metadata
 
@@ -135,16 +136,6 @@ def test_a_fifo_does_not_hang(tmp_path: Path, run: Run, command: str) -> None:
     assert "no plain file" in ran.err
 
 
-class Marks:
-    """What makes a directory when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.path),)
-
-
 def load(path: Path, state_dict: dict[str, Any], *, planner: Any = None) -> dict[str, Any]:
     """Load with the restricted reader."""
     reader = PlacementFileSystemReader(path, restricted=True)
@@ -180,7 +171,7 @@ def test_the_restricted_reader_loads_what_runs_nothing(
 @pytest.mark.parametrize("planner", [PlacementLoadPlanner, dcp.DefaultLoadPlanner])
 def test_the_restricted_reader_runs_no_object(tmp_path: Path, planner: Any) -> None:
     marker = tmp_path / "executed"
-    held = {"w": torch.ones(3), "object": Marks(marker)}
+    held = {"w": torch.ones(3), "object": Hostile(marker)}
     dcp.save(held, checkpoint_id=tmp_path / "ckpt", no_dist=True)
     message = refusal(tmp_path / "ckpt", {"w": torch.zeros(3), "object": 0}, planner=planner())
     assert message.startswith("object: this object is not loaded")
@@ -197,10 +188,10 @@ def test_the_restricted_reader_runs_no_metadata(
     marker = tmp_path / "executed"
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
     metadata = stock_metadata(tmp_path / "ckpt")
-    metadata.planner_data = Marks(marker)
+    metadata.planner_data = Hostile(marker)
     (tmp_path / "ckpt" / ".metadata").write_bytes(pickle.dumps(metadata))
     # Torch 2.10 drops the message, which is logged then.
-    assert "posix.mkdir" in refusal(tmp_path / "ckpt", {"w": torch.zeros(3)}) + caplog.text
+    assert "posix.system" in refusal(tmp_path / "ckpt", {"w": torch.zeros(3)}) + caplog.text
     assert not marker.exists()
 
 

@@ -274,3 +274,22 @@ def test_m95_overwrites_leave_no_files_behind(tmp_path: Path) -> None:
             lambda rank: PlacementFileSystemWriter(tmp_path),
         )
     assert len(list(tmp_path.glob("*.distcp"))) == 1
+
+
+def test_a_writer_with_a_finish_of_its_own_gets_all_rows(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Counting(PlacementFileSystemWriter):
+        def finish(self, metadata: Any, results: Any) -> None:
+            seen.extend(result.size_in_bytes for rank in results for result in rank)
+            super().finish(metadata, results)
+
+    world = World(2)
+    world.save(
+        tmp_path,
+        lambda rank: {"w": torch.ones(3), f"own.{rank}": torch.zeros(2)},
+        lambda rank: PlacementSavePlanner(),
+        lambda rank: Counting(tmp_path),
+    )
+    assert len(seen) == 3
+    assert all(seen)
