@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
@@ -52,12 +54,12 @@ def records_by_file(checkpoint: Checkpoint) -> dict[str, list[StoredRecord]]:
         CannotLook: There are too many.
     """
     check_count(checkpoint.path, len(checkpoint.rows))
-    by_file: dict[str, list[StoredRecord]] = {}
+    by_file: dict[str, list[StoredRecord]] = defaultdict(list)
     for record in checkpoint.records():
         assert record.file is not None, "records have a place"
-        by_file.setdefault(record.file, []).append(record)
+        by_file[record.file].append(record)
     for records in by_file.values():
-        records.sort(key=lambda record: (record.start, record.nbytes))
+        records.sort(key=attrgetter("start", "nbytes"))
     return dict(sorted(by_file.items()))
 
 

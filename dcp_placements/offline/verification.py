@@ -331,7 +331,7 @@ class _Checks:
             return  # compared with the head of its file when that was opened
         head = None if record.transforms else self._heads.find(part)
         if head is not None:
-            yield from self._mismatch(record, head.shape, head.dtype)
+            yield from self._mismatches(record, head.shape, head.dtype)
         broken = list(self._checksums(part, head)) if self._contents else []
         yield from broken
         # A wrong checksum is more specific than that it cannot be loaded.
@@ -352,19 +352,20 @@ class _Checks:
             # torch.load of a broken file can raise anything.
             yield "wrong_record", _reason(error)
         else:
-            yield from self._mismatch(record, tuple(tensor.shape), tensor.dtype)
+            yield from self._mismatches(record, tuple(tensor.shape), tensor.dtype)
 
-    def _mismatch(
+    def _mismatches(
         self, record: StoredRecord, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Iterator[Finding]:
+    ) -> list[Finding]:
         assert record.box is not None, "a tensor's"
         declared = record.box.sizes, self._checkpoint.tensors[record.fqn].dtype
-        if (shape, dtype) != declared:
-            message = (
-                f"a {shape} {dtype} tensor is at byte {record.start}, where the metadata have "
-                f"{declared[0]} {declared[1]}"
-            )
-            yield "wrong_record", message
+        if (shape, dtype) == declared:
+            return []
+        message = (
+            f"a {shape} {dtype} tensor is at byte {record.start}, where the metadata have "
+            f"{declared[0]} {declared[1]}"
+        )
+        return [("wrong_record", message)]
 
     def _advance(self, nbytes: int) -> None:
         self.nbytes += nbytes

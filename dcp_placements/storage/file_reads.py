@@ -284,9 +284,12 @@ class Part(NamedTuple):
 
     def read(self, position: int, nbytes: int) -> bytes:
         """Return the bytes from ``position`` on, up to the end of the part."""
-        buffer = bytearray(max(min(nbytes, self.size - position), 0))
-        self.read_into(memoryview(buffer), position)
-        return bytes(buffer)
+        nbytes = max(min(nbytes, self.size - position), 0)
+        held = self.file.held(self.start + position, nbytes)
+        if held is None:
+            held = memoryview(bytearray(nbytes))
+            self.read_into(held, position)
+        return bytes(held)
 
     def stream(self) -> io.BufferedIOBase:
         """Return them as a stream."""

@@ -74,7 +74,7 @@ class RecordHeads:
         """
         known = self._known.setdefault(part.size, [])
         # Most records of one length begin alike.
-        for nbytes in (*[record.start for _, record in known[:1]], *HEADS_NBYTES):
+        for nbytes in (known[0][1].start, *HEADS_NBYTES) if known else HEADS_NBYTES:
             head = part.read(0, nbytes)
             for start, held in known:
                 if head.startswith(start):
