@@ -381,3 +381,12 @@ def test_a_file_that_is_cut_off_meanwhile_is_a_fault(tmp_path: Path) -> None:
     assert {fault.message.partition(" at ")[0] for fault in faults} == {
         "it cannot be read: the file ends"
     }, faults
+
+
+def test_small_records_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dcp.save({f"w.{at}": torch.ones(4) for at in range(100)}, checkpoint_id=tmp_path, no_dist=True)
+    calls: list[int] = []
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *given: calls.append(read(*given)) or calls[-1])
+    assert verify(tmp_path, contents=True).sound
+    assert len(calls) < 5
