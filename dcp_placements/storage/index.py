@@ -331,7 +331,7 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
         kind, at = expanded(first, last - first)
         wanted = self._codes(template[kind], order[at], slot[kind])
         codes, _ = self._order
-        if not np.isin(wanted, codes).all():
+        if (np.append(codes, -1)[codes.searchsorted(wanted)] != wanted).any():
             raise IndexDamage("a chunk is not among what its writer wrote")
 
     def __getitem__(self, index: MetadataIndex) -> StorageInfo:
