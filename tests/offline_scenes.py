@@ -149,21 +149,30 @@ class Ran:
         return json.loads(self.out)
 
 
-Run = Callable[..., Ran]
+class Run:
+    """Runs the command line in this process; unexpected errors raise."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
+
+    def __call__(self, *arguments: Any) -> Ran:
+        self.capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        printed = self.capsys.readouterr()
+        return Ran(code, printed.out, printed.err)
+
+    def fails(self, *arguments: Any) -> str:
+        """Return the error of a command that could not look, and says nothing else."""
+        ran = self(*arguments)
+        assert (ran.code, ran.out) == (2, ""), ran
+        return ran.err
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Return a function that runs the command line in this process; unexpected errors raise."""
+    """Return what runs the command line."""
     monkeypatch.setenv("DCP_PLACEMENTS_DEBUG", "1")
-
-    def runs(*arguments: Any) -> Ran:
-        capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
-        printed = capsys.readouterr()
-        return Ran(code, printed.out, printed.err)
-
-    return runs
+    return Run(capsys)
 
 
 def save_torch_dist(path: Path) -> dict[str, torch.Tensor]:

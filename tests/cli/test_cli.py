@@ -212,9 +212,7 @@ def test_piped_output_is_not_cut_to_a_width(tmp_path: Path, run: Run) -> None:
 def test_what_looks_like_a_checkpoint_and_is_none_is_said(tmp_path: Path, run: Run) -> None:
     save_sharded(tmp_path / "cut_off")
     (tmp_path / "cut_off" / ".metadata").unlink()
-    ran = run("verify", tmp_path / "cut_off")
-    assert (ran.code, ran.out) == (2, "")
-    assert "cut off before it wrote .metadata" in ran.err
+    assert "cut off before it wrote .metadata" in run.fails("verify", tmp_path / "cut_off")
     (tmp_path / "legacy" / "mp_rank_00").mkdir(parents=True)
     ran = run("inspect", tmp_path / "legacy")
     assert ran.code == 2
@@ -223,8 +221,7 @@ def test_what_looks_like_a_checkpoint_and_is_none_is_said(tmp_path: Path, run: R
 
 @pytest.mark.parametrize("size", ["lots", "-1", "1XB"])
 def test_a_size_of_memory_that_is_none(sound: Path, run: Run, size: str) -> None:
-    ran = run("diff", sound, sound, "--memory", size)
-    assert (ran.code, ran.out) == (2, "")
+    run.fails("diff", sound, sound, "--memory", size)
 
 
 @pytest.mark.parametrize(("same", "code"), [(True, 0), (False, 1)])
@@ -264,9 +261,7 @@ def test_output_that_has_no_room_is_exit_2_with_the_reason(sound: Path) -> None:
 
 def test_a_mesh_without_an_axis_of_the_rules_is_exit_2(sound: Path, run: Run) -> None:
     rules = ("--rules", "tests.offline_scenes:rules_by_ep")
-    ran = run("rehearse", sound, *rules, "--mesh", "tp=2")
-    assert (ran.code, ran.out) == (2, "")
-    assert "no axis 'ep'" in ran.err
+    assert "no axis 'ep'" in run.fails("rehearse", sound, *rules, "--mesh", "tp=2")
 
 
 MISTYPED = {"experts": Shard(0)}
@@ -295,6 +290,5 @@ def test_rules_and_meshes_of_a_wrong_form(
     sound: Path, run: Run, option: str, value: str, message: str
 ) -> None:
     given = {"--rules": "tests.offline_scenes:rules_by_ep", "--mesh": "ep=4", option: value}
-    ran = run("rehearse", sound, *[text for pair in given.items() for text in pair])
-    assert (ran.code, ran.out) == (2, "")
-    assert message in ran.err
+    err = run.fails("rehearse", sound, *[text for pair in given.items() for text in pair])
+    assert message in err

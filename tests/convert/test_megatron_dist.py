@@ -90,31 +90,6 @@ def test_it_loads_through_the_planner_into_numbered_layers(tp: int, tmp_path: Pa
             assert same_bits(held[rank][key], part(rank, *expected)), (rank, key)
 
 
-def test_stacked_experts_of_numbered_layers_load_through_the_planner(tmp_path: Path) -> None:
-    source = write_torch_dist(tmp_path / "source", ALIKE, tp=2)
-    truth, world = ALIKE.truth(), World(2)
-    name = "decoder.layers.{}.mlp.experts.experts.linear_fc1.weight"
-
-    def wanted(rank: int, layer: int) -> torch.Tensor:
-        mine = range(2 * rank, 2 * rank + 2)
-        key = f"decoder.layers.{layer}.mlp.experts.linear_fc1.weight"
-        return torch.stack([truth[f"{key}{expert}"] for expert in mine])
-
-    def blank(rank: int) -> dict[str, Any]:
-        layers = range(ALIKE.layers)
-        return {name.format(at): torch.zeros_like(wanted(rank, at)) for at in layers}
-
-    def planner(rank: int) -> PlacementLoadPlanner:
-        by = CheckpointPlacement(world.mesh(rank, ep=2), {"ep": Shard(1)})
-        rename = Stack("decoder.layers.{}", ALIKE.layers)
-        return PlacementLoadPlanner(PlacementRules({"experts.linear_fc1": by}), rename=rename)
-
-    held = world.load(source, blank, planner, lambda rank: PlacementFileSystemReader(source))
-    for rank in range(2):
-        for layer in range(ALIKE.layers):
-            assert same_bits(held[rank][name.format(layer)], wanted(rank, layer))
-
-
 def test_an_import_of_it_names_the_way_to_load_it(tmp_path: Path) -> None:
     source = write_torch_dist(tmp_path / "source", ALIKE)
     with pytest.raises(PlacementError, match=r"DCP checkpoint already.*\n.*rename=Stack"):

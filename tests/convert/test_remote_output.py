@@ -268,10 +268,9 @@ def test_no_command_makes_a_folder_of_a_url(
         ("import", "ckpt", "nothing://b/x"),
         ("draw", "ckpt", "-o", "nothing://b/x.png"),
     ):
-        ran = run(*command)
-        assert (ran.code, ran.out) == (2, ""), command
-        assert "Protocol not known: nothing" in ran.err
-        assert ran.err.count("\n") == 1
+        err = run.fails(*command)
+        assert "Protocol not known: nothing" in err
+        assert err.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 

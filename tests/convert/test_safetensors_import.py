@@ -263,17 +263,13 @@ def test_parts_of_a_model_without_the_others_are_refused(
         ("diff", tmp_path / "hf", tmp_path / "hf"),
         ("import", tmp_path / "hf", tmp_path / "ckpt"),
     ):
-        ran = run(*asked)
-        assert (ran.code, ran.out) == (2, "")
-        assert said in ran.err
+        assert said in run.fails(*asked)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def test_files_without_a_tensor_are_refused(tmp_path: Path, run: Run) -> None:
     save_file({}, tmp_path / "model.safetensors")
-    ran = run("verify", tmp_path, "--contents")
-    assert (ran.code, ran.out) == (2, "")
-    assert "no tensor in model.safetensors" in ran.err
+    assert "no tensor in model.safetensors" in run.fails("verify", tmp_path, "--contents")
 
 
 def test_m87_where_there_is_an_index_other_files_do_not_count(tmp_path: Path) -> None:

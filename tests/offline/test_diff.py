@@ -304,9 +304,8 @@ def test_a_file_that_may_not_be_read_is_no_difference(
         return opened(path, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", refusing)
-    ran = run("diff", tmp_path / "a", tmp_path / "b", "--fqn", key)
-    assert (ran.code, ran.out) == (2, "")
-    assert f"{file}: it cannot be read: [Errno 13] Permission denied" in ran.err
+    err = run.fails("diff", tmp_path / "a", tmp_path / "b", "--fqn", key)
+    assert f"{file}: it cannot be read: [Errno 13] Permission denied" in err
 
 
 def test_objects_are_compared_and_never_executed(tmp_path: Path) -> None:

@@ -129,7 +129,5 @@ def test_what_cannot_be_drawn_is_exit_2(tmp_path: Path, run: Run) -> None:
         ((tmp_path / "hf", "-o", tmp_path / "hf.gif"), ".png or .svg"),
         ((tmp_path / "none", "-o", tmp_path / "hf.png"), "no such path"),
     ):
-        ran = run("draw", *arguments)
-        assert (ran.code, ran.out) == (2, "")
-        assert message in ran.err
+        assert message in run.fails("draw", *arguments)
     assert (tmp_path / "hf.png").read_bytes() == kept

@@ -52,9 +52,7 @@ def test_links_out_of_the_checkpoint_are_not_followed(tmp_path: Path, run: Run) 
     assert not (tmp_path / "out").exists()
     (tmp_path / "ckpt" / ".metadata").rename(tmp_path / "metadata")
     (tmp_path / "ckpt" / ".metadata").symlink_to(tmp_path / "metadata")
-    ran = run("inspect", tmp_path / "ckpt")
-    assert (ran.code, ran.out) == (2, "")
-    assert "leads out of the directory" in ran.err
+    assert "leads out of the directory" in run.fails("inspect", tmp_path / "ckpt")
 
 
 def test_links_within_a_checkpoint_or_to_it_are_followed(tmp_path: Path) -> None:
@@ -112,10 +110,9 @@ def test_safetensors_that_are_not_opened_are_refused_by_name(
         ("diff", other, path),
         ("import", path, tmp_path / "out"),
     ):
-        ran = run(*asked)
-        assert (ran.code, ran.out) == (2, ""), asked
-        assert f"{file}: {why}" in ran.err
-        assert "way out:     fetch the file into the directory: cp -L" in ran.err
+        err = run.fails(*asked)
+        assert f"{file}: {why}" in err
+        assert "way out:     fetch the file into the directory: cp -L" in err
     assert not (tmp_path / "out").exists()
 
 
@@ -131,9 +128,7 @@ def test_a_fifo_does_not_hang(tmp_path: Path, run: Run, command: str) -> None:
         assert "no plain file" in ran.out
     (tmp_path / ".metadata").unlink()
     os.mkfifo(tmp_path / ".metadata")
-    ran = run(command, tmp_path)
-    assert (ran.code, ran.out) == (2, "")
-    assert "no plain file" in ran.err
+    assert "no plain file" in run.fails(command, tmp_path)
 
 
 def load(path: Path, state_dict: dict[str, Any], *, planner: Any = None) -> dict[str, Any]:
@@ -277,8 +272,7 @@ def test_names_that_no_file_has_are_one_message(tmp_path: Path, run: Run, file: 
     for info in metadata.storage_data.values():
         info.relative_path = file
     rewritten(tmp_path, metadata)
-    ran = run("verify", tmp_path)
-    assert (ran.code, ran.out) == (2, "")
+    run.fails("verify", tmp_path)
 
 
 def safetensors_of(path: Path, header: bytes) -> None:
@@ -302,9 +296,8 @@ HEADERS = {
 def test_a_header_that_no_tensor_has_is_one_message(tmp_path: Path, run: Run, name: str) -> None:
     safetensors_of(tmp_path / "hf", HEADERS[name])
     for command in ("inspect", "verify"):
-        ran = run(command, tmp_path / "hf")
-        assert (ran.code, ran.out) == (2, "")
-        assert len(ran.err) < 1000
+        err = run.fails(command, tmp_path / "hf")
+        assert len(err) < 1000
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "rehearse", "reshard"])
@@ -317,10 +310,9 @@ def test_m102_parts_of_a_tensor_larger_than_any_are_one_message(
     safetensors_of(tmp_path / "hf", json.dumps(header).encode())
     out = [tmp_path / "out"] if command == "reshard" else []
     rules = ["--rules", "tests.offline_scenes:rules_by_ep", "--mesh", "ep=2"]
-    ran = run(command, tmp_path / "hf", *out, *(rules if command.startswith("re") else []))
-    assert (ran.code, ran.out) == (2, "")
-    assert f"w is larger than any tensor: ({(1 << 62) + 16},) of torch.float32" in ran.err
-    assert len(ran.err.splitlines()) == 1
+    err = run.fails(command, tmp_path / "hf", *out, *(rules if command.startswith("re") else []))
+    assert f"w is larger than any tensor: ({(1 << 62) + 16},) of torch.float32" in err
+    assert len(err.splitlines()) == 1
     assert not (tmp_path / "out").exists()
 
 
@@ -360,8 +352,7 @@ def test_tensors_that_share_bytes_or_leave_some_are_refused(
 def test_an_index_that_is_none_is_one_message(tmp_path: Path, run: Run, text: bytes) -> None:
     save_hugging_face(tmp_path, {"a": torch.ones(2), "b": torch.ones(3)})
     (tmp_path / "model.safetensors.index.json").write_bytes(text)
-    ran = run("verify", tmp_path)
-    assert (ran.code, ran.out) == (2, "")
+    run.fails("verify", tmp_path)
     metadata = save_stock(tmp_path / "dist")
     assert metadata is not None
     (tmp_path / "dist" / "metadata.json").write_bytes(text)
@@ -378,10 +369,9 @@ def test_what_nobody_foresaw_is_one_line(
     with pytest.raises(ZeroDivisionError):
         run("verify", tmp_path)
     monkeypatch.delenv("DCP_PLACEMENTS_DEBUG")
-    ran = run("verify", tmp_path)
-    assert (ran.code, ran.out) == (2, "")
+    err = run.fails("verify", tmp_path)
     expected = r"dcp-placements: ZeroDivisionError: a\nb\x1b (DCP_PLACEMENTS_DEBUG=1 shows where)"
-    assert ran.err == expected + "\n"
+    assert err == expected + "\n"
 
 
 def of_tensor(**changes: Any) -> Any:
@@ -459,10 +449,9 @@ def test_m61_metadata_of_wrong_types_are_one_message(tmp_path: Path, run: Run, f
     with pytest.raises(PlacementError, match=re.escape(text)):
         PlacementFileSystemReader(tmp_path, restricted=True).read_metadata()
     for command in (["inspect"], ["verify"], ["merge-metadata", "--rewrite"]):
-        ran = run(command[0], tmp_path, *command[1:])
-        assert (ran.code, ran.out) == (2, "")
-        assert text in ran.err
-        assert "DCP_PLACEMENTS_DEBUG" not in ran.err
+        err = run.fails(command[0], tmp_path, *command[1:])
+        assert text in err
+        assert "DCP_PLACEMENTS_DEBUG" not in err
     assert (tmp_path / ".metadata").read_bytes() == before
 
 

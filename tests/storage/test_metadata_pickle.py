@@ -267,9 +267,7 @@ def test_more_chunks_than_places_are_refused(tmp_path: Path) -> None:
 )
 def test_broken_metadata_is_one_message(tmp_path: Path, run: Run, content: bytes) -> None:
     (tmp_path / ".metadata").write_bytes(content)
-    ran = run("inspect", tmp_path)
-    assert (ran.code, ran.out) == (2, "")
-    assert "no metadata of DCP's that can be read" in ran.err
+    assert "no metadata of DCP's that can be read" in run.fails("inspect", tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:the index of .metadata cannot be used")
