@@ -171,7 +171,7 @@ def test_ranks_that_hold_the_same_experts_under_renumbered_names(tmp_path: Path)
             reshard(tmp_path / "source", tmp_path / "two", lacking, {"ep": 2})
 
 
-# Placements
+# Contents
 
 
 @pytest.mark.parametrize("short", [1, 1 << 20])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hazard_scenes import FILL, assert_same, blank
+from hazard_scenes import FILL, assert_same, blank, refusal
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import (
@@ -233,14 +233,14 @@ def test_m34_what_stands_under_a_key_state_must_be_in_the_checkpoint(
     missing: str, tmp_path: Path
 ) -> None:
     dcp.save(under_state(missing), checkpoint_id=tmp_path, planner=PlacementSavePlanner())
-    with pytest.raises(dcp.CheckpointException) as caught:
-        dcp.load(
+    message = refusal(
+        lambda: dcp.load(
             blank(under_state()),
             checkpoint_id=tmp_path,
             planner=PlacementLoadPlanner(),
             no_dist=True,
         )
-    message = str(caught.value.failures[0][0])
+    )
     assert f"{missing}: the checkpoint lacks this key" in message
     assert message.count("the checkpoint lacks") == 1
 
