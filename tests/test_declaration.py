@@ -105,6 +105,16 @@ def test_what_is_waived_is_silent_on_both_sides(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("declare", "text"),
     [
+        (lambda: PlacementSavePlanner(digests="some"), "digests='some': choose one of ('sampled'"),
+        (lambda: PlacementSavePlanner(on_conflict="x"), "on_conflict='x': choose one of ('error'"),
+        (lambda: PlacementLoadPlanner(cast="never"), "cast='never': choose one of ('error'"),
+        (lambda: PlacementLoadPlanner(optional=["a..b"]), "empty component"),
+        (lambda: PlacementSavePlanner({"w": None}), "rules= is of type dict"),
+        (lambda: PlacementLoadPlanner("w"), "rules= is of type str"),
+        (lambda: PlacementSavePlanner(rename={"a": "b"}), "is no function of a key"),
+        (lambda: PlacementLoadPlanner(rename="experts"), "is no function of a key"),
+        (lambda: PlacementSavePlanner(waive={"w": ""}), "needs a reason"),
+        (lambda: PlacementSavePlanner(waive={"**": "all"}), "names some keys, not all"),
         (lambda: Placements(None, rename=Renumber), "Renumber'> is no function of a key"),
         (lambda: Placements(None, waive=["x"]), "must be {pattern: reason}, not list"),
         (lambda: Placements(None).save_planner(waive=["x"]), "must be {pattern: reason}, not list"),
