@@ -192,7 +192,8 @@ class Output(AbstractContextManager["Output"]):
 
     def _take_lock(self) -> None:
         """Take the lock, which is the system's; or the file itself, where there are no locks."""
-        lock: BaseFileLock = FileLock(self._lock_path, timeout=0)
+        # Its own fallback, for one of these errors, does not say that it fell back.
+        lock: BaseFileLock = FileLock(self._lock_path, timeout=0, fallback_to_soft=False)
         try:
             try:
                 lock.acquire()

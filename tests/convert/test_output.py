@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -97,12 +96,10 @@ def test_without_locks_of_the_file_system_the_file_is_the_lock(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.flock", flock)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # filelock says so for one of them
-        with Output(tmp_path / "out") as output, output.directory([], "a"):
-            with pytest.raises(CannotLook, match=r"if that process has ended, remove \.out\.lock"):
-                Output(tmp_path / "out").__enter__()
-            (output.partial / "whole").write_text("whole")
+    with Output(tmp_path / "out") as output, output.directory([], "a"):
+        with pytest.raises(CannotLook, match=r"if that process has ended, remove \.out\.lock"):
+            Output(tmp_path / "out").__enter__()
+        (output.partial / "whole").write_text("whole")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
