@@ -30,7 +30,6 @@ from dcp_placements.storage.safe_pickle import (
     RefusedGlobal,
     SafeUnpickler,
     check_unfolded,
-    fillable,
     most_elements,
     refusal,
 )
@@ -118,6 +117,7 @@ def _member(owner: Any, name: str) -> MemoryFormat:
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
+_FILES = "torch.distributed.checkpoint.filesystem"
 _OLDER = "torch.distributed._shard.sharded_tensor.metadata"
 _FORMAT = Call("_MEM_FORMAT_ENCODING", MemoryFormat, (int,))
 
@@ -137,10 +137,10 @@ class _SafeMetadata(SafeUnpickler):
     allowed: ClassVar[Mapping[tuple[str, str], Any]] = {
         **DTYPES,
         **ORDERED_DICT,
-        **{(_METADATA, kind.__name__): fillable(kind) for kind in kinds if kind is not StorageInfo},
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): fillable(StorageInfo),
-        (_OLDER, "TensorProperties"): fillable(TensorProperties),
-        MEGATRON: fillable(Metadata),
+        **{(_METADATA, kind.__name__): Call(kind.__name__, fills=kind) for kind in kinds},
+        (_FILES, "_StorageInfo"): Call("_StorageInfo", fills=StorageInfo),
+        (_OLDER, "TensorProperties"): Call("TensorProperties", fills=TensorProperties),
+        MEGATRON: Call("Metadata", fills=Metadata),
         (_METADATA, "_MEM_FORMAT_ENCODING"): _FORMAT,
         (_OLDER, "MEM_FORMAT_ENCODING"): _FORMAT,
         ("torch.serialization", "_get_layout"): Call("_get_layout", layout_named, (str,)),

@@ -163,7 +163,7 @@ class _Tree(TorchUnpickler):
         is_dict = made.by == "collections.OrderedDict" and not args
         return {} if is_dict or made.by == "collections.defaultdict" else made
 
-    def set_items(self, held: Any, items: tuple[Any, ...]) -> Any:
+    def set_items(self, held: Any, items: Sequence[Any]) -> Any:
         # A dict of a class of its own is not known before its first items.
         return super().set_items({} if type(held) is Made else held, items)
 

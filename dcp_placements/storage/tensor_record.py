@@ -192,11 +192,6 @@ class TorchUnpickler(SafeUnpickler):
 
     subject = "what torch.load(weights_only=True) loads"
     hashed: ClassVar = {*SafeUnpickler.hashed, Made, Call, Storage}
-    steps: ClassVar[Mapping[bytes, bytes]] = {
-        **SafeUnpickler.steps,
-        **dict.fromkeys((pickle.REDUCE, pickle.NEWOBJ), b"K\x02\x87Q"),
-    }
-    takers: ClassVar = (*SafeUnpickler.takers, "call")
 
     def __init__(self, data: bytes, storages: Mapping[str, zipfile.ZipInfo] | None) -> None:
         super().__init__(data)
@@ -205,7 +200,7 @@ class TorchUnpickler(SafeUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         return Call(f"{module}.{name}")
 
-    def persistent(self, pid: Any) -> Storage:
+    def persistent_load(self, pid: Any) -> Storage:
         if type(pid) is not tuple or len(pid) != 5:
             raise refusal("it has a persistent id that is no storage")
         tag, kind, key, _, numel = pid
@@ -241,11 +236,14 @@ class TorchUnpickler(SafeUnpickler):
                 self.check_keys(arg if isinstance(arg, list | tuple) else ())
         return Made(called.name, args)
 
+    def new(self, kind: Any, args: Any) -> Made:
+        return self.call(kind, args)
+
     def fill(self, instance: Any, state: Any) -> Any:
         """Return what is not made, without its state."""
         return instance
 
-    def set_items(self, held: Any, items: tuple[Any, ...]) -> Any:
+    def set_items(self, held: Any, items: Sequence[Any]) -> Any:
         super().set_items({} if type(held) is Made else held, items)
         return held
 
