@@ -11,6 +11,7 @@ import io
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import PurePath
 from typing import IO, Any
 
@@ -28,8 +29,8 @@ from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.names.flat import Path
 from dcp_placements.save.coordinator import REFUSED
 from dcp_placements.storage.provenance import plain_of_rename
-from dcp_placements.storage.record_reads import Wanted
-from dcp_placements.storage.saved_file import Records, RecordsReader, SavedChunk, SavedFile
+from dcp_placements.storage.record_reads import ChunkReader, Wanted
+from dcp_placements.storage.saved_file import Records, SavedChunk, SavedFile, record_at
 from dcp_placements.table.digests import object_digest
 from dcp_placements.table.table import OBJECT
 
@@ -232,8 +233,10 @@ class PlacementResharder(Resharder):
             records[fqn, file.name, tuple(offset or ())] = record
             tensors.append(Wanted(item, file.name, start, nbytes))
         tensors.sort(key=lambda one: one.start)
-        stored = metadata.state_dict_metadata
-        RecordsReader(planner, stored, records, check_crc=self._check_crc).read(file.file, tensors)
+        located = partial(record_at, records)
+        stored, check_crc = metadata.state_dict_metadata, self._check_crc
+        reader = ChunkReader(planner, stored, located=located, check_crc=check_crc)
+        reader.read(file.file, tensors)
 
     def _object(self, file: SavedFile, fqn: str, chunk: SavedChunk) -> Any:
         """Return an object; elements of the file are read where it has tensors in it."""

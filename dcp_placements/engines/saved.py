@@ -50,7 +50,7 @@ from dcp_placements.storage.metadata_file import with_columns
 from dcp_placements.storage.provenance import RESERVED_KEY, rename_of_plain
 from dcp_placements.storage.safe_pickle import SafeUnpickler
 from dcp_placements.storage.saved_file import Records, SavedChunk, SavedFile
-from dcp_placements.storage.tensor_record import StridedTensor, TensorRecord
+from dcp_placements.storage.tensor_record import StridedTensor
 from dcp_placements.storage.torch_metadata import build_entries
 from dcp_placements.storage.written import StoredPlace
 from dcp_placements.table.digests import (
@@ -345,12 +345,12 @@ def _add_digests(
             for chunk, fqn in chunks.items():
                 start, nbytes, record = file.record(fqn, chunk)
                 read = Part(file.file, start, nbytes).read
-                if isinstance(record, TensorRecord):
+                if record.is_contiguous:
                     size = prod(record.shape), record.dtype.itemsize
                     digests[rank, chunk] = digest_of_bytes(read, *size)
                     continue
                 elements = torch.frombuffer(bytearray(read(0, nbytes)), dtype=record.dtype)
-                (digest,) = sampled_digests([elements.as_strided(record.sizes, record.strides)])
+                (digest,) = sampled_digests([elements.as_strided(record.shape, record.strides)])
                 digests[rank, chunk] = digest or b""
     for rank, parts in found.items():
         for own, of_path in parts.paths.items():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from dcp_placements.offline.checkpoint import (
 from dcp_placements.offline.directory import shows_damage
 from dcp_placements.storage.file_reads import CountedFile, Part, c_strides
 from dcp_placements.storage.record_reads import ChunkReader, Wanted
-from dcp_placements.storage.saved_file import RecordsReader
+from dcp_placements.storage.saved_file import record_at
 from dcp_placements.storage.tensor_record import BEHIND, DESCRIPTOR, TensorRecord
 
 MAX_OPEN_FILES = 32
@@ -48,24 +49,6 @@ class _Target:
 
     def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
         """Do nothing: ``resolve_tensor`` returned a view."""
-
-
-class _RawReader(ChunkReader):
-    """Reads records that consist of the elements alone."""
-
-    def __init__(self, target: Any, stored: Mapping[str, Any], checkpoint: Checkpoint) -> None:
-        super().__init__(target, stored, _no_transform)
-        self._tensors = checkpoint.tensors
-
-    def tensor_record(self, one: Wanted, part: Part) -> TensorRecord | None:
-        index = one.item.storage_index
-        tensor = self._tensors[index.fqn]
-        box = next(box for box in tensor.boxes if box.offsets == index.offset)
-        return TensorRecord(tensor.dtype, box.sizes, 0)
-
-
-def _no_transform(item: ReadItem, descriptors: Sequence[str], stream: Any) -> Any:
-    return stream
 
 
 class Run(NamedTuple):
@@ -99,16 +82,14 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         self._target = _Target(torch.empty(0, device="cpu"))
         planner: Any = self._target
         stored = checkpoint.metadata.state_dict_metadata
+        located: Any = None
         if checkpoint.format == SAFETENSORS:
-            self._reader: ChunkReader = _RawReader(planner, stored, checkpoint)
+            located, check_crc = self._elements_alone, False
         elif checkpoint.format == TORCH_CHECKPOINTING:
-            records = checkpoint.records_in_files
-            self._reader = RecordsReader(planner, stored, records, check_crc=check_crc)
-        else:
-            # Torch's reader serves to undo the transforms of streams.
-            transforms = FileSystemReader(".").transforms
-            undone = transforms.transform_load_stream
-            self._reader = ChunkReader(planner, stored, undone, check_crc=check_crc)
+            located = partial(record_at, checkpoint.records_in_files)
+        # Torch's reader serves to undo the transforms of streams.
+        undone = FileSystemReader(".").transforms.transform_load_stream
+        self._reader = ChunkReader(planner, stored, undone, located=located, check_crc=check_crc)
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -190,7 +171,8 @@ class BoxReader(AbstractContextManager["BoxReader"]):
                 head = self._reader.tensor_record(wanted, Part(file, chunk.start, chunk.nbytes))
             except EOFError as error:  # it was cut off since it was opened
                 raise _unread(tensor.fqn, chunk.file, str(error)) from error
-            if head is None or (head.dtype, head.shape) != (tensor.dtype, held.sizes):
+            declared = tensor.dtype, held.sizes, True
+            if head is None or (head.dtype, head.shape, head.is_contiguous) != declared:
                 return None
             skipped = position(_minus(shared, held), held.sizes) * itemsize
             start = position(_minus(shared, box), box.sizes) * itemsize
@@ -232,6 +214,13 @@ class BoxReader(AbstractContextManager["BoxReader"]):
                 f"its elements at byte {run.begin} are not what was written: their CRC-32 is "
                 f"{checksum:08x}, where {stored:08x} was written",
             )
+
+    def _elements_alone(self, one: Wanted) -> TensorRecord:
+        """Return how a chunk of safetensors lies in its file, of which no record says it."""
+        index = one.item.storage_index
+        tensor = self._checkpoint.tensors[index.fqn]
+        box = next(box for box in tensor.boxes if box.offsets == index.offset)
+        return TensorRecord(tensor.dtype, box.sizes, c_strides(box.sizes))
 
     def _chunks(self, tensor: StoredTensor) -> tuple[StoredRecord, ...]:
         if self._last is None or self._last[0] is not tensor:

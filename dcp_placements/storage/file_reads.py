@@ -128,41 +128,47 @@ def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
+def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements with these strides are in C order, without gaps."""
+    sized = zip(shape, strides, c_strides(shape), strict=True)
+    return 0 in shape or all(size == 1 or step == plain for size, step, plain in sized)
+
+
 def segments(
-    shape: Sequence[int],
+    strides: Sequence[int],
     *,
     offsets: Sequence[int],
     lengths: Sequence[int],
     itemsize: int,
     gap: Callable[[int], int] = lambda run_nbytes: 0,
 ) -> Segments:
-    """Return the reads of a non-empty slice of a contiguous chunk.
+    """Return the reads of a non-empty slice of a chunk. Of a ``(8, 4)`` chunk in C order::
 
-    >>> rows = segments((8, 4), offsets=(2, 0), lengths=(3, 4), itemsize=2)
+    >>> rows = segments((4, 1), offsets=(2, 0), lengths=(3, 4), itemsize=2)
     >>> rows.start, rows.nbytes, rows.counts
     (16, 24, ())
-    >>> columns = segments((8, 4), offsets=(0, 1), lengths=(3, 2), itemsize=2)
+    >>> columns = segments((4, 1), offsets=(0, 1), lengths=(3, 2), itemsize=2)
     >>> columns.nbytes, list(columns.positions())
     (4, [2, 10, 18])
 
     Args:
-        shape: Of the chunk.
+        strides: Of the chunk, in elements; the largest first.
         offsets: Where the slice begins in the chunk.
         lengths: Its sizes; none of them 0.
         itemsize: Bytes of an element.
         gap: Maps the bytes of a run to the largest gap that is read along with it.
     """
-    steps = [step * itemsize for step in c_strides(shape)]
+    steps = [step * itemsize for step in strides]
     start = sum(offset * step for offset, step in zip(offsets, steps, strict=True))
-    level, nbytes = len(shape), itemsize
+    level, nbytes = len(steps), itemsize
     while level and (lengths[level - 1] == 1 or steps[level - 1] - nbytes <= gap(nbytes)):
         level -= 1
         nbytes += (lengths[level] - 1) * steps[level]
     counts = tuple(lengths[:level])
     outer = [step * (nbytes // itemsize) for step in c_strides(counts)]
-    inner = [step // itemsize for step in steps[level:]]
-    exact = nbytes == prod(lengths[level:]) * itemsize
-    return Segments(start, nbytes, counts, tuple(steps[:level]), (*outer, *inner), exact)
+    exact = is_contiguous(lengths[level:], strides[level:])
+    laid = *outer, *strides[level:]
+    return Segments(start, nbytes, counts, tuple(steps[:level]), laid, exact)
 
 
 class CountedFile:

@@ -113,6 +113,7 @@ class ChunkReader:
         planner: Gives the tensors to fill.
         stored: The metadata of what is stored, by key.
         transformed: Undoes the transforms of a record's stream.
+        located: Returns where the elements of a record are, if the record itself does not say it.
         places: Of all chunks, for messages that name another copy.
         check_crc: Whether what is read whole is compared with its checksum.
         restricted: Whether objects that name more than plain values are refused.
@@ -126,8 +127,9 @@ class ChunkReader:
         self,
         planner: LoadPlanner,
         stored: Mapping[str, Any],
-        transformed: Transformed,
+        transformed: Transformed = lambda item, descriptors, stream: stream,
         *,
+        located: Callable[[Wanted], TensorRecord] | None = None,
         places: Mapping[MetadataIndex, StorageInfo] | None = None,
         check_crc: bool = False,
         restricted: bool = False,
@@ -137,6 +139,7 @@ class ChunkReader:
         self._planner = planner
         self._stored = stored
         self._transformed = transformed
+        self._located = located
         self._places = places or {}
         self._check_crc = check_crc
         self._restricted = restricted
@@ -185,6 +188,8 @@ class ChunkReader:
 
     def tensor_record(self, one: Wanted, part: Part) -> TensorRecord | None:
         """Return where the elements of a record are; None where it is not plain."""
+        if self._located is not None:
+            return self._located(one)
         if one.is_object or one.transforms:
             return None
         return self._heads.find(part)
@@ -220,7 +225,9 @@ class ChunkReader:
         """
         start, nbytes = some[0].start, some[0].nbytes
         tensor = self.tensor_record(some[0], Part(file, start, nbytes))
-        if tensor is None or not tensor.nbytes:
+        if tensor is None or not tensor.nbytes or not tensor.is_contiguous:
+            return False
+        if self._located is not None and any(self._located(one) != tensor for one in some):
             return False
         items = [one.item for one in some]
         shape, begin = tensor.shape, (0,) * len(tensor.shape)
@@ -234,7 +241,7 @@ class ChunkReader:
         end = tensor.start + tensor.nbytes
         # A copy is aligned, as torch takes it to be; a single row would be a view.
         elements = rows[:, tensor.start : end].copy()
-        if self._check_crc:
+        if self._is_summed(tensor, len(some)):
             sums = list(map(crc32, elements))
             self._check(some, tensor, sums, rows[:, end : end + BEHIND].tobytes())
         values = torch.from_numpy(elements).view(-1).view(tensor.dtype).view(-1, *shape)
@@ -242,6 +249,12 @@ class ChunkReader:
             target.copy_(value)
         self._commit(some, targets)
         return True
+
+    def _is_summed(self, tensor: TensorRecord, records: int = 1) -> bool:
+        """Whether records that are read whole are compared; those that cannot be are counted."""
+        if self._check_crc and not tensor.has_crc:
+            self.unchecked += records
+        return self._check_crc and tensor.has_crc
 
     def _check(
         self, some: Sequence[Wanted], tensor: TensorRecord, sums: Sequence[int], behind: bytes
@@ -257,9 +270,6 @@ class ChunkReader:
         Raises:
             PlacementError: Some differ.
         """
-        if not tensor.has_crc:
-            self.unchecked += len(some)
-            return
         if behind == b"".join([DESCRIPTOR + one.to_bytes(4, "little") for one in sums]):
             return
         faults = []
@@ -354,8 +364,12 @@ class ChunkReader:
             raise self._refused(one, f"{holds} that {lengths} can be read at {offsets}")
         targets = self._targets([one], lengths)
         if targets[0].numel():
-            is_summed = is_whole and self._check_crc
-            checksum = self._fill(targets[0], offsets, tensor, part, 0 if is_summed else None)
+            is_summed, target = is_whole and self._is_summed(tensor), targets[0]
+            if not tensor.is_contiguous:
+                dims = sorted(range(len(shape)), key=tensor.strides.__getitem__, reverse=True)
+                target, tensor = target.permute(dims), tensor.permuted(dims)
+                offsets = tuple([offsets[dim] for dim in dims])
+            checksum = self._fill(target, offsets, tensor, part, 0 if is_summed else None)
             if checksum is not None:
                 behind = part.read(tensor.start + tensor.nbytes, BEHIND)
                 self._check([one], tensor, [checksum], behind)
@@ -394,7 +408,7 @@ class ChunkReader:
         file, chunk, sizes = part.file, part.start + tensor.start, tuple(target.shape)
         itemsize = tensor.dtype.itemsize
         slices = segments(
-            tensor.shape, offsets=offsets, lengths=sizes, itemsize=itemsize, gap=file.gap
+            tensor.strides, offsets=offsets, lengths=sizes, itemsize=itemsize, gap=file.gap
         )
         is_direct = target.dtype == tensor.dtype and slices.exact
         memory = memory_of(target) if is_direct else None

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from dataclasses import replace
 from math import prod
 from typing import IO, Any, NamedTuple
 
 import torch
 
-from dcp_placements._torch import narrow_tensor_by_index
 from dcp_placements.errors import fault_error, format_error
 from dcp_placements.names.flat import Path, value_at
 from dcp_placements.storage.checked_load import BROKEN, load_plain, saved_pickle
-from dcp_placements.storage.file_reads import CountedFile, Part, c_strides
-from dcp_placements.storage.record_reads import DAMAGED, IS_DAMAGED, ChunkReader, Wanted
+from dcp_placements.storage.file_reads import CountedFile, Part, c_strides, is_contiguous
+from dcp_placements.storage.record_reads import DAMAGED, IS_DAMAGED, Wanted
 from dcp_placements.storage.safe_pickle import Call
 from dcp_placements.storage.tensor_record import (
     BEHIND,
@@ -28,7 +27,6 @@ from dcp_placements.storage.tensor_record import (
     TensorRecord,
     TorchUnpickler,
     entry_start,
-    is_contiguous,
     strided_tensor,
 )
 
@@ -72,87 +70,14 @@ class SavedChunk(NamedTuple):
         return not self.start and (self.sizes, self.steps) == (self.shape, c_strides(self.shape))
 
 
-class StridedRecord(NamedTuple):
-    """A chunk that is not contiguous in its file, such as some columns of a tensor.
-
-    Attributes:
-        dtype: Of its elements.
-        sizes: Of the chunk.
-        strides: In elements, in the file.
-    """
-
-    dtype: torch.dtype
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    def whole(self) -> tuple[TensorRecord, list[int]] | None:
-        """Return a contiguous record of which it is a part, and its dims in the order of that.
-
-        Of columns of a ``(4, 6)`` tensor, whose strides are ``(6, 1)``: a record of that shape,
-        with a dim of size 1 behind. Dims of size 1 are left out. None where there is no such.
-        """
-        dims = [dim for dim, size in enumerate(self.sizes) if size > 1]
-        dims.sort(key=self.strides.__getitem__, reverse=True)
-        steps = [self.strides[dim] for dim in dims]
-        if 0 in steps or any(step % inner for step, inner in pairwise(steps)):
-            return None
-        shape = [self.sizes[dim] for dim in dims[:1]]
-        shape += [step // inner for step, inner in pairwise(steps)] + steps[-1:]
-        return TensorRecord(self.dtype, tuple(shape), 0), dims
-
-
-Records = dict[tuple[str, str, tuple[int, ...]], TensorRecord | StridedRecord]
+Records = dict[tuple[str, str, tuple[int, ...]], TensorRecord]
 """By key, file and offsets in the whole tensor: how a chunk lies there."""
 
 
-class RecordsReader(ChunkReader):
-    """Reads chunks of which is known how they lie.
-
-    Args:
-        planner: As of ``ChunkReader``.
-        stored: Likewise.
-        records: How they lie.
-        check_crc: As of ``ChunkReader``.
-    """
-
-    def __init__(
-        self, planner: Any, stored: Mapping[str, Any], records: Records, *, check_crc: bool
-    ) -> None:
-        super().__init__(planner, stored, lambda item, steps, stream: stream, check_crc=check_crc)
-        self._records = records
-
-    def tensor_record(self, one: Wanted, part: Part) -> TensorRecord | None:
-        record = self._record(one)
-        return record if isinstance(record, TensorRecord) else None
-
-    def _record(self, one: Wanted) -> TensorRecord | StridedRecord:
-        at = one.item.storage_index
-        return self._records[at.fqn, one.file, tuple(at.offset or ())]
-
-    def _read_alike(self, file: CountedFile, some: Sequence[Wanted]) -> bool:
-        # No head before the elements says how they lie.
-        is_alike = len(set(map(self._record, some))) == 1
-        return is_alike and super()._read_alike(file, some)
-
-    def _read_one(self, file: CountedFile, one: Wanted) -> None:
-        record = self._record(one)
-        if isinstance(record, TensorRecord):
-            super()._read_one(file, one)
-            return
-        offsets, lengths = one.item.storage_offsets, tuple(one.item.lengths)
-        part, whole = Part(file, one.start, one.nbytes), record.whole()
-        targets = self._targets([one], lengths)
-        if whole is not None and targets[0].numel():
-            contiguous, dims = whole
-            others = [dim for dim in range(len(lengths)) if dim not in dims]
-            target = targets[0].permute(*others, *dims)[(0,) * len(others)].unsqueeze(-1)
-            at = *[offsets[dim] for dim in dims], 0
-            self._fill(target, at, contiguous, part, None)
-        elif targets[0].numel():
-            elements = torch.frombuffer(bytearray(part.read(0, one.nbytes)), dtype=record.dtype)
-            chunk = elements.as_strided(record.sizes, record.strides)
-            targets[0].copy_(narrow_tensor_by_index(chunk, offsets, lengths))
-        self._commit([one], targets)
+def record_at(records: Records, one: Wanted) -> TensorRecord:
+    """Return how a chunk that is wanted lies in its file."""
+    at = one.item.storage_index
+    return records[at.fqn, one.file, tuple(at.offset or ())]
 
 
 class _Tree(TorchUnpickler):
@@ -218,7 +143,7 @@ class SavedFile:
         nbytes, entry = prod(tensor.shape) * tensor.dtype.itemsize, self._entries.get(tensor.key)
         return entry.CRC if entry is not None and entry.file_size == nbytes else None
 
-    def record(self, fqn: str, at: SavedChunk) -> tuple[int, int, TensorRecord | StridedRecord]:
+    def record(self, fqn: str, at: SavedChunk) -> tuple[int, int, TensorRecord]:
         """Return where a chunk is: its first byte, its bytes, and how it lies in them.
 
         Raises:
@@ -226,7 +151,7 @@ class SavedFile:
         """
         assert at.dtype is not None, "a tensor's"
         if 0 in at.sizes:
-            return 0, 0, TensorRecord(at.dtype, at.sizes, 0)
+            return 0, 0, TensorRecord(at.dtype, at.sizes, c_strides(at.sizes))
         tensor = self.tensor(at.path)
         if tensor is None or (tensor.shape, tensor.dtype) != (at.shape, at.dtype):
             there = "no plain tensor" if tensor is None else f"{tensor.shape} {tensor.dtype}"
@@ -244,13 +169,10 @@ class SavedFile:
         except BROKEN as error:
             headline = f"{self.name}: {format_error(error)}"
             raise fault_error(IS_DAMAGED, fqn, headline, *DAMAGED) from error
-        nbytes, is_plain = span * itemsize, is_contiguous(at.sizes, strides)
-        if not is_plain:
-            return start, nbytes, StridedRecord(tensor.dtype, at.sizes, strides)
-        is_summed = self._has_crcs and bool(entry.flag_bits & _SIZES_FOLLOW)
-        has_crc = is_summed and nbytes == entry.file_size
-        record = TensorRecord(tensor.dtype, at.sizes, 0, has_crc)
-        return start, nbytes + BEHIND * has_crc, record
+        nbytes, record = span * itemsize, TensorRecord(tensor.dtype, at.sizes, strides)
+        if record.is_contiguous and nbytes == entry.file_size and self._has_crcs:
+            record = replace(record, has_crc=bool(entry.flag_bits & _SIZES_FOLLOW))
+        return start, nbytes + BEHIND * record.has_crc, record
 
     def object(self, fqn: str, path: Path, *, device: str, restricted: bool) -> Any:
         """Return the object at a path, as ``torch.load`` makes it.

@@ -14,13 +14,13 @@ import struct
 import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from dcp_placements.storage.file_reads import Part, c_strides
+from dcp_placements.storage.file_reads import Part, is_contiguous
 from dcp_placements.storage.safe_pickle import DTYPES, Call, SafeUnpickler, refusal
 
 LOCAL = b"PK\x03\x04"
@@ -44,15 +44,26 @@ class TensorRecord:
     """Where the elements of a saved tensor are.
 
     Attributes:
-        shape: The elements are in C order.
+        strides: In elements. Those of a record of DCP are in C order.
         start: Where they begin, in bytes from the record's first.
-        has_crc: Whether their checksum follows them.
+        has_crc: Whether their checksum follows them, which those in C order alone have.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int
+    strides: tuple[int, ...]
+    start: int = 0
     has_crc: bool = False
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements are in C order, without gaps."""
+        return is_contiguous(self.shape, self.strides)
+
+    def permuted(self, dims: Sequence[int]) -> TensorRecord:
+        """Return it with its dims in another order."""
+        shape, strides = ([one[dim] for dim in dims] for one in (self.shape, self.strides))
+        return replace(self, shape=tuple(shape), strides=tuple(strides))
 
     @property
     def nbytes(self) -> int:
@@ -107,12 +118,13 @@ def parse_record(head: bytes, nbytes: int) -> TensorRecord | None:
         tensor = strided_tensor(TorchUnpickler(head[start:end], None).load())
         if tensor is None or tensor.offset or not is_contiguous(tensor.shape, tensor.strides):
             return None
-        dtype, key, _, shape, _ = tensor
+        dtype, key, _, shape, strides = tensor
         for name, start, end in entries:
             if name == f"{prefix}/data/{key}":
                 stop = start + prod(shape) * dtype.itemsize
                 has_crc = has_crc and stop + _DESCRIPTOR_NBYTES <= nbytes
-                return TensorRecord(dtype, shape, start, has_crc) if stop <= nbytes else None
+                found = TensorRecord(dtype, shape, strides, start, has_crc)
+                return found if stop <= nbytes else None
             if name.startswith(f"{prefix}/data/"):
                 return None
             if name == f"{prefix}/byteorder" and head[start:end].decode() != sys.byteorder:
@@ -274,12 +286,6 @@ def strided_tensor(made: Any) -> StridedTensor | None:
     if dtype is None or more:
         return None
     return StridedTensor(dtype, storage.key, offset, shape, strides)
-
-
-def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements with these strides are in C order, without gaps."""
-    sized = zip(shape, strides, c_strides(shape), strict=True)
-    return 0 in shape or all(size == 1 or step == plain for size, step, plain in sized)
 
 
 _REBUILT = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")

@@ -14,7 +14,7 @@ import numpy as np
 
 from dcp_placements.layout.boxes import Boxes, Ints, expanded, intersect, numel
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
-from dcp_placements.storage.file_reads import cheap_gap, segments
+from dcp_placements.storage.file_reads import c_strides, cheap_gap, segments
 from dcp_placements.storage.record_reads import is_read_whole
 from dcp_placements.table.world import Cover
 
@@ -120,5 +120,6 @@ def _slices(stored: Boxes, shared: Boxes, itemsize: int) -> Iterator[int]:
 def _slice_nbytes(
     shape: tuple[int, ...], start: tuple[int, ...], sizes: tuple[int, ...], itemsize: int
 ) -> int:
-    found = segments(shape, offsets=start, lengths=sizes, itemsize=itemsize, gap=cheap_gap)
+    strides = c_strides(shape)
+    found = segments(strides, offsets=start, lengths=sizes, itemsize=itemsize, gap=cheap_gap)
     return found.total_nbytes
