@@ -14,6 +14,7 @@ A proposal is not a declaration: what shapes and contents leave open is said, no
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,7 @@ from dcp_placements.layout.sharding import Sharding
 from dcp_placements.names.renames import Renames, Renumber, contiguous
 from dcp_placements.placements import Placements
 from dcp_placements.rules.mesh import Mesh, mesh_axes
-from dcp_placements.rules.patterns import RuleTable, compile_pattern
+from dcp_placements.rules.patterns import RuleTable, compile_pattern, matches_any
 from dcp_placements.rules.placement import CheckpointPlacement, FusedShard, cut_of, format_placement
 from dcp_placements.table.digests import sampled_digests
 from dcp_placements.table.whole import Shape, WholeModel
@@ -105,51 +106,43 @@ class Proposal:
             unless ``undecided`` says which was taken.
         rules: By pattern, in the order in which they have to stand.
         numberings: Renames.
-        undecided: By pattern of keys, why they have no rule, or what else would fit.
-        choices: By pattern of those, what fits.
+        undecided: By pattern of keys, why they have no rule, or what else would fit: one option a
+            line.
     """
 
     placements: Placements = field(init=False, repr=False, compare=False)
     rules: dict[str, Option] = field(default_factory=dict)
     numberings: list[Numbering] = field(default_factory=list)
     undecided: dict[str, str] = field(default_factory=dict)
-    choices: dict[str, Sequence[Option | Numbering]] = field(default_factory=dict)
 
     def on(self, mesh: Any, whole: WholeModel) -> Proposal:
         """Return it with its ``placements`` on a mesh."""
         rules: RuleTable = {pattern: one.on(mesh) for pattern, one in self.rules.items()}
         renames = [one.on(mesh) for one in self.numberings]
-        rename = renames[0] if len(renames) == 1 else Renames(*renames) if renames else None
         proposal = replace(self)
+        rename = Renames(*renames) if renames else None
         proposal.placements = Placements(rules, rename=rename, whole=whole)
         return proposal
 
     def __str__(self) -> str:
-        rules, numberings = self.rules, self.numberings
-        body = [f"        {_quoted(pattern)}: {option}," for pattern, option in rules.items()]
+        rules = [f"        {_quoted(pattern)}: {one}," for pattern, one in self.rules.items()]
         for pattern, why in self.undecided.items():
-            body += [f"        # {pattern}: {why}"]
-            for option in self.choices.get(pattern, ()):
-                is_rule = isinstance(option, Option)
-                choice = f"{_quoted(pattern)}: {option}," if is_rule else f"rename={option}"
-                body += [f"        #     {choice}"]
-        lines = ["placements = Placements(", "    {", *body, "    },"]
-        if len(numberings) == 1:
-            lines += [f"    rename={numberings[0]},"]
-        elif numberings:
-            lines += ["    rename=Renames(", *[f"        {one}," for one in numberings], "    ),"]
-        lines += ["    whole=whole,", ")"]
-        text = "\n".join(lines)
-        names = ["CheckpointPlacement", "FusedShard", "Placements", "Renames", "Renumber"]
-        used = [name for name in [*names, "contiguous"] if f"{name}(" in text]
-        imports = [f"from dcp_placements import {', '.join(used)}", "", text]
-        if re.search(r"\bShard\(", text):
-            imports.insert(0, "from torch.distributed.tensor import Shard\n")
-        return "\n".join(imports)
+            rules += [f"        # {line}" for line in f"{pattern}: {why}".split("\n")]
+        renames = [f"        {one}," for one in self.numberings]
+        if renames:
+            renames = ["    rename=Renames(", *renames, "    ),"]
+        lines = ["placements = Placements(", "    {", *rules, "    },", *renames]
+        text = "\n".join([*lines, "    whole=whole,", ")"])
+        used = ", ".join([name for name in _NAMES if f"{name}(" in text])
+        imports = f"from torch.distributed.tensor import Shard\n\nfrom dcp_placements import {used}"
+        return f"{imports}\n\n{text}"
+
+
+_NAMES = ["CheckpointPlacement", "FusedShard", "Placements", "Renames", "Renumber", "contiguous"]
 
 
 def _quoted(pattern: str) -> str:
-    return '"' + pattern.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return json.dumps(pattern, ensure_ascii=False)
 
 
 def propose_placements(
@@ -296,37 +289,91 @@ def decide(whole: WholeModel, facts: Sequence[RankFacts], sizes: Mapping[str, in
     axes = {name: size for name, size in sizes.items() if size > 1}
     decision = Proposal()
     ranks, unnumbered = _renumbered(whole, ranks, axes, decision)
-    kinds: dict[tuple[Any, ...], list[str]] = {}
-    held = {
-        key: [(one.position, one.tensors[key]) for one in ranks if key in one.tensors]
-        for key in whole.shapes
-        if not any(without_numbers(head) in unnumbered for head, *_ in numbers_in(key))
-    }
-    missing = [
-        key for key, parts in held.items() if not parts and whole.names.get(key, (key,))[0] == key
-    ]
-    for pattern in _patterns(missing, whole):
-        decision.undecided[pattern] = "no rank has this key"
-    for key, parts in held.items():
-        shapes = tuple([(part.shape, tuple(at.items())) for at, part in parts])
-        kinds.setdefault((without_numbers(key), whole.shapes[key], shapes), []).append(key)
-    options: dict[str, Option] = {}
-    for (_, shape, shapes), members in kinds.items():
-        if not shapes:
+    # By name without numbers, the keys that lie alike.
+    kinds: dict[str, dict[Any, list[str]]] = {}
+    held: dict[str, list[tuple[dict[str, int], TensorFacts]]] = {}
+    for key, shape in whole.shapes.items():
+        if any(without_numbers(head) in unnumbered for head, *_ in numbers_in(key)):
             continue
-        fitting, why = _fitting(shape, [held[key] for key in members], axes)
-        if len(fitting) == 1:
-            named = _named(members[0], whole, fitting[0])
-            options.update(dict.fromkeys(members, named))
-            if _JOINED.search(members[0]) and named.placements and not why:
-                why = "taken as one tensor by its shape; FusedShard where it joins several"
-            if named != fitting[0]:
-                why = f"taken by its name; the shapes fit {fitting[0]} as well"
-        for pattern in _patterns(members, whole) if why else ():
-            decision.undecided[pattern] = why
-            decision.choices[pattern] = fitting if len(fitting) > 1 else []
-    decision.rules = _rules(options, whole)
+        held[key] = [(one.position, one.tensors[key]) for one in ranks if key in one.tensors]
+        if not held[key] and whole.names.get(key, (key,))[0] != key:
+            continue
+        shapes = tuple([(part.shape, tuple(at.items())) for at, part in held[key]])
+        kinds.setdefault(without_numbers(key), {}).setdefault((shape, shapes), []).append(key)
+    options: dict[str, Option] = {}
+    for name, of_name in kinds.items():
+        taken: dict[tuple[Option, str], list[str]] = {}
+        for (shape, _), members in of_name.items():
+            found = _taken(_starred(name), shape, [held[key] for key in members], axes)
+            taken.setdefault(found, []).extend(members)
+        for (option, why), members in taken.items():
+            for pattern in [_starred(name)] if len(taken) == 1 else members:
+                options[pattern] = option
+                if why:
+                    decision.undecided[pattern] = why
+    decision.rules = _rules(options)
     return decision
+
+
+def _starred(name: str) -> str:
+    """Return the pattern of a name that has ``{}`` for its numbers."""
+    return name.replace("{}", "*")
+
+
+def _rules(options: Mapping[str, Option]) -> dict[str, Option]:
+    """Return the options by pattern in an order in which each key meets its own pattern first.
+
+    A pattern matches keys that have more components, too, as ``head`` does ``blocks.0.head``. Those
+    that shard nothing are left out where no other one matches their keys.
+    """
+    ordered = sorted(options, key=lambda one: (-one.count("."), one.count("*")))
+    sharding = [compile_pattern(one) for one in ordered if options[one].placements]
+    return {
+        one: options[one]
+        for one in ordered
+        if options[one].placements or matches_any(sharding, one.replace("*", "0"))
+    }
+
+
+def _taken(
+    pattern: str,
+    shape: Shape,
+    held: Sequence[Sequence[tuple[dict[str, int], TensorFacts]]],
+    axes: Mapping[str, int],
+) -> tuple[Option, str]:
+    """Return the placement of keys that lie alike, and what is open.
+
+    Args:
+        pattern: Theirs.
+        shape: Of the whole tensors.
+        held: By key, the position and the part of each rank.
+        axes: Those of the mesh, of more than one rank.
+    """
+    if not held[0]:
+        return Option(), "no rank has this key"
+    fitting, why = _fitting(shape, held, axes)
+    if len(fitting) != 1:
+        return Option(), "\n".join([why, *[f"    {_quoted(pattern)}: {one}," for one in fitting]])
+    (option,) = fitting
+    placements = dict(option.placements)
+    if not placements:
+        return option, why
+    for axis, placement in option.placements:
+        if len(shape) == 3 and not placement.dim:  # stacked experts
+            continue
+        if GATE_UP.search(pattern) and shape[placement.dim] % 2 == 0:
+            placements[axis] = FusedShard(placement.dim, 2)
+        elif QKV.search(pattern):
+            sizes = "(rows of Q, rows of K, rows of V)"
+            return Option(), (
+                f"its name says Q, K and V in one: FusedShard({placement.dim}, {sizes}) over {axis}"
+            )
+    named = option._replace(placements=tuple(placements.items()))
+    if named != option:
+        return named, f"taken by its name; the shapes fit {option} as well"
+    if _JOINED.search(pattern) and not why:
+        why = "taken as one tensor by its shape; FusedShard where it joins several"
+    return option, why
 
 
 def _fitting(
@@ -473,7 +520,7 @@ def _renumbered(
         union, total = set().union(*of_ranks), len(numbers)
         if not union or len(union) >= total or numbers != set(range(total)):
             continue
-        pattern = _shortest_number(f"{head.replace('{}', '*')}{{}}", whole)
+        pattern = f"{_starred(head)}{{}}"
         found = []
         if all(each == set(range(len(each))) for each in of_ranks):
             found = _counts_along(ranks, of_ranks, axes, total)
@@ -491,8 +538,9 @@ def _renumbered(
             continue
         unnumbered.add(head)
         held = f"the ranks have {len(union)} of its {total} numbers"
-        decision.undecided[pattern] = held + (", and each of these fits" if found else "")
-        decision.choices[pattern] = numberings
+        held += ", and each of these fits" if found else ""
+        choices = [f"    rename={one}" for one in numberings]
+        decision.undecided[pattern] = "\n".join([held, *choices])
     return ranks, unnumbered
 
 
@@ -537,129 +585,3 @@ def _with_numbers(rank: RankFacts, head: str, first: int) -> RankFacts:
                 break
         tensors[key] = tensor
     return RankFacts(rank.position, tensors)
-
-
-def _any_number(key: str) -> str:
-    """Return the pattern of the keys that differ from this one in numbers alone."""
-    return without_numbers(key).replace("{}", "*")
-
-
-def _shortest_number(pattern: str, whole: WholeModel) -> str:
-    """Return the shortest pattern that finds the same numbers in the model's keys."""
-
-    def found(text: str) -> set[tuple[str, int]]:
-        regex = compile_pattern(text.replace("{}", "*"))
-        return {(key, m.end()) for key in whole.shapes for m in regex.finditer(f".{key}")}
-
-    wanted = found(pattern)
-    components = pattern.split(".")
-    for start in range(len(components) - 2, 0, -1):
-        shorter = ".".join(components[start:])
-        if not components[start].startswith("*") and found(shorter) == wanted:
-            return shorter
-    return pattern
-
-
-def _named(key: str, whole: WholeModel, option: Option) -> Option:
-    """Return a placement with the parts that the name of a key says it has.
-
-    Gate and up, or Q, K and V, joined along the dim that is cut. Shapes cannot show them.
-    """
-    shape = whole.shapes[key]
-    placements = dict(option.placements)
-    for axis, placement in option.placements:
-        dim = placement.dim
-        if len(shape) == 3 and dim == 0:  # stacked experts
-            continue
-        if GATE_UP.search(key) and shape[dim] % 2 == 0:
-            placements[axis] = FusedShard(dim, 2)
-        elif QKV.search(key) and (parts := _parts_of_qkv(key, whole, dim)):
-            placements[axis] = FusedShard(dim, parts)
-    return option._replace(placements=tuple(placements.items()))
-
-
-def _parts_of_qkv(key: str, whole: WholeModel, dim: int) -> tuple[int, ...] | int | None:
-    """Return the sizes of Q, K and V by what reads the heads' output in the same module."""
-    rows = whole.shapes[key][dim]
-    parent = key.rpartition(".")[0].rpartition(".")[0]
-    outputs = {
-        size
-        for other, shape in whole.shapes.items()
-        if other != key and other.startswith(f"{parent}.") and len(shape) == 2
-        for size in shape
-        if size < rows
-        and (rows - size) % 2 == 0
-        and 0 < (rows - size) // 2 <= size
-        and size % ((rows - size) // 2) == 0
-    }
-    if len(outputs) != 1:
-        return None
-    (queries,) = outputs
-    keys = (rows - queries) // 2
-    return 3 if keys == queries else (queries, keys, keys)
-
-
-def _patterns(keys: Sequence[str], whole: WholeModel) -> list[str]:
-    """Return patterns of some keys of the model and no others."""
-    others = {_any_number(key) for key in whole.shapes.keys() - set(keys)}
-    by_pattern: dict[str, list[str]] = {}
-    for key in keys:
-        by_pattern.setdefault(_any_number(key), []).append(key)
-    return [
-        pattern
-        for one, members in by_pattern.items()
-        for pattern in (members if one in others else [one])
-    ]
-
-
-def _rules(options: Mapping[str, Option], whole: WholeModel) -> dict[str, Option]:
-    """Return few patterns that give each key its placement."""
-    none = Option()
-    wanted = {key: options.get(key, none) for key in whole.shapes}
-    by_option: dict[Option, list[str]] = {}
-    for key, option in wanted.items():
-        if option.placements:
-            by_option.setdefault(option, []).append(key)
-    # Patterns without a number of their own match keys that differ in numbers alike.
-    alike: dict[tuple[str, Option], str] = {}
-    for key, option in wanted.items():
-        alike.setdefault((without_numbers(key), option), key)
-    few = {key: wanted[key] for key in alike.values()}
-
-    def matched_by(patterns: Iterable[str]) -> Mapping[str, Option]:
-        numbered = any(part.isdigit() for one in patterns for part in one.split("."))
-        return wanted if numbered else few
-
-    rules: dict[str, Option] = {}
-    for option, keys in by_option.items():
-        for pattern in _patterns(keys, whole):
-            short = _shortest(pattern, option, matched_by([pattern]))
-            rules.setdefault(short, option)
-    # What a pattern matches beside its keys stands before it.
-    guards: dict[str, Option] = {}
-    for key, option in matched_by(rules).items():
-        found = next((one for one in rules if _matches(one, key)), None)
-        if found is not None and rules[found] != option:
-            guards[_any_number(key)] = option
-    return {**guards, **rules}
-
-
-def _matches(pattern: str, key: str) -> bool:
-    return compile_pattern(pattern).search(f".{key}") is not None
-
-
-def _shortest(pattern: str, option: Option, wanted: Mapping[str, Option]) -> str:
-    """Return the pattern of fewest components that matches keys of this placement alone."""
-    components = pattern.split(".")
-    runs = [
-        components[start:stop]
-        for start in range(len(components))
-        for stop in range(start + 1, len(components) + 1)
-    ]
-    for run in sorted(runs, key=len):
-        if run[0] in ("*", "weight", "bias") or run[-1] == "*" or run[0].isdigit():
-            continue
-        shorter = ".".join(run)
-        if all(wanted[key] == option for key in wanted if _matches(shorter, key)):
-            return shorter
-    return pattern
