@@ -6,20 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dcp_placements.errors import PlacementError
 from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.rules.patterns import PlacementRules, Rules, RuleTable, check_declaration
 from dcp_placements.save.planner import PlacementSavePlanner
 from dcp_placements.table.whole import WholeModel
-
-
-def _no_planner(*args: Any, storage_meta: Any = None, **options: Any) -> None:
-    """Refuse to be a planner; DCP calls this of what it is given as one."""
-    raise PlacementError(
-        "planner= is a Placements, or its method that was not called: planner="
-        "placements.save_planner() for dcp.save, placements.load_planner() for dcp.load"
-    )
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -123,9 +114,3 @@ class Placements:
         from dcp_placements.engines.resharder import PlacementResharder
 
         return PlacementResharder(self, source=source, **options)
-
-    set_up_planner = _no_planner
-
-
-for _method in (Placements.save_planner, Placements.load_planner):
-    _method.__dict__["set_up_planner"] = _no_planner

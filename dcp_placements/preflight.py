@@ -8,11 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import CheckpointException, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint import CheckpointException, SavePlan
 
 from dcp_placements._torch import DistWrapper, state_dicts_of_statefuls, world_size
 from dcp_placements.bind.lint import EXPERT_AXIS
 from dcp_placements.errors import Fault, PlacementError, format_faults
+from dcp_placements.placements import Placements
 from dcp_placements.proposal import (
     RankFacts,
     TensorFacts,
@@ -24,7 +25,7 @@ from dcp_placements.proposal import (
     rank_facts,
 )
 from dcp_placements.report import SaveReport
-from dcp_placements.rules.patterns import PlacementRules, check_declaration
+from dcp_placements.rules.patterns import PlacementRules
 from dcp_placements.save.planner import PlacementSavePlanner
 
 
@@ -56,13 +57,12 @@ def check(
         PlacementError: All that a save would refuse, on all ranks, with rules to paste where
             ``whole=`` is known and the rules have a mesh; no state dict, or no rules.
     """
-    _check_arguments(state_dict, rules)
+    if not isinstance(state_dict, Mapping):
+        raise PlacementError(f"state_dict= is a {type(state_dict).__name__}: pass {{key: value}}")
     if whole is not None:
         options["whole"] = whole
-    of_declaration = getattr(rules, "save_planner", None)
-    planner: PlacementSavePlanner = (of_declaration or partial(PlacementSavePlanner, rules))(
-        **options
-    )
+    by_rules = partial(PlacementSavePlanner, rules)
+    planner = (rules.save_planner if isinstance(rules, Placements) else by_rules)(**options)
     rank = dist.get_rank(process_group) if dist.is_initialized() else 0
     plain = state_dicts_of_statefuls(state_dict)
     meshes = planner.rules.meshes if isinstance(planner.rules, PlacementRules) else []
@@ -138,20 +138,3 @@ def _equal_parts(facts: Sequence[RankFacts]) -> list[Fault]:
 
 
 _FITS = "this fits the shapes, the names and the contents of all ranks; read it before you use it:"
-
-
-def _check_arguments(state_dict: Any, rules: Any) -> None:
-    """Refuse what is no state dict, or a planner in the place of rules."""
-    kind = type(state_dict).__name__
-    if hasattr(state_dict, "save_planner"):
-        raise PlacementError(f"state_dict= is a {kind}: check(state_dict, placements)")
-    if not isinstance(state_dict, Mapping):
-        way_out = "model.state_dict()" if hasattr(state_dict, "state_dict") else "{key: value}"
-        raise PlacementError(f"state_dict= is a {kind}: pass {way_out}")
-    if isinstance(rules, type):
-        check_declaration(rules, None)
-    if isinstance(rules, SavePlanner | LoadPlanner):
-        raise PlacementError(
-            f"rules= is a {type(rules).__name__}\n"
-            "    way out:     check(state_dict, placements), with the Placements that made it"
-        )

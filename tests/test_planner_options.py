@@ -301,18 +301,6 @@ def test_meta_templates_with_rules_take_the_rank_s_part(tmp_path: Path) -> None:
     assert torch.equal(state["experts"], whole[2:])
 
 
-@pytest.mark.filterwarnings("ignore:The function definition for SavePlanner")
-def test_a_planner_in_the_other_s_place_is_refused(tmp_path: Path) -> None:
-    state_dict = {"w": torch.ones(3)}
-    with pytest.raises(dcp.CheckpointException) as refused:
-        dcp.save(state_dict, checkpoint_id=tmp_path, planner=PlacementLoadPlanner())
-    assert "dcp.save wants a save planner" in str(refused.value.failures[0][0])
-    dcp.save(state_dict, checkpoint_id=tmp_path, planner=PlacementSavePlanner())
-    with pytest.raises(dcp.CheckpointException) as refused:
-        dcp.load(state_dict, checkpoint_id=tmp_path, planner=PlacementSavePlanner())
-    assert "dcp.load wants a load planner" in str(refused.value.failures[0][0])
-
-
 @pytest.mark.parametrize("kind", [PlacementSavePlanner, PlacementLoadPlanner])
 def test_m55_a_report_before_planning_says_so(tmp_path: Path, kind: Any) -> None:
     planner = kind()
@@ -373,11 +361,3 @@ def test_keys_that_are_one_text_are_refused(tmp_path: Path) -> None:
             lambda rank: PlacementLoadPlanner(flatten_state_dict=False),
         )
     assert "0 and '0' are keys of one dict" in str(caught.value.failures[0][0])
-
-
-def test_the_class_in_place_of_a_load_planner_is_named(tmp_path: Path) -> None:
-    state = {"w": torch.zeros(2)}
-    dcp.save(dict(state), checkpoint_id=tmp_path, no_dist=True)
-    with pytest.raises(CheckpointException) as refused:
-        dcp.load(state, checkpoint_id=tmp_path, planner=PlacementLoadPlanner, no_dist=True)  # type: ignore[arg-type]
-    assert "planner= is the class PlacementLoadPlanner" in str(refused.value.failures[0][0])

@@ -191,15 +191,6 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         is_coordinator: bool = False,
     ) -> None:
         """Take the state dict to fill, under the checkpoint's keys. Called on every rank."""
-        if isinstance(state_dict, Metadata):  # self is the state dict
-            raise PlacementError(
-                "planner= is the class PlacementLoadPlanner\n"
-                "    way out:     an instance: planner=placements.load_planner()"
-            )
-        if metadata is not None and not isinstance(metadata, Metadata):  # called by dcp.save
-            raise PlacementError(
-                "a PlacementLoadPlanner cannot save: dcp.save wants a save planner"
-            )
         if metadata is not None:
             with refusing():
                 check_fields(metadata)

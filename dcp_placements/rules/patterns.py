@@ -144,23 +144,6 @@ def matches_any(patterns: Iterable[re.Pattern[str]], fqn: str) -> bool:
     return any(pattern.search(f".{fqn}") for pattern in patterns)
 
 
-def _given(rules: Any) -> str:
-    """Return what is given in the place of rules, and what to write."""
-    if isinstance(rules, type):
-        return f"the class {rules.__name__}: give an instance, {rules.__name__}(...)"
-    kind = type(rules).__name__
-    if hasattr(rules, "save_planner"):
-        return f"a {kind}, which makes both planners: .save_planner(), .load_planner()"
-    if hasattr(rules, "mesh_dim_names"):
-        return (
-            f'a {kind}: PlacementRules({{pattern: CheckpointPlacement(mesh, {{"ep": Shard(0)}})}})'
-        )
-    return (
-        f"of type {kind}: PlacementRules({{pattern: placement}}), a function (fqn, tensor) that "
-        "returns one, or None"
-    )
-
-
 def check_declaration(
     rules: Any, rename: Any, waive: Mapping[str, str] | None = None
 ) -> dict[str, str]:
@@ -171,7 +154,11 @@ def check_declaration(
             for every key.
     """
     if rules is not None and (isinstance(rules, type) or not callable(rules)):
-        raise PlacementError(f"rules= is {_given(rules)}")
+        kind = f"the class {rules.__name__}" if isinstance(rules, type) else type(rules).__name__
+        raise PlacementError(
+            f"rules= is {kind}: give PlacementRules({{pattern: placement}}), a function "
+            "(fqn, tensor) that returns one, or None"
+        )
     if rename is not None and (isinstance(rename, type) or not callable(rename)):
         raise PlacementError(
             f"rename={rename!r} is no function of a key\n"

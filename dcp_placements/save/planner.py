@@ -284,10 +284,6 @@ class PlacementSavePlanner(DefaultSavePlanner):
         if isinstance(storage_meta, bool):
             is_coordinator = storage_meta
             storage_meta = None
-        if isinstance(storage_meta, Metadata):
-            raise PlacementError(
-                "a PlacementSavePlanner cannot load: dcp.load wants a load planner"
-            )
         if not self.flatten_state_dict:  # else torch refuses them
             check_texts(state_dict)
         save = self._runs.begin()
