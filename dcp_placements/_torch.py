@@ -131,10 +131,8 @@ def facts_of(value: Any) -> Facts:
 RANK = "_rank"
 """Under this name a saved ``DeviceMesh`` has its rank."""
 
-
-def parts_of(tensor: DTensor) -> tuple[torch.Tensor, Any]:
-    """Return the local tensor of a DTensor, and what it keeps of its mesh and placements."""
-    return tensor._local_tensor, tensor._spec
+SPEC = "_spec"
+"""Under this name a saved DTensor has its mesh and placements."""
 
 
 def set_up_by_torch(kind: Any, ours: Any, state_dict: dict[str, Any]) -> Any:

@@ -37,7 +37,7 @@ from dcp_placements.convert.megatron_layout import (
     rank_directories,
 )
 from dcp_placements.convert.rank_files import RankSource
-from dcp_placements.convert.torch_files import tensors_in
+from dcp_placements.convert.torch_files import nbytes_in
 from dcp_placements.errors import Fault, PlacementError, raise_faults
 from dcp_placements.names.renames import Renames, Renumber, contiguous
 from dcp_placements.offline.directory import Directory
@@ -45,6 +45,7 @@ from dcp_placements.presets.megatron_core import NUMBERED_EXPERTS, VOCABULARY
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.patterns import PlacementRules
 from dcp_placements.rules.placement import CheckpointPlacement, FusedShard
+from dcp_placements.storage.safe_pickle import Made
 
 _OUTPUT = "output_layer.weight"
 _EXTRA_STATE = "_extra_state"
@@ -105,7 +106,7 @@ def megatron_source(
     source.notes = (f"layout: {layout.reason}", *model.notes)
     nbytes = 0
     for file in layout.ranks:
-        nbytes += _nbytes(file.contents)
+        nbytes += nbytes_in(file.contents)
         _add(source, model, file)
         for other in sorted((layout.path / file.directory).iterdir()):
             if other.name != WEIGHTS:
@@ -142,17 +143,16 @@ def _add(source: RankSource, model: _Model, file: RankFile) -> None:
         number = chunk_number(top, value)
         if number is None:
             why = _OPTIMIZER if top == "optimizer" else _OF_THE_RUN
-            source.leave_out(str(top), why, _nbytes(value))
+            source.leave_out(str(top), why, nbytes_in(value))
             continue
         rename, weights = model.rename(at, number), {}
         for key, weight in value.items():
             if key.endswith(_EXTRA_STATE) or weight is None:
                 why = "private state of Transformer Engine, one per rank"
-                source.leave_out(_EXTRA_STATE, why, _nbytes(weight))
+                source.leave_out(_EXTRA_STATE, why, nbytes_in(weight))
             elif type(weight) is not torch.Tensor:
-                headline = (
-                    f"{file.directory} has a {type(weight).__name__} there, not a plain tensor"
-                )
+                kind = weight.by if isinstance(weight, Made) else type(weight).__name__
+                headline = f"{file.directory} has a {kind} there, not a plain tensor"
                 way_out = "way out:     save it in Megatron with plain weights (no fp8 parameters)"
                 source.faults.append(Fault(key, headline, (way_out,)))
             elif weight.dim() and model.is_cut(key) and rules.find(rename.name(key)) is None:
@@ -164,10 +164,6 @@ def _add(source: RankSource, model: _Model, file: RankFile) -> None:
             else:
                 weights[key] = weight
         source.add(file.directory, weights, rules, rename)
-
-
-def _nbytes(value: Any) -> int:
-    return sum(tensor.nbytes for tensor in tensors_in(value))
 
 
 class _Model:

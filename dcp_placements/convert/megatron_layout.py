@@ -31,6 +31,7 @@ from dcp_placements.convert.rank_files import local_directory
 from dcp_placements.convert.torch_files import UnreadableFile, load_torch_file
 from dcp_placements.errors import CannotLook, format_name, format_names
 from dcp_placements.offline.declared import Progress
+from dcp_placements.storage.safe_pickle import Made
 
 WEIGHTS = "model_optim_rng.pt"
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -105,8 +106,10 @@ class RankFile:
     @property
     def args(self) -> argparse.Namespace:
         """The run's arguments; without any where the file holds none."""
-        args = self.contents.get("args")
-        return args if isinstance(args, argparse.Namespace) else argparse.Namespace()
+        args, named = self.contents.get("args"), argparse.Namespace()
+        if isinstance(args, Made) and args.by == "argparse.Namespace":
+            vars(named).update(args.fields)
+        return named
 
     @cached_property
     def chunks(self) -> dict[int, dict[str, Any]]:

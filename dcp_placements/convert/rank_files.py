@@ -23,11 +23,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from dcp_placements.bind.state_dict import place
 from dcp_placements.convert.sources import LeftOut, Source
-from dcp_placements.convert.torch_files import load_torch_file, rank_shard, tensors_in
+from dcp_placements.convert.torch_files import (
+    REBUILT,
+    SavedDTensor,
+    load_torch_file,
+    nbytes_in,
+    rank_shard,
+)
 from dcp_placements.errors import (
     CannotLook,
     CannotPlace,
@@ -45,6 +50,7 @@ from dcp_placements.offline.comparing import same_bits
 from dcp_placements.offline.declared import Rename, format_mesh_axes
 from dcp_placements.offline.directory import Directory
 from dcp_placements.rules.patterns import Rules
+from dcp_placements.storage.safe_pickle import Made
 from dcp_placements.transfer.world import MeshAxes, rules_at
 
 _BY_POSITION = (
@@ -307,18 +313,22 @@ def _tensors(
     """Yield the tensors of nested dicts by their dotted keys, and note what else there is."""
     for key, inner in value.items():
         name = f"{prefix}{key}"
-        nbytes = sum(tensor.nbytes for tensor in tensors_in(inner))
+        nbytes = nbytes_in(inner)
         if not isinstance(key, str):
             source.leave_out(prefix.rstrip("."), _BY_POSITION, nbytes)
         elif isinstance(inner, Mapping):
             yield from _tensors(inner, f"{name}.", rank, source)
-        elif isinstance(inner, DTensor):
+        elif isinstance(inner, SavedDTensor):
             try:
                 yield name, rank_shard(inner, rank)
             except CannotPlace as error:
                 source.faults.append(error.fault(name))
         elif isinstance(inner, torch.Tensor):
-            yield name, inner.detach()
+            yield name, inner
+        elif isinstance(inner, Made) and inner.by.startswith(REBUILT):
+            headline = f"is a tensor with more than elements: {inner.by}"
+            way_out = "way out:     save it again as a plain tensor"
+            source.faults.append(Fault(name, headline, (way_out,)))
         else:
             source.leave_out(name, "no tensor", nbytes)
 

@@ -1,31 +1,29 @@
 """Untrusted ``torch.save`` files, mapped into memory, without executing anything from them.
 
-torch's restricted unpickler makes tensors and plain values only. A training run saves more with its
-weights: arguments, enumerations, random states, DTensors. An object of a class of the training
-stack becomes a ``StandIn``, which keeps its arguments and state; the class's module is not
-imported. Any other class is refused before an object is created. A DTensor becomes a ``RankShard``:
-what it is made of (mesh, placements) are stand-ins too, so that no process group is needed, and the
-torch that wrote them may be another.
+A training run saves more with its weights: arguments, enumerations, random states, DTensors. Of
+these what stands for them is kept, with its arguments and state (``Made``). Any other class than
+those of the training stack is refused. A DTensor becomes a ``RankShard`` by what it is made of
+(mesh, placements), so that no process group is needed, and the torch that wrote it may be another.
 """
 
 from __future__ import annotations
 
-import argparse
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
-from dcp_placements._torch import RANK, StridedShard, parts_of
+from dcp_placements._torch import RANK, SPEC, StridedShard
 from dcp_placements.bind.rank_shard import RankShard
-from dcp_placements.errors import CannotLook, CannotPlace, format_names
+from dcp_placements.errors import CannotLook, CannotPlace, PlacementError, format_names
 from dcp_placements.rules.mesh import MeshCoordinate
-from dcp_placements.storage.checked_load import check_saved
-from dcp_placements.storage.safe_pickle import check_unfolded
+from dcp_placements.storage.safe_pickle import Made
+from dcp_placements.storage.saved_file import SavedFile, saved_tensor
+from dcp_placements.storage.tensor_record import StridedTensor
 
 _INERT_MODULES = (
     *("megatron", "transformer_engine", "transformer_engine_torch", "modelopt", "numpy", "signal"),
@@ -33,15 +31,16 @@ _INERT_MODULES = (
 )
 """Modules whose classes, and those of their submodules, become stand-ins."""
 
-_INERT_NAMES = ("builtins.bytes", "builtins.frozenset", "builtins.slice", "builtins.range")
+_INERT_NAMES = (
+    *("builtins.bytes", "builtins.frozenset", "builtins.slice", "builtins.range"),
+    # Python 3.11 before 3.11.4 pickles a member of an enumeration as a call of getattr.
+    *("builtins.getattr", "__builtin__.getattr", "argparse.Namespace"),
+)
 """Single names that become stand-ins; an empty stream needs ``bytes()``."""
 
-_DTENSOR = (
-    *("torch.distributed.tensor.DTensor", "torch.distributed.tensor._api.DTensor"),
-    *("torch.distributed._tensor.api.DTensor", "torch.distributed._tensor.DTensor"),
-)
-_NAMESPACE = "argparse.Namespace"
-_GETATTR = ("builtins.getattr", "__builtin__.getattr")
+
+REBUILT = ("torch._utils._rebuild_", "torch._tensor._rebuild_")
+"""What makes tensors begins with one of these."""
 
 
 class RefusedFile(CannotLook):
@@ -52,72 +51,54 @@ class UnreadableFile(CannotLook):
     """A file that is not a ``torch.save`` file, or incomplete."""
 
 
-class StandIn:
-    """Replaces an object of a class that is not imported.
+class SavedDTensor(NamedTuple):
+    """A DTensor as it is in a file; ``rank_shard`` reads it."""
 
-    Attributes:
-        args: The arguments of the class.
-        state: The state of the object, if any.
-    """
-
-    source = ""
-    args: tuple[Any, ...]
-    state: Any
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> StandIn:
-        stand_in = super().__new__(cls)
-        stand_in.args, stand_in.state = args, None
-        return stand_in
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Accept the arguments that ``__new__`` keeps."""
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The attributes of the object."""
-        parts = self.state if isinstance(self.state, tuple) else (self.state,)
-        return {name: value for part in parts if part is not None for name, value in part.items()}
+    local: torch.Tensor
+    shape: torch.Size
+    spec: Made  # its mesh and placements
 
 
 def load_torch_file(path: Path) -> Any:
     """Return the contents of a ``torch.save`` file; tensors are mapped, not read.
 
-    DTensors in it are for ``rank_shard`` alone.
+    What is neither a tensor, nor a ``SavedDTensor``, a dict or a list, is as ``SavedFile`` has it.
 
     Raises:
         RefusedFile: It needs a class or function that is not admitted.
         UnreadableFile: It is missing, truncated, or of another format.
     """
-    before = torch.serialization.get_safe_globals()
+
+    def value(own: Any, tensor: StridedTensor, dtensor: Made | None) -> Any:
+        local = file.mapped(tensor, mapping)
+        if dtensor is None:
+            return local
+        _, _, (_, _, shape, *_), dtensor.state = dtensor.args
+        return SavedDTensor(local, torch.Size(shape), dtensor.fields[SPEC])
+
     try:
         with open(path, "rb") as stream:
-            most = check_saved(stream)
-        # What a DTensor is made of is admitted by torch.distributed, as itself.
-        torch.serialization.clear_safe_globals()
-        needed = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        refused = [name for name in sorted(needed) if not _is_admitted(name)]
-        if not refused:
-            with torch.serialization.safe_globals([_admitted(name) for name in needed]):
-                loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            check_unfolded([loaded], most)
-            return loaded
-    except pickle.UnpicklingError as error:
-        raise RefusedFile(
-            f"{path}: refused, it is not a pickle of tensors and plain values\n"
-            f"    torch says:  {_first_line(error)}"
-        ) from None
+            file = SavedFile(path.name, stream)
+            needed = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+            refused = [name for name in sorted(needed) if not _is_admitted(name)]
+            if not refused:
+                nbytes = path.stat().st_size
+                mapping: Any = torch.UntypedStorage.from_file(str(path), False, nbytes)
+                return file.state(value)
     except Exception as error:
         # A broken or hostile pickle can raise anything.
+        reason = error.__cause__ if isinstance(error, PlacementError) else error
+        if isinstance(reason, RecursionError):
+            reason = ValueError("dicts are nested too deeply in it")
+        if isinstance(reason, pickle.UnpicklingError):
+            raise RefusedFile(
+                f"{path}: refused, it is not a pickle of tensors and plain values\n"
+                f"    found:       {_first_line(reason)}"
+            ) from None
         raise UnreadableFile(
-            f"{path}: cannot be read: {_first_line(error)}\n"
+            f"{path}: cannot be read: {_first_line(reason)}\n"
             "    likely:      truncated while it was written or copied, or written by torch < 1.6"
         ) from None
-    finally:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(before)
     raise RefusedFile(
         f"{path}: refused, nothing of it was executed\n"
         f"    asks for:    {format_names(refused)}\n"
@@ -127,53 +108,29 @@ def load_torch_file(path: Path) -> Any:
 
 
 def _is_admitted(name: str) -> bool:
-    return name in (_NAMESPACE, *_GETATTR, *_INERT_NAMES) or any(
-        name.startswith(f"{module}.") for module in _INERT_MODULES
-    )
+    return name in _INERT_NAMES or any(name.startswith(f"{module}.") for module in _INERT_MODULES)
 
 
-def _admitted(name: str) -> Any:
-    """Return what stands for a name of a pickle."""
-    if name == _NAMESPACE:
-        return argparse.Namespace
-    if name in _GETATTR:
-        return _member, name
-    if name in _DTENSOR:
-        return DTensor, name
-    return type(name.rpartition(".")[2], (StandIn,), {"source": name}), name
-
-
-def _member(owner: Any, name: str) -> StandIn:
-    """Return the stand-in of a member of an enumeration.
-
-    Python 3.11 before 3.11.4 pickles it as a call of ``getattr``, which is not made here.
-    """
-    if not (isinstance(owner, type) and issubclass(owner, StandIn)):
-        raise pickle.UnpicklingError("an attribute of something else than an enumeration")
-    return owner(name)
-
-
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException | None) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def rank_shard(tensor: DTensor, rank: int) -> RankShard:
+def rank_shard(tensor: SavedDTensor, rank: int) -> RankShard:
     """Return what a DTensor from ``load_torch_file`` says of itself.
 
     Args:
-        tensor: Its mesh and placements are stand-ins.
+        tensor: The DTensor.
         rank: That wrote the file; it places the rank on meshes that do not say it themselves.
 
     Raises:
         CannotPlace: It says something else than any torch's DTensors do, or is partial.
     """
     try:
-        local, stored = parts_of(tensor)
-        spec = stored.fields
+        spec = tensor.spec.fields
         mesh = _mesh_of(spec["mesh"].fields, rank)
         placements = tuple(map(_placement_of, spec["placements"]))
-        if type(local) is not torch.Tensor or len(placements) != len(mesh.shape):
-            raise ValueError("its local tensor, or the number of its placements, is another")
+        if len(placements) != len(mesh.shape):
+            raise ValueError("the number of its placements is another")
     except CannotPlace:
         raise
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
@@ -181,7 +138,7 @@ def rank_shard(tensor: DTensor, rank: int) -> RankShard:
             f"holds a DTensor of another form than torch writes: {_first_line(error)}",
             "way out:     save it again as a plain tensor, with rules that place it",
         ) from error
-    return RankShard(local, mesh, placements, tensor.shape)
+    return RankShard(tensor.local, mesh, placements, tensor.shape)
 
 
 def _mesh_of(state: Mapping[str, Any], rank: int) -> MeshCoordinate:
@@ -207,9 +164,9 @@ def _mesh_of(state: Mapping[str, Any], rank: int) -> MeshCoordinate:
     return MeshCoordinate(tuple(names), sizes, tuple(coordinate))
 
 
-def _placement_of(placement: StandIn) -> Any:
-    """Return torch's placement for a stand-in of it."""
-    kind = type(placement).__name__
+def _placement_of(placement: Made) -> Any:
+    """Return torch's placement for what stands for it."""
+    kind = placement.by.rpartition(".")[2]
     if kind == "Shard":
         return Shard(int(placement.fields["dim"]))
     if kind == "Replicate":
@@ -223,18 +180,22 @@ def _placement_of(placement: StandIn) -> Any:
     )
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors in nested dicts, lists, tuples and stand-ins."""
-    if isinstance(value, DTensor):
-        yield parts_of(value)[0]
-    elif isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from tensors_in(inner)
-    elif isinstance(value, StandIn):
-        yield from tensors_in([value.args, value.state])
-    elif isinstance(value, argparse.Namespace):
-        yield from tensors_in(vars(value))
+def nbytes_in(value: Any) -> int:
+    """Return the bytes of all tensors in what a file has somewhere."""
+    nbytes, todo, seen = 0, [value], set()
+    while todo:
+        inner = todo.pop()
+        if isinstance(inner, SavedDTensor):
+            nbytes += inner.local.nbytes
+        elif isinstance(inner, torch.Tensor):
+            nbytes += inner.nbytes
+        elif isinstance(inner, dict):
+            todo += inner.values()
+        elif isinstance(inner, list | tuple):
+            todo += inner
+        elif (tensor := saved_tensor(inner)[0]) is not None:
+            nbytes += prod(tensor.shape) * tensor.dtype.itemsize
+        elif isinstance(inner, Made) and inner not in seen:
+            seen.add(inner)
+            todo += inner.args, inner.state
+    return nbytes

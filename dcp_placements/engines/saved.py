@@ -302,9 +302,9 @@ def _from_files(
     for rank, name in files.items():
         with closing(opened(name, open_file, rank)) as file, rehearsed(rank, len(files)):
 
-            def value(own: Path, tensor: StridedTensor, is_dtensor: bool, at: int = rank) -> Any:
+            def value(own: Path, tensor: StridedTensor, dtensor: Any, at: int = rank) -> Any:
                 local = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                return _dtensor(local, specs[own, at], at) if is_dtensor else local
+                return local if dtensor is None else _dtensor(local, specs[own, at], at)
 
             rules, rename, _ = (None, None, None) if source is None else source.rules_at(rank)
             parts = rank_parts(item_key, file.state(value), rules, rename, has_contents=False)

@@ -19,12 +19,13 @@ import torch
 from dcp_placements.errors import format_name
 from dcp_placements.storage.safe_pickle import (
     MAX_NAME_CHARS,
+    Made,
     RefusedGlobal,
     check_unfolded,
     describe,
     most_elements,
 )
-from dcp_placements.storage.tensor_record import LOCAL, Made, TorchUnpickler
+from dcp_placements.storage.tensor_record import LOCAL, TorchUnpickler
 
 _END = struct.Struct("<4s12xIH")
 _END64 = struct.Struct("<4s44xQ")
@@ -81,25 +82,11 @@ def load_plain(stream: Any, device: str | None = None) -> Any:
             memory or time for it than its size.
         Exception: Whatever else a broken file makes ``torch.load`` raise.
     """
-    most = check_saved(stream)
-    loaded = torch.load(stream, map_location=device, weights_only=True)
-    check_unfolded([loaded], most)
-    return loaded
-
-
-def check_saved(stream: Any) -> int:
-    """Refuse a file for which ``torch.load`` takes far more than its size; return to its beginning.
-
-    Returns:
-        How many elements its value may have when all of it is looked at.
-
-    Raises:
-        ValueError: It is no zip file of stored entries, with one pickle.
-        pickle.UnpicklingError: Its pickle is broken, allocates by a number, or has keys that nest.
-    """
     data, storages = saved_pickle(stream)
     TorchUnpickler(data, storages).load()
-    return most_elements(data)
+    loaded = torch.load(stream, map_location=device, weights_only=True)
+    check_unfolded([loaded], most_elements(data))
+    return loaded
 
 
 def saved_pickle(stream: Any) -> tuple[bytes, dict[str, zipfile.ZipInfo]]:

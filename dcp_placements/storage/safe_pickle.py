@@ -77,6 +77,27 @@ class Call:
         return self.make(*args)
 
 
+class Made:
+    """Stands for what is not made of a pickle.
+
+    Attributes:
+        by: What is called for it, as ``module.name``; empty for what has no name.
+        args: With what.
+        state: What it is given then; None for nothing.
+    """
+
+    def __init__(self, by: str = "", args: tuple[Any, ...] = ()) -> None:
+        self.by = by
+        self.args = args
+        self.state: Any = None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The attributes that it is given."""
+        parts = self.state if isinstance(self.state, tuple) else (self.state,)
+        return {name: value for part in parts if part is not None for name, value in part.items()}
+
+
 class _Opcodes(dict[int, Any]):
     """What is done at each opcode."""
 
@@ -257,7 +278,7 @@ def check_unfolded(values: Iterable[Any], most: int) -> None:
     Raises:
         pickle.UnpicklingError: They have more than ``most``.
     """
-    todo = list(values)
+    todo, seen = list(values), set()
     while todo and most >= 0:
         value = todo.pop()
         if isinstance(value, str | bytes | tuple | list | set | frozenset | dict):
@@ -266,6 +287,9 @@ def check_unfolded(values: Iterable[Any], most: int) -> None:
                 todo.extend(value.values())
             elif most >= 0 and not isinstance(value, str | bytes):
                 todo.extend(value)
+        elif isinstance(value, Made) and value not in seen:
+            seen.add(value)
+            todo += value.args, value.state
     if most < 0:
         raise refusal("it makes far more of itself than its size")
 

@@ -19,10 +19,9 @@ from dcp_placements.names.flat import Path, value_at
 from dcp_placements.storage.checked_load import BROKEN, load_plain, saved_pickle
 from dcp_placements.storage.file_reads import CountedFile, Part, c_strides, is_contiguous
 from dcp_placements.storage.record_reads import DAMAGED, IS_DAMAGED, Wanted
-from dcp_placements.storage.safe_pickle import Call
+from dcp_placements.storage.safe_pickle import Call, Made, check_unfolded, most_elements
 from dcp_placements.storage.tensor_record import (
     BEHIND,
-    Made,
     StridedTensor,
     TensorRecord,
     TorchUnpickler,
@@ -115,9 +114,11 @@ class SavedFile:
         self.file = CountedFile(io.BufferedReader(stream) if is_raw else stream)
         self._part = Part(self.file, 0, self.file.size)
         self._loaded: dict[str, Any] = {}
+        self._mapped: dict[str, torch.UntypedStorage] = {}
         try:
             data, self._entries = saved_pickle(self._part.stream())
             self._tree: Any = _Tree(data, self._entries).load()
+            check_unfolded([self._tree], most_elements(data))
         except Exception as error:  # a broken pickle can raise anything
             headline = f"cannot be read: {format_error(error)}"
             raise fault_error(IS_DAMAGED, name, headline, *DAMAGED) from error
@@ -130,7 +131,7 @@ class SavedFile:
     def tensor(self, path: Path) -> StridedTensor | None:
         """Return the tensor at a path; None of anything else."""
         try:
-            return _saved_tensor(value_at(self._tree, path))[0]
+            return saved_tensor(value_at(self._tree, path))[0]
         except (LookupError, TypeError):
             return None
 
@@ -174,6 +175,19 @@ class SavedFile:
             record = replace(record, has_crc=bool(entry.flag_bits & _SIZES_FOLLOW))
         return start, nbytes + BEHIND * record.has_crc, record
 
+    def mapped(self, tensor: StridedTensor, file: torch.UntypedStorage) -> torch.Tensor:
+        """Return a tensor in a mapping of the file.
+
+        Raises:
+            Exception: It is not within its storage, or the file is broken; of any type.
+        """
+        if tensor.key not in self._mapped:
+            entry = self._entries[tensor.key]
+            start = entry_start(self._part.read_into, entry)
+            self._mapped[tensor.key] = file[start : start + entry.file_size]
+        place = self._mapped[tensor.key], tensor.offset, tensor.shape, tensor.strides
+        return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(*place)
+
     def object(self, fqn: str, path: Path, *, device: str, restricted: bool) -> Any:
         """Return the object at a path, as ``torch.load`` makes it.
 
@@ -199,11 +213,12 @@ class SavedFile:
             headline = f"this object of {self.name} cannot be loaded: {format_error(error)}"
             raise fault_error("objects cannot be loaded", fqn, headline, *_OBJECTS) from error
 
-    def state(self, as_value: Callable[[Path, StridedTensor, bool], Any]) -> Any:
+    def state(self, as_value: Callable[[Path, StridedTensor, Made | None], Any]) -> Any:
         """Return what is in it, with a value of the caller's for each tensor.
 
         Args:
-            as_value: Called with a tensor's path, with the tensor, and whether a DTensor is around.
+            as_value: Called with a tensor's path, the tensor, and the DTensor of which it is the
+                local one, if any.
         """
 
         def made(value: Any, path: Path) -> Any:
@@ -211,8 +226,8 @@ class SavedFile:
                 return {key: made(inner, (*path, key)) for key, inner in value.items()}
             if isinstance(value, list):
                 return [made(inner, (*path, at)) for at, inner in enumerate(value)]
-            tensor, is_dtensor = _saved_tensor(value)
-            return value if tensor is None else as_value(path, tensor, is_dtensor)
+            tensor, dtensor = saved_tensor(value)
+            return value if tensor is None else as_value(path, tensor, dtensor)
 
         return made(self._tree, ())
 
@@ -220,20 +235,24 @@ class SavedFile:
 _PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 
 
-def _saved_tensor(value: Any) -> tuple[StridedTensor | None, bool]:
-    """Return the plain tensor that a parameter or a DTensor has inside, and if it is a DTensor."""
+def saved_tensor(value: Any) -> tuple[StridedTensor | None, Made | None]:
+    """Return the plain tensor that a parameter or a DTensor has inside, and the DTensor.
+
+    That is a call with four arguments: what makes the outer tensor, its class, with what, and its
+    attributes.
+    """
     if type(value) is Made and value.by in _PARAMETERS:
-        return _saved_tensor(value.args[0])
+        return saved_tensor(value.args[0])
     if type(value) is Made and value.by == "torch._tensor._rebuild_from_type_v2":
         make, kind, args, state = value.args
         name, fields = getattr(kind, "name", ""), state[-1] if type(state) is tuple else state
         if name.endswith(".DTensor") and type(fields) is dict:
             # Its local tensor is the one tensor among its attributes.
-            inner = [_saved_tensor(one)[0] for one in fields.values()]
-            return next(filter(None, inner), None), True
+            inner = [saved_tensor(one)[0] for one in fields.values()]
+            return next(filter(None, inner), None), value
         if type(make) is Call and name in ("torch.Tensor", "torch.nn.parameter.Parameter"):
-            return _saved_tensor(Made(make.name, args))  # one with attributes
-    return strided_tensor(value), False
+            return saved_tensor(Made(make.name, args))  # one with attributes
+    return strided_tensor(value), None
 
 
 def _in_storage(tensor: StridedTensor, at: SavedChunk) -> tuple[int, tuple[int, ...]]:

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from dcp_placements.storage.file_reads import Part, is_contiguous
-from dcp_placements.storage.safe_pickle import DTYPES, Call, SafeUnpickler, refusal
+from dcp_placements.storage.safe_pickle import DTYPES, Call, Made, SafeUnpickler, refusal
 
 LOCAL = b"PK\x03\x04"
 DESCRIPTOR = b"PK\x07\x08"
@@ -174,19 +174,6 @@ def _entries(head: bytes) -> Iterator[tuple[str, int, int | None]]:
             return
 
 
-class Made:
-    """Stands for what ``torch.load`` makes.
-
-    Attributes:
-        by: What is called for it, as ``module.name``; empty for what has no name.
-        args: With what.
-    """
-
-    def __init__(self, by: str = "", args: tuple[Any, ...] = ()) -> None:
-        self.by = by
-        self.args = args
-
-
 class Storage(NamedTuple):
     """What a saved tensor is a part of."""
 
@@ -252,7 +239,9 @@ class TorchUnpickler(SafeUnpickler):
         return self.call(kind, args)
 
     def fill(self, instance: Any, state: Any) -> Any:
-        """Return what is not made, without its state."""
+        """Return what is not made, with its state."""
+        if type(instance) is Made:
+            instance.state = state
         return instance
 
     def set_items(self, held: Any, items: Sequence[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import os
@@ -65,7 +66,8 @@ def plain(tmp_path: Path, run: MegatronRun, model: MegatronModel = MOE, **option
     for file in folder.glob("*/model_optim_rng.pt"):
         held = load_torch_file(file)
         if "args" in held:
-            held["args"].attention_backend = "auto"
+            plain = {"attention_backend": "auto", "params_dtype": torch.bfloat16}
+            held["args"] = argparse.Namespace(**held["args"].fields | plain)
         for key, chunk in held.items():
             if key.startswith("model"):
                 held[key] = {k: io.BytesIO() if "_extra" in k else v for k, v in chunk.items()}

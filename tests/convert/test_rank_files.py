@@ -232,3 +232,13 @@ def test_two_tensors_of_one_key_are_refused(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "shard_rank_0.pt")
     with pytest.raises(CannotLook, match=r"several tensors have one key: a\.b"):
         rank_files_source(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "value", [torch.ones(2, dtype=torch.complex64).conj(), torch.eye(2).to_sparse()]
+)
+def test_a_tensor_with_more_than_elements_is_refused(tmp_path: Path, value: torch.Tensor) -> None:
+    torch.save({"a": {"w": value}}, tmp_path / "shard_rank_0.pt")
+    found = r"a\.w: is a tensor with more than elements: torch\._utils\._rebuild"
+    with pytest.raises(PlacementError, match=found):
+        rank_files_source(tmp_path)
