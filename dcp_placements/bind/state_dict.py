@@ -168,7 +168,7 @@ class _Placer:
             return
         placed = self.placing.placed
         try:
-            placement, rule = self._ask(fqn, value)
+            placement, rule = (None, None) if self.rules is None else self._ask(fqn, value)
             if has_hooks(value):
                 if placement is None:
                     return
@@ -177,7 +177,7 @@ class _Placer:
                 raise CannotPlace(headline, _ONE_SPEAKS)
             facts = facts_of(value)
             self.locals.append((fqn, facts[0]))
-            for row in self._rows.get(fqn, ())[1:]:
+            for row in self._rows[fqn][1:] if fqn in self._rows else ():
                 if is_tensor(row.value) and not has_hooks(row.value):
                     self.locals.append((fqn, facts_of(row.value)[0]))
             listed = listed_place(value) if facts[1] is None and lists_its_chunks(value) else None
@@ -197,7 +197,8 @@ class _Placer:
 
     def _ask(self, fqn: str, value: Any) -> tuple[CheckpointPlacement | None, str | None]:
         """Return the placement of a tensor by the rules, and the name of its rule for messages."""
-        if self.rules is None or not value.shape:
+        assert self.rules is not None
+        if not value.shape:
             return None, None
         if isinstance(self.rules, PlacementRules):
             match = self.rules.find(fqn)

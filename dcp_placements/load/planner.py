@@ -413,7 +413,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         """Return where to read an item to. Called on every rank, also by several threads."""
         load = self._runs.of(read_item)
         memory = self._memory(load, read_item)
-        return torch.empty_like(memory) if read_item.dest_index.fqn in load.tied else memory
+        if load.tied and read_item.dest_index.fqn in load.tied:
+            return torch.empty_like(memory)
+        return memory
 
     def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
         """Return the part of a destination that an item fills. Called on every rank."""
@@ -437,7 +439,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         load, fqn = self._runs.of(read_item), read_item.dest_index.fqn
         if tensor.is_quantized:
             check_quantizer(fqn, self._memory(load, read_item), tensor)
-        if fqn in load.tied:
+        if load.tied and fqn in load.tied:
             memory = self._memory(load, read_item)
             load.buffered.append((fqn, memory.detach(), tensor.detach()))
         if load.unread:

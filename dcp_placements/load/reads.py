@@ -499,7 +499,10 @@ class RankLoad:
             placed = self.placing.placed.get(fqn)
             if fqn in self.placing.shared or (placed is None and has_hooks(self.state_dict[fqn])):
                 continue
-            tensors = self.tensors(fqn) if placed is None else placed.parts or (placed.tensor,)
+            if placed is not None and not placed.parts:
+                found.append((fqn, placed.tensor))
+                continue
+            tensors = self.tensors(fqn) if placed is None else placed.parts
             found += [(fqn, tensor) for tensor in tensors]
         return found
 

@@ -124,11 +124,14 @@ def memory_faults(
     faults = []
     # Each call of to_local() may make another tensor: what is read into it is lost at the end.
     values = {fqn: state_dict[fqn] for fqn, _ in destinations}
-    alike = {f for f, v in values.items() if is_dtensor_like(v) and not isinstance(v, DTensor)}
+    values = {fqn: value for fqn, value in values.items() if not isinstance(value, DTensor)}
+    alike = {fqn for fqn, value in values.items() if is_dtensor_like(value)}
     starts = {(fqn, data_pointer(tensor)) for fqn, tensor in destinations if fqn in alike}
     for fqn, tensor in destinations:
-        is_strided = tensor.layout is torch.strided and not tensor.is_contiguous()
-        if is_strided and _share_memory([tensor]):
+        is_spread = tensor.layout is torch.strided and not tensor.is_contiguous()
+        if not is_spread and fqn not in alike:
+            continue
+        if is_spread and _share_memory([tensor]):
             headline = (
                 f"several elements of this {tuple(tensor.shape)} tensor are one memory: what is "
                 "read would be overwritten"

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import LoadPlanner, ReadItem, TensorStorageMet
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from dcp_placements._torch import StorageInfo, narrow_tensor_by_index
+from dcp_placements._torch import StorageInfo, copy_all, narrow_tensor_by_index
 from dcp_placements.errors import (
     Fault,
     PlacementError,
@@ -229,24 +229,23 @@ class ChunkReader:
             return False
         if self._located is not None and any(self._located(one) != tensor for one in some):
             return False
-        items = [one.item for one in some]
-        shape, begin = tensor.shape, (0,) * len(tensor.shape)
-        if not all(item.lengths == shape and item.storage_offsets == begin for item in items):
+        begin = (0,) * len(tensor.shape)
+        parts = {(one.item.lengths, one.item.storage_offsets) for one in some}
+        if parts != {(tensor.shape, begin)}:
             return False
         held: Any = file.held(start, nbytes * len(some))
         rows = np.frombuffer(held, np.uint8).reshape(-1, nbytes)
         if not (rows[:, : tensor.start] == rows[0, : tensor.start]).all():
             return False
-        targets = self._targets(some, shape)
+        targets = self._targets(some, tensor.shape)
         end = tensor.start + tensor.nbytes
         # A copy is aligned, as torch takes it to be; a single row would be a view.
         elements = rows[:, tensor.start : end].copy()
         if self._is_summed(tensor, len(some)):
             sums = list(map(crc32, elements))
             self._check(some, tensor, sums, rows[:, end : end + BEHIND].tobytes())
-        values = torch.from_numpy(elements).view(-1).view(tensor.dtype).view(-1, *shape)
-        for target, value in zip(targets, values.unbind(), strict=True):
-            target.copy_(value)
+        values = torch.from_numpy(elements).view(-1).view(tensor.dtype).view(-1, *tensor.shape)
+        copy_all(targets, values.unbind())
         self._commit(some, targets)
         return True
 
@@ -440,7 +439,13 @@ class ChunkReader:
                 raise self._refused(one, f"{text} filled")
         # Detached views take writes also where they are of parameters, or of inference tensors; and
         # the scale of a quantized one is set on the view alone, so that the planner can compare it.
-        return [target.detach() for target in targets]
+        return [
+            target
+            if type(target) is torch.Tensor
+            and not (target.requires_grad or target.is_quantized or target.is_inference())
+            else target.detach()
+            for target in targets
+        ]
 
     def _commit(self, some: Sequence[Wanted], targets: Sequence[torch.Tensor]) -> None:
         with self._lock:

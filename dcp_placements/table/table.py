@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
-from itertools import chain, islice, zip_longest
+from itertools import chain, islice, starmap, zip_longest
 from math import prod
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -330,18 +330,20 @@ def packed_table(groups: Sequence[Held], paths: Mapping[str, Path]) -> bytes:
     """
     fqns = [fqn for held in groups for fqn in held.fqns]
     columns = list(map(list, zip_longest(*[fqn.split(".") for fqn in fqns])))
-    forms: dict[Form, int] = {}
+    forms: dict[tuple[Any, ...], int] = {}
     form_of: list[int] = []
     for fqn, value in zip(fqns, chain.from_iterable([one.values for one in groups]), strict=True):
-        parts = [one.count(".") + 1 if type(one) is str else 0 for one in paths.get(fqn, ())]
-        form = Form(tuple(parts), getattr(value, "rule", None))
+        parts: tuple[int, ...] = ()
+        if fqn in paths:
+            parts = tuple([one.count(".") + 1 if type(one) is str else 0 for one in paths[fqn]])
+        form = parts, getattr(value, "rule", None)
         form_of.append(forms.setdefault(form, len(forms)))
     declared, sizes = [held.group for held in groups], [len(held.fqns) for held in groups]
     buffer = BytesIO()
     pickler = pickle.Pickler(buffer, protocol=5)
     # References are not memoised: whether two equal values are one object differs by rank.
     pickler.fast = True
-    pickler.dump((declared, sizes, columns, list(forms), packed_ints(form_of)))
+    pickler.dump((declared, sizes, columns, list(starmap(Form, forms)), packed_ints(form_of)))
     return zlib.compress(buffer.getvalue(), 9)
 
 
