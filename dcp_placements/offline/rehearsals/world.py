@@ -20,6 +20,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from dcp_placements._torch import rehearsed
+from dcp_placements.bind.rank_shard import RankShard
 from dcp_placements.errors import Fault, PlacementError, unpacked_faults
 from dcp_placements.layout.boxes import Boxes, as_boxes, tile, unique
 from dcp_placements.layout.sharding import Box, Intervals, Position, Sharding
@@ -43,13 +44,8 @@ from dcp_placements.rules.patterns import (
 )
 from dcp_placements.rules.placement import CheckpointPlacement
 from dcp_placements.storage.provenance import record_of
-from dcp_placements.table.table import (
-    Group,
-    Sent,
-    holding_of,
-    packed_ints,
-)
-from dcp_placements.table.world import World
+from dcp_placements.table.table import Sent, holding_of, packed_ints
+from dcp_placements.table.world import Piece, World
 from dcp_placements.transfer.cutting import (
     FsdpAxes,
     Named,
@@ -61,23 +57,6 @@ from dcp_placements.transfer.cutting import (
     tensor_sharding,
 )
 from dcp_placements.transfer.world import Fsdp, MeshAxes, rules_at
-
-
-class LocalShard:
-    """What a load asks of a DTensor: a local tensor that FSDP cuts over one axis."""
-
-    def __init__(
-        self, local: torch.Tensor, axis: str, size: int, position: int, shape: tuple[int, ...]
-    ) -> None:
-        self._local = local
-        self.device_mesh = MeshCoordinate((axis,), (size,), (position,))
-        self.placements = (Shard(0),)
-        self.shape = torch.Size(shape)
-        self.dtype = local.dtype
-
-    def to_local(self) -> torch.Tensor:
-        """Return the local tensor."""
-        return self._local
 
 
 class Kind(NamedTuple):
@@ -378,31 +357,18 @@ class RehearsedWorld:
     def _follow(self, lot: Lot) -> bool:
         """Whether the boxes that are computed for the first rank are those that were planned."""
         return all(
-            (of_ranks := _boxes(lot, held)) is None
-            or set(as_boxes(of_ranks[0])) == {box for box in as_boxes(held.boxes) if box.numel}
-            for held in _held(lot.held)
+            (of_ranks := _boxes(lot, piece)) is None
+            or set(as_boxes(of_ranks[0])) == {box for box in as_boxes(piece.boxes) if box.numel}
+            for piece in World([lot.held]).pieces
         )
 
 
-class _Held(NamedTuple):
-    """A group of the first rank of a lot, its first key, and the boxes that the rank holds."""
-
-    group: Group
-    fqn: str
-    boxes: Boxes
-
-
-def _held(sent: Sent) -> list[_Held]:
-    """Return the groups that a rank sends, in its order."""
-    return [_Held(one.group, one.fqns[0], one.boxes) for one in World([sent]).pieces]
-
-
-def _boxes(lot: Lot, held: _Held) -> list[Boxes] | None:
-    """Return what each rank of a lot holds of a group; None where all hold the same."""
-    if not held.group.cuts or 0 in held.group.shape:
+def _boxes(lot: Lot, piece: Piece) -> list[Boxes] | None:
+    """Return what each rank of a lot holds of a piece of the first; None where all hold it."""
+    if not piece.group.cuts or 0 in piece.group.shape:
         return None
     found = []
-    for at, target in lot.targets[held.fqn]:
+    for at, target in lot.targets[piece.fqns[0]]:
         of_kind = [one[at] for one in lot.cuttings.values()]
         sharding, first = of_kind[0].sharding, of_kind[0].positions
         assert sharding is not None, "it is planned"
@@ -426,7 +392,7 @@ def _sent(lot: Lot, first: Sent) -> dict[int, Sent]:
     """Return what each rank of a lot sends where the first one sends ``first``."""
     if len(lot.cuttings) == 1 or not first.tables:
         return dict.fromkeys(lot.cuttings, first)
-    found = [(held.boxes, _boxes(lot, held)) for held in _held(first)]
+    found = [(piece.boxes, _boxes(lot, piece)) for piece in World([first]).pieces]
     sent = {}
     for at, rank in enumerate(lot.cuttings):
         boxes = [same if of_ranks is None else of_ranks[at] for same, of_ranks in found]
@@ -465,4 +431,5 @@ def _value(tensor: Named, cutting: Cutting) -> Any:
         return local
     size, position = cutting.sharding.cuts[-1].size, cutting.positions[-1]
     assert isinstance(position, int), "FSDP lists no rows"
-    return LocalShard(local, cutting.axis, size, position, cutting.unsharded)
+    mesh = MeshCoordinate((cutting.axis,), (size,), (position,))
+    return RankShard(local, mesh, (Shard(0),), torch.Size(cutting.unsharded))
