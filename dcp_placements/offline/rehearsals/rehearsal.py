@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import Any, ClassVar
 
@@ -21,17 +22,25 @@ from dcp_placements.errors import (
     format_name,
     format_nbytes,
 )
-from dcp_placements.layout.boxes import Ints, as_boxes, format_box
+from dcp_placements.layout.boxes import (
+    Ints,
+    as_boxes,
+    expanded,
+    format_box,
+    intersect,
+    numel,
+)
 from dcp_placements.layout.sharding import Box
-from dcp_placements.offline.checkpoint import Checkpoint
+from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
 from dcp_placements.offline.declared import Progress, format_mesh_axes, matching_keys
-from dcp_placements.offline.rehearsals.costs import COLUMNS, Costs
 from dcp_placements.offline.rehearsals.world import RehearsedWorld
 from dcp_placements.offline.texts import format_table, ranges, short
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.patterns import unmatched_faults
+from dcp_placements.storage.file_reads import c_strides, cheap_gap, segments
+from dcp_placements.storage.record_reads import is_read_whole
 from dcp_placements.table.table import OBJECT
-from dcp_placements.table.world import cover_of
+from dcp_placements.table.world import Cover, cover_of
 from dcp_placements.transfer.world import Fsdp, MeshAxes
 
 HEADINGS = ("ranks", "wants", "reads", "reads/wants", "stock", "stock/wants", "chunks", "files")
@@ -46,7 +55,6 @@ class RankRehearsal:
     rank: int  # its number, the last axis fastest
     coordinate: tuple[int, ...]  # its position along each axis
     memory_nbytes: int  # bytes of its tensors, padding included
-    files: int  # files opened
     wanted_nbytes: int  # bytes of the elements that it needs
     # What ``PlacementFileSystemReader`` reads for that, up to the few hundred bytes before the
     # elements of each chunk
@@ -57,6 +65,7 @@ class RankRehearsal:
     # well, and all of the others
     exchange_nbytes: int
     reads: int  # read items: one per stored chunk and box of a tensor that it overlaps
+    files: int  # files opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,25 +179,9 @@ def rehearse(
     expected = stored if expect is None else set(expect)
     shown = set() if fqn is None else matching_keys(fqn, checkpoint.tensors)
     world = RehearsedWorld(checkpoint, rules, axes, fsdp, expected, progress)
-    costs = Costs(checkpoint, world.size)
-    memory = np.zeros(world.size, np.int64)
-    for lot in world.lots:
-        memory[lot.ranks] = lot.memory
-        costs.add_objects(lot.ranks, lot.objects)
-    cut: set[str] = set()
-    for piece in world.table.pieces:
-        ndims = {len(source.group.shape) for source in piece.sources}
-        if piece.group.kind == OBJECT or len(ndims) > 1:
-            continue  # it is refused
-        cover = cover_of(piece.ranks, piece.boxes)
-        costs.add(piece.fqns, cover)
-        if cover.boxes[:, 1].tolist() != [list(piece.group.shape)]:
-            cut.update(piece.fqns)
-    opened = costs.files()
-    _add_faults(world, costs, opened)
+    costs = _Costs(world)
     unmatched = world.unmatched()
-    columns = [memory, np.bincount(opened[:, 0], minlength=world.size)]
-    columns += [costs.of_rank[name] for name in COLUMNS]
+    columns = [*costs.columns.values(), np.bincount(costs.opened[:, 0], minlength=world.size)]
     coordinates = product(*map(range, world.axes.values()))
     ranks = [
         RankRehearsal(rank, at, *numbers)
@@ -204,11 +197,117 @@ def rehearse(
         notes=(*world.notes(), *unmatched_faults(unmatched, sorted(expected))),
         missing=tuple(sorted(expected - stored)),
         unread=tuple(sorted(stored - expected)),
-        replicated=sum(one.fqn not in cut for one in tensors),
+        replicated=sum(one.fqn not in costs.cut for one in tensors),
         unmatched=unmatched,
         unique_nbytes=sum(one.nbytes for one in tensors),
         requests=tuple(_requests(world, shown)),
     )
+
+
+class _Costs:
+    """What ranks read for the boxes that they need; adds the faults of what no file has.
+
+    Costs are computed once for each different box of tensors that are stored alike, and then added
+    to the ranks that hold the box.
+
+    Attributes:
+        columns: One number per rank: bytes of its tensors; of the elements that it needs; read by
+            this package's reader, by torch's, with an exchange; read items.
+        opened: The files that ranks open, ``[pairs, 2]``: rank and number, sorted.
+        cut: Tensors of which some rank does not need all.
+    """
+
+    def __init__(self, world: RehearsedWorld) -> None:
+        names = ("memory", "wanted", "slices", "chunks", "exchange", "reads")
+        self.columns = {name: np.zeros(world.size, np.int64) for name in names}
+        self.cut: set[str] = set()
+        self._world, files = world, world.checkpoint.files
+        self._numbers = {name: number for number, name in enumerate(files)}
+        self._pairs: list[Ints] = []  # rank and file, as one number
+        for lot in world.lots:
+            self.columns["memory"][lot.ranks] = lot.memory
+            self._add_objects(np.array(lot.ranks, np.int64), lot.objects)
+        for piece in world.table.pieces:
+            ndims = {len(source.group.shape) for source in piece.sources}
+            if piece.group.kind == OBJECT or len(ndims) > 1:
+                continue  # it is refused
+            cover = cover_of(piece.ranks, piece.boxes)
+            alike: dict[Any, list[StoredTensor]] = {}
+            for fqn in piece.fqns:
+                if (one := world.checkpoint.tensors.get(fqn)) is not None:
+                    alike.setdefault((one.cut, one.dtype), []).append(one)
+            for tensors in alike.values():
+                if len(tensors[0].shape) == cover.boxes.shape[2]:
+                    self._add(tensors, cover)
+            if cover.boxes[:, 1].tolist() != [list(piece.group.shape)]:
+                self.cut.update(piece.fqns)
+        pairs = np.unique(np.concatenate([np.zeros(0, np.int64), *self._pairs]))
+        self.opened = np.stack(np.divmod(pairs, max(len(files), 1)), axis=1)
+        for number, (name, nbytes) in enumerate(files.items()):
+            if nbytes is None and len(ranks := self.opened[self.opened[:, 1] == number, 0]):
+                fault = Fault(name, "the checkpoint lacks this file")
+                world.add_fault(fault, ranks.tolist())
+
+    def _add_objects(self, ranks: Ints, fqns: Sequence[str]) -> None:
+        """Add the objects that some ranks read, each of them all."""
+        for stored in map(self._world.checkpoint.objects.__getitem__, fqns):
+            if stored.file is not None:
+                for name in ("slices", "chunks", "exchange"):
+                    self.columns[name][ranks] += stored.nbytes
+                self.columns["reads"][ranks] += 1
+                self._pairs.append(ranks * len(self._numbers) + self._numbers[stored.file])
+
+    def _add(self, tensors: Sequence[StoredTensor], cover: Cover) -> None:
+        """Add tensors, stored alike, that the same ranks hold in the same boxes."""
+        count, boxes, itemsize = len(tensors), cover.boxes, tensors[0].dtype.itemsize
+        stored = tensors[0].cut.index
+        box, chunk = stored.meeting(boxes)
+        shared = intersect(boxes[box], stored.boxes[chunk])
+        exact = numel(shared) * itemsize
+        of_chunks = [one.chunks for one in tensors]
+        # By tensor and chunk its file, -1 for none, and the length of its record.
+        files = np.array([[self._numbers.get(c.file or "", -1) for c in one] for one in of_chunks])
+        nbytes = np.array([[one.nbytes for one in chunks] for chunks in of_chunks], np.int64)
+        lies = stored.boxes[chunk, 1], shared[:, 0] - stored.boxes[chunk, 0], shared[:, 1]
+        parts = np.stack(lies, axis=1).tolist()
+        by_pair = np.array([_slice_nbytes(*map(tuple, one), itemsize) for one in parts], np.int64)
+        slices, chunks, reads = np.zeros((3, len(boxes)), np.int64)
+        for lengths, number in zip(*np.unique(nbytes, axis=0, return_counts=True), strict=True):
+            whole = is_read_whole(lengths[chunk], exact)
+            np.add.at(slices, box, np.where(whole, lengths[chunk], by_pair) * number)
+            np.add.at(chunks, box, lengths[chunk] * number)
+        np.add.at(reads, box, count)
+        of_box = {
+            "wanted": cover.numel * itemsize * count,
+            "slices": slices,
+            "chunks": chunks,
+            "exchange": -(-slices // np.maximum(np.diff(cover.starts), 1)),
+            "reads": reads,
+        }
+        for name, values in of_box.items():
+            np.add.at(self.columns[name], cover.ranks, values[cover.box_of])
+        size = len(self._numbers)
+        for of_chunk in np.unique(files, axis=0):
+            # Each box with each file once, then each holder of the box with the file.
+            pairs = np.unique(box * (size + 1) + of_chunk[chunk] + 1)
+            opened, file = np.divmod(pairs, size + 1)
+            row, place = expanded(cover.starts[opened], np.diff(cover.starts)[opened])
+            ranks, file = cover.ranks[cover.order[place]], file[row] - 1
+            self._pairs.append(np.unique(ranks[file >= 0] * size + file[file >= 0]))
+            if len(lacking := np.unique(ranks[file < 0])):
+                headline = "the metadata names no file for a chunk that is needed"
+                for at in np.flatnonzero((files == of_chunk).all(axis=1)).tolist():
+                    self._world.add_fault(Fault(tensors[at].fqn, headline), lacking.tolist())
+
+
+@lru_cache(maxsize=1 << 14)
+def _slice_nbytes(
+    shape: tuple[int, ...], start: tuple[int, ...], sizes: tuple[int, ...], itemsize: int
+) -> int:
+    """Return the bytes that are read for a part of a stored chunk."""
+    strides = c_strides(shape)
+    found = segments(strides, offsets=start, lengths=sizes, itemsize=itemsize, gap=cheap_gap)
+    return found.total_nbytes
 
 
 def _requests(world: RehearsedWorld, fqns: set[str]) -> Iterator[AskedBox]:
@@ -224,16 +323,6 @@ def _requests(world: RehearsedWorld, fqns: set[str]) -> Iterator[AskedBox]:
             for at, box in enumerate(as_boxes(cover.boxes)):
                 ranks, files = tuple(cover.holders(at).tolist()), tuple(sorted(of_box[at]))
                 yield AskedBox(fqn, box, ranks, files, stored.shape)
-
-
-def _add_faults(world: RehearsedWorld, costs: Costs, opened: Ints) -> None:
-    """Add what no planner sees: files that are missing, and chunks without a file."""
-    for number, (name, nbytes) in enumerate(world.checkpoint.files.items()):
-        if nbytes is None and len(ranks := opened[opened[:, 1] == number, 0]):
-            world.add_fault(Fault(name, "the checkpoint lacks this file"), ranks.tolist())
-    for fqn, ranks_of in costs.placeless.items():
-        headline = "the metadata names no file for a chunk that is needed"
-        world.add_fault(Fault(fqn, headline), ranks_of)
 
 
 def _rows(ranks: Sequence[RankRehearsal]) -> list[tuple[str, ...]]:
