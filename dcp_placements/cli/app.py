@@ -16,7 +16,7 @@ from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from dcp_placements import __version__
 from dcp_placements.cli import commands
@@ -72,20 +72,6 @@ class CommandGroup(TyperGroup):
                 formatter.write_dl([(name, _summary(c)) for name, c in held.items()])
         with formatter.section("Presets, for a trainer's rules and for --rename MODULE:FUNC"):
             formatter.write_dl(list(PRESETS.items()))
-
-
-class Command(TyperCommand):
-    """A command whose usage shows the options that are required."""
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return the parts of the line: options, those that are required, arguments."""
-        pieces = super().collect_usage_pieces(ctx)
-        required = [
-            f"{option.opts[0]} {option.make_metavar(ctx)}"
-            for option in self.get_params(ctx)
-            if option.param_type_name == "option" and option.required
-        ]
-        return [*pieces[:1], *required, *pieces[1:]]
 
 
 def _summary(command: Callable[..., Shown]) -> str:
@@ -152,7 +138,7 @@ def _exiting(function: Callable[..., Shown]) -> Callable[..., None]:
 
 COMMANDS = {name: function for held in PURPOSES.values() for name, function in held.items()}
 for _name, _function in COMMANDS.items():
-    app.command(_name, cls=Command)(_exiting(_function))
+    app.command(_name)(_exiting(_function))
 
 
 def _print_version(is_asked: bool) -> None:

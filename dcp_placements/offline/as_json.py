@@ -13,17 +13,18 @@ from dcp_placements.layout.sharding import Box
 def to_json(result: Any) -> Any:
     """Return a result as dicts, lists and scalars, under the names that the guide of cli lists.
 
-    A dataclass becomes a dict of its fields, or of what its ``JSON`` lists: attributes separated
-    by spaces, each as ``attribute`` or ``key=attribute``. ``nbytes`` becomes ``bytes``. A field
-    ``box`` gives ``offsets`` and ``sizes`` to the dict it is in. Floats that are not finite become
-    strings.
+    A dataclass becomes a dict of its fields, and any class with ``JSON`` of what that lists:
+    attributes separated by spaces, each as ``attribute`` or ``key=attribute``. ``nbytes`` becomes
+    ``bytes``. A field ``box`` gives ``offsets`` and ``sizes`` to the dict it is in. Floats that are
+    not finite become strings.
 
     Args:
         result: What a function of ``dcp_placements.offline`` returns, or a part of it.
     """
-    if is_dataclass(result):
+    listed = getattr(result, "JSON", "")
+    if listed or is_dataclass(result):
         values: dict[str, Any] = {}
-        listed = getattr(result, "JSON", "") or " ".join([one.name for one in fields(result)])
+        listed = listed or " ".join([one.name for one in fields(result)])
         for name in listed.split():
             key, _, attribute = name.partition("=")
             value = to_json(getattr(result, attribute or key))

@@ -59,12 +59,17 @@ class StoredRecord(NamedTuple):
     transforms: tuple[str, ...] = ()
 
     @property
+    def JSON(self) -> str:  # a named tuple has no class variables
+        """The attributes that ``to_json`` shows."""
+        return "box file start nbytes rank"
+
+    @property
     def end(self) -> int:
         """Where it ends in the file, in bytes."""
         return self.start + self.nbytes
 
     @property
-    def writer(self) -> int | None:
+    def rank(self) -> int | None:
         """The rank that wrote it, by its file's name; None where the name has no rank."""
         return None if self.file is None else writer_of(self.file)
 
@@ -146,7 +151,7 @@ class StoredTensor(SourceTensor):
     @property
     def files(self) -> tuple[str, ...]:
         """Names of the files that hold any of it, sorted."""
-        return self._checkpoint.files_of(self.fqn)
+        return self._checkpoint.files_by_key.get(self.fqn, ())
 
     @property
     def chunks(self) -> tuple[StoredRecord, ...]:
@@ -282,12 +287,9 @@ class Checkpoint:
         hint = likely if near else "way out:     inspect lists its keys"
         raise CannotLook(f"{self.path}: no tensor {format_name(fqn)}\n    {hint}")
 
-    def files_of(self, fqn: str) -> tuple[str, ...]:
-        """Return the names of the files that hold any of a key, sorted."""
-        return self._files_by_key.get(fqn, ())
-
     @cached_property
-    def _files_by_key(self) -> dict[str, tuple[str, ...]]:
+    def files_by_key(self) -> dict[str, tuple[str, ...]]:
+        """Names of the files that hold any of a key, sorted, by key."""
         rows = self.rows
         found: dict[str, tuple[str, ...]] = {}
         known: dict[bytes, tuple[str, ...]] = {}  # many keys are in the same files

@@ -11,6 +11,7 @@ import os
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
 from dcp_placements.errors import (
@@ -298,14 +299,9 @@ def _inspected(checkpoint: Checkpoint, fqn: str | None) -> Inspection:
 
 def _ranks(tensors: Iterable[TensorInfo]) -> tuple[int, ...]:
     """Return the ranks that wrote any of some tensors, sorted."""
-    ranks: set[int] = set()
-    last: tuple[int, ...] = ()
-    for tensor in tensors:
-        # Tensors that are alike share one tuple, which may have thousands of ranks.
-        if tensor.ranks is not last:
-            last = tensor.ranks
-            ranks.update(last)
-    return tuple(sorted(ranks))
+    # Tensors that are alike share one tuple, which may have thousands of ranks.
+    shared = {id(one.ranks): one.ranks for one in tensors}
+    return tuple(sorted(set(chain.from_iterable(shared.values()))))
 
 
 def _groups(tensors: Mapping[str, TensorInfo]) -> Iterator[TensorGroup]:
@@ -326,19 +322,6 @@ def _cuts(record: SaveRecord, fqns: Iterable[str]) -> tuple[CutsInfo, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkInfo:
-    """One chunk of a tensor, and its record in a file."""
-
-    JSON: ClassVar[str] = "box file start nbytes rank"
-
-    box: Box  # in the whole tensor
-    file: str | None  # None where the metadata name no place
-    start: int  # where its record begins in the file, in bytes
-    nbytes: int  # length of the record
-    rank: int | None  # the rank that wrote it, if the file's name tells
-
-
-@dataclass(frozen=True, slots=True)
 class TensorChunks:
     """Where one tensor of a checkpoint is stored."""
 
@@ -347,12 +330,12 @@ class TensorChunks:
     dtype: str  # its torch name without ``torch.``
     nbytes: int  # of the whole tensor's elements
     cuts: tuple[str, ...]  # the cut of each axis, if the checkpoint records them
-    chunks: tuple[ChunkInfo, ...]  # in the metadata's order
+    chunks: tuple[StoredRecord, ...]  # in the metadata's order
 
     def __str__(self) -> str:
         rows = [
             (
-                format_box(chunk.box, self.shape),
+                format_box(chunk.box or Box.whole(self.shape), self.shape),
                 "-" if chunk.rank is None else str(chunk.rank),
                 "nowhere" if chunk.file is None else chunk.file,
                 *(f"{chunk.start:,}", f"{chunk.nbytes:,}"),
@@ -379,19 +362,9 @@ def inspect_tensor(path: str | os.PathLike[str] | Checkpoint, fqn: str) -> Tenso
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     tensor, record = checkpoint.tensor(fqn), checkpoint.record
-    return TensorChunks(
-        fqn,
-        tensor.shape,
-        tensor.dtype_name,
-        tensor.nbytes,
-        () if record is None else tuple(map(str, record.cuts(fqn) or ())),
-        tuple(
-            [
-                ChunkInfo(box, one.file, one.start, one.nbytes, one.writer)
-                for box, one in zip(tensor.boxes, tensor.chunks, strict=True)
-            ]
-        ),
-    )
+    cuts = () if record is None else tuple(map(str, record.cuts(fqn) or ()))
+    facts = tensor.shape, tensor.dtype_name, tensor.nbytes
+    return TensorChunks(fqn, *facts, cuts, tensor.chunks)
 
 
 def shapes(

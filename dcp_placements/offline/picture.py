@@ -82,7 +82,7 @@ def draw(path: str | os.PathLike[str] | Checkpoint, fqn: str | None = None) -> A
 
 
 def _writer(record: StoredRecord) -> str:
-    return record.file or "no file" if record.writer is None else f"rank {record.writer}"
+    return record.file or "no file" if record.rank is None else f"rank {record.rank}"
 
 
 def bytes_figure(title: str, nbytes: Mapping[str, Mapping[str, int]]) -> Any:
