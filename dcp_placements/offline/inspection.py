@@ -299,9 +299,7 @@ def _inspected(checkpoint: Checkpoint, fqn: str | None) -> Inspection:
 
 def _ranks(tensors: Iterable[TensorInfo]) -> tuple[int, ...]:
     """Return the ranks that wrote any of some tensors, sorted."""
-    # Tensors that are alike share one tuple, which may have thousands of ranks.
-    shared = {id(one.ranks): one.ranks for one in tensors}
-    return tuple(sorted(set(chain.from_iterable(shared.values()))))
+    return tuple(sorted(set(chain.from_iterable({one.ranks for one in tensors}))))
 
 
 def _groups(tensors: Mapping[str, TensorInfo]) -> Iterator[TensorGroup]:
