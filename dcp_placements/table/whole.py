@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,12 +28,13 @@ from dcp_placements.errors import (
     format_name,
     format_names,
     numbers_in,
+    without_numbers,
 )
 from dcp_placements.layout.sharding import format_cuts
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.rules.patterns import matches_any
 from dcp_placements.table.table import OBJECT, Group
-from dcp_placements.table.world import Piece, World
+from dcp_placements.table.world import World
 
 Shape = tuple[int, ...]
 
@@ -162,6 +163,9 @@ def compare_with_whole(
 ) -> tuple[list[Fault], list[Fault], str]:
     """Return where all ranks together have something else than the whole model, and the result.
 
+    Optimizer state has the shape of its parameter. That of fewer dims, as the rows and columns of a
+    factored moment, is not compared, nor is one element.
+
     Args:
         whole: The model.
         world: What the ranks have, or ask for.
@@ -173,8 +177,8 @@ def compare_with_whole(
         many keys were compared, and which tensors were not: an average of the weights, or state
         that names its parameter by a number.
     """
-    groups = {fqn: (piece, at) for piece in world.pieces for at, fqn in enumerate(piece.fqns)}
-    levels = whole.levels(list(groups))
+    pieces = {fqn: (piece, at) for piece in world.pieces for at, fqn in enumerate(piece.fqns)}
+    levels = whole.levels(list(pieces))
     if not levels:
         details = (
             f"whole model: {format_count(len(whole.shapes), 'key')}, as {next(iter(whole.shapes))}",
@@ -183,31 +187,91 @@ def compare_with_whole(
             "way out:     whole= with the keys of what is saved, or a Placements without whole=",
         )
         return [Fault("this state dict", "has no key of whole=", details)], [], "no key"
-    states = _states(whole, groups, levels)
+    missing = {
+        level: [
+            key
+            for key in whole.shapes
+            if not any(level + one in pieces for one in whole.names.get(key, (key,)))
+            and not matches_any(excused, level + key)
+        ]
+        for level in levels
+    }
     faults: list[Fault] = []
+    notes: list[Fault] = []
+    beside: list[str] = []
+    of_family = {without_numbers(key) for keys in missing.values() for key in keys}
+    heads = {key.partition(".")[0] for key in whole.shapes}
+    states = OptimizerStates(dict.fromkeys(pieces, UNSEEN))
+    for fqn, (piece, at) in pieces.items():
+        group, is_tensor = piece.group, piece.group.kind != OBJECT
+        under = [level for level in levels if fqn.startswith(level)]
+        key = _first_of(whole, [fqn.removeprefix(level) for level in under])
+        state = states.of(fqn) if key is None and is_tensor else None
+        names = [state.parameter.removeprefix(level) for level in levels] if state else []
+        headline = ""
+        causes: tuple[str, ...] = ()
+        if key is not None:
+            is_counted = without_numbers(key) in of_family
+            headline, causes = _unlike(whole, key, group, is_counted=is_counted)
+        elif parameter := _first_of(whole, names):
+            shape = whole.shapes[parameter]
+            if group.shape not in (shape, (1,)) and len(group.shape) == len(shape):
+                headline = f"is {group.shape}, where its parameter has {shape} in the whole model"
+                causes = tuple(_causes(parameter, group, shape))
+        elif is_tensor and any(level or fqn.partition(".")[0] in heads for level in under):
+            headline, causes = "the whole model has no such key", (_UNKNOWN,)
+        elif group.shape:
+            beside.append(fqn)
+            notes += [] if matches_any(excused, fqn) else _average_notes(whole, fqn, group)
+        if headline and not matches_any(excused, fqn):
+            declared = f"{format_cuts(group.cuts)}; by rule {world.rules(piece, at)}"
+            faults.append(Fault(fqn, headline, (*causes, f"declared:    {declared}", _WAY_OUT)))
     texts = []
-    for level in levels:
-        compared = _Compared(whole, world, groups, level, excused)
-        faults += [*compared.shape_faults(), *compared.unknown_faults()]
-        if level == levels[0]:
-            faults += compared.state_faults(states)
+    for level, keys in missing.items():
         if complete:
-            faults += compared.missing_faults()
-        count = format_count(len(whole.shapes) - len(compared.missing), "key")
+            faults += [_missing_fault(level + key, whole.shapes[key]) for key in keys]
+        count = format_count(len(whole.shapes) - len(keys), "key")
         texts.append(count + (f" under {level!r}" if level else ""))
-    beside = [
-        fqn
-        for fqn, (piece, _) in groups.items()
-        if piece.group.shape
-        and fqn not in states
-        and not any(fqn[len(one) :] in whole.shapes for one in levels if fqn.startswith(one))
-    ]
     if beside:
         texts[-1] += f"; {format_count(len(beside), 'tensor')} not compared"
         texts[-1] += f" ({format_names(folded(beside), 2)})"
-    noted = [fqn for fqn in beside if not matches_any(excused, fqn)]
-    notes = [note for fqn in noted for note in _average_notes(whole, fqn, groups[fqn][0].group)]
     return faults, notes, ", ".join(texts)
+
+
+_UNKNOWN = (
+    "likely:      a name that rename= does not make the model's; or a model with more layers or "
+    "experts"
+)
+_WAY_OUT = f"way out:     {PROPOSE}; waive={{pattern: reason}} where it is right"
+
+
+def _first_of(whole: WholeModel, names: Iterable[str]) -> str | None:
+    """Return the first name that is a key of the model."""
+    return next((name for name in names if name in whole.shapes), None)
+
+
+def _unlike(
+    whole: WholeModel, key: str, group: Group, *, is_counted: bool
+) -> tuple[str, tuple[str, ...]]:
+    """Return in what a key is not as in the model, and the causes; empty where it is."""
+    shape, dtype = whole.shapes[key], whole.dtypes.get(key, group.dtype)
+    if group.kind == OBJECT:
+        return f"is an object, where the whole model has a {shape} tensor", ()
+    if group.shape != shape:
+        causes = tuple(_causes(key, group, shape, is_counted=is_counted))
+        return f"is {group.shape}, where the whole model has {shape}", causes
+    is_other = group.dtype != dtype
+    return f"is of {group.dtype}, where the whole model has {dtype}" if is_other else "", ()
+
+
+def _missing_fault(fqn: str, shape: Shape) -> Fault:
+    details = (
+        "likely:      a layer or an expert that no rank has; or names that several ranks give "
+        "to different tensors, as experts that each rank counts from 0",
+        f"way out:     {PROPOSE}; waive={{pattern: reason}} where they are left out on purpose",
+    )
+    headline = "no rank has this key of the whole model"
+    return Fault(fqn, headline, details, (f"whole model: {shape}",))
 
 
 def _average_notes(whole: WholeModel, fqn: str, group: Group) -> Iterator[Fault]:
@@ -228,189 +292,48 @@ def _average_notes(whole: WholeModel, fqn: str, group: Group) -> Iterator[Fault]
         )
 
 
-def _states(
-    whole: WholeModel, groups: Mapping[str, tuple[Piece, int]], levels: Sequence[str]
-) -> dict[str, str]:
-    """Return the keys of optimizer state, with the model's key of the parameter of each."""
-    states = OptimizerStates(dict.fromkeys(groups, UNSEEN))
-    found = {}
-    for fqn, (piece, _) in groups.items():
-        state = None if piece.group.kind == OBJECT else states.of(fqn)
-        names = [state.parameter.removeprefix(level) for level in levels] if state else []
-        if parameter := next((name for name in names if name in whole.shapes), None):
-            found[fqn] = parameter
-    return found
+def _causes(key: str, group: Group, shape: Shape, *, is_counted: bool = False) -> Iterator[str]:
+    """Yield what makes a tensor of this shape of one of the model's.
 
-
-class _Compared:
-    """What the ranks have beside the whole model.
-
-    Attributes:
-        missing: Keys of the whole model that no rank has, by any of their names.
+    Args:
+        key: The model's.
+        group: What the ranks have.
+        shape: The model's.
+        is_counted: Whether keys of the model are missing that differ from this one in numbers.
     """
-
-    def __init__(
-        self,
-        whole: WholeModel,
-        world: World,
-        groups: Mapping[str, tuple[Piece, int]],
-        level: str,
-        excused: Sequence[re.Pattern[str]],
-    ) -> None:
-        self._whole, self._world, self._groups, self._level = whole, world, groups, level
-        self._excused = excused
-        self._held = {key: groups[level + key] for key in whole.shapes if level + key in groups}
-        self.missing = [
-            key
-            for key in whole.shapes
-            if not any(one in self._held for one in whole.names.get(key, (key,)))
-            and not self._is_excused(level + key)
-        ]
-        self._families = {_family(key) for key in self.missing}
-
-    def _is_excused(self, fqn: str) -> bool:
-        return matches_any(self._excused, fqn)
-
-    def shape_faults(self) -> Iterator[Fault]:
-        """Yield keys whose whole tensors are not those of the model."""
-        for key, (piece, at) in self._held.items():
-            group, shape, dtype = piece.group, self._whole.shapes[key], self._whole.dtypes.get(key)
-            fqn = self._level + key
-            if self._is_excused(fqn):
-                continue
-            if group.kind == OBJECT:
-                headline = f"is an object, where the whole model has a {shape} tensor"
-                yield self._fault(fqn, headline, piece, at)
-            elif group.shape != shape:
-                headline = f"is {group.shape}, where the whole model has {shape}"
-                yield self._fault(fqn, headline, piece, at, *self._causes(key, group, shape))
-            elif dtype is not None and group.dtype != dtype:
-                headline = f"is of {group.dtype}, where the whole model has {dtype}"
-                yield self._fault(fqn, headline, piece, at)
-
-    def unknown_faults(self) -> Iterator[Fault]:
-        """Yield tensors among those of the model that it does not have."""
-        heads = {key.partition(".")[0] for key in self._whole.shapes}
-        for fqn, (piece, at) in self._groups.items():
-            key = fqn.removeprefix(self._level)
-            if not fqn.startswith(self._level) or key in self._whole.shapes:
-                continue
-            is_beside = not self._level and key.partition(".")[0] not in heads
-            if is_beside or piece.group.kind == OBJECT or self._is_excused(fqn):
-                continue
-            likely = (
-                "likely:      a name that rename= does not make the model's; or a model with more "
-                "layers or experts"
+    if len(group.shape) != len(shape):
+        yield f"found:       {len(group.shape)} dims, where the model has {len(shape)}"
+        return
+    longer = False
+    for dim, (have, want) in enumerate(zip(group.shape, shape, strict=True)):
+        longer |= have > want
+        if have > want and want and have % want == 0:
+            cause = (
+                f"is {have // want} times as long: a tensor that every rank of an axis holds "
+                "whole, declared Shard?"
             )
-            headline, place = "the whole model has no such key", f"shape:       {piece.group.shape}"
-            yield self._fault(fqn, headline, piece, at, likely, place=(place,))
-
-    def missing_faults(self) -> Iterator[Fault]:
-        """Yield keys of the model that no rank has."""
-        details = (
-            "likely:      a layer or an expert that no rank has; or names that several ranks give "
-            "to different tensors, as experts that each rank counts from 0",
-            f"way out:     {PROPOSE}; waive={{pattern: reason}} where they are left out on purpose",
-        )
-        for key in self.missing:
-            headline, shape = "no rank has this key of the whole model", self._whole.shapes[key]
-            yield Fault(self._level + key, headline, details, (f"whole model: {shape}",))
-
-    def state_faults(self, states: Mapping[str, str]) -> Iterator[Fault]:
-        """Yield optimizer state of another shape than its parameter.
-
-        State of fewer dims, as the rows and columns of a factored moment, is not compared.
-        """
-        for fqn, parameter in states.items():
-            piece, at = self._groups[fqn]
-            shape, found = self._whole.shapes[parameter], piece.group.shape
-            if found == shape or len(found) != len(shape):
-                continue
-            if found == (1,) or self._is_excused(fqn):
-                continue
-            headline = f"is {found}, where its parameter has {shape} in the whole model"
-            causes = self._causes(parameter, piece.group, shape)
-            yield self._fault(fqn, headline, piece, at, *causes)
-
-    def _fault(
-        self,
-        fqn: str,
-        headline: str,
-        piece: Piece,
-        at: int,
-        *causes: str,
-        place: tuple[str, ...] = (),
-    ) -> Fault:
-        """Return the fault of a key, with how it is declared."""
-        details = (
-            *causes,
-            f"declared:    {format_cuts(piece.group.cuts)}; by rule {self._world.rules(piece, at)}",
-            f"way out:     {PROPOSE}; waive={{pattern: reason}} where it is right",
-        )
-        return Fault(fqn, headline, details, place)
-
-    def _causes(self, key: str, group: Group, shape: Shape) -> Iterator[str]:
-        """Yield what makes a tensor of this shape of one of the model's."""
-        found = group.shape
-        if len(found) != len(shape):
-            yield f"found:       {len(found)} dims, where the model has {len(shape)}"
-            return
-        differing = [dim for dim in range(len(shape)) if found[dim] != shape[dim]]
-        longer = [dim for dim in differing if found[dim] > shape[dim]]
-        if len(differing) == 2 and len(longer) == 1:
-            (dim,) = longer
-            (other,) = set(differing) - {dim}
-            if found[dim] * found[other] == shape[dim] * shape[other]:
-                yield f"likely:      cut along dim {other}, and declared along dim {dim}"
-                return
-        for dim in differing:
-            yield f"likely:      {_cause(dim, group, shape)}"
-        if longer and group.cuts and _family(key) in self._families:
-            component = re.search(r"([^.]+\.)\d+(?!.*\.\d+(?:\.|$))", key)
-            pattern = f"{component[1]}{{}}" if component else "experts.{}"
-            yield (
-                "or:          ranks that each count their own from 0, joined by a rule: "
-                f'rename=Renumber("{pattern}", ids, total=), and no Shard over that axis'
+        elif have > want:
+            cause = (
+                f"has {have - want} more: padding, which is stored? global_shape={shape}, "
+                f"padded_shape={group.padded_shape or group.shape}"
             )
-
-
-def _family(key: str) -> str:
-    """Return a key without its last number.
-
-    >>> _family("layers.0.experts.3.w1")
-    'layers.0.experts.{}.w1'
-    """
-    found = [f"{head}{{}}{tail}" for head, _, tail in numbers_in(key)]
-    return found[-1] if found else key
-
-
-def _cause(dim: int, group: Group, shape: Shape) -> str:
-    """Return what makes one dim longer or shorter than the model's."""
-    cuts, have, want = group.cuts, group.shape[dim], shape[dim]
-    if want and have % want == 0:
-        factor = have // want
-        cut = next((one for one in cuts if one.dim == dim and one.size == factor), None)
-        declared = "declared Shard" if cut is None else f"declared {cut}"
-        return (
-            f"dim {dim} is {_times(factor)} as long: a tensor that every rank of an axis holds "
-            f"whole, {declared}?"
+        elif have < want and have and want % have == 0:
+            cause = (
+                f"is 1/{want // have} as long: cut by an axis of size {want // have} that no rule "
+                "or DTensor declares?"
+            )
+        elif have < want:
+            cause = (
+                f"lacks {want - have}: global_shape={shape} in the rule, where uneven parts or "
+                "padding make another"
+            )
+        else:
+            continue
+        yield f"likely:      dim {dim} {cause}"
+    numbers = [*numbers_in(key)]
+    if is_counted and longer and group.cuts and numbers:
+        pattern = without_numbers(numbers[-1][0]).replace("{}", "*") + "{}"
+        yield (
+            "or:          ranks that each count their own from 0, joined by a rule: "
+            f'rename=Renumber("{pattern}", ids, total=), and no Shard over that axis'
         )
-    if have and want % have == 0:
-        factor = want // have
-        return (
-            f"dim {dim} is 1/{factor} as long: cut by an axis of size {factor} that no rule or "
-            "DTensor declares?"
-        )
-    if have > want:
-        return (
-            f"dim {dim} has {have - want} more: padding, which is stored? global_shape={shape}, "
-            f"padded_shape={group.padded_shape or group.shape}"
-        )
-    return (
-        f"dim {dim} lacks {want - have}: global_shape={shape} in the rule, where uneven parts or "
-        "padding make another"
-    )
-
-
-def _times(factor: int) -> str:
-    return "twice" if factor == 2 else f"{factor} times"
