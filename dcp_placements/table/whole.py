@@ -27,8 +27,6 @@ from dcp_placements.errors import (
     format_count,
     format_name,
     format_names,
-    numbers_in,
-    without_numbers,
 )
 from dcp_placements.layout.sharding import format_cuts
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
@@ -199,7 +197,6 @@ def compare_with_whole(
     faults: list[Fault] = []
     notes: list[Fault] = []
     beside: list[str] = []
-    of_family = {without_numbers(key) for keys in missing.values() for key in keys}
     heads = {key.partition(".")[0] for key in whole.shapes}
     states = OptimizerStates(dict.fromkeys(pieces, UNSEEN))
     for fqn, (piece, at) in pieces.items():
@@ -208,24 +205,21 @@ def compare_with_whole(
         key = _first_of(whole, [fqn.removeprefix(level) for level in under])
         state = states.of(fqn) if key is None and is_tensor else None
         names = [state.parameter.removeprefix(level) for level in levels] if state else []
-        headline = ""
-        causes: tuple[str, ...] = ()
+        headline, likely = "", _OTHER_SHAPE
         if key is not None:
-            is_counted = without_numbers(key) in of_family
-            headline, causes = _unlike(whole, key, group, is_counted=is_counted)
+            headline = _unlike(whole, key, group)
         elif parameter := _first_of(whole, names):
             shape = whole.shapes[parameter]
             if group.shape not in (shape, (1,)) and len(group.shape) == len(shape):
                 headline = f"is {group.shape}, where its parameter has {shape} in the whole model"
-                causes = tuple(_causes(parameter, group, shape))
         elif is_tensor and any(level or fqn.partition(".")[0] in heads for level in under):
-            headline, causes = "the whole model has no such key", (_UNKNOWN,)
+            headline, likely = "the whole model has no such key", _UNKNOWN
         elif group.shape:
             beside.append(fqn)
             notes += [] if matches_any(excused, fqn) else _average_notes(whole, fqn, group)
         if headline and not matches_any(excused, fqn):
             declared = f"{format_cuts(group.cuts)}; by rule {world.rules(piece, at)}"
-            faults.append(Fault(fqn, headline, (*causes, f"declared:    {declared}", _WAY_OUT)))
+            faults.append(Fault(fqn, headline, (f"declared:    {declared}", likely, _WAY_OUT)))
     texts = []
     for level, keys in missing.items():
         if complete:
@@ -238,6 +232,11 @@ def compare_with_whole(
     return faults, notes, ", ".join(texts)
 
 
+_OTHER_SHAPE = (
+    "likely:      a wrong dim or axis; Shard of a tensor that every rank of the axis holds whole; "
+    "no rule; padding without global_shape= and padded_shape=; experts that each rank counts from 0, "
+    "joined by a rule where they need rename=Renumber"
+)
 _UNKNOWN = (
     "likely:      a name that rename= does not make the model's; or a model with more layers or "
     "experts"
@@ -250,18 +249,15 @@ def _first_of(whole: WholeModel, names: Iterable[str]) -> str | None:
     return next((name for name in names if name in whole.shapes), None)
 
 
-def _unlike(
-    whole: WholeModel, key: str, group: Group, *, is_counted: bool
-) -> tuple[str, tuple[str, ...]]:
-    """Return in what a key is not as in the model, and the causes; empty where it is."""
+def _unlike(whole: WholeModel, key: str, group: Group) -> str:
+    """Return in what a key is not as in the model; empty where it is."""
     shape, dtype = whole.shapes[key], whole.dtypes.get(key, group.dtype)
     if group.kind == OBJECT:
-        return f"is an object, where the whole model has a {shape} tensor", ()
+        return f"is an object, where the whole model has a {shape} tensor"
     if group.shape != shape:
-        causes = tuple(_causes(key, group, shape, is_counted=is_counted))
-        return f"is {group.shape}, where the whole model has {shape}", causes
+        return f"is {group.shape}, where the whole model has {shape}"
     is_other = group.dtype != dtype
-    return f"is of {group.dtype}, where the whole model has {dtype}" if is_other else "", ()
+    return f"is of {group.dtype}, where the whole model has {dtype}" if is_other else ""
 
 
 def _missing_fault(fqn: str, shape: Shape) -> Fault:
@@ -289,51 +285,4 @@ def _average_notes(whole: WholeModel, fqn: str, group: Group) -> Iterator[Fault]
                 f"way out:     the rule of the weight; whole= with its keys ({level}...) as well, "
                 "to have averages compared; waive={pattern: reason} where it is right",
             ),
-        )
-
-
-def _causes(key: str, group: Group, shape: Shape, *, is_counted: bool = False) -> Iterator[str]:
-    """Yield what makes a tensor of this shape of one of the model's.
-
-    Args:
-        key: The model's.
-        group: What the ranks have.
-        shape: The model's.
-        is_counted: Whether keys of the model are missing that differ from this one in numbers.
-    """
-    if len(group.shape) != len(shape):
-        yield f"found:       {len(group.shape)} dims, where the model has {len(shape)}"
-        return
-    longer = False
-    for dim, (have, want) in enumerate(zip(group.shape, shape, strict=True)):
-        longer |= have > want
-        if have > want and want and have % want == 0:
-            cause = (
-                f"is {have // want} times as long: a tensor that every rank of an axis holds "
-                "whole, declared Shard?"
-            )
-        elif have > want:
-            cause = (
-                f"has {have - want} more: padding, which is stored? global_shape={shape}, "
-                f"padded_shape={group.padded_shape or group.shape}"
-            )
-        elif have < want and have and want % have == 0:
-            cause = (
-                f"is 1/{want // have} as long: cut by an axis of size {want // have} that no rule "
-                "or DTensor declares?"
-            )
-        elif have < want:
-            cause = (
-                f"lacks {want - have}: global_shape={shape} in the rule, where uneven parts or "
-                "padding make another"
-            )
-        else:
-            continue
-        yield f"likely:      dim {dim} {cause}"
-    numbers = [*numbers_in(key)]
-    if is_counted and longer and group.cuts and numbers:
-        pattern = without_numbers(numbers[-1][0]).replace("{}", "*") + "{}"
-        yield (
-            "or:          ranks that each count their own from 0, joined by a rule: "
-            f'rename=Renumber("{pattern}", ids, total=), and no Shard over that axis'
         )
