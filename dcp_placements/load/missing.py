@@ -15,7 +15,6 @@ A rank asks for ``w`` and its moments, ``new`` and ``rng.3``, of which the check
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -211,7 +210,7 @@ MAX_COMPARED_KEYS = 5000
 
 
 def _unknown_keys(load: RankLoad, missing: Sequence[str]) -> Iterator[Fault]:
-    """Yield the fault of each key, with the name that the checkpoint likely has for it."""
+    """Yield the fault of each key, with the names that the checkpoint may have for it."""
     if missing and not load.stored:
         yield Fault(
             "checkpoint",
@@ -223,24 +222,40 @@ def _unknown_keys(load: RankLoad, missing: Sequence[str]) -> Iterator[Fault]:
         )
         return
     unread = [key for key in load.stored if key not in load.state_dict] if missing else []
-    other_prefixes = _other_prefixes(missing, unread)
     for at, fqn in enumerate(missing):
-        details = [other_prefixes[fqn]] if fqn in other_prefixes else []
-        if not details and at < MAX_COMPARED_NAMES and len(unread) < MAX_COMPARED_KEYS:
-            close = get_close_matches(fqn, unread, 2, 0.6)
-            details = [f"it has:      {', '.join(close)}"] if close else []
+        # Of keys with one text, which may be thousands, the first is shown.
+        alike = _alike(fqn, unread) if at < MAX_COMPARED_NAMES else []
+        place = (f"it has:      {format_names(alike, 4)}",) if alike else ()
+        details: tuple[str, ...] = ()
         if "param_groups." in fqn or possible_parameters(fqn):
-            details.append(
-                "note:        of optimizer state, that of some parameters may be missing, but not "
-                "of all; it is known by its parameter, or by param_groups. Both sides need the "
-                "same flatten_optimizer_state_dict= in get_state_dict"
-            )
-        way_out = (
-            "way out:     rename= where the checkpoint has it under another name; "
-            "optional=[pattern] where it may be missing"
-        )
+            details = (_STATE_NOTE,)
         headline = "the checkpoint lacks this key (torch: Missing key in checkpoint)"
-        yield Fault(fqn, headline, (*details, way_out))
+        yield Fault(fqn, headline, (*details, _LACKING), place)
+
+
+_STATE_NOTE = (
+    "note:        of optimizer state, that of some parameters may be missing, but not of all; it "
+    "is known by its parameter, or by param_groups. Both sides need the same "
+    "flatten_optimizer_state_dict= in get_state_dict"
+)
+_LACKING = (
+    "way out:     rename= where the checkpoint has it under another name; optional=[pattern] where "
+    "it may be missing"
+)
+
+
+def _alike(fqn: str, stored: Sequence[str]) -> list[str]:
+    """Return the keys that end as this one does, but for a prefix of theirs, or are spelled alike.
+
+    >>> _alike("w.norm", ["model.w.norm", "ema.w.norm", "model.v.norm"])
+    ['model.w.norm', 'ema.w.norm']
+    """
+    parts = fqn.split(".")
+    for start in range(max(len(parts) - 1, 1)):
+        tail = "." + ".".join(parts[start:])
+        if found := [key for key in stored if f".{key}".endswith(tail)]:
+            return found
+    return get_close_matches(fqn, stored, 2) if len(stored) < MAX_COMPARED_KEYS else []
 
 
 def _prefix_details(asked: Sequence[str], stored: Sequence[str]) -> tuple[str, ...]:
@@ -251,44 +266,6 @@ def _prefix_details(asked: Sequence[str], stored: Sequence[str]) -> tuple[str, .
         "way out:     make the names equal, with rename= if need be; optional=[pattern] for what "
         "may be missing",
     )
-
-
-_LONGEST_PREFIX = 3
-
-
-def _other_prefixes(missing: Sequence[str], unread: Sequence[str]) -> dict[str, str]:
-    """Return a detail for each missing key that the checkpoint has with another prefix.
-
-    Such a difference concerns thousands of keys, which get the same text; a table of name tails
-    finds it in time linear in their number.
-    """
-    prefixes: dict[str, dict[str, None]] = {}
-    for key in unread:
-        for prefix, tail in _splits(key):
-            prefixes.setdefault(tail, {})[prefix] = None
-    pairs: dict[str, tuple[str, tuple[str, ...]]] = {}
-    for fqn in missing:
-        found = ((prefix, prefixes[tail]) for prefix, tail in _splits(fqn) if tail in prefixes)
-        if pair := next(found, None):
-            shortest = min(one.count(".") for one in pair[1])
-            pairs[fqn] = pair[0], tuple([one for one in pair[1] if one.count(".") == shortest])
-    count = Counter(pairs.values())
-    details = {}
-    for fqn, (asked, stored) in pairs.items():
-        if count[asked, stored] > 1:
-            either = " or ".join(map(repr, stored))
-            open_ = ": which of these is meant, the names do not tell" if len(stored) > 1 else ""
-            details[fqn] = (
-                f"it has:      the same name with the prefix {either} in place of {asked!r}{open_}"
-            )
-    return details
-
-
-def _splits(key: str) -> Iterator[tuple[str, str]]:
-    """Yield (prefix, tail) pairs, the shortest prefix first; a tail has two components or more."""
-    parts = key.split(".")
-    for at in range(max(1, min(len(parts) - 1, _LONGEST_PREFIX + 1))):
-        yield ".".join(parts[:at]), ".".join(parts[at:])
 
 
 def is_tensor(value: Any) -> bool:

@@ -25,21 +25,12 @@ def weights(*names: str) -> dict[str, torch.Tensor]:
     return {name: torch.arange(3.0) for name in names}
 
 
-@pytest.mark.parametrize(
-    ("asked", "expected"),
-    [
-        ("", "the same name with the prefix 'model' in place of ''"),
-        ("modell.", "the same name with the prefix 'model' in place of 'modell'"),
-        ("module.model.", "the same name with the prefix '' in place of 'module'"),
-    ],
-)
-def test_another_prefix_is_told_once_for_all_keys(
-    tmp_path: Path, asked: str, expected: str
-) -> None:
+@pytest.mark.parametrize("asked", ["", "modell.", "module.model."])
+def test_another_prefix_is_told_once_for_all_keys(tmp_path: Path, asked: str) -> None:
     names = "layers.0.norm", "layers.0.w", "layers.1.norm"
     saved = weights(*(f"model.{name}" for name in names))
     text = refusal(tmp_path, saved, weights(*(f"{asked}{name}" for name in names)))
-    assert expected in text
+    assert "it has:      model.layers.0.norm" in text
     assert text.count("the checkpoint lacks this key") == 1
 
 
@@ -73,5 +64,4 @@ def test_m110_all_levels_that_have_the_names_are_named(tmp_path: Path) -> None:
             dict(weights), checkpoint_id=tmp_path, planner=PlacementLoadPlanner(), no_dist=True
         )
     message = str(refused.value.failures[0][0])
-    assert "with the prefix 'ema' or 'model' in place of ''" in message
-    assert "which of these is meant" in message
+    assert "it has:      ema.layers.0.w, model.layers.0.w (of layers.0.w)" in message
