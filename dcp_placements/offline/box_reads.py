@@ -28,7 +28,7 @@ from dcp_placements.offline.directory import shows_damage
 from dcp_placements.storage.file_reads import CountedFile, Part, c_strides
 from dcp_placements.storage.record_reads import ChunkReader, Wanted
 from dcp_placements.storage.saved_file import record_at
-from dcp_placements.storage.tensor_record import BEHIND, DESCRIPTOR, TensorRecord
+from dcp_placements.storage.tensor_record import BEHIND, TensorRecord, wrong_crc
 
 MAX_OPEN_FILES = 32
 
@@ -206,14 +206,8 @@ class BoxReader(AbstractContextManager["BoxReader"]):
                 file.read_into(behind, run.begin + run.nbytes)
         except EOFError as error:
             raise _unread(run.fqn, run.file, str(error)) from error
-        if run.is_summed and behind != DESCRIPTOR + checksum.to_bytes(4, "little"):
-            stored = int.from_bytes(behind[4:], "little")
-            raise _unread(
-                run.fqn,
-                run.file,
-                f"its elements at byte {run.begin} are not what was written: their CRC-32 is "
-                f"{checksum:08x}, where {stored:08x} was written",
-            )
+        if run.is_summed and (wrong := wrong_crc(checksum, behind)):
+            raise _unread(run.fqn, run.file, f"its elements at byte {run.begin} {wrong}")
 
     def _elements_alone(self, one: Wanted) -> TensorRecord:
         """Return how a chunk of safetensors lies in its file, of which no record says it."""

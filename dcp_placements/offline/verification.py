@@ -51,11 +51,11 @@ from dcp_placements.storage.file_reads import CountedFile, Part, crc32, part_of
 from dcp_placements.storage.safe_pickle import RefusedGlobal
 from dcp_placements.storage.tensor_record import (
     BEHIND,
-    DESCRIPTOR,
     LOCAL,
     RecordHeads,
     TensorRecord,
     entry_start,
+    wrong_crc,
 )
 
 MEMORY_NBYTES = 2 << 30
@@ -404,8 +404,8 @@ class _Checks:
                     yield "checksum", message
                 elif tensor and plain and tensor.has_crc and tensor.nbytes:
                     # A load goes by what follows the elements.
-                    behind = DESCRIPTOR + checksum.to_bytes(4, "little")
-                    if part.read(tensor.start + tensor.nbytes, BEHIND) != behind:
+                    behind = part.read(tensor.start + tensor.nbytes, BEHIND)
+                    if wrong_crc(checksum, behind) is not None:
                         found = f"their checksum {checksum:08x} does not follow them"
                         yield "checksum", f"the elements: {found}"
         except BROKEN as error:

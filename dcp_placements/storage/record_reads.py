@@ -38,10 +38,11 @@ from dcp_placements.storage.index import with_copies
 from dcp_placements.storage.safe_pickle import RefusedGlobal
 from dcp_placements.storage.tensor_record import (
     BEHIND,
-    DESCRIPTOR,
     HEADS_NBYTES,
     RecordHeads,
     TensorRecord,
+    crc_entry,
+    wrong_crc,
 )
 
 SMALL_NBYTES = 64 << 10
@@ -269,21 +270,14 @@ class ChunkReader:
         Raises:
             PlacementError: Some differ.
         """
-        if behind == b"".join([DESCRIPTOR + one.to_bytes(4, "little") for one in sums]):
+        if behind == b"".join(map(crc_entry, sums)):
             return
         faults = []
         for at, (one, checksum) in enumerate(zip(some, sums, strict=True)):
-            stored = behind[at * BEHIND : (at + 1) * BEHIND]
-            if stored == DESCRIPTOR + checksum.to_bytes(4, "little"):
-                continue
-            what = f"{int.from_bytes(stored[4:], 'little'):08x} was written"
-            if not stored.startswith(DESCRIPTOR):
-                what = "no checksum follows any more"
-            problem = (
-                f"its elements at byte {one.start + tensor.start} of {one.file} are not what was "
-                f"written: their CRC-32 is {checksum:08x}, where {what}"
-            )
-            faults.append(self._fault(one, problem, _OTHER_SUM))
+            wrong = wrong_crc(checksum, behind[at * BEHIND : (at + 1) * BEHIND])
+            if wrong is not None:
+                place = f"its elements at byte {one.start + tensor.start} of {one.file} "
+                faults.append(self._fault(one, place + wrong, _OTHER_SUM))
         raise_faults(IS_DAMAGED, faults)
 
     def _read_one(self, file: CountedFile, one: Wanted) -> None:

@@ -7,7 +7,7 @@ it. Elements are read in place, as those of a record of DCP.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
 from typing import IO, Any, NamedTuple
@@ -79,19 +79,6 @@ def record_at(records: Records, one: Wanted) -> TensorRecord:
     return records[at.fqn, one.file, tuple(at.offset or ())]
 
 
-class _Tree(TorchUnpickler):
-    """Makes dicts, of their subclasses too, and lists."""
-
-    def call(self, called: Any, args: Any) -> Any:
-        made = super().call(called, args)
-        is_dict = made.by == "collections.OrderedDict" and not args
-        return {} if is_dict or made.by == "collections.defaultdict" else made
-
-    def set_items(self, held: Any, items: Sequence[Any]) -> Any:
-        # A dict of a class of its own is not known before its first items.
-        return super().set_items({} if type(held) is Made else held, items)
-
-
 class SavedFile:
     """One file, opened.
 
@@ -117,7 +104,7 @@ class SavedFile:
         self._mapped: dict[str, torch.UntypedStorage] = {}
         try:
             data, self._entries = saved_pickle(self._part.stream())
-            self._tree: Any = _Tree(data, self._entries).load()
+            self._tree: Any = TorchUnpickler(data, self._entries).load()
             check_unfolded([self._tree], most_elements(data))
         except Exception as error:  # a broken pickle can raise anything
             headline = f"cannot be read: {format_error(error)}"

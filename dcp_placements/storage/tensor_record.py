@@ -36,7 +36,6 @@ BEHIND = 8
 
 _SIZES_FOLLOW = 8
 _UTF_8 = 0x800
-_MAX_HEADS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +71,10 @@ class TensorRecord:
 
 
 class RecordHeads:
-    """Finds the elements of records; of tensors that are alike the head is parsed once."""
+    """Finds the elements of records; of records of one length that begin alike, by one head."""
 
     def __init__(self) -> None:
-        self._known: dict[int, list[tuple[bytes, TensorRecord]]] = {}
+        self._latest: dict[int, tuple[bytes, TensorRecord]] = {}
 
     def find(self, part: Part) -> TensorRecord | None:
         """Return where the elements of a record are; None where the record is not plain.
@@ -83,20 +82,16 @@ class RecordHeads:
         Args:
             part: The record. No more than its head is read.
         """
-        known = self._known.setdefault(part.size, [])
-        # Most records of one length begin alike.
-        for nbytes in (known[0][1].start, *HEADS_NBYTES) if known else HEADS_NBYTES:
+        start, record = self._latest.get(part.size, (b"", None))
+        if record is not None and part.read(0, len(start)) == start:
+            return record
+        for nbytes in HEADS_NBYTES:
             head = part.read(0, nbytes)
-            for start, held in known:
-                if head.startswith(start):
-                    return held
             record = parse_record(head, part.size)
             if record is not None:
-                del known[_MAX_HEADS:]
-                known.insert(0, (head[: record.start], record))
+                self._latest[part.size] = head[: record.start], record
+            if record is not None or part.size <= nbytes:
                 return record
-            if part.size <= nbytes:
-                break
         return None
 
 
@@ -132,6 +127,26 @@ def parse_record(head: bytes, nbytes: int) -> TensorRecord | None:
     except (pickle.UnpicklingError, zipfile.BadZipFile, struct.error, ValueError):
         pass  # not what torch.save writes: torch.load decides
     return None
+
+
+def crc_entry(checksum: int) -> bytes:
+    """Return what stands behind elements with this CRC-32."""
+    return DESCRIPTOR + checksum.to_bytes(4, "little")
+
+
+def wrong_crc(checksum: int, behind: bytes | memoryview) -> str | None:
+    """Return how elements with this CRC-32 are not what was written; None if they are that.
+
+    Args:
+        checksum: Of the elements.
+        behind: The ``BEHIND`` bytes behind them.
+    """
+    if behind == crc_entry(checksum):
+        return None
+    what = "no checksum follows any more"
+    if behind[:4] == DESCRIPTOR:
+        what = f"{int.from_bytes(behind[4:], 'little'):08x} was written"
+    return f"are not what was written: their CRC-32 is {checksum:08x}, where {what}"
 
 
 def entry_start(read_into: Callable[[memoryview, int], object], entry: zipfile.ZipInfo) -> int:
@@ -182,7 +197,7 @@ class Storage(NamedTuple):
 
 
 class TorchUnpickler(SafeUnpickler):
-    """Makes nothing of a pickle of ``torch.save``; refuses what allocates by a number.
+    """Makes dicts and lists of a pickle of ``torch.save``; refuses what allocates by a number.
 
     Args:
         data: The pickle.
@@ -219,8 +234,8 @@ class TorchUnpickler(SafeUnpickler):
                 )
         return Storage(name, key)
 
-    def call(self, called: Any, args: Any) -> Made:
-        """Return what stands for the result of a call, or for an instance."""
+    def call(self, called: Any, args: Any) -> Any:
+        """Return what stands for the result of a call, or for an instance; dicts are made."""
         if type(args) is not tuple:
             raise TypeError
         if type(called) is not Call:
@@ -233,9 +248,10 @@ class TorchUnpickler(SafeUnpickler):
         if name in _HASHING:
             for arg in args:
                 self.check_keys(arg if isinstance(arg, list | tuple) else ())
-        return Made(called.name, args)
+        is_dict = called.name == "collections.OrderedDict" and not args
+        return {} if is_dict or name == "defaultdict" else Made(called.name, args)
 
-    def new(self, kind: Any, args: Any) -> Made:
+    def new(self, kind: Any, args: Any) -> Any:
         return self.call(kind, args)
 
     def fill(self, instance: Any, state: Any) -> Any:
@@ -245,8 +261,8 @@ class TorchUnpickler(SafeUnpickler):
         return instance
 
     def set_items(self, held: Any, items: Sequence[Any]) -> Any:
-        super().set_items({} if type(held) is Made else held, items)
-        return held
+        # A dict of a class of its own is not known before its first items.
+        return super().set_items({} if type(held) is Made else held, items)
 
 
 class StridedTensor(NamedTuple):
