@@ -174,7 +174,7 @@ class ChunkReader:
         # Records of one length without gaps.
         runs = np.flatnonzero((starts[1:] != ends[:-1]) | (nbytes[1:] != nbytes[:-1])) + 1
         for first, last in _spans(is_small, starts, ends):
-            together = is_small[first] != 0
+            together = is_small[first]
             held_nbytes = int(ends[first:last].max() - starts[first]) if together else 0
             file.hold(self._span.take(held_nbytes), int(starts[first]))
             cuts = runs[slice(*runs.searchsorted((first + 1, last)))].tolist()
@@ -196,7 +196,7 @@ class ChunkReader:
         return self._heads.find(part)
 
     def _are_small(self, wanted: Sequence[Wanted], starts: Array, nbytes: Array) -> Array:
-        """Return which records are read with their neighbours: 0 none, 1 tensors, 2 objects."""
+        """Return which records are read with their neighbours."""
         elements = np.zeros(len(wanted), np.int64)
         is_doubtful = (nbytes > _PAGE_NBYTES) & (nbytes <= SMALL_NBYTES)
         for at in np.flatnonzero(is_doubtful).tolist():
@@ -208,10 +208,7 @@ class ChunkReader:
                 elements[at] = SMALL_NBYTES  # all of an object
         # Of a record all items count.
         record = np.cumsum(np.diff(starts, prepend=-1) != 0)
-        is_whole = is_read_whole(nbytes, np.bincount(record, elements)[record])
-        is_plain = np.array([not one.transforms for one in wanted])
-        is_object = np.array([one.item.type is LoadItemType.BYTE_IO for one in wanted])
-        found: Array = np.where(is_whole & is_plain, 1 + is_object, 0)
+        found: Array = is_read_whole(nbytes, np.bincount(record, elements)[record])
         return found
 
     def _read_alike(self, file: CountedFile, some: Sequence[Wanted]) -> bool:
@@ -231,8 +228,8 @@ class ChunkReader:
         if self._located is not None and any(self._located(one) != tensor for one in some):
             return False
         begin = (0,) * len(tensor.shape)
-        parts = {(one.item.lengths, one.item.storage_offsets) for one in some}
-        if parts != {(tensor.shape, begin)}:
+        parts = {(not one.transforms, one.item.lengths, one.item.storage_offsets) for one in some}
+        if parts != {(True, tensor.shape, begin)}:
             return False
         held: Any = file.held(start, nbytes * len(some))
         rows = np.frombuffer(held, np.uint8).reshape(-1, nbytes)
@@ -470,9 +467,9 @@ class _Buffer:
 
 
 def _spans(is_small: Array, starts: Array, ends: Array) -> Iterator[tuple[int, int]]:
-    """Yield first and last of what is read in one call: small ones of one type, near together."""
-    is_near = (starts[1:] - ends[:-1] <= NEIGHBOUR_NBYTES) & (is_small[1:] > 0)
-    cuts = np.flatnonzero(~is_near | (is_small[1:] != is_small[:-1])) + 1
+    """Yield first and last of what is read in one call: small ones, near together."""
+    is_near = starts[1:] - ends[:-1] <= NEIGHBOUR_NBYTES
+    cuts = np.flatnonzero(~(is_near & is_small[1:] & is_small[:-1])) + 1
     for first, last in pairwise((0, *cuts.tolist(), len(starts))):
         while first < last:
             # Records that overlap may have any order of ends.
