@@ -15,7 +15,6 @@ them. Two ep ranks that both call other experts ``experts.w1``::
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import prod
@@ -23,9 +22,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from dcp_placements.bind.lint import NUMBERED_EXPERT
 from dcp_placements.bind.one_tensor import Placed
-from dcp_placements.errors import Fault, format_nbytes, format_ranks
+from dcp_placements.errors import Fault, format_count, format_nbytes, format_ranks
 from dcp_placements.layout.boxes import (
     as_boxes,
     format_box,
@@ -34,7 +32,7 @@ from dcp_placements.layout.boxes import (
     uncovered,
     within,
 )
-from dcp_placements.layout.sharding import Box, Chunk
+from dcp_placements.layout.sharding import Box, Chunk, format_cuts
 from dcp_placements.report import SaveReport
 from dcp_placements.table.digests import Digests
 from dcp_placements.table.table import OBJECT, Group
@@ -47,7 +45,6 @@ T = TypeVar("T")
 
 _MOST_SHOWN = 4
 _FEW = 8
-_WITH_WORD = re.compile(rf"\w*{NUMBERED_EXPERT.pattern}")
 _ANYWAY = 'on_conflict="warn" saves one of the copies anyway'
 
 
@@ -132,24 +129,17 @@ class Refusals:
         details = [f"missing:     {holes} ({whole - held} of {whole} elements)"]
         having = sorted({rank for one in piece.sources for rank in self.world.members[one.table]})
         lacking = sorted(set(range(len(self.plans))).difference(having))
-        axes = {cut.axis: cut.size for cut in piece.group.cuts if cut.axis is not None}
-        needed, there = prod(axes.values()), len(self.plans)
         if lacking:
             ranks = f"{self._ranks(having)} and not on {self._ranks(lacking)}"
             details.append(f"the key is on {ranks}")
-        elif needed > there:
-            parts = " and ".join(f"{name!r} of size {size}" for name, size in axes.items())
-            details.append(f"likely:      {parts} need {needed} ranks, and there are {there}")
-        if held and whole % held == 0 and (lacking or needed <= there):
-            names = [repr(name) for name, size in self.axis_sizes.items() if size == whole // held]
-            axis = f", the size of axis {' or '.join(names)}" if names else ""
-            details.append(f"likely:      {whole // held} times too little is held{axis}")
-        details.append(
+        details += [
+            f"declared:    {format_cuts(piece.group.cuts)}; "
+            f"{format_count(len(self.plans), 'rank')} save",
             "way out:     save with all ranks that hold a part and with the key on each of them; "
             "drop an axis over which it is not sharded from its rule; name every row by some "
             "rank's IndexShard or rename= (a Stack of local numbers needs a Renumber before it; "
-            "where rows were never stepped, one that leaves state a tensor per row)"
-        )
+            "where rows were never stepped, one that leaves state a tensor per row)",
+        ]
         return self._of_keys(piece, f"nobody holds all of the {shape} tensor", details)
 
     def conflicts(
@@ -170,11 +160,10 @@ class Refusals:
             key = first[content].tobytes() + (column == 0).tobytes()
             if key not in known:
                 known[key] = self._conflict(piece, column)
-            (fault, differs), renumber = known[key], renumber_of(piece.fqns[position])
+            fault, differs = known[key]
             if len(differs) == 1 and self._is_dense(piece, position):
                 self._drifted.setdefault(differs[0], []).append(piece.fqns[position])
-            details = [detail.replace(renumber_of(""), renumber) for detail in fault.details]
-            yield from self._of_keys(piece, fault.headline, details, fault.place, [position])
+            yield from self._of_keys(piece, fault.headline, fault.details, fault.place, [position])
 
     def drift(self) -> dict[str, Fault]:
         """Return by key what is said in place of its conflict where nearly all replicas differ.
@@ -243,8 +232,8 @@ class Refusals:
             f"likely:      it is sharded{along}: it needs a rule with Shard; or every rank counts "
             "its own from 0 (experts, layers); or replicas have drifted apart",
             "way out:     PlacementRules({pattern: CheckpointPlacement(mesh, {axis: Shard(dim)})})",
-            f"             {renumber_of('')} where a rank's numbers are its own; with Stack, "
-            "a Renumber before the Stack",
+            '             rename=Renumber("experts.{}", this rank\'s experts, total=) where a '
+            "rank's numbers are its own; with Stack, a Renumber before the Stack",
             "             a name per rank (f'rng.{rank}') for a state of each rank's own",
             f"             {_ANYWAY}",
         ]
@@ -323,17 +312,6 @@ class Refusals:
 
     def _ranks(self, positions: Iterable[int]) -> str:
         return format_ranks(self.plans[at].rank for at in positions)
-
-
-def renumber_of(fqn: str) -> str:
-    """Return the ``Renumber`` for a key with the number of an expert, or for any such key.
-
-    >>> renumber_of("layers.3.experts.0.w1")
-    'rename=Renumber("experts.{}", this rank\\'s experts, total=)'
-    """
-    match = _WITH_WORD.search(fqn)
-    pattern = "experts.{}" if match is None else re.sub(r"\d+$", "{}", match.group().rstrip("."))
-    return f'rename=Renumber("{pattern}", this rank\'s experts, total=)'
 
 
 def repeat_fault(placed: Placed, copies: Sequence[Chunk]) -> Fault:
