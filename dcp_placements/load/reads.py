@@ -49,7 +49,7 @@ from dcp_placements.layout.boxes import (
     intersect,
     uncovered,
 )
-from dcp_placements.layout.sharding import Box, Chunk, Cuts, Sharding, format_cuts
+from dcp_placements.layout.sharding import Box, Chunk, Sharding, format_cuts
 from dcp_placements.load.casting import cast_fault, cast_kind, format_cast
 from dcp_placements.load.missing import Policy, is_tensor, reset_note, settle_missing
 from dcp_placements.load.tied import UNLIKE, land, settle_tied, unlike_fault
@@ -414,30 +414,14 @@ class RankLoad:
     ) -> Fault:
         """Return the fault that a tensor is stored in another shape than is needed."""
         details = []
-        cuts: Cuts | None = None
         if placed is not None and self.record is not None:
-            saved, cuts = self.record.cuts(fqn), placed.place.sharding.cuts
-            details = [f"saved:       {format_cuts(saved)}", f"this load:   {format_cuts(cuts)}"]
+            saved, loaded = self.record.cuts(fqn), placed.place.sharding.cuts
+            details = [f"saved:       {format_cuts(saved)}", f"this load:   {format_cuts(loaded)}"]
         differing = [dim for dim, (a, b) in enumerate(zip(stored, needed, strict=False)) if a != b]
-        way_out = "build the model as it was saved, or correct the rule of this key"
-        rule = None if placed is None else placed.rule
         if len(stored) == len(needed) and len(differing) == 1:
             (dim,) = differing
             small, large = sorted((stored[dim], needed[dim]))
-            is_cut = cuts is None or any(cut.dim == dim for cut in cuts)
-            if rule is not None and is_cut and stored[dim] < needed[dim] < 2 * stored[dim]:
-                if self.record is None:
-                    details.append(
-                        "saved:       by other planners, which take parts that no DTensor "
-                        "describes for replicas: dcp-placements doctor says what is left"
-                    )
-                details.append("likely:      uneven parts, or padding: rows that are not stored")
-                way_out = (
-                    f"global_shape={stored} in the rule, and padded_shape={needed} for padding"
-                )
-            elif cuts and cuts == saved:
-                details.append("likely:      a model of another size: both declare the same cuts")
-            elif small and large % small == 0:
+            if small and large % small == 0:
                 larger, cause = "stored", "does this load lack a rule for it,"
                 if stored[dim] == small:
                     larger, cause = "needed", "saved without its placement"
@@ -445,12 +429,21 @@ class RankLoad:
                     f"likely:      on dim {dim} the {larger} size is {large // small} times the "
                     f"other: {cause} on an axis of size {large // small}?"
                 )
-        if rule is not None:
-            details.append(f"by rule:     {rule}")
+        if placed is not None and placed.rule is not None:
+            details.append(f"by rule:     {placed.rule}")
+            if self.record is None:
+                details.append(
+                    "saved:       by other planners, which take parts that no DTensor describes "
+                    "for replicas: dcp-placements doctor says what is left"
+                )
+        details.append(
+            "way out:     build the model as it was saved, or correct the rule of this key: its "
+            "axes, or global_shape= and padded_shape= of parts that are uneven or padded"
+        )
         headline = (
             f"the checkpoint holds a {stored} tensor, but {needed} is needed (torch: Size mismatch)"
         )
-        return Fault(fqn, headline, (*details, f"way out:     {way_out}"))
+        return Fault(fqn, headline, tuple(details))
 
     def items(self, *, is_known: bool = False) -> list[ReadItem]:
         """Return the read items, in the order of the state dict.

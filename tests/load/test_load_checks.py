@@ -66,13 +66,10 @@ SIZES: dict[str, tuple[Side, Side, tuple[str, ...]]] = {
             "this load:   Shard(0) over 'tp' of size 2",
         ),
     ),
-    "a few rows more, likely padding": (
+    "a few rows more, which are padding": (
         PADDED,
         replace(PADDED, shapes={}),
-        (
-            "likely:      uneven parts, or padding: rows that are not stored",
-            "way out:     global_shape=(50, 3) in the rule, and padded_shape=(56, 3) for padding",
-        ),
+        ("(50, 3) tensor, but (56, 3) is needed", "padded_shape= of parts that are uneven"),
     ),
     **{
         f"{shape}, of which nothing is to be guessed": (
@@ -91,7 +88,6 @@ def test_m14_other_sizes_are_refused_with_their_likely_cause(tmp_path: Path, nam
     saved.saves(tmp_path)
     refusal = loaded.is_refused(tmp_path, *facts, "way out:")
     assert ("axis of size" in refusal.text) == ("axis of size 4" in facts)
-    assert "another size" not in refusal.text or "likely" not in name
     saved.loads(tmp_path)
 
 
