@@ -17,10 +17,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -42,13 +42,14 @@ from dcp_placements.errors import (
     format_names,
     raise_faults,
 )
-from dcp_placements.layout.boxes import as_array, common, format_boxes, tile, uncovered
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.flat import rename_keys
+from dcp_placements.offline.assembly import AssembledTensor, Block
 from dcp_placements.offline.checkpoint import SourceTensor
 from dcp_placements.offline.comparing import same_bits
 from dcp_placements.offline.declared import Rename, format_mesh_axes
 from dcp_placements.offline.directory import Directory
+from dcp_placements.offline.structure import box_faults
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.storage.safe_pickle import Made
 from dcp_placements.transfer.world import MeshAxes, rules_at
@@ -64,28 +65,18 @@ _VERLS_OTHERS = {
 }
 
 
-class BoxOfFile(NamedTuple):
-    """A box of a tensor, as a rank's file has it."""
-
-    box: Box
-    file: str  # its name
-    at: tuple[int, ...]  # where it begins in the file's tensor
-    data: torch.Tensor  # the elements: mapped, not read
-
-
 @dataclass(eq=False, slots=True)
-class RankTensor(SourceTensor):
-    """A tensor of which ranks' files have boxes. Of an expert of (4, 3) on two ep ranks::
+class FilePiece(SourceTensor):
+    """What a rank's file has of a tensor, such as the rows of the second of two ep ranks::
 
-    RankTensor("experts.w", (4, 3), torch.float32,
-               [BoxOfFile(Box((0, 0), (2, 3)), "model_rank_0.pt", (0, 0), ...),
-                BoxOfFile(Box((2, 0), (2, 3)), "model_rank_1.pt", (0, 0), ...)])
+    FilePiece("model_rank_1.pt", (2, 3), torch.float32, (0, 0), tensor of (2, 3))
     """
 
-    fqn: str
+    fqn: str  # the name of the file
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: list[BoxOfFile] = field(default_factory=list)
+    at: tuple[int, ...]  # where it begins in the file's tensor
+    data: torch.Tensor  # the elements: mapped, not read
 
 
 class RankSource(Source):
@@ -96,13 +87,12 @@ class RankSource(Source):
         versions: Of those with tensors, from before they were read.
     """
 
-    tensors: dict[str, RankTensor]
-
     def __init__(self, directory: Directory, versions: dict[str, str]) -> None:
         super().__init__(directory, {}, versions)
         self.faults: list[Fault] = []
-        self._pieces: dict[tuple[str, Box], BoxOfFile] = {}
-        self._copies: list[tuple[str, BoxOfFile, BoxOfFile]] = []
+        self._whole: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}  # by key
+        self._pieces: dict[tuple[str, Box], FilePiece] = {}
+        self._copies: list[tuple[str, FilePiece, FilePiece]] = []
         self._left_out: dict[tuple[str, str], LeftOut] = {}
         self._padding = 0
 
@@ -110,16 +100,13 @@ class RankSource(Source):
         """Return what reads its tensors: itself, because files are mapped."""
         return nullcontext(self)
 
-    def read(self, tensor: RankTensor, box: Box) -> torch.Tensor:
+    def read(self, tensor: Any, box: Box) -> torch.Tensor:
         """Return the elements of a box."""
-        into = torch.empty(box.sizes, dtype=tensor.dtype, device="cpu")
-        for piece in tensor.pieces:
-            shared = common(piece.box, box)
-            if shared is not None:
-                into[_within(shared, box)] = piece.data[_within(shared, piece.box)]
-        return into
+        if not isinstance(tensor, FilePiece):
+            return tensor.read(self, box)  # type: ignore[no-any-return]
+        return tensor.data[tuple(slice(at, at + n) for at, n in zip(*box, strict=True))]
 
-    def runs(self, tensor: RankTensor, box: Box) -> None:
+    def runs(self, tensor: Any, box: Box) -> None:
         """Return no runs of bytes to copy: elements come through memory."""
 
     def leave_out(self, what: str, why: str, nbytes: int) -> None:
@@ -169,23 +156,21 @@ class RankSource(Source):
         dtype: torch.dtype,
         boxes: Iterable[tuple[Box, tuple[int, ...], torch.Tensor]],
     ) -> None:
-        whole = self.tensors.setdefault(fqn, RankTensor(fqn, shape, dtype))
-        if (whole.shape, whole.dtype) != (shape, dtype):
-            other = f"another one {whole.dtype} of {whole.shape}"
+        whole = self._whole.setdefault(fqn, (shape, dtype))
+        if whole != (shape, dtype):
+            other = f"another one {whole[1]} of {whole[0]}"
             self.faults.append(Fault(fqn, f"{file} makes it {dtype} of {shape}, {other}"))
             return
         for box, at, view in boxes:
-            piece = BoxOfFile(box, file, at, view.detach())
+            piece = FilePiece(file, box.sizes, dtype, at, view.detach())
             first = self._pieces.setdefault((fqn, box), piece)
-            if first is piece:
-                whole.pieces.append(piece)
-            else:
+            if first is not piece:
                 self._copies.append((fqn, first, piece))
 
     def described(self) -> Iterator[object]:
         """Yield which boxes of which files its tensors are."""
         for (fqn, box), piece in self._pieces.items():
-            yield fqn, box, piece.file, piece.at
+            yield fqn, box, piece.fqn, piece.at
 
     @property
     def nbytes(self) -> int:
@@ -200,8 +185,19 @@ class RankSource(Source):
         Raises:
             PlacementError: The files do not make whole tensors, or contradict each other.
         """
-        self.faults += [fault for tensor in self.tensors.values() for fault in _holes(tensor)]
+        blocks: dict[str, list[Block]] = {fqn: [] for fqn in self._whole}
+        for (fqn, box), piece in self._pieces.items():
+            dims = tuple(range(len(box.sizes)))
+            blocks[fqn].append(Block(box, piece, piece.whole, dims))
+        way_out = ("way out:     the files of all ranks, of one save",)
+        for fqn, (shape, _) in self._whole.items():
+            found = box_faults(Box.whole(shape), [block.box for block in blocks[fqn]])
+            self.faults += [Fault(fqn, message, way_out) for _, message in found]
         raise_faults(f"{self.path} cannot be put together", self.faults)
+        self.tensors = {
+            fqn: AssembledTensor(fqn, *whole, tuple(blocks[fqn]))
+            for fqn, whole in self._whole.items()
+        }
         if not self.tensors:
             raise PlacementError(f"{self.path}: its files hold no tensor of a model")
         differing = [fault for copy in self._copies for fault in _differences(*copy)]
@@ -216,24 +212,7 @@ class RankSource(Source):
         return self
 
 
-def _within(shared: Box, outer: Box) -> tuple[slice, ...]:
-    spans = zip(shared.offsets, outer.offsets, shared.sizes, strict=True)
-    return tuple([slice(a - b, a - b + n) for a, b, n in spans])
-
-
-def _holes(tensor: RankTensor) -> list[Fault]:
-    """Return that the pieces of a tensor do not tile it."""
-    whole = Box.whole(tensor.shape)
-    boxes = as_array([piece.box for piece in tensor.pieces], len(tensor.shape))
-    if not prod(tensor.shape) or tile(whole, boxes):
-        return []
-    holes = uncovered(whole, boxes)
-    lacks = f"no file has {format_boxes(holes, tensor.shape)}"
-    headline = lacks if holes else "files hold parts that overlap"
-    return [Fault(tensor.fqn, headline, ("way out:     the files of all ranks, of one save",))]
-
-
-def _differences(fqn: str, kept: BoxOfFile, copy: BoxOfFile) -> list[Fault]:
+def _differences(fqn: str, kept: FilePiece, copy: FilePiece) -> list[Fault]:
     """Return that two files hold different contents of one box."""
     one, other = kept.data, copy.data
     if same_bits(one, other):
@@ -241,7 +220,7 @@ def _differences(fqn: str, kept: BoxOfFile, copy: BoxOfFile) -> list[Fault]:
     return [
         Fault(
             fqn,
-            f"{copy.file} and {kept.file} hold it, and differ in {int((one != other).sum())} of "
+            f"{copy.fqn} and {kept.fqn} hold it, and differ in {int((one != other).sum())} of "
             f"{one.numel()} elements",
             (
                 "likely:      an axis that cuts it (ep) is in no rule and no DTensor; or the files "
