@@ -103,7 +103,9 @@ def world_files(world: RehearsedWorld) -> Layout:
         # Nothing is recorded of keys that ranks declare in several ways.
         declared = {source.group.cuts for source in piece.sources}
         layout.cuts |= dict.fromkeys(piece.fqns, declared.pop() if len(declared) == 1 else ())
-        for headline in _cover_faults(piece.group.shape, owners):
+        whole = Box.whole(piece.group.shape)
+        for kind, message in box_faults(whole, owners) if owners and whole.numel else ():
+            headline = f"the ranks of this world do not make the whole: {kind}: {message}"
             faults += [Fault(fqn, headline) for fqn in piece.fqns]
     for fqn in world.checkpoint.tensors:
         if not owners_of.get(fqn):
@@ -116,13 +118,6 @@ def world_files(world: RehearsedWorld) -> Layout:
         layout.files.setdefault(0, [])
     layout.files = dict(sorted(layout.files.items()))
     return layout
-
-
-def _cover_faults(shape: tuple[int, ...], owners: Mapping[Box, int]) -> Iterator[str]:
-    """Yield what the ranks lack of tensors, or hold in boxes that overlap."""
-    if owners and prod(shape):
-        for kind, message in box_faults(Box.whole(shape), owners):
-            yield f"the ranks of this world do not make the whole: {kind}: {message}"
 
 
 class DcpOut:

@@ -29,6 +29,7 @@ from dcp_placements.errors import (
 )
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.assembly import AssembledTensor
+from dcp_placements.offline.box_reads import pieces
 from dcp_placements.offline.declared import Progress
 from dcp_placements.offline.output import AnyOutput
 
@@ -160,7 +161,9 @@ class Elements(AbstractContextManager["Elements"]):
             return
         runs = tensor.runs(self._reader, box)
         if runs is None:
-            for slab in tensor.slabs(self._reader, box, self._limit):
+            sources = [block.source.dtype.itemsize for block in tensor.blocks]
+            for piece in pieces(box, self._limit // max([*sources, tensor.dtype.itemsize])):
+                slab = tensor.read(self._reader, piece)
                 yield slab.reshape(-1).view(torch.uint8).numpy().data
             return
         for run in runs:

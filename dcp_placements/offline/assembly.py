@@ -7,7 +7,7 @@ written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -27,7 +27,7 @@ from dcp_placements.names.stacks_and_parts import (
     Target,
     renamed_boxes,
 )
-from dcp_placements.offline.box_reads import Run, is_run, pieces, position
+from dcp_placements.offline.box_reads import Run, is_run, position
 from dcp_placements.offline.checkpoint import SourceTensor
 from dcp_placements.offline.declared import Rename
 
@@ -92,13 +92,6 @@ class AssembledTensor(SourceTensor):
             spans = zip(shared.offsets, piece.offsets, shared.sizes, strict=True)
             into[tuple(slice(a - b, a - b + n) for a, b, n in spans)] = elements
         return torch.empty(piece.sizes, dtype=self.dtype, device="cpu") if into is None else into
-
-    def slabs(self, reader: Reader, box: Box, limit_nbytes: int) -> Iterator[torch.Tensor]:
-        """Yield the elements of a box in C order; reading takes three times that memory."""
-        wide = max((block.source.dtype.itemsize for block in self.blocks), default=1)
-        wide = max(wide, self.dtype.itemsize)
-        for piece in pieces(box, max(limit_nbytes // wide, 1)):
-            yield self.read(reader, piece)
 
     def runs(self, reader: Reader, box: Box) -> list[Run] | None:
         """Return the runs of file bytes that are the elements of a box, in C order.
