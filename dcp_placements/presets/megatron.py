@@ -14,7 +14,7 @@ import numpy as np
 from dcp_placements.errors import PlacementError
 from dcp_placements.names.renames import contiguous
 from dcp_placements.presets.preset import axis_sizes
-from dcp_placements.rules.mesh import Axis, Mesh, MeshCoordinate, format_mesh, mesh_axes
+from dcp_placements.rules.mesh import Mesh, MeshCoordinate, format_mesh
 
 DENSE = ("pp", "dp", "cp", "tp")
 EXPERT = ("pp", "edp", "ep", "etp")
@@ -101,7 +101,7 @@ def check_meshes(dense: Mesh, expert: Mesh | None, data_parallel: str) -> None:
     if expert is not None and (
         prod(dense.shape) != prod(expert.shape)
         or axis_sizes(dense, "pp") != axis_sizes(expert, "pp")
-        or position(dense, "pp") != position(expert, "pp")
+        or _seen(dense).get_local_rank("pp") != _seen(expert).get_local_rank("pp")
     ):
         raise PlacementError(
             f"the dense mesh {format_mesh(dense)} and the expert mesh {format_mesh(expert)} must "
@@ -128,33 +128,25 @@ def without_axis(mesh: Mesh, name: str) -> MeshCoordinate:
 
     Ranks that differ along it hold tensors with different names, so no rule concerns it.
     """
-    kept = [axis for axis in _axes(mesh) if axis.name != name]
-    return MeshCoordinate(
-        [str(axis.name) for axis in kept],
-        [axis.size for axis in kept],
-        [axis.position for axis in kept],
-    )
-
-
-def position(mesh: Mesh, name: str) -> int:
-    """Return this rank's position along one axis of ``mesh``."""
-    return next(axis.position for axis in _axes(mesh) if axis.name == name)
+    seen = _seen(mesh)
+    return seen[[axis for axis in seen.names if axis != name]]
 
 
 def expert_numbers(expert_mesh: Mesh, experts: int) -> range:
     """Return the numbers of this rank's experts; ``ep`` must divide ``experts``."""
     ep = axis_sizes(expert_mesh, "ep")["ep"]
-    return contiguous([experts // ep] * ep, at=position(expert_mesh, "ep"))
+    return contiguous([experts // ep] * ep, at=_seen(expert_mesh).get_local_rank("ep"))
 
 
-def _axes(mesh: Mesh) -> tuple[Axis, ...]:
-    axes = mesh_axes(mesh)
-    if axes is None:
+def _seen(mesh: Mesh) -> MeshCoordinate:
+    """Return a mesh as this rank sees it."""
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
         raise PlacementError(
             f"this rank is not in mesh {format_mesh(mesh)}: each rank makes its own preset, of "
             "meshes that it is in"
         )
-    return axes
+    return MeshCoordinate(mesh.mesh_dim_names or (), mesh.shape, coordinate)
 
 
 def _mesh(names: tuple[str, ...], sizes: tuple[int, ...], rank: int) -> MeshCoordinate:
