@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,8 @@ FEW = ("#2f6db3", "#d9771f", "#86b3e0", "#f4bd85", "#4f8a5b", "#a8cfa6", "#77629
 
 RAMP = ("#1f4e85", "#86b3e0", "#e9eef2", "#f4bd85", "#b35a0c")
 DARK, GREY, RED = "#222222", "#8a8f94", "#b3261e"
-WIDTH, MAX_HEIGHT = 8.0, 9.0
+
+MAX_HEIGHT = 9.0
 """In inches."""
 
 MAX_LABELS = 32
@@ -40,13 +42,8 @@ MAX_LABELS = 32
 MAX_FLAWS = 500
 
 _HOLE: Any = {"facecolor": "white", "edgecolor": GREY, "hatch": "////", "linewidth": 0.8}
-_DOUBLE: Any = {
-    "facecolor": "none",
-    "edgecolor": RED,
-    "hatch": "xx",
-    "linewidth": 1.4,
-    "zorder": 2.5,
-}
+_DOUBLE: Any = {"facecolor": "none", "edgecolor": RED, "hatch": "xx", "zorder": 2.5}
+_LABEL: Any = {"fontsize": 8, "color": DARK, "va": "center"}
 
 
 class WrittenBox(NamedTuple):
@@ -104,16 +101,14 @@ def bytes_figure(title: str, nbytes: Mapping[str, Mapping[str, int]]) -> Any:
     axes.barh(range(len(writers)), totals, 0.78, color=FEW[0])
     for at, writer in enumerate(writers if len(writers) <= MAX_LABELS else ()):
         several = f" in {len(nbytes[writer])} files" if len(nbytes[writer]) > 1 else ""
-        style: dict[str, Any] = {"va": "center", "fontsize": 8, "color": DARK}
-        axes.text(totals[at] + longest * 0.01, at, format_nbytes(totals[at]) + several, **style)
-    axes.axvline(mean, color=DARK, linewidth=0.9, linestyle=(0, (4, 3)))
+        label = format_nbytes(totals[at]) + several
+        axes.text(totals[at] + longest * 0.01, at, label, **_LABEL)
+    axes.axvline(mean, color=DARK, linewidth=0.9, linestyle="--")
     axes.set_xlim(0, longest * 1.2 or 1)
     axes.set_xticks([])
     axes.set_ylim(len(writers) - 0.4, -0.6)
     step = -(-len(writers) // MAX_LABELS) or 1
     axes.set_yticks(range(0, len(writers), step), [*map(format_name, writers[::step])])
-    axes.tick_params(length=0, labelsize=8)
-    axes.set_frame_on(False)
     return figure
 
 
@@ -129,13 +124,12 @@ def tensor_figure(fqn: str, shape: Sequence[int], dtype: str, pieces: Sequence[W
     one, other = np.array(overlaps(array, MAX_FLAWS), np.int64).reshape(-1, 2).T
     doubles = list(dict.fromkeys(as_boxes(intersect(array[one], array[other]))))
     # By dim, where boxes begin and end; an empty tensor is drawn as one of a single element.
-    edges = [sorted({0, max(size, 1)}) for size in shape]
-    for dim, of_dim in enumerate(edges):
-        starts, sizes = array[:, :, dim].T
-        edges[dim] = sorted({*of_dim, *starts.tolist(), *(starts + sizes).tolist()})
+    edges = [
+        sorted({0, max(size, 1), *starts, *map(add, starts, sizes)})
+        for size, starts, sizes in zip(shape, *array.T.swapaxes(0, 1).tolist(), strict=True)
+    ]
     ranked = sorted(range(len(shape)), key=lambda dim: -len(edges[dim]))
-    first = ranked[0] if ranked else 0
-    rest = sorted(ranked[1:], key=lambda dim: (-len(edges[dim]), abs(dim - first), -dim))
+    rest = sorted(ranked[1:], key=lambda dim: (-len(edges[dim]), abs(dim - ranked[0]), -dim))
     down, across = [None, None, *sorted([*ranked[:1], *rest[:1]])][-2:]
     hidden = [dim for dim in range(len(shape)) if dim not in (down, across)]
 
@@ -153,20 +147,19 @@ def tensor_figure(fqn: str, shape: Sequence[int], dtype: str, pieces: Sequence[W
         f"{format_count(len(pieces), 'chunk')} of {format_count(len(colors), 'writer')}",
         *[f"dim {dim}: the first part" for dim in hidden if len(edges[dim]) > 2],
     ]
-    steps = 0 if down is None else len(edges[down]) - 1
-    height = 1.0 if down is None else min(max(2.8, 0.135 * steps + 0.6), MAX_HEIGHT)
+    height = 1.0 if down is None else min(max(2.8, 0.135 * len(edges[down]) + 0.5), MAX_HEIGHT)
     figure, axes = _new_figure(1.2 + height, fqn, facts)
     from matplotlib.patches import Patch, Rectangle
 
     shown = [(piece, at) for piece in pieces if (at := rectangle(piece.box))]
     is_labelled = len(shown) <= MAX_LABELS
+    around: Any = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1.5}
     for piece, (x, y, wide, high) in shown:
         style: Any = {"facecolor": colors[piece.writer], "linewidth": 1.2 if is_labelled else 0.2}
         axes.add_patch(Rectangle((x, y), wide, high, edgecolor="white", **style))
         if is_labelled:
-            text: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "color": DARK}
-            text["bbox"] = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1.5}
-            axes.text(x + wide / 2, y + high / 2, format_name(piece.writer), **text)
+            label = format_name(piece.writer)
+            axes.text(x + wide / 2, y + high / 2, label, ha="center", bbox=around, **_LABEL)
     handles = []
     for flaws, style, what in (
         (holes, _HOLE, "hole: nobody stored it"),
@@ -184,13 +177,10 @@ def tensor_figure(fqn: str, shape: Sequence[int], dtype: str, pieces: Sequence[W
         figure.legend(handles=handles, fontsize=8, frameon=False, **place)
     axes.set_xlim(0, 1 if across is None else edges[across][-1])
     axes.set_ylim(1 if down is None else edges[down][-1], 0)
-    axes.set_frame_on(False)
-    axes.tick_params(length=2, width=0.6, labelsize=8, color=GREY)
     for axis, drawn in ((axes.xaxis, across), (axes.yaxis, down)):
         ticks = [] if drawn is None else edges[drawn]
         axis.set_ticks(ticks[:: -(-len(ticks) // 12) or 1])
-        if drawn is not None:
-            axis.set_label_text(f"dim {drawn} (of {shape[drawn]})", fontsize=9, color=DARK)
+        axis.set_label_text("" if drawn is None else f"dim {drawn} (of {shape[drawn]})")
     return figure
 
 
@@ -215,15 +205,14 @@ def _new_figure(height: float, title: str, facts: Sequence[str]) -> tuple[Any, A
         from matplotlib.figure import Figure
     except ImportError:
         raise CannotLook('pictures need matplotlib: pip install "dcp-placements[plot]"') from None
-    figure: Any = Figure(figsize=(WIDTH, height), dpi=150, layout="constrained")
-    title = format_name(title)
-    style: dict[str, Any] = {"x": 0.12 / WIDTH, "ha": "left", "va": "top", "color": DARK}
-    style["parse_math"] = False  # names may have two dollar signs
-    points = min(11.0, (WIDTH - 0.2) * 72 / (0.68 * max(len(title), 1)))
-    figure.text(y=1 - 0.1 / height, s=title, fontsize=points, fontweight="bold", **style)
-    figure.text(y=1 - 0.32 / height, s="    ".join(facts), fontsize=9, **style)
-    figure.get_layout_engine().set(rect=(0, 0, 1, 1 - 0.5 / height), w_pad=0.12, h_pad=0.1)
-    return figure, figure.subplots()
+    figure: Any = Figure(figsize=(8.0, height), dpi=150, layout="constrained")
+    style: Any = {"color": DARK, "parse_math": False}  # names may have two dollar signs
+    figure.suptitle(format_name(title), x=0.01, ha="left", size=10, weight="bold", **style)
+    axes = figure.subplots()
+    axes.set_title("    ".join(facts), loc="left", fontsize=9, **style)
+    axes.set_frame_on(False)
+    axes.tick_params(length=2, labelsize=8, color=GREY)
+    return figure, axes
 
 
 def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
