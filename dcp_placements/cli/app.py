@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
 from importlib.metadata import version
+from itertools import chain
 from typing import Annotated, Any
 
 import typer
@@ -32,26 +33,15 @@ DEBUG = "DCP_PLACEMENTS_DEBUG"
 MAX_MESSAGE = 500
 """Characters of an unexpected error's message."""
 
-PURPOSES: dict[str, dict[str, Callable[..., Shown]]] = {
-    "Examine a checkpoint": {
-        "inspect": commands.inspect_command,
-        "draw": commands.draw_command,
-        "megatron": commands.megatron_command,
-    },
-    "Check and compare": {
-        "verify": commands.verify_command,
-        "diff": commands.diff_command,
-        "rehearse": commands.rehearse_command,
-    },
-    "Repair": {
-        "doctor": commands.doctor_command,
-        "merge-metadata": commands.merge_metadata_command,
-    },
-    "Convert": {
-        "import": commands.import_command,
-        "export": commands.export_command,
-        "reshard": commands.reshard_command,
-    },
+PURPOSES: dict[str, tuple[Callable[..., Shown], ...]] = {
+    "Examine a checkpoint": (
+        *(commands.inspect_command, commands.draw_command, commands.megatron_command),
+    ),
+    "Check and compare": (
+        *(commands.verify_command, commands.diff_command, commands.rehearse_command),
+    ),
+    "Repair": (commands.doctor_command, commands.merge_metadata_command),
+    "Convert": (commands.import_command, commands.export_command, commands.reshard_command),
 }
 """The commands by purpose; each function returns what is printed, and the exit code."""
 
@@ -69,9 +59,13 @@ class CommandGroup(TyperGroup):
         """Write the lists of commands and presets."""
         for purpose, held in PURPOSES.items():
             with formatter.section(purpose):
-                formatter.write_dl([(name, _summary(c)) for name, c in held.items()])
+                formatter.write_dl([(_name(one), _summary(one)) for one in held])
         with formatter.section("Presets, for a trainer's rules and for --rename MODULE:FUNC"):
             formatter.write_dl(list(PRESETS.items()))
+
+
+def _name(command: Callable[..., Shown]) -> str:
+    return command.__name__.removesuffix("_command").replace("_", "-")
 
 
 def _summary(command: Callable[..., Shown]) -> str:
@@ -136,9 +130,8 @@ def _exiting(function: Callable[..., Shown]) -> Callable[..., None]:
     return command
 
 
-COMMANDS = {name: function for held in PURPOSES.values() for name, function in held.items()}
-for _name, _function in COMMANDS.items():
-    app.command(_name)(_exiting(_function))
+for _function in chain.from_iterable(PURPOSES.values()):
+    app.command(_name(_function))(_exiting(_function))
 
 
 def _print_version(is_asked: bool) -> None:

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, NamedTuple
 
 from dcp_placements.names.optimizer_state import OptimizerStates, possible_parameters
-from dcp_placements.offline.checkpoint import SourceTensor
-
-Tensor = TypeVar("Tensor", bound=SourceTensor)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelTensors(Generic[Tensor]):
+class ModelTensors(NamedTuple):
     """The tensors of a checkpoint, by what they are. Of ``{"model": {"w": w}, "optim": ...}``::
 
     ModelTensors("model", {"w": ...}, {"optim.state.w.exp_avg": ...})
     """
 
     prefix: str  # what the names of the model's tensors have in front; may be empty
-    model: dict[str, Tensor]  # by the model's own names; other prefixes are left out
-    states: dict[str, Tensor]  # optimizer state, by the checkpoint's keys
+    model: dict[str, Any]  # by the model's own names; other prefixes are left out
+    states: dict[str, Any]  # optimizer state, by the checkpoint's keys
 
 
 def model_tensors(
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Any],
     held: Mapping[str, Any],
     planner_data: Any,
     prefix: str | None = None,
-) -> ModelTensors[Tensor]:
+) -> ModelTensors:
     """Return the model's tensors, by the model's own names, and its optimizer state.
 
     Args:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp_placements.cli import app
+from dcp_placements.cli import commands
 from dcp_placements.cli.printing import progress
 from dcp_placements.testing.megatron import MegatronModel, MegatronRun, write_legacy
 from tests.cli.test_cli import COMMANDS
@@ -38,7 +38,7 @@ def test_every_command_has_a_bar_that_ends_at_all_of_it(
         save_hugging_face(Path("it"), wholes())
     else:
         save_sharded(Path("it"), collectives=command != "merge-metadata")
-    monkeypatch.setattr(sys.modules[app.COMMANDS[command].__module__], "progress", recorded)
+    monkeypatch.setattr(commands, "progress", recorded)
     assert run(command, *COMMANDS[command]).code == 0
     assert [label for label, _ in bars] == [command]
     steps = bars[-1][1]
