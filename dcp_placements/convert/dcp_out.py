@@ -34,7 +34,7 @@ from dcp_placements.storage.checked_load import zip_problem
 from dcp_placements.storage.index import index_of_places
 from dcp_placements.storage.metadata_file import write_metadata
 from dcp_placements.storage.provenance import RESERVED_KEY, identity, packed_record
-from dcp_placements.storage.records import Template
+from dcp_placements.storage.records import RecordTemplate
 from dcp_placements.storage.save_ids import named
 from dcp_placements.storage.torch_metadata import ChunkList, build_entries
 from dcp_placements.storage.written import StoredPlace
@@ -257,7 +257,7 @@ class _EmptyRecord:
 
 
 @lru_cache(maxsize=1 << 12)
-def _record_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Template | _EmptyRecord:
+def _record_of(dtype: torch.dtype, shape: tuple[int, ...]) -> RecordTemplate | _EmptyRecord:
     """Return the record of chunks of this form, without their elements.
 
     Raises:
@@ -266,6 +266,6 @@ def _record_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Template | _EmptyR
     if not prod(shape):
         return _EmptyRecord(dtype, shape)
     try:
-        return Template(dtype, shape)
+        return RecordTemplate(dtype, shape)
     except ValueError as error:
         raise PlacementError(f"torch {torch.__version__}: {error}") from error

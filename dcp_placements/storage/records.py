@@ -181,15 +181,15 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _template_of(dtype: torch.dtype, shape: torch.Size) -> Template | None:
+def _template_of(dtype: torch.dtype, shape: torch.Size) -> RecordTemplate | None:
     """Return the template of a dtype and shape; None where this torch writes in another way."""
     try:
-        return Template(dtype, shape)
+        return RecordTemplate(dtype, shape)
     except ValueError:
         return None
 
 
-class Template:
+class RecordTemplate:
     """Writes records of tensors of one dtype and shape. Of a ``(4, 3)`` tensor of float32::
 
         head          704 bytes: the pickle, and the header of the elements

@@ -181,7 +181,7 @@ class SafeUnpickler(pickle._Unpickler):
 
     def new(self, kind: Any, args: Any) -> Any:
         """Return an empty instance."""
-        if type(kind) is not Call or kind.fills is None or args:
+        if type(kind) is not Call or kind.fills is None or args != ():
             raise refusal(f"it makes an instance of {describe(kind)}")
         return object.__new__(kind.fills)
 

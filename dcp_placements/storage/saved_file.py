@@ -22,15 +22,13 @@ from dcp_placements.storage.record_reads import DAMAGED, IS_DAMAGED, Wanted
 from dcp_placements.storage.safe_pickle import Call, Made, check_unfolded, most_elements
 from dcp_placements.storage.tensor_record import (
     BEHIND,
+    SIZES_FOLLOW,
     StridedTensor,
     TensorRecord,
     TorchUnpickler,
     entry_start,
     strided_tensor,
 )
-
-_SIZES_FOLLOW = 8
-"""The flag of an entry of a zip file whose checksum stands behind its bytes."""
 
 _OTHER = (
     "likely:      the file is of another save; or the tensor has a class of its own (quantized, "
@@ -159,7 +157,7 @@ class SavedFile:
             raise fault_error(IS_DAMAGED, fqn, headline, *DAMAGED) from error
         nbytes, record = span * itemsize, TensorRecord(tensor.dtype, at.sizes, strides)
         if record.is_contiguous and nbytes == entry.file_size and self._has_crcs:
-            record = replace(record, has_crc=bool(entry.flag_bits & _SIZES_FOLLOW))
+            record = replace(record, has_crc=bool(entry.flag_bits & SIZES_FOLLOW))
         return start, nbytes + BEHIND * record.has_crc, record
 
     def mapped(self, tensor: StridedTensor, file: torch.UntypedStorage) -> torch.Tensor:

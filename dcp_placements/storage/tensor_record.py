@@ -34,7 +34,9 @@ _DESCRIPTOR_NBYTES = 16
 BEHIND = 8
 """Behind the elements stand ``DESCRIPTOR`` and their CRC-32, four bytes each."""
 
-_SIZES_FOLLOW = 8
+SIZES_FOLLOW = 8
+"""The flag of an entry of a zip file whose checksum stands behind its bytes."""
+
 _UTF_8 = 0x800
 
 
@@ -177,7 +179,7 @@ def _entries(head: bytes) -> Iterator[tuple[str, int, int | None]]:
             raise zipfile.BadZipFile("compressed or cut off")
         end: int | None = start + size
         position = start + size
-        if flags & _SIZES_FOLLOW:
+        if flags & SIZES_FOLLOW:
             end = head.find(DESCRIPTOR, start)
             # The four bytes may be contents; the size that follows them is then another one.
             while end >= 0 and head[end + 8 : end + 12] != struct.pack("<I", end - start):
