@@ -225,7 +225,7 @@ def megatron_layout(
         expected = _writers(found)
         present = {rank.directory for rank in ranks}
         mismatches += _set_mismatches(present, found)
-        coordinates = {name: at for name, at in sorted(expected.items()) if name in present}
+        coordinates = {name: at for name, at in expected.items() if name in present}
         mismatches += _rank_mismatches(ranks, found, coordinates)
     mismatches += _given_mismatches(given, found, axes)
     is_expert_loader = given["ep"] > 1 if "ep" in given else has_experts
@@ -525,31 +525,22 @@ def _rank_mismatches(
 ) -> Iterator[str]:
     """Yield files of ranks that do not write under these names, by the run's arguments.
 
-    Megatron's own converters write all files as one rank.
+    Ranks ascend in the order of the coordinates. Releases differ in the place of ep among the ranks
+    of context parallelism, so with that only stages are compared. Megatron's own converters write
+    all files as one rank.
     """
     stored = {rank.directory: getattr(rank.args, "rank", None) for rank in ranks}
     numbers = {name: number for name, number in stored.items() if isinstance(number, int)}
     if len(set(numbers.values())) < len(stored):
         return
-    for name, at in coordinates.items():
-        found = {"tp": numbers[name] % sizes.tp}
-        if (sizes.cp or 1) == 1:  # releases differ in the place of ep among these ranks
-            found["ep"] = numbers[name] // (sizes.etp or sizes.tp) % sizes.ep
-        wrong = [f"{axis.upper()} {n}" for axis, n in found.items() if n != getattr(at, axis)]
-        if wrong:
-            yield (
-                f"{name}/{WEIGHTS}: written by rank {numbers[name]}, which has "
-                f"{' and '.join(wrong)}: renamed, or copied over another file?"
-            )
-    # Whatever the order of the axes, of two ranks that differ in pp alone the first has the lower.
-    ordered = sorted(coordinates.items(), key=lambda one: one[1].pp)
-    for names in _by(((at.tp, at.ep), name) for name, at in ordered).values():
+    has_cp = (sizes.cp or 1) > 1
+    alike = _by(((at.tp, at.ep) if has_cp else None, name) for name, at in coordinates.items())
+    for names in alike.values():
         by_rank = sorted(names, key=lambda name: numbers[name])
-        moved = [name for name, other in zip(names, by_rank, strict=True) if name != other]
-        if moved:
+        if moved := [name for name, other in zip(names, by_rank, strict=True) if name != other]:
             yield (
                 f"{format_names(moved)}: written by ranks {[numbers[name] for name in moved]}, of "
-                "other pipeline stages: renamed, or copied over one another?"
+                "other coordinates: renamed, or copied over one another?"
             )
 
 
