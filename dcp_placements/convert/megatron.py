@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -97,12 +96,16 @@ def megatron_source(
     directory = Directory(folder)
     files = [f"{name}/{WEIGHTS}" for name in rank_directories(folder)]
     source = RankSource(directory, directory.versions(files))
-    layout = megatron_layout(folder, expert_parallel_size=expert_parallel_size)
+    layout = megatron_layout(
+        folder,
+        expert_parallel_size=expert_parallel_size,
+        expert_tensor_parallel_size=expert_tensor_parallel_size,
+    )
     if layout.layout == "ambiguous":
         raise PlacementError(f"{layout.path}: {layout.reason}")
     mismatches = [Fault("checkpoint", line) for line in layout.mismatches]
     raise_faults(f"{layout.path} cannot be imported as it is", mismatches)
-    model = _Model(_with_expert_cut(layout, expert_tensor_parallel_size), vocab_size)
+    model = _Model(layout, vocab_size)
     source.notes = (f"layout: {layout.reason}", *model.notes)
     nbytes = 0
     for file in layout.ranks:
@@ -118,21 +121,6 @@ def megatron_source(
         of = f"of which {source.nbytes} are accounted for"
         raise PlacementError(f"{layout.path}: {nbytes} bytes, {of}")
     return source.check()
-
-
-def _with_expert_cut(layout: MegatronLayout, etp: int | None) -> MegatronLayout:
-    """Return the layout with the given tensor-parallel size of the experts."""
-    known, tp = layout.sizes.etp, layout.sizes.tp
-    if etp is None or etp == known:
-        return layout
-    if known is not None or tp % etp:
-        raise PlacementError(
-            f"expert_tensor_parallel_size={etp} does not fit: "
-            + (f"the files say {known}" if known is not None else f"it must divide TP {tp}")
-        )
-    # ETP is innermost and divides TP, so it counts the same ranks anew.
-    coordinates = {n: at._replace(etp=at.tp % etp) for n, at in layout.coordinates.items()}
-    return replace(layout, sizes=replace(layout.sizes, etp=etp), coordinates=coordinates)
 
 
 def _add(source: RankSource, model: _Model, file: RankFile) -> None:

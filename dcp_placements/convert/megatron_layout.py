@@ -21,7 +21,7 @@ import os
 import re
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -178,6 +178,7 @@ def megatron_layout(
     expert_parallel_size: int | None = None,
     tensor_parallel_size: int | None = None,
     pipeline_parallel_size: int | None = None,
+    expert_tensor_parallel_size: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> MegatronLayout:
     """Return the layout of a Megatron checkpoint directory, checked against the sizes of a run.
@@ -191,6 +192,7 @@ def megatron_layout(
         expert_parallel_size: Of the run that is to load it.
         tensor_parallel_size: Likewise.
         pipeline_parallel_size: Likewise.
+        expert_tensor_parallel_size: Of the run that wrote it, if the files do not say it.
         progress: Called with the number of files read, and of all.
 
     Raises:
@@ -210,7 +212,8 @@ def megatron_layout(
     named = [rank for rank in ranks if len(rank.numbers) == count]
     stored, mismatches = _stored_sizes(ranks)
     axes, reason = _resolve_axes(named, stored, given)
-    found = stored or _named_sizes(named, axes)
+    found, etp = stored or _named_sizes(named, axes), expert_tensor_parallel_size
+    found = replace(found, etp=found.etp or etp)
     has_experts = "ep" in axes or found.ep > 1
     layout = "3D" if has_experts else "ambiguous" if None in axes else f"{count}D"
     if has_experts and count < 3:
@@ -228,6 +231,8 @@ def megatron_layout(
         coordinates = {name: at for name, at in expected.items() if name in present}
         mismatches += _rank_mismatches(ranks, found, coordinates)
     mismatches += _given_mismatches(given, found, axes)
+    if etp not in (None, found.etp):
+        mismatches.append(f"--expert-tensor-parallel-size {etp}, but on disk {found.etp}")
     is_expert_loader = given["ep"] > 1 if "ep" in given else has_experts
     return MegatronLayout(
         path=folder,
