@@ -28,8 +28,7 @@ from dcp_placements.layout.boxes import (
     numel,
     uncovered,
 )
-from dcp_placements.transfer.cutting import Named
-from dcp_placements.transfer.holding import Holders, Hosts, Part, Row
+from dcp_placements.transfer.holding import Holders, Hosts, Named, Part, RowAt
 
 ROWS = 1 << 20
 """Messages that are computed at a time, where all of a route are: some 100 bytes each."""
@@ -202,7 +201,7 @@ class Matcher:
         self._hosts = hosts
         self._turns = 0
         # A stack may have hundreds of rows, so they are looked up by their index.
-        self._by_common: dict[str, dict[Row, list[Part]]] = {}
+        self._by_common: dict[str, dict[RowAt, list[Part]]] = {}
         for part in chain.from_iterable(sources):
             rows = self._by_common.setdefault(part.target.fqn, {})
             rows.setdefault(part.row, []).append(part)

@@ -46,7 +46,7 @@ from dcp_placements.rules.placement import CheckpointPlacement
 from dcp_placements.storage.provenance import record_of
 from dcp_placements.table.table import Sent, holding_of, packed_ints
 from dcp_placements.table.world import Piece, World
-from dcp_placements.transfer.cutting import (
+from dcp_placements.transfer.holding import (
     FsdpAxes,
     Named,
     as_common,
