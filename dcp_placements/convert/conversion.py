@@ -42,11 +42,11 @@ from dcp_placements.offline.box_reads import pieces
 from dcp_placements.offline.checkpoint import (
     SAFETENSORS,
     TORCH_CHECKPOINTING,
+    TORCH_DIST,
     Checkpoint,
     SourceTensor,
 )
 from dcp_placements.offline.comparing import same_bits
-from dcp_placements.offline.dcp_files import TORCH_DIST
 from dcp_placements.offline.declared import Progress, Rename
 from dcp_placements.offline.directory import Directory
 from dcp_placements.offline.model_keys import model_tensors

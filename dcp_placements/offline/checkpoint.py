@@ -7,8 +7,10 @@ other modules of this folder see one kind of checkpoint.
 from __future__ import annotations
 
 import io
+import json
 import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
@@ -20,29 +22,40 @@ import torch
 from torch.distributed.checkpoint import Metadata
 
 from dcp_placements.engines.saved import METADATA_FILE, engine_items, read_engine
-from dcp_placements.errors import CannotLook, format_name, format_names
+from dcp_placements.errors import (
+    CannotLook,
+    PlacementError,
+    format_error,
+    format_name,
+    format_names,
+)
 from dcp_placements.layout.boxes import Boxes, Index, as_boxes
 from dcp_placements.layout.sharding import Box
-from dcp_placements.offline.dcp_files import (
-    TORCH_DIST,
-    is_torch_dist,
-    read_dcp,
-    read_rank_parts,
-    reading,
-)
 from dcp_placements.offline.directory import Directory, no_checkpoint
 from dcp_placements.offline.safetensors_files import read_safetensors_metadata
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.index import RowIndex, index_of
+from dcp_placements.storage.metadata_file import read_metadata
 from dcp_placements.storage.provenance import SaveRecord, record_of, stored
 from dcp_placements.storage.rank_files import merge_rank_metadata
-from dcp_placements.storage.save_ids import absent_ranks, id_places, id_records, writer_of
+from dcp_placements.storage.safe_pickle import RefusedGlobal
+from dcp_placements.storage.save_ids import (
+    absent_ranks,
+    id_places,
+    id_records,
+    rank_file_rank,
+    writer_of,
+)
 from dcp_placements.storage.saved_file import Records
 from dcp_placements.storage.written import Offset, StoredPlace
 
 DCP = "dcp"
 SAFETENSORS = "safetensors"
 TORCH_CHECKPOINTING = "torch_checkpointing"
+TORCH_DIST = "torch_dist"
+
+MOST_ROWS = 1 << 26
+"""Chunks of a checkpoint of unknown origin that are handled one by one."""
 
 
 class StoredRecord(NamedTuple):
@@ -414,3 +427,85 @@ class Checkpoint:
 def ranks_of(files: tuple[str, ...]) -> tuple[int, ...]:
     """Return the ranks that wrote files, sorted, by the files' names."""
     return tuple(sorted({rank for file in files if (rank := writer_of(file)) is not None}))
+
+
+def is_torch_dist(directory: Directory) -> bool:
+    """Whether Megatron's ``metadata.json`` beside ``.metadata`` names the backend torch_dist."""
+    try:
+        with directory.open("metadata.json") as stream:
+            content = json.loads(stream.read(1 << 20))
+    except (ValueError, OSError, RecursionError):
+        return False
+    return isinstance(content, dict) and content.get("sharded_backend") == TORCH_DIST
+
+
+def read_rank_parts(
+    directory: Directory, newer: set[str] | None = None
+) -> list[tuple[int, Metadata]]:
+    """Return the metadata of every rank of a save without collectives, by rank.
+
+    Raises:
+        CannotLook: As ``read_dcp``.
+    """
+    ranks = sorted((r, n) for n in directory.names() if (r := rank_file_rank(n)) is not None)
+    return [(rank, read_dcp(directory, name, newer)) for rank, name in ranks]
+
+
+def read_dcp(directory: Directory, name: str, newer: set[str] | None = None) -> Metadata:
+    """Return the metadata in a file, with entries and rows in columns; nothing is executed.
+
+    Args:
+        directory: Of the checkpoint.
+        name: Of the file.
+        newer: As of ``read_metadata``.
+
+    Raises:
+        CannotLook: It is refused, or cannot be read.
+    """
+    with reading(directory, name):
+        return read_metadata(directory.opener(name), restricted=True, newer=newer)
+
+
+@contextmanager
+def reading(directory: Directory, name: str) -> Iterator[None]:
+    """Turn every error of the block, which reads metadata, into one message."""
+    where = f"{directory.path}/{name}"
+    try:
+        yield
+    except RefusedGlobal as error:
+        raise CannotLook(
+            f"{where}: refused, {error}\n"
+            "    why:         a pickle calls what it names; nothing of it was executed\n"
+            "    way out:     a file of unknown origin should not be loaded by anything else either"
+        ) from error
+    except OSError as error:
+        raise CannotLook(f"{where}: cannot be read: {format_name(error)}") from error
+    except PlacementError as error:
+        # Its lines are those of this package, and nothing of the file's.
+        raise CannotLook(f"{where}: {error}") from error
+    except Exception as error:
+        # A broken or hostile pickle can raise anything.
+        raise CannotLook(
+            f"{where}: this is no metadata of DCP's that can be read\n"
+            f"    found:       {format_error(error)}\n"
+            "    likely:      the file was damaged or cut short"
+        ) from error
+
+
+def check_count(path: str, count: int) -> None:
+    """Refuse more chunks than can be handled one by one; an index may claim any number.
+
+    Args:
+        path: Of the checkpoint, for the message.
+        count: How many there are.
+
+    Raises:
+        CannotLook: There are more.
+    """
+    if count > MOST_ROWS:
+        raise CannotLook(
+            f"{path}: {count:,} chunks, and at most {MOST_ROWS:,} are handled one by one\n"
+            "    why:         each takes memory, or space on the disk, and a small index can claim "
+            "any number\n"
+            "    way out:     PlacementFileSystemReader loads a checkpoint of any size"
+        )

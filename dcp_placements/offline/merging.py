@@ -8,7 +8,7 @@ from contextlib import suppress
 from torch.distributed.checkpoint import Metadata
 
 from dcp_placements.errors import CannotLook, format_names
-from dcp_placements.offline.dcp_files import (
+from dcp_placements.offline.checkpoint import (
     check_count,
     is_torch_dist,
     read_dcp,

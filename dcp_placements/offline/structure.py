@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
@@ -28,8 +29,10 @@ from dcp_placements.offline.checkpoint import (
     ChunkBoxes,
     StoredRecord,
     StoredTensor,
+    check_count,
+    reading,
 )
-from dcp_placements.offline.dcp_files import check_count, misplaced_in_stock
+from dcp_placements.storage.metadata_file import read_stock_pickle
 from dcp_placements.storage.provenance import OWN_PREFIX
 from dcp_placements.storage.save_ids import ID_NBYTES, files_of_two_ranks, id_fault, id_in_name
 
@@ -85,8 +88,21 @@ def metadata_faults(checkpoint: Checkpoint) -> list[CheckpointFault]:
 
 
 def stock_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
-    """Yield a fault if torch's readers find chunks elsewhere than the index has them."""
-    fqns = misplaced_in_stock(checkpoint.directory, checkpoint.rows)
+    """Yield a fault if torch's readers find chunks elsewhere than the index has them.
+
+    Raises:
+        CannotLook: The pickle before the index is refused, or cannot be read.
+    """
+    directory, rows = checkpoint.directory, checkpoint.rows
+    if ".metadata" not in directory.names():
+        return
+    with reading(directory, ".metadata"):
+        stock = read_stock_pickle(directory.opener(".metadata"))
+    if stock is None:
+        return
+    torchs: Any = stock.storage_data
+    keys = {*rows.fqns, *torchs.fqns}
+    fqns = sorted(fqn for fqn in keys if {*rows.rows_of(fqn)} != {*torchs.rows_of(fqn)})
     if fqns:
         message = (
             "torch reads .metadata without its index, and looks for chunks in other places than "
