@@ -23,9 +23,8 @@ from dcp_placements.convert.dcp_out import (
     world_files,
 )
 from dcp_placements.convert.megatron import megatron_source
-from dcp_placements.convert.rank_files import rank_file_names, rank_files_source
 from dcp_placements.convert.safetensors_out import SafetensorsOut
-from dcp_placements.convert.sources import Source
+from dcp_placements.convert.sources import Source, rank_file_names, rank_files_source
 from dcp_placements.convert.writing import Converted, write_output
 from dcp_placements.engines.saved import METADATA_FILE
 from dcp_placements.errors import (

@@ -35,7 +35,7 @@ from dcp_placements.convert.megatron_layout import (
     megatron_layout,
     rank_directories,
 )
-from dcp_placements.convert.rank_files import RankSource
+from dcp_placements.convert.sources import RankSource
 from dcp_placements.convert.torch_files import nbytes_in
 from dcp_placements.errors import Fault, PlacementError, raise_faults
 from dcp_placements.names.renames import Renames, Renumber, contiguous

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import Shard
 
 from dcp_placements import CheckpointPlacement, MeshCoordinate, PlacementError, Placements
-from dcp_placements.convert.rank_files import rank_files_source
+from dcp_placements.convert.sources import rank_files_source
 from dcp_placements.offline import (
     CannotLook,
     import_checkpoint,
