@@ -45,8 +45,8 @@ from dcp_placements.offline.checkpoint import (
     Checkpoint,
     SourceTensor,
 )
-from dcp_placements.offline.comparing import same_bits
 from dcp_placements.offline.declared import Progress, Rename
+from dcp_placements.offline.difference import same_bits
 from dcp_placements.offline.directory import Directory
 from dcp_placements.offline.model_keys import model_tensors
 from dcp_placements.offline.output import output_at

@@ -47,8 +47,8 @@ from dcp_placements.names.flat import rename_keys
 from dcp_placements.offline.assembly import AssembledTensor, Block
 from dcp_placements.offline.box_reads import BoxReader
 from dcp_placements.offline.checkpoint import Checkpoint, SourceTensor, StoredRecord
-from dcp_placements.offline.comparing import same_bits
 from dcp_placements.offline.declared import Rename, format_mesh_axes
+from dcp_placements.offline.difference import same_bits
 from dcp_placements.offline.directory import Directory
 from dcp_placements.offline.structure import box_faults
 from dcp_placements.rules.patterns import Rules

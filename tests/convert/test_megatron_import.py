@@ -21,7 +21,7 @@ from dcp_placements import (
 )
 from dcp_placements.convert.torch_files import load_torch_file
 from dcp_placements.offline import CannotLook, import_checkpoint, open_source, verify
-from dcp_placements.offline.comparing import same_bits
+from dcp_placements.offline.difference import same_bits
 from dcp_placements.testing.megatron import (
     MegatronModel,
     MegatronRun,

@@ -19,7 +19,7 @@ from strategies import examples
 
 from dcp_placements import Renames, Replace, Unstack
 from dcp_placements.offline import CannotLook, diff, to_json, verify
-from dcp_placements.offline.comparing import Tally
+from dcp_placements.offline.difference import Tally
 from dcp_placements.testing import damage
 from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
 from tests.storage_scenes import Flipped, all_kinds
