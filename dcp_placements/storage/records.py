@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from io import BytesIO
+from itertools import groupby, islice
 from math import prod
 from typing import Any
 
@@ -94,30 +95,31 @@ def _batches(
     loaded: Iterable[tuple[torch.Tensor, WriteItem]],
 ) -> Iterator[tuple[list[torch.Tensor], list[WriteItem]]]:
     """Yield one tensor, or small ones of one dtype and shape, with their items."""
-    held: list[torch.Tensor] = []
-    items: list[WriteItem] = []
-    kind, most = None, 0
-    for tensor, item in loaded:
-        data: Any = item.tensor_data
-        dtype, shape = tensor.dtype, tensor.shape
-        if shape != data.chunk.sizes or dtype != data.properties.dtype:
-            raise PlacementError(
-                f"{item.index.fqn}, rank {global_rank()}: resolve_data() of the planner returned "
-                f"{dtype} of shape {tuple(shape)}, but the metadata will say "
-                f"{data.properties.dtype} of shape {tuple(data.chunk.sizes)}\n"
-                "    likely:      the planner is a subclass that casts while it saves\n"
-                "    way out:     cast before: dcp.save() with the tensors that are to be stored"
-            )
-        if (dtype, shape) != kind or len(held) >= most or not _is_plain(tensor):
-            if held:
-                yield held, items
-            held, items, kind = [], [], (dtype, shape)
-            is_small = _is_plain(tensor) and tensor.nbytes <= SMALL_NBYTES
-            most = BATCH_NBYTES // tensor.nbytes if is_small else 1
-        held.append(tensor)
-        items.append(item)
-    if held:
-        yield held, items
+    for (dtype, shape, is_plain), alike in groupby(loaded, _kind):
+        nbytes = shape.numel() * dtype.itemsize
+        most = BATCH_NBYTES // nbytes if is_plain and nbytes <= SMALL_NBYTES else 1
+        while batch := list(islice(alike, most)):
+            yield [tensor for tensor, _ in batch], [item for _, item in batch]
+
+
+def _kind(pair: tuple[torch.Tensor, WriteItem]) -> tuple[torch.dtype, torch.Size, bool]:
+    """Return what decides how a tensor is written.
+
+    Raises:
+        PlacementError: It is not what its item says.
+    """
+    tensor, item = pair
+    data: Any = item.tensor_data
+    dtype, shape = tensor.dtype, tensor.shape
+    if shape != data.chunk.sizes or dtype != data.properties.dtype:
+        raise PlacementError(
+            f"{item.index.fqn}, rank {global_rank()}: resolve_data() of the planner returned "
+            f"{dtype} of shape {tuple(shape)}, but the metadata will say "
+            f"{data.properties.dtype} of shape {tuple(data.chunk.sizes)}\n"
+            "    likely:      the planner is a subclass that casts while it saves\n"
+            "    way out:     cast before: dcp.save() with the tensors that are to be stored"
+        )
+    return dtype, shape, _is_plain(tensor)
 
 
 def _nbytes(item: WriteItem) -> int:
