@@ -11,7 +11,6 @@ import io
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import PurePath
 from typing import IO, Any
 
@@ -30,7 +29,7 @@ from dcp_placements.names.flat import Path
 from dcp_placements.save.coordinator import REFUSED
 from dcp_placements.storage.provenance import plain_of_rename
 from dcp_placements.storage.record_reads import ChunkReader, Wanted
-from dcp_placements.storage.saved_file import Records, SavedChunk, SavedFile, record_at
+from dcp_placements.storage.saved_file import SavedChunk, SavedFile
 from dcp_placements.table.digests import object_digest
 from dcp_placements.table.table import OBJECT
 
@@ -219,10 +218,9 @@ class PlacementResharder(Resharder):
         wanted: list[tuple[ReadItem, SavedChunk]],
     ) -> None:
         """Read what is wanted of one file."""
-        records: Records = {}
         tensors: list[Wanted] = []
         for item, chunk in wanted:
-            fqn, offset = item.storage_index.fqn, item.storage_index.offset
+            fqn = item.storage_index.fqn
             if chunk.dtype is None:
                 buffer = io.BytesIO()
                 torch.save(self._object(file, fqn, chunk), buffer)
@@ -230,13 +228,10 @@ class PlacementResharder(Resharder):
                 planner.load_bytes(item, buffer)
                 continue
             start, nbytes, record = file.record(fqn, chunk)
-            records[fqn, file.name, tuple(offset or ())] = record
-            tensors.append(Wanted(item, file.name, start, nbytes))
+            tensors.append(Wanted(item, file.name, start, nbytes, record=record))
         tensors.sort(key=lambda one: one.start)
-        located = partial(record_at, records)
-        stored, check_crc = metadata.state_dict_metadata, self._check_crc
-        reader = ChunkReader(planner, stored, located=located, check_crc=check_crc)
-        reader.read(file.file, tensors)
+        stored = metadata.state_dict_metadata
+        ChunkReader(planner, stored, check_crc=self._check_crc).read(file.file, tensors)
 
     def _object(self, file: SavedFile, fqn: str, chunk: SavedChunk) -> Any:
         """Return an object; elements of the file are read where it has tensors in it."""

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,6 @@ from dcp_placements.layout.sharding import Box
 from dcp_placements.load.reads import pieces_of
 from dcp_placements.offline.checkpoint import (
     SAFETENSORS,
-    TORCH_CHECKPOINTING,
     Checkpoint,
     StoredRecord,
     StoredTensor,
@@ -27,7 +25,6 @@ from dcp_placements.offline.checkpoint import (
 from dcp_placements.offline.directory import shows_damage
 from dcp_placements.storage.file_reads import CountedFile, Part, c_strides
 from dcp_placements.storage.record_reads import ChunkReader, Wanted
-from dcp_placements.storage.saved_file import record_at
 from dcp_placements.storage.tensor_record import BEHIND, TensorRecord, wrong_crc
 
 MAX_OPEN_FILES = 32
@@ -82,14 +79,9 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         self._target = _Target(torch.empty(0, device="cpu"))
         planner: Any = self._target
         stored = checkpoint.metadata.state_dict_metadata
-        located: Any = None
-        if checkpoint.format == SAFETENSORS:
-            located, check_crc = self._elements_alone, False
-        elif checkpoint.format == TORCH_CHECKPOINTING:
-            located = partial(record_at, checkpoint.records_in_files)
         # Torch's reader serves to undo the transforms of streams.
         undone = FileSystemReader(".").transforms.transform_load_stream
-        self._reader = ChunkReader(planner, stored, undone, located=located, check_crc=check_crc)
+        self._reader = ChunkReader(planner, stored, undone, check_crc=check_crc)
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -124,7 +116,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         for at, _, shared in pieces_of(box, tensor.cut.index):
             chunk = chunks[at]
             if chunk.file is not None:
-                wanted = _wanted(tensor.fqn, chunk, shared, box)
+                wanted = self._wanted(tensor, chunk, shared, box)
                 by_file.setdefault(chunk.file, []).append(wanted)
         for name, records in sorted(by_file.items()):
             records.sort(key=lambda one: one.start)
@@ -166,7 +158,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
             file = self._open(chunk.file, tensor.fqn)
             if chunk.start + chunk.nbytes > file.size:
                 raise _unread(tensor.fqn, chunk.file, "it ends too early")
-            wanted = _wanted(tensor.fqn, chunk, shared, box)
+            wanted = self._wanted(tensor, chunk, shared, box)
             try:
                 head = self._reader.tensor_record(wanted, Part(file, chunk.start, chunk.nbytes))
             except EOFError as error:  # it was cut off since it was opened
@@ -209,12 +201,23 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         if run.is_summed and (wrong := wrong_crc(checksum, behind)):
             raise _unread(run.fqn, run.file, f"its elements at byte {run.begin} {wrong}")
 
-    def _elements_alone(self, one: Wanted) -> TensorRecord:
-        """Return how a chunk of safetensors lies in its file, of which no record says it."""
-        index = one.item.storage_index
-        tensor = self._checkpoint.tensors[index.fqn]
-        box = next(box for box in tensor.boxes if box.offsets == index.offset)
-        return TensorRecord(tensor.dtype, box.sizes, c_strides(box.sizes))
+    def _wanted(self, tensor: StoredTensor, chunk: StoredRecord, shared: Box, box: Box) -> Wanted:
+        assert chunk.box is not None, "a tensor's"
+        assert chunk.file is not None
+        offsets, sizes = chunk.box
+        index = MetadataIndex(tensor.fqn, torch.Size(offsets))
+        item = ReadItem(
+            type=LoadItemType.TENSOR,
+            dest_index=index,
+            dest_offsets=_minus(shared, box),
+            storage_index=index,
+            storage_offsets=_minus(shared, chunk.box),
+            lengths=torch.Size(shared.sizes),
+        )
+        record = self._checkpoint.records_in_files.get((tensor.fqn, chunk.file, offsets))
+        if self._checkpoint.format == SAFETENSORS:
+            record = TensorRecord(tensor.dtype, sizes, c_strides(sizes))
+        return Wanted(item, chunk.file, chunk.start, chunk.nbytes, chunk.transforms, record)
 
     def _chunks(self, tensor: StoredTensor) -> tuple[StoredRecord, ...]:
         if self._last is None or self._last[0] is not tensor:
@@ -257,21 +260,6 @@ def is_run(sizes: Sequence[int], shape: Sequence[int]) -> bool:
 def position(offsets: Sequence[int], shape: Sequence[int]) -> int:
     """Return where the element at ``offsets`` stands in a tensor of ``shape`` in C order."""
     return sum(a * b for a, b in zip(offsets, c_strides(tuple(shape)), strict=True))
-
-
-def _wanted(fqn: str, chunk: StoredRecord, shared: Box, box: Box) -> Wanted:
-    assert chunk.box is not None, "a tensor's"
-    index = MetadataIndex(fqn, torch.Size(chunk.box.offsets))
-    item = ReadItem(
-        type=LoadItemType.TENSOR,
-        dest_index=index,
-        dest_offsets=_minus(shared, box),
-        storage_index=index,
-        storage_offsets=_minus(shared, chunk.box),
-        lengths=torch.Size(shared.sizes),
-    )
-    assert chunk.file is not None
-    return Wanted(item, chunk.file, chunk.start, chunk.nbytes, chunk.transforms)
 
 
 def _minus(box: Box, origin: Box) -> torch.Size:

@@ -100,6 +100,7 @@ class Wanted(NamedTuple):
     start: int
     nbytes: int
     transforms: Sequence[str] | None = None
+    record: TensorRecord | None = None  # where its elements are, unless its head says it
 
     @property
     def is_object(self) -> bool:
@@ -114,7 +115,6 @@ class ChunkReader:
         planner: Gives the tensors to fill.
         stored: The metadata of what is stored, by key.
         transformed: Undoes the transforms of a record's stream.
-        located: Returns where the elements of a record are, if the record itself does not say it.
         places: Of all chunks, for messages that name another copy.
         check_crc: Whether what is read whole is compared with its checksum.
         restricted: Whether objects that name more than plain values are refused.
@@ -130,7 +130,6 @@ class ChunkReader:
         stored: Mapping[str, Any],
         transformed: Transformed = lambda item, descriptors, stream: stream,
         *,
-        located: Callable[[Wanted], TensorRecord] | None = None,
         places: Mapping[MetadataIndex, StorageInfo] | None = None,
         check_crc: bool = False,
         restricted: bool = False,
@@ -140,7 +139,6 @@ class ChunkReader:
         self._planner = planner
         self._stored = stored
         self._transformed = transformed
-        self._located = located
         self._places = places or {}
         self._check_crc = check_crc
         self._restricted = restricted
@@ -189,8 +187,8 @@ class ChunkReader:
 
     def tensor_record(self, one: Wanted, part: Part) -> TensorRecord | None:
         """Return where the elements of a record are; None where it is not plain."""
-        if self._located is not None:
-            return self._located(one)
+        if one.record is not None:
+            return one.record
         if one.is_object or one.transforms:
             return None
         return self._heads.find(part)
@@ -225,11 +223,12 @@ class ChunkReader:
         tensor = self.tensor_record(some[0], Part(file, start, nbytes))
         if tensor is None or not tensor.nbytes or not tensor.is_contiguous:
             return False
-        if self._located is not None and any(self._located(one) != tensor for one in some):
-            return False
         begin = (0,) * len(tensor.shape)
-        parts = {(not one.transforms, one.item.lengths, one.item.storage_offsets) for one in some}
-        if parts != {(True, tensor.shape, begin)}:
+        parts = {
+            (one.record, not one.transforms, one.item.lengths, one.item.storage_offsets)
+            for one in some
+        }
+        if parts != {(some[0].record, True, tensor.shape, begin)}:
             return False
         held: Any = file.held(start, nbytes * len(some))
         rows = np.frombuffer(held, np.uint8).reshape(-1, nbytes)

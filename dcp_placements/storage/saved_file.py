@@ -18,7 +18,7 @@ from dcp_placements.errors import fault_error, format_error
 from dcp_placements.names.flat import Path, value_at
 from dcp_placements.storage.checked_load import BROKEN, load_plain, saved_pickle
 from dcp_placements.storage.file_reads import CountedFile, Part, c_strides, is_contiguous
-from dcp_placements.storage.record_reads import DAMAGED, IS_DAMAGED, Wanted
+from dcp_placements.storage.record_reads import DAMAGED, IS_DAMAGED
 from dcp_placements.storage.safe_pickle import Call, Made, check_unfolded, most_elements
 from dcp_placements.storage.tensor_record import (
     BEHIND,
@@ -69,12 +69,6 @@ class SavedChunk(NamedTuple):
 
 Records = dict[tuple[str, str, tuple[int, ...]], TensorRecord]
 """By key, file and offsets in the whole tensor: how a chunk lies there."""
-
-
-def record_at(records: Records, one: Wanted) -> TensorRecord:
-    """Return how a chunk that is wanted lies in its file."""
-    at = one.item.storage_index
-    return records[at.fqn, one.file, tuple(at.offset or ())]
 
 
 class SavedFile:

@@ -62,7 +62,7 @@ def test_slices_are_those_of_the_strided_tensor(
         )
         record = TensorRecord(torch.int16, shape, strides)
         planner: object = OneTarget(target)
-        reader = ChunkReader(planner, {}, located=lambda one, record=record: record)
+        wanted = Wanted(item, "file", 2 * first, 2 * (256 - first), record=record)
         with open(tmp_path / "file", "rb") as stream:
-            reader.read(CountedFile(stream), [Wanted(item, "file", 2 * first, 2 * (256 - first))])
+            ChunkReader(planner, {}).read(CountedFile(stream), [wanted])
         assert target.equal(expected), (shape, strides, offsets, lengths)
