@@ -31,7 +31,6 @@ from dcp_placements.convert.torch_files import (
     SavedDTensor,
     load_torch_file,
     nbytes_in,
-    rank_shard,
 )
 from dcp_placements.errors import (
     CannotLook,
@@ -53,6 +52,7 @@ from dcp_placements.offline.directory import Directory
 from dcp_placements.offline.structure import box_faults
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.storage.safe_pickle import Made
+from dcp_placements.storage.saved_dtensor import rank_shard
 from dcp_placements.transfer.world import MeshAxes, rules_at
 
 _BY_POSITION = (
@@ -357,9 +357,12 @@ def _tensors(
             yield from _tensors(inner, f"{name}.", rank, source)
         elif isinstance(inner, SavedDTensor):
             try:
-                yield name, rank_shard(inner, rank)
+                shard = rank_shard(inner.local, inner.made, rank)
             except CannotPlace as error:
                 source.faults.append(error.fault(name))
+                continue
+            if shard is not None:
+                yield name, shard
         elif isinstance(inner, torch.Tensor):
             yield name, inner
         elif isinstance(inner, Made) and inner.by.startswith(REBUILT):

@@ -2,25 +2,19 @@
 
 A training run saves more with its weights: arguments, enumerations, random states, DTensors. Of
 these what stands for them is kept, with its arguments and state (``Made``). Any other class than
-those of the training stack is refused. A DTensor becomes a ``RankShard`` by what it is made of
-(mesh, placements), so that no process group is needed, and the torch that wrote it may be another.
+those of the training stack is refused. The torch that wrote a DTensor may be another.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import Replicate, Shard
 
-from dcp_placements._torch import RANK, SPEC, StridedShard
-from dcp_placements.bind.rank_shard import RankShard
-from dcp_placements.errors import CannotLook, CannotPlace, PlacementError, format_names
-from dcp_placements.rules.mesh import MeshCoordinate
+from dcp_placements.errors import CannotLook, PlacementError, format_names
 from dcp_placements.storage.safe_pickle import Made
 from dcp_placements.storage.saved_file import SavedFile, saved_tensor
 from dcp_placements.storage.tensor_record import StridedTensor
@@ -55,8 +49,7 @@ class SavedDTensor(NamedTuple):
     """A DTensor as it is in a file; ``rank_shard`` reads it."""
 
     local: torch.Tensor
-    shape: torch.Size
-    spec: Made  # its mesh and placements
+    made: Made
 
 
 def load_torch_file(path: Path) -> Any:
@@ -71,10 +64,7 @@ def load_torch_file(path: Path) -> Any:
 
     def value(own: Any, tensor: StridedTensor, dtensor: Made | None) -> Any:
         local = file.mapped(tensor, mapping)
-        if dtensor is None:
-            return local
-        _, _, (_, _, shape, *_), dtensor.state = dtensor.args
-        return SavedDTensor(local, torch.Size(shape), dtensor.fields[SPEC])
+        return local if dtensor is None else SavedDTensor(local, dtensor)
 
     try:
         with open(path, "rb") as stream:
@@ -113,71 +103,6 @@ def _is_admitted(name: str) -> bool:
 
 def _first_line(error: BaseException | None) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def rank_shard(tensor: SavedDTensor, rank: int) -> RankShard:
-    """Return what a DTensor from ``load_torch_file`` says of itself.
-
-    Args:
-        tensor: The DTensor.
-        rank: That wrote the file; it places the rank on meshes that do not say it themselves.
-
-    Raises:
-        CannotPlace: It says something else than any torch's DTensors do, or is partial.
-    """
-    try:
-        spec = tensor.spec.fields
-        mesh = _mesh_of(spec["mesh"].fields, rank)
-        placements = tuple(map(_placement_of, spec["placements"]))
-        if len(placements) != len(mesh.shape):
-            raise ValueError("the number of its placements is another")
-    except CannotPlace:
-        raise
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise CannotPlace(
-            f"holds a DTensor of another form than torch writes: {_first_line(error)}",
-            "way out:     save it again as a plain tensor, with rules that place it",
-        ) from error
-    return RankShard(tensor.local, mesh, placements, tensor.shape)
-
-
-def _mesh_of(state: Mapping[str, Any], rank: int) -> MeshCoordinate:
-    """Return a mesh as its rank sees it; torch before 2.10 stores a tensor of the ranks."""
-    ranks, coordinate = state.get("mesh"), state.get("_coordinate_on_dim")
-    if isinstance(ranks, torch.Tensor):
-        sizes = tuple(ranks.shape)
-        found = (ranks == rank).nonzero().tolist()
-        if coordinate is None and len(found) == 1:
-            coordinate = found[0]
-    else:
-        axes = [axis.fields["shape"] for axis in state["_layout"].fields["axes"]]
-        sizes = tuple([prod(axis) for axis in axes])
-    names = state.get("_mesh_dim_names") or state.get("mesh_dim_names")
-    names = names or [f"dim_{dim}" for dim in range(len(sizes))]
-    if coordinate is None:
-        raise ValueError("its mesh does not say where its rank is")
-    if state.get(RANK) not in (None, rank):
-        raise CannotPlace(
-            f"was written by rank {state[RANK]}, in the file of rank {rank}",
-            "likely:      the file was renamed, or copied over another one",
-        )
-    return MeshCoordinate(tuple(names), sizes, tuple(coordinate))
-
-
-def _placement_of(placement: Made) -> Any:
-    """Return torch's placement for what stands for it."""
-    kind = placement.by.rpartition(".")[2]
-    if kind == "Shard":
-        return Shard(int(placement.fields["dim"]))
-    if kind == "Replicate":
-        return Replicate()
-    if kind == "_StridedShard":
-        fields = placement.fields
-        return StridedShard(int(fields["dim"]), split_factor=int(fields["split_factor"]))
-    raise CannotPlace(
-        f"is {kind} over an axis: each rank has a summand, and no part of it",
-        "way out:     reduce it before it is saved",
-    )
 
 
 def nbytes_in(value: Any) -> int:

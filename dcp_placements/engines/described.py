@@ -7,13 +7,21 @@ checkpoint begin with its own: ``{"model": {"experts.w": ...}}`` has ``model.exp
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
-from dcp_placements._torch import facts_of, flatten_state_dict, has_hooks, world_size
+from dcp_placements._torch import (
+    facts_of,
+    flatten_state_dict,
+    has_hooks,
+    is_dtensor_like,
+    world_size,
+)
 from dcp_placements.bind.own_chunks import LISTS, lists_its_chunks
 from dcp_placements.bind.rank_shard import RankShard
 from dcp_placements.bind.state_dict import is_tensor, place
@@ -23,11 +31,13 @@ from dcp_placements.names.flat import Path, rename_keys
 from dcp_placements.names.renames import Step, recorded
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.rules.patterns import Rules, compile_pattern
+from dcp_placements.storage.file_reads import c_strides
 from dcp_placements.storage.provenance import cut_of_plain, plain_of_cut
 from dcp_placements.storage.safe_pickle import DTYPES
 from dcp_placements.storage.saved_file import SavedChunk
 from dcp_placements.table.digests import (
     DIGEST_NBYTES,
+    full_digest,
     may_have_replicas,
     object_digest,
     sampled_digests,
@@ -104,10 +114,27 @@ class PartOfPath(NamedTuple):
             if not all(type(number) is int and number >= 0 for number in numbers):
                 raise ValueError(f"{values['fqn']} has a chunk at {numbers}")
             boxes.append(Box(tuple(offsets), tuple(sizes)))
+            _check_within(values["fqn"], local_shape, start, sizes, steps)
             lies = tuple(sizes), start, tuple(steps)
             chunks.append(SavedChunk(path, local_shape, dtype, *lies))
         of_boxes = tuple(boxes), tuple(chunks), tuple(digests)
         return PartOfPath(values["fqn"], group, values["rule"], *of_boxes)
+
+
+def _check_within(
+    fqn: str, shape: Sequence[int], start: int, sizes: Sequence[int], steps: Sequence[int]
+) -> None:
+    """Check that a chunk of a tensor of a shape is within it, and made of its dims.
+
+    Raises:
+        ValueError: It is not.
+    """
+    own = {step for size, step in zip(shape, c_strides(tuple(shape)), strict=True) if size > 1}
+    longer = [(size, step) for size, step in zip(sizes, steps, strict=True) if size > 1]
+    is_made = prod(shape) == 1 or all(step in own for _, step in longer)
+    last = start + sum((size - 1) * step for size, step in longer)
+    if prod(sizes) and not (is_made and last < prod(shape)):
+        raise ValueError(f"{fqn} has a chunk at {start} by {tuple(steps)} in {tuple(shape)}")
 
 
 @dataclass(eq=False)
@@ -175,6 +202,7 @@ def rank_parts(
     for fqn, one in placing.state_dict.items():
         placed = placing.placed.get(fqn)
         if fqn in placing.absent:
+            found.paths.setdefault(placing.mappings.get(fqn, (item_key, fqn))[1:], [])
             continue
         group, boxes = group_of(fqn, one if placed is None else placed)
         group = group._replace(layout=torch.strided, requires_grad=False)
@@ -193,8 +221,8 @@ def rank_parts(
         of_path: dict[Path, list[tuple[Box, SavedChunk, bytes]]] = {} if boxes else {path: []}
         for box, view in zip(boxes, of_twin, strict=True):
             digest = next(digests) if fqn in contents else None
-            if group.kind == OBJECT:
-                digest = object_digest(placing.state_dict[fqn]) if has_contents else None
+            if group.kind == OBJECT and has_contents:
+                digest = object_digest(placing.state_dict[fqn], partial(_in_object, fqn, found))
             key, start = twins.find(view)
             own = path if key is None else mappings[key][1:]
             lies = box.sizes, start, () if view is None else tuple(view.stride())
@@ -205,6 +233,16 @@ def rank_parts(
             rule = placing.placed[fqn].rule if fqn in placing.placed else None
             found.paths.setdefault(own, []).append(PartOfPath(fqn, group, rule, *columns))
     return found
+
+
+def _in_object(fqn: str, found: RankParts, tensor: torch.Tensor) -> bytes | None:
+    """Return the digest of a tensor in an object; a part of a tensor there is a fault."""
+    if not is_dtensor_like(tensor):
+        return full_digest(tensor)
+    headline = "is an object with a DTensor in it: a load would put this rank's part there, whole"
+    way_out = "way out:     a dict or a list in place of the tuple, or a key of its own"
+    found.faults.append(Fault(fqn, headline, (way_out,)))
+    return b""
 
 
 def is_optimizer(item: Any) -> bool:

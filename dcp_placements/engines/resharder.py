@@ -30,11 +30,10 @@ from dcp_placements.save.coordinator import REFUSED
 from dcp_placements.storage.provenance import plain_of_rename
 from dcp_placements.storage.record_reads import ChunkReader, Wanted
 from dcp_placements.storage.saved_file import SavedChunk, SavedFile
-from dcp_placements.table.digests import object_digest
 from dcp_placements.table.table import OBJECT
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PlacementMetadata(ShardingMetadata, type_name=OURS):  # type: ignore[call-arg]
     """What a path of an item is of the checkpoint, on one rank, as plain values.
 
@@ -70,6 +69,23 @@ class PlacementMetadata(ShardingMetadata, type_name=OURS):  # type: ignore[call-
     def equivalent_ranks(self) -> None:
         """None: each rank says what it has."""
         return None
+
+    def __eq__(self, other: object) -> bool:
+        """Whether another rank has the same.
+
+        Raises:
+            PlacementError: It is compared with what the engine's own resharder says: that would
+                find nothing to load, and say nothing.
+        """
+        if not isinstance(other, ShardingMetadata):
+            return NotImplemented
+        if not isinstance(other, PlacementMetadata):
+            raise PlacementError(
+                "the checkpoint was saved with Placements.resharder(), and is loaded with another "
+                f"resharder, which describes a tensor by {type(other).__name__}\n"
+                "    way out:     ItemSpec(resharder=placements.resharder()), also at the load"
+            )
+        return (self.values, self.refused) == (other.values, other.refused)
 
     def __hash__(self) -> int:
         return hash(repr(self.values))
@@ -140,25 +156,27 @@ class PlacementResharder(Resharder):
         return found
 
     def should_reshard(self, source_metadata: Any, target_metadata: Any) -> bool:
-        """Whether an item has tensors: then each load is planned, and proved.
+        """Whether metadata.pkl describes an item: then each load is planned, and proved.
 
         Raises:
-            PlacementError: The checkpoint has tensors of it, perhaps, and does not say which.
+            PlacementError: It does not, and the item has tensors; or objects, under ``restricted``.
         """
-        tensors = [one for one in (target_metadata or {}).values() if _has_tensors(one)]
-        if not tensors:
-            return False  # the engine reads it as it is
-        if source_metadata is None:
-            parts = tensors[0].values.get("parts", ({"fqn": "a tensor"},))
+        if source_metadata is not None:
+            return True
+        described = list((target_metadata or {}).values())
+        if described and (self._restricted or any(map(_has_tensors, described))):
+            parts = described[0].values.get("parts", ({"fqn": "a tensor"},))
             raise PlacementError(
-                f"metadata.pkl has nothing of the item of {parts[0]['fqn']}, so that no load of it "
-                "can be proved\n"
-                "    likely:      it was saved without a resharder; or by a manager with "
-                "synchronous saves (0.1.1), which writes metadata.pkl with its first save alone\n"
+                f"metadata.pkl has nothing of the item of {parts[0]['fqn']}, or is not there, so "
+                "that no load of it can be proved\n"
+                "    likely:      the key of the item is another one; or the directory is none of "
+                "torch_checkpointing (dcp.load reads one with .metadata); or it was saved without "
+                "a resharder, or by a manager with synchronous saves (0.1.1), which writes "
+                "metadata.pkl with its first save alone\n"
                 "    way out:     dcp-placements import --files with --rules and --mesh; or an "
                 "ItemSpec without a resharder, in the topology that saved it"
             )
-        return True
+        return False  # the engine reads it as it is
 
     def load(
         self,
@@ -186,7 +204,7 @@ class PlacementResharder(Resharder):
             stream: IO[bytes] = storage.stream_read(source_path / name, arguments)
             return stream
 
-        metadata, places, _ = saved_items(
+        metadata, places, _, described = saved_items(
             str(source_path),
             {item_key: source_metadata.to_dict()},
             open_file,
@@ -197,6 +215,8 @@ class PlacementResharder(Resharder):
         )
         planner.set_up_planner({item_key: target}, metadata, is_coordinator=True)
         (plan,) = planner.create_global_plan([planner.create_local_plan()])
+        for own in target_metadata.values():
+            own.to_dict()  # which refuses what no load of DCP does
         items = planner.finish_plan(plan).items
         by_file: dict[str, list[tuple[ReadItem, SavedChunk]]] = {}
         for item in items:
@@ -206,6 +226,8 @@ class PlacementResharder(Resharder):
             by_file.setdefault(name, []).append((item, chunk))
         for name, wanted in sorted(by_file.items()):
             with closing(opened(name, open_file)) as file:
+                if name in described:
+                    described[name].check(file)
                 self._read(planner, metadata, file, wanted)
         missing = planner.report.missing
         return [tuple(planner.mappings[fqn][1:]) for fqn in missing]
@@ -223,7 +245,7 @@ class PlacementResharder(Resharder):
             fqn = item.storage_index.fqn
             if chunk.dtype is None:
                 buffer = io.BytesIO()
-                torch.save(self._object(file, fqn, chunk), buffer)
+                torch.save(file.object(fqn, chunk.path, restricted=self._restricted), buffer)
                 buffer.seek(0)
                 planner.load_bytes(item, buffer)
                 continue
@@ -232,15 +254,6 @@ class PlacementResharder(Resharder):
         tensors.sort(key=lambda one: one.start)
         stored = metadata.state_dict_metadata
         ChunkReader(planner, stored, check_crc=self._check_crc).read(file.file, tensors)
-
-    def _object(self, file: SavedFile, fqn: str, chunk: SavedChunk) -> Any:
-        """Return an object; elements of the file are read where it has tensors in it."""
-        tensors: list[torch.Tensor] = []
-        value = file.object(fqn, chunk.path, device="meta", restricted=self._restricted)
-        object_digest(value, lambda tensor: tensors.append(tensor) or b"")  # type: ignore[func-returns-value]
-        if tensors:
-            value = file.object(fqn, chunk.path, device="cpu", restricted=self._restricted)
-        return value
 
 
 def _has_tensors(metadata: PlacementMetadata) -> bool:

@@ -18,19 +18,18 @@ from __future__ import annotations
 import json
 import pickle
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import closing
 from math import prod
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import Metadata
-from torch.distributed.tensor import Replicate, Shard
 
-from dcp_placements._torch import StridedShard, rehearsed
-from dcp_placements.bind.rank_shard import RankShard
+from dcp_placements._torch import rehearsed
 from dcp_placements.engines.described import PartOfPath, RankParts, rank_parts
 from dcp_placements.errors import (
+    CannotPlace,
     Fault,
     PlacementError,
     fault_error,
@@ -41,14 +40,14 @@ from dcp_placements.errors import (
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.flat import Path
 from dcp_placements.names.renames import Step
-from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.save.coordinator import Coordinator, LocalPlan, Statement
 from dcp_placements.save.refusals import copies_fault
 from dcp_placements.storage.file_reads import Part
 from dcp_placements.storage.index import index_of_places
 from dcp_placements.storage.metadata_file import with_columns
 from dcp_placements.storage.provenance import RESERVED_KEY, rename_of_plain
-from dcp_placements.storage.safe_pickle import SafeUnpickler
+from dcp_placements.storage.safe_pickle import Made, SafeUnpickler
+from dcp_placements.storage.saved_dtensor import check_rank, rank_shard
 from dcp_placements.storage.saved_file import Records, SavedChunk, SavedFile
 from dcp_placements.storage.tensor_record import StridedTensor
 from dcp_placements.storage.torch_metadata import build_entries
@@ -77,6 +76,14 @@ _NO_SOURCE = (
     "source=TransferWorld(axes, rules) of that world does (--rules and --mesh of import, export)"
 )
 
+_FLAT = "likely:      two keys are one text when they are joined by dots"
+
+_FIRST_SAVE = (
+    "likely:      it was made after the first save of its manager, which describes its items once; "
+    "or the file is of another save",
+    "way out:     a new manager when tensors are new; this one is read by import --files",
+)
+
 _TWO_ITEMS = (
     "likely:      the name of one item is the beginning of a key of the other",
     "way out:     read the items one by one; name them otherwise in the next save",
@@ -87,6 +94,58 @@ Open = Callable[[str], IO[bytes]]
 
 Places = dict[tuple[str, tuple[int, ...] | None], list[tuple[str, SavedChunk]]]
 """By key and offsets, which an object has not: the files of ranks that have it, and where there."""
+
+
+class Described(NamedTuple):
+    """What this package's metadata say of a rank's file.
+
+    Attributes:
+        item_key: Of its item.
+        rank: That wrote it.
+        paths: Of all that they describe, as text.
+    """
+
+    item_key: str
+    rank: int
+    paths: Container[tuple[str, ...]]
+
+    def check(self, file: SavedFile) -> None:
+        """Refuse the file if it has tensors that they do not describe, or DTensors of another rank.
+
+        Raises:
+            PlacementError: It has.
+        """
+        faults: list[Fault] = []
+
+        def value(own: Path, tensor: StridedTensor, dtensor: Made | None) -> None:
+            key = _key(self.item_key, own)
+            if tuple(map(str, own)) not in self.paths and 0 not in tensor.shape:
+                headline = f"is in {file.name}, and not in {METADATA_FILE}"
+                faults.append(Fault(key, headline, _FIRST_SAVE))
+            try:
+                if dtensor is not None:
+                    check_rank(dtensor, self.rank)
+            except CannotPlace as error:
+                faults.append(error.fault(key))
+
+        file.state(value)
+        raise_faults("the checkpoint is not what it says", faults)
+
+
+class SavedItems(NamedTuple):
+    """Items as a checkpoint.
+
+    Attributes:
+        metadata: Of DCP's, without places.
+        places: The places.
+        left_out: The keys that are left out.
+        described: By file, what this package's metadata say of it.
+    """
+
+    metadata: Metadata
+    places: Places
+    left_out: list[str]
+    described: dict[str, Described]
 
 
 class EngineUnpickler(SafeUnpickler):
@@ -104,8 +163,8 @@ def saved_items(
     rank: int | None = None,
     waive: Mapping[str, str] | None = None,
     strict: bool = True,
-) -> tuple[Metadata, Places, list[str]]:
-    """Return items as a checkpoint: metadata of DCP's without places, the places, what is left out.
+) -> SavedItems:
+    """Return items as a checkpoint.
 
     Args:
         path: Of the checkpoint, for messages.
@@ -123,6 +182,7 @@ def saved_items(
     """
     ranks: dict[int, dict[str, RankParts]] = {}
     files: dict[str, dict[int, str]] = {}
+    described: dict[str, Described] = {}
     note = ""
     try:
         for item_key, item in items.items():
@@ -130,6 +190,12 @@ def saved_items(
             own = {one: _file_of(path, item_key, one, layouts[one]) for one in sorted(layouts)}
             if _is_ours(path, item_key, item):
                 found = _described(item)
+                described |= {
+                    own[one]: Described(item_key, one, {tuple(map(str, at)) for at in parts.paths})
+                    for one, parts in found.items()
+                }
+                if rank is None:
+                    found = _compared(found, own, described, open_file)
             else:
                 found = _from_files(path, item_key, item, own, open_file, source)
                 note = _NO_SOURCE if source is None else ""
@@ -162,7 +228,7 @@ def saved_items(
                 for box, chunk in zip(part.boxes, part.chunks, strict=True):
                     offsets = None if part.group.kind == OBJECT else box.offsets
                     places.setdefault((part.fqn, offsets), []).append((file, chunk))
-    return metadata, places, list(left_out)
+    return SavedItems(metadata, places, list(left_out), described)
 
 
 def engine_items(stream: IO[bytes]) -> dict[str, dict[str, Any]]:
@@ -198,7 +264,7 @@ def read_engine(
     Raises:
         PlacementError: As ``saved_items``; or a file is damaged.
     """
-    metadata, places, left_out = saved_items(path, items, open_file, source=source)
+    metadata, places, left_out, _ = saved_items(path, items, open_file, source=source)
     # The level of an item, which an export leaves out of its names.
     metadata.planner_data |= {
         fqn: (item_key, fqn.removeprefix(f"{item_key}."))
@@ -283,6 +349,27 @@ def _described(item: Mapping[str, Any]) -> dict[int, RankParts]:
     return {rank: made[tuple(numbers)] for rank, numbers in said.items()}
 
 
+def _compared(
+    said: Mapping[int, RankParts],
+    files: Mapping[int, str],
+    described: Mapping[str, Described],
+    open_file: Open,
+) -> dict[int, RankParts]:
+    """Return what this package said, with digests of what is in the files.
+
+    The engine's metadata have those of the first save of a manager.
+    """
+    crcs: dict[tuple[int, Path], int | None] = {}
+    found: dict[int, RankParts] = {}
+    for rank, parts in said.items():
+        with closing(opened(files[rank], open_file, rank)) as file:
+            described[files[rank]].check(file)
+            crcs |= {(rank, own): file.crc(own) for own in parts.paths}
+        found[rank] = RankParts(dict(parts.paths), parts.renames)
+    _add_digests(found, crcs, files, open_file)
+    return found
+
+
 def _from_files(
     path: str,
     item_key: str,
@@ -296,23 +383,49 @@ def _from_files(
         headline = f"was saved by {len(files)} ranks, and source= is a world of {source.size}"
         way_out = f"way out:     the mesh that saved it; source= has {dict(source.axes)}"
         raise _refused(path, item_key, headline, way_out)
-    specs = {(own, rank): spec for own, _, spec, of in _groups(item) for rank in of}
     crcs: dict[tuple[int, Path], int | None] = {}
     found: dict[int, RankParts] = {}
     for rank, name in files.items():
         with closing(opened(name, open_file, rank)) as file, rehearsed(rank, len(files)):
-
-            def value(own: Path, tensor: StridedTensor, dtensor: Any, at: int = rank) -> Any:
-                local = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                return local if dtensor is None else _dtensor(local, specs[own, at], at)
-
+            state, outside, faults = _state_of(file, item_key, rank)
             rules, rename, _ = (None, None, None) if source is None else source.rules_at(rank)
-            parts = rank_parts(item_key, file.state(value), rules, rename, has_contents=False)
-            raise_faults(f"{path}: what rank {rank} saved cannot be placed", parts.faults)
+            try:
+                parts = rank_parts(item_key, state, rules, rename, has_contents=False)
+            except (ValueError, RecursionError) as error:
+                headline = f"the keys of rank {rank} cannot be flattened: {format_error(error)}"
+                raise _refused(path, name, headline, _FLAT) from error
+            raise_faults(f"{path}: what rank {rank} saved cannot be placed", faults or parts.faults)
+            for own in outside:
+                del parts.paths[own]
             crcs |= {(rank, own): file.crc(own) for own in parts.paths}
             found[rank] = parts
     _add_digests(found, crcs, files, open_file)
     return found
+
+
+def _state_of(file: SavedFile, item_key: str, rank: int) -> tuple[Any, list[Path], list[Fault]]:
+    """Return what a rank saved, with ``meta`` tensors; what is on meshes of others; faults."""
+    outside: list[Path] = []
+    faults: list[Fault] = []
+
+    def value(own: Path, tensor: StridedTensor, dtensor: Made | None) -> Any:
+        local = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        if dtensor is None:
+            return local
+        try:
+            shard = rank_shard(local, dtensor, rank)
+        except CannotPlace as error:
+            faults.append(error.fault(_key(item_key, own)))
+            return local
+        if shard is None:
+            outside.append(own)
+        return shard
+
+    return file.state(value), outside, faults
+
+
+def _key(item_key: str, path: Path) -> str:
+    return ".".join(map(str, (item_key, *path)))
 
 
 def _add_digests(
@@ -339,7 +452,7 @@ def _add_digests(
             if crc is None or None in sums:
                 unread.setdefault(rank, {})[chunk] = fqn
             else:
-                digests[rank, chunk] = crc.to_bytes(DIGEST_NBYTES, "little")
+                digests[rank, chunk] = (crc + 1).to_bytes(DIGEST_NBYTES, "little")  # 0 is none
     for rank, chunks in unread.items():
         with closing(opened(files[rank], open_file, rank)) as file:
             for chunk, fqn in chunks.items():
@@ -358,22 +471,6 @@ def _add_digests(
                 part._replace(digests=tuple([digests.get((rank, one), b"") for one in part.chunks]))
                 for part in of_path
             ]
-
-
-def _dtensor(local: torch.Tensor, spec: Mapping[str, Any], rank: int) -> RankShard:
-    """Return a DTensor of a rank, as the engine's metadata describe it."""
-    mesh, sizes = spec["mesh_spec"], tuple(spec["mesh_spec"]["mesh_shape"])
-    coordinate = torch.unravel_index(torch.tensor(mesh["mesh_data"].index(rank)), sizes)
-    names = mesh["mesh_dim_names"] or [f"dim_{dim}" for dim in range(len(sizes))]
-    at = MeshCoordinate(tuple(names), sizes, tuple(map(int, coordinate)))
-    placements = tuple(map(_placement, spec["placements"]))
-    return RankShard(local, at, placements, torch.Size(spec["global_shape"]))
-
-
-def _placement(plain: Mapping[str, Any]) -> Any:
-    if plain["type"] == "StridedShard":
-        return StridedShard(plain["dim"], split_factor=plain["split_factor"])
-    return Shard(plain["dim"]) if plain["type"] == "Shard" else Replicate()
 
 
 def opened(name: str, open_file: Open, rank: int | None = None) -> SavedFile:

@@ -112,7 +112,7 @@ _OPCODES = (
     *(pickle.LONG1, pickle.BINFLOAT, pickle.SHORT_BINBYTES, pickle.BINBYTES, pickle.BINBYTES8),
     *(pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.BINUNICODE8),
     *(pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE),
-    *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT),
+    *(pickle.EMPTY_LIST, pickle.EMPTY_DICT),
     *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.BINPERSID),
 )
 """Opcodes that are read as in all pickles: none allocates by a number, hashes or calls."""
@@ -207,6 +207,13 @@ class SafeUnpickler(pickle._Unpickler):
         held.update(zip(keys, items[1::2], strict=True))
         return held
 
+    def add_items(self, held: Any, items: Sequence[Any]) -> Any:
+        """Put values at the end of a list; return it."""
+        if type(held) is not list:
+            raise TypeError
+        held.extend(items)
+        return held
+
     def check_keys(self, keys: Iterable[Any]) -> None:
         """Refuse keys that take long to hash."""
         for key in keys:
@@ -244,6 +251,14 @@ class SafeUnpickler(pickle._Unpickler):
         state = self.stack.pop()
         self.stack[-1] = self.fill(self.stack[-1], state)
 
+    def _load_append(self) -> None:
+        value = self.stack.pop()
+        self.stack[-1] = self.add_items(self.stack[-1], [value])
+
+    def _load_appends(self) -> None:
+        items = self.pop_mark()
+        self.stack[-1] = self.add_items(self.stack[-1], items)
+
     def _load_setitem(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
         self.stack[-1] = self.set_items(self.stack[-1], (key, value))
@@ -259,6 +274,8 @@ class SafeUnpickler(pickle._Unpickler):
             pickle.REDUCE[0]: _load_reduce,
             pickle.NEWOBJ[0]: _load_newobj,
             pickle.BUILD[0]: _load_build,
+            pickle.APPEND[0]: _load_append,
+            pickle.APPENDS[0]: _load_appends,
             pickle.SETITEM[0]: _load_setitem,
             pickle.SETITEMS[0]: _load_setitems,
         }

@@ -23,6 +23,7 @@ from dcp_placements.storage.safe_pickle import Call, Made, check_unfolded, most_
 from dcp_placements.storage.tensor_record import (
     BEHIND,
     SIZES_FOLLOW,
+    Storage,
     StridedTensor,
     TensorRecord,
     TorchUnpickler,
@@ -92,7 +93,7 @@ class SavedFile:
         is_raw = isinstance(stream, io.FileIO)
         self.file = CountedFile(io.BufferedReader(stream) if is_raw else stream)
         self._part = Part(self.file, 0, self.file.size)
-        self._loaded: dict[str, Any] = {}
+        self._loaded: dict[bool, Any] = {}  # by whether it is restricted
         self._mapped: dict[str, torch.UntypedStorage] = {}
         try:
             data, self._entries = saved_pickle(self._part.stream())
@@ -167,27 +168,29 @@ class SavedFile:
         place = self._mapped[tensor.key], tensor.offset, tensor.shape, tensor.strides
         return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(*place)
 
-    def object(self, fqn: str, path: Path, *, device: str, restricted: bool) -> Any:
+    def object(self, fqn: str, path: Path, *, restricted: bool) -> Any:
         """Return the object at a path, as ``torch.load`` makes it.
+
+        No elements of tensors are read, unless an object of the file has some in it.
 
         Args:
             fqn: Of the object, for messages.
             path: Of the object.
-            device: Of tensors in it; with ``"meta"`` no elements of the file are read.
             restricted: Whether a pickle that names more than plain values is refused.
 
         Raises:
             PlacementError: ``torch.load`` refuses the file.
         """
         try:
-            if device not in self._loaded:
+            if restricted not in self._loaded:
                 stream: Any = self._part.stream()
-                self._loaded[device] = (
+                device = "cpu" if _has_storage(self.state(lambda *_: None)) else "meta"
+                self._loaded[restricted] = (
                     load_plain(stream, device)
                     if restricted
                     else torch.load(stream, map_location=device, weights_only=False)
                 )
-            return value_at(self._loaded[device], path)
+            return value_at(self._loaded[restricted], path)
         except Exception as error:  # of any type, by what is in the pickle
             headline = f"this object of {self.name} cannot be loaded: {format_error(error)}"
             raise fault_error("objects cannot be loaded", fqn, headline, *_OBJECTS) from error
@@ -209,6 +212,23 @@ class SavedFile:
             return value if tensor is None else as_value(path, tensor, dtensor)
 
         return made(self._tree, ())
+
+
+def _has_storage(value: Any) -> bool:
+    """Whether anything in what stands for values has elements in the file."""
+    todo, seen = [value], set()
+    while todo:
+        inner = todo.pop()
+        if isinstance(inner, Storage):
+            return True
+        if not isinstance(inner, dict | list | tuple | Made) or id(inner) in seen:
+            continue
+        seen.add(id(inner))
+        if isinstance(inner, Made):
+            todo += inner.args, inner.state
+        else:
+            todo += inner.values() if isinstance(inner, dict) else inner
+    return False
 
 
 _PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")

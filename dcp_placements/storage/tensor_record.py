@@ -262,6 +262,12 @@ class TorchUnpickler(SafeUnpickler):
             instance.state = state
         return instance
 
+    def add_items(self, held: Any, items: Sequence[Any]) -> Any:
+        if type(held) is Made and held.by == "collections.deque":  # which is no list
+            held.state = held.state, items
+            return held
+        return super().add_items([] if type(held) is Made else held, items)
+
     def set_items(self, held: Any, items: Sequence[Any]) -> Any:
         # A dict of a class of its own is not known before its first items.
         return super().set_items({} if type(held) is Made else held, items)

@@ -7,8 +7,9 @@ its ``ShardingMetadata`` say, and its files are ``torch.save``'s.
 from __future__ import annotations
 
 import pickle
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -279,7 +280,43 @@ def test_a_file_of_another_model_is_refused(saved: Path) -> None:
     with pytest.raises(PlacementError, match=r"model_1.pt has \(3, 6\) torch.float32 at 'w'"):
         whole(saved)
     torch.save({"v": torch.zeros(3, 6)}, saved / "model_1.pt")
+    with pytest.raises(PlacementError, match=r"model\.v: is in model_1\.pt, and not in metadata"):
+        whole(saved)
+    torch.save({"w": "text"}, saved / "model_1.pt")
     with pytest.raises(PlacementError, match=r"model_1\.pt has no plain tensor at 'w'"):
+        whole(saved)
+
+
+def test_tensors_that_the_metadata_of_a_manager_do_not_name_are_not_lost(saved: Path) -> None:
+    for rank, half in enumerate(HALVES):
+        torch.save({**half, "late": torch.ones(3)}, saved / f"model_{rank}.pt")
+    for look in (whole, offline.verify, offline.inspect):
+        with pytest.raises(PlacementError, match=r"model\.late: is in model_0\.pt, and not in"):
+            look(saved)
+
+
+def test_tools_compare_copies_by_what_is_in_the_files(tmp_path: Path) -> None:
+    save(tmp_path / "ckpt", [{"w": WHOLE.clone(), "b": WHOLE[0]}] * 2, undeclared)
+    assert offline.verify(tmp_path / "ckpt").sound
+    torch.save({"w": WHOLE + 1, "b": WHOLE[0]}, tmp_path / "ckpt" / "model_1.pt")
+    with pytest.raises(PlacementError, match=r"model\.w: 2 different contents on 2 ranks"):
+        offline.verify(tmp_path / "ckpt")
+
+
+@pytest.mark.parametrize(
+    ("start", "steps"),
+    [(0, (5, 1)), (0, (1, 6)), (0, (0, 0)), (0, (6,)), (1, (6, 1)), (999, (6, 1)), (0, (6, 6))],
+)
+def test_chunks_that_do_not_lie_in_their_tensor_are_refused(
+    saved: Path, start: int, steps: tuple[int, ...]
+) -> None:
+    stored = pickle.loads((saved / "metadata.pkl").read_bytes())
+    for groups in stored["metadata"]["model"]["nested_path_to_metadata"].values():
+        for group in groups:
+            (part,) = group["sharding_metadata"]["data"]["parts"]
+            part["chunks"] = tuple((*chunk[:2], start, steps) for chunk in part["chunks"])
+    (saved / "metadata.pkl").write_bytes(pickle.dumps(stored))
+    with pytest.raises(PlacementError, match=r"metadata\.pkl: its metadata are broken"):
         whole(saved)
 
 
@@ -375,6 +412,43 @@ def test_objects_that_name_more_than_plain_values_need_trust(tmp_path: Path) -> 
         load(tmp_path / "ckpt", found, Placements(None), restricted=True)
     load(tmp_path / "ckpt", found, Placements(None))
     assert found["where"] == Path("a")
+    with pytest.raises(PlacementError, match=r"model\.where: this object of model_0\.pt cannot be"):
+        load(tmp_path / "ckpt", {"where": Path("b")}, Placements(None), size=2, restricted=True)
+    with pytest.raises(PlacementError, match="no load of it can be proved"):
+        load(tmp_path / "ckpt", {"a": 1}, Placements(None), item="other", restricted=True)
+
+
+class Counted:
+    """Has a tensor that is asked for when the object is made, and refers to itself."""
+
+    def __init__(self) -> None:
+        self.me, self.counts, self.storage = self, torch.ones(3), torch.ones(2).untyped_storage()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.total = float(state["counts"].sum())
+
+
+class Listed(list[Any]):
+    """A list of a class of its own."""
+
+
+@pytest.mark.parametrize("engines", [False, True])
+def test_objects_of_all_kinds_are_restored(tmp_path: Path, engines: bool) -> None:
+    value = {
+        "w": WHOLE.clone(),
+        "counted": Counted(),
+        "last": deque([1, (2, deque([3]))], maxlen=7),
+        "plain": Listed([5, 6]),
+        "listed": Listed([WHOLE * 2]),
+    }
+    (save_theirs if engines else partial(save, declare=undeclared))(tmp_path / "ckpt", [value])
+    found = {**dict.fromkeys(value), "w": torch.zeros(4, 6), "listed": Listed([torch.zeros(4, 6)])}
+    load(tmp_path / "ckpt", found, Placements(None))
+    assert torch.equal(found["w"], WHOLE)
+    assert torch.equal(found["listed"][0], WHOLE * 2)
+    assert (found["last"], found["last"].maxlen, found["plain"]) == (value["last"], 7, [5, 6])
+    assert (found["counted"].total, found["counted"].storage.tolist()[:4]) == (3.0, [0, 0, 128, 63])
 
 
 def test_the_whole_model_is_compared_with_weights_and_not_with_an_optimizer(saved: Path) -> None:
@@ -544,7 +618,10 @@ def test_a_rank_without_tensors_has_objects_of_its_own(tmp_path: Path) -> None:
     load(tmp_path / "ckpt", found, Placements(None), rank=1, size=2)
     assert found["epoch"] == 2
     assert torch.equal(found["w"], WHOLE)
-    assert load(tmp_path / "ckpt", {"epoch": 0}, Placements(None)) == [()]
+    for rank, epoch in enumerate((1, 2, 1)):  # a new rank's are those of the lowest
+        lone = {"epoch": 0}
+        load(tmp_path / "ckpt", lone, Placements(None), rank=rank, size=3)
+        assert lone["epoch"] == epoch
     assert "objects stay in the files of ranks: model.epoch" in str(
         offline.inspect(tmp_path / "ckpt")
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from importlib import import_module
 from pathlib import Path
-from shutil import copytree
+from shutil import copy, copytree
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from dcp_placements import offline
+from dcp_placements import PlacementError, offline
 from tests.torchrun import forked, tail
 
 pytest.importorskip("torch_checkpointing")
@@ -37,7 +37,9 @@ REFUSED = {
     "load:other_rule:ep=4,fsdp=1:ours": "cuts it by 'ep' in another way than the save did",
     f"load:ours:{SAVED}:conflict": "model.router: 2 different contents on 2 ranks",
     f"load:ours:{SAVED}:no_rule": "model.experts.w1: 2 different contents on 2 ranks",
+    f"load:theirs:{SAVED}:ours": "was saved with Placements.resharder(), and is loaded with",
     f"save:bad_shape:{SAVED}": "rank 1 cannot be placed in the checkpoint",
+    f"save:in_tuple:{SAVED}": "model.pair: is an object with a DTensor in it",
 }
 
 Seen = dict[str, list[dict[str, Any]]]
@@ -144,3 +146,14 @@ def test_such_a_directory_is_inspected_and_verified(out: Path, tmp_path: Path) -
     file.write_bytes(data)
     (fault,) = offline.verify(tmp_path / "damaged", contents=True).faults
     assert (fault.kind, fault.files) == ("checksum", ("model_3.pt",))
+
+
+@pytest.mark.parametrize("kind", ["ours", "theirs"])
+@pytest.mark.usefixtures("seen")
+def test_the_file_of_another_rank_is_refused_by_what_its_dtensors_say(
+    out: Path, tmp_path: Path, kind: str
+) -> None:
+    copytree(out / kind, tmp_path / "swapped")
+    copy(tmp_path / "swapped" / "model_1.pt", tmp_path / "swapped" / "model_0.pt")
+    with pytest.raises(PlacementError, match="was written by rank 1, in the file of rank 0"):
+        offline.verify(tmp_path / "swapped")

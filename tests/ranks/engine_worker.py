@@ -209,6 +209,8 @@ def run(out: Path, act: str, kind: str, spec: str, checkpoint: str = "") -> dict
             local(state["router"]).add_(float(at["ep"]))
         if kind == "bad_shape" and dist.get_rank() == 1:
             state["vocabulary"] = torch.zeros(3, 2)
+        if kind == "in_tuple":
+            state["pair"] = (state["router"], "text")
         facts["refused"] = refusal(lambda: manager.save(path, items))
     else:
         started, before = time.perf_counter(), read_nbytes()

@@ -1,0 +1,102 @@
+"""A DTensor in a file of ``torch.save``: what its mesh and placements say, without a process group.
+
+Of rank 1 of two, with rows 2 and 3 of a ``(4, 6)`` tensor::
+
+    rank_shard(local, made, 1)
+    RankShard(local, MeshCoordinate(("fsdp",), (2,), (1,)), (Shard(0),), torch.Size((4, 6)))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+from dcp_placements._torch import RANK, SPEC, StridedShard
+from dcp_placements.bind.rank_shard import RankShard
+from dcp_placements.errors import CannotPlace, format_error
+from dcp_placements.rules.mesh import MeshCoordinate
+from dcp_placements.storage.safe_pickle import Made
+from dcp_placements.storage.tensor_record import strided_tensor
+
+
+def rank_shard(local: torch.Tensor, dtensor: Made, rank: int) -> RankShard | None:
+    """Return what a DTensor says of itself; None where its mesh does not have the rank.
+
+    Args:
+        local: Its local tensor.
+        dtensor: What stands for it, as of ``saved_tensor``.
+        rank: That wrote the file.
+
+    Raises:
+        CannotPlace: It is of another rank; or it says something else than any torch's DTensors do,
+            or is partial.
+    """
+    check_rank(dtensor, rank)
+    try:
+        _, _, (_, _, shape, *_), state = dtensor.args
+        dtensor.state = state
+        spec = dtensor.fields[SPEC].fields
+        mesh = _mesh_of(spec["mesh"].fields)
+        placements = tuple(map(_placement_of, spec["placements"]))
+        if mesh is not None and len(placements) != len(mesh.shape):
+            raise ValueError("the number of its placements is another")
+    except CannotPlace:
+        raise
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise CannotPlace(
+            f"holds a DTensor of another form than torch writes: {format_error(error)}",
+            "way out:     save it again as a plain tensor, with rules that place it",
+        ) from error
+    return None if mesh is None else RankShard(local, mesh, placements, torch.Size(shape))
+
+
+def check_rank(dtensor: Made, rank: int) -> None:
+    """Refuse a DTensor that says that another rank has it.
+
+    Raises:
+        CannotPlace: It does.
+    """
+    try:
+        dtensor.state = dtensor.args[3]
+        found = dtensor.fields[SPEC].fields["mesh"].fields.get(RANK)
+    except (AttributeError, KeyError, IndexError):
+        return  # of a form that no torch writes
+    if found not in (None, rank):
+        raise CannotPlace(
+            f"was written by rank {found}, in the file of rank {rank}",
+            "likely:      the file was renamed, or copied over another one",
+        )
+
+
+def _mesh_of(state: Mapping[str, Any]) -> MeshCoordinate | None:
+    """Return a mesh as its rank sees it; torch before 2.10 stores a tensor of the ranks."""
+    ranks = strided_tensor(state.get("mesh"))
+    if ranks is None:
+        axes = [axis.fields["shape"] for axis in state["_layout"].fields["axes"]]
+        sizes = tuple([prod(axis) for axis in axes])
+    else:
+        sizes = ranks.shape
+    names = state.get("_mesh_dim_names") or state.get("mesh_dim_names")
+    names = names or [f"dim_{dim}" for dim in range(len(sizes))]
+    coordinate = state["_coordinate_on_dim"]
+    return None if coordinate is None else MeshCoordinate(tuple(names), sizes, tuple(coordinate))
+
+
+def _placement_of(placement: Made) -> Any:
+    """Return torch's placement for what stands for it."""
+    kind = placement.by.rpartition(".")[2]
+    if kind == "Shard":
+        return Shard(int(placement.fields["dim"]))
+    if kind == "Replicate":
+        return Replicate()
+    if kind == "_StridedShard":
+        fields = placement.fields
+        return StridedShard(int(fields["dim"]), split_factor=int(fields["split_factor"]))
+    raise CannotPlace(
+        f"is {kind} over an axis: each rank has a summand, and no part of it",
+        "way out:     reduce it before it is saved",
+    )
