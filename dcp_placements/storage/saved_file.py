@@ -221,13 +221,13 @@ def _has_storage(value: Any) -> bool:
         inner = todo.pop()
         if isinstance(inner, Storage):
             return True
-        if not isinstance(inner, dict | list | tuple | Made) or id(inner) in seen:
-            continue
-        seen.add(id(inner))
-        if isinstance(inner, Made):
+        if isinstance(inner, dict):
+            todo += inner.values()
+        elif isinstance(inner, list | tuple):
+            todo += inner
+        elif isinstance(inner, Made) and inner not in seen:
+            seen.add(inner)
             todo += inner.args, inner.state
-        else:
-            todo += inner.values() if isinstance(inner, dict) else inner
     return False
 
 
