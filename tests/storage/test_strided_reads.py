@@ -29,23 +29,34 @@ class OneTarget:
         """Do nothing: the tensor is the target itself."""
 
 
+Case = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+OVERLAPPING: Case = (2, 2, 2), (3, 3, 1), (0, 0, 0), (2, 2, 2)
+"""As many elements as lie between the first and the last, in another order."""
+
+
+def drawn(draw: random.Random) -> Case:
+    """Return the shape and strides of a chunk, the offsets and lengths of a slice."""
+    shape = tuple(draw.randint(1, 4) for _ in range(draw.randint(1, 3)))
+    strides = tuple(draw.choice([0, 1, 2, 3, 4, 8, 12, 16]) for _ in shape)
+    offsets = tuple(draw.randrange(size) for size in shape)
+    pairs = zip(shape, offsets, strict=True)
+    return shape, strides, offsets, tuple(draw.randint(1, size - offset) for size, offset in pairs)
+
+
+@pytest.mark.parametrize("buffer_nbytes", [16, 1 << 20])
 @pytest.mark.parametrize("most_gap", [0, 1 << 12])
 def test_slices_are_those_of_the_strided_tensor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_gap: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_gap: int, buffer_nbytes: int
 ) -> None:
     """With overlaps, gaps and strides of 0; into targets of any layout."""
+    monkeypatch.setattr("dcp_placements.storage.record_reads.BUFFER_NBYTES", buffer_nbytes)
     monkeypatch.setattr(CountedFile, "gap", lambda self, nbytes: most_gap)
     elements = torch.randint(-(1 << 15), 1 << 15, (256,), dtype=torch.int16)
     (tmp_path / "file").write_bytes(elements.numpy().tobytes())
     draw = random.Random(most_gap)
-    for _ in range(300):
-        dims = draw.randint(1, 3)
-        shape = tuple(draw.randint(1, 4) for _ in range(dims))
-        strides = tuple(draw.choice([0, 1, 2, 3, 4, 8, 12, 16]) for _ in range(dims))
-        first = draw.randint(0, 100)
-        offsets = tuple(draw.randrange(size) for size in shape)
-        pairs = zip(shape, offsets, strict=True)
-        lengths = tuple(draw.randint(1, size - offset) for size, offset in pairs)
+    for shape, strides, offsets, lengths in [OVERLAPPING, *(drawn(draw) for _ in range(300))]:
+        dims, first = len(shape), draw.randint(0, 100)
         slices = tuple(slice(at, at + n) for at, n in zip(offsets, lengths, strict=True))
         expected = elements.as_strided(shape, strides, first)[slices]
         order = draw.sample(range(dims), dims)
