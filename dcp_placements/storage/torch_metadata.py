@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from operator import attrgetter
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -108,11 +108,7 @@ class ChunkList(Sequence[ChunkStorageMetadata]):
     def __len__(self) -> int:
         return len(self.array)
 
-    @overload
-    def __getitem__(self, index: int) -> ChunkStorageMetadata: ...
-    @overload
-    def __getitem__(self, index: slice) -> ChunkList: ...
-    def __getitem__(self, index: int | slice) -> ChunkStorageMetadata | ChunkList:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return ChunkList(self.array[index])
         offsets, sizes = self.array[index].tolist()

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from itertools import chain, islice
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -196,19 +196,9 @@ class WriteResults(Sequence[WriteResult]):
     def __len__(self) -> int:
         return len(self.places)
 
-    @overload
-    def __getitem__(self, index: int) -> WriteResult: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[WriteResult]: ...
-    def __getitem__(self, index: int | slice) -> WriteResult | list[WriteResult]:
-        if isinstance(index, slice):
-            return list(map(_result, self.places[index]))
-        return _result(self.places[index])
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
+    def __getitem__(self, index: Any) -> Any:
+        places = self.places[index]
+        return list(map(_result, places)) if isinstance(index, slice) else _result(places)
 
 
 def _arrived(template: bytes, packed: bytes) -> WriteResults:
