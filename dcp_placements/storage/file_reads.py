@@ -290,12 +290,9 @@ class Part(NamedTuple):
 
     def read(self, position: int, nbytes: int) -> bytes:
         """Return the bytes from ``position`` on, up to the end of the part."""
-        nbytes = max(min(nbytes, self.size - position), 0)
-        held = self.file.held(self.start + position, nbytes)
-        if held is None:
-            held = memoryview(bytearray(nbytes))
-            self.read_into(held, position)
-        return bytes(held)
+        data = bytearray(max(min(nbytes, self.size - position), 0))
+        self.read_into(memoryview(data), position)
+        return bytes(data)
 
     def stream(self) -> io.BufferedIOBase:
         """Return them as a stream."""
@@ -347,9 +344,6 @@ class RawPart(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-    def tell(self) -> int:
-        return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         # As in io.BytesIO, and not as in files: zipfile takes an OSError for one of the disk.
