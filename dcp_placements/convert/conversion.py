@@ -16,16 +16,17 @@ from typing import Any
 
 import torch
 
-from dcp_placements.convert.dcp_out import (
+from dcp_placements.convert.megatron import megatron_source
+from dcp_placements.convert.sources import Source, rank_file_names, rank_files_source
+from dcp_placements.convert.writing import (
     REFUSED,
+    Converted,
     DcpOut,
+    SafetensorsOut,
     whole_files,
     world_files,
+    write_output,
 )
-from dcp_placements.convert.megatron import megatron_source
-from dcp_placements.convert.safetensors_out import SafetensorsOut
-from dcp_placements.convert.sources import Source, rank_file_names, rank_files_source
-from dcp_placements.convert.writing import Converted, write_output
 from dcp_placements.engines.saved import METADATA_FILE
 from dcp_placements.errors import (
     CannotLook,

@@ -1,4 +1,4 @@
-"""What every conversion ends with: files written block by block, an output, a report.
+"""Files written block by block in a format, an output, a report: what every conversion ends with.
 
 The files of an output follow from its identity: a digest of the source's files, by their versions,
 and of all that is written. So an interrupted conversion of the same source by the same arguments
@@ -9,29 +9,61 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain
-from typing import IO, Any, ClassVar, Protocol
+from math import prod
+from typing import IO, Any, ClassVar
 
 import torch
+from torch.distributed.checkpoint import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorProperties
 
+from dcp_placements._torch import CURRENT_DCP_VERSION
 from dcp_placements.convert.sources import LeftOut, Source
 from dcp_placements.errors import (
     CannotLook,
+    Fault,
+    PlacementError,
     format_count,
     format_name,
     format_names,
     format_nbytes,
+    raise_faults,
 )
-from dcp_placements.layout.sharding import Box
+from dcp_placements.layout.boxes import as_boxes
+from dcp_placements.layout.sharding import Box, Cuts
+from dcp_placements.names.renames import Step
 from dcp_placements.offline.assembly import AssembledTensor
 from dcp_placements.offline.box_reads import pieces
+from dcp_placements.offline.checkpoint import StoredRecord
 from dcp_placements.offline.declared import Progress
 from dcp_placements.offline.output import AnyOutput
+from dcp_placements.offline.rehearsals.world import RehearsedWorld
+from dcp_placements.offline.safetensors_files import DTYPES, write_header
+from dcp_placements.offline.structure import box_faults
+from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.storage.checked_load import zip_problem
+from dcp_placements.storage.index import index_of_places
+from dcp_placements.storage.metadata_file import write_metadata
+from dcp_placements.storage.provenance import RESERVED_KEY, identity, packed_record
+from dcp_placements.storage.records import RecordTemplate
+from dcp_placements.storage.save_ids import named
+from dcp_placements.storage.torch_metadata import ChunkList, build_entries
+from dcp_placements.storage.written import StoredPlace
+from dcp_placements.table.world import cover_of
+
+REFUSED = "the checkpoint cannot be rewritten for this world"
+"""The opening line of refusals."""
+
+FILE_NBYTES = 4 << 30
+
+INDEX = "model.safetensors.index.json"
 
 LEAST_NBYTES = 1 << 20
 """The least size of a slab, whatever the memory."""
@@ -98,25 +130,6 @@ class Converted:
         return "\n".join(map(format_name, lines))
 
 
-class Writer(Protocol):
-    """Writes a format.
-
-    Attributes:
-        tensors: That are written, by key.
-        identity: Of the output: as ``identity_of`` returns it.
-        files: Bytes by file, in the order of writing.
-        last: The file that completes the output; its index if it is none of these.
-    """
-
-    tensors: dict[str, AssembledTensor]
-    identity: str
-    files: dict[str, int]
-    last: str
-
-    def write(self, name: str, stream: IO[bytes], elements: Elements) -> None:
-        """Write one of the files, or the last one."""
-
-
 class Elements(AbstractContextManager["Elements"]):
     """Gives the elements of boxes of tensors, in blocks; the next is read while one is written.
 
@@ -170,25 +183,42 @@ class Elements(AbstractContextManager["Elements"]):
             yield from self._reader.blocks(run)
 
 
-def identity_of(
-    source: Source, tensors: Mapping[str, AssembledTensor], described: Iterable[object]
-) -> str:
-    """Return a digest of the source's files, by their versions, and of all that is written.
+class Writer:
+    """Writes tensors in a format.
 
     Args:
         source: Of the tensors.
-        tensors: That are written.
+        tensors: That are written, by key.
         described: What decides the bytes of the files beside the tensors.
+
+    Attributes:
+        tensors: That are written, by key.
+        identity: Of the output: a digest of the source's files, by their versions, and of all that
+            is written.
+        files: Bytes by file, in the order of writing.
+        last: The file that completes the output; its index if it is none of these.
     """
-    digest = hashlib.sha256(json.dumps(sorted(source.versions.items())).encode())
-    blocks = (
-        (t.fqn, t.shape, t.dtype, [(b.box, b.source.fqn, b.at, b.dims) for b in t.blocks])
-        for t in tensors.values()
-    )
-    of_all = (source.path, torch.__version__)
-    for line in chain(of_all, source.described(), blocks, described):
-        digest.update(f"{line}\n".encode("utf-8", "surrogatepass"))
-    return digest.hexdigest()
+
+    files: dict[str, int]
+    last: str
+
+    def __init__(
+        self, source: Source, tensors: dict[str, AssembledTensor], described: Iterable[object]
+    ) -> None:
+        self.tensors = tensors
+        digest = hashlib.sha256(json.dumps(sorted(source.versions.items())).encode())
+        blocks = (
+            (t.fqn, t.shape, t.dtype, [(b.box, b.source.fqn, b.at, b.dims) for b in t.blocks])
+            for t in tensors.values()
+        )
+        of_all = (source.path, torch.__version__)
+        for line in chain(of_all, source.described(), blocks, described):
+            digest.update(f"{line}\n".encode("utf-8", "surrogatepass"))
+        self.identity = digest.hexdigest()
+
+    def write(self, name: str, stream: IO[bytes], elements: Elements) -> None:
+        """Write one of the files, or the last one."""
+        raise NotImplementedError
 
 
 def write_output(
@@ -257,3 +287,277 @@ def _room_for(output: AnyOutput, nbytes: int) -> Iterator[None]:
             f"    needed:      {format_nbytes(nbytes)} in all, and room for metadata\n"
             "    way out:     make room, and give the same command again, which goes on from here"
         ) from error
+
+
+class SafetensorsOut(Writer):
+    """Writes files of up to ``max_shard_size`` bytes; a larger tensor has a file to itself.
+
+    The last file is the index, if there are several.
+
+    Raises:
+        PlacementError: The format has no such dtype.
+    """
+
+    def __init__(
+        self, source: Source, tensors: dict[str, AssembledTensor], max_shard_size: int
+    ) -> None:
+        super().__init__(source, tensors, [max_shard_size])
+        unknown = [tensor for tensor in tensors.values() if tensor.dtype not in DTYPES.values()]
+        faults = [Fault(t.fqn, f"safetensors files have no dtype {t.dtype}") for t in unknown]
+        raise_faults("the checkpoint cannot be exported", faults)
+        shards: list[list[AssembledTensor]] = [[]]
+        filled = 0
+        for tensor in tensors.values():
+            if shards[-1] and filled + tensor.nbytes > max_shard_size:
+                shards.append([])
+                filled = 0
+            shards[-1].append(tensor)
+            filled += tensor.nbytes
+        count = len(shards)
+        names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+        names = names if count > 1 else ["model.safetensors"]
+        self._shards = dict(zip(names, shards, strict=True))
+        self.files = {name: sum(t.nbytes for t in held) for name, held in self._shards.items()}
+        self.last = INDEX if count > 1 else names[0]
+
+    def write(self, name: str, stream: IO[bytes], elements: Elements) -> None:
+        """Write one file of tensors, those with the largest elements first; or the index."""
+        if name == INDEX:
+            weights = {t.fqn: file for file, tensors in self._shards.items() for t in tensors}
+            index = {
+                "metadata": {"total_size": sum(self.files.values())},
+                "weight_map": dict(sorted(weights.items())),
+            }
+            stream.write((json.dumps(index, indent=2) + "\n").encode())
+            return
+        tensors = sorted(self._shards[name], key=lambda tensor: -tensor.dtype.itemsize)
+        entries = [(tensor.fqn, tensor.dtype, tensor.shape) for tensor in tensors]
+        stream.write(write_header(entries, {"format": "pt"}))
+        for tensor in tensors:
+            for block in elements.of(tensor, tensor.whole):
+                stream.write(block)
+
+
+@dataclass
+class Layout:
+    """Which file has which boxes. ``(4, 3)`` experts on two ep ranks are in two files::
+
+    Layout({0: [("experts.w", Box((0, 0), (2, 3)))], 1: [("experts.w", Box((2, 0), (2, 3)))]}, 2)
+
+    Attributes:
+        files: By rank, keys and boxes in file order. Objects are in the first file.
+        world_size: Of the world that the checkpoint is for.
+        cuts: How its ranks declare keys.
+        renames: In force there.
+    """
+
+    files: dict[int, list[tuple[str, Box]]] = field(default_factory=lambda: {0: []})
+    world_size: int = 1
+    cuts: dict[str, Cuts] = field(default_factory=dict)
+    renames: dict[Step, None] = field(default_factory=dict)
+
+
+def whole_files(tensors: Mapping[str, AssembledTensor]) -> Layout:
+    """Return whole tensors in files of up to ``FILE_NBYTES``, larger ones in several chunks."""
+    layout = Layout()
+    filled = 0
+    for fqn, tensor in tensors.items():
+        itemsize = tensor.dtype.itemsize
+        for box in pieces(tensor.whole, max(FILE_NBYTES // itemsize, 1)):
+            nbytes = box.numel * itemsize
+            if filled and filled + nbytes > FILE_NBYTES:
+                layout.files[len(layout.files)] = []
+                filled = 0
+            filled += nbytes
+            layout.files[len(layout.files) - 1].append((fqn, box))
+    return layout
+
+
+def world_files(world: RehearsedWorld) -> Layout:
+    """Return each box in the file of the lowest rank that holds it.
+
+    A rank whose boxes no other holds then reads one file; replicas read that of the lowest.
+
+    Raises:
+        PlacementError: A load in that world would be refused, or its ranks do not hold everything.
+    """
+    raise_faults(REFUSED, list(world.faults()))
+    owners_of: dict[str, dict[Box, int]] = {}
+    layout = Layout({}, world.size, renames=dict.fromkeys(world.renames))
+    faults: list[Fault] = []
+    for piece in world.table.pieces:
+        if piece.group.dtype is None:
+            continue
+        cover = cover_of(piece.ranks, piece.boxes)
+        lowest = cover.ranks[cover.order[cover.starts[:-1]]].tolist()
+        owners = dict(zip(as_boxes(cover.boxes), lowest, strict=True))
+        owners_of |= dict.fromkeys(piece.fqns, owners)
+        # Nothing is recorded of keys that ranks declare in several ways.
+        declared = {source.group.cuts for source in piece.sources}
+        layout.cuts |= dict.fromkeys(piece.fqns, declared.pop() if len(declared) == 1 else ())
+        whole = Box.whole(piece.group.shape)
+        for kind, message in box_faults(whole, owners) if owners and whole.numel else ():
+            headline = f"the ranks of this world do not make the whole: {kind}: {message}"
+            faults += [Fault(fqn, headline) for fqn in piece.fqns]
+    for fqn in world.checkpoint.tensors:
+        if not owners_of.get(fqn):
+            likely = "likely:      rename= of the rules leaves out its number"
+            faults.append(Fault(fqn, "no rank of this world has this key", (likely,)))
+        for box, rank in owners_of.get(fqn, {}).items():
+            layout.files.setdefault(rank, []).append((fqn, box))
+    raise_faults(REFUSED, faults)
+    if world.checkpoint.objects:
+        layout.files.setdefault(0, [])
+    layout.files = dict(sorted(layout.files.items()))
+    return layout
+
+
+class DcpOut(Writer):
+    """Writes one file for each rank of a layout.
+
+    Args:
+        source: Has the objects, which are copied record by record with their transforms, and the
+            facts that the new checkpoint keeps.
+        tensors: By key, in the order of the new checkpoint.
+        layout: Which file has which of their boxes.
+    """
+
+    last = ".metadata"
+
+    def __init__(self, source: Source, tensors: dict[str, AssembledTensor], layout: Layout) -> None:
+        self._source, self._layout = source, layout
+        declared = layout.world_size, sorted(layout.cuts.items()), list(layout.renames)
+        super().__init__(source, tensors, [declared, *layout.files.items()])
+        self._save_id = bytes.fromhex(self.identity)[:16]
+        self._boxes = {
+            f"{named(f'__{rank}_', self._save_id)}0.distcp": boxes
+            for rank, boxes in layout.files.items()
+        }
+        first = next(iter(self._boxes), "")
+        self._objects = {first: list(source.objects.values())}
+        self._places = [place for name in self._boxes for place in self._placed(name)]
+        self.files = dict.fromkeys(self._boxes, 0)
+        for place in self._places:
+            self.files[place.path] += place.length
+
+    def _placed(self, name: str) -> Iterator[StoredPlace]:
+        """Yield the place of every record of a file, in file order."""
+        start = 0
+        for held in self._objects.get(name, ()):
+            transforms = held.transforms or None
+            yield StoredPlace(held.fqn, None, name, start, held.nbytes, transforms)
+            start += held.nbytes
+        for fqn, box in self._boxes[name]:
+            length = _record_of(self.tensors[fqn].dtype, box.sizes).length
+            yield StoredPlace(fqn, torch.Size(box.offsets), name, start, length)
+            start += length
+
+    def write(self, name: str, stream: IO[bytes], elements: Elements) -> None:
+        """Write one data file, or ``.metadata``."""
+        if name == self.last:
+            self._write_metadata(stream)
+            return
+        for stored in self._objects.get(name, ()):
+            stream.write(self._object(stored))
+            elements.advance(stored.nbytes)
+        for fqn, box in self._boxes[name]:
+            tensor = self.tensors[fqn]
+            record = _record_of(tensor.dtype, box.sizes)
+            record.write_blocks(elements.of(tensor, box), stream.write)
+            elements.advance(record.length - box.numel * tensor.dtype.itemsize)
+
+    def _object(self, stored: StoredRecord) -> bytes:
+        """Return the record of an object, compared with its CRC-32 if nothing transformed it."""
+        assert stored.file is not None, "the source was checked"
+        with self._source.directory.open(stored.file) as file:
+            file.seek(stored.start)
+            record = file.read(stored.nbytes)
+        problem = None
+        if len(record) < stored.nbytes:
+            problem = f"{stored.file} ends {stored.nbytes - len(record)} bytes too early"
+        elif not stored.transforms:
+            problem, _ = zip_problem(io.BytesIO(record))
+        if problem is not None:
+            headline = f"its record in {stored.file} is not what was written: {problem}"
+            raise_faults("the checkpoint is damaged", [Fault(stored.fqn, headline)])
+        return record
+
+    def _write_metadata(self, stream: IO[bytes]) -> None:
+        with quiet_gc():
+            metadata = self._metadata()
+            entries = build_entries(metadata.state_dict_metadata)
+            metadata.storage_data = index_of_places(self._places, entries)
+            write_metadata(metadata, stream)
+
+    def _metadata(self) -> Metadata:
+        """Return the metadata of the new checkpoint, without places."""
+        checkpoint = self._source.checkpoint
+        old = {} if checkpoint is None else checkpoint.metadata.state_dict_metadata
+        boxes: dict[str, list[Box]] = {}
+        for of_file in self._boxes.values():
+            for fqn, box in of_file:
+                boxes.setdefault(fqn, []).append(box)
+        stored: dict[str, Any] = {fqn: BytesStorageMetadata() for fqn in self._source.objects}
+        for fqn, tensor in self.tensors.items():
+            held: Any = old.get(fqn)
+            kept = held.properties if isinstance(held, TensorStorageMetadata) else None
+            if kept is None or kept.dtype != tensor.dtype:
+                kept = TensorProperties(tensor.dtype)
+            chunks: Any = ChunkList(sorted(boxes[fqn]))
+            stored[fqn] = TensorStorageMetadata(kept, torch.Size(tensor.shape), chunks)
+        order = {fqn: at for at, fqn in enumerate(old)}
+        ordered = {f: stored[f] for f in sorted(stored, key=lambda f: order.get(f, len(order)))}
+        paths = None if checkpoint is None else checkpoint.metadata.planner_data
+        data: dict[Any, Any] = {fqn: (fqn,) for fqn in ordered}
+        if isinstance(paths, Mapping):
+            data |= {key: path for key, path in paths.items() if key in ordered}
+        data[RESERVED_KEY] = self._provenance(ordered)
+        metadata = Metadata(ordered, planner_data=data)
+        metadata.version = CURRENT_DCP_VERSION
+        return metadata
+
+    def _provenance(self, keys: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the record of this save."""
+        checkpoint, layout = self._source.checkpoint, self._layout
+        old = {} if checkpoint is None else checkpoint.provenance or {}
+        record = None if checkpoint is None else checkpoint.record
+        # Those of the source still describe the keys.
+        renames = ({} if record is None else dict.fromkeys(record.renames)) | layout.renames
+        numbers: dict[Cuts, int] = {(): 0}
+        group_of = {
+            fqn: numbers.setdefault(cuts, len(numbers)) for fqn, cuts in layout.cuts.items()
+        }
+        provenance = identity(self._save_id, world_size=layout.world_size, step=old.get("step"))
+        provenance |= packed_record(list(numbers), group_of, keys, renames)
+        if "save_id" in old:
+            provenance["resharded_from"] = old["save_id"]
+        return provenance
+
+
+class _EmptyRecord:
+    """The record of a chunk without elements."""
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        buffer = io.BytesIO()
+        torch.save(torch.empty(shape, dtype=dtype, device="cpu"), buffer)
+        self._record = buffer.getvalue()
+        self.length = len(self._record)
+
+    def write_blocks(self, slabs: Iterator[memoryview], write: Any) -> None:
+        """Write it."""
+        write(self._record)
+
+
+@lru_cache(maxsize=1 << 12)
+def _record_of(dtype: torch.dtype, shape: tuple[int, ...]) -> RecordTemplate | _EmptyRecord:
+    """Return the record of chunks of this form, without their elements.
+
+    Raises:
+        PlacementError: This torch writes another format.
+    """
+    if not prod(shape):
+        return _EmptyRecord(dtype, shape)
+    try:
+        return RecordTemplate(dtype, shape)
+    except ValueError as error:
+        raise PlacementError(f"torch {torch.__version__}: {error}") from error

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from dcp_placements.cli import main
-from dcp_placements.convert import conversion, dcp_out
+from dcp_placements.convert import conversion, writing
 from dcp_placements.offline import CannotLook, export_safetensors, import_checkpoint, reshard
 from dcp_placements.offline import output as outputs
 from tests.offline_scenes import Run, rules_by_ep, save_hugging_face, save_sharded, wholes
@@ -44,7 +44,7 @@ def write_sources() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(dcp_out, "FILE_NBYTES", 200)
+    monkeypatch.setattr(writing, "FILE_NBYTES", 200)
     monkeypatch.chdir(tmp_path)
     write_sources()
     return tmp_path
@@ -135,14 +135,14 @@ def test_stopped_at_any_moment_it_goes_on(name: str, folder: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from dcp_placements.convert import dcp_out
+from dcp_placements.convert import writing
 from tests.convert.test_interrupted import CONVERSIONS
 
 def kill(done, total):
     if done > total / 2:
         os.kill(os.getpid(), signal.SIGKILL)
 
-dcp_out.FILE_NBYTES = 200
+writing.FILE_NBYTES = 200
 for number, convert in enumerate(CONVERSIONS.values()):
     child = os.fork()
     if not child:
