@@ -52,7 +52,7 @@ from dcp_placements.offline.directory import Directory
 from dcp_placements.offline.model_keys import model_tensors
 from dcp_placements.offline.output import output_at
 from dcp_placements.offline.rehearsals.world import RehearsedWorld
-from dcp_placements.offline.structure import structural_faults
+from dcp_placements.offline.verification import structural_faults
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.patterns import unmatched_faults
 from dcp_placements.transfer.world import Fsdp, MeshAxes, TransferWorld, matcher

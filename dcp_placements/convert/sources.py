@@ -49,7 +49,7 @@ from dcp_placements.offline.checkpoint import Checkpoint, SourceTensor, StoredRe
 from dcp_placements.offline.declared import Rename, format_mesh_axes
 from dcp_placements.offline.difference import same_bits
 from dcp_placements.offline.directory import Directory
-from dcp_placements.offline.structure import box_faults
+from dcp_placements.offline.verification import box_faults
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.storage.safe_pickle import Made
 from dcp_placements.storage.saved_dtensor import rank_shard

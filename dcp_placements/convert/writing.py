@@ -46,7 +46,7 @@ from dcp_placements.offline.declared import Progress
 from dcp_placements.offline.output import AnyOutput
 from dcp_placements.offline.rehearsals.world import RehearsedWorld
 from dcp_placements.offline.safetensors_files import DTYPES, write_header
-from dcp_placements.offline.structure import box_faults
+from dcp_placements.offline.verification import box_faults
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.checked_load import zip_problem
 from dcp_placements.storage.index import index_of_places

@@ -33,8 +33,7 @@ from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredRec
 from dcp_placements.offline.declared import Progress, Rename, matching_keys
 from dcp_placements.offline.directory import shows_damage
 from dcp_placements.offline.model_keys import model_tensors
-from dcp_placements.offline.structure import box_faults
-from dcp_placements.offline.verification import MEMORY_NBYTES
+from dcp_placements.offline.verification import MEMORY_NBYTES, box_faults
 from dcp_placements.storage.checked_load import load_plain
 
 MAX_FAMILIES = 15

@@ -25,7 +25,7 @@ from dcp_placements import (
 )
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline import CannotLook, verify
-from dcp_placements.offline.structure import box_faults
+from dcp_placements.offline.verification import box_faults
 from dcp_placements.testing import damage
 from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
 from tests.storage_scenes import Flipped, all_kinds, data_file
@@ -344,8 +344,7 @@ def test_faults_of_boxes_against_counting_elements(data: st.DataObject) -> None:
 
 
 def test_the_readme_lists_every_kind() -> None:
-    sources = Path(dcp_placements.offline.__file__).parent
-    code = "".join((sources / name).read_text() for name in ("structure.py", "verification.py"))
+    code = (Path(dcp_placements.offline.__file__).parent / "verification.py").read_text()
     made = set(re.findall(r'(?:CheckpointFault\(|Finding\(|yield )\s*"(\w+)"', code)) - {"digest"}
     readme = (Path(__file__).parents[2] / "dcp_placements" / "cli" / "README.md").read_text()
     _, _, table = readme.partition("| kind | is |")
