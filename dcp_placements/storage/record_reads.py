@@ -145,8 +145,6 @@ class ChunkReader:
         self._lock = lock or nullcontext()
         self._heads = RecordHeads()
         self._span, self._elements = _Buffer(), _Buffer()
-        # The record that was decoded last, for items that want more of it.
-        self._decoded: tuple[tuple[str, int], Any] | None = None
 
     def read(self, file: CountedFile, wanted: Sequence[Wanted]) -> None:
         """Read what is wanted of a file.
@@ -183,7 +181,6 @@ class ChunkReader:
                 for one in some:
                     self._read_one(file, one)
         file.hold(memoryview(b""), 0)
-        self._decoded = None
 
     def tensor_record(self, one: Wanted, part: Part) -> TensorRecord | None:
         """Return where the elements of a record are; None where it is not plain."""
@@ -287,10 +284,7 @@ class ChunkReader:
         if tensor is not None and len(tensor.shape) == len(item.lengths):
             self._read_slice(one, tensor, part)
             return
-        if self._decoded is None or self._decoded[0] != (one.file, one.start):
-            self._decoded = None  # the one before takes no memory any more
-            self._decoded = (one.file, one.start), self._decode(one, part)
-        decoded = self._decoded[1]
+        decoded = self._decode(one, part)
         if one.is_object:
             data = io.BytesIO(decoded.getbuffer())
             value = _plain(item, data) if self._restricted else data
@@ -355,9 +349,8 @@ class ChunkReader:
         if targets[0].numel():
             is_summed, target = is_whole and self._is_summed(tensor), targets[0]
             if not tensor.is_contiguous:
-                dims = sorted(range(len(shape)), key=tensor.strides.__getitem__, reverse=True)
-                target, tensor = target.permute(dims), tensor.permuted(dims)
-                offsets = tuple([offsets[dim] for dim in dims])
+                tensor, dims = tensor.in_order()
+                target, offsets = target.permute(dims), tuple([offsets[dim] for dim in dims])
             checksum = self._fill(target, offsets, tensor, part, 0 if is_summed else None)
             if checksum is not None:
                 behind = part.read(tensor.start + tensor.nbytes, BEHIND)

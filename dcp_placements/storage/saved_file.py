@@ -151,7 +151,8 @@ class SavedFile:
             headline = f"{self.name}: {format_error(error)}"
             raise fault_error(IS_DAMAGED, fqn, headline, *DAMAGED) from error
         nbytes, record = span * itemsize, TensorRecord(tensor.dtype, at.sizes, strides)
-        if record.is_contiguous and nbytes == entry.file_size and self._has_crcs:
+        is_plain = record.in_order()[0].is_contiguous and nbytes == entry.file_size
+        if is_plain and self._has_crcs:
             record = replace(record, has_crc=bool(entry.flag_bits & SIZES_FOLLOW))
         return start, nbytes + BEHIND * record.has_crc, record
 

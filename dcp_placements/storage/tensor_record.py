@@ -4,7 +4,7 @@ The bytes can therefore be read in place, as many of them as are wanted: ``Recor
 they begin. It reads forwards from the first bytes of a record, because ``zipfile`` begins with the
 directory at the end, three more reads for a tensor of a few KB.
 
-Everything that is not plain (other strides, conjugated, transformed) goes to ``torch.load``.
+Everything that is not plain (with gaps, conjugated, transformed) goes to ``torch.load``.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class TensorRecord:
     """Where the elements of a saved tensor are.
 
     Attributes:
-        strides: In elements. Those of a record of DCP are in C order.
+        strides: In elements. A record of DCP has no gaps between its elements, in any order.
         start: Where they begin, in bytes from the record's first.
-        has_crc: Whether their checksum follows them, which those in C order alone have.
+        has_crc: Whether their checksum follows them; never where there are gaps.
     """
 
     dtype: torch.dtype
@@ -61,10 +61,11 @@ class TensorRecord:
         """Whether the elements are in C order, without gaps."""
         return is_contiguous(self.shape, self.strides)
 
-    def permuted(self, dims: Sequence[int]) -> TensorRecord:
-        """Return it with its dims in another order."""
+    def in_order(self) -> tuple[TensorRecord, list[int]]:
+        """Return it with the dim of the largest stride first, and its dims in this order."""
+        dims = sorted(range(len(self.shape)), key=self.strides.__getitem__, reverse=True)
         shape, strides = ([one[dim] for dim in dims] for one in (self.shape, self.strides))
-        return replace(self, shape=tuple(shape), strides=tuple(strides))
+        return replace(self, shape=tuple(shape), strides=tuple(strides)), dims
 
     @property
     def nbytes(self) -> int:
@@ -113,9 +114,11 @@ def parse_record(head: bytes, nbytes: int) -> TensorRecord | None:
         # torch.serialization.set_crc32_options(False) leaves the checksums of all entries 0.
         has_crc = head.startswith(DESCRIPTOR, end) and any(head[end + 4 : end + 8])
         tensor = strided_tensor(TorchUnpickler(head[start:end], None).load())
-        if tensor is None or tensor.offset or not is_contiguous(tensor.shape, tensor.strides):
+        if tensor is None or tensor.offset:
             return None
         dtype, key, _, shape, strides = tensor
+        if not TensorRecord(dtype, shape, strides).in_order()[0].is_contiguous:
+            return None
         for name, start, end in entries:
             if name == f"{prefix}/data/{key}":
                 stop = start + prod(shape) * dtype.itemsize

@@ -183,6 +183,22 @@ def test_at_a_url_columns_take_few_calls(memory: str, tmp_path: Path) -> None:
         assert reader.reads in calls
 
 
+@pytest.mark.parametrize("order", [(1, 0, 2), (2, 1, 0), (1, 2, 0)])
+def test_of_elements_in_another_order_the_wanted_ones_are_read(
+    tmp_path: Path, order: tuple[int, ...]
+) -> None:
+    """Torch's writer keeps the order of a transposed tensor, or of one in channels_last."""
+    stored = torch.arange(20.0 * 40 * 60).view(20, 40, 60)
+    whole = stored.permute(order)
+    dcp.save({"w": whole}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    offsets, lengths = [0, 0, 0], list(whole.shape)
+    offsets[order.index(0)], lengths[order.index(0)] = 7, 2
+    target = torch.zeros(lengths)
+    reader = read_slices(tmp_path, [("w", tuple(offsets), tuple(lengths))], [target])
+    assert torch.equal(target, stored[7:9].permute(order))
+    assert reader.bytes_read < target.nbytes + (4 << 10)
+
+
 def test_resharding_reads_hardly_more_than_is_needed(tmp_path: Path) -> None:
     world = World(4)
     whole = {f"w{n}": torch.randn(256, 2048) for n in range(2)}
