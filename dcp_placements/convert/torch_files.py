@@ -8,7 +8,6 @@ those of the training stack is refused. The torch that wrote a DTensor may be an
 from __future__ import annotations
 
 import pickle
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ import torch
 from dcp_placements.errors import CannotLook, PlacementError, format_names
 from dcp_placements.storage.safe_pickle import Made
 from dcp_placements.storage.saved_file import SavedFile, saved_tensor
-from dcp_placements.storage.tensor_record import StridedTensor
+from dcp_placements.storage.tensor_record import TensorRecord
 
 _INERT_MODULES = (
     *("megatron", "transformer_engine", "transformer_engine_torch", "modelopt", "numpy", "signal"),
@@ -62,7 +61,7 @@ def load_torch_file(path: Path) -> Any:
         UnreadableFile: It is missing, truncated, or of another format.
     """
 
-    def value(own: Any, tensor: StridedTensor, dtensor: Made | None) -> Any:
+    def value(own: Any, tensor: TensorRecord, dtensor: Made | None) -> Any:
         local = file.mapped(tensor, mapping)
         return local if dtensor is None else SavedDTensor(local, dtensor)
 
@@ -119,7 +118,7 @@ def nbytes_in(value: Any) -> int:
         elif isinstance(inner, list | tuple):
             todo += inner
         elif (tensor := saved_tensor(inner)[0]) is not None:
-            nbytes += prod(tensor.shape) * tensor.dtype.itemsize
+            nbytes += tensor.nbytes
         elif isinstance(inner, Made) and inner not in seen:
             seen.add(inner)
             todo += inner.args, inner.state

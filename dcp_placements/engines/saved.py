@@ -49,7 +49,7 @@ from dcp_placements.storage.provenance import RESERVED_KEY, rename_of_plain
 from dcp_placements.storage.safe_pickle import Made, SafeUnpickler
 from dcp_placements.storage.saved_dtensor import check_rank, rank_shard
 from dcp_placements.storage.saved_file import Records, SavedChunk, SavedFile
-from dcp_placements.storage.tensor_record import StridedTensor
+from dcp_placements.storage.tensor_record import TensorRecord
 from dcp_placements.storage.torch_metadata import build_entries
 from dcp_placements.storage.written import StoredPlace
 from dcp_placements.table.digests import (
@@ -117,7 +117,7 @@ class Described(NamedTuple):
         """
         faults: list[Fault] = []
 
-        def value(own: Path, tensor: StridedTensor, dtensor: Made | None) -> None:
+        def value(own: Path, tensor: TensorRecord, dtensor: Made | None) -> None:
             key = _key(self.item_key, own)
             if tuple(map(str, own)) not in self.paths and 0 not in tensor.shape:
                 headline = f"is in {file.name}, and not in {METADATA_FILE}"
@@ -408,7 +408,7 @@ def _state_of(file: SavedFile, item_key: str, rank: int) -> tuple[Any, list[Path
     outside: list[Path] = []
     faults: list[Fault] = []
 
-    def value(own: Path, tensor: StridedTensor, dtensor: Made | None) -> Any:
+    def value(own: Path, tensor: TensorRecord, dtensor: Made | None) -> Any:
         local = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         if dtensor is None:
             return local

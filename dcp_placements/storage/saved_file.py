@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from math import prod
 from typing import IO, Any, NamedTuple
 
 import torch
@@ -17,14 +16,13 @@ import torch
 from dcp_placements.errors import fault_error, format_error
 from dcp_placements.names.flat import Path, value_at
 from dcp_placements.storage.checked_load import BROKEN, load_plain, saved_pickle
-from dcp_placements.storage.file_reads import CountedFile, Part, c_strides, is_contiguous
+from dcp_placements.storage.file_reads import CountedFile, Part, c_strides
 from dcp_placements.storage.record_reads import DAMAGED, IS_DAMAGED
 from dcp_placements.storage.safe_pickle import Call, Made, check_unfolded, most_elements
 from dcp_placements.storage.tensor_record import (
     BEHIND,
     SIZES_FOLLOW,
     Storage,
-    StridedTensor,
     TensorRecord,
     TorchUnpickler,
     entry_start,
@@ -108,7 +106,7 @@ class SavedFile:
         """Close the file."""
         self._stream.close()
 
-    def tensor(self, path: Path) -> StridedTensor | None:
+    def tensor(self, path: Path) -> TensorRecord | None:
         """Return the tensor at a path; None of anything else."""
         try:
             return saved_tensor(value_at(self._tree, path))[0]
@@ -118,11 +116,10 @@ class SavedFile:
     def crc(self, path: Path) -> int | None:
         """Return the CRC-32 of a tensor's elements in C order; None where it is of others."""
         tensor = self.tensor(path)
-        is_plain = tensor is not None and is_contiguous(tensor.shape, tensor.strides)
-        if tensor is None or not is_plain or not self._has_crcs:
+        if tensor is None or not tensor.is_contiguous or not self._has_crcs:
             return None
-        nbytes, entry = prod(tensor.shape) * tensor.dtype.itemsize, self._entries.get(tensor.key)
-        return entry.CRC if entry is not None and entry.file_size == nbytes else None
+        entry = self._entries.get(tensor.storage)
+        return entry.CRC if entry is not None and entry.file_size == tensor.nbytes else None
 
     def record(self, fqn: str, at: SavedChunk) -> tuple[int, int, TensorRecord]:
         """Return where a chunk is: its first byte, its bytes, and how it lies in them.
@@ -139,34 +136,32 @@ class SavedFile:
             where = f"{self.name} has {there} at {'.'.join(map(str, at.path))!r}"
             headline = f"{where}, where {at.shape} {at.dtype} was saved"
             raise fault_error("the checkpoint is not what it says", fqn, headline, *_OTHER)
-        offset, strides = _in_storage(tensor, at)
-        steps = zip(at.sizes, strides, strict=True)
-        span = 1 + sum((size - 1) * stride for size, stride in steps)
-        entry, itemsize = self._entries.get(tensor.key), tensor.dtype.itemsize
-        if entry is None or (offset + span) * itemsize > entry.file_size:
+        chunk = _chunk_of(tensor, at)
+        entry, nbytes = self._entries.get(chunk.storage), chunk.span_nbytes
+        if entry is None or chunk.start + nbytes > entry.file_size:
             raise fault_error(IS_DAMAGED, fqn, f"{self.name} ends before its elements do", *DAMAGED)
         try:
-            start = entry_start(self._part.read_into, entry) + offset * itemsize
+            start = entry_start(self._part.read_into, entry) + chunk.start
         except BROKEN as error:
             headline = f"{self.name}: {format_error(error)}"
             raise fault_error(IS_DAMAGED, fqn, headline, *DAMAGED) from error
-        nbytes, record = span * itemsize, TensorRecord(tensor.dtype, at.sizes, strides)
-        is_plain = record.in_order()[0].is_contiguous and nbytes == entry.file_size
-        if is_plain and self._has_crcs:
-            record = replace(record, has_crc=bool(entry.flag_bits & SIZES_FOLLOW))
-        return start, nbytes + BEHIND * record.has_crc, record
+        is_all = nbytes == entry.file_size and chunk.in_order()[0].is_contiguous
+        has_crc = is_all and self._has_crcs and bool(entry.flag_bits & SIZES_FOLLOW)
+        record = replace(chunk, start=0, has_crc=has_crc, storage="")
+        return start, nbytes + BEHIND * has_crc, record
 
-    def mapped(self, tensor: StridedTensor, file: torch.UntypedStorage) -> torch.Tensor:
+    def mapped(self, tensor: TensorRecord, file: torch.UntypedStorage) -> torch.Tensor:
         """Return a tensor in a mapping of the file.
 
         Raises:
             Exception: It is not within its storage, or the file is broken; of any type.
         """
-        if tensor.key not in self._mapped:
-            entry = self._entries[tensor.key]
+        if tensor.storage not in self._mapped:
+            entry = self._entries[tensor.storage]
             start = entry_start(self._part.read_into, entry)
-            self._mapped[tensor.key] = file[start : start + entry.file_size]
-        place = self._mapped[tensor.key], tensor.offset, tensor.shape, tensor.strides
+            self._mapped[tensor.storage] = file[start : start + entry.file_size]
+        offset = tensor.start // tensor.dtype.itemsize
+        place = self._mapped[tensor.storage], offset, tensor.shape, tensor.strides
         return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(*place)
 
     def object(self, fqn: str, path: Path, *, restricted: bool) -> Any:
@@ -196,7 +191,7 @@ class SavedFile:
             headline = f"this object of {self.name} cannot be loaded: {format_error(error)}"
             raise fault_error("objects cannot be loaded", fqn, headline, *_OBJECTS) from error
 
-    def state(self, as_value: Callable[[Path, StridedTensor, Made | None], Any]) -> Any:
+    def state(self, as_value: Callable[[Path, TensorRecord, Made | None], Any]) -> Any:
         """Return what is in it, with a value of the caller's for each tensor.
 
         Args:
@@ -235,7 +230,7 @@ def _has_storage(value: Any) -> bool:
 _PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 
 
-def saved_tensor(value: Any) -> tuple[StridedTensor | None, Made | None]:
+def saved_tensor(value: Any) -> tuple[TensorRecord | None, Made | None]:
     """Return the plain tensor that a parameter or a DTensor has inside, and the DTensor.
 
     That is a call with four arguments: what makes the outer tensor, its class, with what, and its
@@ -255,13 +250,13 @@ def saved_tensor(value: Any) -> tuple[StridedTensor | None, Made | None]:
     return strided_tensor(value), None
 
 
-def _in_storage(tensor: StridedTensor, at: SavedChunk) -> tuple[int, tuple[int, ...]]:
-    """Return where a chunk begins in the storage of its tensor, and its strides there.
+def _chunk_of(tensor: TensorRecord, at: SavedChunk) -> TensorRecord:
+    """Return where a chunk of a tensor is in the storage of the tensor.
 
-    Of the second column of a ``(4, 3)`` tensor that was saved transposed, from element 1 of C order
-    by steps of 3: from element 4 of the storage, by steps of 1.
+    The second column of a ``(4, 3)`` tensor of float32 that was saved transposed, from element 1 of
+    C order by steps of 3: from byte 16 of the storage, by steps of 1 element.
     """
-    offset, start = tensor.offset, at.start
+    offset, start = 0, at.start
     strides: dict[int, int] = {}
     dims = zip(tensor.shape, c_strides(tensor.shape), tensor.strides, strict=True)
     for size, step, stride in dims:
@@ -269,4 +264,6 @@ def _in_storage(tensor: StridedTensor, at: SavedChunk) -> tuple[int, tuple[int, 
         offset += index * stride
         if size > 1:
             strides[step] = stride
-    return offset, tuple([strides.get(step, 0) for step in at.steps])
+    steps = tuple([strides.get(step, 0) for step in at.steps])
+    start = tensor.start + offset * tensor.dtype.itemsize
+    return replace(tensor, shape=at.sizes, strides=steps, start=start)

@@ -46,8 +46,9 @@ class TensorRecord:
 
     Attributes:
         strides: In elements. A record of DCP has no gaps between its elements, in any order.
-        start: Where they begin, in bytes from the record's first.
+        start: Where they begin, in bytes from the record's first, or from that of a storage.
         has_crc: Whether their checksum follows them; never where there are gaps.
+        storage: The name of the storage beside a pickle in which they are; empty in a record.
     """
 
     dtype: torch.dtype
@@ -55,6 +56,7 @@ class TensorRecord:
     strides: tuple[int, ...]
     start: int = 0
     has_crc: bool = False
+    storage: str = ""
 
     @property
     def is_contiguous(self) -> bool:
@@ -71,6 +73,12 @@ class TensorRecord:
     def nbytes(self) -> int:
         """Of the elements."""
         return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def span_nbytes(self) -> int:
+        """Bytes from the first element to the end of the last; of one with elements."""
+        steps = zip(self.shape, self.strides, strict=True)
+        return (1 + sum((size - 1) * stride for size, stride in steps)) * self.dtype.itemsize
 
 
 class RecordHeads:
@@ -114,16 +122,13 @@ def parse_record(head: bytes, nbytes: int) -> TensorRecord | None:
         # torch.serialization.set_crc32_options(False) leaves the checksums of all entries 0.
         has_crc = head.startswith(DESCRIPTOR, end) and any(head[end + 4 : end + 8])
         tensor = strided_tensor(TorchUnpickler(head[start:end], None).load())
-        if tensor is None or tensor.offset:
-            return None
-        dtype, key, _, shape, strides = tensor
-        if not TensorRecord(dtype, shape, strides).in_order()[0].is_contiguous:
+        if tensor is None or tensor.start or not tensor.in_order()[0].is_contiguous:
             return None
         for name, start, end in entries:
-            if name == f"{prefix}/data/{key}":
-                stop = start + prod(shape) * dtype.itemsize
+            if name == f"{prefix}/data/{tensor.storage}":
+                stop = start + tensor.nbytes
                 has_crc = has_crc and stop + _DESCRIPTOR_NBYTES <= nbytes
-                found = TensorRecord(dtype, shape, strides, start, has_crc)
+                found = replace(tensor, start=start, has_crc=has_crc, storage="")
                 return found if stop <= nbytes else None
             if name.startswith(f"{prefix}/data/"):
                 return None
@@ -276,18 +281,8 @@ class TorchUnpickler(SafeUnpickler):
         return super().set_items({} if type(held) is Made else held, items)
 
 
-class StridedTensor(NamedTuple):
-    """A tensor as its pickle describes it; offset and strides in elements."""
-
-    dtype: torch.dtype
-    key: str  # of its storage
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
-def strided_tensor(made: Any) -> StridedTensor | None:
-    """Return what a pickle says of a tensor; None if it is more than strided elements."""
+def strided_tensor(made: Any) -> TensorRecord | None:
+    """Return where a pickle says that a tensor is; None if it is more than strided elements."""
     if type(made) is not Made or made.by not in _REBUILT:
         return None
     storage, offset, shape, strides, _, _, *more = made.args
@@ -301,7 +296,7 @@ def strided_tensor(made: Any) -> StridedTensor | None:
         dtype, more = DTYPES.get(("torch", more[0].name.removeprefix("torch."))), more[1:]
     if dtype is None or more:
         return None
-    return StridedTensor(dtype, storage.key, offset, shape, strides)
+    return TensorRecord(dtype, shape, strides, offset * dtype.itemsize, storage=storage.key)
 
 
 _REBUILT = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
