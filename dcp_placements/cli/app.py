@@ -59,18 +59,15 @@ class CommandGroup(TyperGroup):
         """Write the lists of commands and presets."""
         for purpose, held in PURPOSES.items():
             with formatter.section(purpose):
-                formatter.write_dl([(_name(one), _summary(one)) for one in held])
+                # The first paragraph of each docstring.
+                texts = [" ".join((one.__doc__ or "").partition("\n\n")[0].split()) for one in held]
+                formatter.write_dl([*zip(map(_name, held), texts, strict=True)])
         with formatter.section("Presets, for a trainer's rules and for --rename MODULE:FUNC"):
             formatter.write_dl(list(PRESETS.items()))
 
 
 def _name(command: Callable[..., Shown]) -> str:
     return command.__name__.removesuffix("_command").replace("_", "-")
-
-
-def _summary(command: Callable[..., Shown]) -> str:
-    """Return the first paragraph of a command's docstring."""
-    return " ".join((command.__doc__ or "").partition("\n\n")[0].split())
 
 
 app = typer.Typer(

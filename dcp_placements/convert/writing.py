@@ -455,7 +455,11 @@ class DcpOut(Writer):
     def write(self, name: str, stream: IO[bytes], elements: Elements) -> None:
         """Write one data file, or ``.metadata``."""
         if name == self.last:
-            self._write_metadata(stream)
+            with quiet_gc():
+                metadata = self._metadata()
+                entries = build_entries(metadata.state_dict_metadata)
+                metadata.storage_data = index_of_places(self._places, entries)
+                write_metadata(metadata, stream)
             return
         for stored in self._objects.get(name, ()):
             stream.write(self._object(stored))
@@ -481,13 +485,6 @@ class DcpOut(Writer):
             headline = f"its record in {stored.file} is not what was written: {problem}"
             raise_faults("the checkpoint is damaged", [Fault(stored.fqn, headline)])
         return record
-
-    def _write_metadata(self, stream: IO[bytes]) -> None:
-        with quiet_gc():
-            metadata = self._metadata()
-            entries = build_entries(metadata.state_dict_metadata)
-            metadata.storage_data = index_of_places(self._places, entries)
-            write_metadata(metadata, stream)
 
     def _metadata(self) -> Metadata:
         """Return the metadata of the new checkpoint, without places."""

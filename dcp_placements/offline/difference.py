@@ -33,6 +33,7 @@ from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredRec
 from dcp_placements.offline.declared import Progress, Rename, matching_keys
 from dcp_placements.offline.directory import shows_damage
 from dcp_placements.offline.model_keys import model_tensors
+from dcp_placements.offline.texts import brief
 from dcp_placements.offline.verification import MEMORY_NBYTES, box_faults
 from dcp_placements.storage.checked_load import load_plain
 
@@ -336,7 +337,7 @@ class _Comparison:
             message = "other bytes; not unpickled, because torch.load takes it for unsafe"
             return Difference("object", key, message)
         same = _equal(*values)
-        return None if same else Difference("object", key, " and ".join(map(_brief, values)))
+        return None if same else Difference("object", key, " and ".join(map(brief, values)))
 
 
 def _record(checkpoint: Checkpoint, stored: StoredRecord, most: int) -> bytes | None:
@@ -393,11 +394,6 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(_equal, one, other))
     return bool(one == other)
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ from dcp_placements.layout.sharding import Box, Cuts
 from dcp_placements.offline.assembly import assembled
 from dcp_placements.offline.checkpoint import Checkpoint, StoredRecord, ranks_of
 from dcp_placements.offline.declared import Rename, matching_keys
-from dcp_placements.offline.texts import format_table, ranges, short
+from dcp_placements.offline.texts import brief, format_table, ranges, short
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.checked_load import saved_pickle
 from dcp_placements.storage.provenance import SaveRecord
@@ -41,9 +41,6 @@ MAX_GROUPS = 12
 """Groups of tensors, and of objects, that are shown at first."""
 
 MAX_CUTS = 6
-MAX_VALUE = 60
-"""Characters of an object's value that are shown."""
-
 READ_NBYTES = 1 << 16
 """The longest record whose value is read."""
 
@@ -162,7 +159,7 @@ class Inspection:
         objects = families(list(self.objects))
         for family in objects[:MAX_GROUPS]:
             stored = [self.objects[key] for key in family.keys]
-            value = _brief(stored[0].value) if len(stored) == 1 else "-"
+            value = "-" if len(stored) > 1 or stored[0].value is None else brief(stored[0].value)
             nbytes = format_nbytes(sum(one.nbytes for one in stored))
             listed.append((family.name, value, f"{len(stored):,}", nbytes))
         rest = len(objects) - len(listed)
@@ -180,7 +177,12 @@ class Inspection:
         ]
         yield ("tensor", "shape", "dtype", "bytes", "chunks", "files", "ranks"), tensors, ""
         objects = [
-            (fqn, _brief(one.value), format_nbytes(one.nbytes), short(one.files, 1))
+            (
+                fqn,
+                "-" if one.value is None else brief(one.value),
+                format_nbytes(one.nbytes),
+                short(one.files, 1),
+            )
             for fqn, one in _natural(self.objects)
         ]
         yield ("object", "value", "bytes", "file"), objects, ""
@@ -413,8 +415,3 @@ def plain_values(checkpoint: Checkpoint, objects: Iterable[StoredRecord]) -> dic
             json.dumps(value, default=str)  # which has no keys but text and numbers
             values[stored.fqn] = value
     return values
-
-
-def _brief(value: object) -> str:
-    text = "-" if value is None else repr(value)
-    return text if len(text) <= MAX_VALUE else f"{text[: MAX_VALUE - 3]}..."

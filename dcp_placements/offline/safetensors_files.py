@@ -221,7 +221,8 @@ def _read_header(
         if not 2 <= length <= min(_HEADER_LIMIT_NBYTES, max(size - 8, 0)):
             raise ValueError(f"a header of {length} bytes in a file of {size}")
         header = json.loads(stream.read(length))
-        offsets = _saved_offsets(header.pop("__metadata__", None))
+        sharding = (header.pop("__metadata__", None) or {}).get("DCP_SHARDING_INFO", "{}")
+        offsets = {fqn: entry["saved_offsets"] for fqn, entry in json.loads(sharding).items()}
         base = 8 + length
         entries = {f: _entry(file, entry, offsets.get(f), base) for f, entry in header.items()}
         _check_ranges(entries, base, size)
@@ -261,13 +262,6 @@ def _check_ranges(entries: Mapping[str, _Entry], base: int, size: int) -> None:
         end += entry.nbytes
     if end < size:
         raise ValueError(f"{size - end} bytes after the last tensor, which belong to none")
-
-
-def _saved_offsets(metadata: Any) -> dict[str, Any]:
-    sharding = (metadata or {}).get("DCP_SHARDING_INFO")
-    if sharding is None:
-        return {}
-    return {fqn: entry["saved_offsets"] for fqn, entry in json.loads(sharding).items()}
 
 
 def write_header(

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from dcp_placements.errors import format_name, format_names, format_numbers
 
+MAX_VALUE = 60
+"""Characters of an object's value that are shown."""
+
 
 def ranges(numbers: Iterable[int]) -> str:
     """Return numbers as ranges; ``-`` for none.
@@ -20,6 +23,12 @@ def ranges(numbers: Iterable[int]) -> str:
 def short(names: Sequence[str], limit: int = 3) -> str:
     """Return some names; ``-`` for none."""
     return format_names(names, limit) if names else "-"
+
+
+def brief(value: object) -> str:
+    """Return a value as text of up to ``MAX_VALUE`` characters."""
+    text = repr(value)
+    return text if len(text) <= MAX_VALUE else f"{text[: MAX_VALUE - 3]}..."
 
 
 def format_table(

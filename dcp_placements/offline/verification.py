@@ -347,7 +347,8 @@ class _Checks:
             part = part_of(content)
         if record.box is None:
             # An object may be written in any way: if it begins or ends as a zip file, it has sums.
-            if self._contents and (_begins_as_zip(part) or zipfile.is_zipfile(part.stream())):
+            is_zip = part.read(0, len(LOCAL)) == LOCAL or zipfile.is_zipfile(part.stream())
+            if self._contents and is_zip:
                 yield from self._checksums(part)
             return
         if self._checkpoint.format == SAFETENSORS:
@@ -438,10 +439,6 @@ class _Checks:
         except BROKEN as error:
             sentence = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
             yield "wrong_record", f"this is no whole file of torch.save: {sentence}"
-
-
-def _begins_as_zip(part: Part) -> bool:
-    return part.read(0, len(LOCAL)) == LOCAL
 
 
 def _pieces(part: Part, start: int, nbytes: int) -> Iterator[memoryview]:

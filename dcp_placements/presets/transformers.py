@@ -72,7 +72,7 @@ def transformers(model: nn.Module, mesh: Mesh, *, tp: str = "tp", ep: str = "ep"
             f"{ep!r} can be found"
         )
     kinds = {ep: "ep_plan", tp: "tp_plan"}
-    plans = {axis: _plan(model, kind) for axis, kind in kinds.items() if axis in sizes}
+    plans = {one: getattr(model, kind, None) or {} for one, kind in kinds.items() if one in sizes}
     for axis, plan in plans.items():
         if sizes[axis] > 1 and not plan:
             raise PlacementError(
@@ -86,10 +86,6 @@ def transformers(model: nn.Module, mesh: Mesh, *, tp: str = "tp", ep: str = "ep"
         cut = _cut(style, parameter.dim(), name)
         placements[name] = None if cut is None else CheckpointPlacement(mesh, {axis: cut})
     return Placements(rules_of(placements))
-
-
-def _plan(model: nn.Module, kind: str) -> Mapping[str, str]:
-    return getattr(model, kind, None) or {}
 
 
 def _axis_and_style(plans: Mapping[str, Mapping[str, str]], name: str) -> tuple[str, str]:
