@@ -59,7 +59,6 @@ from dcp_placements.transfer.world import Fsdp, MeshAxes, TransferWorld, matcher
 
 SHARD_NBYTES = 5 << 30
 MEMORY_NBYTES = 1 << 30
-MAX_FAULTS = 20
 
 _RANKS = "a torch file per rank (files=, --files NAME_{rank}.pt)"
 _MEGATRON = "Megatron's mp_rank_* files"
@@ -318,17 +317,13 @@ def _check_whole(source: Source, keys: Container[str] | None = None) -> None:
     """Refuse a checkpoint, or keys of it, that metadata or sizes of files show as damaged."""
     if source.checkpoint is None:
         return  # ranks' files were compared when they were put together
-    lines = []
+    faults = []
     for fault in structural_faults(source.checkpoint):
         names = [fqn for fqn in fault.tensors if keys is None or fqn in keys]
         if names or keys is None:
             where = format_names(names or fault.files, 4)
-            lines.append(f"{where}: {fault.kind}: {fault.message}")
-    if len(lines) > MAX_FAULTS:
-        more = len(lines) - MAX_FAULTS
-        lines = [*lines[:MAX_FAULTS], f"and {more} more: dcp-placements verify lists them"]
-    if lines:
-        raise PlacementError("\n    ".join([f"{source.path}: it is not whole", *lines]))
+            faults.append(Fault(where, f"{fault.kind}: {fault.message}"))
+    raise_faults(f"{source.path}: it is not whole", faults)
 
 
 def _model_of(

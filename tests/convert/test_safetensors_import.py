@@ -182,7 +182,7 @@ def test_what_is_wrong_is_told_before_anything_is_written(tmp_path: Path, run: R
         assert ran.code == 2
         assert "is not for a checkpoint" in ran.err
     (tmp_path / "hf" / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(PlacementError, match=r"not whole\n.*missing_file"):
+    with pytest.raises(PlacementError, match=r"not whole .*\n.*missing_file"):
         import_checkpoint(tmp_path / "hf", tmp_path / "ckpt")
     (tmp_path / "none").mkdir()
     with pytest.raises(CannotLook):
