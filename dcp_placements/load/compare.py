@@ -617,7 +617,8 @@ class AllAsked:
     def _number_faults(self, steps: Mapping[str, Step]) -> list[Fault]:
         """Return the families of which ranks ask for the same numbers, and none for others.
 
-        Ranks that load alone are refused where they ask for the first numbers, without a rename.
+        Ranks that load alone are refused where they ask for the first numbers, without a rename
+        that gives them.
         """
         families = Families(steps, self._stored)
         asked_for, tensors = families.of(self.world), _tensors(self._stored, self._stored)
@@ -632,13 +633,11 @@ class AllAsked:
             parts = family.parts(self.world)
             twice = repeated(parts)
             if not self._complete:
-                is_numbered = [
-                    any(step.kind in _NUMBERING for step in one.renames) for one in self._messages
-                ]
+                numbered = self._numbered(family, tensors)
                 parts = {
                     part: ranks
                     for part, ranks in parts.items()
-                    if part == set(range(len(part))) and not any(is_numbered[at] for at in ranks)
+                    if part == set(range(len(part))) and not any(numbered[at] for at in ranks)
                 }
                 twice = list(parts)
             if not twice or any(map(self._policy.excuses, family.members(tensors))):
@@ -656,18 +655,22 @@ class AllAsked:
             faults.append(self._fault(family.name, parts, twice, format_numbers, details, **of))
         return faults
 
-    def _unnumbered(self, family: Family, stored: Set[int], tensors: Sequence[str]) -> list[Fault]:
-        """Return the fault of ranks without the rename by which others ask for their numbers.
-
-        Where all ranks together ask for all numbers, the others are replicas of the right rank.
-        """
+    def _numbered(self, family: Family, tensors: Sequence[str]) -> list[bool]:
+        """Return which messages are of ranks with a rename that gives the family its numbers."""
         member, head = next(family.members(tensors)), family.name.partition("{}")[0]
 
         def is_numbered(step: Step) -> bool:
             found = number_in(step.pattern, member) if step.kind in _NUMBERING else None
             return step.kind == FUNCTION or (found is not None and found.head == head)
 
-        numbered = [any(map(is_numbered, one.renames)) for one in self._messages]
+        return [any(map(is_numbered, one.renames)) for one in self._messages]
+
+    def _unnumbered(self, family: Family, stored: Set[int], tensors: Sequence[str]) -> list[Fault]:
+        """Return the fault of ranks without the rename by which others ask for their numbers.
+
+        Where all ranks together ask for all numbers, the others are replicas of the right rank.
+        """
+        numbered = self._numbered(family, tensors)
         excused = any(map(self._policy.excuses, family.members(tensors)))
         if excused or all(numbered) or not any(numbered):
             return []

@@ -673,3 +673,18 @@ def test_a_conflict_names_the_rule_of_the_save(tmp_path: Path) -> None:
     save(tmp_path / "ckpt", HALVES, declare)
     with pytest.raises(PlacementError, match=r"by rule: +'w'"):
         load(tmp_path / "ckpt", {"w": torch.zeros(2, 6)}, Placements(None))
+
+
+def test_a_rename_with_a_typo_at_a_load_is_refused_as_none_is(tmp_path: Path) -> None:
+    def declare(rank: int, size: int, pattern: str = "experts.{}") -> Placements:
+        numbers = range(rank * 4 // size, (rank + 1) * 4 // size)
+        return Placements(None, rename=Renumber(pattern, numbers, total=4))
+
+    values = [{f"experts.{at}": WHOLE[2 * rank + at].clone() for at in (0, 1)} for rank in (0, 1)]
+    save(tmp_path / "ckpt", values, declare)
+    found = {"experts.0": torch.zeros(6)}
+    load(tmp_path / "ckpt", found, declare(3, 4), rank=3, size=4)
+    assert torch.equal(found["experts.0"], WHOLE[3])
+    for placements in (declare(3, 4, "expert.{}"), Placements(None)):
+        with pytest.raises(PlacementError, match="rename= was forgotten in this load"):
+            load(tmp_path / "ckpt", found, placements, rank=3, size=4)
