@@ -22,6 +22,7 @@ from dcp_placements._torch import (
     is_dtensor_like,
     world_size,
 )
+from dcp_placements.bind.lint import dropped_rows, lint
 from dcp_placements.bind.own_chunks import LISTS, lists_its_chunks
 from dcp_placements.bind.rank_shard import RankShard
 from dcp_placements.bind.state_dict import is_tensor, place
@@ -145,11 +146,13 @@ class RankParts:
         paths: By path in the item, what it is of the checkpoint.
         renames: The renames in force.
         faults: What cannot be placed.
+        notes: What is likely declared wrongly.
     """
 
     paths: dict[Path, list[PartOfPath]] = field(default_factory=dict)
     renames: tuple[Step, ...] = ()
     faults: list[Fault] = field(default_factory=list)
+    notes: list[Fault] = field(default_factory=list)
 
     @property
     def all(self) -> list[PartOfPath]:
@@ -193,10 +196,14 @@ def rank_parts(
     found.faults = [*placing.faults, *twins.faults]
     if found.faults:
         return found
+    waived, placed_all = list(map(compile_pattern, waive or ())), placing.placed.values()
+    if has_contents:
+        found.notes += lint(placed_all, renamed=rename is not None, waived=waived)
+    if has_contents and whole is None:
+        found.notes += dropped_rows(placed_all, waived=waived)
     if whole is not None:
         holding = holding_of(placing.state_dict, placing.placed, {}, placing.absent)
-        world, excused = World([holding.sent]), list(map(compile_pattern, waive or ()))
-        found.faults, *_ = compare_with_whole(whole, world, excused, complete=False)
+        found.faults, *_ = compare_with_whole(whole, World([holding.sent]), waived, complete=False)
     views: dict[str, tuple[Group, HeldBoxes, list[Any]]] = {}
     contents: dict[str, list[torch.Tensor]] = {}
     for fqn, one in placing.state_dict.items():

@@ -8,6 +8,7 @@ the record of the save, and messages. It reads the slices that this rank needs.
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -23,7 +24,14 @@ from torch_checkpointing.storage.base_storage import ReadArgs
 from dcp_placements._torch import global_rank
 from dcp_placements.engines.described import RankParts, is_optimizer, rank_parts
 from dcp_placements.engines.saved import OURS, VERSION, opened, saved_items
-from dcp_placements.errors import Fault, PlacementError, packed_faults, raise_faults_of_ranks
+from dcp_placements.errors import (
+    Fault,
+    PlacementError,
+    format_faults,
+    packed_faults,
+    raise_faults_of_ranks,
+    unpacked_faults,
+)
 from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.names.flat import Path
 from dcp_placements.save.coordinator import REFUSED
@@ -42,12 +50,14 @@ class PlacementMetadata(ShardingMetadata, type_name=OURS):  # type: ignore[call-
         digests: Of the contents, which differ from save to save.
         refused: Why the rank cannot save, packed. So all ranks are told after the engine's gather,
             when each turns what it gathered into plain values.
+        notes: What the rank saves, and is likely wrong, packed; rank 0 warns of it then.
         rank: Of that rank.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
     digests: tuple[tuple[bytes, ...], ...] = field(default=(), compare=False)
     refused: bytes = b""
+    notes: bytes = field(default=b"", compare=False)
     rank: int = field(default=0, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -56,9 +66,20 @@ class PlacementMetadata(ShardingMetadata, type_name=OURS):  # type: ignore[call-
         Raises:
             PlacementError: The rank cannot save.
         """
+        self.check()
+        if self.notes and not global_rank():
+            notes = unpacked_faults(self.notes)
+            warnings.warn(format_faults("look at this save", notes, "note"), stacklevel=2)
+        return {"version": VERSION, "digests": self.digests, **self.values}
+
+    def check(self) -> None:
+        """Refuse what the rank refuses.
+
+        Raises:
+            PlacementError: It does.
+        """
         if self.refused:
             raise_faults_of_ranks(REFUSED, {self.rank: self.refused})
-        return {"version": VERSION, "digests": self.digests, **self.values}
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> PlacementMetadata:
@@ -148,11 +169,13 @@ class PlacementResharder(Resharder):
             refused = packed_faults(parts.faults)
             return {(): PlacementMetadata(refused=refused, rank=global_rank())}
         found = {}
+        notes = packed_faults(parts.notes) if parts.notes else b""
         for path, of_path in parts.paths.items():
             plain = tuple([part.plain() for part in of_path])
             digests = tuple([part.digests for part in of_path])
             values = {"parts": plain, "renames": tuple(map(plain_of_rename, parts.renames))}
-            found[path] = PlacementMetadata(values, digests)
+            found[path] = PlacementMetadata(values, digests, notes=notes)
+            notes = b""  # one path has those of all
         return found
 
     def should_reshard(self, source_metadata: Any, target_metadata: Any) -> bool:
@@ -216,7 +239,7 @@ class PlacementResharder(Resharder):
         planner.set_up_planner({item_key: target}, metadata, is_coordinator=True)
         (plan,) = planner.create_global_plan([planner.create_local_plan()])
         for own in target_metadata.values():
-            own.to_dict()  # which refuses what no load of DCP does
+            own.check()  # which refuses what no load of DCP does
         items = planner.finish_plan(plan).items
         by_file: dict[str, list[tuple[ReadItem, SavedChunk]]] = {}
         for item in items:

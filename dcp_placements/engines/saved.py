@@ -76,6 +76,13 @@ _NO_SOURCE = (
     "source=TransferWorld(axes, rules) of that world does (--rules and --mesh of import, export)"
 )
 
+_BY_SOURCE = "\n    note:        its ranks are placed by the rules and the rename of source="
+
+_BY_FILES = (
+    "\n    note:        if the save declared it wrongly: the files have every rank's bytes, and "
+    "import --files '{}_{{rank}}.pt' with --rules and --mesh reads them as it should have been"
+)
+
 _FLAT = "likely:      two keys are one text when they are joined by dots"
 
 _FIRST_SAVE = (
@@ -189,6 +196,7 @@ def saved_items(
             layouts = {int(one): layout for one, layout in item["rank_to_layout_info"].items()}
             own = {one: _file_of(path, item_key, one, layouts[one]) for one in sorted(layouts)}
             if _is_ours(path, item_key, item):
+                note = _BY_FILES.format(item_key)
                 found = _described(item)
                 described |= {
                     own[one]: Described(item_key, one, {tuple(map(str, at)) for at in parts.paths})
@@ -198,7 +206,7 @@ def saved_items(
                     found = _compared(found, own, described, open_file)
             else:
                 found = _from_files(path, item_key, item, own, open_file, source)
-                note = _NO_SOURCE if source is None else ""
+                note = _NO_SOURCE if source is None else _BY_SOURCE
             files[item_key] = own
             for one in own:
                 ranks.setdefault(one, {})[item_key] = found.get(one, RankParts())

@@ -688,3 +688,15 @@ def test_a_rename_with_a_typo_at_a_load_is_refused_as_none_is(tmp_path: Path) ->
     for placements in (declare(3, 4, "expert.{}"), Placements(None)):
         with pytest.raises(PlacementError, match="rename= was forgotten in this load"):
             load(tmp_path / "ckpt", found, placements, rank=3, size=4)
+
+
+def test_a_save_warns_of_what_is_likely_declared_wrongly(tmp_path: Path) -> None:
+    def declare(rank: int, size: int) -> Placements:
+        ep_of_rank = ep(rank, size)
+        rows = CheckpointPlacement(
+            ep_of_rank, {"ep": Shard(0)}, global_shape=(3, 6), padded_shape=(4, 6)
+        )
+        return Placements({"w": rows})
+
+    with pytest.warns(UserWarning, match=r"look at this save \(1 note\)\n.*\n?.*is padding by the"):
+        save(tmp_path / "ckpt", HALVES, declare)
