@@ -385,7 +385,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             places = id_places(files)
             raise_faults(IS_DAMAGED, files_of_two_ranks(places))
             records = id_records(places)
-            names = {file for file, *_ in places_of(items, files)} if records else set()
+            names = {place.path for place in places_of(items, files)} if records else set()
             ids = []
             for record in speaking_for(names, records):
                 ids.append(ReadItemOfLoad(**vars(id_item(record)), run=load))

@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
 from math import prod
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import numpy as np
 import xxhash
@@ -42,7 +42,7 @@ from torch.distributed.checkpoint import Metadata, ReadItem, TensorStorageMetada
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_placements._torch import StorageInfo
-from dcp_placements.errors import Fault, PlacementError, format_faults, format_names
+from dcp_placements.errors import Fault, format_names, raise_faults
 from dcp_placements.layout.boxes import Ints, expanded, unique
 from dcp_placements.storage.checks import MAX_DIMS, check_files
 from dcp_placements.storage.columns import (
@@ -182,26 +182,19 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
             return []
         at = self._places_of(number, copies=copies)
         chunks, offsets = self.places[0, at].tolist(), self.offsets(number)
-        return [
-            StoredPlace(
-                *(fqn, offsets[chunk], self.files[file], start, length), self.transforms[steps]
-            )
-            for chunk, (file, steps, start, length) in zip(
-                chunks, self._rows_at(self.numbers[fqn], at).T.tolist(), strict=True
-            )
-        ]
+        rows = zip(chunks, self._rows_at(self.numbers[fqn], at).T.tolist(), strict=True)
+        places = [self._place(fqn, offsets[chunk], row) for chunk, row in rows]
+        return [place for place in places if place is not None]
 
-    def find(self, indices: Sequence[MetadataIndex], rank: int | None = None) -> Ints:
-        """Return where chunks are.
+    def find(
+        self, indices: Sequence[MetadataIndex], rank: int | None = None
+    ) -> list[StoredPlace | None]:
+        """Return where chunks are; None where there is no such chunk.
 
         Args:
             indices: Of the chunks; their positions in lists of chunks are tried first.
             rank: Of several places of a chunk that in a file of this rank counts, and otherwise the
                 first.
-
-        Returns:
-            ``(4, chunks)``: position in ``files``, transforms, start, length; -1 where there is
-            none.
         """
         keys = np.array([self.numbers.get(one.fqn, -1) for one in indices], np.int64)
         numbers = np.append(self.class_of, NOWHERE)[keys]
@@ -212,7 +205,15 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
             at[of_class] = self._nearest(number, self._chunks(number, wanted), rank)
         found = np.full((4, len(keys)), -1)
         found[:, at >= 0] = self._rows_at(keys[at >= 0], at[at >= 0])
-        return found
+        rows = zip(indices, found.T.tolist(), strict=True)
+        return [self._place(one.fqn, one.offset, row) for one, row in rows]
+
+    def _place(self, fqn: str, offset: Offset, row: Sequence[int]) -> StoredPlace | None:
+        """Return the place of a chunk by position in ``files``, transforms, start and length."""
+        file, steps, start, length = row
+        if file < 0:
+            return None
+        return StoredPlace(fqn, offset, self.files[file], start, length, self.transforms[steps])
 
     def _class_of(self, fqn: str) -> int:
         key = self.numbers.get(fqn)
@@ -335,12 +336,10 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
             raise IndexDamage("a chunk is not among what its writer wrote")
 
     def __getitem__(self, index: MetadataIndex) -> StorageInfo:
-        ((file, number, start, length),) = self.find([index]).T.tolist()
-        if file < 0:
+        (place,) = self.find([index])
+        if place is None:
             raise KeyError(index)
-        steps = self.transforms[number]
-        as_list = None if steps is None else list(steps)
-        return StorageInfo(self.files[file], start, length, as_list)
+        return place.info()
 
     def __len__(self) -> int:
         counts = np.bincount(self.class_of[self.class_of >= 0], minlength=len(self.counts))
@@ -725,15 +724,11 @@ def with_copies(
     return replace(fault, place=(*fault.place, f"a copy:      {text}"))
 
 
-Place = tuple[str, int, int, Transforms]
-"""Name of the file, start, length, and the names of transforms."""
-
-
 def places_of(
     items: Iterable[ReadItem],
     places: Mapping[MetadataIndex, StorageInfo],
     rank: int | None = None,
-) -> list[Place]:
+) -> list[StoredPlace]:
     """Return the places of the chunks and objects that items are read from.
 
     Args:
@@ -745,26 +740,20 @@ def places_of(
         PlacementError: There is none of some; all of them in one error.
     """
     indices = [item.storage_index for item in items]
-    found: list[Place | None]
     if isinstance(places, RowIndex):
-        files, steps = places.files, places.transforms
-        found = [
-            None if file < 0 else (files[file], start, length, steps[number])
-            for file, number, start, length in places.find(indices, rank).T.tolist()
-        ]
+        found = places.find(indices, rank)
     else:
         rows = [(index, places.get(index)) for index in indices]
-        found = [None if one is None else StoredPlace.of(at, one)[2:] for at, one in rows]
-    if None in found:
-        faults = [
-            Fault(
-                index.fqn,
-                "the metadata name no file for "
-                + ("it" if index.offset is None else f"the chunk at {tuple(index.offset)}"),
-                DAMAGED_METADATA,
-            )
-            for index, place in zip(indices, found, strict=True)
-            if place is None
-        ]
-        raise PlacementError(format_faults("the checkpoint is not whole", faults))
-    return cast(list[Place], found)
+        found = [None if one is None else StoredPlace.of(at, one) for at, one in rows]
+    faults = [
+        Fault(
+            index.fqn,
+            "the metadata name no file for "
+            + ("it" if index.offset is None else f"the chunk at {tuple(index.offset)}"),
+            DAMAGED_METADATA,
+        )
+        for index, place in zip(indices, found, strict=True)
+        if place is None
+    ]
+    raise_faults("the checkpoint is not whole", faults)
+    return [place for place in found if place is not None]

@@ -248,7 +248,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         with quiet_gc():
             items = [i for i in plan.items if not i.storage_index.fqn.startswith(ID_PREFIX)]
             places = places_of(items, self.storage_data, global_rank())
-            wanted = [Wanted(item, *place) for item, place in zip(items, places, strict=True)]
+            wanted = [Wanted(item, *at[2:]) for item, at in zip(items, places, strict=True)]
             wanted.sort(key=itemgetter(1, 2, 3))
             files = {file: list(some) for file, some in groupby(wanted, itemgetter(1))}
         ids = {record.path: record for record in speaking_for(files, self._ids)}
