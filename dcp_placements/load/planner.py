@@ -117,21 +117,15 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         exchange: Ranks that need the same bytes read each once and send it to each other; with
             ``PlacementFileSystemReader``. A process group if the load does not run on the default
             one.
-        flatten_state_dict: As in ``DefaultLoadPlanner``.
-        flatten_sharded_tensors: As in ``DefaultLoadPlanner``.
-        allow_partial_load: As in ``DefaultLoadPlanner``, but a load that matches nothing is an
-            error.
+        allow_partial_load: As in ``DefaultLoadPlanner``, whose the options that are not listed are,
+            too; but a load that matches nothing is an error.
         whole: The unsharded model, which the keys and shapes of all ranks are compared with, as in
             ``Placements``.
 
     Attributes:
         report: After planning, this rank's ``LoadReport``; complete when the load has ended.
-        state_dict: Flat, with the checkpoint's keys; this and the following are of the load that
-            this thread plans, of a thread that plans none the latest.
-        original_state_dict: As it was given.
-        mappings: Where each key stands in that.
-        metadata: The checkpoint's.
-        is_coordinator: Whether this rank is the coordinator.
+        state_dict: Flat, with the checkpoint's keys; this and the other attributes of torch's
+            planner are of the load that this thread plans, of a thread that plans none the latest.
 
     Raises:
         PlacementError: An option with an unknown value.

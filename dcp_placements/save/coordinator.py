@@ -53,7 +53,13 @@ from dcp_placements.storage.torch_metadata import (
     PROPERTIES,
     ChunkList,
 )
-from dcp_placements.table.digests import Contents, SentDigests, may_have_replicas
+from dcp_placements.table.digests import (
+    GroupDigests,
+    SentDigests,
+    beside_rows,
+    differing,
+    may_have_replicas,
+)
 from dcp_placements.table.families import numbering_faults
 from dcp_placements.table.owners import runs_of
 from dcp_placements.table.table import OBJECT, Group, Holding, Sent
@@ -277,9 +283,9 @@ class Coordinator:
             waived = [compile_pattern(pattern) for pattern in self.report.waived]
             self._faults += numbering_faults(self.world, totals, waived)
         if not self._faults:
-            contents = Contents(self.world, [plan.digests for plan in self.plans], self._size)
+            digests = beside_rows(self.world, [plan.digests for plan in self.plans], self._size)
             for piece in self.world.pieces:
-                self._prove_piece(piece, contents)
+                self._prove_piece(piece, digests)
             if self._conflicts and (drift := self._refusals.drift()):
                 self._conflicts[:] = [drift.get(one.fqn, one) for one in self._conflicts]
         if self._whole is not None:
@@ -311,7 +317,7 @@ class Coordinator:
                 found = self._faults if faults else self._notes
                 found.append(refusals.unlike(what.format(len(ranks)), ranks, *details))
 
-    def _prove_piece(self, piece: Piece, contents: Contents) -> None:
+    def _prove_piece(self, piece: Piece, digests: GroupDigests) -> None:
         group = piece.group
         alike = {(one.kind == OBJECT, one.shape, one.dtype) for _, _, one, *_ in piece.sources}
         if len(alike) > 1:
@@ -331,10 +337,10 @@ class Coordinator:
         for fqn in piece.fqns if self._undigested else ():
             if fqn in self._undigested:
                 self._notes.append(self._refusals.undigested(fqn, self._undigested[fqn]))
-        differing, digests = contents.differing(piece)
-        if differing:
+        positions, of_keys = differing(piece, digests)
+        if positions:
             conflicts = self._notes if group.kind == OBJECT else self._conflicts
-            conflicts += self._refusals.conflicts(piece, differing, digests)
+            conflicts += self._refusals.conflicts(piece, positions, of_keys)
 
     def metadata(self, first: Sequence[str]) -> dict[str, Any]:
         """Return what ``.metadata`` has of each key, and fill the report on all keys.

@@ -184,26 +184,17 @@ class PlacementSavePlanner(DefaultSavePlanner):
             save.
         whole: The unsharded model, which the keys and shapes of all ranks are compared with, as in
             ``Placements``.
-        flatten_state_dict: As in ``DefaultSavePlanner``.
-        flatten_sharded_tensors: As in ``DefaultSavePlanner``.
-        dedup_replicated_tensors: As in ``DefaultSavePlanner`` (deprecated there, no effect).
-        dedup_save_to_lowest_rank: As in ``DefaultSavePlanner``.
         copies: Which replicated tensors every rank that holds them writes into its own file, too:
             ``"off"``; the bytes that a rank may write more, for the smallest tensors; or patterns
             of keys. It needs ``PlacementFileSystemWriter``; other readers read one of the copies.
-        enable_plan_caching: Accepted as in ``DefaultSavePlanner``, and changes nothing: every save
-            is planned by what is there.
+        enable_plan_caching: Accepted, and changes nothing: every save is planned by what is there.
+            This and the options that are not listed are those of ``DefaultSavePlanner``.
 
     Attributes:
         report: After planning, a ``SaveReport``; of all ranks on the coordinator, of what this
             rank holds on the others.
-        state_dict: Flat, with the checkpoint's keys; this and the following are of the save that
-            this thread plans, of a thread that plans none the latest.
-        mappings: Where each key stands in the nested dict.
-        plan: What this rank writes; None before all ranks have agreed.
-        global_plan: The plans of all ranks, on the coordinator.
-        metadata: What will be in ``.metadata``, on the coordinator.
-        is_coordinator: Whether this rank is the coordinator.
+        state_dict: Flat, with the checkpoint's keys; this and the other attributes of torch's
+            planner are of the save that this thread plans, of a thread that plans none the latest.
 
     Raises:
         PlacementError: An option with an unknown value.

@@ -160,49 +160,51 @@ def _narrowed(digests: Digests, width: int) -> Digests:
     return narrow
 
 
-class Contents:
-    """The digests of all ranks, beside the rows of a ``World``.
+GroupDigests = dict[tuple[int, int], Digests]
+"""By table and group, the digests by row and key of the group."""
+
+
+def beside_rows(world: World, sent: Sequence[SentDigests], size: int) -> GroupDigests:
+    """Return the digests of all ranks, beside the rows of a ``World``.
 
     Args:
         world: What the ranks hold.
         sent: By rank, its digests.
         size: Number of ranks that there are.
     """
+    width = min([one.width for one in sent if one.packed], default=0)
+    parts: dict[tuple[int, int], list[Digests]] = {}
+    for cohort in world.cohorts if width else ():
+        # They have equal tables, and so equal widths.
+        members, first = [sent[rank] for rank in cohort.ranks.tolist()], 0
+        joined = b"".join([one.packed for one in members])
+        digests = np.frombuffer(joined, f"<u{members[0].width}").reshape(len(members), -1)
+        for table, number, count in cohort.groups:
+            if count and may_have_replicas(world.tables[table].groups[number], size):
+                keys = len(world.tables[table].keys[number])
+                by_rank = digests[:, first : first + keys * count].reshape(-1, keys, count)
+                mine = by_rank.transpose(0, 2, 1).reshape(-1, keys)
+                parts.setdefault((table, number), []).append(_narrowed(mine, width))
+                first += keys * count
+    return {key: np.concatenate(of_group) for key, of_group in parts.items()}
 
-    def __init__(self, world: World, sent: Sequence[SentDigests], size: int) -> None:
-        width = min([one.width for one in sent if one.packed], default=0)
-        parts: dict[tuple[int, int], list[Digests]] = {}
-        for cohort in world.cohorts if width else ():
-            # They have equal tables, and so equal widths.
-            members, first = [sent[rank] for rank in cohort.ranks.tolist()], 0
-            joined = b"".join([one.packed for one in members])
-            digests = np.frombuffer(joined, f"<u{members[0].width}").reshape(len(members), -1)
-            for table, number, count in cohort.groups:
-                if count and may_have_replicas(world.tables[table].groups[number], size):
-                    keys = len(world.tables[table].keys[number])
-                    by_rank = digests[:, first : first + keys * count].reshape(-1, keys, count)
-                    mine = by_rank.transpose(0, 2, 1).reshape(-1, keys)
-                    parts.setdefault((table, number), []).append(_narrowed(mine, width))
-                    first += keys * count
-        # By table and group: the digests by row and key of the group.
-        self._digests = {key: np.concatenate(of_group) for key, of_group in parts.items()}
 
-    def differing(self, piece: Piece) -> tuple[list[int], Digests]:
-        """Return the keys of which two ranks hold one box with other contents.
+def differing(piece: Piece, digests: GroupDigests) -> tuple[list[int], Digests]:
+    """Return the keys of which two ranks hold one box with other contents.
 
-        Returns:
-            Their positions in the piece, and their digests by row and key.
-        """
-        parts = []
-        for source in piece.sources:
-            digests = self._digests.get((source.table, source.number))
-            if digests is None:  # nothing is sent of it
-                parts.append(np.zeros((len(source.ranks), len(source.positions)), np.uint8))
-            else:
-                parts.append(digests[:, source.positions])
-        digests = np.concatenate(parts)
-        found = np.flatnonzero(_differing(digests, piece.cover).any(axis=0))
-        return found.tolist(), digests[:, found]
+    Returns:
+        Their positions in the piece, and their digests by row and key.
+    """
+    parts = []
+    for source in piece.sources:
+        of_group = digests.get((source.table, source.number))
+        if of_group is None:  # nothing is sent of it
+            parts.append(np.zeros((len(source.ranks), len(source.positions)), np.uint8))
+        else:
+            parts.append(of_group[:, source.positions])
+    of_piece = np.concatenate(parts)
+    found = np.flatnonzero(_differing(of_piece, piece.cover).any(axis=0))
+    return found.tolist(), of_piece[:, found]
 
 
 def _differing(digests: Digests, cover: Cover) -> Bools:

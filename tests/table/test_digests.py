@@ -10,8 +10,9 @@ import torch
 from dcp_placements.table import digests
 from dcp_placements.table.digests import (
     WIDTHS,
-    Contents,
     SentDigests,
+    beside_rows,
+    differing,
     digests_of,
     may_have_replicas,
 )
@@ -44,11 +45,11 @@ def test_each_key_is_compared_by_the_bytes_that_all_ranks_sent(widths: tuple[int
     values[1] = dict(reversed(values[1].items()))
     holdings = [holding_of(one, {}, {}) for one in values]
     world = World([one.sent for one in holdings])
-    contents = Contents(world, list(map(sent, holdings, widths)), 2)
-    differing = []
+    digests = beside_rows(world, list(map(sent, holdings, widths)), 2)
+    named = []
     for piece in world.pieces:
         piece.cover = cover_of(piece.ranks, piece.boxes)
-        found, of_ranks = contents.differing(piece)
-        differing += [piece.fqns[at] for at in found]
+        found, of_ranks = differing(piece, digests)
+        named += [piece.fqns[at] for at in found]
         assert of_ranks.shape == (len(piece.ranks), len(found))
-    assert differing == ["w.7", "w.300"]
+    assert named == ["w.7", "w.300"]
