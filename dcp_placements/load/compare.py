@@ -64,7 +64,7 @@ from dcp_placements.names.renames import FUNCTION, Step, number_in, recorded
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.rules.patterns import Matches
 from dcp_placements.storage.provenance import SaveRecord
-from dcp_placements.table.families import Families, Family
+from dcp_placements.table.families import Family, families_of, numbers_of
 from dcp_placements.table.table import PLAIN, Sent
 from dcp_placements.table.world import Piece, World, cover_of, repeated
 
@@ -532,9 +532,9 @@ class AllAsked:
         for step in (*saved, *(of_ranks if self._complete else ())):
             if step.kind in _NUMBERING and step.pattern.count("{}") == 1:
                 steps.setdefault(step.pattern, step)
-        faults = self._number_faults(steps) if steps else []
+        states = OptimizerStates(dict.fromkeys(self._stored, UNSEEN))
+        faults = self._number_faults(steps, states) if steps else []
         if self._complete:
-            states = OptimizerStates(dict.fromkeys(self._stored, UNSEEN))
             for piece in self.world.pieces:
                 faults += self._box_faults(piece, states)
         return faults
@@ -614,15 +614,15 @@ class AllAsked:
             ),
         )
 
-    def _number_faults(self, steps: Mapping[str, Step]) -> list[Fault]:
+    def _number_faults(self, steps: Mapping[str, Step], states: OptimizerStates) -> list[Fault]:
         """Return the families of which ranks ask for the same numbers, and none for others.
 
         Ranks that load alone are refused where they ask for the first numbers, without a rename
         that gives them.
         """
-        families = Families(steps, self._stored)
-        asked_for, tensors = families.of(self.world), _tensors(self._stored, self._stored)
-        numbers = families.numbers(tensors) if asked_for else {}
+        asked_for = families_of(self.world, steps, states)
+        tensors = _tensors(self._stored, self._stored)
+        numbers = numbers_of(tensors, steps, states) if asked_for else {}
         faults = []
         for family in asked_for:
             stored_numbers = numbers[family.name, family.pattern]

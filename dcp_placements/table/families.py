@@ -13,7 +13,7 @@ Two ep ranks that hold two experts each of four, and that gave both of them the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -58,47 +58,46 @@ class Family(NamedTuple):
         return (fqn for fqn in fqns if member.match(fqn))
 
 
-class Families:
-    """Finds the families of keys.
+def numbers_of(
+    fqns: Iterable[str], patterns: Collection[str], states: OptimizerStates
+) -> dict[tuple[str, str], set[int]]:
+    """Return the numbers that keys have of each family, by its name and pattern.
 
     Optimizer state counts for nothing: a parameter that was never stepped has none.
 
     Args:
+        fqns: The keys.
         patterns: Where the number stands in the checkpoint's keys, as in ``Renumber``.
-        fqns: All keys, by which optimizer state is recognized.
+        states: Which keys are optimizer state.
     """
+    numbers: dict[tuple[str, str], set[int]] = {}
+    for fqn in fqns:
+        for pattern in patterns:
+            found = number_in(pattern, fqn)
+            if found is None:
+                continue
+            if states.of(fqn) is not None:
+                break
+            family = f"{found.head}{{}}{found.tail.partition('.')[0]}", pattern
+            numbers.setdefault(family, set()).add(found.number)
+    return numbers
 
-    def __init__(self, patterns: Iterable[str], fqns: Iterable[str]) -> None:
-        self._states = OptimizerStates(dict.fromkeys(fqns, UNSEEN))
-        self._patterns = list(patterns)
 
-    def numbers(self, fqns: Iterable[str]) -> dict[tuple[str, str], set[int]]:
-        """Return the numbers that keys have of each family, by its name and pattern."""
-        numbers: dict[tuple[str, str], set[int]] = {}
-        for fqn in fqns if self._patterns else ():
-            for pattern in self._patterns:
-                found = number_in(pattern, fqn)
-                if found is None:
-                    continue
-                if self._states.of(fqn) is not None:
-                    break
-                family = f"{found.head}{{}}{found.tail.partition('.')[0]}", pattern
-                numbers.setdefault(family, set()).add(found.number)
-        return numbers
-
-    def of(self, world: World) -> list[Family]:
-        """Return the families of the keys of a world, with who has which number."""
-        of_tables = [self.numbers(chain.from_iterable(table.keys)) for table in world.tables]
-        families: dict[tuple[str, str], Family] = {}
-        for at, cohort in enumerate(world.cohorts):
-            mine: dict[tuple[str, str], set[int]] = {}
-            for table in cohort.tables:
-                for family, numbers in of_tables[table].items():
-                    mine.setdefault(family, set()).update(numbers)
-            for family, numbers in mine.items():
-                one = families.setdefault(family, Family(*family, {}))
-                one.cohorts.setdefault(frozenset(numbers), []).append(at)
-        return list(families.values())
+def families_of(world: World, patterns: Collection[str], states: OptimizerStates) -> list[Family]:
+    """Return the families of the keys of a world; the arguments are those of ``numbers_of``."""
+    of_tables = [
+        numbers_of(chain.from_iterable(table.keys), patterns, states) for table in world.tables
+    ]
+    families: dict[tuple[str, str], Family] = {}
+    for at, cohort in enumerate(world.cohorts):
+        mine: dict[tuple[str, str], set[int]] = {}
+        for table in cohort.tables:
+            for family, numbers in of_tables[table].items():
+                mine.setdefault(family, set()).update(numbers)
+        for family, numbers in mine.items():
+            one = families.setdefault(family, Family(*family, {}))
+            one.cohorts.setdefault(frozenset(numbers), []).append(at)
+    return list(families.values())
 
 
 def numbering_faults(
@@ -117,7 +116,7 @@ def numbering_faults(
     faults = []
     fqns = [fqn for piece in world.pieces for fqn in piece.fqns]
     excused = [fqn for fqn in fqns if matches_any(waived, fqn)]
-    families = Families(totals, fqns).of(world)
+    families = families_of(world, totals, OptimizerStates(dict.fromkeys(fqns, UNSEEN)))
     for pattern, (total, *others) in totals.items():
         if others:
             ranks = [f"{one} on {format_ranks(totals[pattern][one])}" for one in (total, *others)]
