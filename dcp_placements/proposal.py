@@ -502,81 +502,68 @@ def _renumbered(
         The ranks; and, of numbers that are not found, the keys up to them, with ``{}`` for other
         numbers.
     """
-    slots: dict[str, set[int]] = {}
-    for key in whole.shapes:
-        for head, number, _ in numbers_in(key):
-            slots.setdefault(without_numbers(head), set()).add(number)
     unnumbered = set()
-    for head, numbers in slots.items():
-        of_ranks = [
-            {
-                number
-                for key in one.tensors
-                for at, number, _ in numbers_in(key)
-                if without_numbers(at) == head
-            }
-            for one in ranks
-        ]
+    for head, numbers in _numbers(whole.shapes).items():
+        of_ranks = [_numbers(one.tensors).get(head, set()) for one in ranks]
         union, total = set().union(*of_ranks), len(numbers)
         if not union or len(union) >= total or numbers != set(range(total)):
             continue
         pattern = f"{_starred(head)}{{}}"
-        found = []
-        if all(each == set(range(len(each))) for each in of_ranks):
-            found = _counts_along(ranks, of_ranks, axes, total)
-        differing = _differing(ranks, axes, head)
-        found = [one for one in found if one[0] in differing] or found
-        numberings = [Numbering(pattern, *one) for one in found]
-        if len(numberings) == 1:
-            ((axis, counts),) = found
-            decision.numberings += numberings
+        fitting = _numberings(pattern, ranks, of_ranks, axes, total)
+        keys = {key for one in ranks for key in one.tensors if head in _numbers([key])}
+        held = [[(r.position, r.tensors[key]) for r in ranks if key in r.tensors] for key in keys]
+        differ, _ = along(held, axes)
+        fitting = [one for one in fitting if one.axis in differ] or fitting
+        if len(fitting) == 1:
+            (taken,) = fitting
+            decision.numberings.append(taken)
             decision.undecided[pattern] = (
-                f"taken as contiguous along {axis}; names and shapes fit other orders, too, such "
-                "as round robin or interleaved stages"
+                f"taken as contiguous along {taken.axis}; names and shapes fit other orders, too, "
+                "such as round robin or interleaved stages"
             )
-            ranks = [_with_numbers(one, head, sum(counts[: one.position[axis]])) for one in ranks]
+            starts = [sum(taken.counts[: one.position[taken.axis]]) for one in ranks]
+            ranks = [_with_numbers(*each, head) for each in zip(ranks, starts, strict=True)]
             continue
         unnumbered.add(head)
-        held = f"the ranks have {len(union)} of its {total} numbers"
-        held += ", and each of these fits" if found else ""
-        choices = [f"    rename={one}" for one in numberings]
-        decision.undecided[pattern] = "\n".join([held, *choices])
+        why = f"the ranks have {len(union)} of its {total} numbers"
+        why += ", and each of these fits" if fitting else ""
+        choices = [f"    rename={one}" for one in fitting]
+        decision.undecided[pattern] = "\n".join([why, *choices])
     return ranks, unnumbered
 
 
-def _counts_along(
+def _numbers(keys: Iterable[str]) -> dict[str, set[int]]:
+    """Return the numbers in keys, by the key up to them, with ``{}`` for others in that."""
+    found: dict[str, set[int]] = {}
+    for key in keys:
+        for head, number, _ in numbers_in(key):
+            found.setdefault(without_numbers(head), set()).add(number)
+    return found
+
+
+def _numberings(
+    pattern: str,
     ranks: Sequence[RankFacts],
     of_ranks: Sequence[set[int]],
     axes: Mapping[str, int],
     total: int,
-) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the axes along which the ranks' numbers add up to all, with how many each has."""
+) -> list[Numbering]:
+    """Return the axes along which numbers that each rank counts from 0 add up to all."""
     found = []
-    for axis, size in axes.items():
+    is_local = all(numbers == set(range(len(numbers))) for numbers in of_ranks)
+    for axis, size in axes.items() if is_local else ():
         counts: dict[int, set[int]] = {}
         for one, numbers in zip(ranks, of_ranks, strict=True):
             counts.setdefault(one.position[axis], set()).add(len(numbers))
         if all(len(each) == 1 for each in counts.values()) and len(counts) == size:
             row = tuple([counts[at].pop() for at in range(size)])
             if sum(row) == total:
-                found.append((axis, row))
+                found.append(Numbering(pattern, axis, row))
     return found
 
 
-def _differing(ranks: Sequence[RankFacts], axes: Iterable[str], head: str) -> set[str]:
-    """Return the axes along which keys with a number differ wherever they can be compared."""
-    all_keys = {key for one in ranks for key in one.tensors}
-    keys = {key for key in all_keys for at, *_ in numbers_in(key) if without_numbers(at) == head}
-    differ: set[str] = set()
-    equal: set[str] = set()
-    for key in keys:
-        parts = [(one.position, one.tensors[key]) for one in ranks if key in one.tensors]
-        for all_axes, some in zip((differ, equal), along([parts], axes), strict=True):
-            all_axes |= some
-    return differ - equal
-
-
-def _with_numbers(rank: RankFacts, head: str, first: int) -> RankFacts:
+def _with_numbers(rank: RankFacts, first: int, head: str) -> RankFacts:
+    """Return a rank with its numbers behind ``head`` counted from ``first``."""
     tensors = {}
     for key, tensor in rank.tensors.items():
         for at, number, tail in numbers_in(key):
