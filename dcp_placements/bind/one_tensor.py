@@ -10,7 +10,7 @@ view. The chunks of a stack are views of several local tensors.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -175,6 +175,7 @@ def bind(
     placement: CheckpointPlacement | None = None,
     mesh: Mesh | None = None,
     placements: Sequence[Any] = (),
+    rows: Collection[int] = (),
 ) -> Place | None:
     """Return where a local tensor lies in the checkpoint, or None on a rank that holds no part.
 
@@ -184,6 +185,8 @@ def bind(
         placement: The placement of its rule; None keeps the tensor's own mesh and placements.
         mesh: The DTensor's mesh; None for a plain tensor.
         placements: The DTensor's, one per axis of ``mesh``.
+        rows: Of a row of a stack, the dims of the stack, of which the rule speaks, that the rows
+            lie along: ranks along an axis that shards them hold other rows.
 
     Raises:
         CannotPlace: The two contradict each other, or do not yield ``local_shape``.
@@ -202,14 +205,15 @@ def bind(
     own_cuts = _own_cuts(len(shape), own_axes, placements)
     by_rule: list[tuple[Cut, Position, int | None]] = []
     if placement is not None:
-        by_rule = list(_rule_cuts(len(shape), placement, rule_axes, own_axes, own_cuts))
+        by_rule = list(_rule_cuts(len(shape), rows, placement, rule_axes, own_axes, own_cuts))
     whole, padded = list(shape), None
     replaced = {at for cut, _, at in by_rule if cut.kind is Kind.FUSED and at in own_cuts}
     for cut, _, at in by_rule:
         if cut.kind is not Kind.LISTED and at not in replaced:
             whole[cut.dim] *= cut.size
     if placement is not None and placement.global_shape is not None:
-        whole, padded = list(placement.global_shape), placement.padded_shape
+        whole = _without_dims(placement.global_shape, rows)
+        padded = placement.padded_shape and tuple(_without_dims(placement.padded_shape, rows))
     kept = _without(own_cuts, replaced) if replaced else own_cuts
     cuts = [*[cut for cut, _, _ in by_rule], *kept.values()]
     positions = *[one for _, one, _ in by_rule], *[own_axes[i].position for i in kept]
@@ -234,6 +238,10 @@ def bind(
     return Place(sharding, axes, chunks, positions, tuple(replicating), ruled=len(by_rule))
 
 
+def _without_dims(shape: Sequence[int], dims: Collection[int]) -> list[int]:
+    return [size for dim, size in enumerate(shape) if dim not in dims]
+
+
 def _own_cuts(ndim: int, axes: Sequence[Axis], placements: Sequence[Any]) -> dict[int, Cut]:
     """Return the cuts of a DTensor by the numbers of their axes."""
     cuts = {}
@@ -255,6 +263,7 @@ def _own_cuts(ndim: int, axes: Sequence[Axis], placements: Sequence[Any]) -> dic
 
 def _rule_cuts(
     ndim: int,
+    rows: Collection[int],
     placement: CheckpointPlacement,
     axes: Sequence[Axis],
     own_axes: Sequence[Axis],
@@ -264,15 +273,18 @@ def _rule_cuts(
 
     Each with this rank's position in it, and the number of the DTensor's axis that it is over.
     """
+    ndim += len(rows)
+    dims = _without_dims(range(ndim), rows)
     for axis, entry in zip(axes, placement.placements, strict=True):
+        is_cutting = shards(entry) and not (entry.dim in rows or entry.dim + ndim in rows)
         at = next((i for i, one in enumerate(own_axes) if one.is_same(axis)), None)
         own, own_cut = (None, None) if at is None else (own_axes[at], own_cuts.get(at))
         if own is not None and own.size != axis.size:
             raise _contradiction(axis, f"of size {own.size}", f"of size {axis.size}")
-        if own is not None and own.position != axis.position and (own_cut or shards(entry)):
+        if own is not None and own.position != axis.position and (own_cut or is_cutting):
             here, there = f"with this rank at {own.position}", f"at {axis.position}"
             raise _contradiction(axis, here, there)
-        if not shards(entry):
+        if not is_cutting:
             continue
         if not -ndim <= entry.dim < ndim:
             raise CannotPlace(
@@ -282,6 +294,7 @@ def _rule_cuts(
                 "specific one above it",
             )
         cut = cut_of(entry, ndim, axis.name, axis.size)
+        cut = cut._replace(dim=dims.index(cut.dim)) if rows else cut
         is_other = own_cut is not None and own_cut.dim != cut.dim
         match cut.kind:
             case Kind.LISTED:

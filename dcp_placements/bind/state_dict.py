@@ -184,7 +184,12 @@ class _Placer:
             if listed is not None and (placement is None or not _declares(placement, listed)):
                 placed[fqn] = Placed(fqn, value, listed)
             elif facts[1] is not None or placement is not None:
-                bound = self._bind(facts, placement)
+                dims: tuple[int, ...] = ()
+                if placement is not None and fqn in self._rows:
+                    name, shape = self._rows[fqn][0].name, facts[3]
+                    dims = stack_dims(name, shape)
+                    self._row_axes[fqn] = _axes_of_rows(placement, name, dims, len(shape))
+                bound = self._bind(facts, placement, dims)
                 if bound is None:
                     self.placing.absent.add(fqn)
                     self.locals = [one for one in self.locals if one[0] != fqn]
@@ -218,20 +223,16 @@ class _Placer:
                 )
         self.placing.matched[name] = self.placing.matched.get(name, 0) + 1
         self._answers[fqn] = name, placement
-        if placement is None:
-            return None, None
-        if fqn in self._rows:
-            row = self._rows[fqn][0]
-            ndim = len(row.value.shape)
-            placement, self._row_axes[fqn] = _of_rows(placement, row.name, ndim)
-        return placement, name
+        return (None, None) if placement is None else (placement, name)
 
-    def _bind(self, facts: Facts, placement: CheckpointPlacement | None) -> Place | None:
+    def _bind(
+        self, facts: Facts, placement: CheckpointPlacement | None, rows: Sequence[int] = ()
+    ) -> Place | None:
         local, mesh, placements, shape = facts
-        key = shape, local.shape, self._number(mesh), placements, placement
+        key = shape, local.shape, self._number(mesh), placements, placement, rows
         place = self._bound.get(key)
         if place is None:
-            place = bind(shape, tuple(local.shape), placement, mesh, placements)
+            place = bind(shape, tuple(local.shape), placement, mesh, placements, rows)
             if place is not None:
                 self._bound[key] = place
         return place
@@ -482,15 +483,20 @@ def _stack_of(rows: Sequence[RenamedValue[Row]], value: Any) -> torch.Tensor:
     return torch.empty(shape, dtype=local.dtype, device="meta")
 
 
-def _of_rows(
-    placement: CheckpointPlacement, row: Row, ndim: int
-) -> tuple[CheckpointPlacement, tuple[Axis | None, ...]]:
-    """Return the placement of each row of a stack, and the axis that shards each dim of the rows.
+def _axes_of_rows(
+    placement: CheckpointPlacement, row: Row, dims: Sequence[int], ndim: int
+) -> tuple[Axis | None, ...]:
+    """Return the axis that shards each dim of a stack that its rows lie along, if any.
+
+    Args:
+        placement: Of the stack.
+        row: One of the rows.
+        dims: Those dims.
+        ndim: Dims of the row.
 
     Raises:
         CannotPlace: The rule has another number of rows.
     """
-    dims = stack_dims(row, (1,) * ndim)
     ndim += len(dims)
     declared = placement.global_shape
     for dim, (total, _) in zip(dims, row.axes, strict=True):
@@ -503,7 +509,7 @@ def _of_rows(
     for axis, entry in zip(mesh_axes(placement.mesh) or (), placement.placements, strict=False):
         if shards(entry) and -ndim <= entry.dim < ndim:
             sharding[shard_dim(entry, ndim)] = axis
-    return placement.of_rows(dims, ndim), tuple([sharding.get(dim) for dim in dims])
+    return tuple([sharding.get(dim) for dim in dims])
 
 
 def _alike_tensors(rows: Sequence[RenamedValue[Row]]) -> list[torch.Tensor]:

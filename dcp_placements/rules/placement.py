@@ -152,26 +152,6 @@ class CheckpointPlacement:
         names = [each.name for each in fields(self) if each.compare]
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
-    def of_rows(self, dims: Sequence[int], ndim: int) -> CheckpointPlacement:
-        """Return the placement of each row of a tensor: axes that shard ``dims`` replicate it.
-
-        Args:
-            dims: Those that the rows lie along, from 0.
-            ndim: Dims of the tensor.
-        """
-        kept = [dim for dim in range(ndim) if dim not in dims]
-        placements = []
-        for entry in self.placements:
-            if shards(entry) and -ndim <= entry.dim < ndim:
-                dim = shard_dim(entry, ndim)
-                entry = _replicate() if dim in dims else _moved(entry, kept.index(dim))
-            placements.append(entry)
-        whole, padded = (
-            None if shape is None else [shape[dim] for dim in kept]
-            for shape in (self.global_shape, self.padded_shape)
-        )
-        return CheckpointPlacement(self.mesh, placements, global_shape=whole, padded_shape=padded)
-
     def format(self) -> str:
         """Return the placements and the mesh as short text."""
         return format_placements(self.placements) + f" on mesh {format_mesh(self.mesh)}"
@@ -268,12 +248,6 @@ def strided_cut(cut: Cut, split_factor: int) -> Cut:
 
 
 _OPTION = {Kind.FUSED: "parts", Kind.STRIDED: "split_factor", Kind.LISTED: "indices"}
-
-
-def _moved(placement: Any, dim: int) -> Any:
-    """Return a sharding placement that splits another dim."""
-    option = _OPTION.get(kind_of(placement) or Kind.PLAIN)
-    return type(placement)(dim, **({option: getattr(placement, option)} if option else {}))
 
 
 def format_placement(placement: Any) -> str:
