@@ -70,7 +70,8 @@ class Placements:
         object.__setattr__(self, "rules", resolved)
         object.__setattr__(self, "rename", rename)
         object.__setattr__(self, "waive", waivers)
-        object.__setattr__(self, "whole", WholeModel.of(whole))
+        compared = None if whole is None else WholeModel.of(whole)
+        object.__setattr__(self, "whole", compared)
 
     def save_planner(
         self, *, waive: Mapping[str, str] | None = None, **options: Any

@@ -170,8 +170,6 @@ def propose_placements(
         PlacementError: A mesh without names, or a state dict with no key of the model.
     """
     model = WholeModel.of(whole)
-    if model is None:
-        raise PlacementError("whole= is None: give {key: shape} of the unsharded model")
     names = axis_names(mesh)
     if not names:
         raise PlacementError("mesh= has no axis names: init_device_mesh(..., mesh_dim_names=(...))")

@@ -166,7 +166,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self.rename = rename
         self.cast = cast
         self.exchange = exchange
-        self.whole = WholeModel.of(whole)
+        self.whole = None if whole is None else WholeModel.of(whole)
         if not isinstance(optional, Iterable):
             raise PlacementError(f"optional={optional!r}: give patterns of keys")
         patterns = [optional] if isinstance(optional, str) else optional

@@ -250,7 +250,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         if step is not None and not isinstance(step, int):
             raise PlacementError(f"step={step!r}: give a number")
         self.step = step
-        self.whole = WholeModel.of(whole)
+        self.whole = None if whole is None else WholeModel.of(whole)
 
     @property
     def report(self) -> SaveReport:

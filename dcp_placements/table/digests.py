@@ -124,7 +124,7 @@ def differing_repeats(placed: Iterable[Placed], kind: str) -> Iterator[tuple[Pla
             by_box.setdefault(chunk.box, []).append(chunk)
         for copies in by_box.values():
             views = list(map(tensor.view, copies if len(copies) > 1 else ()))
-            if len({*_tensor_digests(views, kind)} - {None}) > 1:
+            if len({*_DIGESTS[kind](views)} - {None}) > 1:
                 yield tensor, copies
 
 
@@ -140,7 +140,7 @@ def _each_digest(
                 lookup(MetadataIndex(fqn, torch.Size(box.offsets))) if data is None else data
                 for (fqn, box), data in zip(places, held.data(), strict=True)
             ]
-    digests = iter(_tensor_digests(tensors, kind))
+    digests = iter(_DIGESTS[kind](tensors))
     for held in groups:
         if held.group.kind == OBJECT:
             for fqn, value in zip(held.fqns, held.values, strict=True):
@@ -229,10 +229,6 @@ blocks spread evenly from its first element to its last."""
 _SLAB_NBYTES = 8 << 20
 
 
-def _tensor_digests(tensors: Sequence[torch.Tensor], kind: str) -> list[bytes | None]:
-    return sampled_digests(tensors) if kind == "sampled" else list(map(full_digest, tensors))
-
-
 def sampled_digests(tensors: Sequence[torch.Tensor]) -> list[bytes | None]:
     """Return a digest of 8 bytes per tensor, over sampled elements in C order.
 
@@ -269,6 +265,12 @@ def full_digest(tensor: torch.Tensor) -> bytes | None:
     for slab in _slabs(_resolved(tensor.detach())):
         hasher.update(_memory(slab))
     return hasher.digest()
+
+
+_DIGESTS: dict[str, Callable[[Sequence[torch.Tensor]], list[bytes | None]]] = {
+    "sampled": sampled_digests,
+    "full": lambda tensors: list(map(full_digest, tensors)),
+}
 
 
 def object_digest(

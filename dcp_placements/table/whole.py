@@ -58,7 +58,7 @@ class WholeModel:
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @staticmethod
-    def of(whole: Any) -> WholeModel | None:
+    def of(whole: Any) -> WholeModel:
         """Return what a user gives as ``whole=``.
 
         >>> WholeModel.of({"w": torch.empty(4, 3, device="meta"), "b": (4,)}).shapes
@@ -66,12 +66,12 @@ class WholeModel:
 
         Args:
             whole: A mapping from keys to shapes, tensors (whose shapes count), or pairs of shape
-                and dtype; or a module, which is best made on ``meta``. None: nothing is compared.
+                and dtype; or a module, which is best made on ``meta``.
 
         Raises:
             PlacementError: It is something else, has no keys, or is sharded itself.
         """
-        if whole is None or isinstance(whole, WholeModel):
+        if isinstance(whole, WholeModel):
             return whole
         values: Any = whole
         if isinstance(whole, torch.nn.Module):
