@@ -380,15 +380,13 @@ def index_of_places(
     if not copies:
         # Of two rows for the same chunk the later one counts.
         places = {(place.fqn, place.offset): place for place in places}.values()
-    places = list(places)
-    counts = Counter([place.fqn for place in places])
-    files: dict[str | None, list[StoredPlace]] = {None: []}
+    files: dict[str, list[StoredPlace]] = {}
     for place in places:
-        # Keys of one chunk in all are the rows of one more writer.
-        files.setdefault(None if counts[place.fqn] == 1 else place.path, []).append(place)
-    apart = files.pop(None)
-    written = [_written(held) for held in (*files.values(), apart) if held]
-    return _built(written, entries, copies=copies)
+        files.setdefault(place.path, []).append(place)
+    counts = Counter([place.fqn for held in files.values() for place in held])
+    whole = {fqn for fqn, count in counts.items() if count == 1}
+    results = [WriteResults.of(held, whole) for held in files.values()]
+    return build_index(results, entries, copies=copies)
 
 
 def build_index(
@@ -403,27 +401,12 @@ def build_index(
         copies: Whether rows of several writers for one chunk are copies, which all count; otherwise
             the later one counts.
     """
-    written: list[_Written] = [(one.template, one.offsets, one.paths) for one in results]
+    written = list(results)
     if apart := list(chain.from_iterable(one.apart for one in results)):
-        written.append(_written(apart))
-    return _built(written, entries, copies=copies)
-
-
-_Written = tuple[bytes | Template, Ints, Sequence[str]]
-"""A writer's template, which may be packed, its offsets and its files."""
-
-
-def _written(places: Sequence[StoredPlace]) -> _Written:
-    """Return what a writer of places would write."""
-    paths = list(dict.fromkeys([place.path for place in places]))
-    return (*Template.of(places, paths), paths)
-
-
-def _built(written: Sequence[_Written], entries: Entries, *, copies: bool) -> RowIndex:
-    """Return the index of what writers wrote; arguments as of ``build_index``."""
+        written.append(WriteResults.of(apart))
     groups: dict[Any, list[int]] = {}
-    for writer, (template, _, _) in enumerate(written):
-        content = template if isinstance(template, bytes) else template.content
+    for writer, one in enumerate(written):
+        content = one.template if isinstance(one.template, bytes) else one.template.content
         groups.setdefault(content, []).append(writer)
     template_of = np.zeros(len(written), np.int64)
     numbers = {fqn: number for number, fqn in enumerate(entries.fqns)}
@@ -432,14 +415,15 @@ def _built(written: Sequence[_Written], entries: Entries, *, copies: bool) -> Ro
     slots: list[list[Sequence[tuple[int, Offset]]]] = []
     for number, writers in enumerate(groups.values()):
         template_of[writers] = number
-        template = written[writers[0]][0]
-        template = Template.unpacked(template) if isinstance(template, bytes) else template
+        template = Template.unpacked(written[writers[0]].template)
         keys = [numbers.setdefault(fqn, len(numbers)) for fqn in template.fqns]
         steps = [transforms.setdefault(one, len(transforms)) for one in template.transforms]
         key, slot, file, step, start, length = template.table
         key, step = np.array(keys, np.int64)[key], np.array(steps, np.int64)[step]
         tables.append(np.stack([np.full_like(key, number), key, slot, file, step, start, length]))
-        slots.append(_slots(template.dims, writers, [written[one][1] for one in writers]))
+        slots.append(
+            _slots(template.dims, writers, [written[writer].offsets for writer in writers])
+        )
     rows = np.concatenate(tables, axis=1)
     class_of, kinds = _classes(rows, entries, len(numbers))
     lists = list(entries.lists)
@@ -448,8 +432,8 @@ def _built(written: Sequence[_Written], entries: Entries, *, copies: bool) -> Ro
         entries,
         tuple(numbers),
         tuple(transforms),
-        list(chain.from_iterable(paths for _, _, paths in written)),
-        np.array([len(paths) for _, _, paths in written], np.int64),
+        list(chain.from_iterable(one.paths for one in written)),
+        np.array([len(one.paths) for one in written], np.int64),
         template_of,
         rows,
         class_of,

@@ -102,8 +102,10 @@ class Template(NamedTuple):
         return zlib.compress(pickle.dumps((forms, self.transforms, columns.tobytes())), 6)
 
     @staticmethod
-    def unpacked(packed: bytes) -> Template:
-        """Return a template as it was sent."""
+    def unpacked(packed: Template | bytes) -> Template:
+        """Return a template that may have been sent."""
+        if isinstance(packed, Template):
+            return packed
         forms, transforms, columns = pickle.loads(zlib.decompress(packed))
         dims, form_of, numbers, *rows, gaps, lengths = unpacked_columns(
             np.frombuffer(columns, np.int64)
@@ -132,14 +134,18 @@ class WriteResults(Sequence[WriteResult]):
     file: so their lengths move no record of a template.
 
     Args:
-        template: What ranks have in common, packed.
+        template: What ranks have in common; packed where it was sent.
         offsets: Of all slots, one after another.
         paths: The files, relative to the checkpoint.
         apart: Keys of which all is in one place.
     """
 
     def __init__(
-        self, template: bytes, offsets: Ints, paths: Sequence[str], apart: Sequence[StoredPlace]
+        self,
+        template: Template | bytes,
+        offsets: Ints,
+        paths: Sequence[str],
+        apart: Sequence[StoredPlace],
     ) -> None:
         self.template, self.offsets, self.paths, self.apart = template, offsets, paths, apart
 
@@ -155,7 +161,7 @@ class WriteResults(Sequence[WriteResult]):
         apart = [place for place in latest if place.fqn in whole]
         paths = tuple(dict.fromkeys([place.path for place in latest]))
         template, offsets = Template.of([one for one in latest if one.fqn not in whole], paths)
-        return WriteResults(template.packed(), offsets, paths, apart)
+        return WriteResults(template, offsets, paths, apart)
 
     @staticmethod
     def of_records(
@@ -191,7 +197,8 @@ class WriteResults(Sequence[WriteResult]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         own = self.offsets.tolist(), self.paths, [tuple(place) for place in self.apart]
-        return _arrived, (self.template, zlib.compress(pickle.dumps(own), 1))
+        packed = self.template if isinstance(self.template, bytes) else self.template.packed()
+        return _arrived, (packed, zlib.compress(pickle.dumps(own), 1))
 
     def __len__(self) -> int:
         return len(self.places)
