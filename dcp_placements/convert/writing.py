@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
-from math import prod
 from typing import IO, Any, ClassVar
 
 import torch
@@ -531,29 +530,13 @@ class DcpOut(Writer):
         return provenance
 
 
-class _EmptyRecord:
-    """The record of a chunk without elements."""
-
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        buffer = io.BytesIO()
-        torch.save(torch.empty(shape, dtype=dtype, device="cpu"), buffer)
-        self._record = buffer.getvalue()
-        self.length = len(self._record)
-
-    def write_blocks(self, slabs: Iterator[memoryview], write: Any) -> None:
-        """Write it."""
-        write(self._record)
-
-
 @lru_cache(maxsize=1 << 12)
-def _record_of(dtype: torch.dtype, shape: tuple[int, ...]) -> RecordTemplate | _EmptyRecord:
+def _record_of(dtype: torch.dtype, shape: tuple[int, ...]) -> RecordTemplate:
     """Return the record of chunks of this form, without their elements.
 
     Raises:
         PlacementError: This torch writes another format.
     """
-    if not prod(shape):
-        return _EmptyRecord(dtype, shape)
     try:
         return RecordTemplate(dtype, shape)
     except ValueError as error:

@@ -97,7 +97,7 @@ def _batches(
     """Yield one tensor, or small ones of one dtype and shape, with their items."""
     for (dtype, shape, is_plain), alike in groupby(loaded, _kind):
         nbytes = shape.numel() * dtype.itemsize
-        most = BATCH_NBYTES // nbytes if is_plain and nbytes <= SMALL_NBYTES else 1
+        most = BATCH_NBYTES // max(nbytes, 1) if is_plain and nbytes <= SMALL_NBYTES else 1
         while batch := list(islice(alike, most)):
             yield [tensor for tensor, _ in batch], [item for _, item in batch]
 
@@ -173,12 +173,11 @@ def save_tensors(tensors: Sequence[torch.Tensor], stream: Any) -> int:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has elements, and nothing but them, a dtype and a shape."""
+    """Whether a tensor has nothing but elements, a dtype and a shape."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout == torch.strided
         and not (tensor.is_quantized or tensor.is_nested)
-        and tensor.nbytes > 0
     )
 
 
@@ -200,7 +199,7 @@ class RecordTemplate:
 
     Args:
         dtype: Of the elements.
-        shape: Without a dim of size 0.
+        shape: Of each; one without elements is all head.
 
     Attributes:
         length: Bytes of a record.
@@ -214,6 +213,12 @@ class RecordTemplate:
         # Pages of zeros that nothing writes to take no memory.
         zeros = torch.from_numpy(np.zeros(self._nbytes, np.uint8))
         around: Any = _AroundElements(zeros)
+        self._crc_at: list[int] = []
+        if not self._nbytes:
+            torch.save(torch.empty(tuple(shape), dtype=dtype, device="cpu"), around)
+            self._head, self._tail = b"".join(around.parts), np.zeros(0, np.uint8)
+            self.length = len(self._head)
+            return
         torch.save(zeros.view(dtype).view(tuple(shape)), around)
         if len(around.parts) != 2:
             raise ValueError("torch.save writes elements in another way than one call")
