@@ -130,11 +130,14 @@ def _check_within(
     Raises:
         ValueError: It is not.
     """
-    own = {step for size, step in zip(shape, c_strides(tuple(shape)), strict=True) if size > 1}
+    left: dict[int, int] = {}  # how many there are from the start, by step
+    rest = start
+    for size, step in zip(shape, c_strides(tuple(shape)), strict=True):
+        index, rest = divmod(rest, step)
+        left[step] = max(left.get(step, 0), size - index)
     longer = [(size, step) for size, step in zip(sizes, steps, strict=True) if size > 1]
-    is_made = prod(shape) == 1 or all(step in own for _, step in longer)
-    last = start + sum((size - 1) * step for size, step in longer)
-    if prod(sizes) and not (is_made and last < prod(shape)):
+    is_within = prod(shape) == 1 or all(size <= left.get(step, 0) for size, step in longer)
+    if prod(sizes) and not (is_within and start < prod(shape)):
         raise ValueError(f"{fqn} has a chunk at {start} by {tuple(steps)} in {tuple(shape)}")
 
 

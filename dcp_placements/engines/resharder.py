@@ -238,7 +238,7 @@ class PlacementResharder(Resharder):
         )
         planner.set_up_planner({item_key: target}, metadata, is_coordinator=True)
         (plan,) = planner.create_global_plan([planner.create_local_plan()])
-        for own in target_metadata.values():
+        for own in (target_metadata or {}).values():
             own.check()  # which refuses what no load of DCP does
         items = planner.finish_plan(plan).items
         by_file: dict[str, list[tuple[ReadItem, SavedChunk]]] = {}
