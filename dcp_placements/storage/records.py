@@ -37,8 +37,11 @@ Array = np.ndarray[Any, Any]
 SMALL_NBYTES = 32 << 10
 """Tensors up to this are small: their records are made together."""
 
-BATCH_NBYTES = 1 << 20
-"""So many bytes of small tensors are gathered at a time."""
+BATCH_NBYTES = 512 << 10
+"""So many bytes of small records are made at a time, while they are in the processor's cache."""
+
+_AROUND_NBYTES = 3 << 9
+"""A record has about so many besides its elements."""
 
 PROVED_NBYTES = 64 << 10
 """A template with at most so many bytes of elements is tried out when it is made."""
@@ -97,7 +100,8 @@ def _batches(
     """Yield one tensor, or small ones of one dtype and shape, with their items."""
     for (dtype, shape, is_plain), alike in groupby(loaded, _kind):
         nbytes = shape.numel() * dtype.itemsize
-        most = BATCH_NBYTES // max(nbytes, 1) if is_plain and nbytes <= SMALL_NBYTES else 1
+        is_small = is_plain and nbytes <= SMALL_NBYTES
+        most = BATCH_NBYTES // (nbytes + _AROUND_NBYTES) if is_small else 1
         while batch := list(islice(alike, most)):
             yield [tensor for tensor, _ in batch], [item for _, item in batch]
 
@@ -279,25 +283,22 @@ class RecordTemplate:
         write(memoryview(self._tail_of(checksum)))
 
     def write(self, data: Array, stream: Any) -> None:
-        """Write the records of tensors, a block of them at a time.
+        """Write the records of tensors.
 
         Args:
             data: The bytes of a tensor in each row, contiguous uint8.
             stream: Open for writing.
         """
         start = len(self._head)
-        rows = min(len(data), max(BLOCK_NBYTES // self.length, 1))
-        records = np.empty((rows, self.length), np.uint8)
+        records = np.empty((len(data), self.length), np.uint8)
         elements, tails = np.split(records, (start, start + self._nbytes), axis=1)[1:]
         records[:, :start] = np.frombuffer(self._head, np.uint8)
+        elements[:] = data
         tails[:] = self._tail
         checksums = np.array(list(map(crc32, data)), "<u4").view(np.uint8).reshape(-1, 4)
-        for first in range(0, len(data), rows):
-            count = min(rows, len(data) - first)
-            elements[:count] = data[first : first + count]
-            for at in self._crc_at:
-                tails[:count, at : at + 4] = checksums[first : first + count]
-            stream.write(records[:count].data.cast("B"))
+        for at in self._crc_at:
+            tails[:, at : at + 4] = checksums
+        stream.write(records.data.cast("B"))
 
 
 class _AroundElements:
