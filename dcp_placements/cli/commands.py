@@ -32,7 +32,6 @@ from dcp_placements.cli.arguments import (
 )
 from dcp_placements.cli.printing import BYTES, Shown, progress
 from dcp_placements.errors import CannotLook, format_count, format_name
-from dcp_placements.offline.declared import Rename
 from dcp_placements.transfer.world import MeshAxes
 
 
@@ -120,9 +119,7 @@ def diff_command(
     fqn: Fqn = None,
     rtol: Annotated[float, typer.Option(min=0.0, help="Relative tolerance.")] = 0.0,
     atol: Annotated[float, typer.Option(min=0.0, help="Absolute tolerance.")] = 0.0,
-    rename: Annotated[
-        Rename | None, function_option("--rename", "A function from A's keys to B's.")
-    ] = None,
+    rename: Annotated[Any, function_option("--rename", "A function from A's keys to B's.")] = None,
     prefix: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Of A's keys, where B is an export, as export has it."),
@@ -243,7 +240,7 @@ def import_command(
     src: Annotated[str, typer.Argument(metavar="SRC", help="The directory to import.")],
     out: Out,
     rename: Annotated[
-        Rename | None, function_option("--rename", "From the files' names to the checkpoint's.")
+        Any, function_option("--rename", "From the files' names to the checkpoint's.")
     ] = None,
     files: Files = None,
     rules: Annotated[Any, RULES] = None,
@@ -303,7 +300,7 @@ def export_command(
         Any, typer.Option(parser=parse_dtype, metavar="DTYPE", help="Cast to it, such as bfloat16.")
     ] = None,
     rename: Annotated[
-        Rename | None, function_option("--rename", "From the model's names to the files'.")
+        Any, function_option("--rename", "From the model's names to the files'.")
     ] = None,
     prefix: Annotated[
         str | None,

@@ -37,6 +37,7 @@ from dcp_placements.errors import (
     raise_faults,
 )
 from dcp_placements.names.renames import Unstack, number_in, steps
+from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.offline.assembly import AssembledTensor, assemble
 from dcp_placements.offline.box_reads import pieces
 from dcp_placements.offline.checkpoint import (
@@ -46,12 +47,12 @@ from dcp_placements.offline.checkpoint import (
     Checkpoint,
     SourceTensor,
 )
-from dcp_placements.offline.declared import Progress, Rename
 from dcp_placements.offline.difference import same_bits
 from dcp_placements.offline.directory import Directory
 from dcp_placements.offline.model_keys import model_tensors
 from dcp_placements.offline.output import output_at
 from dcp_placements.offline.rehearsals.world import RehearsedWorld
+from dcp_placements.offline.texts import Progress
 from dcp_placements.offline.verification import structural_faults
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.patterns import unmatched_faults

@@ -43,17 +43,17 @@ from dcp_placements.errors import (
 )
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.flat import rename_keys
+from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.offline.assembly import AssembledTensor, Block
 from dcp_placements.offline.box_reads import BoxReader
 from dcp_placements.offline.checkpoint import Checkpoint, SourceTensor, StoredRecord
-from dcp_placements.offline.declared import Rename, format_mesh_axes
 from dcp_placements.offline.difference import same_bits
 from dcp_placements.offline.directory import Directory
 from dcp_placements.offline.verification import box_faults
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.storage.safe_pickle import Made
 from dcp_placements.storage.saved_dtensor import rank_shard
-from dcp_placements.transfer.world import MeshAxes, rules_at
+from dcp_placements.transfer.world import MeshAxes, format_mesh_axes, rules_at
 
 _BY_POSITION = (
     "optimizer state by the position of its parameters, whose names are in no file: save it by "

@@ -41,10 +41,10 @@ from dcp_placements.names.renames import Step
 from dcp_placements.offline.assembly import AssembledTensor
 from dcp_placements.offline.box_reads import pieces
 from dcp_placements.offline.checkpoint import StoredRecord
-from dcp_placements.offline.declared import Progress
 from dcp_placements.offline.output import AnyOutput
 from dcp_placements.offline.rehearsals.world import RehearsedWorld
 from dcp_placements.offline.safetensors_files import DTYPES, write_header
+from dcp_placements.offline.texts import Progress
 from dcp_placements.offline.verification import box_faults
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.checked_load import zip_problem

@@ -21,6 +21,7 @@ from dcp_placements.layout.sharding import Box
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.names.stacks_and_parts import (
     Parts,
+    Rename,
     Renamed,
     Row,
     Rows,
@@ -29,7 +30,6 @@ from dcp_placements.names.stacks_and_parts import (
 )
 from dcp_placements.offline.box_reads import Run, is_run, position
 from dcp_placements.offline.checkpoint import SourceTensor
-from dcp_placements.offline.declared import Rename
 
 
 class Reader(Protocol):

@@ -27,15 +27,16 @@ from dcp_placements.errors import (
     format_nbytes,
 )
 from dcp_placements.layout.sharding import Box
+from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.offline.assembly import AssembledTensor, assembled
 from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredRecord, StoredTensor
-from dcp_placements.offline.declared import Progress, Rename, matching_keys
 from dcp_placements.offline.directory import shows_damage
 from dcp_placements.offline.model_keys import model_tensors
-from dcp_placements.offline.texts import brief
+from dcp_placements.offline.texts import Progress, brief
 from dcp_placements.offline.verification import MEMORY_NBYTES, box_faults
 from dcp_placements.storage.checked_load import load_plain
+from dcp_placements.transfer.world import matching_keys
 
 MAX_FAMILIES = 15
 """Families of keys that are shown by default: two lines each."""

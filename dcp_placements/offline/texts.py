@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from dcp_placements.errors import format_name, format_names, format_numbers
+
+Progress = Callable[[int, int], None]
+"""``(done, total)``, in bytes where nothing else is stated."""
 
 MAX_VALUE = 60
 """Characters of an object's value that are shown."""

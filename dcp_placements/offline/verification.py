@@ -53,9 +53,8 @@ from dcp_placements.offline.checkpoint import (
     check_count,
     reading,
 )
-from dcp_placements.offline.declared import Progress
 from dcp_placements.offline.directory import Directory, shows_damage
-from dcp_placements.offline.texts import short
+from dcp_placements.offline.texts import Progress, short
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.checked_load import BROKEN, load_saved_tensor, stored_zip
 from dcp_placements.storage.file_reads import CountedFile, Part, crc32, part_of

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from dcp_placements.errors import CannotLook, PlacementError
+from dcp_placements.errors import CannotLook, PlacementError, format_names
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.patterns import PlacementRules, Rules, compile_pattern
 
@@ -164,3 +164,24 @@ def matcher(pattern: str) -> Callable[[str], bool]:
     except PlacementError as error:
         raise CannotLook(str(error)) from error
     return lambda fqn: fqn == pattern or compiled.search("." + fqn) is not None
+
+
+def format_mesh_axes(axes: Mapping[str, int]) -> str:
+    """Return axes as text: ``ep=8, edp=2``."""
+    return ", ".join(f"{name}={size}" for name, size in axes.items())
+
+
+def matching_keys(pattern: str | None, keys: Iterable[str]) -> set[str]:
+    """Return the keys that match a pattern of ``PlacementRules``; all of them for None.
+
+    Raises:
+        CannotLook: No key matches the pattern, or the pattern has an empty component.
+    """
+    if pattern is None:
+        return set(keys)
+    matches = matcher(pattern)
+    matching = {key for key in keys if matches(key)}
+    if not matching:
+        there = format_names(sorted(keys), 3) or "none"
+        raise CannotLook(f"no key matches {pattern!r}\n    there are:   {there}")
+    return matching

@@ -32,16 +32,15 @@ from dcp_placements.layout.boxes import (
 )
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
-from dcp_placements.offline.declared import Progress, format_mesh_axes, matching_keys
 from dcp_placements.offline.rehearsals.world import RehearsedWorld
-from dcp_placements.offline.texts import format_table, ranges, short
+from dcp_placements.offline.texts import Progress, format_table, ranges, short
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.patterns import unmatched_faults
 from dcp_placements.storage.file_reads import c_strides, cheap_gap, segments
 from dcp_placements.storage.record_reads import is_read_whole
 from dcp_placements.table.table import OBJECT
 from dcp_placements.table.world import Cover, cover_of
-from dcp_placements.transfer.world import Fsdp, MeshAxes
+from dcp_placements.transfer.world import Fsdp, MeshAxes, format_mesh_axes, matching_keys
 
 HEADINGS = ("ranks", "wants", "reads", "reads/wants", "stock", "stock/wants", "chunks", "files")
 MAX_ROWS = 16
