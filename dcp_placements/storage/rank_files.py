@@ -113,7 +113,8 @@ def unreadable(path: str | os.PathLike[str], error: Exception) -> PlacementError
     return PlacementError(
         f"{path}: this is no metadata of DCP's that can be read\n"
         f"    found:       {type(error).__name__}: {format_error(error)}{nbytes}\n"
-        "    likely:      the file was damaged or cut short: a copy in part, a full disk\n"
+        "    likely:      the file was damaged or cut short (a copy in part, a full disk), or is "
+        "not from where it seems\n"
         f"    {_way_out(file.parent)}"
     )
 

@@ -30,7 +30,6 @@ from dcp_placements.errors import (
     Fault,
     PlacementError,
     format_count,
-    format_error,
     format_faults,
     format_name,
     raise_faults,
@@ -350,13 +349,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
             raise
         except Exception as error:
             # A broken or hostile pickle can raise anything.
-            if not self.restricted:
-                raise unreadable(path, error) from error
-            raise PlacementError(
-                f"{path}: refused, this is no metadata of DCP's that can be read\n"
-                f"    found:       {format_error(error)}\n"
-                "    likely:      the file was damaged or cut short, or is not from where it seems"
-            ) from error
+            raise unreadable(path, error) from error
 
 
 PART_NBYTES = 1 << 20
