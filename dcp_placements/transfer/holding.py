@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, repeat
 from math import prod
 from typing import Any, NamedTuple
 
@@ -37,9 +37,8 @@ from dcp_placements.layout.boxes import (
     expanded,
     intersect,
     overlaps,
-    unique,
 )
-from dcp_placements.layout.sharding import Box, Cut, Kind, Sharding, dim_pieces
+from dcp_placements.layout.sharding import Box, Cut, Position, Sharding, dim_pieces
 from dcp_placements.names.renames import (
     Renames,
     Renumber,
@@ -59,7 +58,7 @@ from dcp_placements.rules.patterns import (
     matched_nowhere,
     rule_name,
 )
-from dcp_placements.rules.placement import CheckpointPlacement, cut_of, kind_of, shards
+from dcp_placements.rules.placement import CheckpointPlacement, cut_of, shards
 from dcp_placements.table.world import cover_of
 from dcp_placements.transfer.world import EVERY, Fsdp, TransferWorld, matcher, mesh_at, rules_at
 
@@ -169,31 +168,66 @@ class FsdpAxes:
         return {f"fsdp({pattern!r})": pattern in matched for pattern in patterns}
 
 
-def tensor_sharding(
-    tensor: Named,
-    placement: CheckpointPlacement | None,
-    axes: Mapping[str, int],
-    fsdp: Sequence[str],
-) -> tuple[Sharding, list[str], list[int]]:
-    """Return how a tensor is cut: by its rule, then by FSDP over all axes that its rule leaves.
+class Placed(NamedTuple):
+    """Ranks whose placements of a tensor differ only in the coordinate."""
+
+    placement: CheckpointPlacement | None  # that of the first
+    coordinates: dict[int, tuple[int, ...]]  # by rank, in the mesh of the placement
+
+
+def placed_ranks(rules: Iterable[tuple[int, Rules]], tensor: Named, name: str) -> list[Placed]:
+    """Return the ranks that rules give a place for a tensor.
+
+    Args:
+        rules: Ranks and their rules.
+        tensor: The tensor.
+        name: The key that the rules are asked for.
+
+    Raises:
+        PlacementError: A function of the user's raises an error.
+    """
+    probe = tensor.probe()
+    found: dict[Hashable, Placed] = {}
+    for rank, one in rules:
+        placement = asked(one, name, probe) if tensor.shape else None
+        coordinate = () if placement is None else placement.mesh.get_coordinate()
+        if coordinate is not None:  # it is a part of the rule's mesh
+            alike = found.setdefault(cut_signature(placement), Placed(placement, {}))
+            alike.coordinates[rank] = tuple(coordinate)
+    return list(found.values())
+
+
+class RankCuts(NamedTuple):
+    """How ranks hold a tensor: cut alike, each at a place of its own.
+
+    Of a ``(4, 3)`` weight with ``Shard(0)`` over two ep ranks::
+
+        RankCuts(Sharding((4, 3), (Cut(0, "ep", 2),)), "", {0: (0,), 1: (1,)})
+    """
+
+    sharding: Sharding
+    fsdp: str  # the axis of FSDP, flattened, whose cut is the last; empty without one
+    places: dict[int, tuple[Position, ...]]  # by rank, in the cuts of ``sharding``
+
+
+def rank_cuts(
+    tensor: Named, placed: Placed, axes: Mapping[str, int], fsdp: Sequence[str]
+) -> RankCuts:
+    """Return how ranks hold a tensor: its rule cuts it, then FSDP over all axes that are left.
 
     Args:
         tensor: The tensor.
-        placement: Its rule's, of whose mesh the rank is a part; of a row of a stack that of the
-            stack.
+        placed: The ranks, and the rule's placement; of a row of a stack that of the stack.
         axes: The mesh.
         fsdp: The axes of FSDP, in mesh order.
-
-    Returns:
-        The sharding, with FSDP's cut last; the axes of FSDP; for each cut of the rule its axis of
-        the rule's mesh.
 
     Raises:
         PlacementError: A rule that does not fit the tensor.
     """
-    shape, padded = tensor.rule_shape, None
+    shape, padded, placement = tensor.rule_shape, None, placed.placement
     cuts: list[Cut] = []
-    columns: list[int] = []
+    # By cut the place of each rank.
+    columns: list[Sequence[Position]] = []
     taken: set[str | None] = set()
     if placement is not None:
         if placement.global_shape not in (None, shape):
@@ -204,20 +238,28 @@ def tensor_sharding(
         padded = placement.padded_shape
         names = placement.mesh.mesh_dim_names or (None,) * len(placement.placements)
         declared = zip(placement.placements, names, placement.mesh.shape, strict=True)
-        for column, (entry, name, size) in enumerate(declared):
+        for axis, (entry, name, size) in enumerate(declared):
             if not shards(entry):
                 continue
             taken.add(name)
             cut = cut_of(entry, len(shape), name, size)
             if cut.dim in tensor.rule_dims:  # not the dim of the stack, of a row of it
                 cuts.append(cut)
-                columns.append(column)
+                rows = getattr(entry, "indices", None)
+                columns.append(
+                    [at[axis] if rows is None else rows for at in placed.coordinates.values()]
+                )
     own = [name for name in fsdp if name not in taken] if tensor.shape else []
     if own:
         # Several axes flattened into one have no name that a save could have recorded.
-        axis = own[0] if len(own) == 1 else None
-        cuts.append(Cut(tensor.rule_dims[0], axis, prod(axes[name] for name in own)))
-    return Sharding(shape, tuple(cuts), padded), own, columns
+        name, sizes = own[0] if len(own) == 1 else None, [axes[name] for name in own]
+        cuts.append(Cut(tensor.rule_dims[0], name, prod(sizes)))
+        by_axis = np.unravel_index(list(placed.coordinates), tuple(axes.values()))
+        of_own = [by_axis[axis] for axis, name in enumerate(axes) if name in own]
+        columns.append(np.ravel_multi_index(of_own, sizes).tolist())
+    places = zip(*columns, strict=True) if columns else repeat(())
+    by_rank = dict(zip(placed.coordinates, places, strict=False))
+    return RankCuts(Sharding(shape, tuple(cuts), padded), "_".join(own), by_rank)
 
 
 def cut_signature(placement: CheckpointPlacement | None) -> Hashable:
@@ -243,36 +285,24 @@ def rule_label(rules: Rules, tensor: Named) -> Hashable:
     return placement and (cut_signature(placement), None if place is None else tuple(place))
 
 
-def held_boxes(
-    tensor: Named,
-    sharding: Sharding,
-    positions: Ints,
-    ranks: Ints,
-    listed: Mapping[int, tuple[int, ...]],
-) -> HeldBoxes:
+def held_boxes(tensor: Named, held: RankCuts) -> HeldBoxes:
     """Return what ranks hold of a tensor, rank after rank.
 
     A dim is cut once for each different position in the cuts of it.
 
-    Args:
-        tensor: The tensor.
-        sharding: How it is cut.
-        positions: Of each rank in each cut, ``[ranks, cuts]``; of a listed cut any number.
-        ranks: Their numbers.
-        listed: By the number of a listed cut, the rows.
-
     Raises:
         CannotPlace: A cut that does not fit what is left to cut.
     """
+    sharding, ranks = held.sharding, np.array(list(held.places), np.int64)
     counts = np.ones(len(ranks), np.int64)
     dims: list[tuple[Ints, Ints, Ints]] = []
     for dim, size in zip(tensor.rule_dims, tensor.shape, strict=True):
-        columns = [i for i, cut in enumerate(sharding.cuts) if cut.dim == dim and i not in listed]
-        first, which = unique(positions[:, columns])
-        pieces = [
-            dim_pieces(sharding.dim_at(dim, [listed.get(i, at) for i, at in enumerate(row)]), size)
-            for row in positions[first].tolist()
-        ]
+        columns = [i for i, cut in enumerate(sharding.cuts) if cut.dim == dim]
+        parts = [tuple([at[i] for i in columns]) for at in held.places.values()]
+        of_part = dict(zip(parts, held.places.values(), strict=True))
+        numbers = dict(zip(of_part, range(len(of_part)), strict=True))
+        which = np.array([numbers[part] for part in parts], np.int64)
+        pieces = [dim_pieces(sharding.dim_at(dim, at), size) for at in of_part.values()]
         # (start in the local tensor, start in the whole, size), and which of them each rank has.
         table = np.array(list(chain.from_iterable(pieces)), np.int64).reshape(-1, 3)
         number = np.array([len(each) for each in pieces], np.int64)
@@ -430,14 +460,6 @@ class _Rank(NamedTuple):
     absent: tuple[str, ...]
 
 
-class _Placed(NamedTuple):
-    """Ranks whose placements differ only in the coordinate."""
-
-    placement: CheckpointPlacement | None  # that of the first
-    places: Array  # in the mesh of the world, [ranks]
-    coordinates: Array  # in the mesh of the placement, [ranks, axes]
-
-
 def held_parts(
     world: TransferWorld,
     tensors: Mapping[str, Any],
@@ -476,14 +498,15 @@ def held_parts(
         own = fsdp.of(tensor.rule_name)
         key = lies, forms, labels, own, np.packbits(having).tobytes()
         alike.setdefault(key, ([], labels, having))[0].append(tensor)
-    placed: dict[Hashable, list[_Placed]] = {}
+    placed: dict[Hashable, list[Placed]] = {}
     numbers = np.array(world.global_ranks, np.int64)
     parts: list[list[Part]] = []
     for members, labels, having in alike.values():
         first = members[0]
         labels = *labels, bool(first.shape)
         if labels not in placed:
-            placed[labels] = list(_placements(ranks, first))
+            rules = enumerate([rank.rules for rank in ranks])
+            placed[labels] = placed_ranks(rules, first, first.rule_name)
         own = fsdp.of(first.rule_name)
         held = _held(world, ranks, placed[labels], own, having, members, faults)
         held = held._replace(ranks=numbers[held.ranks])
@@ -603,62 +626,30 @@ def _having(ranks: Sequence[_Rank], keys: Iterable[str]) -> Iterator[Array]:
         yield mask
 
 
-def _placements(ranks: Sequence[_Rank], tensor: Named) -> Iterator[_Placed]:
-    """Yield all ranks that the rules give a place for a tensor."""
-    probe = tensor.probe()
-    placements: dict[Hashable, CheckpointPlacement | None] = {}
-    placed: dict[Hashable, tuple[list[int], list[Any]]] = {}
-    for place, rank in enumerate(ranks):
-        placement = asked(rank.rules, tensor.rule_name, probe) if tensor.shape else None
-        coordinate = () if placement is None else placement.mesh.get_coordinate()
-        if coordinate is None:
-            continue  # no part of the rule's mesh: it holds nothing
-        signature = cut_signature(placement)
-        placements.setdefault(signature, placement)
-        places, coordinates = placed.setdefault(signature, ([], []))
-        places.append(place)
-        coordinates.append(coordinate)
-    for signature, (places, coordinates) in placed.items():
-        table = np.array(coordinates, np.int64).reshape(len(places), -1)
-        yield _Placed(placements[signature], np.array(places, np.int64), table)
-
-
 def _held(
     world: TransferWorld,
     ranks: Sequence[_Rank],
-    placed: Iterable[_Placed],
+    placed: Iterable[Placed],
     fsdp: Sequence[str],
     having: Array,
     tensors: Sequence[Named],
     faults: list[Fault],
 ) -> HeldBoxes:
     """Return what the rank at each place holds of each of some tensors that lie alike."""
-    first, axes = tensors[0], dict(world.axes)
+    first, has = tensors[0], having.tolist()
     none = np.zeros((0, 2, len(first.shape)), np.int64)
     found = [HeldBoxes(np.zeros(0, np.int64), none[:, 0], none)]
-    for placement, all_places, all_coordinates in placed:
-        has = having[all_places]
-        if not has.any():
+    for one in placed:
+        of_ranks = {rank: at for rank, at in one.coordinates.items() if has[rank]}
+        if not of_ranks:
             continue
-        places, coordinates = all_places[has], all_coordinates[has]
         try:
-            sharding, own, columns = tensor_sharding(first, placement, axes, fsdp)
-            at = coordinates[:, columns]
-            if own:
-                by_axis = np.unravel_index(places, tuple(axes.values()))
-                of_own = [by_axis[axis] for axis, name in enumerate(axes) if name in own]
-                sizes = [axes[name] for name in own]
-                at = np.column_stack([at, np.ravel_multi_index(of_own, sizes)])
-            entries = () if placement is None else placement.placements
-            listed = {
-                number: entries[axis].indices
-                for number, axis in enumerate(columns)
-                if kind_of(entries[axis]) is Kind.LISTED
-            }
-            found.append(held_boxes(first, sharding, at, places, listed))
+            cuts = rank_cuts(first, Placed(one.placement, of_ranks), world.axes, fsdp)
+            found.append(held_boxes(first, cuts))
         except PlacementError as error:
-            rule = rule_name(ranks[all_places[0]].rules, first.rule_name)
-            detail = f"by rule:     {rule}, on rank {world.global_ranks[all_places[0]]}"
+            at = next(iter(one.coordinates))
+            rule = rule_name(ranks[at].rules, first.rule_name)
+            detail = f"by rule:     {rule}, on rank {world.global_ranks[at]}"
             faults += [Fault(tensor.key, str(error), (detail,)) for tensor in tensors]
             break
     return HeldBoxes(*map(np.concatenate, zip(*found, strict=True)))

@@ -8,10 +8,9 @@ the load planner itself. They differ in their boxes, which are computed for all 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
-from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -37,7 +36,6 @@ from dcp_placements.rules.patterns import (
     Matches,
     PlacementRules,
     Rules,
-    asked,
     compile_pattern,
     matched_nowhere,
     rule_name,
@@ -49,12 +47,14 @@ from dcp_placements.table.world import Piece, World
 from dcp_placements.transfer.holding import (
     FsdpAxes,
     Named,
+    RankCuts,
     as_common,
     cut_signature,
     held_boxes,
     named_tensors,
+    placed_ranks,
+    rank_cuts,
     rule_label,
-    tensor_sharding,
 )
 from dcp_placements.transfer.world import Fsdp, MeshAxes, rules_at
 
@@ -169,8 +169,6 @@ class RehearsedWorld:
         stored = {f: one for f, one in wholes.items() if expected is None or f in expected}
         self._local = LocalKeys(stored)
         self._damaged = _damaged(checkpoint)
-        self._keys: dict[Any, Keys] = {}
-        self._shardings: dict[Any, tuple[Sharding, list[str], list[int]]] = {}
         self._faults: dict[Fault, list[int]] = {}
         self._notes: dict[Fault, None] = {}
         self.renames: dict[Step, None] = {}
@@ -227,28 +225,33 @@ class RehearsedWorld:
 
     def _unplanned(self, function: Callable[[MeshCoordinate], Any]) -> list[Lot]:
         """Return the ranks by what decides their plans."""
-        lots: dict[Hashable, Lot] = {}
-        for rank, coordinate in enumerate(product(*map(range, self.axes.values()))):
+        alike: dict[Hashable, tuple[Steps, dict[str, str], dict[int, Rules]]] = {}
+        for rank in range(self.size):
             rules, rename, waive = rules_at(function, self.axes, rank)
             self.renames.update(dict.fromkeys(recorded(rename)))
             steps = checkpoint_steps(rename)
-            keys = self._keys_of(rules, steps)
-            cuttings = [self._cutting(kind, rules, coordinate) for kind in keys.kinds]
-            rules_key: Hashable = getattr(rules, "patterns", None)
+            patterns = rules.patterns if isinstance(rules, PlacementRules) else rank
+            key = patterns, steps, tuple(waive.items())
+            alike.setdefault(key, (steps, dict(waive), {}))[2][rank] = rules
+        lots: dict[Hashable, Lot] = {}
+        for steps, waive, ranks in alike.values():
+            first = next(iter(ranks.values()))
+            keys = self._keys_of(first, steps)
+            by_kind = [self._cuttings(kind, ranks) for kind in keys.kinds]
+            rules_key: Hashable = getattr(first, "patterns", None)
             if rules_key is None:
                 rules_key = tuple([tuple([one.key for one in kind.tensors]) for kind in keys.kinds])
-            signatures = tuple([one.signature for one in cuttings])
-            key = rules_key, steps, tuple(waive.items()), signatures
-            if key not in lots:
-                lots[key] = Lot(keys, rules, Renames(*steps) if steps else None, dict(waive))
-            lots[key].cuttings[rank] = cuttings
+            for rank, rules in ranks.items():
+                cuttings = [of_rank[rank] for of_rank in by_kind]
+                signatures = tuple([one.signature for one in cuttings])
+                lot_key = rules_key, steps, tuple(waive.items()), signatures
+                if lot_key not in lots:
+                    lots[lot_key] = Lot(keys, rules, Renames(*steps) if steps else None, waive)
+                lots[lot_key].cuttings[rank] = cuttings
         return list(lots.values())
 
     def _keys_of(self, rules: Rules, steps: Steps) -> Keys:
         """Return what a rank has, by what is cut alike."""
-        patterns = rules.patterns if isinstance(rules, PlacementRules) else None
-        if patterns is not None and (patterns, steps) in self._keys:
-            return self._keys[patterns, steps]
         wholes = self._local.before(steps)
         faults: list[Fault] = []
         tensors = {key: whole for key, whole in wholes.items() if whole.dtype is not None}
@@ -274,46 +277,42 @@ class RehearsedWorld:
             kind = Kind([], rule_key, row_dims[0] if row_dims else None, is_damaged)
             kinds.setdefault((lies, tuple(row_dims), label, is_damaged), kind).tensors.append(one)
         objects = [key for key, whole in wholes.items() if whole.dtype is None]
-        keys = Keys(list(kinds.values()), objects, faults)
-        if patterns is not None:
-            self._keys[patterns, steps] = keys
-        return keys
+        return Keys(list(kinds.values()), objects, faults)
 
-    def _cutting(self, kind: Kind, rules: Rules, coordinate: Sequence[int]) -> Cutting:
-        """Return how a rank has the tensors of a kind."""
-        first = kind.tensors[0]
+    def _cuttings(self, kind: Kind, ranks: Mapping[int, Rules]) -> dict[int, Cutting]:
+        """Return how each of some ranks has the tensors of a kind."""
+        first, fsdp = kind.tensors[0], self._fsdp.of(kind.rule_key)
+        rule = rule_name(next(iter(ranks.values())), kind.rule_key)
+        found = dict.fromkeys(ranks, Cutting("no part of the mesh"))
         try:
-            placement = asked(rules, kind.rule_key, first.probe()) if first.shape else None
-            at = () if placement is None else placement.mesh.get_coordinate()
-            if at is None:
-                return Cutting("no part of the mesh")
-            cuts = cut_signature(placement)
-            fsdp = self._fsdp.of(kind.rule_key)
-            key = first, cuts, fsdp
-            if key not in self._shardings:
-                self._shardings[key] = tensor_sharding(
-                    _as_declared(first, placement), placement, self.axes, fsdp
-                )
-            sharding, own, columns = self._shardings[key]
-            position = size = 0
-            for index, (name, size) in zip(coordinate, self.axes.items(), strict=True):
-                if name in own:
-                    position = position * size + index
-            entries = () if placement is None else placement.placements
-            place = (
-                *[getattr(entries[axis], "indices", at[axis]) for axis in columns],
-                *([position] if own else ()),
-            )
-            intervals = [sharding.dim_at(dim, place) for dim in first.rule_dims]
-            local = _shape(intervals)
-            inner = replace(sharding, cuts=sharding.cuts[:-1]) if own else sharding
-            of_rule = place[: len(columns)]
-            unsharded = _shape([inner.dim_at(dim, of_rule) for dim in first.rule_dims])
+            placed = placed_ranks(ranks.items(), first, kind.rule_key)
         except PlacementError as error:
-            return Cutting((str(error), rule_name(rules, kind.rule_key)))
+            return dict.fromkeys(ranks, Cutting((str(error), rule)))
+        for one in placed:
+            try:
+                held = rank_cuts(_as_declared(first, one.placement), one, self.axes, fsdp)
+                cuttings = {
+                    place: self._cutting(kind, cut_signature(one.placement), held, place)
+                    for place in set(held.places.values())
+                }
+                found |= {rank: cuttings[place] for rank, place in held.places.items()}
+            except PlacementError as error:
+                found |= dict.fromkeys(one.coordinates, Cutting((str(error), rule)))
+        return found
+
+    def _cutting(
+        self, kind: Kind, cuts: Hashable, held: RankCuts, place: tuple[Position, ...]
+    ) -> Cutting:
+        """Return how ranks at a place in the cuts have the tensors of a kind."""
+        sharding, dims = held.sharding, kind.tensors[0].rule_dims
+        intervals = [sharding.dim_at(dim, place) for dim in dims]
+        local = unsharded = _shape(intervals)
+        if held.fsdp:
+            inner = replace(sharding, cuts=sharding.cuts[:-1])
+            unsharded = _shape([inner.dim_at(dim, place[:-1]) for dim in dims])
         rows = None if kind.row_dim is None else intervals[kind.row_dim]
         signature = cuts, local, unsharded, rows, place if kind.is_damaged else None
-        return Cutting(signature, sharding, "_".join(own), place, local, unsharded)
+        return Cutting(signature, sharding, held.fsdp, place, local, unsharded)
 
     def _planned(self, lot: Lot) -> list[Lot]:
         """Plan the first of some ranks; all of them one by one where their boxes do not follow."""
@@ -370,15 +369,11 @@ def _boxes(lot: Lot, piece: Piece) -> list[Boxes] | None:
     found = []
     for at, target in lot.targets[piece.fqns[0]]:
         of_kind = [one[at] for one in lot.cuttings.values()]
-        sharding, first = of_kind[0].sharding, of_kind[0].positions
+        sharding = of_kind[0].sharding
         assert sharding is not None, "it is planned"
-        listed = {number: rows for number, rows in enumerate(first) if not isinstance(rows, int)}
-        positions = np.array(
-            [[at if isinstance(at, int) else 0 for at in one.positions] for one in of_kind],
-            np.int64,
-        )
-        tensor, numbers = lot.keys.kinds[at].tensors[0], np.arange(len(of_kind))
-        found.append(as_common(held_boxes(tensor, sharding, positions, numbers, listed), target))
+        places = dict(enumerate([one.positions for one in of_kind]))
+        held = held_boxes(lot.keys.kinds[at].tensors[0], RankCuts(sharding, "", places))
+        found.append(as_common(held, target))
     ranks = np.concatenate([one.ranks for one in found])
     boxes = np.concatenate([one.boxes for one in found])
     # A row that a rank lists twice counts once.
