@@ -145,6 +145,7 @@ class SafeUnpickler(pickle._Unpickler):
 
     def __init__(self, data: bytes) -> None:
         self._stream, self._nbytes = io.BytesIO(data), len(data)
+        self._fields: set[tuple[str, ...]] = set()
         super().__init__(self._stream)
 
     def load(self) -> Any:
@@ -204,9 +205,11 @@ class SafeUnpickler(pickle._Unpickler):
         """Give an instance that the file had made attributes that it has not yet; return it."""
         if type(instance) not in self.kinds:
             raise refusal(f"it changes {describe(instance)}")
-        names: Any = state if type(state) is dict else (None,)
-        if not all(type(name) is str and not name.startswith("_") for name in names):
-            raise refusal(f"it has attributes of {describe(instance)} that are no fields")
+        names: Any = tuple(state) if type(state) is dict else (None,)
+        if names not in self._fields:  # most instances have those of another one
+            if not all(type(name) is str and not name.startswith("_") for name in names):
+                raise refusal(f"it has attributes of {describe(instance)} that are no fields")
+            self._fields.add(names)
         if not vars(instance).keys().isdisjoint(names):
             raise refusal(f"it changes {describe(instance)}")
         vars(instance).update(state)
