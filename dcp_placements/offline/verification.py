@@ -531,7 +531,7 @@ def structural_faults(checkpoint: Checkpoint) -> list[CheckpointFault]:
 def metadata_faults(checkpoint: Checkpoint) -> list[CheckpointFault]:
     """Return what the metadata prove to be wrong, and files of another save."""
     check_count(checkpoint.path, len(checkpoint.rows))
-    return [*_tiling_faults(checkpoint), *_place_faults(checkpoint), *_id_faults(checkpoint)]
+    return [*tiling_faults(checkpoint), *_place_faults(checkpoint), *_id_faults(checkpoint)]
 
 
 def stock_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
@@ -558,7 +558,7 @@ def stock_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
         yield CheckpointFault("stock_metadata", tuple(fqns), (".metadata",), message)
 
 
-def _tiling_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
+def tiling_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
     """Yield holes, overlaps, and chunks out of bounds: one fault for tensors that are cut alike."""
     groups: dict[tuple[tuple[int, ...], ChunkBoxes], list[StoredTensor]] = {}
     for tensor in checkpoint.tensors.values():

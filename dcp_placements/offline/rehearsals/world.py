@@ -21,8 +21,8 @@ from torch.distributed.tensor import Shard
 from dcp_placements._torch import rehearsed
 from dcp_placements.bind.rank_shard import RankShard
 from dcp_placements.errors import Fault, PlacementError, unpacked_faults
-from dcp_placements.layout.boxes import Boxes, as_boxes, tile, unique
-from dcp_placements.layout.sharding import Box, Intervals, Position, Sharding
+from dcp_placements.layout.boxes import Boxes, as_boxes, unique
+from dcp_placements.layout.sharding import Intervals, Position, Sharding
 from dcp_placements.load.compare import AllAsked, LoadMessage
 from dcp_placements.load.missing import Policy
 from dcp_placements.load.planner import PlacementLoadPlanner
@@ -31,6 +31,7 @@ from dcp_placements.names.renames import Renames, Step, recorded
 from dcp_placements.names.stacks_and_parts import Target
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.rehearsals.local_keys import LocalKeys, Steps, Whole, checkpoint_steps
+from dcp_placements.offline.verification import tiling_faults
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.patterns import (
     Matches,
@@ -168,7 +169,7 @@ class RehearsedWorld:
         wholes |= {fqn: Whole((), None) for fqn in checkpoint.objects}
         stored = {f: one for f, one in wholes.items() if expected is None or f in expected}
         self._local = LocalKeys(stored)
-        self._damaged = _damaged(checkpoint)
+        self._damaged = {fqn for fault in tiling_faults(checkpoint) for fqn in fault.tensors}
         self._faults: dict[Fault, list[int]] = {}
         self._notes: dict[Fault, None] = {}
         self.renames: dict[Step, None] = {}
@@ -395,14 +396,6 @@ def _sent(lot: Lot, first: Sent) -> dict[int, Sent]:
         counts = packed_ints([len(one) for one in boxes])
         sent[rank] = first._replace(counts=counts, boxes=packed_ints(numbers))
     return sent
-
-
-def _damaged(checkpoint: Checkpoint) -> set[str]:
-    """Return the tensors whose chunks do not make the whole."""
-    tensors = checkpoint.tensors.values()
-    kinds = {(one.cut, one.shape) for one in tensors}
-    is_whole = {kind: tile(Box.whole(kind[1]), kind[0].array) for kind in kinds}
-    return {one.fqn for one in tensors if not is_whole[one.cut, one.shape]}
 
 
 def _as_declared(tensor: Named, placement: CheckpointPlacement | None) -> Named:
