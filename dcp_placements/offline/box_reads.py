@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader, ReadItem
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from dcp_placements.errors import CannotLook, Fault, PlacementError, format_faults
+from dcp_placements.errors import Fault, PlacementError, format_faults
 from dcp_placements.layout.sharding import Box
 from dcp_placements.load.reads import pieces_of
 from dcp_placements.offline.checkpoint import (
@@ -22,7 +22,6 @@ from dcp_placements.offline.checkpoint import (
     StoredRecord,
     StoredTensor,
 )
-from dcp_placements.offline.directory import shows_damage
 from dcp_placements.storage.file_reads import CountedFile, Part, c_strides
 from dcp_placements.storage.record_reads import ChunkReader, Wanted
 from dcp_placements.storage.tensor_record import BEHIND, TensorRecord, wrong_crc
@@ -129,7 +128,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
             except Exception as error:
                 # Extensions undo the transforms of streams, and can raise anything.
                 if not any(one.transforms for one in records):
-                    self._check_readable(name, error)
+                    self._checkpoint.directory.check_damage(name, error)
                 reason = f"{type(error).__name__}: {error}"
                 raise _unread(tensor.fqn, name, reason) from error
             finally:
@@ -231,18 +230,13 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         try:
             stream = self._checkpoint.directory.open(name)
         except OSError as error:
-            self._check_readable(name, error)
+            self._checkpoint.directory.check_damage(name, error)
             raise _unread(fqn, name, str(error)) from error
         while len(self._files) >= MAX_OPEN_FILES:
             self._files.popitem(last=False)[1][0].close()
         file = CountedFile(stream)
         self._files[name] = stream, file
         return file
-
-    def _check_readable(self, name: str, error: Exception) -> None:
-        if not shows_damage(error):
-            path = self._checkpoint.path
-            raise CannotLook(f"{path}/{name}: it cannot be read: {error}") from error
 
 
 def is_run(sizes: Sequence[int], shape: Sequence[int]) -> bool:

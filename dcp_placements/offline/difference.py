@@ -31,7 +31,6 @@ from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.offline.assembly import AssembledTensor, assembled
 from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredRecord, StoredTensor
-from dcp_placements.offline.directory import shows_damage
 from dcp_placements.offline.model_keys import model_tensors
 from dcp_placements.offline.texts import Progress, brief
 from dcp_placements.offline.verification import MEMORY_NBYTES, box_faults
@@ -345,10 +344,9 @@ def _record(checkpoint: Checkpoint, stored: StoredRecord, most: int) -> bytes | 
     try:
         return checkpoint.read_record(stored, most)
     except OSError as error:
-        if stored.transforms or shows_damage(error):
-            raise
-        path = f"{checkpoint.path}/{stored.file}"
-        raise CannotLook(f"{path}: it cannot be read: {error}") from error
+        if not stored.transforms:
+            checkpoint.directory.check_damage(str(stored.file), error)
+        raise
 
 
 def _sources(tensor: AssembledTensor) -> list[StoredTensor]:

@@ -100,6 +100,19 @@ class Directory:
             return self._remote.opener(self._path(name))
         return partial(self.open, name)
 
+    def check_damage(self, name: str, error: Exception) -> None:
+        """Raise an error of reading a file anew unless it is about the file.
+
+        It is missing, it ends too early, or the disk is broken. That it may not be read, or that
+        its service does not answer, says nothing about it.
+
+        Raises:
+            CannotLook: It says nothing about the file.
+        """
+        is_missing = isinstance(error, FileNotFoundError)
+        if isinstance(error, OSError) and not is_missing and error.errno != errno.EIO:
+            raise CannotLook(f"{self.path}/{name}: it cannot be read: {error}") from error
+
     def version(self, name: str) -> str:
         """Return what is different after a file was written again: its size and time, or its tag.
 
@@ -160,17 +173,6 @@ class Directory:
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
-
-
-def shows_damage(error: Exception) -> bool:
-    """Return whether an error of reading a file is about the file.
-
-    It is missing, it ends too early, or the disk is broken. That it may not be read, or that its
-    service does not answer, says nothing about it.
-    """
-    if not isinstance(error, OSError):
-        return True
-    return isinstance(error, FileNotFoundError) or error.errno == errno.EIO
 
 
 def no_checkpoint(directory: Directory) -> CannotLook:

@@ -22,7 +22,6 @@ import torch
 
 from dcp_placements._torch import check_opens
 from dcp_placements.errors import (
-    CannotLook,
     families,
     format_count,
     format_error,
@@ -53,7 +52,7 @@ from dcp_placements.offline.checkpoint import (
     check_count,
     reading,
 )
-from dcp_placements.offline.directory import Directory, shows_damage
+from dcp_placements.offline.directory import Directory
 from dcp_placements.offline.texts import Progress, short
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.checked_load import BROKEN, load_saved_tensor, stored_zip
@@ -317,9 +316,8 @@ class _Checks:
                         message = f"{record_name(self._checkpoint, record)} in {file}: {finding}"
                         faults.append(CheckpointFault(kind, (record.fqn,), (file,), message))
         except (OSError, EOFError) as error:
+            self._checkpoint.directory.check_damage(file, error)
             message = f"it cannot be read: {error}"
-            if not shows_damage(error):
-                raise CannotLook(f"{self._checkpoint.path}/{file}: {message}") from error
             # A disk is broken, or the file was removed or cut off since its size was read.
             kind = "truncated_file" if isinstance(error, EOFError) else "missing_file"
             return [CheckpointFault(kind, fqns_of(records), (file,), message)]
