@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader, ReadItem
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from dcp_placements.errors import Fault, PlacementError, format_faults
+from dcp_placements.errors import PlacementError, fault_error
 from dcp_placements.layout.sharding import Box
 from dcp_placements.load.reads import pieces_of
 from dcp_placements.offline.checkpoint import (
@@ -23,7 +23,7 @@ from dcp_placements.offline.checkpoint import (
     StoredTensor,
 )
 from dcp_placements.storage.file_reads import CountedFile, Part, c_strides
-from dcp_placements.storage.record_reads import ChunkReader, Wanted
+from dcp_placements.storage.record_reads import IS_DAMAGED, ChunkReader, Wanted
 from dcp_placements.storage.tensor_record import BEHIND, TensorRecord, wrong_crc
 
 MAX_OPEN_FILES = 32
@@ -261,8 +261,7 @@ def _minus(box: Box, origin: Box) -> torch.Size:
 
 
 def _unread(fqn: str, name: str, reason: str) -> PlacementError:
-    fault = Fault(fqn, f"{name} cannot be read: {reason}")
-    return PlacementError(format_faults("the checkpoint is damaged", [fault]))
+    return fault_error(IS_DAMAGED, fqn, f"{name} cannot be read: {reason}")
 
 
 def pieces(box: Box, limit: int) -> Iterator[Box]:

@@ -27,8 +27,8 @@ from torch.futures import Future
 
 from dcp_placements._torch import global_rank, logged_where_torch_drops_it
 from dcp_placements.errors import (
-    Fault,
     PlacementError,
+    fault_error,
     format_count,
     format_faults,
     format_name,
@@ -308,8 +308,8 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
                     # Torch's writer writes into the file that is there.
                     self._check_id(file, record)
             except EOFError as error:  # it was cut off since it was opened
-                fault = Fault(name, f"it cannot be read: {error}", DAMAGED)
-                raise PlacementError(format_faults(IS_DAMAGED, [fault])) from error
+                text = f"it cannot be read: {error}"
+                raise fault_error(IS_DAMAGED, name, text, *DAMAGED) from error
             finally:
                 with _COUNTING:
                     self.opens += 1
