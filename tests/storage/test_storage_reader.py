@@ -132,14 +132,16 @@ def read_slices(
 
 @st.composite
 def cut_tensors(draw: st.DrawFn) -> tuple[torch.Tensor, list[tuple[Any, Any]], bool]:
-    """Draw a tensor and slices of it; large ones among them."""
+    """Draw a tensor, of any order in memory, and slices of it; large ones among them."""
     if draw(st.booleans()):
         shape = tuple(draw(st.lists(st.integers(1, 6), max_size=4)))
     else:
         shape = (draw(st.integers(1, 50)), draw(st.integers(1, 3)), draw(st.integers(1, 1500)))
     dtype = draw(st.sampled_from(DTYPES))
     torch.manual_seed(draw(st.integers(0, 99)))
-    tensor = (torch.randn(shape) * 9).to(dtype)
+    order = draw(st.permutations(range(len(shape))))
+    tensor = (torch.randn([shape[dim] for dim in order]) * 9).to(dtype)
+    tensor = tensor.permute([order.index(dim) for dim in range(len(shape))])
     slices = []
     for _ in range(draw(st.integers(1, 4))):
         offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
