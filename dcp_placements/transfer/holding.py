@@ -68,6 +68,13 @@ MAX_NBYTES = 2**63 - 1
 """Offsets and counts are 64-bit integers, as torch's are."""
 
 
+class Whole(NamedTuple):
+    """A whole tensor without data, or an object, which has no dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+
+
 @dataclass(frozen=True, slots=True)
 class Named:
     """A tensor of a world under its names."""

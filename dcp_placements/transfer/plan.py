@@ -16,7 +16,7 @@ from dcp_placements.layout.boxes import Array
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.rules.patterns import unmatched_faults
-from dcp_placements.transfer.holding import Hosts, held_parts
+from dcp_placements.transfer.holding import Hosts, Whole, held_parts
 from dcp_placements.transfer.routes import Matcher, Messages, Route
 from dcp_placements.transfer.world import TransferWorld
 
@@ -287,7 +287,7 @@ def transfer_plan(
     wanted = target.tensors
     if wanted is None:  # what the source's tensors make
         wanted = {
-            part.target.fqn: _Whole(part.target.shape, part.tensor.dtype)
+            part.target.fqn: Whole(part.target.shape, part.tensor.dtype)
             for part in chain.from_iterable(sources)
         }
     targets, of_target = held_parts(target, wanted, None, hosts, faults)
@@ -307,10 +307,3 @@ def transfer_plan(
     unused = [key for key in of_source_keys if key not in matcher.used]
     routes = list(matcher.routes.values())
     return TransferPlan(source, target, unused, matcher.casts, tuple(unmatched), routes)
-
-
-class _Whole(NamedTuple):
-    """A whole tensor without data."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype

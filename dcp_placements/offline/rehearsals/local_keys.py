@@ -18,9 +18,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from dcp_placements.names.renames import (
     FUNCTION,
@@ -34,19 +32,7 @@ from dcp_placements.names.renames import (
     steps,
 )
 from dcp_placements.names.stacks_and_parts import Parts, Row, Rows, inserted, removed, replaced
-
-
-class Whole(NamedTuple):
-    """A whole tensor without data, or an object.
-
-    Attributes:
-        shape: In elements; empty for an object.
-        dtype: None for an object.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None
-
+from dcp_placements.transfer.holding import Whole
 
 Wholes = Mapping[str, Whole]
 Steps = tuple[Renames, ...]

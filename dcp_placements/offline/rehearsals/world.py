@@ -30,7 +30,7 @@ from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.names.renames import Renames, Step, recorded
 from dcp_placements.names.stacks_and_parts import Target
 from dcp_placements.offline.checkpoint import Checkpoint
-from dcp_placements.offline.rehearsals.local_keys import LocalKeys, Steps, Whole, checkpoint_steps
+from dcp_placements.offline.rehearsals.local_keys import LocalKeys, Steps, checkpoint_steps
 from dcp_placements.offline.verification import tiling_faults
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.patterns import (
@@ -49,6 +49,7 @@ from dcp_placements.transfer.holding import (
     FsdpAxes,
     Named,
     RankCuts,
+    Whole,
     as_common,
     cut_signature,
     held_boxes,
