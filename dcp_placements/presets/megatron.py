@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from math import prod
 
-import numpy as np
-
 from dcp_placements.errors import PlacementError
 from dcp_placements.names.renames import contiguous
 from dcp_placements.presets.preset import axis_sizes
-from dcp_placements.rules.mesh import Mesh, MeshCoordinate, format_mesh
+from dcp_placements.rules.mesh import Mesh, MeshCoordinate, format_mesh, mesh_at
 
 DENSE = ("pp", "dp", "cp", "tp")
 EXPERT = ("pp", "edp", "ep", "etp")
@@ -80,9 +78,9 @@ def megatron_meshes(
                 f"a world of {world_size} ranks cannot be cut by {what} = "
                 f"{' x '.join(map(str, sizes))}: the product must divide it"
             )
-    dense = (pp, world_size // (tp * cp * pp), cp, tp)
-    expert = (pp, world_size // (etp * ep * pp), ep, etp)
-    return _mesh(DENSE, dense, rank), _mesh(EXPERT, expert, rank)
+    dense = {"pp": pp, "dp": world_size // (tp * cp * pp), "cp": cp, "tp": tp}
+    expert = {"pp": pp, "edp": world_size // (etp * ep * pp), "ep": ep, "etp": etp}
+    return mesh_at(dense, rank), mesh_at(expert, rank)
 
 
 def check_meshes(dense: Mesh, expert: Mesh | None, data_parallel: str) -> None:
@@ -147,7 +145,3 @@ def _seen(mesh: Mesh) -> MeshCoordinate:
             "meshes that it is in"
         )
     return MeshCoordinate(mesh.mesh_dim_names or (), mesh.shape, coordinate)
-
-
-def _mesh(names: tuple[str, ...], sizes: tuple[int, ...], rank: int) -> MeshCoordinate:
-    return MeshCoordinate(names, sizes, [int(at) for at in np.unravel_index(rank, sizes)])

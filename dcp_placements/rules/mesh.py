@@ -98,6 +98,19 @@ class MeshCoordinate:
         return MeshCoordinate(wanted, sizes, coordinate)
 
 
+def mesh_at(axes: dict[str, int], rank: int) -> MeshCoordinate:
+    """Return the mesh seen from a rank; the last axis is the fastest.
+
+    >>> mesh_at({"ep": 4, "edp": 2}, 3).get_coordinate()
+    (1, 1)
+    """
+    coordinate: list[int] = []
+    for size in reversed(axes.values()):
+        rank, position = divmod(rank, size)
+        coordinate.append(position)
+    return MeshCoordinate(tuple(axes), tuple(axes.values()), tuple(reversed(coordinate)))
+
+
 @dataclass(frozen=True, slots=True)
 class Axis:
     """One axis of a mesh, seen from this rank: ``Axis("ep", 2, 1, mesh, 0)`` on the second of two.

@@ -51,6 +51,7 @@ from dcp_placements.names.renames import (
     steps,
 )
 from dcp_placements.names.stacks_and_parts import Rename, Row, Target, renamed_boxes, row_target
+from dcp_placements.rules.mesh import mesh_at
 from dcp_placements.rules.patterns import (
     PlacementRules,
     Rules,
@@ -60,7 +61,7 @@ from dcp_placements.rules.patterns import (
 )
 from dcp_placements.rules.placement import CheckpointPlacement, cut_of, shards
 from dcp_placements.table.world import cover_of
-from dcp_placements.transfer.world import EVERY, Fsdp, TransferWorld, matcher, mesh_at, rules_at
+from dcp_placements.transfer.world import EVERY, Fsdp, TransferWorld, matcher, rules_at
 
 Shape = tuple[int, ...]
 

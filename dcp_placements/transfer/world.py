@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from dcp_placements.errors import CannotLook, PlacementError, format_names
-from dcp_placements.rules.mesh import MeshCoordinate
+from dcp_placements.rules.mesh import MeshCoordinate, mesh_at
 from dcp_placements.rules.patterns import PlacementRules, Rules, compile_pattern
 
 MeshAxes = dict[str, int]
@@ -138,19 +138,6 @@ def rules_at(
         raise CannotLook(f"{name} returns rules that cannot be used: {error}") from error
     bound = PlacementRules({}) if placements.rules is None else placements.rules
     return bound, placements.rename, placements.waive
-
-
-def mesh_at(axes: MeshAxes, rank: int) -> MeshCoordinate:
-    """Return the mesh seen from a rank; the last axis is the fastest.
-
-    >>> mesh_at({"ep": 4, "edp": 2}, 3).get_coordinate()
-    (1, 1)
-    """
-    coordinate: list[int] = []
-    for size in reversed(axes.values()):
-        rank, position = divmod(rank, size)
-        coordinate.append(position)
-    return MeshCoordinate(tuple(axes), tuple(axes.values()), tuple(reversed(coordinate)))
 
 
 def matcher(pattern: str) -> Callable[[str], bool]:
