@@ -167,7 +167,7 @@ def save_tensors(tensors: Sequence[torch.Tensor], stream: Any) -> int:
         torch.save(first, stream)
         return int(stream.tell() - before)
     if first.nbytes <= SMALL_NBYTES:
-        stacked = torch.stack(list(tensors)).view(-1).view(torch.uint8)
+        stacked = torch.stack(list(tensors)).reshape(-1).view(torch.uint8)
         template.write(stacked.numpy().reshape(len(tensors), -1), stream)
         return template.length
     memory = memory_of(first.resolve_conj().resolve_neg().contiguous())

@@ -57,6 +57,15 @@ def test_torch_reads_what_it_writes(tmp_path: Path, options: dict[str, Any]) -> 
     assert [key for key in saved if not same(saved[key], loaded[key])] == []
 
 
+def test_small_tensors_are_written_in_any_memory_format(tmp_path: Path) -> None:
+    """Tensors in channels_last stacked are in none."""
+    whole = torch.arange(24.0).view(2, 3, 2, 2)
+    saved = {str(n): (whole + n).to(memory_format=torch.channels_last) for n in range(3)}
+    dcp.save(saved, storage_writer=PlacementFileSystemWriter(tmp_path))
+    loaded = load(tmp_path, blank(saved), dcp.FileSystemReader(tmp_path))
+    assert all(torch.equal(loaded[str(n)], whole + n) for n in range(3))
+
+
 def test_a_torch_that_writes_otherwise_is_left_to_write_for_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
