@@ -235,6 +235,7 @@ def _natural(items: Mapping[str, _T]) -> list[tuple[str, _T]]:
     return sorted(items.items(), key=lambda item: natural_key(item[0]))
 
 
+@quiet_gc()
 def inspect(
     path: str | os.PathLike[str] | Checkpoint,
     *,
@@ -249,11 +250,7 @@ def inspect(
     Raises:
         CannotLook: There is no checkpoint, or it cannot be read; or no key matches ``fqn``.
     """
-    with quiet_gc():
-        return _inspected(path if isinstance(path, Checkpoint) else Checkpoint(path), fqn)
-
-
-def _inspected(checkpoint: Checkpoint, fqn: str | None) -> Inspection:
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     record = checkpoint.record
     provenance = checkpoint.provenance or {}
     keys = matching_keys(fqn, [*checkpoint.tensors, *checkpoint.objects])

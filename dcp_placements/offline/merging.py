@@ -27,6 +27,7 @@ from dcp_placements.storage.stock_pickle import is_refusing
 _HEAD_NBYTES = 1 << 10
 
 
+@quiet_gc()
 def merge_metadata(path: str | os.PathLike[str], *, rewrite: bool = False) -> Metadata:
     """Write the ``.metadata`` that plain DCP needs to load a checkpoint.
 
@@ -56,47 +57,45 @@ def merge_metadata(path: str | os.PathLike[str], *, rewrite: bool = False) -> Me
     """
     directory = Directory(path)
     has_metadata = ".metadata" in directory.names()
-    with quiet_gc():
-        versions = directory.versions(())
-        if rewrite or (has_metadata and _is_index_alone(directory)):
-            if not has_metadata:
-                raise CannotLook(f"{directory.path}: no .metadata, so there is nothing to rewrite")
-            if is_torch_dist(directory):
-                raise CannotLook(
-                    f"{directory.path}: .metadata is Megatron's, of a class of its own: not "
-                    "rewritten"
-                )
-            metadata = read_dcp(directory, ".metadata")
-            check_count(directory.path, len(metadata.storage_data or ()))
-        else:
-            parts = read_rank_parts(directory)
-            if not parts:
-                there = ""
-                way = (
-                    "give the directory of a save with use_collectives=False, or with "
-                    "PlacementFileSystemWriter(stock_metadata=False)"
-                )
-                if has_metadata:
-                    there = "there is a .metadata of all ranks, and "
-                    way = "load it as it is; verify checks it"
-                raise CannotLook(
-                    f"{directory.path}: {there}no __<rank>.metadata files: there is nothing to "
-                    f"merge\n    way out:     {way}"
-                )
-            absent = absent_ranks(directory.names())
-            metadata = merge_rank_metadata(parts, whole=True, absent=absent)
+    versions = directory.versions(())
+    if rewrite or (has_metadata and _is_index_alone(directory)):
+        if not has_metadata:
+            raise CannotLook(f"{directory.path}: no .metadata, so there is nothing to rewrite")
+        if is_torch_dist(directory):
+            raise CannotLook(
+                f"{directory.path}: .metadata is Megatron's, of a class of its own: not rewritten"
+            )
+        metadata = read_dcp(directory, ".metadata")
+        check_count(directory.path, len(metadata.storage_data or ()))
+    else:
+        parts = read_rank_parts(directory)
+        if not parts:
+            there = ""
+            way = (
+                "give the directory of a save with use_collectives=False, or with "
+                "PlacementFileSystemWriter(stock_metadata=False)"
+            )
             if has_metadata:
-                _check_same_save(directory, metadata)
-        is_local = directory.local(".metadata") is not None
-        if not is_local:
-            # At a URL the output may be there as soon as it is opened.
-            directory.check_versions(versions)
-        with replaced_file(os.path.join(directory.path, ".metadata")) as stream:
-            write_metadata(metadata, stream)
-            stream.flush()
-            if is_local:
-                os.fsync(stream.fileno())
-                directory.check_versions(versions)  # the last step before the rename
+                there = "there is a .metadata of all ranks, and "
+                way = "load it as it is; verify checks it"
+            raise CannotLook(
+                f"{directory.path}: {there}no __<rank>.metadata files: there is nothing to "
+                f"merge\n    way out:     {way}"
+            )
+        absent = absent_ranks(directory.names())
+        metadata = merge_rank_metadata(parts, whole=True, absent=absent)
+        if has_metadata:
+            _check_same_save(directory, metadata)
+    is_local = directory.local(".metadata") is not None
+    if not is_local:
+        # At a URL the output may be there as soon as it is opened.
+        directory.check_versions(versions)
+    with replaced_file(os.path.join(directory.path, ".metadata")) as stream:
+        write_metadata(metadata, stream)
+        stream.flush()
+        if is_local:
+            os.fsync(stream.fileno())
+            directory.check_versions(versions)  # the last step before the rename
     return metadata
 
 

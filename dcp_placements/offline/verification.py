@@ -168,6 +168,7 @@ class Verification:
         return f"{verdict} ({tensors} in {chunks}{read})"
 
 
+@quiet_gc()
 def verify(
     path: str | os.PathLike[str] | Checkpoint,
     *,
@@ -193,22 +194,21 @@ def verify(
     """
     directory = path.directory if isinstance(path, Checkpoint) else Directory(path)
     before = _version(directory)
-    with quiet_gc():
-        checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(directory)
-        faults = metadata_faults(checkpoint)
-        if contents:
-            faults += stock_faults(checkpoint)
-        records = records_by_file(checkpoint)
-        total = sum([record.nbytes for in_file in records.values() for record in in_file])
-        checks = _Checks(
-            checkpoint,
-            contents=contents,
-            limit_nbytes=memory // 3,
-            progress=lambda done: progress(min(done, total), total),
-        )
-        for file, in_file in records.items():
-            faults += file_faults(checkpoint, file, in_file)
-            faults += checks.faults(file, in_file)
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(directory)
+    faults = metadata_faults(checkpoint)
+    if contents:
+        faults += stock_faults(checkpoint)
+    records = records_by_file(checkpoint)
+    total = sum([record.nbytes for in_file in records.values() for record in in_file])
+    checks = _Checks(
+        checkpoint,
+        contents=contents,
+        limit_nbytes=memory // 3,
+        progress=lambda done: progress(min(done, total), total),
+    )
+    for file, in_file in records.items():
+        faults += file_faults(checkpoint, file, in_file)
+        faults += checks.faults(file, in_file)
     if faults and _version(directory) != before:
         raise directory.overwritten([".metadata"])
     return Verification(
