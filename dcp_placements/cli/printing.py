@@ -26,7 +26,7 @@ class Shown(NamedTuple):
         """Print it and return the exit code, also if the reader of a pipe stops early."""
         with readers_may_stop():
             if json:
-                from dcp_placements.offline.as_json import to_json
+                from dcp_placements.offline.texts import to_json
 
                 print(dumps(to_json(self.result), indent=2, default=str))
             else:

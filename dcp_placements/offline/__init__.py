@@ -25,7 +25,7 @@ _HOMES = {
     "reshard": "dcp_placements.convert.conversion",
     "save_figure": "dcp_placements.offline.picture",
     "shapes": "dcp_placements.offline.inspection",
-    "to_json": "dcp_placements.offline.as_json",
+    "to_json": "dcp_placements.offline.texts",
     "verify": "dcp_placements.offline.verification",
 }
 
