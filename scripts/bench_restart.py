@@ -258,7 +258,7 @@ def load(workload: Workload, path: Path) -> dict[str, Any]:
     looked_up, found = cpu_ms(look_up)
     costs = _load_costs(read, planned, looked_up, memory, before)
     places = {
-        (item.storage_index.fqn, item.storage_index.offset): place[:3]
+        (item.storage_index.fqn, item.storage_index.offset): place_of(place.info())
         for item, place in zip(plan.items, found, strict=True)
     }
     return costs | {"places": places}
