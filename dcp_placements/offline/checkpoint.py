@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -137,10 +137,6 @@ class ChunkBoxes:
         return {box.offsets: box for box in sorted(self.boxes, key=lambda box: box.numel)}
 
 
-_OF_OBJECT: dict[Offset, Box | None] = {None: None}
-"""As ``ChunkBoxes.by_offset``, of an object."""
-
-
 @dataclass(slots=True, eq=False)  # frozen would be three times as slow to make
 class StoredTensor(SourceTensor):
     """One stored tensor."""
@@ -174,22 +170,6 @@ class StoredTensor(SourceTensor):
         return tuple(
             [StoredRecord(self.fqn, box, *places.get(box.offsets, nowhere)) for box in self.boxes]
         )
-
-
-class Alike(NamedTuple):
-    """Keys whose chunks are cut alike, and have places alike.
-
-    Attributes:
-        number: Of their class in ``RowIndex``.
-        keys: Their numbers there.
-        offsets: Of the chunks that have a place, in the order of ``RowIndex.pieces``.
-        boxes: Of the chunks that the metadata list, by offset; empty for a key that they do not.
-    """
-
-    number: int
-    keys: list[int]
-    offsets: Sequence[Offset]
-    boxes: Mapping[Offset, Box | None]
 
 
 class Checkpoint:
@@ -306,9 +286,9 @@ class Checkpoint:
         rows = self.rows
         found: dict[str, tuple[str, ...]] = {}
         known: dict[bytes, tuple[str, ...]] = {}  # many keys are in the same files
-        for alike in self.alike:
-            keys = np.array(alike.keys if alike.offsets else [], np.int64)
-            for some, table in rows.pieces(alike.number, keys) if len(keys) else ():
+        for keys in self.alike:
+            number = int(rows.class_of[keys[0]])
+            for some, table in rows.pieces(number, np.array(keys)) if number >= 0 else ():
                 for key, files in zip(some.tolist(), table[0], strict=True):
                     content = files.tobytes()
                     if content not in known:
@@ -324,33 +304,33 @@ class Checkpoint:
             for row in self.rows.rows_of(fqn)
         }
 
+    def boxes_of(self, fqn: str) -> Mapping[Offset, Box | None]:
+        """Return the chunks of a key that the metadata list, by offset; none of an unknown key."""
+        if fqn in self.tensors:
+            return self.tensors[fqn].cut.by_offset
+        return {None: None} if fqn in self.objects else {}
+
     @cached_property
-    def alike(self) -> list[Alike]:
-        """All keys by what lies alike, those of no tensor and no object, too."""
-        rows = self.rows
-        found: dict[Hashable, Alike] = {}
-        for key, (fqn, number) in enumerate(zip(rows.fqns, rows.class_of.tolist(), strict=True)):
+    def alike(self) -> list[list[int]]:
+        """The numbers of all keys in ``rows``, those together that are cut and placed alike."""
+        found: dict[Hashable, list[int]] = {}
+        places = self.rows.class_of.tolist()
+        for key, (fqn, number) in enumerate(zip(self.rows.fqns, places, strict=True)):
             tensor = self.tensors.get(fqn)
             cut = fqn in self.objects if tensor is None else tensor.cut
-            kind = number, cut
-            if kind not in found:
-                boxes = {} if tensor is None else tensor.cut.by_offset
-                boxes = _OF_OBJECT if cut is True else boxes
-                found[kind] = Alike(number, [], rows.offsets_of(fqn), boxes)
-            found[kind].keys.append(key)
+            found.setdefault((number, cut), []).append(key)
         return list(found.values())
 
     def records(self) -> Iterator[StoredRecord]:
         """Yield the records of all tensors and objects that have a place, and those of copies."""
         rows = self.rows
         files, steps, fqns = rows.files, [one or () for one in rows.transforms], rows.fqns
-        for alike in self.alike:
-            chunks = [
-                (at, alike.boxes[o]) for at, o in enumerate(alike.offsets) if o in alike.boxes
-            ]
+        for keys in self.alike:
+            offsets, boxes = rows.offsets_of(fqns[keys[0]]), self.boxes_of(fqns[keys[0]])
+            chunks = [(at, boxes[offset]) for at, offset in enumerate(offsets) if offset in boxes]
             if not chunks:
                 continue
-            for some, table in rows.pieces(alike.number, np.array(alike.keys, np.int64)):
+            for some, table in rows.pieces(int(rows.class_of[keys[0]]), np.array(keys)):
                 by_key = np.moveaxis(table, 0, 2).tolist()
                 for key, places in zip(some.tolist(), by_key, strict=True):
                     for at, box in chunks:

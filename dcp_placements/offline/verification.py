@@ -597,20 +597,20 @@ def box_faults(whole: Box, boxes: Iterable[Box]) -> Iterator[tuple[str, str]]:
 
 def _place_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
     """Yield chunks without a place, places without a chunk, and keys of an index without either."""
-    for alike in checkpoint.alike:
-        fqns = tuple(sorted([checkpoint.rows.fqns[key] for key in alike.keys]))
-        offsets = set(alike.offsets)
-        unplaced = [box for offset, box in alike.boxes.items() if offset not in offsets]
+    for keys in checkpoint.alike:
+        fqns = tuple(sorted([checkpoint.rows.fqns[key] for key in keys]))
+        offsets, boxes_of = set(checkpoint.rows.offsets_of(fqns[0])), checkpoint.boxes_of(fqns[0])
+        unplaced = [box for offset, box in boxes_of.items() if offset not in offsets]
         if unplaced:
             shape = checkpoint.tensors[fqns[0]].shape if fqns[0] in checkpoint.tensors else ()
             boxes = [box for box in unplaced if box is not None]
             what = format_boxes(boxes, shape) if boxes else "this object"
             yield CheckpointFault("unplaced", fqns, (), f"the metadata name no file for {what}")
-        for fqn in fqns if offsets - alike.boxes.keys() else ():
-            if fqn.startswith(OWN_PREFIX) and not alike.boxes:
+        for fqn in fqns if offsets - boxes_of.keys() else ():
+            if fqn.startswith(OWN_PREFIX) and not boxes_of:
                 continue  # a record of this package's own, such as that of a save's id
             for offset, (file, *_) in checkpoint.places_of(fqn).items():
-                if offset not in alike.boxes:
+                if offset not in boxes_of:
                     at = "" if offset is None else f" at {offset}"
                     message = f"{file} has a chunk{at} that the tensor's metadata do not list"
                     yield CheckpointFault("unclaimed", (fqn,), (file,), message)
