@@ -141,7 +141,10 @@ class PlacementResharder(Resharder):
         if on_conflict not in ("error", "warn"):
             raise PlacementError(f"on_conflict={on_conflict!r}: choose error or warn")
         placements.load_planner(**options)  # which refuses those that it does not have
+        if options.get("exchange"):
+            raise PlacementError("exchange=: not here, as each rank of this engine loads by itself")
         self._placements, self._source, self._options = placements, source, options
+        self._waive = options.get("waive", placements.waive)
         self._restricted, self._check_crc = restricted, check_crc
         self._strict = on_conflict == "error"
 
@@ -158,7 +161,7 @@ class PlacementResharder(Resharder):
             parts = rank_parts(
                 *(item_key, item_value, declared.rules, declared.rename),
                 whole=whole,
-                waive=declared.waive,
+                waive=self._waive,
             )
         except Exception as error:  # raised here, the other ranks would wait for this one
             first, *rest = str(error).splitlines() or [""]
@@ -233,7 +236,7 @@ class PlacementResharder(Resharder):
             open_file,
             source=self._source,
             rank=global_rank(),
-            waive=self._placements.waive,
+            waive=self._waive,
             strict=self._strict,
         )
         planner.set_up_planner({item_key: target}, metadata, is_coordinator=True)

@@ -97,6 +97,9 @@ def no_checkpoint(path: str | os.PathLike[str]) -> NoCheckpoint:
     lines = [f"{path}: no complete checkpoint, as there is no .metadata", f"found:       {found}"]
     if any(name.startswith(".metadata.") or name.endswith(".distcp") for name in names):
         lines.append("likely:      a save that was cut off, as .metadata comes last")
+    if "metadata.pkl" in names:
+        lines.append("likely:      torch_checkpointing saved it: Placements.resharder() loads it")
+        return NoCheckpoint("\n    ".join([*lines, "or:          dcp-placements import PATH OUT"]))
     return NoCheckpoint("\n    ".join([*lines, _way_out(folder)]))
 
 

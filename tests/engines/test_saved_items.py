@@ -23,6 +23,7 @@ from dcp_placements import (
     IndexShard,
     MeshCoordinate,
     PlacementError,
+    PlacementFileSystemReader,
     Placements,
     Renames,
     Renumber,
@@ -497,6 +498,8 @@ def test_options_that_cannot_be_meant_are_refused() -> None:
         Placements(None).resharder(on_conflict="ignore")
     with pytest.raises(PlacementError, match="cast"):
         Placements(None).resharder(cast="sometimes")
+    with pytest.raises(PlacementError, match="exchange=: not here"):
+        Placements(None).resharder(exchange=True)
     assert Placements(None).resharder(source=TransferWorld({"ep": 2}, lambda mesh: {}))
 
 
@@ -700,3 +703,27 @@ def test_a_save_warns_of_what_is_likely_declared_wrongly(tmp_path: Path) -> None
 
     with pytest.warns(UserWarning, match=r"look at this save \(1 note\)\n.*\n?.*is padding by the"):
         save(tmp_path / "ckpt", HALVES, declare)
+
+
+def test_state_of_experts_that_were_never_stepped_is_waived_at_the_load(tmp_path: Path) -> None:
+    def declare(rank: int, size: int) -> Placements:
+        return Placements(None, rename=Renumber("experts.{}", [2 * rank, 2 * rank + 1], total=4))
+
+    def optimizer(rank: int, count: int = 2) -> dict[str, Any]:
+        rows = {f"experts.{at}": {"exp_avg": WHOLE[2 * rank + at].clone()} for at in range(count)}
+        return {"state": rows, "param_groups": []}
+
+    save(tmp_path / "ckpt", [optimizer(0), optimizer(1, 1)], declare, item="optim")
+    target, reason = optimizer(0), {"optim.state.experts": "one of them is unrouted"}
+    for state in target["state"].values():
+        state["exp_avg"].zero_()
+    at: dict[str, Any] = {"rank": 0, "size": 2, "item": "optim"}
+    with pytest.raises(PlacementError, match="no rank holds 3 of 0-3"):
+        load(tmp_path / "ckpt", target, declare(0, 2), **at)
+    load(tmp_path / "ckpt", target, declare(0, 2), waive=reason, **at)
+    assert torch.equal(target["state"]["experts.1"]["exp_avg"], WHOLE[1])
+
+
+def test_dcp_says_of_such_a_directory_what_reads_it(saved: Path) -> None:
+    with pytest.raises(PlacementError, match=r"Placements\.resharder\(\) loads it"):
+        PlacementFileSystemReader(saved).read_metadata()
