@@ -710,18 +710,18 @@ def test_state_of_experts_that_were_never_stepped_is_waived_at_the_load(tmp_path
         return Placements(None, rename=Renumber("experts.{}", [2 * rank, 2 * rank + 1], total=4))
 
     def optimizer(rank: int, count: int = 2) -> dict[str, Any]:
-        rows = {f"experts.{at}": {"exp_avg": WHOLE[2 * rank + at].clone()} for at in range(count)}
-        return {"state": rows, "param_groups": []}
+        rows = {f"state.experts.{at}.exp_avg": WHOLE[2 * rank + at].clone() for at in range(count)}
+        return rows
 
     save(tmp_path / "ckpt", [optimizer(0), optimizer(1, 1)], declare, item="optim")
     target, reason = optimizer(0), {"optim.state.experts": "one of them is unrouted"}
-    for state in target["state"].values():
-        state["exp_avg"].zero_()
+    for state in target.values():
+        state.zero_()
     at: dict[str, Any] = {"rank": 0, "size": 2, "item": "optim"}
     with pytest.raises(PlacementError, match="no rank holds 3 of 0-3"):
         load(tmp_path / "ckpt", target, declare(0, 2), **at)
     load(tmp_path / "ckpt", target, declare(0, 2), waive=reason, **at)
-    assert torch.equal(target["state"]["experts.1"]["exp_avg"], WHOLE[1])
+    assert torch.equal(target["state.experts.1.exp_avg"], WHOLE[1])
 
 
 def test_dcp_says_of_such_a_directory_what_reads_it(saved: Path) -> None:
