@@ -298,15 +298,16 @@ def decide(whole: WholeModel, facts: Sequence[RankFacts], sizes: Mapping[str, in
             continue
         shapes = tuple([(part.shape, tuple(at.items())) for at, part in held[key]])
         kinds.setdefault(without_numbers(key), {}).setdefault((shape, shapes), []).append(key)
-    options: dict[str, Option] = {}
+    options: dict[str, tuple[Option, list[str]]] = {}
     for name, of_name in kinds.items():
         taken: dict[tuple[Option, str], list[str]] = {}
         for (shape, _), members in of_name.items():
             found = _taken(_starred(name), shape, [held[key] for key in members], axes)
             taken.setdefault(found, []).extend(members)
         for (option, why), members in taken.items():
-            for pattern in [_starred(name)] if len(taken) == 1 else members:
-                options[pattern] = option
+            by_pattern = {_starred(name): members} if len(taken) == 1 else {m: [m] for m in members}
+            for pattern, keys in by_pattern.items():
+                options[pattern] = option, keys
                 if why:
                     decision.undecided[pattern] = why
     decision.rules = _rules(options)
@@ -318,19 +319,23 @@ def _starred(name: str) -> str:
     return name.replace("{}", "*")
 
 
-def _rules(options: Mapping[str, Option]) -> dict[str, Option]:
+def _rules(options: Mapping[str, tuple[Option, Sequence[str]]]) -> dict[str, Option]:
     """Return the options by pattern in an order in which each key meets its own pattern first.
 
     A pattern matches keys that have more components, too, as ``head`` does ``blocks.0.head``. Those
     that shard nothing are left out where no other one matches their keys.
+
+    Args:
+        options: By pattern, with its keys.
     """
     ordered = sorted(options, key=lambda one: (-one.count("."), one.count("*")))
-    sharding = [compile_pattern(one) for one in ordered if options[one].placements]
-    return {
-        one: options[one]
-        for one in ordered
-        if options[one].placements or matches_any(sharding, one.replace("*", "0"))
-    }
+    sharding = [compile_pattern(one) for one in ordered if options[one][0].placements]
+    rules = {}
+    for pattern in ordered:
+        option, keys = options[pattern]
+        if option.placements or any(matches_any(sharding, key) for key in keys):
+            rules[pattern] = option
+    return rules
 
 
 def _taken(

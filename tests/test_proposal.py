@@ -370,6 +370,20 @@ def test_a_pattern_that_matches_another_key_too_stands_behind_that() -> None:
     assert rules("head", None) is not None
 
 
+def test_a_pattern_of_one_key_stands_behind_the_keys_that_end_as_it_does() -> None:
+    """Layer 3 alone is cut; ``blocks.1.layers.3.w`` is not, as no other of its kind."""
+    shapes = {f"layers.{n}.w": (4, 6) for n in range(4)}
+    whole = filled({**shapes, **{f"blocks.{b}.{key}": (4, 6) for b in range(2) for key in shapes}})
+
+    def cut(key: str, value: torch.Tensor, at: dict[str, int]) -> tuple[str, torch.Tensor]:
+        return key, chunk(value, 2, at["tp"], 0) if key == "layers.3.w" else value
+
+    (first, _), _ = proposed(whole, job(whole, cut, tp=2), tp=2)
+    rules = first.placements.rules
+    assert rules is not None
+    assert [key for key in whole if rules(key, None)] == ["layers.3.w"]
+
+
 def test_one_process_and_what_is_refused() -> None:
     mesh = World(1).mesh(0, ep=1)
     proposal = propose_placements({"w": (2,)}, {"model": {"w": torch.ones(2)}}, mesh)
