@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.distributed.checkpoint import ReadItem, WriteItem
@@ -89,23 +89,12 @@ class RunAttribute:
 
 
 class _OfRun:
-    """Pickled it is torch's item, without what it knows; compared it equals torch's."""
-
-    _torch_s: ClassVar[Any]
-
-    def __eq__(self, other: object) -> bool:
-        plain = self._torch_s
-        if type(other) not in (plain, type(self)):
-            return NotImplemented
-        names = [each.name for each in fields(plain) if each.compare]
-        return all(getattr(self, name) == getattr(other, name) for name in names)
-
-    def __hash__(self) -> int:
-        return super().__hash__()  # as torch's: that class is next in line
+    """Pickled it is torch's item, without what it knows."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        values = {each.name: getattr(self, each.name) for each in fields(self._torch_s)}
-        return partial(self._torch_s, **values), ()
+        plain: Any = type(self).__bases__[1]
+        values = {each.name: getattr(self, each.name) for each in fields(plain)}
+        return partial(plain, **values), ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,8 +106,6 @@ class WriteItemOfSave(_OfRun, WriteItem):
         chunk: The tensor that is written; None where the planner looks it up.
         copied: Whether other ranks write the same into their files.
     """
-
-    _torch_s = WriteItem
 
     run: Any = field(default=None, compare=False, repr=False)
     chunk: torch.Tensor | None = field(default=None, compare=False, repr=False)
@@ -133,8 +120,6 @@ class ReadItemOfLoad(_OfRun, ReadItem):
         run: The load.
         chunk: The memory of the whole destination; None where the planner looks it up.
     """
-
-    _torch_s = ReadItem
 
     run: Any = field(default=None, compare=False, repr=False)
     chunk: torch.Tensor | None = field(default=None, compare=False, repr=False)
