@@ -123,3 +123,40 @@ def test_state_that_is_cut_otherwise_than_its_parameter_keeps_its_own_place(
 
     save(tmp_path, world, state_dict, preset)
     assert_same(read_whole(tmp_path), dict.fromkeys(names, whole))
+
+
+def test_a_factored_moment_does_not_take_the_place_of_its_parameter(tmp_path: Path) -> None:
+    """It is a DTensor over the same mesh with the same placements, of another shape."""
+    whole, axes = torch.arange(24.0).reshape(8, 3), {"ep": 2, "fsdp": 2}
+    world, row = World(4), torch.arange(4.0)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, **axes)
+        part = whole.chunk(2)[mesh["ep"].get_local_rank()]
+
+        def over_fsdp(value: torch.Tensor) -> Any:
+            return FakeDTensor.distribute(value, mesh["fsdp"], [Shard(0)])
+
+        moments = {"exp_avg": over_fsdp(-part), "row": over_fsdp(row)}
+        return {"model": {"w": over_fsdp(part)}, "optim": {"state": {"w": moments}}}
+
+    def placements(rank: int) -> Placements:
+        placement = CheckpointPlacement(world.mesh(rank, **axes), {"ep": Shard(0)})
+        return Placements({re.compile(r"^model\.w$"): placement})
+
+    world.save(tmp_path, state_dict, lambda rank: placements(rank).save_planner())
+    stored = read_whole(tmp_path)
+    assert torch.equal(stored["model.w"], whole)
+    assert torch.equal(stored["optim.state.w.exp_avg"], -whole)
+    assert torch.equal(stored["optim.state.w.row"], row)
+
+
+def test_a_tensor_that_makes_its_own_items_is_refused_a_rule(tmp_path: Path) -> None:
+    class Hooked(torch.Tensor):
+        def __create_write_items__(self, fqn: str, value: Any) -> list[Any]:
+            raise NotImplementedError
+
+    placement = CheckpointPlacement(World(1).mesh(0, ep=1), {"ep": Shard(0)})
+    planner = Placements({"w": placement}).save_planner()
+    with pytest.raises(dcp.CheckpointException, match="w: holds a Hooked, which names its chunks"):
+        dcp.save({"w": torch.ones(2).as_subclass(Hooked)}, checkpoint_id=tmp_path, planner=planner)
