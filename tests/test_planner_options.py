@@ -361,3 +361,16 @@ def test_keys_that_are_one_text_are_refused(tmp_path: Path) -> None:
             lambda rank: PlacementLoadPlanner(flatten_state_dict=False),
         )
     assert "0 and '0' are keys of one dict" in str(caught.value.failures[0][0])
+
+
+def test_a_load_planner_in_a_save_and_a_class_in_a_load_are_named(tmp_path: Path) -> None:
+    state, kind = {"w": torch.ones(2)}, PlacementLoadPlanner
+    dcp.save(state, checkpoint_id=tmp_path, planner=PlacementSavePlanner(), no_dist=True)
+    mistakes: list[Callable[[], Any]] = [
+        lambda: dcp.save(state, checkpoint_id=tmp_path, planner=kind(), no_dist=True),  # type: ignore[arg-type]
+        lambda: dcp.load(state, checkpoint_id=tmp_path, planner=kind, no_dist=True),  # type: ignore[arg-type]
+    ]
+    for mistake in mistakes:
+        with pytest.raises(CheckpointException) as caught:
+            mistake()
+        assert "was given a bool in place of metadata" in str(caught.value.failures[0][0])

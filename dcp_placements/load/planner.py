@@ -185,6 +185,11 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         is_coordinator: bool = False,
     ) -> None:
         """Take the state dict to fill, under the checkpoint's keys. Called on every rank."""
+        if metadata is not None and not hasattr(metadata, "state_dict_metadata"):
+            raise PlacementError(
+                f"a load planner was given a {type(metadata).__name__} in place of metadata\n"
+                "    likely:      planner= of a save; or the class in place of an instance"
+            )
         if metadata is not None:
             with refusing():
                 check_fields(metadata)

@@ -25,6 +25,7 @@ from dcp_placements._torch import MemoryFormat, StorageInfo, layout_named
 from dcp_placements.storage.provenance import DIGESTS_OF_RANK, stored
 from dcp_placements.storage.safe_pickle import (
     DTYPES,
+    LARGEST_KEY,
     ORDERED_DICT,
     Call,
     RefusedGlobal,
@@ -96,13 +97,20 @@ def _size(values: Any) -> torch.Size:
 
 
 _INT = frozenset({int})
-_shared_size = lru_cache(maxsize=1 << 10)(torch.Size)
-"""Thousands of keys have equal sizes."""
+
+
+@lru_cache(maxsize=1 << 10)
+def _shared_size(values: tuple[int, ...]) -> torch.Size:
+    """Return a size; thousands of keys have equal ones."""
+    if max(values, default=0) >= LARGEST_KEY:
+        raise refusal("it has a size of more elements than there are")
+    return torch.Size(values)
 
 
 def _path(kind: type[PurePath]) -> Call:
     def make(*parts: Any) -> PurePath:
-        if set(map(type, parts)) - {str} or sum(map(len, parts)) > _MAX_PATH_CHARS:
+        is_short = len(parts) <= _MAX_PATH_CHARS and not set(map(type, parts)) - {str}
+        if not is_short or sum(map(len, parts)) > _MAX_PATH_CHARS:
             raise refusal("it has a path that is not made of short text")
         return kind(*parts)
 
@@ -145,7 +153,7 @@ class _SafeMetadata(SafeUnpickler):
         (_OLDER, "MEM_FORMAT_ENCODING"): _FORMAT,
         ("torch.serialization", "_get_layout"): Call("_get_layout", layout_named, (str,)),
         # A ChunkList in metadata that another writer pickles.
-        ("builtins", "list"): Call("list", list, (list,)),
+        ("builtins", "list"): Call("list", lambda values: values, (list,)),
         ("torch", "Size"): _size,  # there are several per key
         ("builtins", "getattr"): Call("getattr", _member, (Call, str)),
         # Pure paths reach no file system.

@@ -409,7 +409,8 @@ class ChunkReader:
             file.read_segments(buffer, slices, chunk)
         if memory is None:
             elements = torch.frombuffer(buffer, dtype=tensor.dtype)
-            target.copy_(elements.as_strided(sizes, slices.strides))
+            # Also a view of a detached inference tensor is one.
+            target.detach().copy_(elements.as_strided(sizes, slices.strides))
         return checksum
 
     def _targets(self, some: Sequence[Wanted], sizes: Sequence[int]) -> list[torch.Tensor]:

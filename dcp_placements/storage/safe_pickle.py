@@ -26,6 +26,9 @@ import torch
 from dcp_placements.errors import format_name
 
 MAX_NAME_CHARS = 200
+_MAX_FIELDS = 64
+LARGEST_KEY = 1 << 60
+"""Numbers from here on may have equal hashes, thousands of which take hours to tell apart."""
 MAX_KEY_VALUES = 128
 """Values that one key of a dict or one element of a set has in all, however it nests."""
 
@@ -146,6 +149,7 @@ class SafeUnpickler(pickle._Unpickler):
     def __init__(self, data: bytes) -> None:
         self._stream, self._nbytes = io.BytesIO(data), len(data)
         self._fields: set[tuple[str, ...]] = set()
+        self._unseen = most_elements(data)
         super().__init__(self._stream)
 
     def load(self) -> Any:
@@ -181,6 +185,8 @@ class SafeUnpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what a file gets for a name."""
+        if len(module) + len(name) > MAX_NAME_CHARS:
+            raise refusal("it has a name of very many characters")
         # Protocols before 3 name modules as Python 2 did.
         found = self.allowed.get(("builtins" if module == "__builtin__" else module, name))
         if found is None:
@@ -206,6 +212,8 @@ class SafeUnpickler(pickle._Unpickler):
         if type(instance) not in self.kinds:
             raise refusal(f"it changes {describe(instance)}")
         names: Any = tuple(state) if type(state) is dict else (None,)
+        if len(names) > _MAX_FIELDS:
+            raise refusal(f"it has very many attributes of {describe(instance)}")
         if names not in self._fields:  # most instances have those of another one
             if not all(type(name) is str and not name.startswith("_") for name in names):
                 raise refusal(f"it has attributes of {describe(instance)} that are no fields")
@@ -237,6 +245,16 @@ class SafeUnpickler(pickle._Unpickler):
         for key in keys:
             self.check_key(key)
 
+    def look_at(self, values: Sequence[Any]) -> None:
+        """Refuse a file that has values looked at again and again: it can name them in few bytes.
+
+        Args:
+            values: That are looked at, one after another.
+        """
+        self._unseen -= len(values)
+        if self._unseen < 0:
+            raise refusal("it makes far more of itself than its size")
+
     def check_key(self, key: Any) -> None:
         """Refuse one such key."""
         todo, count = [key], 0
@@ -249,6 +267,8 @@ class SafeUnpickler(pickle._Unpickler):
                 todo.extend(value)
             elif type(value) not in self.hashed:
                 raise refusal(f"it has a key that is {describe(value)}")
+            elif type(value) is int and not -LARGEST_KEY < value < LARGEST_KEY:
+                raise refusal("it has a key that is a number of very many digits")
 
     def _load_frame(self) -> None:
         # Frames only say how much to read ahead.

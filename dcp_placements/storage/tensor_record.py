@@ -21,7 +21,14 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from dcp_placements.storage.file_reads import Part, is_contiguous
-from dcp_placements.storage.safe_pickle import DTYPES, Call, Made, SafeUnpickler, refusal
+from dcp_placements.storage.safe_pickle import (
+    DTYPES,
+    MAX_NAME_CHARS,
+    Call,
+    Made,
+    SafeUnpickler,
+    refusal,
+)
 
 LOCAL = b"PK\x03\x04"
 DESCRIPTOR = b"PK\x07\x08"
@@ -222,6 +229,8 @@ class TorchUnpickler(SafeUnpickler):
         self._storages = storages
 
     def find_class(self, module: str, name: str) -> Any:
+        if len(module) + len(name) > MAX_NAME_CHARS:
+            raise refusal("it has a name of very many characters")
         return Call(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> Storage:
@@ -253,11 +262,15 @@ class TorchUnpickler(SafeUnpickler):
         module, _, name = called.name.rpartition(".")
         if module in _TORCH and called.name not in _OF_TORCH:
             raise refusal(f"it calls {called.name}, which allocates by a number")
+        if name == "bytearray":
+            self.look_at(args)
         if name == "bytearray" and not set(map(type, args)) <= {str, bytes, Made}:
             raise refusal("it has a bytearray of a length without contents")
         if name in _HASHING:
             for arg in args:
-                self.check_keys(arg if isinstance(arg, list | tuple) else ())
+                keys = arg if isinstance(arg, list | tuple) else ()
+                self.look_at(keys)
+                self.check_keys(keys)
         is_dict = called.name == "collections.OrderedDict" and not args
         return {} if is_dict or name == "defaultdict" else Made(called.name, args)
 

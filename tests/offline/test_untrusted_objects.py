@@ -24,6 +24,7 @@ from dcp_placements.convert.torch_files import load_torch_file
 from dcp_placements.errors import CannotLook
 from dcp_placements.offline import diff, inspect, verify
 from dcp_placements.storage.checked_load import load_plain
+from dcp_placements.storage.metadata_pickle import load_safely
 from tests.offline_scenes import Run
 
 
@@ -54,6 +55,10 @@ HOSTILE = {
     "OrderedDict": b"\x80\x02ccollections\nOrderedDict\n)R" + PAIRS + b"K\x01s.",
     "lists": b"\x80\x02" + LISTS + b".",
     "storage": b"\x80\x02ctorch.storage\nUntypedStorage\n\x8a\x05\x00\x00\x00\x00\x01\x85R.",
+    "name": b"\x80\x02X\x00\x02\x00\x00" + b"a" * 512 + b"q\x00(" + b"h\x00h\x00\x93" * 9 + b"t.",
+    "number": b"\x80\x02}\x8a\x09" + (2**61 - 1).to_bytes(9, "little") + b"Ns.",
+    "again": b"\x80\x02(" + b"N" * 300 + b"t\x85q\x00cbuiltins\ndict\nq\x01"
+    b"(" + b"h\x01h\x00R" * 250 + b"t.",
 }
 
 
@@ -63,12 +68,31 @@ def test_m101_objects_that_take_far_more_than_their_size_are_refused(
 ) -> None:
     data = saved(HOSTILE[name])
     begun = time.process_time()
-    with pytest.raises(Exception, match=r"key|bytearray|far more of itself|by a number"):
+    with pytest.raises(Exception, match=r"key|bytearray|far more of itself|by a number|name of"):
         load_plain(io.BytesIO(data))
     (tmp_path / "model_optim_rng.pt").write_bytes(data)
     with pytest.raises(CannotLook):
         load_torch_file(tmp_path / "model_optim_rng.pt")
     assert time.process_time() - begun < 20
+
+
+_PATH = b"cpathlib\nPosixPath\n(" + b"\x8c\x00" * 20000 + b"tR"
+
+HOSTILE_METADATA = {
+    "fields": b"ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}("
+    + b"".join(b"\x8c\x02f%cN" % letter for letter in range(33, 126))
+    + b"ub",
+    "path": _PATH,
+    "size": b"ctorch\nSize\n\x8a\x09" + (2**61 - 1).to_bytes(9, "little") + b"\x85\x85R",
+    "name": b"\x8c\xff" + b"a" * 255 + b"\x8c\x01a\x93",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_METADATA)
+def test_m101_metadata_that_take_far_more_than_their_size_are_refused(name: str) -> None:
+    pickled = b"\x80\x04" + HOSTILE_METADATA[name] + b"."
+    with pytest.raises(pickle.UnpicklingError, match=r"very many|short text|more elements than"):
+        load_safely(io.BytesIO(pickled))
 
 
 def test_m101_a_large_memo_slot_takes_no_more_memory_than_a_small_one() -> None:

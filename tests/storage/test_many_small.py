@@ -89,12 +89,16 @@ def inference_zeros(*sizes: int) -> torch.Tensor:
         lambda: inference_zeros(3, 2).t(),
     ],
 )
-@pytest.mark.parametrize("threads", [1, 2])
-def test_they_fill_what_torch_fills(blank_one: Any, threads: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("threads", "transposed"), [(1, False), (2, False), (1, True)])
+def test_they_fill_what_torch_fills(
+    blank_one: Any, threads: int, transposed: bool, tmp_path: Path
+) -> None:
     """Many tensors of another dtype, or views that torch copies one by one."""
     saved = {f"w{at:02}": torch.randn(2, 3) for at in range(20)}
-    writer = PlacementFileSystemWriter(tmp_path)
-    dcp.save(saved, storage_writer=writer, planner=PlacementSavePlanner())
+    if transposed:
+        saved = {key: one.t().contiguous().t() for key, one in saved.items()}
+    make = dcp.FileSystemWriter if transposed else PlacementFileSystemWriter  # which keeps orders
+    dcp.save(saved, storage_writer=make(tmp_path), planner=PlacementSavePlanner())
     wanted, loaded = ({key: blank_one() for key in saved} for _ in range(2))
     dcp.load(wanted, storage_reader=dcp.FileSystemReader(tmp_path), planner=DefaultLoadPlanner())
     reader = PlacementFileSystemReader(tmp_path, thread_count=threads)
