@@ -363,6 +363,7 @@ def test_keys_that_are_one_text_are_refused(tmp_path: Path) -> None:
     assert "0 and '0' are keys of one dict" in str(caught.value.failures[0][0])
 
 
+@pytest.mark.filterwarnings("ignore:The function definition")  # torch's, of the first of them
 def test_a_load_planner_in_a_save_and_a_class_in_a_load_are_named(tmp_path: Path) -> None:
     state, kind = {"w": torch.ones(2)}, PlacementLoadPlanner
     dcp.save(state, checkpoint_id=tmp_path, planner=PlacementSavePlanner(), no_dist=True)
