@@ -48,6 +48,7 @@ from dcp_placements.offline.texts import Progress
 from dcp_placements.offline.verification import box_faults
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.storage.checked_load import zip_problem
+from dcp_placements.storage.file_reads import memory_of
 from dcp_placements.storage.index import index_of_places
 from dcp_placements.storage.metadata_file import write_metadata
 from dcp_placements.storage.provenance import RESERVED_KEY, identity, packed_record
@@ -176,7 +177,9 @@ class Elements(AbstractContextManager["Elements"]):
             sources = [block.source.dtype.itemsize for block in tensor.blocks]
             for piece in pieces(box, self._limit // max([*sources, tensor.dtype.itemsize])):
                 slab = tensor.read(self._reader, piece)
-                yield slab.reshape(-1).view(torch.uint8).numpy().data
+                data = memory_of(slab.contiguous())
+                assert data is not None, "it was read from a file"
+                yield data
             return
         for run in runs:
             yield from self._reader.blocks(run)

@@ -469,6 +469,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bits of a contiguous tensor's elements as integers; two of a complex128."""
     flat = tensor.reshape(-1)
+    flat = flat.as_strided((len(flat),), (1,))  # of one element any stride is contiguous
     kind = _INTEGERS.get(tensor.itemsize)
     return flat.view(torch.int64 if kind is None else kind)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hazard_scenes import assert_holds, assert_same
 from safetensors.torch import load_file
 from torch.distributed.tensor import Shard
@@ -242,3 +243,17 @@ def test_a_tensor_with_more_than_elements_is_refused(tmp_path: Path, value: torc
     found = r"a\.w: is a tensor with more than elements: torch\._utils\._rebuild"
     with pytest.raises(PlacementError, match=found):
         rank_files_source(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float64, torch.complex128])
+def test_copies_of_one_element_are_compared_and_written_whatever_their_stride(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    (tmp_path / "saved").mkdir()
+    for rank, step in enumerate((7, 1)):
+        values = (torch.arange(14) + 3).to(dtype)[::step][:1]
+        torch.save({"w": values, "v": arange((2, 3))}, tmp_path / "saved" / f"a_rank_{rank}.pt")
+    import_checkpoint(rank_files_source(tmp_path / "saved"), tmp_path / "out")
+    loaded = {"w": torch.zeros(1, dtype=dtype), "v": torch.zeros(2, 3)}
+    dcp.load(loaded, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert torch.equal(loaded["w"], torch.full((1,), 3).to(dtype))
