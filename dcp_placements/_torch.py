@@ -97,7 +97,21 @@ def copy_all(targets: list[torch.Tensor], values: tuple[torch.Tensor, ...]) -> N
         torch._foreach_copy_(targets, values)
         return
     for target, value in zip(targets, values, strict=True):
-        target.copy_(value)
+        copy_into(target, value)
+
+
+def copy_into(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy a value into a target.
+
+    Torch 2.13 forgets across dtypes that either is negated lazily; and a view of an inference
+    tensor, also of one that was detached, takes no writes.
+    """
+    value = value.resolve_neg()
+    if target.is_neg():
+        value = value.to(target.dtype)
+    if target.is_inference():
+        target = target.detach()
+    target.copy_(value)
 
 
 def is_dtensor_like(value: Any) -> bool:

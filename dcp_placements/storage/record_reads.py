@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import LoadPlanner, ReadItem, TensorStorageMet
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from dcp_placements._torch import StorageInfo, copy_all, narrow_tensor_by_index
+from dcp_placements._torch import StorageInfo, copy_all, copy_into, narrow_tensor_by_index
 from dcp_placements.errors import (
     Fault,
     PlacementError,
@@ -293,7 +293,7 @@ class ChunkReader:
             return
         source = narrow_tensor_by_index(decoded, item.storage_offsets, item.lengths)
         targets = self._targets([one], source.shape)
-        targets[0].copy_(source)
+        copy_into(targets[0], source)
         self._commit([one], targets)
 
     def _decode(self, one: Wanted, part: Part) -> Any:
@@ -409,8 +409,7 @@ class ChunkReader:
             file.read_segments(buffer, slices, chunk)
         if memory is None:
             elements = torch.frombuffer(buffer, dtype=tensor.dtype)
-            # Also a view of a detached inference tensor is one.
-            target.detach().copy_(elements.as_strided(sizes, slices.strides))
+            copy_into(target, elements.as_strided(sizes, slices.strides))
         return checksum
 
     def _targets(self, some: Sequence[Wanted], sizes: Sequence[int]) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from dcp_placements.storage.file_reads import Part, is_contiguous
+from dcp_placements.storage.file_reads import Part, crc32, is_contiguous
 from dcp_placements.storage.safe_pickle import (
     DTYPES,
     MAX_NAME_CHARS,
@@ -128,7 +128,10 @@ def parse_record(head: bytes, nbytes: int) -> TensorRecord | None:
             return None
         # torch.serialization.set_crc32_options(False) leaves the checksums of all entries 0.
         has_crc = head.startswith(DESCRIPTOR, end) and any(head[end + 4 : end + 8])
-        tensor = strided_tensor(TorchUnpickler(head[start:end], None).load())
+        pickled = head[start:end]
+        if has_crc and not head.startswith(crc_entry(crc32(pickled)), end):
+            return None
+        tensor = strided_tensor(TorchUnpickler(pickled, None).load())
         if tensor is None or tensor.start or not tensor.in_order()[0].is_contiguous:
             return None
         for name, start, end in entries:

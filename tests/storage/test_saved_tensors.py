@@ -19,7 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_placements import PlacementFileSystemReader
+from dcp_placements import PlacementFileSystemReader, PlacementLoadPlanner
 from dcp_placements.offline import verify
 from dcp_placements.storage.checked_load import load_saved_tensor
 from dcp_placements.storage.tensor_record import parse_record
@@ -273,3 +273,14 @@ def test_a_load_and_verify_refuse_such_a_record(tmp_path: Path, name: str) -> No
                 storage_reader=PlacementFileSystemReader(tmp_path),
                 no_dist=True,
             )
+
+
+def test_a_record_whose_head_was_changed_is_refused(tmp_path: Path) -> None:
+    value = torch.arange(16.0).reshape(4, 4)
+    dcp.save({"w": value.t()}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    (file,) = tmp_path.glob("*.distcp")
+    file.write_bytes(file.read_bytes().replace(b"K\x01K\x04\x86", b"K\x04K\x01\x86"))
+    target, reader = {"w": torch.zeros(4, 4)}, PlacementFileSystemReader(tmp_path)
+    with pytest.raises(CheckpointException, match=r"data\.pkl has another CRC-32"):
+        dcp.load(target, storage_reader=reader, planner=PlacementLoadPlanner(), no_dist=True)
+    assert not target["w"].any()
