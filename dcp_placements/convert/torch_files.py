@@ -65,6 +65,8 @@ def load_torch_file(path: Path) -> Any:
         local = file.mapped(tensor, mapping)
         return local if dtensor is None else SavedDTensor(local, dtensor)
 
+    if path.exists() and not path.is_file():
+        raise UnreadableFile(f"{path}: cannot be read: it is no plain file")
     try:
         with open(path, "rb") as stream:
             file = SavedFile(path.name, stream)

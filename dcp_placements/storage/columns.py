@@ -48,8 +48,12 @@ def packed_columns(columns: Sequence[Column]) -> Ints:
     return np.concatenate([sizes, *runs])
 
 
-def unpacked_columns(packed: Ints) -> list[Ints]:
+def unpacked_columns(packed: Ints, most: int = MOST_NUMBERS) -> list[Ints]:
     """Return the columns again.
+
+    Args:
+        packed: As of ``packed_columns``.
+        most: Numbers that they may have in all.
 
     Raises:
         IndexDamage: It is not what ``packed_columns`` returned.
@@ -60,8 +64,8 @@ def unpacked_columns(packed: Ints) -> list[Ints]:
     at = 1 + 2 * count
     if count < 0 or min(sizes, default=0) < 0 or at + 2 * sum(counts) != len(packed):
         raise IndexDamage("columns of other sizes than they have")
-    if sum(lengths) > MOST_NUMBERS:
-        raise IndexDamage(f"it has {sum(lengths):,} numbers, and at most {MOST_NUMBERS:,} are read")
+    if sum(lengths) > most:
+        raise IndexDamage(f"it has {sum(lengths):,} numbers, and at most {most:,} are read")
     columns = []
     for length, runs in zip(lengths, counts, strict=True):
         steps, times = packed[at : at + 2 * runs].reshape(2, runs)

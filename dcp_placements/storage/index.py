@@ -47,6 +47,7 @@ from dcp_placements.layout.boxes import Ints, expanded, unique
 from dcp_placements.storage.checks import MAX_DIMS, check_files
 from dcp_placements.storage.columns import (
     LARGEST,
+    MOST_NUMBERS,
     Column,
     IndexDamage,
     check_below,
@@ -77,6 +78,9 @@ _TRAILER = struct.Struct(f"<Q16s{len(_MAGIC)}s")
 
 _INFLATED_RATIO, _SPARE_NBYTES = 256, 1 << 26
 """The archive inflates to at most so many times its bytes, and some more."""
+
+_COLUMNS = {"keys", "files", "templates", "places", "chunks"}
+"""The members of the archive that are columns."""
 
 _PIECE_ROWS = 1 << 16
 
@@ -594,8 +598,12 @@ def unpacked_archive(data: bytes) -> dict[str, Any]:
             arrays = {name: held[name] for name in held.files}
         members: dict[str, Any] = {"values": arrays.pop("values").tobytes()}
         members["names"] = json.loads(arrays.pop("names").tobytes())
+        if arrays.keys() != _COLUMNS:
+            raise IndexDamage(f"members {format_names(sorted(arrays))}, where an index has others")
+        left = MOST_NUMBERS
         for name, array in arrays.items():
-            members[name] = unpacked_columns(array.astype(np.int64, casting="safe"))
+            members[name] = unpacked_columns(array.astype(np.int64, casting="safe"), left)
+            left -= sum(map(len, members[name]))
     except IndexDamage:
         raise
     except Exception as error:

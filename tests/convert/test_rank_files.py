@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -225,6 +226,12 @@ def test_dicts_that_are_nested_too_deeply_are_one_message(tmp_path: Path) -> Non
         file.writestr("archive/data.pkl", pickled)
         file.writestr("archive/version", "3")
     with pytest.raises(CannotLook, match="nested too deeply"):
+        rank_files_source(tmp_path)
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "shard_rank_0.pt")
+    with pytest.raises(CannotLook, match=r"shard_rank_0\.pt: cannot be read: it is no plain file"):
         rank_files_source(tmp_path)
 
 

@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -28,8 +29,8 @@ from dcp_placements import (
 )
 from dcp_placements.offline import CannotLook, Checkpoint, inspect, verify
 from dcp_placements.storage import writer
-from dcp_placements.storage.columns import IndexDamage
-from dcp_placements.storage.index import RowIndex, paths_of
+from dcp_placements.storage.columns import IndexDamage, packed_columns
+from dcp_placements.storage.index import RowIndex, paths_of, unpacked_archive
 from dcp_placements.storage.metadata_file import read_metadata, write_metadata
 from dcp_placements.storage.stock_pickle import MARKER_NBYTES
 from dcp_placements.testing import World
@@ -264,6 +265,18 @@ def test_places_of_chunks_before_the_first_are_damage(tmp_path: Path) -> None:
     rows.places[0, :3] -= 2
     with pytest.raises(IndexDamage, match="a number out of"):
         rows.check()
+
+
+def test_members_that_no_index_has_are_not_unpacked() -> None:
+    packed = packed_columns([np.zeros(1 << 20)])
+    text = {"values": np.zeros(0, np.uint8), "names": np.frombuffer(b"{}", np.uint8)}
+    columns = dict.fromkeys(("keys", "files", "templates", "places", "chunks"), packed)
+    whole, other = io.BytesIO(), io.BytesIO()
+    np.savez_compressed(whole, **text, **columns)
+    assert len(unpacked_archive(whole.getvalue())["places"][0]) == 1 << 20
+    np.savez_compressed(other, **text, **columns, more=packed)
+    with pytest.raises(IndexDamage, match=r"members .*more, .*where an index has others"):
+        unpacked_archive(other.getvalue())
 
 
 def test_an_extension_that_is_not_there_is_named_with_its_key(tmp_path: Path) -> None:
