@@ -253,6 +253,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors_of(target), link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_tables_have_no_gaps(page: Path) -> None:
+    text = page.read_text()
+    for rest in re.findall(r"^\|.*\n\n(\|.*\n.*)$", text, re.MULTILINE):
+        assert "\n| ---" in rest, rest
+
+
 def test_every_public_name_has_a_line_with_a_link() -> None:
     text = "\n".join(
         cell for n in (0, 1) for row in read_table("Public names", number=n) for cell in row
