@@ -257,7 +257,7 @@ def import_command(
     memory: Memory = "1GiB",
     dry_run: DryRun = False,
 ) -> Shown:
-    """Turn safetensors, Megatron's mp_rank_* or a torch file per rank into a DCP checkpoint.
+    """Turn safetensors, Megatron's mp_rank_*, torch_checkpointing's or ranks' files into DCP's.
 
     Such as: dcp-placements import Mixtral-8x7B step-0
     """

@@ -245,6 +245,6 @@ def unmatched_faults(unmatched: Sequence[str], keys: Sequence[str]) -> list[Faul
     for word in dict.fromkeys(re.findall(r"\w+", declared)):
         if word not in known and (near := get_close_matches(word, known, 1)):
             details.append(f"likely:      {word!r} is no component of any key; {near[0]!r} is")
-    way_out = "correct the pattern, or drop it; Renames(..., optional=True) may have it"
+    way_out = "correct the pattern, or drop it; optional=True of rules and Renames allows it"
     details.append(f"way out:     {way_out}")
     return [Fault(", ".join(unmatched), "no key on any rank matches", tuple(details))]

@@ -103,7 +103,7 @@ def test_the_likely_cause_of_a_misspelt_rename_is_named(tmp_path: Path) -> None:
         "2 different contents on 2 ranks",
         f"rename=Renumber('expert.{{}}'): {NOWHERE}",
         "likely:      'expert' is no component of any key; 'experts' is",
-        "Renames(..., optional=True)",
+        "optional=True of rules and Renames",
     )
 
 
