@@ -470,7 +470,8 @@ def _add_digests(
                     size = prod(record.shape), record.dtype.itemsize
                     digests[rank, chunk] = digest_of_bytes(read, *size)
                     continue
-                elements = torch.frombuffer(bytearray(read(0, nbytes)), dtype=record.dtype)
+                span = bytearray(read(0, record.span_nbytes))  # not the checksum behind them
+                elements = torch.frombuffer(span, dtype=record.dtype)
                 (digest,) = sampled_digests([elements.as_strided(record.shape, record.strides)])
                 digests[rank, chunk] = digest or b""
     for rank, parts in found.items():

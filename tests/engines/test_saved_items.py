@@ -546,6 +546,20 @@ def test_other_copies_in_files_of_the_engine_are_refused(
             load(tmp_path / "ckpt", copies[0], Placements(None), source=source)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex128])
+def test_copies_in_another_order_of_dims_are_compared(tmp_path: Path, dtype: torch.dtype) -> None:
+    value = WHOLE.to(dtype)
+    copies = [{"w": value.t().contiguous().t()}, {"w": value.clone()}]
+    save_theirs(tmp_path / "ckpt", copies)
+    found = {"w": torch.zeros(4, 6, dtype=dtype)}
+    load(tmp_path / "ckpt", found, Placements(None))
+    assert torch.equal(found["w"], value)
+    copies[0]["w"][3, 5] = 99
+    save_theirs(tmp_path / "ckpt", copies)
+    with pytest.raises(PlacementError, match=r"model\.w: 2 different contents on 2 ranks"):
+        load(tmp_path / "ckpt", found, Placements(None))
+
+
 def test_equal_copies_that_lie_otherwise_in_files_are_equal(tmp_path: Path) -> None:
     copies = [
         {"w": WHOLE.clone()},
