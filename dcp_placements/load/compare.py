@@ -443,6 +443,35 @@ def _unstacked_faults(load: RankLoad) -> list[Fault]:
     return faults
 
 
+def unnumbered_rows(load: RankLoad, rename: Rename | None) -> Iterator[Fault]:
+    """Yield the tensors of which a rank that loads alone stacks its rows from 0, unlike the save.
+
+    Local numbers are rows of every rank, and the save gave them those of the whole model.
+    """
+    own = () if rename is None else recorded(rename)
+    numbered = {step.pattern for step in own if step.kind in _NUMBERING}
+    of_save = () if load.record is None else load.record.renames
+    saved = {step.pattern: step for step in of_save if step.kind == "Renumber" and step.total}
+    for step in own:
+        if step.kind != "Stack" or step.pattern in numbered or step.pattern not in saved:
+            continue
+        (dim, *_), name = step.shaping, step.pattern.partition(".{}")[0].rpartition(".")[2]
+        for fqn, placed in load.placing.placed.items():
+            rows = {chunk.offsets[dim] for chunk in placed.chunks} if placed.parts else set()
+            are_first = rows == set(range(len(rows))) and 0 < len(rows) < placed.global_shape[dim]
+            if are_first and name in fqn.split(".") and not load.policy.excuses(fqn):
+                yield Fault(
+                    fqn,
+                    f"this load asks for rows {format_numbers(rows)} of it, by its local numbers",
+                    (
+                        f"saved with:  rename={saved[step.pattern]}",
+                        f"this load:   rename={step}",
+                        "likely:      the Renumber was forgotten in this load",
+                        f"way out:     rename= as in the save; {_ON_PURPOSE}",
+                    ),
+                )
+
+
 def _level(fqn: str) -> tuple[str, str]:
     """Return the level of a nested state dict that a key stands under, and its entry there."""
     level, _, rest = fqn.partition(".")

@@ -39,7 +39,13 @@ from dcp_placements.errors import (
     unpacked_faults,
 )
 from dcp_placements.load.casting import CASTS, check_quantizer
-from dcp_placements.load.compare import AllAsked, LoadMessage, check_load, unasked_notes
+from dcp_placements.load.compare import (
+    AllAsked,
+    LoadMessage,
+    check_load,
+    unasked_notes,
+    unnumbered_rows,
+)
 from dcp_placements.load.exchange import Answer, Exchange, answers
 from dcp_placements.load.missing import Policy
 from dcp_placements.load.reads import LOOK, RankLoad
@@ -335,6 +341,8 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             )
             mistakes += notes_of_whole
         faults += asked.faults()
+        if not complete:
+            faults += unnumbered_rows(load, self.rename)
         if faults:
             raise_faults("the ranks do not ask for what was saved", [*faults, *mistakes])
         # Of what a rank asks for that is alone, it knows all.

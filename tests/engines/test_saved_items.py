@@ -707,6 +707,24 @@ def test_a_rename_with_a_typo_at_a_load_is_refused_as_none_is(tmp_path: Path) ->
             load(tmp_path / "ckpt", found, placements, rank=3, size=4)
 
 
+def test_rows_that_a_load_stacks_by_local_numbers_are_refused(tmp_path: Path) -> None:
+    def declare(rank: int, size: int, numbered: bool = True) -> Placements:
+        numbers = range(rank * 4 // size, (rank + 1) * 4 // size)
+        steps = [Renumber("experts.{}", numbers, total=4)] if numbered else []
+        return Placements(None, rename=Renames(*steps, Stack("experts.{}", total=4)))
+
+    values = [{f"experts.{at}": WHOLE[2 * rank + at].clone() for at in (0, 1)} for rank in (0, 1)]
+    save(tmp_path / "ckpt", values, declare)
+    found = {f"experts.{at}": torch.zeros(6) for at in (0, 1)}
+    load(tmp_path / "ckpt", found, declare(1, 2), rank=1, size=2)
+    assert torch.equal(torch.stack([*found.values()]), WHOLE[2:])
+    with pytest.raises(PlacementError, match=r"asks for rows 0-1 of it, by its local numbers"):
+        load(tmp_path / "ckpt", found, declare(1, 2, numbered=False), rank=1, size=2)
+    whole = {f"experts.{at}": torch.zeros(6) for at in range(4)}
+    load(tmp_path / "ckpt", whole, declare(0, 1, numbered=False), size=2)
+    assert torch.equal(torch.stack([*whole.values()]), WHOLE)
+
+
 def test_a_save_warns_of_what_is_likely_declared_wrongly(tmp_path: Path) -> None:
     def declare(rank: int, size: int) -> Placements:
         ep_of_rank = ep(rank, size)
