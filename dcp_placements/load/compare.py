@@ -507,7 +507,7 @@ def unasked_notes(fqns: Sequence[str], levels: Container[str], load: RankLoad) -
             f"for: {format_names(folded(of_level), _MAX_PARTS)}",
             (
                 "likely:      an empty dict under this key, as of an optimizer before its first "
-                "step; or a model with fewer layers than were saved",
+                "step; a model with fewer layers than were saved; or rename= was forgotten",
                 "way out:     ask for them; waive={pattern: reason} where they are left out on "
                 "purpose",
             ),
