@@ -36,7 +36,7 @@ from dcp_placements.convert.megatron_layout import (
     rank_directories,
 )
 from dcp_placements.convert.sources import RankSource
-from dcp_placements.convert.torch_files import nbytes_in
+from dcp_placements.convert.torch_files import check_contents, nbytes_in
 from dcp_placements.errors import Fault, PlacementError, raise_faults
 from dcp_placements.names.renames import Renames, Renumber, contiguous
 from dcp_placements.offline.directory import Directory
@@ -109,6 +109,7 @@ def megatron_source(
     source.notes = (f"layout: {layout.reason}", *model.notes)
     nbytes = 0
     for file in layout.ranks:
+        check_contents(layout.path / file.directory / WEIGHTS)
         nbytes += nbytes_in(file.contents)
         _add(source, model, file)
         for other in sorted((layout.path / file.directory).iterdir()):

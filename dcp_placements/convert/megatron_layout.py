@@ -531,7 +531,7 @@ def _rank_mismatches(
     """Yield files of ranks that do not write under these names, by the run's arguments.
 
     Ranks ascend in the order of the coordinates. Releases differ in the place of ep among the ranks
-    of context parallelism, so with that only stages are compared. Megatron's own converters write
+    of context parallelism, so with that tp and stages are compared. Megatron's own converters write
     all files as one rank.
     """
     stored = {rank.directory: getattr(rank.args, "rank", None) for rank in ranks}
@@ -539,6 +539,12 @@ def _rank_mismatches(
     if len(set(numbers.values())) < len(stored):
         return
     has_cp = (sizes.cp or 1) > 1
+    for name, at in coordinates.items() if has_cp else ():
+        if (found := numbers[name] % sizes.tp) != at.tp:  # which is innermost in all releases
+            yield (
+                f"{name}/{WEIGHTS}: written by rank {numbers[name]}, which has TP {found}: "
+                "renamed, or copied over another file?"
+            )
     alike = _by(((at.tp, at.ep) if has_cp else None, name) for name, at in coordinates.items())
     for names in alike.values():
         by_rank = sorted(names, key=lambda name: numbers[name])

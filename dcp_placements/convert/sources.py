@@ -29,6 +29,7 @@ from dcp_placements.bind.state_dict import place
 from dcp_placements.convert.torch_files import (
     REBUILT,
     SavedDTensor,
+    check_contents,
     load_torch_file,
     nbytes_in,
 )
@@ -324,6 +325,7 @@ def rank_files_source(
         raise PlacementError(f"{folder}: files of {len(names)} ranks, and {of}")
     for rank, name in enumerate(names):
         contents = load_torch_file(folder / name)
+        check_contents(folder / name)
         if not isinstance(contents, Mapping):
             raise CannotLook(f"{folder / name}: holds a {type(contents).__name__}, and no dict")
         declared, rename, _ = (None, None, None) if rules is None else rules_at(rules, axes, rank)

@@ -8,12 +8,13 @@ those of the training stack is refused. The torch that wrote a DTensor may be an
 from __future__ import annotations
 
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from dcp_placements.errors import CannotLook, PlacementError, format_names
+from dcp_placements.errors import CannotLook, PlacementError, format_name, format_names
 from dcp_placements.storage.safe_pickle import Made
 from dcp_placements.storage.saved_file import SavedFile, saved_tensor
 from dcp_placements.storage.tensor_record import TensorRecord
@@ -96,6 +97,26 @@ def load_torch_file(path: Path) -> Any:
         "    way out:     if you trust the file, load it where its classes are installed, and save "
         "it again without these objects"
     )
+
+
+def check_contents(path: Path) -> None:
+    """Compare all that is in a file of ``torch.save`` with its CRC-32, where it has any.
+
+    Raises:
+        UnreadableFile: Something is not what was written.
+    """
+    try:
+        with zipfile.ZipFile(path) as file:
+            has_crcs = any(entry.CRC for entry in file.infolist())
+            damaged = file.testzip() if has_crcs else None
+    except Exception as error:  # a damaged file can raise anything
+        damaged = _first_line(error)
+    if damaged is not None:
+        raise UnreadableFile(
+            f"{path}: is not what was written: {format_name(damaged)}\n"
+            "    found:       another CRC-32 than the file has of it\n"
+            "    likely:      damaged by a disk or a copy: take another copy of the file"
+        )
 
 
 def _is_admitted(name: str) -> bool:

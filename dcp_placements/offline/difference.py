@@ -468,8 +468,8 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bits of a contiguous tensor's elements as integers; two of a complex128."""
-    flat = tensor.reshape(-1)
-    flat = flat.as_strided((len(flat),), (1,))  # of one element any stride is contiguous
+    # Of one element any stride is contiguous.
+    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
     kind = _INTEGERS.get(tensor.itemsize)
     return flat.view(torch.int64 if kind is None else kind)
 

@@ -73,11 +73,16 @@ def check_rank(dtensor: Made, rank: int) -> None:
 
 
 def _mesh_of(state: Mapping[str, Any]) -> MeshCoordinate | None:
-    """Return a mesh as its rank sees it; torch before 2.10 stores a tensor of the ranks."""
+    """Return a mesh as its rank sees it.
+
+    Torch before 2.10 stores a tensor of the ranks, and before 2.13 the sizes of all axes together.
+    """
     ranks = strided_tensor(state.get("mesh"))
     if ranks is None:
-        axes = [axis.fields["shape"] for axis in state["_layout"].fields["axes"]]
-        sizes = tuple([prod(axis) for axis in axes])
+        layout = state["_layout"].fields
+        axes = [axis.fields["shape"] for axis in layout["axes"]] if "axes" in layout else None
+        shapes = layout["shape"] if axes is None else axes
+        sizes = tuple([shape if type(shape) is int else prod(shape) for shape in shapes])
     else:
         sizes = ranks.shape
     names = state.get("_mesh_dim_names") or state.get("mesh_dim_names")

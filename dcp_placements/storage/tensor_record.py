@@ -183,7 +183,23 @@ def entry_start(read_into: Callable[[memoryview, int], object], entry: zipfile.Z
     mark, *_, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack_from(head)
     if (mark, name_nbytes) != (LOCAL, len(name)) or head[_LOCAL_HEADER.size :] != name:
         raise zipfile.BadZipFile("a header is not where the directory says")
-    return entry.header_offset + len(head) + int(extra_nbytes)
+    extra, behind = bytearray(extra_nbytes), entry.header_offset + len(head)
+    read_into(memoryview(extra), behind)
+    _check_extra(extra)
+    return int(behind + extra_nbytes)
+
+
+def _check_extra(extra: bytes | bytearray) -> None:
+    """Check the length of what pads an entry: its fields say theirs, in two bytes after two others.
+
+    Raises:
+        zipfile.BadZipFile: Together they have another.
+    """
+    at = 0
+    while at + 4 <= len(extra):
+        at += 4 + int.from_bytes(extra[at + 2 : at + 4], "little")
+    if at != len(extra):
+        raise zipfile.BadZipFile("an entry is padded by another length than it says")
 
 
 def _entries(head: bytes) -> Iterator[tuple[str, int, int | None]]:
@@ -195,6 +211,7 @@ def _entries(head: bytes) -> Iterator[tuple[str, int, int | None]]:
         start = named + name + extra
         if mark != LOCAL or method != zipfile.ZIP_STORED or start > len(head):
             raise zipfile.BadZipFile("compressed or cut off")
+        _check_extra(head[named + name : start])
         end: int | None = start + size
         position = start + size
         if flags & SIZES_FOLLOW:

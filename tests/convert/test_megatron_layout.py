@@ -279,7 +279,9 @@ def test_a_hostile_pickle_is_refused_and_nothing_runs(form: str, tmp_path: Path,
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("made", [{"tp": 2}, {"tp": 2, "ep": 2}, {"pp": 3}, {"ep": 3, "etp": 1}])
+@pytest.mark.parametrize(
+    "made", [{"tp": 2}, {"tp": 2, "cp": 2}, {"tp": 2, "ep": 2}, {"pp": 3}, {"ep": 3, "etp": 1}]
+)
 @pytest.mark.parametrize("copied", [False, True])
 def test_a_file_under_the_name_of_another_rank_is_refused(
     tmp_path: Path, made: dict[str, int], copied: bool

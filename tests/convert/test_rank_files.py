@@ -257,10 +257,30 @@ def test_copies_of_one_element_are_compared_and_written_whatever_their_stride(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
     (tmp_path / "saved").mkdir()
+    spread = torch.arange(12.0).view(6, 2)[:, 1]
     for rank, step in enumerate((7, 1)):
         values = (torch.arange(14) + 3).to(dtype)[::step][:1]
-        torch.save({"w": values, "v": arange((2, 3))}, tmp_path / "saved" / f"a_rank_{rank}.pt")
+        more = {"v": arange((2, 3)), "s": spread if rank else spread.clone()}
+        torch.save({"w": values, **more}, tmp_path / "saved" / f"a_rank_{rank}.pt")
     import_checkpoint(rank_files_source(tmp_path / "saved"), tmp_path / "out")
+    torch.save({"w": values, "v": more["v"], "s": spread + 1}, tmp_path / "saved" / "a_rank_1.pt")
+    with pytest.raises(PlacementError, match="differ in 6 of 6 elements"):
+        rank_files_source(tmp_path / "saved")
     loaded = {"w": torch.zeros(1, dtype=dtype), "v": torch.zeros(2, 3)}
     dcp.load(loaded, checkpoint_id=tmp_path / "out", no_dist=True)
     assert torch.equal(loaded["w"], torch.full((1,), 3).to(dtype))
+
+
+@pytest.mark.parametrize("what", ["elements", "header"])
+def test_a_flipped_bit_of_a_file_is_found_by_its_checksum(tmp_path: Path, what: str) -> None:
+    value = arange((3, 4))
+    torch.save({"w": value}, tmp_path / "a_rank_0.pt")
+    rank_files_source(tmp_path)
+    data = bytearray((tmp_path / "a_rank_0.pt").read_bytes())
+    at = data.index(value.numpy().tobytes())
+    if what == "header":  # the length of what pads the entry
+        at = data.rindex(b"PK\x03\x04", 0, at) + 28
+    data[at] ^= 4
+    (tmp_path / "a_rank_0.pt").write_bytes(data)
+    with pytest.raises(CannotLook, match=r"a_rank_0\.pt: (is not what was written|cannot be read)"):
+        rank_files_source(tmp_path)

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from dcp_placements import PlacementError, offline
 from tests.torchrun import forked, tail
+from tests.versions import meshes_say_their_rank
 
 pytest.importorskip("torch_checkpointing")
 
@@ -148,6 +149,7 @@ def test_such_a_directory_is_inspected_and_verified(out: Path, tmp_path: Path) -
     assert (fault.kind, fault.files) == ("checksum", ("model_3.pt",))
 
 
+@meshes_say_their_rank
 @pytest.mark.parametrize("kind", ["ours", "theirs"])
 @pytest.mark.usefixtures("seen")
 def test_the_file_of_another_rank_is_refused_by_what_its_dtensors_say(

@@ -18,11 +18,18 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import Shard
 
-from dcp_placements import PlacementFileSystemReader, PlacementLoadPlanner
+from dcp_placements import (
+    PlacementFileSystemReader,
+    PlacementFileSystemWriter,
+    PlacementLoadPlanner,
+    PlacementSavePlanner,
+)
 from dcp_placements.offline import verify
 from dcp_placements.storage.checked_load import load_saved_tensor
 from dcp_placements.storage.tensor_record import parse_record
+from dcp_placements.testing import FakeDTensor, World
 from tests.offline_scenes import Run
 from tests.storage_scenes import stock_metadata
 
@@ -284,3 +291,30 @@ def test_a_record_whose_head_was_changed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException, match=r"data\.pkl has another CRC-32"):
         dcp.load(target, storage_reader=reader, planner=PlacementLoadPlanner(), no_dist=True)
     assert not target["w"].any()
+
+
+@pytest.mark.parametrize("make", [dcp.FileSystemWriter, PlacementFileSystemWriter])
+@pytest.mark.parametrize("bit", range(8))
+def test_slices_do_not_move_with_the_length_of_what_pads_a_record(
+    tmp_path: Path, make: Any, bit: int
+) -> None:
+    value = torch.arange(9100.0).reshape(130, 70)
+    dcp.save({"w": value}, storage_writer=make(tmp_path), planner=PlacementSavePlanner())
+    (file,) = tmp_path.glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    at = data.index(value.numpy().tobytes())
+    data[data.rindex(b"PK\x03\x04", 0, at) + 28] ^= 1 << bit
+    file.write_bytes(data)
+    world = World(2)
+
+    def half(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, fsdp=2)
+        return {"w": FakeDTensor(torch.zeros(65, 70), mesh, [Shard(0)], (130, 70))}
+
+    with pytest.raises(CheckpointException):
+        world.load(
+            tmp_path,
+            half,
+            lambda rank: PlacementLoadPlanner(),
+            lambda rank: PlacementFileSystemReader(tmp_path),
+        )
