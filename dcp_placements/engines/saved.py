@@ -46,7 +46,12 @@ from dcp_placements.storage.file_reads import Part
 from dcp_placements.storage.index import index_of_places
 from dcp_placements.storage.metadata_file import with_columns
 from dcp_placements.storage.provenance import RESERVED_KEY, rename_of_plain
-from dcp_placements.storage.safe_pickle import Made, SafeUnpickler
+from dcp_placements.storage.safe_pickle import (
+    Made,
+    SafeUnpickler,
+    check_unfolded,
+    most_elements,
+)
 from dcp_placements.storage.saved_dtensor import check_rank, rank_shard
 from dcp_placements.storage.saved_file import Records, SavedChunk, SavedFile
 from dcp_placements.storage.tensor_record import TensorRecord
@@ -246,7 +251,9 @@ def engine_items(stream: IO[bytes]) -> dict[str, dict[str, Any]]:
         pickle.UnpicklingError: It is refused.
         PlacementError: It is of another version.
     """
-    stored = EngineUnpickler(stream.read()).load()
+    data = stream.read()
+    stored = EngineUnpickler(data).load()
+    check_unfolded([stored], most_elements(data))
     if stored["version"] != _ENGINE_VERSION:
         headline = f"is of version {stored['version']}, where {_ENGINE_VERSION} is read"
         raise _refused(

@@ -27,6 +27,7 @@ from torch.futures import Future
 
 from dcp_placements._torch import global_rank, logged_where_torch_drops_it
 from dcp_placements.errors import (
+    Fault,
     PlacementError,
     fault_error,
     format_count,
@@ -45,7 +46,13 @@ from dcp_placements.storage.rank_files import (
     no_checkpoint,
     unreadable,
 )
-from dcp_placements.storage.record_reads import DAMAGED, IS_DAMAGED, ChunkReader, Wanted
+from dcp_placements.storage.record_reads import (
+    DAMAGED,
+    IS_DAMAGED,
+    NO_EXTENSION,
+    ChunkReader,
+    Wanted,
+)
 from dcp_placements.storage.remote import (
     URL_THREADS,
     RemoteFileSystem,
@@ -335,9 +342,12 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         nbytes = max(min(record.length, ID_NBYTES, file.size - record.start), 0)
         stream: Any = Part(file, record.start, nbytes).stream()
         if record.transforms:
-            stream = self.transforms.transform_load_stream(
-                id_item(record), record.transforms, stream
-            )
+            undone = self.transforms.transform_load_stream
+            try:
+                stream = undone(id_item(record), record.transforms, stream)
+            except ValueError as error:  # of torch's registry of extensions
+                fault = Fault(record.path, f"its id cannot be decoded: {error}", NO_EXTENSION)
+                raise PlacementError(format_faults(IS_DAMAGED, [fault])) from error
         raise_faults(MIXED, filter(None, [id_fault(record, bytes(stream.read(-1)))]))
 
     def _read_metadata(self, path: Any) -> Metadata:

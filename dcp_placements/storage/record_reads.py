@@ -69,7 +69,7 @@ Transformed = Callable[[ReadItem, Sequence[str], Any], Any]
 
 IS_DAMAGED = "the checkpoint is damaged"
 _IS_OTHER = "the checkpoint is not what it says"
-_NO_EXTENSION = (
+NO_EXTENSION = (
     "likely:      it was saved with an extension that this process lacks, or the file was damaged",
     "way out:     PlacementFileSystemReader(_extension_registry=...) with that extension",
 )
@@ -301,7 +301,7 @@ class ChunkReader:
         try:
             stream = self._transformed(one.item, one.transforms or (), part.stream())
         except ValueError as error:  # of torch's registry of extensions
-            raise self._refused(one, f"it cannot be decoded: {error}", _NO_EXTENSION) from error
+            raise self._refused(one, f"it cannot be decoded: {error}", NO_EXTENSION) from error
         if one.is_object or not stream.seekable():
             stream = io.BytesIO(stream.read(-1))
         if self._check_crc:

@@ -44,6 +44,7 @@ def rank_shard(local: torch.Tensor, dtensor: Made, rank: int) -> RankShard | Non
         placements = tuple(map(_placement_of, spec["placements"]))
         if mesh is not None and len(placements) != len(mesh.shape):
             raise ValueError("the number of its placements is another")
+        sizes = torch.Size(shape)
     except CannotPlace:
         raise
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
@@ -51,7 +52,7 @@ def rank_shard(local: torch.Tensor, dtensor: Made, rank: int) -> RankShard | Non
             f"holds a DTensor of another form than torch writes: {format_error(error)}",
             "way out:     save it again as a plain tensor, with rules that place it",
         ) from error
-    return None if mesh is None else RankShard(local, mesh, placements, torch.Size(shape))
+    return None if mesh is None else RankShard(local, mesh, placements, sizes)
 
 
 def check_rank(dtensor: Made, rank: int) -> None:

@@ -33,6 +33,7 @@ from dcp_placements import (
     offline,
 )
 from dcp_placements._torch import rehearsed
+from dcp_placements.errors import CannotLook
 
 engine = pytest.importorskip("torch_checkpointing.distributed_metadata")
 
@@ -759,3 +760,14 @@ def test_state_of_experts_that_were_never_stepped_is_waived_at_the_load(tmp_path
 def test_dcp_says_of_such_a_directory_what_reads_it(saved: Path) -> None:
     with pytest.raises(PlacementError, match=r"Placements\.resharder\(\) loads it"):
         PlacementFileSystemReader(saved).read_metadata()
+
+
+def test_metadata_that_unfold_to_far_more_than_their_file_are_refused(saved: Path) -> None:
+    stored = pickle.loads((saved / "metadata.pkl").read_bytes())
+    (groups,) = stored["metadata"]["model"]["nested_path_to_metadata"].values()
+    groups[0]["ranks"] = tuple(range(3000))
+    many = {f'["{at}"]': groups for at in range(1000)}
+    stored["metadata"]["model"]["nested_path_to_metadata"] = many
+    (saved / "metadata.pkl").write_bytes(pickle.dumps(stored))
+    with pytest.raises((PlacementError, CannotLook), match="far more of itself than its size"):
+        offline.inspect(saved)

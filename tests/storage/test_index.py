@@ -279,8 +279,11 @@ def test_members_that_no_index_has_are_not_unpacked() -> None:
         unpacked_archive(other.getvalue())
 
 
-def test_an_extension_that_is_not_there_is_named_with_its_key(tmp_path: Path) -> None:
-    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
+@pytest.mark.parametrize(("planner", "what"), [(None, "w: it"), (PlacementSavePlanner(), "its id")])
+def test_an_extension_that_is_not_there_is_named_with_its_key(
+    tmp_path: Path, planner: Any, what: str
+) -> None:
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, planner=planner)
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     for info in metadata.storage_data.values():
         info.transform_descriptors = ["nowhere"]
@@ -290,7 +293,7 @@ def test_an_extension_that_is_not_there_is_named_with_its_key(tmp_path: Path) ->
         dcp.load({"w": torch.zeros(3)}, storage_reader=reader)
     error = refused.value.failures[0][0]
     assert isinstance(error, PlacementError)
-    assert "w: it cannot be decoded: Unknown extension name='nowhere'" in str(error)
+    assert f"{what} cannot be decoded: Unknown extension name='nowhere'" in str(error)
 
 
 @passes_on_errors
