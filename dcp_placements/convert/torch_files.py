@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dcp_placements.errors import CannotLook, PlacementError, format_name, format_names
+from dcp_placements.storage.file_reads import why_barred
 from dcp_placements.storage.safe_pickle import Made
 from dcp_placements.storage.saved_file import SavedFile, saved_tensor
 from dcp_placements.storage.tensor_record import TensorRecord
@@ -66,8 +67,9 @@ def load_torch_file(path: Path) -> Any:
         local = file.mapped(tensor, mapping)
         return local if dtensor is None else SavedDTensor(local, dtensor)
 
-    if path.exists() and not path.is_file():
-        raise UnreadableFile(f"{path}: cannot be read: it is no plain file")
+    why = why_barred(path.parent, path.name)
+    if why is not None:
+        raise UnreadableFile(f"{path}: cannot be read: {why}")
     try:
         with open(path, "rb") as stream:
             file = SavedFile(path.name, stream)

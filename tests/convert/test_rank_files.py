@@ -230,9 +230,16 @@ def test_dicts_that_are_nested_too_deeply_are_one_message(tmp_path: Path) -> Non
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "shard_rank_0.pt")
+    (tmp_path / "in").mkdir()
+    file = tmp_path / "in" / "shard_rank_0.pt"
+    os.mkfifo(file)
     with pytest.raises(CannotLook, match=r"shard_rank_0\.pt: cannot be read: it is no plain file"):
-        rank_files_source(tmp_path)
+        rank_files_source(tmp_path / "in")
+    file.unlink()
+    torch.save({"w": torch.ones(2)}, tmp_path / "elsewhere.pt")
+    file.symlink_to(tmp_path / "elsewhere.pt")
+    with pytest.raises(CannotLook, match=r"cannot be read: it leads out of the directory"):
+        rank_files_source(tmp_path / "in")
 
 
 def test_two_tensors_of_one_key_are_refused(tmp_path: Path) -> None:
