@@ -90,10 +90,29 @@ PLAIN = torch.Tensor, torch.nn.Parameter, torch.nn.Buffer
 """Types of tensors that are what they seem. Most are of these, so that they are asked first."""
 
 
-def copy_all(targets: list[torch.Tensor], values: tuple[torch.Tensor, ...]) -> None:
-    """Copy each value into its target; where there are thousands, in a third less time."""
-    has_views = any([one.is_neg() or one.is_conj() for one in targets])  # which it does not take
-    if {*map(type, targets)} == {torch.Tensor} and not has_views:
+def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether tensors are no more than elements in memory, and take any write."""
+    return all(
+        [
+            type(one) is torch.Tensor
+            and not (one.requires_grad or one.is_quantized or one.is_inference())
+            and not (one.is_neg() or one.is_conj())
+            for one in tensors
+        ]
+    )
+
+
+def copy_all(
+    targets: list[torch.Tensor], values: tuple[torch.Tensor, ...], *, is_plain: bool
+) -> None:
+    """Copy each value into its target; where there are thousands, in a third less time.
+
+    Args:
+        targets: The targets.
+        values: Of the same shapes, none of them negated.
+        is_plain: As ``are_plain`` says of the targets.
+    """
+    if is_plain:
         torch._foreach_copy_(targets, values)
         return
     for target, value in zip(targets, values, strict=True):

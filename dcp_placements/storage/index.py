@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
 from math import prod
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import numpy as np
 import xxhash
@@ -737,15 +737,16 @@ def places_of(
     else:
         rows = [(index, places.get(index)) for index in indices]
         found = [None if one is None else StoredPlace.of(at, one) for at, one in rows]
-    faults = [
-        Fault(
-            index.fqn,
-            "the metadata name no file for "
-            + ("it" if index.offset is None else f"the chunk at {tuple(index.offset)}"),
-            DAMAGED_METADATA,
-        )
-        for index, place in zip(indices, found, strict=True)
-        if place is None
-    ]
-    raise_faults("the checkpoint is not whole", faults)
-    return [place for place in found if place is not None]
+    if None in found:
+        faults = [
+            Fault(
+                index.fqn,
+                "the metadata name no file for "
+                + ("it" if index.offset is None else f"the chunk at {tuple(index.offset)}"),
+                DAMAGED_METADATA,
+            )
+            for index, place in zip(indices, found, strict=True)
+            if place is None
+        ]
+        raise_faults("the checkpoint is not whole", faults)
+    return cast(list[StoredPlace], found)

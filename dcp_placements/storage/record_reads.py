@@ -23,7 +23,13 @@ from torch.distributed.checkpoint import LoadPlanner, ReadItem, TensorStorageMet
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from dcp_placements._torch import StorageInfo, copy_all, copy_into, narrow_tensor_by_index
+from dcp_placements._torch import (
+    StorageInfo,
+    are_plain,
+    copy_all,
+    copy_into,
+    narrow_tensor_by_index,
+)
 from dcp_placements.errors import (
     Fault,
     PlacementError,
@@ -231,7 +237,7 @@ class ChunkReader:
         rows = np.frombuffer(held, np.uint8).reshape(-1, nbytes)
         if not (rows[:, : tensor.start] == rows[0, : tensor.start]).all():
             return False
-        targets = self._targets(some, tensor.shape)
+        targets, is_plain = self._targets(some, tensor.shape)
         end = tensor.start + tensor.nbytes
         # A copy is aligned, as torch takes it to be; a single row would be a view.
         elements = rows[:, tensor.start : end].copy()
@@ -239,7 +245,7 @@ class ChunkReader:
             sums = list(map(crc32, elements))
             self._check(some, tensor, sums, rows[:, end : end + BEHIND].tobytes())
         values = torch.from_numpy(elements).view(-1).view(tensor.dtype).view(-1, *tensor.shape)
-        copy_all(targets, values.unbind())
+        copy_all(targets, values.unbind(), is_plain=is_plain)
         self._commit(some, targets)
         return True
 
@@ -292,7 +298,7 @@ class ChunkReader:
                 self._planner.load_bytes(item, value)
             return
         source = narrow_tensor_by_index(decoded, item.storage_offsets, item.lengths)
-        targets = self._targets([one], source.shape)
+        targets, _ = self._targets([one], source.shape)
         copy_into(targets[0], source)
         self._commit([one], targets)
 
@@ -345,7 +351,7 @@ class ChunkReader:
         ends = zip(offsets, lengths, shape, strict=True)
         if any(offset + length > size for offset, length, size in ends):
             raise self._refused(one, f"{holds} that {lengths} can be read at {offsets}")
-        targets = self._targets([one], lengths)
+        targets, _ = self._targets([one], lengths)
         if targets[0].numel():
             is_summed, target = is_whole and self._is_summed(tensor), targets[0]
             if not tensor.is_contiguous:
@@ -412,8 +418,13 @@ class ChunkReader:
             copy_into(target, elements.as_strided(sizes, slices.strides))
         return checksum
 
-    def _targets(self, some: Sequence[Wanted], sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return a planner's tensors, which are to be filled with elements of these sizes."""
+    def _targets(
+        self, some: Sequence[Wanted], sizes: Sequence[int]
+    ) -> tuple[list[torch.Tensor], bool]:
+        """Return a planner's tensors, to be filled with elements of these sizes.
+
+        And whether they are no more than elements in memory.
+        """
         with self._lock:
             targets = [self._planner.resolve_tensor(one.item) for one in some]
         for one, target in zip(some, targets, strict=True):
@@ -422,13 +433,8 @@ class ChunkReader:
                 raise self._refused(one, f"{text} filled")
         # Detached views take writes also where they are of parameters, or of inference tensors; and
         # the scale of a quantized one is set on the view alone, so that the planner can compare it.
-        return [
-            target
-            if type(target) is torch.Tensor
-            and not (target.requires_grad or target.is_quantized or target.is_inference())
-            else target.detach()
-            for target in targets
-        ]
+        is_plain = are_plain(targets)
+        return targets if is_plain else [target.detach() for target in targets], is_plain
 
     def _commit(self, some: Sequence[Wanted], targets: Sequence[torch.Tensor]) -> None:
         with self._lock:
