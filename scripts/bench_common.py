@@ -169,6 +169,25 @@ def write_measured(args: argparse.Namespace, start: float, **found: Any) -> None
     Path(args.json).write_text(json.dumps({**about, **found}, indent=1) + "\n")
 
 
+def parser_of(name: str, doc: str | None, tiny: str) -> argparse.ArgumentParser:
+    """Return the parser of a bench that starts processes of itself.
+
+    Args:
+        name: Of the bench.
+        doc: Its page.
+        tiny: What ``--tiny`` does.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"scripts/bench {name}",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--tiny", action="store_true", help=tiny)
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    return parser
+
+
 def launch(program: str, directory: str, nproc: int, *options: str) -> dict[str, Any]:
     """Return what the processes of torchrun measured, case by case.
 

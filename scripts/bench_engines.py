@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_common import begin, finish, launch, show, three, write_measured
+from bench_common import begin, finish, launch, parser_of, show, three, write_measured
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch_checkpointing import metadata_manager
@@ -130,17 +130,10 @@ def work(args: argparse.Namespace) -> None:
 
 def parse() -> argparse.Namespace:
     """Return the options."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/bench engines",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("engines", __doc__, "next to no data, 1 round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--width", type=int, default=8192, help="elements of a row")
     parser.add_argument("--directory", default=tempfile.gettempdir())
-    parser.add_argument("--tiny", action="store_true", help="next to no data, 1 round")
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.tiny:
         args.rounds, args.width = 1, 64

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from bench_common import begin, finish, launch, show, three, write_measured
+from bench_common import begin, finish, launch, parser_of, show, three, write_measured
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -240,19 +240,10 @@ def show_cases(cases: dict[str, Any], args: argparse.Namespace) -> None:
 
 def parse() -> argparse.Namespace:
     """Return the options."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/bench exchange",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("exchange", __doc__, "an eighth of the data, 2 ranks, 1 round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--nproc", type=int, default=4)
     parser.add_argument("--directory", help="where to write (a temporary one)")
-    parser.add_argument(
-        "--tiny", action="store_true", help="an eighth of the data, 2 ranks, 1 round"
-    )
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.tiny:
         args.rounds, args.nproc = 1, 2

@@ -42,7 +42,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from bench_common import PeakMemory, begin, finish, launch, show, three, write_measured
+from bench_common import PeakMemory, begin, finish, launch, parser_of, show, three, write_measured
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -368,11 +368,7 @@ def show_case(case: str, entry: dict[str, Any], nproc: int, where: str) -> None:
 
 def parse() -> argparse.Namespace:
     """Return the options."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/bench io",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("io", __doc__, "next to no data, 2 processes, 1 round")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
@@ -388,9 +384,6 @@ def parse() -> argparse.Namespace:
         default=[path for path in ("/dev/shm", tempfile.gettempdir()) if os.path.isdir(path)],
         help="where to write, in turn (the memory file system, and where temporary files are)",
     )
-    parser.add_argument("--tiny", action="store_true", help="next to no data, 2 processes, 1 round")
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.tiny:
         args.rounds, args.nproc = 1, 2

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from bench_common import begin, finish, in_child, launch, show, three, write_measured
+from bench_common import begin, finish, in_child, launch, parser_of, show, three, write_measured
 from bench_planning import Options, held_chunks, make_plans, read_plans
 from bench_workloads import WORKLOADS, Memory, StockPlans, Workload, real_state_dict
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
@@ -360,19 +360,12 @@ def show_simulated(cases: dict[str, Any], ranks: int) -> None:
 
 def parse() -> argparse.Namespace:
     """Return the options."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/bench load",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("load", __doc__, "next to no data, 2 ranks; 8 simulated")
     parser.add_argument("--ranks", type=int, default=1024, help="of the simulated world (1024)")
     parser.add_argument("--nproc", type=int, default=4)
     parser.add_argument(
         "--only", nargs="+", choices=("real", "simulated"), default=["real", "simulated"]
     )
-    parser.add_argument("--tiny", action="store_true", help="next to no data, 2 ranks; 8 simulated")
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.tiny:
         args.ranks, args.nproc = 8, 2
