@@ -169,10 +169,10 @@ class _SafeMetadata(SafeUnpickler):
         super().__init__(data)
         self.newer: set[str] = set()
 
-    def find_class(self, module: str, name: str) -> Any:
+    def named(self, module: str, name: str) -> Any:
         if module == PATHS_OF_3_13 and sys.version_info < (3, 13):
             self.newer.add("a path as Python 3.13 pickles it")
-        return super().find_class(module, name)
+        return super().named(module, name)
 
     def fill(self, instance: Any, state: Any) -> Any:
         if type(instance) is not TensorProperties or type(state) is not tuple or vars(instance):

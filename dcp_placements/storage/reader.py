@@ -27,7 +27,6 @@ from torch.futures import Future
 
 from dcp_placements._torch import global_rank, logged_where_torch_drops_it
 from dcp_placements.errors import (
-    Fault,
     PlacementError,
     fault_error,
     format_count,
@@ -346,8 +345,8 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
             try:
                 stream = undone(id_item(record), record.transforms, stream)
             except ValueError as error:  # of torch's registry of extensions
-                fault = Fault(record.path, f"its id cannot be decoded: {error}", NO_EXTENSION)
-                raise PlacementError(format_faults(IS_DAMAGED, [fault])) from error
+                text = f"its id cannot be decoded: {error}"
+                raise fault_error(IS_DAMAGED, record.path, text, *NO_EXTENSION) from error
         raise_faults(MIXED, filter(None, [id_fault(record, bytes(stream.read(-1)))]))
 
     def _read_metadata(self, path: Any) -> Metadata:

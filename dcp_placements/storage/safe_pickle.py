@@ -184,9 +184,13 @@ class SafeUnpickler(pickle._Unpickler):
         raise EOFError
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what a file gets for a name."""
+        """Return what a file gets for a name, which is short."""
         if len(module) + len(name) > MAX_NAME_CHARS:
             raise refusal("it has a name of very many characters")
+        return self.named(module, name)
+
+    def named(self, module: str, name: str) -> Any:
+        """Return what a file gets for a name."""
         # Protocols before 3 name modules as Python 2 did.
         found = self.allowed.get(("builtins" if module == "__builtin__" else module, name))
         if found is None:

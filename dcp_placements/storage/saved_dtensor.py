@@ -37,9 +37,8 @@ def rank_shard(local: torch.Tensor, dtensor: Made, rank: int) -> RankShard | Non
     """
     check_rank(dtensor, rank)
     try:
-        _, _, (_, _, shape, *_), state = dtensor.args
-        dtensor.state = state
-        spec = dtensor.fields[SPEC].fields
+        _, _, (_, _, shape, *_), _ = dtensor.args
+        spec = _spec_of(dtensor)
         mesh = _mesh_of(spec["mesh"].fields)
         placements = tuple(map(_placement_of, spec["placements"]))
         if mesh is not None and len(placements) != len(mesh.shape):
@@ -62,8 +61,7 @@ def check_rank(dtensor: Made, rank: int) -> None:
         CannotPlace: It does.
     """
     try:
-        dtensor.state = dtensor.args[3]
-        found = dtensor.fields[SPEC].fields["mesh"].fields.get(RANK)
+        found = _spec_of(dtensor)["mesh"].fields.get(RANK)
     except (AttributeError, KeyError, IndexError):
         return  # of a form that no torch writes
     if found not in (None, rank):
@@ -71,6 +69,13 @@ def check_rank(dtensor: Made, rank: int) -> None:
             f"was written by rank {found}, in the file of rank {rank}",
             "likely:      the file was renamed, or copied over another one",
         )
+
+
+def _spec_of(dtensor: Made) -> dict[str, Any]:
+    """Return the fields of its mesh and placements."""
+    dtensor.state = dtensor.args[3]  # what it is given when it is made
+    spec: Made = dtensor.fields[SPEC]
+    return spec.fields
 
 
 def _mesh_of(state: Mapping[str, Any]) -> MeshCoordinate | None:
@@ -81,8 +86,8 @@ def _mesh_of(state: Mapping[str, Any]) -> MeshCoordinate | None:
     ranks = strided_tensor(state.get("mesh"))
     if ranks is None:
         layout = state["_layout"].fields
-        axes = [axis.fields["shape"] for axis in layout["axes"]] if "axes" in layout else None
-        shapes = layout["shape"] if axes is None else axes
+        axes = layout.get("axes")
+        shapes = layout["shape"] if axes is None else [axis.fields["shape"] for axis in axes]
         sizes = tuple([shape if type(shape) is int else prod(shape) for shape in shapes])
     else:
         sizes = ranks.shape

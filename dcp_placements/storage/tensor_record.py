@@ -21,14 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from dcp_placements.storage.file_reads import Part, crc32, is_contiguous
-from dcp_placements.storage.safe_pickle import (
-    DTYPES,
-    MAX_NAME_CHARS,
-    Call,
-    Made,
-    SafeUnpickler,
-    refusal,
-)
+from dcp_placements.storage.safe_pickle import DTYPES, Call, Made, SafeUnpickler, refusal
 
 LOCAL = b"PK\x03\x04"
 DESCRIPTOR = b"PK\x07\x08"
@@ -248,9 +241,7 @@ class TorchUnpickler(SafeUnpickler):
         super().__init__(data)
         self._storages = storages
 
-    def find_class(self, module: str, name: str) -> Any:
-        if len(module) + len(name) > MAX_NAME_CHARS:
-            raise refusal("it has a name of very many characters")
+    def named(self, module: str, name: str) -> Any:
         return Call(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> Storage:
@@ -284,8 +275,8 @@ class TorchUnpickler(SafeUnpickler):
             raise refusal(f"it calls {called.name}, which allocates by a number")
         if name == "bytearray":
             self.look_at(args)
-        if name == "bytearray" and not set(map(type, args)) <= {str, bytes, Made}:
-            raise refusal("it has a bytearray of a length without contents")
+            if not set(map(type, args)) <= {str, bytes, Made}:
+                raise refusal("it has a bytearray of a length without contents")
         if name in _HASHING:
             for arg in args:
                 keys = arg if isinstance(arg, list | tuple) else ()
