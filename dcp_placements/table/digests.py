@@ -423,9 +423,14 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.view(torch.uint8)  # of float4 no elements are picked
     if tensor.nbytes > SAMPLE_NBYTES:
         starts, block = _blocks(tensor.numel(), tensor.itemsize)
-        first = torch.tensor(starts, device=tensor.device)[:, None]
-        places = (first + torch.arange(block, device=tensor.device)).reshape(-1)
-        tensor = tensor[torch.unravel_index(places, tensor.shape)]
+        if tensor.is_contiguous():
+            # A view, as each transfer of places to a device would take longer than all the rest.
+            even = tensor.as_strided((len(starts) - 1, block), (starts[1], 1))
+            tensor = torch.cat([even, tensor.view(-1)[None, starts[-1] :]])
+        else:
+            first = torch.tensor(starts, device=tensor.device)[:, None]
+            places = (first + torch.arange(block, device=tensor.device)).reshape(-1)
+            tensor = tensor[torch.unravel_index(places, tensor.shape)]
     # Of one element any stride counts as contiguous; a view of bytes needs stride 1.
     flat = _resolved(tensor).reshape(-1).contiguous()
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)

@@ -42,6 +42,32 @@ def test_equal_elements_have_equal_digests_however_they_lie(shape: tuple[int, ..
         assert full_digest(other) == full_digest(tensor)
 
 
+def test_a_view_that_negates_has_the_digest_of_its_values() -> None:
+    """It is contiguous, and its memory is not what it stands for."""
+    tensor = contents((41, 300), torch.int16)
+    assert sampled(torch._neg_view(tensor)) == sampled(-tensor) != sampled(tensor)
+    complex_ones = torch.complex(contents((41, 300)), contents((41, 300)))
+    assert sampled(complex_ones.conj()) == sampled(complex_ones.conj().resolve_conj())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("shape", [(), (7,), (41, 300), (1500, 1500), (2000, 3, 700)])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.bool, torch.float8_e4m3fn, torch.complex128]
+)
+def test_a_tensor_of_a_gpu_has_the_digest_of_its_copy(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    tensor = contents(shape, dtype)
+    views = {"whole": tensor, "rows": tensor[1:] if shape else tensor}
+    if len(shape) > 1:
+        views |= {"transposed": tensor.mT, "middle": tensor[..., 1:-1], "one": tensor[:1]}
+    for name, view in views.items():
+        on_gpu = tensor.cuda().as_strided(view.shape, view.stride(), view.storage_offset())
+        assert sampled(on_gpu) == sampled(view), name
+        assert full_digest(on_gpu) == full_digest(view), name
+
+
 def test_full_digest_sees_an_element_between_those_that_are_sampled() -> None:
     tensor = contents((317, 313))
     changed = tensor.clone()
