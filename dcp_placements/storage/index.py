@@ -185,9 +185,9 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
         if number < 0:
             return []
         at = self._places_of(number, copies=copies)
-        chunks, offsets = self.places[0, at].tolist(), self.offsets(number)
-        rows = zip(chunks, self._rows_at(self.numbers[fqn], at).T.tolist(), strict=True)
-        places = [self._place(fqn, offsets[chunk], row) for chunk, row in rows]
+        offsets = self.offsets(number)
+        names = [(fqn, offsets[chunk]) for chunk in self.places[0, at].tolist()]
+        places = self._stored(names, self._rows_at(self.numbers[fqn], at))
         return [place for place in places if place is not None]
 
     def find(
@@ -209,15 +209,17 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
             at[of_class] = self._nearest(number, self._chunks(number, wanted), rank)
         found = np.full((4, len(keys)), -1)
         found[:, at >= 0] = self._rows_at(keys[at >= 0], at[at >= 0])
-        rows = zip(indices, found.T.tolist(), strict=True)
-        return [self._place(one.fqn, one.offset, row) for one, row in rows]
+        return self._stored([(one.fqn, one.offset) for one in indices], found)
 
-    def _place(self, fqn: str, offset: Offset, row: Sequence[int]) -> StoredPlace | None:
-        """Return the place of a chunk by position in ``files``, transforms, start and length."""
-        file, steps, start, length = row
-        if file < 0:
-            return None
-        return StoredPlace(fqn, offset, self.files[file], start, length, self.transforms[steps])
+    def _stored(self, names: Iterable[tuple[str, Offset]], rows: Ints) -> list[StoredPlace | None]:
+        """Return the places of chunks by key and offset, and by rows as of ``_rows_at``."""
+        files, transforms = self.files, self.transforms
+        return [
+            None
+            if file < 0
+            else StoredPlace(fqn, offset, files[file], start, length, transforms[steps])
+            for (fqn, offset), file, steps, start, length in zip(names, *rows.tolist(), strict=True)
+        ]
 
     def _class_of(self, fqn: str) -> int:
         key = self.numbers.get(fqn)
@@ -227,16 +229,17 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
         """Return which chunk of a class each index means; -1 for none."""
         listed = int(self.listed[number])
         offsets: Any = self.lists[listed].offsets if listed >= 0 else ()
-        chunks = []
-        for one in indices:
-            chunk = one.index or 0
-            if not 0 <= chunk < len(offsets) or one.offset != tuple(offsets[chunk].tolist()):
-                if number not in self._chunk_of:
-                    every = {offset: at for at, offset in enumerate(self.offsets(number))}
-                    self._chunk_of[number] = every
-                chunk = self._chunk_of[number].get(one.offset, -1)
-            chunks.append(chunk)
-        return np.array(chunks, np.int64)
+        wanted = [(one.index or 0, one.offset) for one in indices]
+        chunk_of = dict.fromkeys(wanted, -1)
+        for chunk, offset in chunk_of:
+            if 0 <= chunk < len(offsets) and offset == tuple(offsets[chunk].tolist()):
+                chunk_of[chunk, offset] = chunk
+                continue
+            if number not in self._chunk_of:
+                every = {one: at for at, one in enumerate(self.offsets(number))}
+                self._chunk_of[number] = every
+            chunk_of[chunk, offset] = self._chunk_of[number].get(offset, -1)
+        return np.array([chunk_of[one] for one in wanted], np.int64)
 
     def _places_of(self, number: int, *, copies: bool = False) -> Ints:
         """Return the places of a class; the first of each chunk, or all with ``copies``."""

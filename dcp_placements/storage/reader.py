@@ -251,9 +251,14 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         """Read items; append the reader of each thread."""
         threads = self.thread_count or (URL_THREADS if isinstance(self.fs, RemoteFileSystem) else 1)
         with quiet_gc():
-            items = [i for i in plan.items if not i.storage_index.fqn.startswith(ID_PREFIX)]
+            items = plan.items
+            if self._ids:
+                items = [i for i in items if not i.storage_index.fqn.startswith(ID_PREFIX)]
             places = places_of(items, self.storage_data, global_rank())
-            wanted = [Wanted(item, *at[2:]) for item, at in zip(items, places, strict=True)]
+            wanted = [
+                Wanted(item, at.path, at.start, at.length, at.transforms)
+                for item, at in zip(items, places, strict=True)
+            ]
             wanted.sort(key=itemgetter(1, 2, 3))
             files = {file: list(some) for file, some in groupby(wanted, itemgetter(1))}
         ids = {record.path: record for record in speaking_for(files, self._ids)}

@@ -226,12 +226,16 @@ class ChunkReader:
         tensor = self.tensor_record(some[0], Part(file, start, nbytes))
         if tensor is None or not tensor.nbytes or not tensor.is_contiguous:
             return False
-        begin = (0,) * len(tensor.shape)
-        parts = {
-            (one.record, not one.transforms, one.item.lengths, one.item.storage_offsets)
-            for one in some
-        }
-        if parts != {(some[0].record, True, tensor.shape, begin)}:
+        record, shape, begin = some[0].record, tensor.shape, (0,) * len(tensor.shape)
+        if not all(
+            [
+                one.record == record
+                and not one.transforms
+                and one.item.lengths == shape
+                and one.item.storage_offsets == begin
+                for one in some
+            ]
+        ):
             return False
         held: Any = file.held(start, nbytes * len(some))
         rows = np.frombuffer(held, np.uint8).reshape(-1, nbytes)
