@@ -10,9 +10,11 @@ A planner may have several under way, in threads. Two loads of one planner, and 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
+from itertools import repeat
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -132,14 +134,14 @@ def has_own(planner: Any, kind: type, *hooks: str) -> bool:
     )
 
 
-def made(kind: type[T], values: dict[str, Any]) -> T:
-    """Return a frozen dataclass of which ``values``, those of all fields, becomes the memory.
+def made(kind: type[T], rows: Sequence[dict[str, Any]]) -> list[T]:
+    """Return frozen dataclasses, of which each row, the values of all fields, becomes the memory.
 
-    Its initialiser takes twice the time, which counts where there are thousands.
+    Their initialiser takes three times the time, which counts where there are thousands.
     """
-    record = object.__new__(kind)
-    object.__setattr__(record, "__dict__", values)
-    return record
+    records = list(map(object.__new__, repeat(kind, len(rows))))
+    deque(map(object.__setattr__, records, repeat("__dict__"), rows), maxlen=0)
+    return records
 
 
 class ItemsToCome(Sequence[Any]):

@@ -133,27 +133,28 @@ def read_items(
         load: The state of the load, which the items know.
         held: Of keys whose items know their memory, too: a plain tensor, or one with its place.
     """
-    items: list[ReadItem] = []
+    to, at, items = [], [], []
     for fqn, parts in reads:
         value = held.get(fqn)
         placed = value if isinstance(value, Placed) else None
         plain = value if type(value) in PLAIN else None
         for read in (_OBJECT,) if parts is None else parts:
             dest, source = read.dest_index, read.storage_index
-            to = {"fqn": fqn, "offset": dest.offset, "index": dest.index}
-            at = {"fqn": fqn, "offset": source.offset, "index": source.index}
+            to.append({"fqn": fqn, "offset": dest.offset, "index": dest.index})
+            at.append({"fqn": fqn, "offset": source.offset, "index": source.index})
             values = {
                 "type": read.type,
-                "dest_index": made(MetadataIndex, to),
-                "storage_index": made(MetadataIndex, at),
                 "dest_offsets": read.dest_offsets,
                 "storage_offsets": read.storage_offsets,
                 "lengths": read.lengths,
                 "run": load,
                 "chunk": plain if placed is None else placed.view(placed.chunks[dest.index or 0]),
             }
-            items.append(made(ReadItemOfLoad, values))
-    return items
+            items.append(values)
+    indices = zip(items, made(MetadataIndex, to), made(MetadataIndex, at), strict=True)
+    for values, dest, source in indices:
+        values["dest_index"], values["storage_index"] = dest, source
+    return made(ReadItemOfLoad, items)
 
 
 _stored_at = attrgetter("storage_index.index")

@@ -560,17 +560,17 @@ def assigned_items(
         is_known: Whether they know their tensors, too, where these have a place.
     """
     is_written = iter(assignment.is_written(holding))
-    items: list[WriteItem] = []
+    indices, items = [], []
     for held in holding.groups:
         boxes = [_values(held.group, box) for box in held.boxes]
         chunks = held.data() if is_known and held.group.kind == SHARD else repeat(None)
         for (fqn, (offsets, one)), chunk in zip(product(held.fqns, boxes), chunks, strict=False):
             if kind := next(is_written):
-                index = made(MetadataIndex, {"fqn": fqn, "offset": offsets, "index": None})
-                values = {"index": index, **one, "run": save, "chunk": chunk}
-                values["copied"] = kind == COPIED
-                items.append(made(WriteItemOfSave, values))
-    return items
+                indices.append({"fqn": fqn, "offset": offsets, "index": None})
+                items.append({**one, "run": save, "chunk": chunk, "copied": kind == COPIED})
+    for values, index in zip(items, made(MetadataIndex, indices), strict=True):
+        values["index"] = index
+    return made(WriteItemOfSave, items)
 
 
 def _values(group: Group, box: Box) -> tuple[torch.Size | None, dict[str, Any]]:
