@@ -30,7 +30,7 @@ from dcp_placements._torch import DistWrapper, facts_of, state_dicts_of_stateful
 from dcp_placements.bind.lint import GATE_UP, QKV
 from dcp_placements.errors import PlacementError, format_names, numbers_in, without_numbers
 from dcp_placements.layout.sharding import Sharding
-from dcp_placements.names.renames import Renames, Renumber, contiguous
+from dcp_placements.names.renames import Renames, Renumber, contiguous, number_in
 from dcp_placements.placements import Placements
 from dcp_placements.rules.mesh import Mesh, mesh_axes
 from dcp_placements.rules.patterns import RuleTable, compile_pattern, matches_any
@@ -286,7 +286,7 @@ def decide(whole: WholeModel, facts: Sequence[RankFacts], sizes: Mapping[str, in
     ]
     axes = {name: size for name, size in sizes.items() if size > 1}
     decision = Proposal()
-    ranks, unnumbered = _renumbered(whole, ranks, axes, decision)
+    ranks, unnumbered = _renumbered(whole, ranks, keys, axes, decision)
     # By name without numbers, the keys that lie alike.
     kinds: dict[str, dict[Any, list[str]]] = {}
     held: dict[str, list[tuple[dict[str, int], TensorFacts]]] = {}
@@ -491,13 +491,18 @@ def along(
 
 
 def _renumbered(
-    whole: WholeModel, ranks: list[RankFacts], axes: Mapping[str, int], decision: Proposal
+    whole: WholeModel,
+    ranks: list[RankFacts],
+    keys: Sequence[str],
+    axes: Mapping[str, int],
+    decision: Proposal,
 ) -> tuple[list[RankFacts], set[str]]:
     """Return the ranks with the model's numbers in their keys, and what stays without them.
 
     Args:
         whole: The unsharded model.
-        ranks: With the keys that they have.
+        ranks: With the model's keys that they have.
+        keys: Of all ranks, as a rename has them.
         axes: Those of the mesh, of more than one rank.
         decision: Takes in the renames, and what is open.
 
@@ -513,8 +518,20 @@ def _renumbered(
             continue
         pattern = f"{_starred(head)}{{}}"
         fitting = _numberings(pattern, ranks, of_ranks, axes, total)
-        keys = {key for one in ranks for key in one.tensors if head in _numbers([key])}
-        held = [[(r.position, r.tensors[key]) for r in ranks if key in r.tensors] for key in keys]
+        others = [
+            key
+            for key in keys
+            if (found := number_in(pattern, key)) and not without_numbers(found.head).endswith(head)
+        ]
+        if others:
+            unnumbered.add(head)
+            decision.undecided[pattern] = (
+                f"the ranks have {len(union)} of its {total} numbers, and this pattern finds "
+                f"another number in {format_names(others, 1)}: rename= has to be a function"
+            )
+            continue
+        named = {key for one in ranks for key in one.tensors if head in _numbers([key])}
+        held = [[(r.position, r.tensors[key]) for r in ranks if key in r.tensors] for key in named]
         differ, _ = along(held, axes)
         fitting = [one for one in fitting if one.axis in differ] or fitting
         if len(fitting) == 1:

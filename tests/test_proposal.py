@@ -434,3 +434,20 @@ def test_names_that_may_join_tensors_are_said_to_be_open(name: str) -> None:
         f"layers.*.{name}": "taken as one tensor by its shape; FusedShard where it joins several"
     }
     assert "FusedShard where it joins several" in str(first)
+
+
+def test_numbers_that_no_pattern_tells_from_those_before_them_are_left_open() -> None:
+    """In ``model.0.2.w`` the pattern ``*.{}`` finds 0, behind any component."""
+    whole = filled({f"{layer}.{expert}.w": (4, 3) for layer in range(2) for expert in range(4)})
+
+    def cut(key: str, value: torch.Tensor, at: dict[str, int]) -> tuple[str, torch.Tensor] | None:
+        layer, expert, name = key.split(".")
+        mine = int(expert) // 2 == at["ep"]
+        return (f"{layer}.{int(expert) % 2}.{name}", value) if mine else None
+
+    (first, _), _ = proposed(whole, job(whole, cut, ep=2), ep=2)
+    assert not first.numberings
+    assert first.undecided == {
+        "*.{}": "the ranks have 2 of its 4 numbers, and this pattern finds another number in "
+        "model.0.0.w and 11 more: rename= has to be a function"
+    }

@@ -88,7 +88,9 @@ class LocalKeys:
             if isinstance(step, Renumber):
                 key = step.pattern, tuple(rest)
                 if key not in self._numbered:
-                    self._numbered[key] = _Numbered(step.pattern, after, self._before[()])
+                    others = [one for one in rest if not isinstance(one.steps[0], Renumber)]
+                    stored = self.before(tuple(others))
+                    self._numbered[key] = _Numbered(step.pattern, after, stored)
                 found = self._numbered[key].held(step)
             elif isinstance(step, Stack):
                 found = dict(_rows(step, after))
@@ -107,7 +109,7 @@ class _Numbered:
     Args:
         pattern: The pattern of the step.
         wholes: What ranks have after it, of which later steps have left out some.
-        stored: What the checkpoint has.
+        stored: What all ranks together have after it.
     """
 
     def __init__(self, pattern: str, wholes: Wholes, stored: Wholes) -> None:
