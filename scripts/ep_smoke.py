@@ -192,7 +192,8 @@ def resolve_cases(args: argparse.Namespace) -> dict[str, Case]:
             case = replace(case, edp=case.edp * args.nproc // case.ranks)
         if args.nproc and case.ranks != args.nproc:
             print(f"{name}: left out, {args.nproc} ranks are no multiple of {CASES[name].ranks}")
-        elif devices is not None and case.ranks > devices:
+        elif devices is not None and case.ranks > devices and case.pp > 1:
+            # Ranks that share a device talk through gloo, which sends none of its tensors to one.
             print(f"{name}: left out, {case.ranks} ranks but {devices} CUDA devices")
         else:
             chosen[name] = case

@@ -202,10 +202,14 @@ def run_rank(phase: str, jobs: list[str], work: Path, device: str) -> None:
     """Run one phase of every job, given as ``case:planner:<pp>x<hsdp>x<edp>x<ep>x<tp>:how``."""
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
+    backend = "gloo"
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        devices = torch.cuda.device_count()
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % devices)
+        # NCCL has no two ranks on one device.
+        is_shared = int(os.environ["LOCAL_WORLD_SIZE"]) > devices
+        backend = "cpu:gloo,cuda:gloo" if is_shared else "cpu:gloo,cuda:nccl"
     # A planner that skips a collective on one rank shall not hold the others for half an hour.
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(minutes=2))
     rank = dist.get_rank()
     for job in jobs:
