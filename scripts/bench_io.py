@@ -5,7 +5,8 @@ turn (and with our storage writer and reader), on a memory file system and on th
 table per case: wall seconds of a whole save and a whole load with their parts, the share of raw,
 the ratio to stock, CPU seconds of all ranks together, peak memory, bytes and opened files of a
 rank. Raw is each rank writing the same bytes with one write() per tensor, and reading them into its
-tensors with one read() each.
+tensors with one read() each. With --device cuda all tensors but those of raw are on GPUs, which
+ranks may share.
 
     big       40 tensors [4096, 2048], Shard(0): 1.34 GB
     small     4,000 tensors [8, 32], Shard(0)
@@ -106,7 +107,10 @@ class Worker:
         self.args = args
         self.directory = directory
         self.opened = Opened(directory)
-        self.mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+        if args.device == "cuda":
+            torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+        world = (dist.get_world_size(),)
+        self.mesh = init_device_mesh(args.device, world, mesh_dim_names=("fsdp",))
         all_sides: dict[str, tuple[Callable[[], Any], ...]] = {
             "stock": (
                 DefaultSavePlanner,
@@ -239,6 +243,8 @@ class Worker:
         dist.barrier()
         start, cpu = time.perf_counter(), time.process_time()
         began, ended = work()
+        if self.args.device == "cuda":
+            torch.cuda.synchronize()
         mine, cpu = time.perf_counter(), time.process_time() - cpu
         dist.barrier()
         stop = time.perf_counter()
@@ -289,7 +295,8 @@ def _state_dict(
     torch.manual_seed(dist.get_rank())
     model = {}
     for index in range(count):
-        tensor = torch.rand(local) if fill else torch.zeros(local)
+        make = torch.rand if fill else torch.zeros
+        tensor = make(local, device=mesh.device_type)
         model[f"layers.{index}.weight"] = DTensor.from_local(
             tensor,
             mesh,
@@ -304,7 +311,7 @@ def _state_dict(
 def _memory(state_dict: dict[str, Any]) -> list[memoryview]:
     """Return the bytes of each tensor of a rank."""
     return [
-        memoryview(tensor._local_tensor.numpy()).cast("B")
+        memoryview(tensor._local_tensor.cpu().numpy()).cast("B")
         for tensor in state_dict["model"].values()
     ]
 
@@ -335,7 +342,8 @@ def work(args: argparse.Namespace) -> None:
 def measure(args: argparse.Namespace, where: str) -> dict[str, Any]:
     """Return what the processes measured in a directory."""
     options = ["--cases", *args.cases, "--sides", *args.sides, "--rounds", str(args.rounds)]
-    options += ["--seconds", str(args.seconds), *(["--tiny"] if args.tiny else [])]
+    options += ["--device", args.device, "--seconds", str(args.seconds)]
+    options += ["--tiny"] if args.tiny else []
     with tempfile.TemporaryDirectory(prefix="bench-io-", dir=where) as directory:
         return launch(__file__, directory, args.nproc, *options)
 
@@ -375,6 +383,7 @@ def parse() -> argparse.Namespace:
         "--seconds", type=float, default=15, help="a side is in no more rounds of a case then (15)"
     )
     parser.add_argument("--nproc", type=int, default=4)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
         "--sides", nargs="+", choices=SIDES, default=list(SIDES), help="stock takes the longest"
     )
