@@ -449,7 +449,7 @@ def _option(
 
     def fits(sharding: Sharding) -> bool:
         return all(
-            sharding.local_shape([at[name] for name, _ in placements]) == part.shape
+            sharding.shard([at[name] for name, _ in placements])[0] == part.shape
             for at, part in parts
         )
 

@@ -44,7 +44,12 @@ def tensor_faults(
             faults.append(Fault(fqn, "is a meta tensor, which has no contents to save", _META))
         elif not tensor.numel():
             continue
-        elif is_plain and _is_freed(tensor):
+        elif (
+            # Memory that was freed, as FSDP does it; the cheap question is asked first.
+            is_plain
+            and tensor.data_ptr() == tensor.storage_offset() * tensor.itemsize
+            and not tensor.untyped_storage().nbytes()
+        ):
             headline = f"the storage of this {tuple(tensor.shape)} {tensor.dtype} tensor was freed"
             faults.append(Fault(fqn, headline, _FREED))
         elif not is_plain and _is_around_dtensors(tensor):
@@ -124,12 +129,6 @@ def _view_of(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
     strides: Sequence[int] = tensor.stride() if tensor.layout is torch.strided else tensor.shape
     dims = zip(tensor.shape, strides, strict=True)
     return tuple([(size, 0 if size == 1 else stride) for size, stride in dims])
-
-
-def _is_freed(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a tensor was freed, as FSDP does; the cheap question is asked first."""
-    seems_freed = tensor.data_ptr() == tensor.storage_offset() * tensor.itemsize
-    return seems_freed and not tensor.untyped_storage().nbytes()
 
 
 def data_pointer(tensor: torch.Tensor) -> int:

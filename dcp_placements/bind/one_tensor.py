@@ -27,7 +27,7 @@ from dcp_placements.rules.placement import (
     cut_of,
     format_placement,
     format_placements,
-    shards,
+    kind_of,
     strided_cut,
 )
 
@@ -212,8 +212,10 @@ def bind(
         if cut.kind is not Kind.LISTED and at not in replaced:
             whole[cut.dim] *= cut.size
     if placement is not None and placement.global_shape is not None:
-        whole = _without_dims(placement.global_shape, rows)
-        padded = placement.padded_shape and tuple(_without_dims(placement.padded_shape, rows))
+        whole, padded = list(placement.global_shape), placement.padded_shape
+        if rows:
+            whole = _without_dims(whole, rows)
+            padded = padded and tuple(_without_dims(padded, rows))
     kept = _without(own_cuts, replaced) if replaced else own_cuts
     cuts = [*[cut for cut, _, _ in by_rule], *kept.values()]
     positions = *[one for _, one, _ in by_rule], *[own_axes[i].position for i in kept]
@@ -224,12 +226,11 @@ def bind(
         if len(whole) != len(shape):
             given = f"global_shape={tuple(whole)} has {len(whole)}"
             raise CannotPlace(f"the tensor has {len(shape)} dims, but {given}")
-        expected = sharding.local_shape(positions)
+        expected, chunks = sharding.shard(positions)
         # FSDP may leave (0, 0) of a parameter of shape (0, 8): neither has an element to place.
         is_empty = len(local_shape) == len(shape) and not prod(expected) and not prod(local_shape)
         if expected != local_shape and not is_empty:
             raise CannotPlace(f"holds a {local_shape} tensor where {expected} was declared")
-        chunks = sharding.chunks(positions)
     except CannotPlace as error:
         own = format_own(shape, mesh, placements)
         raise _misfit(error.headline, own, placement, sharding, positions, axes) from None
@@ -247,7 +248,7 @@ def _own_cuts(ndim: int, axes: Sequence[Axis], placements: Sequence[Any]) -> dic
     cuts = {}
     for i, (axis, placement) in enumerate(zip(axes, placements, strict=True)):
         try:
-            cut = cut_of(placement, ndim, axis.name, axis.size) if shards(placement) else None
+            cut = cut_of(placement, ndim, axis.name, axis.size) if kind_of(placement) else None
         except PlacementError as error:
             headline, *details = str(error).splitlines()
             raise CannotPlace(f"its own DTensor: {headline}", *map(str.strip, details)) from None
@@ -274,9 +275,8 @@ def _rule_cuts(
     Each with this rank's position in it, and the number of the DTensor's axis that it is over.
     """
     ndim += len(rows)
-    dims = _without_dims(range(ndim), rows)
     for axis, entry in zip(axes, placement.placements, strict=True):
-        is_cutting = shards(entry) and not (entry.dim in rows or entry.dim + ndim in rows)
+        is_cutting = kind_of(entry) and not (entry.dim in rows or entry.dim + ndim in rows)
         at = next((i for i, one in enumerate(own_axes) if one.is_same(axis)), None)
         own, own_cut = (None, None) if at is None else (own_axes[at], own_cuts.get(at))
         if own is not None and own.size != axis.size:
@@ -294,7 +294,7 @@ def _rule_cuts(
                 "specific one above it",
             )
         cut = cut_of(entry, ndim, axis.name, axis.size)
-        cut = cut._replace(dim=dims.index(cut.dim)) if rows else cut
+        cut = cut._replace(dim=cut.dim - sum([dim < cut.dim for dim in rows])) if rows else cut
         is_other = own_cut is not None and own_cut.dim != cut.dim
         match cut.kind:
             case Kind.LISTED:

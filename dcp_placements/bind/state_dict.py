@@ -50,7 +50,7 @@ from dcp_placements.names.stacks_and_parts import (
 )
 from dcp_placements.rules.mesh import Axis, mesh_axes, mesh_state
 from dcp_placements.rules.patterns import PlacementRules, Rules, asked, rule_name
-from dcp_placements.rules.placement import CheckpointPlacement, IndexShard, shard_dim, shards
+from dcp_placements.rules.placement import CheckpointPlacement, IndexShard, kind_of, shard_dim
 
 Piece = tuple[int, int, Sequence[int], Place]
 """A tensor that a rename makes of another one: the number of its row, which replaces ``{}`` in its
@@ -470,7 +470,7 @@ def _declares(placement: CheckpointPlacement, listed: Place) -> bool:
     if placement.global_shape not in (None, listed.sharding.global_shape):
         return True
     axes = zip(placement.placements, placement.mesh.shape, strict=True)
-    return any(isinstance(entry, IndexShard) or (shards(entry) and n > 1) for entry, n in axes)
+    return any(isinstance(entry, IndexShard) or (kind_of(entry) and n > 1) for entry, n in axes)
 
 
 def _stack_of(rows: Sequence[RenamedValue[Row]], value: Any) -> torch.Tensor:
@@ -507,7 +507,7 @@ def _axes_of_rows(
             )
     sharding: dict[int, Axis] = {}
     for axis, entry in zip(mesh_axes(placement.mesh) or (), placement.placements, strict=False):
-        if shards(entry) and -ndim <= entry.dim < ndim:
+        if kind_of(entry) and -ndim <= entry.dim < ndim:
             sharding[shard_dim(entry, ndim)] = axis
     return tuple([sharding.get(dim) for dim in dims])
 

@@ -176,11 +176,12 @@ class Sharding:
         """The shape that the cuts apply to."""
         return self.global_shape if self.padded_shape is None else self.padded_shape
 
-    def chunks(self, positions: Sequence[Position]) -> tuple[Chunk, ...]:
-        """Return the chunks of a rank by its position along the axis of each cut.
+    def shard(self, positions: Sequence[Position]) -> tuple[tuple[int, ...], tuple[Chunk, ...]]:
+        """Return what a rank holds by its position along the axis of each cut.
 
-        They are in C order of the local tensor; empty ones and padding are left out. A ``(5, 3)``
-        tensor cut on dim 0 by both axes of mesh ``(dp=2, tp=2)``::
+        Its local shape, padding included, and its chunks in C order of the local tensor; empty ones
+        and padding are left out. A ``(5, 3)`` tensor cut on dim 0 by both axes of mesh
+        ``(dp=2, tp=2)``::
 
             positions    rows
             (0, 0)       0 1
@@ -191,20 +192,13 @@ class Sharding:
         Raises:
             CannotPlace: A cut that does not fit the rows that are left.
         """
-        pieces = [
-            dim_pieces(self.dim_at(dim, positions), size)
-            for dim, size in enumerate(self.global_shape)
-        ]
+        dims = [self.dim_at(dim, positions) for dim in range(len(self.global_shape))]
         chunks = []
-        for each in product(*pieces):
+        for each in product(*map(dim_pieces, dims, self.global_shape)):
             local_offsets, offsets, sizes = zip(*each, strict=True) if each else ((), (), ())
             chunks.append(Chunk(local_offsets, offsets, sizes))
-        return tuple(chunks)
-
-    def local_shape(self, positions: Sequence[Position]) -> tuple[int, ...]:
-        """Return the shape of a rank's local tensor, padding included."""
-        dims = [self.dim_at(dim, positions) for dim in range(len(self.global_shape))]
-        return tuple([sum([stop - start for start, stop in intervals]) for intervals in dims])
+        local_shape = tuple([sum([stop - start for start, stop in held]) for held in dims])
+        return local_shape, tuple(chunks)
 
     def dim_at(self, dim: int, positions: Sequence[Position]) -> Intervals:
         """Return the intervals that a rank holds of one dim, in local order, padding included."""

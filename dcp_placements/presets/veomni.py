@@ -23,7 +23,7 @@ from dcp_placements.placements import Placements
 from dcp_placements.presets.preset import axis_sizes, rules_of
 from dcp_placements.rules.mesh import Mesh
 from dcp_placements.rules.patterns import PlacementRules
-from dcp_placements.rules.placement import CheckpointPlacement, shard_dim, shards
+from dcp_placements.rules.placement import CheckpointPlacement, kind_of, shard_dim
 
 
 def veomni(model_or_specs: nn.Module | Mapping[str, Any], mesh: Mesh | None = None) -> Placements:
@@ -51,7 +51,7 @@ def veomni(model_or_specs: nn.Module | Mapping[str, Any], mesh: Mesh | None = No
     placements: dict[str, CheckpointPlacement | None] = {}
     for fqn, spec in specs.items():
         own = spec.para_fsdp_mesh if mesh is None else mesh
-        if own is None or not shards(spec.placement):
+        if own is None or not kind_of(spec.placement):
             placements[fqn] = None
             continue
         axis_sizes(own, spec.para_name)
@@ -76,11 +76,11 @@ class RawState:
         if placement is None or not own:
             return placement
         names = placement.mesh.mesh_dim_names or ()
-        ruled = {n for n, e in zip(names, placement.placements, strict=True) if shards(e)}
+        ruled = {n for n, e in zip(names, placement.placements, strict=True) if kind_of(e)}
         cuts = [
             (name, shard_dim(entry, len(tensor.shape)))
             for name, entry in zip(tensor.device_mesh.mesh_dim_names or (), own, strict=False)
-            if shards(entry)
+            if kind_of(entry)
         ]
         dims = [dim for _, dim in cuts]
         if len(set(dims)) < len(dims) and ruled & {name for name, _ in cuts}:

@@ -137,7 +137,7 @@ class CheckpointPlacement:
                 raise PlacementError(
                     f"{entry} needs global_shape=: one rank does not have the rows of the others"
                 )
-            if whole is not None and shards(entry):
+            if whole is not None and kind_of(entry):
                 shard_dim(entry, len(whole))
         values = (mesh, checked, whole, padded, mesh_state(mesh))
         for each, value in zip(fields(self), values, strict=True):
@@ -188,15 +188,6 @@ def kind_of(placement: Any) -> Kind | None:
         "    way out:     Shard, _StridedShard or FusedShard where the rows are the same; "
         "IndexShard with global_shape= lists the rows of this rank"
     )
-
-
-def shards(placement: Any) -> bool:
-    """Whether ``placement`` splits a dim at all.
-
-    Raises:
-        PlacementError: As ``kind_of``.
-    """
-    return kind_of(placement) is not None
 
 
 def shard_dim(placement: Any, ndim: int) -> int:
@@ -316,7 +307,11 @@ def _one_per_axis(mesh: Mesh, placements: Sequence[Any] | Mapping[str, Any]) -> 
                 f"its axes are {', '.join(map(repr, names))}\n"
                 f"    way out:     absent={tuple(unknown)} for an axis that a topology may lack"
             )
-        given = [placements[name] if name in placements else _replicate() for name in names]
+        if len(placements) < len(names):
+            from torch.distributed.tensor import Replicate  # others that declare need no torch
+
+            placements = {**dict.fromkeys(names, Replicate()), **placements}
+        given = [placements[name] for name in names]
     else:
         given = list(placements)
     if len(given) != len(sizes):
@@ -331,12 +326,6 @@ def _one_per_axis(mesh: Mesh, placements: Sequence[Any] | Mapping[str, Any]) -> 
                 "Replicate or Shard)"
             )
     return tuple(given)
-
-
-def _replicate() -> Any:
-    from torch.distributed.tensor import Replicate  # others that declare need no torch
-
-    return Replicate()
 
 
 def _shape(name: str, shape: Sequence[int]) -> tuple[int, ...]:

@@ -59,7 +59,7 @@ from dcp_placements.rules.patterns import (
     matched_nowhere,
     rule_name,
 )
-from dcp_placements.rules.placement import CheckpointPlacement, cut_of, shards
+from dcp_placements.rules.placement import CheckpointPlacement, cut_of, kind_of
 from dcp_placements.table.world import cover_of
 from dcp_placements.transfer.world import EVERY, Fsdp, TransferWorld, matcher, rules_at
 
@@ -247,7 +247,7 @@ def rank_cuts(
         names = placement.mesh.mesh_dim_names or (None,) * len(placement.placements)
         declared = zip(placement.placements, names, placement.mesh.shape, strict=True)
         for axis, (entry, name, size) in enumerate(declared):
-            if not shards(entry):
+            if not kind_of(entry):
                 continue
             taken.add(name)
             cut = cut_of(entry, len(shape), name, size)

@@ -81,7 +81,7 @@ CYCLIC = Cut(0, "ep", 2, NEW)
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda: Sharding((8, 3), (CYCLIC,)).chunks((0,)),
+        lambda: Sharding((8, 3), (CYCLIC,)).shard((0,))[1],
         lambda: str(CYCLIC),
         lambda: canonical([CYCLIC]),
     ],

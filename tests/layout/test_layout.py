@@ -26,7 +26,7 @@ def rows(intervals: Intervals) -> list[int]:
 
 def test_adjacent_intervals_merge_into_one_chunk() -> None:
     fused = Cut(0, "tp", 1, Kind.FUSED, 3)
-    assert Sharding((6,), (fused,)).chunks((0,)) == (Chunk((0,), (0,), (6,)),)
+    assert Sharding((6,), (fused,)).shard((0,))[1] == (Chunk((0,), (0,), (6,)),)
     # What a list of rows has left apart stays apart.
     assert cut_intervals(((0, 2), (2, 4)), Cut(0, "tp", 1, Kind.FUSED, 2), 0) == ((0, 2), (2, 4))
 
@@ -34,7 +34,7 @@ def test_adjacent_intervals_merge_into_one_chunk() -> None:
 def test_listed_rows_keep_their_order_and_stay_apart() -> None:
     """A row is one chunk wherever it is held, whatever lies beside it on that rank."""
     sharding = Sharding((6, 2), (LISTED,))
-    assert sharding.chunks([(4, 1, 2)]) == (
+    assert sharding.shard([(4, 1, 2)])[1] == (
         Chunk((0, 0), (4, 0), (1, 2)),
         Chunk((1, 0), (1, 0), (1, 2)),
         Chunk((2, 0), (2, 0), (1, 2)),
@@ -49,7 +49,7 @@ def test_listed_rows_stay_apart_where_parts_of_them_are_cut() -> None:
 @pytest.mark.parametrize("index", [-1, 6, 100])
 def test_index_beyond_the_dim_is_refused_with_the_numbers(index: int) -> None:
     with pytest.raises(CannotPlace, match=rf"index {index} .*6 rows"):
-        Sharding((6,), (LISTED,)).chunks([(0, index)])
+        Sharding((6,), (LISTED,)).shard([(0, index)])[1]
 
 
 def test_sixteen_thousand_coordinates_are_laid_out() -> None:
@@ -59,7 +59,7 @@ def test_sixteen_thousand_coordinates_are_laid_out() -> None:
     chunks = {
         chunk.offsets: chunk.sizes
         for positions in sharding.positions()
-        for chunk in sharding.chunks(positions)
+        for chunk in sharding.shard(positions)[1]
     }
     assert len(chunks) == 16 * 64 * 16
     assert set(chunks.values()) == {(16, 2, 7168)}

@@ -39,7 +39,7 @@ def layout_of(case: Case, coordinate: Sequence[int]) -> tuple[tuple[int, ...], t
             cuts.append(Cut(placement.dim, None, size, Kind.STRIDED, placement.split_factor))
         positions.append(at)
     sharding = Sharding(case.shape, tuple(cuts))
-    return sharding.local_shape(positions), sharding.chunks(positions)
+    return sharding.shard(positions)
 
 
 def slices(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...]:

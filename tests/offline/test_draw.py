@@ -23,7 +23,7 @@ def pieces(shape: tuple[int, ...], sizes: tuple[int, ...]) -> list[WrittenBox]:
     return [
         WrittenBox(chunk.box, f"rank {rank}")
         for rank, positions in enumerate(sharding.positions())
-        for chunk in sharding.chunks(positions)
+        for chunk in sharding.shard(positions)[1]
     ]
 
 
