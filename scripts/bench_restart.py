@@ -72,7 +72,8 @@ from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.save.coordinator import tensor_properties
 from dcp_placements.storage.index import places_of
 from dcp_placements.storage.save_ids import writer_of
-from dcp_placements.storage.written import StoredPlace, WriteResults
+from dcp_placements.storage.torch_metadata import StoredPlace
+from dcp_placements.storage.written import WriteResults
 
 RECORD_NBYTES = 1200
 """What a record has besides its elements."""

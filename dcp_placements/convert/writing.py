@@ -54,8 +54,7 @@ from dcp_placements.storage.metadata_file import write_metadata
 from dcp_placements.storage.provenance import RESERVED_KEY, identity, packed_record
 from dcp_placements.storage.records import RecordTemplate
 from dcp_placements.storage.save_ids import named
-from dcp_placements.storage.torch_metadata import ChunkList, build_entries
-from dcp_placements.storage.written import StoredPlace
+from dcp_placements.storage.torch_metadata import ChunkList, StoredPlace, build_entries
 from dcp_placements.table.world import cover_of
 
 REFUSED = "the checkpoint cannot be rewritten for this world"

@@ -55,8 +55,7 @@ from dcp_placements.storage.safe_pickle import (
 from dcp_placements.storage.saved_dtensor import check_rank, rank_shard
 from dcp_placements.storage.saved_file import Records, SavedChunk, SavedFile
 from dcp_placements.storage.tensor_record import TensorRecord
-from dcp_placements.storage.torch_metadata import build_entries
-from dcp_placements.storage.written import StoredPlace
+from dcp_placements.storage.torch_metadata import StoredPlace, build_entries
 from dcp_placements.table.digests import (
     DIGEST_NBYTES,
     SentDigests,

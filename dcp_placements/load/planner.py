@@ -63,19 +63,17 @@ from dcp_placements.rules.patterns import (
     unmatched_faults,
 )
 from dcp_placements.runs import ItemsToCome, ReadItemOfLoad, RunAttribute, Runs, has_own
-from dcp_placements.storage.checks import check_fields, refusing
 from dcp_placements.storage.index import places_of
 from dcp_placements.storage.provenance import saved_by, stored
 from dcp_placements.storage.record_reads import DAMAGED, IS_DAMAGED
 from dcp_placements.storage.save_ids import (
     MIXED,
-    files_of_two_ranks,
     id_fault,
     id_item,
-    id_places,
     id_records,
     speaking_for,
 )
+from dcp_placements.storage.torch_metadata import check_fields, refusing
 from dcp_placements.table.whole import WholeModel, compare_with_whole
 
 logger = logging.getLogger(__name__)
@@ -389,10 +387,13 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         final = items
         # Only the reader of this package has other mappings, and compares the ids by itself.
         if type(files) is dict and stored(load.metadata) is not None:
-            places = id_places(files)
-            raise_faults(IS_DAMAGED, files_of_two_ranks(places))
-            records = id_records(places)
-            names = {place.path for place in places_of(items, files)} if records else set()
+            records, faults = id_records(files)
+            if faults:
+                raise_faults(IS_DAMAGED, faults)
+            held = [files.get(item.storage_index) for item in items if records]
+            if None in held:
+                places_of(items, files)  # refuses them
+            names = {place.relative_path for place in held if place is not None}
             ids = []
             for record in speaking_for(names, records):
                 ids.append(ReadItemOfLoad(**vars(id_item(record)), run=load))

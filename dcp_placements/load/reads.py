@@ -59,8 +59,7 @@ from dcp_placements.report import LoadReport
 from dcp_placements.rules.patterns import Matches
 from dcp_placements.runs import ReadItemOfLoad, made
 from dcp_placements.storage.provenance import SaveRecord, record_of, stored
-from dcp_placements.storage.torch_metadata import ChunkList
-from dcp_placements.storage.written import StoredPlace
+from dcp_placements.storage.torch_metadata import ChunkList, StoredPlace
 from dcp_placements.table.table import Held, Holding, as_holding, group_of
 
 if TYPE_CHECKING:

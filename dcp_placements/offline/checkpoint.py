@@ -24,6 +24,7 @@ from torch.distributed.checkpoint import Metadata
 from dcp_placements.engines.saved import METADATA_FILE, engine_items, read_engine
 from dcp_placements.errors import (
     CannotLook,
+    Fault,
     PlacementError,
     format_error,
     format_name,
@@ -41,13 +42,12 @@ from dcp_placements.storage.rank_files import merge_rank_metadata
 from dcp_placements.storage.safe_pickle import RefusedGlobal
 from dcp_placements.storage.save_ids import (
     absent_ranks,
-    id_places,
     id_records,
     rank_file_rank,
     writer_of,
 )
 from dcp_placements.storage.saved_file import Records
-from dcp_placements.storage.written import Offset, StoredPlace
+from dcp_placements.storage.torch_metadata import Offset, StoredPlace
 
 DCP = "dcp"
 SAFETENSORS = "safetensors"
@@ -255,14 +255,9 @@ class Checkpoint:
         }
 
     @cached_property
-    def id_places(self) -> list[StoredPlace]:
-        """The places of all records of save ids."""
-        return id_places(self.rows)
-
-    @cached_property
-    def id_records(self) -> dict[str, StoredPlace]:
-        """The record with a file's save id, by file, for files without an id in their name."""
-        return id_records(self.id_places)
+    def id_records(self) -> tuple[dict[str, StoredPlace], list[Fault]]:
+        """The records of save ids, as ``save_ids.id_records`` returns them."""
+        return id_records(self.rows)
 
     def tensor(self, fqn: str) -> StoredTensor:
         """Return the tensor of a key.

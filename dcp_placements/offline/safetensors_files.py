@@ -16,11 +16,15 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from dcp_placements.errors import CannotLook, format_name, format_names
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.directory import MARKER, Directory
-from dcp_placements.storage.checks import LARGEST, counts
 from dcp_placements.storage.index import index_of_places
 from dcp_placements.storage.metadata_file import with_columns
-from dcp_placements.storage.torch_metadata import ChunkList, build_entries
-from dcp_placements.storage.written import StoredPlace
+from dcp_placements.storage.torch_metadata import (
+    LARGEST,
+    ChunkList,
+    StoredPlace,
+    build_entries,
+    counts,
+)
 
 _HEADER_LIMIT_NBYTES = 100 << 20
 """What the safetensors library allows."""

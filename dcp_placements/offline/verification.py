@@ -60,7 +60,7 @@ from dcp_placements.storage.file_reads import CountedFile, Part, crc32, part_of
 from dcp_placements.storage.metadata_file import read_stock_pickle
 from dcp_placements.storage.provenance import OWN_PREFIX
 from dcp_placements.storage.safe_pickle import RefusedGlobal
-from dcp_placements.storage.save_ids import ID_NBYTES, files_of_two_ranks, id_fault, id_in_name
+from dcp_placements.storage.save_ids import ID_NBYTES, id_fault, id_in_name
 from dcp_placements.storage.tensor_record import (
     BEHIND,
     LOCAL,
@@ -470,7 +470,7 @@ def _notes(checkpoint: Checkpoint) -> Iterator[str]:
             f"dcp-placements merge-metadata {checkpoint.path}{rewrite} writes it as every torch "
             "reads it"
         )
-    own = checkpoint.id_records
+    own, _ = checkpoint.id_records
     without = [file for file in checkpoint.files if file not in own and id_in_name(file) is None]
     if 0 < len(without) < len(checkpoint.files):
         yield (
@@ -629,9 +629,10 @@ def _place_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
 
 def _id_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
     """Yield files that another save wrote, by the id that each begins with, and damaged places."""
-    for damage in files_of_two_ranks(checkpoint.id_places):
+    records, damages = checkpoint.id_records
+    for damage in damages:
         yield CheckpointFault("shared_bytes", (), (damage.fqn,), f"it {damage.headline}")
-    for file, record in checkpoint.id_records.items():
+    for file, record in records.items():
         if checkpoint.directory.size(file) is None:
             continue
         if record.transforms:

@@ -44,7 +44,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from dcp_placements._torch import StorageInfo
 from dcp_placements.errors import Fault, format_names, raise_faults
 from dcp_placements.layout.boxes import Ints, expanded, unique
-from dcp_placements.storage.checks import MAX_DIMS, check_files
 from dcp_placements.storage.columns import (
     LARGEST,
     MOST_NUMBERS,
@@ -58,12 +57,18 @@ from dcp_placements.storage.columns import (
     unpacked_texts,
 )
 from dcp_placements.storage.save_ids import writer_of
-from dcp_placements.storage.torch_metadata import ChunkList, Entries, build_entries
-from dcp_placements.storage.written import (
+from dcp_placements.storage.torch_metadata import (
+    MAX_DIMS,
+    ChunkList,
+    Entries,
     Offset,
     StoredPlace,
-    Template,
     Transforms,
+    build_entries,
+    check_files,
+)
+from dcp_placements.storage.written import (
+    Template,
     WriteResults,
     from_ends,
     to_starts,

@@ -22,13 +22,6 @@ from torch.distributed.checkpoint import Metadata
 
 from dcp_placements.errors import PlacementError
 from dcp_placements.quiet_gc import quiet_gc
-from dcp_placements.storage.checks import (
-    check_count,
-    check_entries,
-    check_facts,
-    check_fields,
-    check_files,
-)
 from dcp_placements.storage.columns import IndexDamage
 from dcp_placements.storage.index import (
     RowIndex,
@@ -47,6 +40,13 @@ from dcp_placements.storage.stock_pickle import (
     refusing_pickle,
     stock_pickle,
     values_pickle,
+)
+from dcp_placements.storage.torch_metadata import (
+    check_count,
+    check_entries,
+    check_facts,
+    check_fields,
+    check_files,
 )
 
 Opener = Callable[[], AbstractContextManager[IO[bytes]]]

@@ -55,7 +55,7 @@ from dcp_placements.storage.provenance import (
     stored_digest,
 )
 from dcp_placements.storage.remote import is_url
-from dcp_placements.storage.save_ids import id_places, id_records
+from dcp_placements.storage.save_ids import id_records
 
 MAX_LISTED = 200
 """Directories beside a path that a message is derived from."""
@@ -168,7 +168,7 @@ def merge_rank_metadata(
     entries: dict[str, dict[int, Any]] = {}
     places: dict[MetadataIndex, StorageInfo] = {}
     for rank, part in parts:
-        for one in id_records(id_places(data[rank])).values():
+        for one in id_records(data[rank])[0].values():
             places[MetadataIndex(one.fqn, one.offset)] = one.info()
         for fqn, entry in part.state_dict_metadata.items():
             entries.setdefault(fqn, {})[rank] = entry

@@ -36,7 +36,6 @@ from dcp_placements.errors import (
 )
 from dcp_placements.quiet_gc import quiet_gc
 from dcp_placements.report import Traffic
-from dcp_placements.storage.checks import check_facts, refusing
 from dcp_placements.storage.file_reads import CountedFile, Part, open_inside
 from dcp_placements.storage.index import places_of, with_copies
 from dcp_placements.storage.metadata_file import read_metadata
@@ -63,16 +62,14 @@ from dcp_placements.storage.save_ids import (
     ID_NBYTES,
     ID_PREFIX,
     MIXED,
-    files_of_two_ranks,
     id_fault,
     id_item,
-    id_places,
     id_records,
     missing,
     rank_files,
     speaking_for,
 )
-from dcp_placements.storage.written import StoredPlace
+from dcp_placements.storage.torch_metadata import StoredPlace, check_facts, refusing
 
 
 @runtime_checkable
@@ -198,11 +195,11 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         """
         with refusing():
             check_facts(metadata)
-        places = id_places(metadata.storage_data)
-        raise_faults(IS_DAMAGED, files_of_two_ranks(places))
+        ids, faults = id_records(metadata.storage_data)
+        raise_faults(IS_DAMAGED, faults)
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._stored = metadata.state_dict_metadata
-        self._ids = id_records(places)
+        self._ids = ids
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Announce that this reader calls the planner's exchange. Called on every rank."""

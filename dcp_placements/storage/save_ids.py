@@ -13,7 +13,7 @@ import io
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
 
 from dcp_placements._torch import StorageInfo
 from dcp_placements.errors import Fault, format_ranks
-from dcp_placements.storage.written import StoredPlace
+from dcp_placements.storage.torch_metadata import StoredPlace
 
 ID_PREFIX = "dcp_placements.save."
 """The prefix of keys of id records in ``storage_data``; the id follows."""
@@ -202,45 +202,35 @@ def id_data(index: MetadataIndex) -> io.BytesIO | None:
     return io.BytesIO(f"dcp_placements save {index.fqn[len(ID_PREFIX) :]}\n".encode())
 
 
-def id_places(data: Mapping[MetadataIndex, StorageInfo]) -> list[StoredPlace]:
-    """Return the places of all records of ids.
+def id_records(
+    data: Mapping[MetadataIndex, StorageInfo],
+) -> tuple[dict[str, StoredPlace], list[Fault]]:
+    """Return the first record of an id in each file, and the files with those of several ranks.
+
+    A rank writes files of its own. In torch's pickle all places of a rank may have one text for its
+    file, so that a single flipped bit gives all of them the file of another rank.
 
     Args:
         data: A checkpoint's ``storage_data``.
     """
     beginning = getattr(data, "beginning", None)  # an index need not look at every row
     if beginning is not None:
-        return list(beginning(ID_PREFIX))
-    own = [item for item in data.items() if item[0].fqn.startswith(ID_PREFIX)]
-    return [StoredPlace.of(*item) for item in own]
-
-
-def id_records(places: Sequence[StoredPlace]) -> dict[str, StoredPlace]:
-    """Return the first record of an id in each file.
-
-    Args:
-        places: Of all of them.
-    """
-    return {place.path: place for place in reversed(places)}
-
-
-def files_of_two_ranks(places: Iterable[StoredPlace]) -> Iterator[Fault]:
-    """Yield files that have the id records of several ranks, by the metadata.
-
-    A rank writes files of its own. In torch's pickle all places of a rank may have one text for its
-    file, so that a single flipped bit gives all of them the file of another rank.
-
-    Args:
-        places: Of all records of ids.
-    """
+        places = list(beginning(ID_PREFIX))
+    else:
+        own = [item for item in data.items() if item[0].fqn.startswith(ID_PREFIX)]
+        places = [StoredPlace.of(*item) for item in own]
+    records: dict[str, StoredPlace] = {}
     ranks: dict[str, set[int]] = {}
     for place in places:
+        records.setdefault(place.path, place)
         if place.offset:
             ranks.setdefault(place.path, set()).add(place.offset[0])
+    faults = []
     for file, some in sorted(ranks.items()):
         if len(some) > 1:
             headline = f"is named as the file of {format_ranks(some)}, where each writes its own"
-            yield Fault(file, headline, ("likely:      .metadata is damaged", WAY_OUT))
+            faults.append(Fault(file, headline, ("likely:      .metadata is damaged", WAY_OUT)))
+    return records, faults
 
 
 def id_item(record: StoredPlace) -> ReadItem:
@@ -272,13 +262,11 @@ def speaking_for(files: Iterable[str], records: Mapping[str, StoredPlace]) -> li
 
     For a file without a record they are those in the other files of the rank that wrote it.
     """
-    by_writer: dict[int | None, list[str]] = {}
-    for file in records:
-        by_writer.setdefault(writer_of(file), []).append(file)
-    by_writer.pop(None, None)
-    speakers: set[str] = set()
-    for file in files if records else ():
-        speakers.update([file] if file in records else by_writer.get(writer_of(file), ()))
+    if not records:
+        return []
+    own = set(files)
+    writers = {writer_of(file) for file in own.difference(records)} - {None}
+    speakers = [file for file in records if file in own or (writers and writer_of(file) in writers)]
     return [records[file] for file in sorted(speakers)]
 
 

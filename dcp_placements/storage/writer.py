@@ -59,8 +59,8 @@ from dcp_placements.storage.save_ids import (
     unfinished_name,
     writer_of,
 )
-from dcp_placements.storage.torch_metadata import build_entries
-from dcp_placements.storage.written import StoredPlace, WriteResults
+from dcp_placements.storage.torch_metadata import StoredPlace, build_entries
+from dcp_placements.storage.written import WriteResults
 
 logger = logging.getLogger(__name__)
 

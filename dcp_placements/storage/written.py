@@ -20,7 +20,6 @@ from torch.distributed.checkpoint import WriteItem
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_placements._torch import StorageInfo
 from dcp_placements.layout.boxes import Ints
 from dcp_placements.storage.columns import (
     packed_columns,
@@ -28,35 +27,9 @@ from dcp_placements.storage.columns import (
     unpacked_columns,
     unpacked_texts,
 )
+from dcp_placements.storage.torch_metadata import StoredPlace, Transforms
 
 T = TypeVar("T")
-Offset = tuple[int, ...] | None
-Transforms = tuple[str, ...] | None
-
-
-class StoredPlace(NamedTuple):
-    """Key and offset of a stored chunk, and where it is; the offset of an object is None."""
-
-    fqn: str
-    offset: Offset
-    path: str
-    start: int
-    length: int
-    transforms: Transforms = None
-
-    @staticmethod
-    def of(index: MetadataIndex, info: Any) -> StoredPlace:
-        """Return the place of a chunk by torch's ``MetadataIndex`` and ``_StorageInfo``."""
-        offset = None if index.offset is None else tuple(index.offset)
-        # Checkpoints of older torch versions have no such field.
-        steps = getattr(info, "transform_descriptors", None)
-        steps = None if steps is None else tuple(steps)
-        return StoredPlace(index.fqn, offset, info.relative_path, info.offset, info.length, steps)
-
-    def info(self) -> StorageInfo:
-        """Return it as torch has it in ``Metadata.storage_data``."""
-        steps = None if self.transforms is None else list(self.transforms)
-        return StorageInfo(self.path, self.start, self.length, steps)
 
 
 class Template(NamedTuple):
