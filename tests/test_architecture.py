@@ -18,7 +18,7 @@ PACKAGE = Path(dcp_placements.__file__).parent
 FAKES = Path(testing.__file__).parent
 
 FLOORS = (
-    {"errors", "report", "_torch", "quiet_gc", "runs"},
+    {"errors", "report", "_torch", "planning"},
     {"layout"},
     {"rules"},
     {"names"},

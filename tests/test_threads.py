@@ -22,7 +22,7 @@ from dcp_placements import (
     PlacementLoadPlanner,
     PlacementSavePlanner,
 )
-from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.planning import quiet_gc
 
 
 def state(number: int) -> dict[str, torch.Tensor]:

@@ -46,7 +46,7 @@ from dcp_placements.offline.rehearsals.world import RehearsedWorld
 from dcp_placements.offline.safetensors_files import DTYPES, write_header
 from dcp_placements.offline.texts import Progress
 from dcp_placements.offline.verification import box_faults
-from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.planning import quiet_gc
 from dcp_placements.storage.checked_load import zip_problem
 from dcp_placements.storage.file_reads import memory_of
 from dcp_placements.storage.index import index_of_places

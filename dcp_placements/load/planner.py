@@ -53,7 +53,7 @@ from dcp_placements.load.tied import memory_faults, settle_tied, tied_keys
 from dcp_placements.names.flat import Path, check_texts, put_at, rename_keys
 from dcp_placements.names.renames import recorded
 from dcp_placements.names.stacks_and_parts import Rename
-from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.planning import ItemsToCome, ReadItemOfLoad, RunAttribute, Runs, quiet_gc
 from dcp_placements.report import LoadReport, Traffic
 from dcp_placements.rules.patterns import (
     Rules,
@@ -62,7 +62,6 @@ from dcp_placements.rules.patterns import (
     matched_nowhere,
     unmatched_faults,
 )
-from dcp_placements.runs import ItemsToCome, ReadItemOfLoad, RunAttribute, Runs, has_own
 from dcp_placements.storage.index import places_of
 from dcp_placements.storage.provenance import saved_by, stored
 from dcp_placements.storage.record_reads import DAMAGED, IS_DAMAGED
@@ -379,7 +378,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
 
     def _items(self, load: RankLoad) -> list[ReadItem]:
         """Return what a rank reads."""
-        is_known = has_own(self, PlacementLoadPlanner, "lookup_tensor")
+        # Not where a subclass, or a user, has another hook in its place.
+        own = getattr(self.lookup_tensor, "__func__", None)
+        is_known = own is PlacementLoadPlanner.lookup_tensor
         items = load.items(is_known=is_known)
         if load.exchange is not None:
             items = load.exchange.share(items, load.report)

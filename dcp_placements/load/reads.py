@@ -55,9 +55,9 @@ from dcp_placements.load.missing import Policy, is_tensor, reset_note, settle_mi
 from dcp_placements.load.tied import UNLIKE, land, settle_tied, unlike_fault
 from dcp_placements.names.flat import Path, Reshaped, put_at
 from dcp_placements.names.optimizer_state import OptimizerStates, ParameterNames
+from dcp_placements.planning import ReadItemOfLoad, made
 from dcp_placements.report import LoadReport
 from dcp_placements.rules.patterns import Matches
-from dcp_placements.runs import ReadItemOfLoad, made
 from dcp_placements.storage.provenance import SaveRecord, record_of, stored
 from dcp_placements.storage.torch_metadata import ChunkList, StoredPlace
 from dcp_placements.table.table import Held, Holding, as_holding, group_of

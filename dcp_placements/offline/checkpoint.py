@@ -34,7 +34,7 @@ from dcp_placements.layout.boxes import Boxes, Index, as_boxes
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.directory import Directory, no_checkpoint
 from dcp_placements.offline.safetensors_files import read_safetensors_metadata
-from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.planning import quiet_gc
 from dcp_placements.storage.index import RowIndex, index_of
 from dcp_placements.storage.metadata_file import read_metadata
 from dcp_placements.storage.provenance import SaveRecord, record_of, stored

@@ -16,7 +16,7 @@ from dcp_placements.offline.checkpoint import (
 )
 from dcp_placements.offline.directory import Directory
 from dcp_placements.offline.output import replaced_file
-from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.planning import quiet_gc
 from dcp_placements.storage.index import paths_of
 from dcp_placements.storage.metadata_file import write_metadata
 from dcp_placements.storage.provenance import stored

@@ -54,7 +54,7 @@ from dcp_placements.offline.checkpoint import (
 )
 from dcp_placements.offline.directory import Directory
 from dcp_placements.offline.texts import Progress, short
-from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.planning import quiet_gc
 from dcp_placements.storage.checked_load import BROKEN, load_saved_tensor, stored_zip
 from dcp_placements.storage.file_reads import CountedFile, Part, crc32, part_of
 from dcp_placements.storage.metadata_file import read_stock_pickle

@@ -21,7 +21,7 @@ from typing import IO, Any
 from torch.distributed.checkpoint import Metadata
 
 from dcp_placements.errors import PlacementError
-from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.planning import quiet_gc
 from dcp_placements.storage.columns import IndexDamage
 from dcp_placements.storage.index import (
     RowIndex,

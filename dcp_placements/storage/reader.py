@@ -34,7 +34,7 @@ from dcp_placements.errors import (
     format_name,
     raise_faults,
 )
-from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.planning import quiet_gc
 from dcp_placements.report import Traffic
 from dcp_placements.storage.file_reads import CountedFile, Part, open_inside
 from dcp_placements.storage.index import places_of, with_copies

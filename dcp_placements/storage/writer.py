@@ -38,7 +38,7 @@ from dcp_placements._torch import (
     StoragePrefix,
 )
 from dcp_placements.errors import PlacementError
-from dcp_placements.quiet_gc import quiet_gc
+from dcp_placements.planning import quiet_gc
 from dcp_placements.storage.index import build_index, index_of_places
 from dcp_placements.storage.metadata_file import (
     SentMetadata,

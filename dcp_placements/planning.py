@@ -1,17 +1,26 @@
-"""The saves, or loads, of one planner: each item of a plan knows to which of them it belongs.
+"""What both planners stand on: their saves or loads, and items by the thousand.
 
-A planner may have several under way, in threads. Two loads of one planner, and an item of each::
+A planner may have several saves or loads under way, in threads, so each item of a plan knows to
+which of them it belongs. Two loads of one planner, and an item of each::
 
     runs.begin()                  # Load 1, which this thread plans
     runs.begin()                  # Load 2, in another thread
     runs.of(ReadItemOfLoad(..., run=load_1))    # Load 1, in whatever thread it is read
+
+Planning creates millions of small objects, and none of them is garbage. The collector nevertheless
+traverses all of them again and again: nine tenths of the time of unpickling a large plan. So it is
+paused meanwhile (``quiet_gc``).
 """
 
 from __future__ import annotations
 
+import gc
+import io
+import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import repeat
@@ -90,32 +99,32 @@ class RunAttribute:
         setattr(planner._runs.planned, self._name, value)
 
 
-class _OfRun:
-    """Pickled it is torch's item, without what it knows."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        plain: Any = type(self).__bases__[1]
-        values = {each.name: getattr(self, each.name) for each in fields(plain)}
-        return partial(plain, **values), ()
+def _as_torch_has_it(item: Any) -> tuple[Any, ...]:
+    """Pickle an item as torch's, without what it knows."""
+    plain: Any = type(item).__base__
+    values = {each.name: getattr(item, each.name) for each in fields(plain)}
+    return partial(plain, **values), ()
 
 
 @dataclass(frozen=True, eq=False)
-class WriteItemOfSave(_OfRun, WriteItem):
+class WriteItemOfSave(WriteItem):
     """A write item that knows its save, and what it writes.
 
     Attributes:
         run: The save.
-        chunk: The tensor that is written; None where the planner looks it up.
+        chunk: The tensor that is written, or the bytes; None where the planner looks it up.
         copied: Whether other ranks write the same into their files.
     """
 
     run: Any = field(default=None, compare=False, repr=False)
-    chunk: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    chunk: torch.Tensor | io.BytesIO | None = field(default=None, compare=False, repr=False)
     copied: bool = field(default=False, compare=False, repr=False)
+
+    __reduce__ = _as_torch_has_it
 
 
 @dataclass(frozen=True, eq=False)
-class ReadItemOfLoad(_OfRun, ReadItem):
+class ReadItemOfLoad(ReadItem):
     """A read item that knows its load, and what the chunk is that it fills a part of.
 
     Attributes:
@@ -126,12 +135,7 @@ class ReadItemOfLoad(_OfRun, ReadItem):
     run: Any = field(default=None, compare=False, repr=False)
     chunk: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
-
-def has_own(planner: Any, kind: type, *hooks: str) -> bool:
-    """Whether no subclass of ``kind``, and no user, has put other hooks in the place of these."""
-    return all(
-        getattr(getattr(planner, hook), "__func__", None) is getattr(kind, hook) for hook in hooks
-    )
+    __reduce__ = _as_torch_has_it
 
 
 def made(kind: type[T], rows: Sequence[dict[str, Any]]) -> list[T]:
@@ -165,3 +169,42 @@ NOT_FINISHED = (
     "    way out:     the same planner on every rank; installed() on every rank; in a subclass the "
     "items that super().finish_plan() returns"
 )
+
+
+_LOCK = threading.Lock()
+_inside = 0
+_was_on = False
+
+
+@contextmanager
+def quiet_gc() -> Iterator[None]:
+    """Disable the cyclic garbage collector inside; enable it again if it was enabled.
+
+    Threads may be inside at a time: the last one that leaves enables it.
+    """
+    global _inside, _was_on
+    with _LOCK:
+        if not _inside:
+            _was_on = gc.isenabled()
+            gc.disable()
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _inside = max(_inside - 1, 0)
+            if not _inside and _was_on:
+                gc.enable()
+
+
+def _after_fork() -> None:
+    """Enable it in a child process, which has none of the other threads that would."""
+    global _LOCK, _inside
+    _LOCK = threading.Lock()
+    if _inside and _was_on:
+        gc.enable()
+    _inside = 0
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
