@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, product, starmap
 from typing import Any
 
@@ -89,13 +89,14 @@ def place(
         names_of = None if rename is None else lambda key: fqns_of(rename(key))
         lists, faults = named_lists(state_dict, names_of)
         state_dict = {**state_dict, **lists}
-    placer = _Placer(rules, reshaped or Reshaped(), stored)
-    placer.placing.faults += faults
+    # The pattern of a None rule counts as matched, too.
+    declared = rules.declared if isinstance(rules, PlacementRules) else ()
+    placing = Placing(matched=dict.fromkeys(declared, 0), faults=faults)
+    placer = _Placer(placing, rules, reshaped or Reshaped(), stored)
     for fqn, value in state_dict.items():
         placer.add(fqn, value)
     if any("state." in fqn for fqn in state_dict):
         placer.let_states_follow(state_dict)
-    placing = placer.placing
     is_save = stored is None and has_contents
     placing.faults += tensor_faults(placer.locals, placing.placed, is_save=is_save)
     if reshaped:
@@ -125,48 +126,45 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or is_dtensor_like(value)
 
 
+@dataclass(slots=True)
 class _Placer:
     """Binds the tensors of one state dict, and then makes of them what a rename says.
 
-    Args:
+    Attributes:
+        placing: The result.
         rules: The user's.
         reshaped: The values that a rename makes other tensors of.
         stored: The checkpoint's metadata by key on a load; None on a save.
+        locals: Local tensors by the key of the rules; a stack has several.
     """
 
-    def __init__(
-        self, rules: Rules | None, reshaped: Reshaped, stored: Mapping[str, Any] | None
-    ) -> None:
-        # The pattern of a None rule counts as matched, too.
-        declared = rules.declared if isinstance(rules, PlacementRules) else ()
-        self.placing = Placing(matched=dict.fromkeys(declared, 0))
-        self.rules = rules
-        # Local tensors by the key of the rules; a stack has several.
-        self.locals: list[tuple[str, torch.Tensor]] = []
-        self._rows, self._wholes = reshaped.rows, reshaped.wholes
-        self._stored = stored
-        # Most tensors have the layout of another one: by all arguments of the binding.
-        self._bound: dict[Any, Place] = {}
-        # By the value of a mesh its number; nearly all tensors are on the latest few meshes.
-        self._numbers: dict[Any, int] = {}
-        self._meshes: list[tuple[Any, int]] = []
-        # By key, the rule that matched and its placement.
-        self._answers: dict[str, tuple[str, CheckpointPlacement | None]] = {}
-        # By stack, the rule's axis that shards each dim of its rows, if any.
-        self._row_axes: dict[str, tuple[Axis | None, ...]] = {}
-        # What lies as what it is on this rank, before it becomes something else.
-        self._own: dict[str, Placed] = {}
-        # Layers have equal stacks: by the place of a tensor and what becomes of it.
-        self._stacks: dict[Any, Place] = {}
-        self._pieces: dict[Any, list[Piece]] = {}
-        # Of each tensor that has become others, those, and how many rows it has.
-        self._became: dict[str, tuple[list[Piece], int]] = {}
+    placing: Placing
+    rules: Rules | None
+    reshaped: Reshaped
+    stored: Mapping[str, Any] | None
+    locals: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    # Most tensors have the layout of another one: by all arguments of the binding.
+    _bound: dict[Any, Place] = field(default_factory=dict)
+    # By the value of a mesh its number; nearly all tensors are on the latest few meshes.
+    _numbers: dict[Any, int] = field(default_factory=dict)
+    _meshes: list[tuple[Any, int]] = field(default_factory=list)
+    # By key, the rule that matched and its placement.
+    _answers: dict[str, tuple[str, CheckpointPlacement | None]] = field(default_factory=dict)
+    # By stack, the rule's axis that shards each dim of its rows, if any.
+    _row_axes: dict[str, tuple[Axis | None, ...]] = field(default_factory=dict)
+    # What lies as what it is on this rank, before it becomes something else.
+    _own: dict[str, Placed] = field(default_factory=dict)
+    # Layers have equal stacks: by the place of a tensor and what becomes of it.
+    _stacks: dict[Any, Place] = field(default_factory=dict)
+    _pieces: dict[Any, list[Piece]] = field(default_factory=dict)
+    # Of each tensor that has become others, those, and how many rows it has.
+    _became: dict[str, tuple[list[Piece], int]] = field(default_factory=dict)
 
     def add(self, fqn: str, value: Any) -> None:
         """Bind a value, if it is a tensor and has a place."""
-        if not is_tensor(value):
+        if not (isinstance(value, torch.Tensor) or is_dtensor_like(value)):
             return
-        placed = self.placing.placed
+        placed, rows_of = self.placing.placed, self.reshaped.rows
         try:
             placement, rule = (None, None) if self.rules is None else self._ask(fqn, value)
             if has_hooks(value):
@@ -177,7 +175,7 @@ class _Placer:
                 raise CannotPlace(headline, _ONE_SPEAKS)
             facts = facts_of(value)
             self.locals.append((fqn, facts[0]))
-            for row in self._rows[fqn][1:] if fqn in self._rows else ():
+            for row in rows_of[fqn][1:] if fqn in rows_of else ():
                 if is_tensor(row.value) and not has_hooks(row.value):
                     self.locals.append((fqn, facts_of(row.value)[0]))
             listed = listed_place(value) if facts[1] is None and lists_its_chunks(value) else None
@@ -185,8 +183,8 @@ class _Placer:
                 placed[fqn] = Placed(fqn, value, listed)
             elif facts[1] is not None or placement is not None:
                 dims: tuple[int, ...] = ()
-                if placement is not None and fqn in self._rows:
-                    name, shape = self._rows[fqn][0].name, facts[3]
+                if placement is not None and fqn in rows_of:
+                    name, shape = rows_of[fqn][0].name, facts[3]
                     dims = stack_dims(name, shape)
                     self._row_axes[fqn] = _axes_of_rows(placement, name, dims, len(shape))
                 bound = self._bind(facts, placement, dims)
@@ -211,7 +209,8 @@ class _Placer:
                 return None, None
             name, placement = repr(match[0]), match[1]
         else:
-            value = _stack_of(self._rows[fqn], value) if fqn in self._rows else value
+            if fqn in self.reshaped.rows:
+                value = _stack_of(self.reshaped.rows[fqn], value)
             placement = asked(self.rules, fqn, value, rank=global_rank())
             if placement is None:
                 return None, None
@@ -228,24 +227,28 @@ class _Placer:
     def _bind(
         self, facts: Facts, placement: CheckpointPlacement | None, rows: Sequence[int] = ()
     ) -> Place | None:
+        """Return the place of a tensor; None on a rank that holds no part.
+
+        Args:
+            facts: What it says of itself.
+            placement: That of its rule.
+            rows: Of a row of a stack, the dims of the stack that its rows lie along.
+        """
         local, mesh, placements, shape = facts
-        key = shape, local.shape, self._number(mesh), placements, placement, rows
+        for latest in self._meshes:
+            if latest[0] is mesh:
+                break
+        else:
+            state = None if mesh is None else mesh_state(mesh)
+            latest = mesh, self._numbers.setdefault(state, len(self._numbers))
+            self._meshes = [latest, *self._meshes[:3]]
+        key = shape, local.shape, latest[1], placements, placement, rows
         place = self._bound.get(key)
         if place is None:
             place = bind(shape, tuple(local.shape), placement, mesh, placements, rows)
             if place is not None:
                 self._bound[key] = place
         return place
-
-    def _number(self, mesh: Any) -> int:
-        """Return a number that is the same for equal meshes."""
-        for known, number in self._meshes:
-            if known is mesh:
-                return number
-        state = None if mesh is None else mesh_state(mesh)
-        number = self._numbers.setdefault(state, len(self._numbers))
-        self._meshes = [(mesh, number), *self._meshes[:3]]
-        return number
 
     def let_states_follow(self, state_dict: Mapping[str, Any]) -> None:
         """Give optimizer state with the layout of its parameter the parameter's place.
@@ -256,7 +259,7 @@ class _Placer:
         """
         placed = self.placing.placed
         ruled = any(one.rule is not None for one in placed.values())
-        names = [row.key for rows in self._rows.values() for row in rows]
+        names = [row.key for rows in self.reshaped.rows.values() for row in rows]
         states = OptimizerStates(state_dict, names=names)
         for fqn, value in state_dict.items():
             if is_dtensor_like(value) and not (ruled and fqn in placed and not placed[fqn].rule):
@@ -272,7 +275,7 @@ class _Placer:
             first = next(iter(places.values()), None)
             if first is None or len(places) > 1 or not self._may_follow(fqn, first.fqn):
                 continue
-            if self._are_alike(value, state_dict[first.fqn]):
+            if _are_alike(value, state_dict[first.fqn]):
                 placed[fqn] = Placed(fqn, facts_of(value)[0], first.place, first.rule)
                 if first.fqn in self._row_axes:
                     self._row_axes[fqn] = self._row_axes[first.fqn]
@@ -285,21 +288,10 @@ class _Placer:
         The same rule is the same pattern or, for a callable, an equal placement. Rows follow rows
         of a stack that has as many, along the same dims.
         """
-        axes = [of[0].name.axes for of in map(self._rows.get, (fqn, parameter)) if of]
-        is_alike = (fqn in self._rows) == (parameter in self._rows) and len(set(axes)) < 2
+        rows_of = self.reshaped.rows
+        axes = {rows_of[one][0].name.axes if one in rows_of else () for one in (fqn, parameter)}
         own = self._answers.get(fqn)
-        return is_alike and (own is None or own == self._answers.get(parameter))
-
-    def _are_alike(self, state: Any, parameter: Any) -> bool:
-        """Whether optimizer state has the layout of its parameter."""
-        local, mesh, placements, shape = facts_of(state)
-        first, other, others, whole = facts_of(parameter)
-        if mesh is None:
-            return local.shape == first.shape
-        if shape != whole or self._number(mesh) != self._number(other):
-            return False
-        # In some versions of torch a _StridedShard equals the Shard of its dim.
-        return [*map(type, placements)] == [*map(type, others)] and placements == others
+        return len(axes) == 1 and (own is None or own == self._answers.get(parameter))
 
     def reshape(self, state_dict: Mapping[str, Any], mappings: Mapping[str, Path]) -> None:
         """Put what a rename makes of the bound tensors in their place."""
@@ -309,13 +301,13 @@ class _Placer:
         unbound = refused | placing.absent
         scalars: list[RenamedValue[Rows | Parts]] = []
         for fqn, value in state_dict.items():
-            path, whole = mappings.get(fqn), self._wholes.get(fqn)
-            rows = sorted(self._rows.get(fqn, ()), key=lambda row: row.name.indices)
+            path, whole = mappings.get(fqn), self.reshaped.wholes.get(fqn)
+            rows = sorted(self.reshaped.rows.get(fqn, ()), key=lambda row: row.name.indices)
             if whole is None:
                 placing.add(fqn, rows[0].value if rows else value, path)
             try:
                 if rows and not any(is_tensor(row.value) for row in rows):
-                    self._add_objects(fqn, self._rows[fqn])
+                    self._add_objects(fqn, self.reshaped.rows[fqn])
                 elif rows and fqn not in refused:
                     self._add_stack(fqn, rows)
                 elif whole is not None and not _has_dims(value):
@@ -333,7 +325,7 @@ class _Placer:
         """Store one object for all rows of a stack; it is loaded into all of them."""
         first, *others = rows
         self.placing.copies[fqn] = [row.path for row in others if row.path is not None]
-        for other in others if self._stored is None else ():
+        for other in others if self.stored is None else ():
             is_alike = type(first.value) is type(other.value)
             if not is_alike or not equal_values(first.value, other.value):
                 values = f"{first.key} is {first.value!r}, and {other.key} is {other.value!r}"
@@ -348,7 +340,7 @@ class _Placer:
         if fqn in self.placing.absent:
             return
         own = self._lies(fqn, rows[0].value)
-        stored = None if self._stored is None else self._stored.get(fqn)
+        stored = None if self.stored is None else self.stored.get(fqn)
         if not own.global_shape and tuple(getattr(stored, "size", (0,))) == ():
             # One scalar for all rows, as a stacked parameter's optimizer state has it.
             chunks = tuple([Chunk((), (), (), part) for part in range(len(rows))])
@@ -424,7 +416,7 @@ class _Placer:
                 continue
             pieces, total = found
             numbers = list(dict.fromkeys([number for number, _, _, _ in pieces]))
-            if self._stored is not None:
+            if self.stored is not None:
                 # One scalar stands for all rows, whichever this rank holds.
                 numbers = list(range(total)) if is_tensor(value) else numbers or [0][:total]
             if is_dtensor_like(value):
@@ -442,6 +434,19 @@ _OF_PARAMETER = re.compile(r"(?<![^.])(?:state|param_groups)\.")
 def _siblings(fqn: str) -> str:
     """Return what the keys of one parameter's state have in common, which is no key."""
     return f"{fqn.rpartition('.')[0]}."
+
+
+def _are_alike(state: Any, parameter: Any) -> bool:
+    """Whether optimizer state has the layout of its parameter."""
+    local, mesh, placements, shape = facts_of(state)
+    first, other, others, whole = facts_of(parameter)
+    if mesh is None:
+        return local.shape == first.shape
+    is_other = mesh is not other and (other is None or mesh_state(mesh) != mesh_state(other))
+    if shape != whole or is_other:
+        return False
+    # In some versions of torch a _StridedShard equals the Shard of its dim.
+    return [*map(type, placements)] == [*map(type, others)] and placements == others
 
 
 def _has_dims(value: Any) -> bool:

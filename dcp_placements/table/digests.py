@@ -79,9 +79,9 @@ def digests_of(holding: Holding, kind: str, *, world: int, lookup: Lookup) -> Se
         world: Number of ranks.
         lookup: Gives the data of a tensor that names its own chunks.
     """
-    if kind == "off":
-        return SentDigests()
     groups = [held for held in holding.groups if may_have_replicas(held.group, world)]
+    if kind == "off" or not groups:
+        return SentDigests()
     count = sum(len(held.fqns) * len(held.boxes) for held in groups)
     fitting = [width for width in WIDTHS if width * count * world <= WORLD_BUDGET_NBYTES]
     width = (fitting or WIDTHS[-1:])[0]
