@@ -19,10 +19,10 @@ from tests.random_ranks import Rank
 from tests.random_worlds import Cutting, Pair, Side
 from tests.test_differential import save, save_planners
 
-WORLDS = [*range(24), 391, 820272, 3000584]
+WORLDS = [*range(24), 391, 820272, 3000584, 5000276]
 """In 391 and 3000584 a rank has no expert at all of one of its layers, which are stacked in the
-latter. In 820272 ranks have one ``step`` for layers that the checkpoint has one by one, each with
-steps of stacked experts."""
+latter. In 820272 and 5000276 ranks have one ``step`` for layers that the checkpoint has one by one,
+each with steps of stacked experts."""
 
 
 def declared_alone(side: Side) -> Side:

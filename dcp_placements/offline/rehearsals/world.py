@@ -263,10 +263,6 @@ class RehearsedWorld:
         kinds: dict[Hashable, Kind] = {}
         for one in named:
             state = states.of(one.rule_name)
-            is_step = state is not None and one.rule_name.endswith(".step")
-            if is_step and all(len(target.shape) < 2 for target in one.targets):
-                # A load reads each of these into a scalar, and asks no rule about that.
-                one = replace(one, shape=(), rule_shape=(), rule_dims=())
             rule_key, label = one.rule_name, rule_label(rules, one)
             if label is None and state is not None and one.shape:
                 # It follows its parameter.
