@@ -41,6 +41,7 @@ from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.offline.assembly import AssembledTensor, assemble
 from dcp_placements.offline.box_reads import pieces
 from dcp_placements.offline.checkpoint import (
+    RANK_FILES,
     SAFETENSORS,
     TORCH_CHECKPOINTING,
     TORCH_DIST,
@@ -236,8 +237,7 @@ def import_checkpoint(
     """
     output = output_at(out, source=_path_of(source))
     opened = _opened(source)
-    formats = (SAFETENSORS, TORCH_CHECKPOINTING)
-    if opened.checkpoint is not None and opened.checkpoint.format not in formats:
+    if opened.checkpoint.format not in (SAFETENSORS, TORCH_CHECKPOINTING, RANK_FILES):
         raise PlacementError(
             f"{opened.path}: this is a DCP checkpoint already\n"
             "    way out:     load it as it is; with rename=Stack(...) where layers are one tensor"
@@ -293,12 +293,10 @@ def reshard(
     output = output_at(out, source=_path_of(checkpoint))
     source = _opened(checkpoint)
     held = source.checkpoint
-    if held is None or held.format == TORCH_DIST:
-        what = "Megatron's torch_dist has state beside its tensors" if held else "ranks' files"
+    if held.format == TORCH_DIST:
         raise CannotLook(
-            f"{source.path}: {what}\n"
-            "    way out:     import ranks' files first; load torch_dist as it is: Stack makes one "
-            "tensor of all layers of its layers"
+            f"{source.path}: Megatron's torch_dist has state beside its tensors\n"
+            "    way out:     load it as it is: Stack makes one tensor of all layers of its layers"
         )
     _check_whole(source)
     world = RehearsedWorld(held, rules, axes, fsdp)
@@ -316,8 +314,6 @@ def reshard(
 
 def _check_whole(source: Source, keys: Container[str] | None = None) -> None:
     """Refuse a checkpoint, or keys of it, that metadata or sizes of files show as damaged."""
-    if source.checkpoint is None:
-        return  # ranks' files were compared when they were put together
     faults = []
     for fault in structural_faults(source.checkpoint):
         names = [fqn for fqn in fault.tensors if keys is None or fqn in keys]
@@ -337,7 +333,7 @@ def _model_of(
         PlacementError: No tensor is left, or a selected tensor is not whole.
     """
     unwanted = {pattern: matcher(pattern) for pattern in exclude}
-    absent: Mapping[str, str] = {} if source.checkpoint is None else source.checkpoint.absent
+    absent = source.checkpoint.absent
     keys = [*source.tensors, *source.objects, *absent]
     unmatched = [pattern for pattern, matches in unwanted.items() if not any(map(matches, keys))]
     if unmatched:
@@ -349,7 +345,7 @@ def _model_of(
         return any(matches(fqn) for matches in unwanted.values())
 
     tensors = {fqn: one for fqn, one in source.tensors.items() if not is_excluded(fqn)}
-    saved = None if source.checkpoint is None else source.checkpoint.metadata.planner_data
+    saved = source.checkpoint.metadata.planner_data
     found = model_tensors(tensors, {**source.tensors, **source.objects}, saved, prefix)
     start = f"{found.prefix}." if found.prefix else ""
     selected = {**found.model, **(found.states if optimizer else {})}

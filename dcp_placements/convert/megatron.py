@@ -35,7 +35,7 @@ from dcp_placements.convert.megatron_layout import (
     megatron_layout,
     rank_directories,
 )
-from dcp_placements.convert.sources import RankSource
+from dcp_placements.convert.sources import RankTensors, Source
 from dcp_placements.convert.torch_files import check_contents, nbytes_in
 from dcp_placements.errors import Fault, PlacementError, raise_faults
 from dcp_placements.names.renames import Renames, Renumber, contiguous
@@ -72,7 +72,7 @@ def megatron_source(
     vocab_size: int | None = None,
     expert_parallel_size: int | None = None,
     expert_tensor_parallel_size: int | None = None,
-) -> RankSource:
+) -> Source:
     """Return ``mp_rank_*`` files as a source of the model's whole tensors.
 
     Keys are Megatron's own, with layers and experts numbered over all ranks; gate is before up, and
@@ -93,9 +93,8 @@ def megatron_source(
             do not make whole tensors; all of them at once.
     """
     folder = find_iteration(path)
-    directory = Directory(folder)
     files = [f"{name}/{WEIGHTS}" for name in rank_directories(folder)]
-    source = RankSource(directory, directory.versions(files))
+    tensors = RankTensors(Directory(folder), files)
     layout = megatron_layout(
         folder,
         expert_parallel_size=expert_parallel_size,
@@ -106,53 +105,53 @@ def megatron_source(
     mismatches = [Fault("checkpoint", line) for line in layout.mismatches]
     raise_faults(f"{layout.path} cannot be imported as it is", mismatches)
     model = _Model(layout, vocab_size)
-    source.notes = (f"layout: {layout.reason}", *model.notes)
+    tensors.notes += [f"layout: {layout.reason}", *model.notes]
     nbytes = 0
     for file in layout.ranks:
         check_contents(layout.path / file.directory / WEIGHTS)
         nbytes += nbytes_in(file.contents)
-        _add(source, model, file)
+        _add(tensors, model, file)
         for other in sorted((layout.path / file.directory).iterdir()):
             if other.name != WEIGHTS:
                 is_optimizer = other.name == "distrib_optim.pt"
                 why = _OPTIMIZER if is_optimizer else "another file, which is not read"
                 nbytes += other.stat().st_size
-                source.leave_out(other.name, why, other.stat().st_size)
-    if not source.faults and source.nbytes != nbytes:
-        of = f"of which {source.nbytes} are accounted for"
+                tensors.leave_out(other.name, why, other.stat().st_size)
+    if not tensors.faults and tensors.nbytes != nbytes:
+        of = f"of which {tensors.nbytes} are accounted for"
         raise PlacementError(f"{layout.path}: {nbytes} bytes, {of}")
-    return source.check()
+    return tensors.source()
 
 
-def _add(source: RankSource, model: _Model, file: RankFile) -> None:
+def _add(tensors: RankTensors, model: _Model, file: RankFile) -> None:
     """Place the weights of one file, and leave out what else it holds."""
     at = model.layout.coordinates[file.directory]
-    rules = model.rules(at)
+    rules, name = model.rules(at), f"{file.directory}/{WEIGHTS}"
     for top, value in file.contents.items():
         number = chunk_number(top, value)
         if number is None:
             why = _OPTIMIZER if top == "optimizer" else _OF_THE_RUN
-            source.leave_out(str(top), why, nbytes_in(value))
+            tensors.leave_out(str(top), why, nbytes_in(value))
             continue
         rename, weights = model.rename(at, number), {}
         for key, weight in value.items():
             if key.endswith(_EXTRA_STATE) or weight is None:
                 why = "private state of Transformer Engine, one per rank"
-                source.leave_out(_EXTRA_STATE, why, nbytes_in(weight))
+                tensors.leave_out(_EXTRA_STATE, why, nbytes_in(weight))
             elif type(weight) is not torch.Tensor:
                 kind = weight.by if isinstance(weight, Made) else type(weight).__name__
                 headline = f"{file.directory} has a {kind} there, not a plain tensor"
                 way_out = "way out:     save it in Megatron with plain weights (no fp8 parameters)"
-                source.faults.append(Fault(key, headline, (way_out,)))
+                tensors.faults.append(Fault(key, headline, (way_out,)))
             elif weight.dim() and model.is_cut(key) and rules.find(rename.name(key)) is None:
                 headline = "no rule of the preset says whether parallelism cuts it"
                 shape = f"found:       a tensor of {tuple(weight.shape)} in {file.directory}"
-                source.faults.append(Fault(rename.name(key), headline, (shape,)))
+                tensors.faults.append(Fault(rename.name(key), headline, (shape,)))
             elif model.is_tied and key == _OUTPUT:
-                source.add(file.directory, {EMBEDDING: weight}, rules)
+                tensors.add(name, {EMBEDDING: weight}, rules)
             else:
                 weights[key] = weight
-        source.add(file.directory, weights, rules, rename)
+        tensors.add(name, weights, rules, rename)
 
 
 class _Model:

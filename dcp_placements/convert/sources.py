@@ -1,4 +1,4 @@
-"""What is converted: a checkpoint, or a torch file per rank, as tensors whose boxes can be read.
+"""What is converted: a checkpoint, or a torch file per rank, which are made one.
 
 Ranks' files are put together as whole tensors: copies compared bit for bit, holes found. Each file
 is one rank's state dict. A DTensor in it says how its mesh cuts it; what it does not say (the ep
@@ -17,13 +17,14 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_placements.bind.state_dict import place
 from dcp_placements.convert.torch_files import (
@@ -45,15 +46,19 @@ from dcp_placements.errors import (
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.flat import rename_keys
 from dcp_placements.names.stacks_and_parts import Rename
-from dcp_placements.offline.assembly import AssembledTensor, Block
 from dcp_placements.offline.box_reads import BoxReader
-from dcp_placements.offline.checkpoint import Checkpoint, SourceTensor, StoredRecord
+from dcp_placements.offline.checkpoint import Checkpoint, StoredRecord, StoredTensor
 from dcp_placements.offline.difference import same_bits
 from dcp_placements.offline.directory import Directory
 from dcp_placements.offline.verification import box_faults
 from dcp_placements.rules.patterns import Rules
+from dcp_placements.storage.index import index_of_places
+from dcp_placements.storage.metadata_file import with_columns
 from dcp_placements.storage.safe_pickle import Made
 from dcp_placements.storage.saved_dtensor import rank_shard
+from dcp_placements.storage.saved_file import Records
+from dcp_placements.storage.tensor_record import TensorRecord
+from dcp_placements.storage.torch_metadata import ChunkList, StoredPlace, build_entries
 from dcp_placements.transfer.world import MeshAxes, format_mesh_axes, rules_at
 
 _BY_POSITION = (
@@ -79,24 +84,18 @@ class LeftOut:
 
 @dataclass
 class Source:
-    """Tensors that can be read, and the files that they are in.
+    """A checkpoint that is converted.
 
     Attributes:
-        directory: Of the files.
-        tensors: By key.
+        checkpoint: The checkpoint.
         versions: What is different after its files were written again, from before any was read.
-        objects: By key; of a checkpoint.
-        checkpoint: None of ranks' files.
         left_out: Of ranks' files what is none of the model's tensors.
         accounted: Bytes of ranks' files by what became of them, beside what is written.
         notes: Lines for the report.
     """
 
-    directory: Directory
-    tensors: Mapping[str, SourceTensor]
+    checkpoint: Checkpoint
     versions: dict[str, str]
-    objects: Mapping[str, StoredRecord] = field(default_factory=dict)
-    checkpoint: Checkpoint | None = None
     left_out: Sequence[LeftOut] = ()
     accounted: Mapping[str, int] = field(default_factory=dict)
     notes: Sequence[str] = ()
@@ -104,75 +103,74 @@ class Source:
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Source:
         """Return a checkpoint as a source."""
-        directory = checkpoint.directory
-        versions = directory.versions(checkpoint.files)
-        held = checkpoint.tensors, versions, checkpoint.objects, checkpoint
-        return cls(directory, *held, notes=checkpoint.notes)
+        versions = checkpoint.directory.versions(checkpoint.files)
+        return cls(checkpoint, versions, notes=checkpoint.notes)
 
     @property
     def path(self) -> str:
         """Its directory or URL."""
-        return self.directory.path
+        return self.checkpoint.path
 
-    def described(self) -> Iterator[object]:
-        """Yield what decides its elements beside the versions of its files."""
-        return iter(())
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """By key."""
+        return self.checkpoint.tensors
 
-    def reader(self) -> Any:
+    @property
+    def objects(self) -> Mapping[str, StoredRecord]:
+        """By key."""
+        return self.checkpoint.objects
+
+    def reader(self) -> BoxReader:
         """Return a reader of its tensors, which compares what it reads whole with its CRC-32."""
-        assert self.checkpoint is not None
         return BoxReader(self.checkpoint, check_crc=True)
 
 
-@dataclass(eq=False, slots=True)
-class FilePiece(SourceTensor):
-    """What a rank's file has of a tensor, such as the rows of the second of two ep ranks::
+class Part(NamedTuple):
+    """What a rank's file has of a tensor: ``Part("model_rank_1.pt", tensor of (2, 3))``.
 
-    FilePiece("model_rank_1.pt", (2, 3), torch.float32, (0, 0), tensor of (2, 3))
+    Attributes:
+        file: The name of the file.
+        data: The elements: mapped, not read.
     """
 
-    fqn: str  # the name of the file
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    at: tuple[int, ...]  # where it begins in the file's tensor
-    data: torch.Tensor  # the elements: mapped, not read
+    file: str
+    data: torch.Tensor
 
 
-class RankSource(Source):
+class RankTensors:
     """Tensors of ranks' files, put together. Every byte is placed, or left out for a reason.
 
     Args:
         directory: Of the files.
-        versions: Of those with tensors, from before they were read.
+        files: The names of those with tensors.
+
+    Attributes:
+        faults: Of what was added.
+        notes: Lines for the report.
     """
 
-    def __init__(self, directory: Directory, versions: dict[str, str]) -> None:
-        super().__init__(directory, {}, versions)
+    def __init__(self, directory: Directory, files: Iterable[str]) -> None:
         self.faults: list[Fault] = []
+        self.notes: list[str] = []
+        self._directory = directory
+        self._versions = directory.versions(files)
         self._whole: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}  # by key
-        self._pieces: dict[tuple[str, Box], FilePiece] = {}
-        self._copies: list[tuple[str, FilePiece, FilePiece]] = []
+        self._parts: dict[str, dict[Box, Part]] = {}  # by key
+        self._copies: list[tuple[str, Part, Part]] = []
         self._left_out: dict[tuple[str, str], LeftOut] = {}
         self._padding = 0
-
-    def reader(self) -> Any:
-        """Return what reads its tensors: itself, because files are mapped."""
-        return nullcontext(self)
-
-    def read(self, tensor: Any, box: Box) -> torch.Tensor:
-        """Return the elements of a box."""
-        if not isinstance(tensor, FilePiece):
-            return tensor.read(self, box)  # type: ignore[no-any-return]
-        return tensor.data[tuple(slice(at, at + n) for at, n in zip(*box, strict=True))]
-
-    def runs(self, tensor: Any, box: Box) -> None:
-        """Return no runs of bytes to copy: elements come through memory."""
 
     def leave_out(self, what: str, why: str, nbytes: int) -> None:
         """Note something that is no tensor of the model."""
         part = self._left_out.setdefault((what, why), LeftOut(what, why))
         part.entries += 1
         part.nbytes += nbytes
+
+    def refuse(self, file: str, faults: Iterable[Fault]) -> None:
+        """Add faults of what is in a file."""
+        place = (f"file:        {file}",)
+        self.faults += [replace(fault, place=(*place, *fault.place)) for fault in faults]
 
     def add(
         self,
@@ -192,20 +190,22 @@ class RankSource(Source):
         try:
             flat, mappings, reshaped, _ = rename_keys(dict(state_dict), {}, rename)
         except RankFaults as error:
-            self.faults += error.faults
+            self.refuse(file, error.faults)
             return
         placing = place(flat, rules, mappings, reshaped, None, rename)
-        self.faults += placing.faults
+        if placing.faults:
+            self.refuse(file, placing.faults)
+            return
         for fqn, value in placing.state_dict.items():
             placed = placing.placed.get(fqn)
             if placed is not None:
-                boxes = [(one.box, one.local_offsets, placed.view(one)) for one in placed.chunks]
+                boxes = [(one.box, placed.view(one)) for one in placed.chunks]
                 self._padding += sum([tensor.nbytes for tensor in placed.tensors])
-                self._padding -= sum([view.nbytes for *_, view in boxes])
+                self._padding -= sum([view.nbytes for _, view in boxes])
                 self._add(file, fqn, placed.global_shape, placed.tensor.dtype, boxes)
             elif fqn not in placing.absent:
                 whole = Box.whole(tuple(value.shape))
-                self._add(file, fqn, whole.sizes, value.dtype, [(whole, whole.offsets, value)])
+                self._add(file, fqn, whole.sizes, value.dtype, [(whole, value)])
 
     def _add(
         self,
@@ -213,65 +213,77 @@ class RankSource(Source):
         fqn: str,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        boxes: Iterable[tuple[Box, tuple[int, ...], torch.Tensor]],
+        boxes: Iterable[tuple[Box, torch.Tensor]],
     ) -> None:
         whole = self._whole.setdefault(fqn, (shape, dtype))
         if whole != (shape, dtype):
             other = f"another one {whole[1]} of {whole[0]}"
             self.faults.append(Fault(fqn, f"{file} makes it {dtype} of {shape}, {other}"))
             return
-        for box, at, view in boxes:
-            piece = FilePiece(file, box.sizes, dtype, at, view.detach())
-            first = self._pieces.setdefault((fqn, box), piece)
-            if first is not piece:
-                self._copies.append((fqn, first, piece))
-
-    def described(self) -> Iterator[object]:
-        """Yield which boxes of which files its tensors are."""
-        for (fqn, box), piece in self._pieces.items():
-            yield fqn, box, piece.fqn, piece.at
+        for box, view in boxes:
+            part = Part(file, view.detach())
+            first = self._parts.setdefault(fqn, {}).setdefault(box, part)
+            if first is not part:
+                self._copies.append((fqn, first, part))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all that was collected or left out."""
-        held = [*self._pieces.values(), *[copy for _, _, copy in self._copies]]
+        held = [part for of_key in self._parts.values() for part in of_key.values()]
+        held += [copy for _, _, copy in self._copies]
         left_out = sum([part.nbytes for part in self._left_out.values()])
-        return sum([piece.data.nbytes for piece in held]) + self._padding + left_out
+        return sum([part.data.nbytes for part in held]) + self._padding + left_out
 
-    def check(self) -> RankSource:
-        """Return it when it is whole and was compared.
+    def source(self) -> Source:
+        """Return them as a source, when they are whole and were compared.
 
         Raises:
             PlacementError: The files do not make whole tensors, or contradict each other.
         """
-        blocks: dict[str, list[Block]] = {fqn: [] for fqn in self._whole}
-        for (fqn, box), piece in self._pieces.items():
-            dims = tuple(range(len(box.sizes)))
-            blocks[fqn].append(Block(box, piece, piece.whole, dims))
-        way_out = ("way out:     the files of all ranks, of one save",)
-        for fqn, (shape, _) in self._whole.items():
-            found = box_faults(Box.whole(shape), [block.box for block in blocks[fqn]])
-            self.faults += [Fault(fqn, message, way_out) for _, message in found]
-        raise_faults(f"{self.path} cannot be put together", self.faults)
-        self.tensors = {
-            fqn: AssembledTensor(fqn, *whole, tuple(blocks[fqn]))
-            for fqn, whole in self._whole.items()
-        }
-        if not self.tensors:
-            raise PlacementError(f"{self.path}: its files hold no tensor of a model")
+        path, way_out = self._directory.path, ("way out:     the files of all ranks, of one save",)
+        if not self.faults:  # what was refused leaves holes
+            for fqn, (shape, _) in self._whole.items():
+                found = box_faults(Box.whole(shape), self._parts.get(fqn, ()))
+                self.faults += [Fault(fqn, message, way_out) for _, message in found]
+        raise_faults(f"{path} cannot be put together", self.faults)
+        if not self._whole:
+            raise PlacementError(f"{path}: its files hold no tensor of a model")
         differing = [fault for copy in self._copies for fault in _differences(*copy)]
-        raise_faults(f"{self.path}: files contradict each other", differing)
-        self.left_out = sorted(self._left_out.values(), key=lambda part: (part.what, part.why))
+        raise_faults(f"{path}: files contradict each other", differing)
         accounted = {
             "source": self.nbytes,
             "copies, found equal": sum([copy.data.nbytes for _, _, copy in self._copies]),
             "padding, dropped": self._padding,
         }
-        self.accounted = {what: nbytes for what, nbytes in accounted.items() if nbytes}
-        return self
+        return Source(
+            Checkpoint(self._directory, described=self._described()),
+            self._versions,
+            sorted(self._left_out.values(), key=lambda part: (part.what, part.why)),
+            {what: nbytes for what, nbytes in accounted.items() if nbytes},
+            self.notes,
+        )
+
+    def _described(self) -> tuple[Metadata, Records]:
+        """Return metadata of the whole tensors, and how their parts lie in the files."""
+        stored: dict[str, Any] = {}
+        places: list[StoredPlace] = []
+        records: Records = {}
+        for fqn, (shape, dtype) in self._whole.items():
+            # An empty part may begin where another one does.
+            parts = {box: part for box, part in self._parts[fqn].items() if box.numel or 0 in shape}
+            chunks: Any = ChunkList(list(parts))
+            stored[fqn] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), chunks)
+            for (offsets, sizes), (file, data) in parts.items():
+                record = TensorRecord(dtype, sizes, data.stride())
+                nbytes = record.span_nbytes if record.nbytes else 0
+                start = int(data.storage_offset()) * dtype.itemsize  # in the file, which is mapped
+                places.append(StoredPlace(fqn, torch.Size(offsets), file, start, nbytes))
+                records[fqn, file, offsets] = record
+        index = index_of_places(places, build_entries(stored))
+        return with_columns(Metadata(stored), index), records
 
 
-def _differences(fqn: str, kept: FilePiece, copy: FilePiece) -> list[Fault]:
+def _differences(fqn: str, kept: Part, copy: Part) -> list[Fault]:
     """Return that two files hold different contents of one box."""
     one, other = kept.data, copy.data
     if same_bits(one, other):
@@ -279,7 +291,7 @@ def _differences(fqn: str, kept: FilePiece, copy: FilePiece) -> list[Fault]:
     return [
         Fault(
             fqn,
-            f"{copy.fqn} and {kept.fqn} hold it, and differ in {int((one != other).sum())} of "
+            f"{copy.file} and {kept.file} hold it, and differ in {int((one != other).sum())} of "
             f"{one.numel()} elements",
             (
                 "likely:      an axis that cuts it (ep) is in no rule and no DTensor; or the files "
@@ -296,7 +308,7 @@ def rank_files_source(
     files: str | None = None,
     rules: Callable[..., Any] | None = None,
     axes: MeshAxes | None = None,
-) -> RankSource:
+) -> Source:
     """Return a torch file per rank as a source of whole tensors.
 
     Args:
@@ -316,9 +328,8 @@ def rank_files_source(
     """
     folder = local_directory(path)
     names = _by_rank(folder, files)
-    directory = Directory(folder)
-    source = RankSource(directory, directory.versions(names))
-    source.notes = (f"files of {len(names)} ranks",)
+    tensors = RankTensors(Directory(folder), names)
+    tensors.notes.append(f"files of {len(names)} ranks")
     axes = axes or {"rank": len(names)}
     if prod(axes.values()) != len(names):
         of = f"a mesh of {prod(axes.values())}: {format_mesh_axes(axes)}"
@@ -329,39 +340,45 @@ def rank_files_source(
         if not isinstance(contents, Mapping):
             raise CannotLook(f"{folder / name}: holds a {type(contents).__name__}, and no dict")
         declared, rename, _ = (None, None, None) if rules is None else rules_at(rules, axes, rank)
+        faults: list[Fault] = []
         try:
-            named = list(_tensors(contents, "", rank, source))
+            named = list(_tensors(contents, "", rank, tensors.leave_out, faults))
         except RecursionError as error:
             raise CannotLook(f"{folder / name}: dicts are nested too deeply in it") from error
         state_dict = dict(named)
         if len(state_dict) < len(named):
             keys = [key for key, count in Counter(key for key, _ in named).items() if count > 1]
             raise CannotLook(f"{folder / name}: several tensors have one key: {format_names(keys)}")
-        source.add(name, state_dict, declared, rename)
-    for other in sorted(set(directory.names()) - set(names)):
+        tensors.refuse(name, faults)
+        tensors.add(name, state_dict, declared, rename)
+    for other in sorted(set(os.listdir(folder)) - set(names)):
         why = _why_left_out(other)
         if why and (folder / other).is_file():
             kind = re.sub(r"_rank_\d+", "", other)
-            source.leave_out(kind, why, (folder / other).stat().st_size)
-    return source.check()
+            tensors.leave_out(kind, why, (folder / other).stat().st_size)
+    return tensors.source()
 
 
 def _tensors(
-    value: Mapping[Any, Any], prefix: str, rank: int, source: RankSource
+    value: Mapping[Any, Any],
+    prefix: str,
+    rank: int,
+    leave_out: Callable[[str, str, int], None],
+    faults: list[Fault],
 ) -> Iterator[tuple[str, Any]]:
     """Yield the tensors of nested dicts by their dotted keys, and note what else there is."""
     for key, inner in value.items():
         name = f"{prefix}{key}"
         nbytes = nbytes_in(inner)
         if not isinstance(key, str):
-            source.leave_out(prefix.rstrip("."), _BY_POSITION, nbytes)
+            leave_out(prefix.rstrip("."), _BY_POSITION, nbytes)
         elif isinstance(inner, Mapping):
-            yield from _tensors(inner, f"{name}.", rank, source)
+            yield from _tensors(inner, f"{name}.", rank, leave_out, faults)
         elif isinstance(inner, SavedDTensor):
             try:
                 shard = rank_shard(inner.local, inner.made, rank)
             except CannotPlace as error:
-                source.faults.append(error.fault(name))
+                faults.append(error.fault(name))
                 continue
             if shard is not None:
                 yield name, shard
@@ -370,9 +387,9 @@ def _tensors(
         elif isinstance(inner, Made) and inner.by.startswith(REBUILT):
             headline = f"is a tensor with more than elements: {inner.by}"
             way_out = "way out:     save it again as a plain tensor"
-            source.faults.append(Fault(name, headline, (way_out,)))
+            faults.append(Fault(name, headline, (way_out,)))
         else:
-            source.leave_out(name, "no tensor", nbytes)
+            leave_out(name, "no tensor", nbytes)
 
 
 def local_directory(path: str | os.PathLike[str]) -> Path:

@@ -212,8 +212,11 @@ class Writer:
             (t.fqn, t.shape, t.dtype, [(b.box, b.source.fqn, b.at, b.dims) for b in t.blocks])
             for t in tensors.values()
         )
-        of_all = (source.path, torch.__version__)
-        for line in chain(of_all, source.described(), blocks, described):
+        held = source.checkpoint
+        # What says where the elements are is no file, whose version differs.
+        places = chain(held.records(), held.records_in_files.items())
+        of_all = source.path, torch.__version__, *(places if held.records_in_files else ())
+        for line in chain(of_all, blocks, described):
             digest.update(f"{line}\n".encode("utf-8", "surrogatepass"))
         self.identity = digest.hexdigest()
 
@@ -259,7 +262,7 @@ def write_output(
                     with output.file(name) as stream:
                         writer.write(name, stream, elements)
                         if name == writer.last:
-                            source.directory.check_versions(source.versions)
+                            source.checkpoint.directory.check_versions(source.versions)
     return Converted(
         source=source.path,
         out=str(output.path),
@@ -474,7 +477,7 @@ class DcpOut(Writer):
     def _object(self, stored: StoredRecord) -> bytes:
         """Return the record of an object, compared with its CRC-32 if nothing transformed it."""
         assert stored.file is not None, "the source was checked"
-        with self._source.directory.open(stored.file) as file:
+        with self._source.checkpoint.directory.open(stored.file) as file:
             file.seek(stored.start)
             record = file.read(stored.nbytes)
         problem = None
@@ -489,8 +492,8 @@ class DcpOut(Writer):
 
     def _metadata(self) -> Metadata:
         """Return the metadata of the new checkpoint, without places."""
-        checkpoint = self._source.checkpoint
-        old = {} if checkpoint is None else checkpoint.metadata.state_dict_metadata
+        metadata = self._source.checkpoint.metadata
+        old, paths = metadata.state_dict_metadata, metadata.planner_data
         boxes: dict[str, list[Box]] = {}
         for of_file in self._boxes.values():
             for fqn, box in of_file:
@@ -505,7 +508,6 @@ class DcpOut(Writer):
             stored[fqn] = TensorStorageMetadata(kept, torch.Size(tensor.shape), chunks)
         order = {fqn: at for at, fqn in enumerate(old)}
         ordered = {f: stored[f] for f in sorted(stored, key=lambda f: order.get(f, len(order)))}
-        paths = None if checkpoint is None else checkpoint.metadata.planner_data
         data: dict[Any, Any] = {fqn: (fqn,) for fqn in ordered}
         if isinstance(paths, Mapping):
             data |= {key: path for key, path in paths.items() if key in ordered}
@@ -517,8 +519,7 @@ class DcpOut(Writer):
     def _provenance(self, keys: Mapping[str, Any]) -> dict[str, Any]:
         """Return the record of this save."""
         checkpoint, layout = self._source.checkpoint, self._layout
-        old = {} if checkpoint is None else checkpoint.provenance or {}
-        record = None if checkpoint is None else checkpoint.record
+        old, record = checkpoint.provenance or {}, checkpoint.record
         # Those of the source still describe the keys.
         renames = ({} if record is None else dict.fromkeys(record.renames)) | layout.renames
         numbers: dict[Cuts, int] = {(): 0}

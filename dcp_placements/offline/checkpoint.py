@@ -53,6 +53,7 @@ DCP = "dcp"
 SAFETENSORS = "safetensors"
 TORCH_CHECKPOINTING = "torch_checkpointing"
 TORCH_DIST = "torch_dist"
+RANK_FILES = "rank_files"
 
 MOST_ROWS = 1 << 26
 """Chunks of a checkpoint of unknown origin that are handled one by one."""
@@ -179,11 +180,13 @@ class Checkpoint:
         path: A directory, or a URL that fsspec knows: DCP with one ``.metadata`` or with one per
             rank, Megatron's ``torch_dist``, safetensors, or the items of ``torch_checkpointing``.
         source: The world that saved those without this package, a ``TransferWorld``.
+        described: Of files of ranks that no file describes: the metadata, and how chunks lie.
 
     Attributes:
         directory: Its files.
-        format: ``"dcp"``, ``"torch_dist"``, ``"safetensors"`` or ``"torch_checkpointing"``.
-        records_in_files: Of the last, how chunks lie in the files.
+        format: ``"dcp"``, ``"torch_dist"``, ``"safetensors"``, ``"torch_checkpointing"``, or
+            ``"rank_files"``.
+        records_in_files: Of the last two, how chunks lie in the files.
         notes: What it has that is not read.
         metadata: Of DCP, or in DCP's terms.
         rows: The places of all chunks.
@@ -200,7 +203,13 @@ class Checkpoint:
         PlacementError: Metadata of ranks that contradict each other.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | Directory, *, source: Any = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | Directory,
+        *,
+        source: Any = None,
+        described: tuple[Metadata, Records] | None = None,
+    ) -> None:
         self.directory = path if isinstance(path, Directory) else Directory(path)
         self.records_in_files: Records = {}
         self.notes: list[str] = []
@@ -209,7 +218,10 @@ class Checkpoint:
             self.absent: dict[str, str] = {}
             self.absent_ranks: list[int] = []
             self.newer: set[str] = set()
-            self.format, self.metadata = self._read()
+            if described is None:
+                self.format, self.metadata = self._read()
+            else:
+                self.format, (self.metadata, self.records_in_files) = RANK_FILES, described
             rows = self.metadata.storage_data
             self.rows = rows if isinstance(rows, RowIndex) else index_of(self.metadata)
             entries = self.rows.entries

@@ -44,7 +44,6 @@ from dcp_placements.layout.boxes import (
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.checkpoint import (
     SAFETENSORS,
-    TORCH_CHECKPOINTING,
     Checkpoint,
     ChunkBoxes,
     StoredRecord,
@@ -300,7 +299,7 @@ class _Checks:
         try:
             with self._checkpoint.directory.open(file) as stream:
                 opened = CountedFile(stream)
-                if self._contents and self._checkpoint.format == TORCH_CHECKPOINTING:
+                if self._contents and self._checkpoint.records_in_files:
                     for kind, finding in self._checksums(Part(opened, 0, size)):
                         found = CheckpointFault(kind, fqns_of(records), (file,), finding)
                         faults.append(found)
@@ -352,7 +351,7 @@ class _Checks:
             # Nothing but the header describes these bytes, and the metadata are the header.
             self._advance(record.nbytes)
             return
-        if self._checkpoint.format == TORCH_CHECKPOINTING:
+        if self._checkpoint.records_in_files:
             return  # compared with the head of its file when that was opened
         head = None if record.transforms else self._heads.find(part)
         if head is not None:
@@ -667,7 +666,7 @@ def file_faults(
     reached, end = records[0], records[0].end  # the record before that reaches farthest
     for record in records:
         # Parts of a rank's tensor may lie within each other, as columns do.
-        if reached.start < record.start < end and checkpoint.format != TORCH_CHECKPOINTING:
+        if reached.start < record.start < end and not checkpoint.records_in_files:
             names = (record_name(checkpoint, one) for one in (reached, record))
             message = f"bytes {record.start}-{end} belong to {' and to '.join(names)}"
             yield CheckpointFault("shared_bytes", fqns_of([reached, record]), (file,), message)

@@ -92,7 +92,6 @@ class SavedFile:
         self.file = CountedFile(io.BufferedReader(stream) if is_raw else stream)
         self._part = Part(self.file, 0, self.file.size)
         self._loaded: dict[bool, Any] = {}  # by whether it is restricted
-        self._mapped: dict[str, torch.UntypedStorage] = {}
         try:
             data, self._entries = saved_pickle(self._part.stream())
             self._tree: Any = TorchUnpickler(data, self._entries).load()
@@ -151,17 +150,19 @@ class SavedFile:
         return start, nbytes + BEHIND * has_crc, record
 
     def mapped(self, tensor: TensorRecord, file: torch.UntypedStorage) -> torch.Tensor:
-        """Return a tensor in a mapping of the file.
+        """Return a tensor in a mapping of the file, which is its storage.
 
         Raises:
-            Exception: It is not within its storage, or the file is broken; of any type.
+            Exception: It is not within its own storage, or the file is broken; of any type.
         """
-        if tensor.storage not in self._mapped:
-            entry = self._entries[tensor.storage]
-            start = entry_start(self._part.read_into, entry)
-            self._mapped[tensor.storage] = file[start : start + entry.file_size]
-        offset = tensor.start // tensor.dtype.itemsize
-        place = self._mapped[tensor.storage], offset, tensor.shape, tensor.strides
+        entry = self._entries[tensor.storage]
+        if tensor.nbytes and tensor.start + tensor.span_nbytes > entry.file_size:
+            raise ValueError(f"{tensor.shape} elements are beyond the end of their storage")
+        start = entry_start(self._part.read_into, entry) + tensor.start
+        offset, rest = divmod(start, tensor.dtype.itemsize)
+        if rest:
+            raise ValueError(f"its elements begin at byte {start}, and are not aligned")
+        place = file, offset, tensor.shape, tensor.strides
         return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(*place)
 
     def object(self, fqn: str, path: Path, *, restricted: bool) -> Any:

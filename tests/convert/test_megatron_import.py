@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from hazard_scenes import assert_holds, read_whole
+from torch.utils._pytree import tree_map_only
 
 from dcp_placements import (
     PlacementError,
@@ -64,7 +65,7 @@ def plain(tmp_path: Path, run: MegatronRun, model: MegatronModel = MOE, **option
     """Write files whose arguments hold no enumeration, so that the test can load them, too."""
     folder = write_legacy(tmp_path / "megatron", model, run, **options)
     for file in folder.glob("*/model_optim_rng.pt"):
-        held = load_torch_file(file)
+        held = tree_map_only(torch.Tensor, torch.clone, load_torch_file(file))
         if "args" in held:
             plain = {"attention_backend": "auto", "params_dtype": torch.bfloat16}
             held["args"] = argparse.Namespace(**held["args"].fields | plain)
@@ -157,7 +158,8 @@ def test_copies_that_differ_are_refused(
     edit(folder / files[0] / WEIGHTS, lambda held: held["model"][key].view(-1)[-1:].add_(1))
     with pytest.raises(PlacementError, match=r"differ in 1 of \d+ elements") as caught:
         import_checkpoint(folder, tmp_path / "out")
-    assert f"{named}: {' and '.join(files)} hold it" in str(caught.value)
+    held = " and ".join(f"{file}/{WEIGHTS}" for file in files)
+    assert f"{named}: {held} hold it" in str(caught.value)
     assert not (tmp_path / "out").exists()
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from dcp_placements import PlacementError
 from dcp_placements.convert.torch_files import load_torch_file
@@ -57,7 +58,7 @@ def name(run: MegatronRun) -> str:
 def strip(folder: Path, *keys: str) -> None:
     """Take entries out of every file, so that they cannot tell."""
     for file in folder.glob("*/model_optim_rng.pt"):
-        held = load_torch_file(file)
+        held = tree_map_only(torch.Tensor, torch.clone, load_torch_file(file))
         torch.save({key: value for key, value in held.items() if key not in keys}, f"{file}.new")
         os.replace(f"{file}.new", file)
 

@@ -18,13 +18,19 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import Shard
 
 from dcp_placements import CheckpointPlacement, MeshCoordinate, PlacementError, Placements
-from dcp_placements.convert.sources import rank_files_source
+from dcp_placements.bind.rank_shard import RankShard
+from dcp_placements.convert.sources import RankTensors, rank_files_source
 from dcp_placements.offline import (
     CannotLook,
+    Checkpoint,
+    diff,
     import_checkpoint,
+    inspect,
     open_source,
+    reshard,
     verify,
 )
+from dcp_placements.offline.directory import Directory
 from dcp_placements.testing import cut
 from tests.convert.hostile import Hostile
 from tests.offline_scenes import Run
@@ -218,6 +224,75 @@ def home_made(mesh: MeshCoordinate) -> Placements:
         },
         rename=Renumber("experts.{}", mine, total=4),
     )
+
+
+def of_halves(order: int) -> Callable[[MeshCoordinate], Placements]:
+    """Return what the ranks of two halves declare, the second of them first if ``order`` is -1."""
+
+    def declare(mesh: MeshCoordinate) -> Placements:
+        at = mesh.get_coordinate()[0]
+        of_rank = MeshCoordinate(("ep",), (2,), (at if order > 0 else 1 - at,))
+        return Placements({"w": CheckpointPlacement(of_rank, {"ep": Shard(0)})})
+
+    return declare
+
+
+@pytest.fixture
+def halves(tmp_path: Path) -> Path:
+    """Save a (5, 6) tensor as two ranks hold it: one transposed, one as a part of more."""
+    whole, folder = arange((5, 6)), tmp_path / "halves"
+    folder.mkdir()
+    torch.save({"w": whole[:3].t().contiguous().t(), "norm": arange((2,))}, folder / "a_rank_0.pt")
+    torch.save({"w": whole[3:], "norm": arange((2,))}, folder / "a_rank_1.pt")
+    return folder
+
+
+def test_ranks_files_are_a_checkpoint_for_all_tools(halves: Path, tmp_path: Path) -> None:
+    def rules(mesh: MeshCoordinate) -> Placements:
+        by_ep = CheckpointPlacement(mesh, {"ep": Shard(0)}, global_shape=(5, 6))
+        return Placements({"w": by_ep})
+
+    source = open_source(halves, rules=rules, axes={"ep": 2})
+    import_checkpoint(source, tmp_path / "dcp")
+    assert_holds(tmp_path / "dcp", {"w": arange((5, 6)), "norm": arange((2,))})
+    assert diff(source.checkpoint, tmp_path / "dcp").same
+    assert verify(source.checkpoint, contents=True).sound
+    assert inspect(source.checkpoint).format == "rank_files"
+
+    def columns(mesh: MeshCoordinate) -> Placements:
+        return Placements({"w": CheckpointPlacement(mesh, {"tp": Shard(1)})})
+
+    reshard(source, tmp_path / "columns", columns, {"tp": 3})
+    assert_holds(tmp_path / "columns", {"w": arange((5, 6)), "norm": arange((2,))})
+    held = Checkpoint(tmp_path / "columns").tensors["w"]
+    assert sorted(box.offsets for box in held.boxes) == [(0, 0), (0, 2), (0, 4)]
+    damaged = bytearray((halves / "a_rank_1.pt").read_bytes())
+    damaged[damaged.index(arange((5, 6))[3:].numpy().tobytes())] ^= 1
+    (halves / "a_rank_1.pt").write_bytes(damaged)
+    (fault,) = verify(source.checkpoint, contents=True).faults
+    assert (fault.kind, fault.files) == ("checksum", ("a_rank_1.pt",))
+
+
+def test_an_import_by_other_rules_is_another_output(tmp_path: Path) -> None:
+    """What says where the elements are is in no file of the source."""
+    for rank in range(2):
+        torch.save({"w": arange((2, 3)) + 10 * rank}, tmp_path / f"a_rank_{rank}.pt")
+    ids = set()
+    for order in (1, -1):
+        source = open_source(tmp_path, rules=of_halves(order), axes={"ep": 2})
+        import_checkpoint(source, tmp_path / f"out{order}")
+        ids.add((Checkpoint(tmp_path / f"out{order}").provenance or {})["save_id"])
+    assert len(ids) == 2
+
+
+def test_a_dtensor_that_does_not_fit_is_refused_by_file_and_key(tmp_path: Path) -> None:
+    mesh = MeshCoordinate(("fsdp",), (2,), (1,))
+    shard = RankShard(torch.ones(3, 3), mesh, (Shard(0),), torch.Size((4, 3)))
+    tensors = RankTensors(Directory(tmp_path), [])
+    tensors.add("a_rank_1.pt", {"layer.w": shard, "norm": torch.ones(2)}, None)
+    with pytest.raises(PlacementError, match=r"layer\.w: .*\(3, 3\)") as caught:
+        tensors.source()
+    assert "file:        a_rank_1.pt" in str(caught.value)
 
 
 def test_dicts_that_are_nested_too_deeply_are_one_message(tmp_path: Path) -> None:

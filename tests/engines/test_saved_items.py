@@ -771,3 +771,21 @@ def test_metadata_that_unfold_to_far_more_than_their_file_are_refused(saved: Pat
     (saved / "metadata.pkl").write_bytes(pickle.dumps(stored))
     with pytest.raises((PlacementError, CannotLook), match="far more of itself than its size"):
         offline.inspect(saved)
+
+
+def test_an_import_by_other_placements_of_the_engines_files_is_another_output(
+    tmp_path: Path,
+) -> None:
+    save_theirs(tmp_path / "ckpt", HALVES)
+    ids = set()
+    for order in (1, -1):
+
+        def rules(mesh: MeshCoordinate, order: int = order) -> Placements:
+            at = mesh.get_coordinate()[0]
+            by_ep = CheckpointPlacement(ep(at if order > 0 else 1 - at, 2), {"ep": Shard(0)})
+            return Placements({"w": by_ep})
+
+        source = offline.open_source(tmp_path / "ckpt", rules=rules, axes={"ep": 2})
+        offline.import_checkpoint(source, tmp_path / f"out{order}")
+        ids.add((offline.Checkpoint(tmp_path / f"out{order}").provenance or {})["save_id"])
+    assert len(ids) == 2
