@@ -1,21 +1,28 @@
 """What can be seen of a rank's tensors before anything is planned: storages, and likely mistakes.
 
-Faults: two names of one storage with different places, tensors without contents. Warnings: a
-declaration that fits the shapes and is still likely wrong. A warning has its reason and is silenced
-by pattern, with a reason of the user's own that the report keeps, and never for all keys at once.
+Faults: two names of one storage with different places, tensors without contents, memory that does
+not keep what is read into it. Warnings: a declaration that fits the shapes and is still likely
+wrong. A warning has its reason and is silenced by pattern, with a reason of the user's own that the
+report keeps, and never for all keys at once.
+
+A model that ties its embedding and its head has one memory under two keys. If a checkpoint has
+different tensors under the two, the one that is read last would stay, so a load asks which keys
+overlap (``tied_keys``).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from math import gcd
 from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from dcp_placements._torch import PLAIN
+from dcp_placements._torch import PLAIN, facts_of, is_dtensor_like
 from dcp_placements.bind.one_tensor import Place, Placed
 from dcp_placements.errors import Fault
 from dcp_placements.layout.boxes import format_boxes
@@ -137,6 +144,111 @@ def data_pointer(tensor: torch.Tensor) -> int:
         return tensor.data_ptr()
     except RuntimeError:  # wrapper subclasses and fake tensors have no memory
         return 0
+
+
+def tied_keys(destinations: Sequence[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, ...]]:
+    """Return the keys that overlap in memory, each with all that it overlaps, also over others.
+
+    >>> w, b = torch.ones(4), torch.ones(2)
+    >>> tied_keys([("embed", w), ("head", w), ("bias", b)])
+    {'embed': ('embed', 'head'), 'head': ('embed', 'head')}
+
+    Args:
+        destinations: The tensors that are read into, and their keys; a key may have several.
+    """
+    tensors = [tensor for _, tensor in destinations]
+    # Of tensors that have no memory, or none that can be seen, the start is 0.
+    starts = np.array([data_pointer(tensor) for tensor in tensors], np.int64)
+    extents = [one.nbytes if one.is_contiguous() else _extent(one) for one in tensors]
+    nbytes = np.where(starts, np.array(extents, np.int64), 0)
+    held = np.flatnonzero(nbytes)
+    held = held[starts[held].argsort(kind="stable")]
+    ends = np.maximum.accumulate((starts + nbytes)[held])
+    cuts = (0, *np.flatnonzero(starts[held][1:] >= ends[:-1]) + 1, len(held))
+    tied: dict[str, tuple[str, ...]] = {}
+    for begin, end in pairwise(cuts):
+        if end - begin < 2:
+            continue
+        run = held[begin:end].tolist()
+        views = [tensors[at] for at in run]
+        # The extent of a column of a matrix has other columns, too.
+        if all(view.is_contiguous() for view in views) or _share_memory(views):
+            keys = tuple(dict.fromkeys([destinations[at][0] for at in sorted(run)]))
+            tied.update(dict.fromkeys(keys, keys))
+    return tied
+
+
+def memory_faults(
+    state_dict: Mapping[str, Any], destinations: Sequence[tuple[str, torch.Tensor]]
+) -> list[Fault]:
+    """Return the tensors whose memory does not keep what is read into it."""
+    faults = []
+    # Each call of to_local() may make another tensor: what is read into it is lost at the end.
+    values = {fqn: state_dict[fqn] for fqn, _ in destinations}
+    values = {fqn: value for fqn, value in values.items() if not isinstance(value, DTensor)}
+    alike = {fqn for fqn, value in values.items() if is_dtensor_like(value)}
+    starts = {(fqn, data_pointer(tensor)) for fqn, tensor in destinations if fqn in alike}
+    for fqn, tensor in destinations:
+        is_spread = tensor.layout is torch.strided and not tensor.is_contiguous()
+        if not is_spread and fqn not in alike:
+            continue
+        if is_spread and _share_memory([tensor]):
+            headline = (
+                f"several elements of this {tuple(tensor.shape)} tensor are one memory: what is "
+                "read would be overwritten"
+            )
+            details = (
+                f"found:       strides {tensor.stride()}, in elements",
+                "way out:     put a copy into the state dict (tensor.clone() has memory of its "
+                "own for each element), or the tensor that it was made from",
+            )
+            faults.append(Fault(fqn, headline, details))
+        is_new = fqn in alike and (fqn, data_pointer(facts_of(values[fqn])[0])) not in starts
+        if is_new and tensor.numel():
+            kind = type(values[fqn]).__name__
+            headline = f"to_local() of this {kind} makes a copy: what is read would be lost"
+            out = "way out:     load into the tensor that it holds, and make the copy afterwards"
+            faults.append(Fault(fqn, headline, (out,)))
+    return faults
+
+
+def _share_memory(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether two elements, of one tensor or of two, are one memory.
+
+    >>> _share_memory([torch.ones(3).expand(2, 3)]), _share_memory([*torch.ones(4, 6).split(3, 1)])
+    (True, False)
+    """
+    starts = list(map(data_pointer, tensors))
+    first = min(starts)
+    views: list[tuple[int, int, list[int], list[int]]] = []
+    unit = 0
+    for start, tensor in zip(starts, tensors, strict=True):
+        block = tensor.itemsize  # bytes in a row; the other dims are of such blocks
+        strides: list[int] = []
+        sizes: list[int] = []
+        for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+            if stride * tensor.itemsize == block:
+                block *= size
+            elif stride and size > 1:
+                strides.append(stride * tensor.itemsize)
+                sizes.append(size)
+        if tensor.numel():
+            views.append((start - first, block, strides, sizes))
+            unit = gcd(unit, start - first, block, *strides)
+    ends = [start - first + _extent(tensor) for start, tensor in zip(starts, tensors, strict=True)]
+    marks = np.zeros(max(ends) // max(unit, 1), bool)
+    for offset, block, strides, sizes in views:
+        shape, steps = (*sizes, block // unit), (*[stride // unit for stride in strides], 1)
+        np.lib.stride_tricks.as_strided(marks[offset // unit :], shape, steps)[...] = True
+    return int(marks.sum()) * unit < sum(tensor.nbytes for tensor in tensors)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first element of a tensor to the end of its last."""
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return (last + 1) * tensor.itemsize if tensor.numel() else 0
 
 
 def equal_values(one: Any, other: Any) -> bool:

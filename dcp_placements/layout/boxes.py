@@ -130,6 +130,20 @@ class Index:
             shares = (intersect(boxes[one], self.boxes[other])[:, 1] > 0).all(axis=1)
             yield one[shares], other[shares]
 
+    def pieces(self, box: Box) -> list[tuple[int, Box, Box]]:
+        """Return ``(position, one of the index, what both share)`` of those that fill a box.
+
+        One that equals the box is returned alone.
+        """
+        wanted = as_array([box], len(box.sizes))
+        met = np.sort(np.concatenate([other for _, other in self.blocks(wanted)]))
+        boxes = self.boxes[met]
+        equal = met[(boxes == wanted).all(axis=(1, 2))]
+        if len(equal):
+            return [(int(equal[0]), box, box)]
+        shared = as_boxes(intersect(boxes, wanted))
+        return list(zip(met.tolist(), as_boxes(boxes), shared, strict=True))
+
 
 def expanded(first: Ints, counts: Ints) -> tuple[Ints, Ints]:
     """Return ``(range number, value)`` of all values of the ranges ``first .. first + counts``.

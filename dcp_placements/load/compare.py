@@ -521,10 +521,11 @@ def _tensors(stored: Mapping[str, Any], fqns: Collection[str]) -> list[str]:
     return [fqn for fqn in fqns if isinstance(stored.get(fqn), TensorStorageMetadata)]
 
 
+@dataclass
 class AllAsked:
     """What all ranks ask for.
 
-    Args:
+    Attributes:
         messages: Of the ranks; none where this rank loads alone.
         record: The checkpoint's; None where it has none.
         stored: The checkpoint's metadata by key.
@@ -532,40 +533,36 @@ class AllAsked:
         complete: Whether all ranks take part. Of some ranks only local numbers are refused.
     """
 
-    def __init__(
-        self,
-        messages: Sequence[LoadMessage],
-        record: SaveRecord | None,
-        stored: Mapping[str, Any],
-        policy: Policy,
-        *,
-        complete: bool,
-    ) -> None:
-        self._messages = [one for one in messages if one.sent is not None]
-        self._ranks = [one.rank for one in self._messages]
-        self._record, self._stored, self._policy = record, stored, policy
-        self._complete = complete
+    messages: Sequence[LoadMessage]
+    record: SaveRecord | None
+    stored: Mapping[str, Any]
+    policy: Policy
+    complete: bool
 
     @cached_property
     def world(self) -> World:
         """The tables of all ranks, which most loads without a declaration do not need."""
-        return World([one.sent or Sent() for one in self._messages])
+        return World([one.sent or Sent() for one in self.messages])
+
+    @cached_property
+    def states(self) -> OptimizerStates:
+        """Which keys of the checkpoint are optimizer state."""
+        return OptimizerStates(dict.fromkeys(self.stored, UNSEEN))
 
     def faults(self) -> list[Fault]:
         """Return the parts of wholes that several ranks ask for while no rank asks for others."""
-        saved = () if self._record is None else self._record.renames
-        if not saved and not any(one.declares for one in self._messages):
+        saved = () if self.record is None else self.record.renames
+        if not saved and not any(one.declares for one in self.messages):
             return []
-        of_ranks = chain.from_iterable([one.renames for one in self._messages])
+        of_ranks = chain.from_iterable([one.renames for one in self.messages])
         steps: dict[str, Step] = {}
-        for step in (*saved, *(of_ranks if self._complete else ())):
+        for step in (*saved, *(of_ranks if self.complete else ())):
             if step.kind in _NUMBERING and step.pattern.count("{}") == 1:
                 steps.setdefault(step.pattern, step)
-        states = OptimizerStates(dict.fromkeys(self._stored, UNSEEN))
-        faults = self._number_faults(steps, states) if steps else []
-        if self._complete:
+        faults = self._number_faults(steps) if steps else []
+        if self.complete:
             for piece in self.world.pieces:
-                faults += self._box_faults(piece, states)
+                faults += self._box_faults(piece)
         return faults
 
     def unasked(self, state_dict: Mapping[str, Any]) -> list[str]:
@@ -579,12 +576,12 @@ class AllAsked:
         """
         keys_of = [
             (
-                [self._ranks[at] for at in cohort.ranks],
+                [self.messages[at].rank for at in cohort.ranks],
                 {fqn for at in cohort.tables for fqn in chain(*self.world.tables[at].keys)},
             )
             for cohort in self.world.cohorts
-        ] or [(self._ranks or [global_rank()], set(state_dict))]
-        found = state_dict.keys() | {fqn for one in self._messages for fqn in one.shared}
+        ] or [([one.rank for one in self.messages] or [global_rank()], set(state_dict))]
+        found = state_dict.keys() | {fqn for one in self.messages for fqn in one.shared}
         # By level, whether each rank asks for the entry with its own number alone.
         per_rank: dict[str, bool] = {}
         for ranks, fqns in keys_of:
@@ -592,7 +589,7 @@ class AllAsked:
             for level, entry in map(_level, fqns):
                 is_own = [entry] == [str(rank) for rank in ranks]
                 per_rank[level] = per_rank.get(level, True) and is_own
-        rest = _tensors(self._stored, [fqn for fqn in self._stored if fqn not in found])
+        rest = _tensors(self.stored, [fqn for fqn in self.stored if fqn not in found])
         return [
             fqn for fqn in rest if not (per_rank.get(_level(fqn)[0]) and _level(fqn)[1].isdecimal())
         ]
@@ -600,7 +597,7 @@ class AllAsked:
     def _renames_on(self, parts: Mapping[frozenset[int], Sequence[int]]) -> str:
         """Return the renames that are in force on the ranks with some parts, as text."""
         ranks = chain.from_iterable(parts.values())
-        steps = [one for rank in ranks for one in self._messages[rank].renames]
+        steps = [one for rank in ranks for one in self.messages[rank].renames]
         return "rename=" + ", ".join(dict.fromkeys(map(str, steps))) if steps else ""
 
     def _fault(
@@ -627,11 +624,11 @@ class AllAsked:
         """
         by_text: dict[str, list[int]] = {}
         for part, positions in sorted(parts.items(), key=lambda part: min(part[1])):
-            by_text.setdefault(text(part), []).extend(self._ranks[at] for at in positions)
+            by_text.setdefault(text(part), []).extend(self.messages[at].rank for at in positions)
         asked = [f"{text} by {format_ranks(ranks)}" for text, ranks in by_text.items()]
         more = f" and {len(asked) - _MAX_PARTS} other parts" if len(asked) > _MAX_PARTS else ""
         first = text(min(twice, key=lambda part: min(parts[part])))
-        asks, none = ("several ranks ask", "none") if self._complete else ("this load asks", "not")
+        asks, none = ("several ranks ask", "none") if self.complete else ("this load asks", "not")
         return Fault(
             name,
             f"{asks} for {first} of {whole}, and {none} for {missing}",
@@ -643,15 +640,15 @@ class AllAsked:
             ),
         )
 
-    def _number_faults(self, steps: Mapping[str, Step], states: OptimizerStates) -> list[Fault]:
+    def _number_faults(self, steps: Mapping[str, Step]) -> list[Fault]:
         """Return the families of which ranks ask for the same numbers, and none for others.
 
         Ranks that load alone are refused where they ask for the first numbers, without a rename
         that gives them.
         """
-        asked_for = families_of(self.world, steps, states)
-        tensors = _tensors(self._stored, self._stored)
-        numbers = numbers_of(tensors, steps, states) if asked_for else {}
+        asked_for = families_of(self.world, steps, self.states)
+        tensors = _tensors(self.stored, self.stored)
+        numbers = numbers_of(tensors, steps, self.states) if asked_for else {}
         faults = []
         for family in asked_for:
             stored_numbers = numbers[family.name, family.pattern]
@@ -661,7 +658,7 @@ class AllAsked:
                 continue
             parts = family.parts(self.world)
             twice = repeated(parts)
-            if not self._complete:
+            if not self.complete:
                 numbered = self._numbered(family, tensors)
                 parts = {
                     part: ranks
@@ -669,15 +666,15 @@ class AllAsked:
                     if part == set(range(len(part))) and not any(numbered[at] for at in ranks)
                 }
                 twice = list(parts)
-            if not twice or any(map(self._policy.excuses, family.members(tensors))):
+            if not twice or any(map(self.policy.excuses, family.members(tensors))):
                 continue
             renames, step = self._renames_on(parts), steps[family.pattern]
             likely = (
                 "rename= was forgotten in this load, so that every rank asks by its local numbers"
             )
-            if renames and self._complete:
+            if renames and self.complete:
                 likely = "rename= of this load gives some ranks the numbers of another rank"
-            is_saved = self._record is not None and step in self._record.renames
+            is_saved = self.record is not None and step in self.record.renames
             details = [f"saved with:  rename={step}"] if is_saved else []
             details += [f"this load:   {renames or 'no rename='}", f"likely:      {likely}"]
             of = {"whole": "it", "missing": format_numbers(missing)}
@@ -692,7 +689,7 @@ class AllAsked:
             found = number_in(step.pattern, member) if step.kind in _NUMBERING else None
             return step.kind == FUNCTION or (found is not None and found.head == head)
 
-        return [any(map(is_numbered, one.renames)) for one in self._messages]
+        return [any(map(is_numbered, one.renames)) for one in self.messages]
 
     def _unnumbered(self, family: Family, stored: Set[int], tensors: Sequence[str]) -> list[Fault]:
         """Return the fault of ranks without the rename by which others ask for their numbers.
@@ -700,14 +697,14 @@ class AllAsked:
         Where all ranks together ask for all numbers, the others are replicas of the right rank.
         """
         numbered = self._numbered(family, tensors)
-        excused = any(map(self._policy.excuses, family.members(tensors)))
+        excused = any(map(self.policy.excuses, family.members(tensors)))
         if excused or all(numbered) or not any(numbered):
             return []
         parts = family.parts(self.world)
         others = [part for part, ranks in parts.items() if any(numbered[at] for at in ranks)]
         faults = []
         for part, ranks in parts.items():
-            without = [self._ranks[at] for at in ranks if not numbered[at]]
+            without = [self.messages[at].rank for at in ranks if not numbered[at]]
             is_local = part == set(range(len(part))) and part != stored
             if without and is_local and any(part <= other for other in others):
                 details = (
@@ -719,7 +716,7 @@ class AllAsked:
                 faults.append(Fault(family.name, headline, details))
         return faults
 
-    def _box_faults(self, piece: Piece, states: OptimizerStates) -> list[Fault]:
+    def _box_faults(self, piece: Piece) -> list[Fault]:
         """Return the keys of a piece of which ranks ask for the same boxes, and none for others."""
         groups = [source.group for source in piece.sources]
         group = next((one for one in groups if one.kind != PLAIN), None)
@@ -731,7 +728,7 @@ class AllAsked:
         is_padding = not len(piece.ranks) and group.padded_shape is not None
         if not is_padding and (not cover.has_replicas or tile(whole, cover.boxes)):
             return []
-        cuts, fqns = format_cuts(group.cuts), [f for f in piece.fqns if not self._policy.excuses(f)]
+        cuts, fqns = format_cuts(group.cuts), [f for f in piece.fqns if not self.policy.excuses(f)]
         if is_padding:
             headline = (
                 "every rank has padding alone of it, so that none asks for any part of "
@@ -764,9 +761,9 @@ class AllAsked:
         is_listed = any(cut.kind is Kind.LISTED and cut.dim >= 0 for cut in group.cuts)
         faults = []
         for fqn in fqns:
-            if is_listed and states.of(fqn) is not None:
+            if is_listed and self.states.of(fqn) is not None:
                 continue
-            saved = self._record.cuts(fqn) if self._record is not None else ()
+            saved = self.record.cuts(fqn) if self.record is not None else ()
             details = [f"saved:       {format_cuts(saved)}"] if saved else []
             details += [f"this load:   {'; '.join(filter(None, [cuts, renames]))}"]
             details += [f"likely:      {likely}"]

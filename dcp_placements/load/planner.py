@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from dcp_placements._torch import global_rank, set_up_by_torch, world_size
-from dcp_placements.bind.lint import lint
+from dcp_placements.bind.lint import lint, memory_faults, tied_keys
 from dcp_placements.bind.state_dict import place
 from dcp_placements.errors import (
     Fault,
@@ -48,8 +48,7 @@ from dcp_placements.load.compare import (
 )
 from dcp_placements.load.exchange import Answer, Exchange, answers
 from dcp_placements.load.missing import Policy
-from dcp_placements.load.reads import LOOK, RankLoad
-from dcp_placements.load.tied import memory_faults, settle_tied, tied_keys
+from dcp_placements.load.reads import LOOK, RankLoad, read_items, settle_tied
 from dcp_placements.names.flat import Path, check_texts, put_at, rename_keys
 from dcp_placements.names.renames import recorded
 from dcp_placements.names.stacks_and_parts import Rename
@@ -327,7 +326,8 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             raise_faults("nothing can be loaded", [_mixed_checkpoints(messages)])
         if not complete and load.record is not None:
             report.compared += ", but not with what other ranks ask for"
-        asked = AllAsked(messages, load.record, load.stored, policy, complete=complete)
+        asking = [one for one in messages if one.sent is not None]
+        asked = AllAsked(asking, load.record, load.stored, policy, complete)
         faults: list[Fault] = []
         if self.whole is not None:
             faults, notes_of_whole, report.whole = compare_with_whole(
@@ -377,11 +377,14 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         return replace(new_plan, items=items, planner_data=load)
 
     def _items(self, load: RankLoad) -> list[ReadItem]:
-        """Return what a rank reads."""
-        # Not where a subclass, or a user, has another hook in its place.
+        """Return what a rank reads, in the order of the state dict."""
+        reads_of = {fqn: group.reads for group in load.groups for fqn in group.fqns}
+        ordered = [(fqn, reads_of[fqn]) for fqn in load.state_dict if fqn in reads_of]
+        # Items know their memory, too, unless a subclass or a user has another hook in its place.
         own = getattr(self.lookup_tensor, "__func__", None)
         is_known = own is PlacementLoadPlanner.lookup_tensor
-        items = load.items(is_known=is_known)
+        held = {**load.state_dict, **load.placing.placed} if is_known else {}
+        items: list[ReadItem] = read_items(ordered, load, held)
         if load.exchange is not None:
             items = load.exchange.share(items, load.report)
         files = load.metadata.storage_data
@@ -391,10 +394,10 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             records, faults = id_records(files)
             if faults:
                 raise_faults(IS_DAMAGED, faults)
-            held = [files.get(item.storage_index) for item in items if records]
-            if None in held:
+            places = [files.get(item.storage_index) for item in items if records]
+            if None in places:
                 places_of(items, files)  # refuses them
-            names = {place.relative_path for place in held if place is not None}
+            names = {place.relative_path for place in places if place is not None}
             ids = []
             for record in speaking_for(names, records):
                 ids.append(ReadItemOfLoad(**vars(id_item(record)), run=load))

@@ -17,6 +17,8 @@ import threading
 import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
 from operator import attrgetter, sub
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -44,15 +46,12 @@ from dcp_placements.errors import Fault, RankFaults, format_faults, format_names
 from dcp_placements.layout.boxes import (
     Index,
     as_array,
-    as_boxes,
     format_boxes,
-    intersect,
     uncovered,
 )
 from dcp_placements.layout.sharding import Box, Chunk, Sharding, format_cuts
 from dcp_placements.load.casting import cast_fault, cast_kind, format_cast
 from dcp_placements.load.missing import Policy, is_tensor, reset_note, settle_missing
-from dcp_placements.load.tied import UNLIKE, land, settle_tied, unlike_fault
 from dcp_placements.names.flat import Path, Reshaped, put_at
 from dcp_placements.names.optimizer_state import OptimizerStates, ParameterNames
 from dcp_placements.planning import ReadItemOfLoad, made
@@ -60,25 +59,11 @@ from dcp_placements.report import LoadReport
 from dcp_placements.rules.patterns import Matches
 from dcp_placements.storage.provenance import SaveRecord, record_of, stored
 from dcp_placements.storage.torch_metadata import ChunkList, StoredPlace
+from dcp_placements.table.digests import full_digest
 from dcp_placements.table.table import Held, Holding, as_holding, group_of
 
 if TYPE_CHECKING:
     from dcp_placements.load.exchange import Exchange
-
-
-def pieces_of(box: Box, stored: Index) -> list[tuple[int, Box, Box]]:
-    """Return ``(chunk index, chunk, shared box)`` of the stored chunks that fill a box.
-
-    A chunk that equals the box is returned alone.
-    """
-    wanted = as_array([box], len(box.sizes))
-    _, met = stored.meeting(wanted)
-    chunks = stored.boxes[met]
-    equal = met[(chunks == wanted).all(axis=(1, 2))]
-    if len(equal):
-        return [(int(equal[0]), box, box)]
-    shared = as_boxes(intersect(chunks, wanted))
-    return list(zip(met.tolist(), as_boxes(chunks), shared, strict=True))
 
 
 def reads_of(
@@ -96,7 +81,7 @@ def reads_of(
     holes: list[Box] = []
     chunks = Index(ChunkList.of(stored.chunks, len(stored.size)).array)
     for position, box in enumerate(destinations):
-        pieces = pieces_of(box, chunks)
+        pieces = chunks.pieces(box)
         filled = [shared for _, _, shared in pieces]
         if filled != [box]:
             holes += uncovered(box, as_array(filled, len(box.sizes)))
@@ -222,7 +207,6 @@ class RankLoad:
         placing: The places of its tensors.
         policy: What is accepted.
         record: How the checkpoint was saved; None where it has no record of that.
-        states: Which keys are optimizer state.
         groups: The keys that the checkpoint has, by what fills them.
         to_reset: By optimizer state key that is reset when all is read, the parameter, which has no
             state in the checkpoint at all.
@@ -248,7 +232,6 @@ class RankLoad:
     placing: Placing = field(default_factory=Placing)
     policy: Policy = field(default_factory=Policy)
     record: SaveRecord | None = None
-    states: OptimizerStates = field(default_factory=OptimizerStates)
     groups: list[Group] = field(default_factory=list)
     to_reset: dict[str, str] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
@@ -271,6 +254,11 @@ class RankLoad:
         """The checkpoint's metadata by key."""
         return self.metadata.state_dict_metadata
 
+    @cached_property
+    def states(self) -> OptimizerStates:
+        """Which keys are optimizer state; asked once all keys have their names."""
+        return OptimizerStates(self.state_dict, self.stored, names=self.local_keys)
+
     def plan(self, placing: Placing, policy: Policy) -> None:
         """Plan what is read of the tensors that have places, and of all other values.
 
@@ -280,7 +268,6 @@ class RankLoad:
         """
         self.placing, self.policy, self.report = placing, policy, LoadReport()
         self.record = record_of(stored(self.metadata), self.stored)
-        self.states = OptimizerStates(self.state_dict, self.stored, names=self.local_keys)
         missing, narrowed = self._group()
         if missing:
             settle_missing(self, missing)
@@ -375,14 +362,12 @@ class RankLoad:
         if tuple(size) != shape:
             self.faults.append(self._other_shape(fqn, tuple(size), shape, placed))
             return None
+        chunks = chunk_list(value) if placed is None else placed.chunks
+        destinations = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
+        needed = sum([prod(box.sizes) for box in destinations])
         padded = 0
-        if placed is not None:
-            destinations = [chunk.box for chunk in placed.chunks]
-            if placed.place.sharding.padded_shape is not None:
-                held = sum(tensor.numel() for tensor in placed.tensors)
-                padded = held - sum(box.numel for box in destinations)
-        else:
-            destinations = [Box(tuple(c.offsets), tuple(c.sizes)) for c in chunk_list(value)]
+        if placed is not None and placed.place.sharding.padded_shape is not None:
+            padded = sum([tensor.numel() for tensor in placed.tensors]) - needed
         reads, holes = reads_of(entry, destinations)
         if holes:
             headline = f"nobody stored {format_boxes(holes, shape)}, which is needed"
@@ -402,7 +387,7 @@ class RankLoad:
             entry,
             placed,
             reads,
-            sum(box.numel for box in destinations) * dtype.itemsize,
+            needed * dtype.itemsize,
             sum(read.lengths.numel() for read in reads) * stored_dtype.itemsize,
             None if kind == "same" else format_cast(stored_dtype, dtype),
             kind == "narrowing",
@@ -444,17 +429,6 @@ class RankLoad:
             f"the checkpoint holds a {stored} tensor, but {needed} is needed (torch: Size mismatch)"
         )
         return Fault(fqn, headline, tuple(details))
-
-    def items(self, *, is_known: bool = False) -> list[ReadItem]:
-        """Return the read items, in the order of the state dict.
-
-        Args:
-            is_known: Whether they know their memory, too, where they have a place.
-        """
-        reads_of_key = {fqn: group.reads for group in self.groups for fqn in group.fqns}
-        in_order = [(fqn, reads_of_key[fqn]) for fqn in self.state_dict if fqn in reads_of_key]
-        held = {**self.state_dict, **self.placing.placed} if is_known else {}
-        return read_items(in_order, self, held)
 
     def holding(self, without: Container[str] = ()) -> Holding:
         """Return the tensors that are read, as other ranks compare and exchange them.
@@ -564,3 +538,69 @@ class RankLoad:
         used |= {one: None for one, tensor, before in shared if not torch.equal(tensor, before)}
         if used:
             self.warn([reset_note(list(used))])
+
+
+MAX_KEYS = 6
+"""Keys of one memory that a message lists."""
+
+_FEW = 4
+"""Elements of a tensor that a message shows."""
+
+UNLIKE = "what is one here differs in the checkpoint"
+
+Buffered = Sequence[tuple[str, torch.Tensor, torch.Tensor]]
+"""What was read into buffers: key, memory, buffer."""
+
+
+def land(buffered: Buffered) -> None:
+    """Put what was read into its memory; of rows that are one number there, the first."""
+    for _, memory, buffer in buffered:
+        for dim in reversed(range(memory.ndim)):
+            if memory.shape[dim] > 1 and not memory.stride(dim):
+                memory, buffer = memory.select(dim, 0), buffer.select(dim, 0)
+        memory.copy_(buffer)
+
+
+def settle_tied(buffered: Buffered, tied: Mapping[str, tuple[str, ...]]) -> None:
+    """Put what was read into its memory; refuse what was overwritten by another key's.
+
+    Each part of tensors that overlap is read into a buffer of its own: of one memory under two keys
+    the contents that are read last would stay. A part that is not there at the end was overwritten.
+
+    Raises:
+        PlacementError: Some have one memory, but other contents.
+    """
+    land(buffered)
+    lost: dict[tuple[str, ...], dict[str, str]] = {}
+    for fqn, memory, buffer in buffered:
+        if full_digest(memory) != full_digest(buffer):
+            read, left = (one.flatten()[:_FEW].tolist() for one in (buffer, memory))
+            lost.setdefault(tied[fqn], {})[fqn] = f"{read} of {fqn}, where {left} is left"
+    faults = [unlike_fault(keys, [*fqns], next(iter(fqns.values()))) for keys, fqns in lost.items()]
+    raise_faults(UNLIKE, faults)
+
+
+def unlike_fault(
+    keys: tuple[str, ...], lost: Sequence[str], contents: str, kind: str = "memory"
+) -> Fault:
+    """Return that keys have different contents in the checkpoint, and one value here.
+
+    Args:
+        keys: All that have the one value; a single one stands for several rows.
+        lost: Those whose contents are not there.
+        contents: As text, where they begin.
+        kind: What the one value is.
+    """
+    what = "them" if len(keys) > 1 else "several rows of it"
+    # Those that were overwritten first: a long list is cut.
+    return Fault(
+        format_names([*dict.fromkeys((*lost, *keys))], MAX_KEYS),
+        f"this rank has one {kind} for {what}, but the checkpoint has different contents",
+        (
+            f"overwritten: {format_names(lost, MAX_KEYS)}",
+            f"contents:    {contents}",
+            "way out:     load into a model that does not tie them, for rows with one tensor per "
+            "row; or leave all keys but one out of the state dict: its contents are then those of "
+            "all",
+        ),
+    )

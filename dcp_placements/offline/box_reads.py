@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.planner import LoadItemType
 
 from dcp_placements.errors import PlacementError, fault_error
 from dcp_placements.layout.sharding import Box
-from dcp_placements.load.reads import pieces_of
 from dcp_placements.offline.checkpoint import (
     SAFETENSORS,
     Checkpoint,
@@ -112,7 +111,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         self._target.tensor = into
         by_file: dict[str, list[Wanted]] = {}
         chunks = self._chunks(tensor)
-        for at, _, shared in pieces_of(box, tensor.cut.index):
+        for at, _, shared in tensor.cut.index.pieces(box):
             chunk = chunks[at]
             if chunk.file is not None:
                 wanted = self._wanted(tensor, chunk, shared, box)
@@ -148,7 +147,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         itemsize = tensor.dtype.itemsize
         chunks = self._chunks(tensor)
         runs = []
-        for at, held, shared in pieces_of(box, tensor.cut.index):
+        for at, held, shared in tensor.cut.index.pieces(box):
             chunk = chunks[at]
             if chunk.file is None or chunk.transforms:
                 return None

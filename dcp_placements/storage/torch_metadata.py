@@ -265,7 +265,7 @@ def check_entries(entries: Entries, rows: int) -> None:
         entries: What an index has of their lists of chunks is in range.
         rows: Places of chunks.
     """
-    _check_types("the metadata of a key", entries.forms, _ENTRIES)
+    _check("the metadata of a key", entries.forms, _ENTRIES)
     keys = np.bincount(np.array(entries.form_of, np.int64), minlength=len(entries.forms)).tolist()
     listed = 0
     for form, count in zip(entries.forms, keys, strict=True):
@@ -329,8 +329,8 @@ def check_facts(metadata: Metadata) -> None:
     Raises:
         TypeError: One is of another type.
     """
-    _check_types("storage_data", [metadata.storage_data], Mapping)
-    _check_types("storage_meta", [metadata.storage_meta], (StorageMeta, type(None)))
+    _check("storage_data", [metadata.storage_data], Mapping)
+    _check("storage_meta", [metadata.storage_meta], (StorageMeta, type(None)))
     check_provenance(stored(metadata) or {})
 
 
@@ -345,49 +345,49 @@ def check_fields(metadata: Metadata) -> None:
         ValueError: A number is negative, or larger than any tensor.
     """
     entries, places = metadata.state_dict_metadata, metadata.storage_data
-    _check_types("state_dict_metadata", [entries], Mapping)
-    _check_types("planner_data", [metadata.planner_data], (Mapping, type(None)))
+    _check("state_dict_metadata", [entries], Mapping)
+    _check("planner_data", [metadata.planner_data], (Mapping, type(None)))
     check_provenance(stored(metadata) or {})
     if type(entries) is dict:
-        _check_types("a key", entries, str)
+        _check("a key", entries, str)
         # Chunks in arrays are those of an index.
         listed = [
             one for one in entries.values() if type(getattr(one, "chunks", None)) is not ChunkList
         ]
-        _check_types("the metadata of a key", listed, _ENTRIES)
+        _check("the metadata of a key", listed, _ENTRIES)
         tensors = [one for one in listed if isinstance(one, TensorStorageMetadata)]
         check_properties([one.properties for one in tensors])
-        _check_types("size", [one.size for one in tensors], tuple | list)
+        _check("size", [one.size for one in tensors], tuple | list)
         lists = [one.chunks for one in tensors]
-        _check_types("the chunks of a tensor", lists, Sequence)
+        _check("the chunks of a tensor", lists, Sequence)
         chunks = list(chain.from_iterable(lists))
-        _check_types("a chunk", chunks, ChunkStorageMetadata)
+        _check("a chunk", chunks, ChunkStorageMetadata)
         for boxes in (tensors, ("size",)), (chunks, ("offsets", "sizes")):
             for name in boxes[1]:
                 sizes = list(map(attrgetter(name), boxes[0]))
-                _check_types(name, sizes, tuple | list)
-                _check_counts(name, list(chain.from_iterable(sizes)))
+                _check(name, sizes, tuple | list)
+                _check(name, list(chain.from_iterable(sizes)), Integral)
         dims = {
             (len(one.size), len(at.offsets), len(at.sizes)) for one in tensors for at in one.chunks
         }
         if any(len(set(found)) > 1 for found in dims):
             raise ValueError("a chunk has other dims than its tensor")
     if type(places) is dict and any(isinstance(one, StorageInfo) for one in places.values()):
-        _check_types("the index of a place", places, MetadataIndex)
-        _check_types("the key of a place", [index.fqn for index in places], str)
+        _check("the index of a place", places, MetadataIndex)
+        _check("the key of a place", [index.fqn for index in places], str)
         infos = places.values()
-        _check_types("a place", infos, StorageInfo)
-        _check_types("relative_path", map(attrgetter("relative_path"), infos), str)
+        _check("a place", infos, StorageInfo)
+        _check("relative_path", map(attrgetter("relative_path"), infos), str)
         for name in ("offset", "length"):
-            _check_counts(name, list(map(attrgetter(name), infos)))
+            _check(name, list(map(attrgetter(name), infos)), Integral)
         steps = [getattr(one, "transform_descriptors", None) for one in infos]
-        _check_types("transform_descriptors", steps, (list, tuple, type(None)))
-        _check_types("a transform", chain.from_iterable(filter(None, steps)), str)
+        _check("transform_descriptors", steps, (list, tuple, type(None)))
+        _check("a transform", chain.from_iterable(filter(None, steps)), str)
 
 
 def check_properties(properties: Sequence[TensorProperties]) -> None:
     """Check the types of the properties of tensors."""
-    _check_types("the properties of a tensor", properties, TensorProperties)
+    _check("the properties of a tensor", properties, TensorProperties)
     kinds = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
     kinds |= {"requires_grad": bool, "pin_memory": bool}
     for types in {tuple(map(type, one)) for one in map(attrgetter(*kinds), properties)}:
@@ -396,17 +396,14 @@ def check_properties(properties: Sequence[TensorProperties]) -> None:
                 raise TypeError(f"{name} is a {found.__name__}")
 
 
-def _check_types(name: str, values: Iterable[Any], kind: Any) -> None:
+def _check(name: str, values: Iterable[Any], kind: Any) -> None:
+    """Check the types of values, and that integers are counts of elements or bytes."""
     for found in set(map(type, values)):
         if not issubclass(found, kind):
             raise TypeError(f"{name} is a {found.__name__}")
-
-
-def _check_counts(name: str, values: Sequence[Any]) -> None:
-    _check_types(name, values, Integral)
-    if min(values, default=0) < 0:
+    if kind is Integral and min(values, default=0) < 0:
         raise ValueError(f"{name} is negative")
-    if max(values, default=0) >= LARGEST:
+    if kind is Integral and max(values, default=0) >= LARGEST:
         raise ValueError(f"{name} is larger than any tensor")
 
 

@@ -25,7 +25,7 @@ from dcp_placements.bind.state_dict import place
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box
 from dcp_placements.load.missing import Policy
-from dcp_placements.load.reads import RankLoad
+from dcp_placements.load.reads import RankLoad, read_items
 from dcp_placements.report import LoadReport
 from dcp_placements.testing import FakeDTensor, FakeMesh, World
 
@@ -49,7 +49,9 @@ def ask(
     placing = place(state_dict, PlacementRules({"cut": placement, "padded": padded}))
     load = RankLoad(state_dict=dict(state_dict), metadata=Metadata(stored))
     load.plan(placing, Policy(partial=True, cast=cast))
-    return load.items(), [*placing.faults, *load.faults], load.report
+    reads = {fqn: group.reads for group in load.groups for fqn in group.fqns}
+    items = read_items([(fqn, reads[fqn]) for fqn in state_dict if fqn in reads])
+    return items, [*placing.faults, *load.faults], load.report
 
 
 @given(st.data())
