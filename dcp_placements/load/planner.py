@@ -10,6 +10,7 @@ import logging
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Any, cast
 
 import torch
@@ -377,7 +378,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         return replace(new_plan, items=items, planner_data=load)
 
     def _items(self, load: RankLoad) -> list[ReadItem]:
-        """Return what a rank reads, in the order of the state dict."""
+        """Return what a rank reads."""
         reads_of = {fqn: group.reads for group in load.groups for fqn in group.fqns}
         ordered = [(fqn, reads_of[fqn]) for fqn in load.state_dict if fqn in reads_of]
         # Items know their memory, too, unless a subclass or a user has another hook in its place.
@@ -391,19 +392,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         final = items
         # Only the reader of this package has other mappings, and compares the ids by itself.
         if type(files) is dict and stored(load.metadata) is not None:
-            records, faults = id_records(files)
-            if faults:
-                raise_faults(IS_DAMAGED, faults)
-            places = [files.get(item.storage_index) for item in items if records]
-            if None in places:
-                places_of(items, files)  # refuses them
-            names = {place.relative_path for place in places if place is not None}
-            ids = []
-            for record in speaking_for(names, records):
-                ids.append(ReadItemOfLoad(**vars(id_item(record)), run=load))
-                load.ids[ids[-1].storage_index] = record
-            # A file is compared before and after its records are read: a save may begin meanwhile.
-            final = [*ids, *items, *ids]
+            final = self._with_ids(load, items)
         # That reader, which an exchange needs, tells when it has compared the files, too: later
         # than the last item.
         is_told = type(files) is not dict or load.exchange is not None
@@ -412,6 +401,32 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             if not final:
                 load.reset()
         return final
+
+    def _with_ids(self, load: RankLoad, items: list[ReadItem]) -> list[ReadItem]:
+        """Return items with those that compare their files with the save of the metadata.
+
+        A file is compared before and after its records are read, as a save may begin meanwhile.
+        Torch's reader reads file after file, as they come: first those that others speak for.
+
+        Raises:
+            PlacementError: By the metadata, two ranks have one file, or an item has none.
+        """
+        files = load.metadata.storage_data
+        records, faults = id_records(files)
+        raise_faults(IS_DAMAGED, faults)
+        if not records:
+            return items
+        places = [files.get(item.storage_index) for item in items]
+        if None in places:
+            places_of(items, files)  # refuses them
+        names = [place.relative_path for place in places if place is not None]
+        ids = []
+        for record in speaking_for(set(names), records):
+            ids.append(ReadItemOfLoad(**vars(id_item(record)), run=load))
+            load.ids[ids[-1].storage_index] = record
+        compared = [name in records for name in names]
+        others = [item for item, is_own in zip(items, compared, strict=True) if not is_own]
+        return [*others, *ids, *compress(items, compared), *ids]
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the storage to read into: a view of the local tensor. Called on every rank."""

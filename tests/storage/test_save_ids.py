@@ -409,7 +409,7 @@ class Interrupted(PlacementLoadPlanner):
     ("reader", "files", "after"),
     [
         *((reader, 1, after) for reader in READERS for after in (0, 1, 2)),
-        *(("ours", 8, after) for after in (0, 5, 7)),
+        *((reader, 8, after) for reader in READERS for after in (0, 5, 7)),
     ],
 )
 def test_m99_a_save_into_files_that_are_being_read_is_refused(
