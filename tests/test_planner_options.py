@@ -364,14 +364,15 @@ def test_keys_that_are_one_text_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The function definition")  # torch's, of the first of them
-def test_a_load_planner_in_a_save_and_a_class_in_a_load_are_named(tmp_path: Path) -> None:
-    state, kind = {"w": torch.ones(2)}, PlacementLoadPlanner
-    dcp.save(state, checkpoint_id=tmp_path, planner=PlacementSavePlanner(), no_dist=True)
-    mistakes: list[Callable[[], Any]] = [
-        lambda: dcp.save(state, checkpoint_id=tmp_path, planner=kind(), no_dist=True),  # type: ignore[arg-type]
-        lambda: dcp.load(state, checkpoint_id=tmp_path, planner=kind, no_dist=True),  # type: ignore[arg-type]
+def test_a_planner_of_the_other_side_and_a_class_are_named(tmp_path: Path) -> None:
+    state, saves, kind = {"w": torch.ones(2)}, PlacementSavePlanner(), PlacementLoadPlanner
+    dcp.save(state, checkpoint_id=tmp_path, planner=saves, no_dist=True)
+    mistakes: list[tuple[Any, Any, str]] = [
+        (dcp.save, kind(), "was given a bool in place of metadata"),
+        (dcp.load, kind, "was given a bool in place of metadata"),
+        (dcp.load, saves, "a save planner was given Metadata of a checkpoint"),
     ]
-    for mistake in mistakes:
+    for call, planner, message in mistakes:
         with pytest.raises(CheckpointException) as caught:
-            mistake()
-        assert "was given a bool in place of metadata" in str(caught.value.failures[0][0])
+            call(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+        assert message in str(caught.value.failures[0][0])

@@ -274,6 +274,11 @@ class PlacementSavePlanner(DefaultSavePlanner):
         if isinstance(storage_meta, bool):
             is_coordinator = storage_meta
             storage_meta = None
+        elif storage_meta is not None and not hasattr(storage_meta, "checkpoint_id"):
+            raise PlacementError(
+                f"a save planner was given {type(storage_meta).__name__} of a checkpoint\n"
+                "    likely:      planner= of a load"
+            )
         if not self.flatten_state_dict:  # else torch refuses them
             check_texts(state_dict)
         save = self._runs.begin()
