@@ -143,6 +143,7 @@ class SafeUnpickler(pickle._Unpickler):
     }
     """Types of keys, and of what stands in a key that is a tuple."""
 
+    memo: dict[int, Any]
     stack: list[Any]
     pop_mark: Callable[[], list[Any]]
 
@@ -160,7 +161,10 @@ class SafeUnpickler(pickle._Unpickler):
             pickle.UnpicklingError: It is broken, or asks for something it may not have.
         """
         try:
-            return self._value()
+            value = self._value()
+            if max(self.memo, default=0) > self._nbytes:
+                raise refusal("it has a slot of the memo far beyond its size")  # in C, an array
+            return value
         except (pickle.UnpicklingError, MemoryError):
             raise
         except EOFError as error:
