@@ -230,7 +230,7 @@ class PlacementResharder(Resharder):
             stream: IO[bytes] = storage.stream_read(source_path / name, arguments)
             return stream
 
-        metadata, places, _, described = saved_items(
+        metadata, places, _, described, _ = saved_items(
             str(source_path),
             {item_key: source_metadata.to_dict()},
             open_file,

@@ -106,6 +106,9 @@ Open = Callable[[str], IO[bytes]]
 Places = dict[tuple[str, tuple[int, ...] | None], list[tuple[str, SavedChunk]]]
 """By key and offsets, which an object has not: the files of ranks that have it, and where there."""
 
+Lies = dict[tuple[str, SavedChunk], tuple[int, int, TensorRecord]]
+"""By file and chunk of a tensor, what ``SavedFile.record`` returns."""
+
 
 class Described(NamedTuple):
     """What this package's metadata say of a rank's file.
@@ -151,12 +154,14 @@ class SavedItems(NamedTuple):
         places: The places.
         left_out: The keys that are left out.
         described: By file, what this package's metadata say of it.
+        lies: How the chunks lie, for the offline tools.
     """
 
     metadata: Metadata
     places: Places
     left_out: list[str]
     described: dict[str, Described]
+    lies: Lies
 
 
 class EngineUnpickler(SafeUnpickler):
@@ -194,6 +199,7 @@ def saved_items(
     ranks: dict[int, dict[str, RankParts]] = {}
     files: dict[str, dict[int, str]] = {}
     described: dict[str, Described] = {}
+    lies: Lies | None = {} if rank is None else None
     note = ""
     try:
         for item_key, item in items.items():
@@ -206,10 +212,10 @@ def saved_items(
                     own[one]: Described(item_key, one, {tuple(map(str, at)) for at in parts.paths})
                     for one, parts in found.items()
                 }
-                if rank is None:
-                    found = _compared(found, own, described, open_file)
+                if lies is not None:
+                    found = _compared(found, own, described, open_file, lies)
             else:
-                found = _from_files(path, item_key, item, own, open_file, source)
+                found = _from_files(path, item_key, item, own, open_file, source, lies)
                 note = _NO_SOURCE if source is None else _BY_SOURCE
             files[item_key] = own
             for one in own:
@@ -240,7 +246,7 @@ def saved_items(
                 for box, chunk in zip(part.boxes, part.chunks, strict=True):
                     offsets = None if part.group.kind == OBJECT else box.offsets
                     places.setdefault((part.fqn, offsets), []).append((file, chunk))
-    return SavedItems(metadata, places, list(left_out), described)
+    return SavedItems(metadata, places, list(left_out), described, lies or {})
 
 
 def engine_items(stream: IO[bytes]) -> dict[str, dict[str, Any]]:
@@ -278,7 +284,7 @@ def read_engine(
     Raises:
         PlacementError: As ``saved_items``; or a file is damaged.
     """
-    metadata, places, left_out, _ = saved_items(path, items, open_file, source=source)
+    metadata, places, left_out, _, lies = saved_items(path, items, open_file, source=source)
     # The level of an item, which an export leaves out of its names.
     metadata.planner_data |= {
         fqn: (item_key, fqn.removeprefix(f"{item_key}."))
@@ -286,17 +292,12 @@ def read_engine(
         for item_key in items
         if fqn.startswith(f"{item_key}.")
     }
-    by_file: dict[str, list[tuple[str, tuple[int, ...], SavedChunk]]] = {}
-    for (fqn, offsets), copies in places.items():
-        for name, chunk in copies:
-            by_file.setdefault(name, []).append((fqn, offsets or (), chunk))
     rows, records = [], {}
-    for name, held in by_file.items():
-        with closing(opened(name, open_file)) as file:
-            for fqn, offsets, chunk in held:
-                start, nbytes, record = file.record(fqn, chunk)
-                records[fqn, name, offsets] = record
-                rows.append(StoredPlace(fqn, offsets, name, start, nbytes))
+    for (fqn, at), copies in places.items():
+        offsets = at or ()
+        for name, chunk in copies:
+            start, nbytes, records[fqn, name, offsets] = lies[name, chunk]
+            rows.append(StoredPlace(fqn, offsets, name, start, nbytes))
     entries = build_entries(metadata.state_dict_metadata)
     metadata = with_columns(metadata, index_of_places(rows, entries, copies=True))
     return metadata, records, left_out
@@ -368,6 +369,7 @@ def _compared(
     files: Mapping[int, str],
     described: Mapping[str, Described],
     open_file: Open,
+    lies: Lies,
 ) -> dict[int, RankParts]:
     """Return what this package said, with digests of what is in the files.
 
@@ -379,6 +381,7 @@ def _compared(
         with closing(opened(files[rank], open_file, rank)) as file:
             described[files[rank]].check(file)
             crcs |= {(rank, own): file.crc(own) for own in parts.paths}
+            lies |= _lies_in(file, parts)
         found[rank] = RankParts(dict(parts.paths), parts.renames)
     _add_digests(found, crcs, files, open_file)
     return found
@@ -391,6 +394,7 @@ def _from_files(
     files: Mapping[int, str],
     open_file: Open,
     source: Any,
+    lies: Lies | None,
 ) -> dict[int, RankParts]:
     """Return what is in the files of an item, placed as the placements of its world say."""
     if source is not None and source.size != len(files):
@@ -412,9 +416,21 @@ def _from_files(
             for own in outside:
                 del parts.paths[own]
             crcs |= {(rank, own): file.crc(own) for own in parts.paths}
+            if lies is not None:
+                lies |= _lies_in(file, parts)
             found[rank] = parts
     _add_digests(found, crcs, files, open_file)
     return found
+
+
+def _lies_in(file: SavedFile, parts: RankParts) -> Lies:
+    """Return how the chunks of a rank's tensors lie in its file."""
+    return {
+        (file.name, chunk): file.record(part.fqn, chunk)
+        for part in parts.all
+        for chunk in part.chunks
+        if chunk.dtype is not None
+    }
 
 
 def _state_of(file: SavedFile, item_key: str, rank: int) -> tuple[Any, list[Path], list[Fault]]:

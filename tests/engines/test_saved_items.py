@@ -34,6 +34,7 @@ from dcp_placements import (
 )
 from dcp_placements._torch import rehearsed
 from dcp_placements.errors import CannotLook
+from dcp_placements.offline.directory import Directory
 
 engine = pytest.importorskip("torch_checkpointing.distributed_metadata")
 
@@ -789,3 +790,24 @@ def test_an_import_by_other_placements_of_the_engines_files_is_another_output(
         offline.import_checkpoint(source, tmp_path / f"out{order}")
         ids.add((offline.Checkpoint(tmp_path / f"out{order}").provenance or {})["save_id"])
     assert len(ids) == 2
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_tools_open_each_file_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ours: bool
+) -> None:
+    values = [{"w": half["w"], "norm": torch.ones(3)} for half in HALVES]
+    rules = sharded()
+    if ours:
+        save(tmp_path, values, rules)
+    else:
+        save_theirs(tmp_path, values)
+    names: list[str] = []
+    opens = Directory.open
+    monkeypatch.setattr(
+        Directory, "open", lambda self, name: names.append(name) or opens(self, name)
+    )
+    world = TransferWorld({"ep": 2}, lambda mesh: rules(mesh.get_coordinate()[0], 2))
+    held = offline.Checkpoint(tmp_path, source=None if ours else world)
+    assert held.tensors["model.w"].shape == (4, 6)
+    assert names == ["metadata.pkl", "model_0.pt", "model_1.pt"]
