@@ -13,6 +13,8 @@ checkpoint, a transfer, an import. Boxes without elements meet nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, pairwise
 from math import prod
 from operator import add, sub
@@ -93,15 +95,20 @@ def common(one: Box, other: Box) -> Box | None:
     return Box(offsets, sizes) if min(sizes, default=1) > 0 else None
 
 
+@dataclass
 class Index:
-    """Boxes sorted along every dim, among which those that meet others are searched."""
+    """Boxes among which those that meet others are searched."""
 
-    def __init__(self, boxes: Boxes) -> None:
-        self.boxes = boxes
-        self._dims = []
-        for dim in range(boxes.shape[2] if len(boxes) else 0):
-            order = np.argsort(boxes[:, 0, dim], kind="stable")
-            self._dims.append((order, boxes[order, 0, dim], boxes[:, 1, dim].max()))
+    boxes: Boxes
+
+    @cached_property
+    def _dims(self) -> list[tuple[Ints, Ints, Any]]:
+        """By dim the order of the boxes by their starts, these, and the largest size."""
+        dims = []
+        for dim in range(self.boxes.shape[2] if len(self.boxes) else 0):
+            order = np.argsort(self.boxes[:, 0, dim], kind="stable")
+            dims.append((order, self.boxes[order, 0, dim], self.boxes[:, 1, dim].max()))
+        return dims
 
     def meeting(self, boxes: Boxes) -> tuple[Ints, Ints]:
         """Return the pairs ``(one of boxes, one of the index)`` that share elements, sorted."""
@@ -133,14 +140,15 @@ class Index:
     def pieces(self, box: Box) -> list[tuple[int, Box, Box]]:
         """Return ``(position, one of the index, what both share)`` of those that fill a box.
 
-        One that equals the box is returned alone.
+        One that equals the box is returned alone: as in most loads, which are of the world that
+        saved.
         """
         wanted = as_array([box], len(box.sizes))
+        equal = np.flatnonzero((self.boxes == wanted).all(axis=(1, 2)))
+        if len(equal) and 0 not in box.sizes:
+            return [(int(equal[0]), box, box)]
         met = np.sort(np.concatenate([other for _, other in self.blocks(wanted)]))
         boxes = self.boxes[met]
-        equal = met[(boxes == wanted).all(axis=(1, 2))]
-        if len(equal):
-            return [(int(equal[0]), box, box)]
         shared = as_boxes(intersect(boxes, wanted))
         return list(zip(met.tolist(), as_boxes(boxes), shared, strict=True))
 

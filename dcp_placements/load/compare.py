@@ -724,9 +724,12 @@ class AllAsked:
             group is None or len({one.shape for one in groups}) > 1
         ):  # of shapes there is another fault
             return []
-        cover, whole = cover_of(piece.ranks, piece.boxes), Box.whole(group.shape)
+        cover = cover_of(piece.ranks, piece.boxes)
         is_padding = not len(piece.ranks) and group.padded_shape is not None
-        if not is_padding and (not cover.has_replicas or tile(whole, cover.boxes)):
+        if not is_padding and not cover.has_replicas:
+            return []
+        whole = Box.whole(group.shape)
+        if not is_padding and tile(whole, cover.boxes):
             return []
         cuts, fqns = format_cuts(group.cuts), [f for f in piece.fqns if not self.policy.excuses(f)]
         if is_padding:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint import (
     ReadItem,
 )
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from dcp_placements._torch import global_rank, set_up_by_torch, world_size
@@ -68,7 +69,6 @@ from dcp_placements.storage.record_reads import DAMAGED, IS_DAMAGED
 from dcp_placements.storage.save_ids import (
     MIXED,
     id_fault,
-    id_item,
     id_records,
     speaking_for,
 )
@@ -413,7 +413,8 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         """
         files = load.metadata.storage_data
         records, faults = id_records(files)
-        raise_faults(IS_DAMAGED, faults)
+        if faults:
+            raise_faults(IS_DAMAGED, faults)
         if not records:
             return items
         places = [files.get(item.storage_index) for item in items]
@@ -422,8 +423,10 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         names = [place.relative_path for place in places if place is not None]
         ids = []
         for record in speaking_for(set(names), records):
-            ids.append(ReadItemOfLoad(**vars(id_item(record)), run=load))
-            load.ids[ids[-1].storage_index] = record
+            index, size = MetadataIndex(record.fqn, record.offset), torch.Size((0,))
+            of_id = LoadItemType.BYTE_IO, index, size, index, size, size
+            ids.append(ReadItemOfLoad(*of_id, load))
+            load.ids[index] = record
         compared = [name in records for name in names]
         others = [item for item, is_own in zip(items, compared, strict=True) if not is_own]
         return [*others, *ids, *compress(items, compared), *ids]
@@ -436,11 +439,19 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             return placed.view(placed.chunks[index.index])
         return cast(torch.Tensor, find_state_dict_object(load.state_dict, index))
 
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Return where to read an item to. Called on every rank, also by several threads."""
+    def resolve_tensor(self, read_item: ReadItem, *, buffered: bool = True) -> torch.Tensor:
+        """Return where to read an item to. Called on every rank, also by several threads.
+
+        Args:
+            read_item: The item.
+            buffered: Whether that is a buffer where the tensor overlaps another in memory.
+        """
         load = self._runs.of(read_item)
-        memory = self._memory(load, read_item)
-        if load.tied and read_item.dest_index.fqn in load.tied:
+        memory: torch.Tensor | None = getattr(read_item, "chunk", None)
+        if memory is None:
+            memory = self._runs.inside(load, self.lookup_tensor, read_item.dest_index)
+        memory = self.transform_tensor(read_item, memory)
+        if buffered and load.tied and read_item.dest_index.fqn in load.tied:
             return torch.empty_like(memory)
         return memory
 
@@ -450,12 +461,6 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             return tensor
         return cast(torch.Tensor, super().transform_tensor(read_item, tensor))
 
-    def _memory(self, load: RankLoad, read_item: ReadItem) -> torch.Tensor:
-        chunk: torch.Tensor | None = getattr(read_item, "chunk", None)
-        if chunk is None:
-            chunk = self._runs.inside(load, self.lookup_tensor, read_item.dest_index)
-        return self.transform_tensor(read_item, chunk)
-
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Take what was read. Called on every rank.
 
@@ -464,11 +469,13 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
                 contents of one memory, after the last item.
         """
         load, fqn = self._runs.of(read_item), read_item.dest_index.fqn
-        if tensor.is_quantized:
-            check_quantizer(fqn, self._memory(load, read_item), tensor)
-        if load.tied and fqn in load.tied:
-            memory = self._memory(load, read_item)
-            load.buffered.append((fqn, memory.detach(), tensor.detach()))
+        is_tied = load.tied and fqn in load.tied
+        if tensor.is_quantized or is_tied:
+            memory = PlacementLoadPlanner.resolve_tensor(self, read_item, buffered=False)
+            if tensor.is_quantized:
+                check_quantizer(fqn, memory, tensor)
+            if is_tied:
+                load.buffered.append((fqn, memory.detach(), tensor.detach()))
         if load.unread:
             load.end_read()
 

@@ -58,7 +58,7 @@ from dcp_placements.planning import ReadItemOfLoad, made
 from dcp_placements.report import LoadReport
 from dcp_placements.rules.patterns import Matches
 from dcp_placements.storage.provenance import SaveRecord, record_of, stored
-from dcp_placements.storage.torch_metadata import ChunkList, StoredPlace
+from dcp_placements.storage.torch_metadata import StoredPlace, chunk_boxes
 from dcp_placements.table.digests import full_digest
 from dcp_placements.table.table import Held, Holding, as_holding, group_of
 
@@ -79,7 +79,7 @@ def reads_of(
     """
     reads: list[ReadItem] = []
     holes: list[Box] = []
-    chunks = Index(ChunkList.of(stored.chunks, len(stored.size)).array)
+    chunks = Index(chunk_boxes(stored.chunks, len(stored.size)))
     for position, box in enumerate(destinations):
         pieces = chunks.pieces(box)
         filled = [shared for _, _, shared in pieces]
@@ -198,6 +198,7 @@ class RankLoad:
         state_dict: Flat, with the checkpoint's keys.
         mappings: Where each key stands in the nested dict.
         metadata: The checkpoint's.
+        stored: Of that, what it has of each key.
         local_keys: The rank's own keys.
         is_coordinator: Whether this rank is the coordinator.
         refusal: Why the rank cannot load; the coordinator raises it for all ranks.
@@ -224,6 +225,7 @@ class RankLoad:
     state_dict: dict[str, Any] = field(default_factory=dict)
     mappings: dict[str, Path] = field(default_factory=dict)
     metadata: Metadata = field(default_factory=lambda: Metadata({}))
+    stored: Mapping[str, Any] = field(default_factory=dict)
     local_keys: list[str] = field(default_factory=list)
     is_coordinator: bool = False
     refusal: RankFaults | None = None
@@ -249,11 +251,6 @@ class RankLoad:
     def __reduce__(self) -> tuple[Any, ...]:
         return RankLoad, ()  # a plan that is sent has no tensors
 
-    @property
-    def stored(self) -> dict[str, Any]:
-        """The checkpoint's metadata by key."""
-        return self.metadata.state_dict_metadata
-
     @cached_property
     def states(self) -> OptimizerStates:
         """Which keys are optimizer state; asked once all keys have their names."""
@@ -267,6 +264,7 @@ class RankLoad:
             policy: What is accepted.
         """
         self.placing, self.policy, self.report = placing, policy, LoadReport()
+        self.stored = self.metadata.state_dict_metadata
         self.record = record_of(stored(self.metadata), self.stored)
         missing, narrowed = self._group()
         if missing:

@@ -42,7 +42,6 @@ from dcp_placements.bind.lint import dropped_rows, lint
 from dcp_placements.bind.one_tensor import Placed, Placing
 from dcp_placements.bind.state_dict import place
 from dcp_placements.errors import PlacementError, RankFaults, packed_faults
-from dcp_placements.layout.sharding import Box
 from dcp_placements.names.flat import Path, Reshaped, check_texts, checkpoint_path, rename_keys
 from dcp_placements.names.optimizer_state import stateless_parameters
 from dcp_placements.names.renames import Step, recorded
@@ -88,7 +87,6 @@ from dcp_placements.storage.provenance import (
 from dcp_placements.storage.rank_files import saves_before
 from dcp_placements.storage.save_ids import id_items, is_named
 from dcp_placements.table.digests import (
-    SentDigests,
     differing_repeats,
     digests_by_chunk,
     digests_of,
@@ -97,9 +95,7 @@ from dcp_placements.table.table import (
     OBJECT,
     PLAIN,
     SHARD,
-    Group,
     Holding,
-    Sent,
     held_chunks,
     holding_of,
 )
@@ -325,15 +321,27 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 save.state_dict, save.mappings = placing.state_dict, placing.mappings
                 if placing.faults:
                     raise RankFaults(f"rank {rank} {REFUSED}", placing.faults)
-                local_plan = self._local_plan(save, *self._hold(save))
+                local_plan = self._local_plan(save)
         except RankFaults as refusal:
             save.refusal = refusal
             local_plan = LocalPlan(rank, faults=packed_faults(refusal.faults))
         return SavePlan(ItemsToCome(), planner_data=local_plan)  # type: ignore[arg-type]
 
-    def _local_plan(self, save: RankSave, sent: Sent, digests: SentDigests) -> LocalPlan:
-        """Return what is sent to the coordinator."""
+    def _local_plan(self, save: RankSave, left: Collection[str] = ()) -> LocalPlan:
+        """Take in what the rank holds, and return what is sent to the coordinator.
+
+        Args:
+            save: The save.
+            left: Keys that are left to other ranks.
+        """
         rank, placing, placed = global_rank(), save.placing, save.placing.placed.values()
+        paths: Mapping[str, Path] = save.mappings if self.flatten_state_dict else {}
+        if self.rename is not None:
+            paths = {key: checkpoint_path(key, path) for key, path in paths.items()}
+        without = placing.absent.union(left)
+        save.holding = holding = holding_of(save.state_dict, placing.placed, paths, without)
+        lookup = self.lookup_object
+        digests = digests_of(holding, self.digests, world=world_size(), lookup=lookup)
         several = [tensor for tensor in placed if len(tensor.chunks) > 1]
         repeats = []
         if several:
@@ -364,24 +372,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         )
         coordinate = tuple([position for position, _ in axes.values()])
         packed = zlib.compress(pickle.dumps(statement, protocol=5), 6)
-        return LocalPlan(rank, sent, coordinate, digests, packed)
-
-    def _hold(self, save: RankSave, left: Collection[str] = ()) -> tuple[Sent, SentDigests]:
-        """Take in what the rank holds, and return what is sent of it.
-
-        Args:
-            save: The save.
-            left: Keys that are left to other ranks.
-        """
-        paths: Mapping[str, Path] = save.mappings if self.flatten_state_dict else {}
-        if self.rename is not None:
-            paths = {key: checkpoint_path(key, path) for key, path in paths.items()}
-        without = save.placing.absent.union(left)
-        holding = holding_of(save.state_dict, save.placing.placed, paths, without)
-        save.holding = holding
-        return holding.sent, digests_of(
-            holding, self.digests, world=world_size(), lookup=self.lookup_object
-        )
+        return LocalPlan(rank, holding.sent, coordinate, digests, packed)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Return the plans with each element once, and the metadata. Called on the coordinator.
@@ -413,9 +404,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             others_missing = in_group not in (None, global_rank())
             if alone and not save.is_coordinator and not others_missing:
                 # With a coordinator of its own (no_dist=True) a rank saves all that it has.
-                left = _left_to_others(save.placing.placed.values())
-                held, digests = self._hold(save, left)
-                sent = [sent[0]._replace(sent=held, digests=digests)]
+                sent = [self._local_plan(save, _left_to_others(save.placing.placed.values()))]
             coordinator = Coordinator(
                 sent,
                 size=world_size(),
@@ -568,22 +557,25 @@ def assigned_items(
     is_written = iter(assignment.is_written(holding))
     indices, items = [], []
     for held in holding.groups:
-        boxes = [_values(held.group, box) for box in held.boxes]
-        chunks = held.data() if is_known and held.group.kind == SHARD else repeat(None)
-        for (fqn, (offsets, one)), chunk in zip(product(held.fqns, boxes), chunks, strict=False):
-            if kind := next(is_written):
+        group = held.group
+        # By box, what the items of all keys say alike.
+        boxes: list[tuple[torch.Size | None, dict[str, Any]]] = []
+        for box in held.boxes:
+            alike = dict[str, Any](type=WriteItemType.BYTE_IO, bytes_io_data=None, tensor_data=None)
+            offsets = None
+            if group.kind != OBJECT:
+                offsets = torch.Size(box.offsets)
+                chunk = ChunkStorageMetadata(offsets, torch.Size(box.sizes))
+                data = TensorWriteData(chunk, tensor_properties(group), torch.Size(group.shape))
+                kind = WriteItemType.TENSOR if group.kind == PLAIN else WriteItemType.SHARD
+                alike |= {"type": kind, "tensor_data": data}
+            boxes.append((offsets, alike))
+        tensors = held.data() if is_known and group.kind == SHARD else repeat(None)
+        places = product(held.fqns, boxes)
+        for (fqn, (offsets, alike)), tensor in zip(places, tensors, strict=False):
+            if copies := next(is_written):
                 indices.append({"fqn": fqn, "offset": offsets, "index": None})
-                items.append({**one, "run": save, "chunk": chunk, "copied": kind == COPIED})
+                items.append({**alike, "run": save, "chunk": tensor, "copied": copies == COPIED})
     for values, index in zip(items, made(MetadataIndex, indices), strict=True):
         values["index"] = index
     return made(WriteItemOfSave, items)
-
-
-def _values(group: Group, box: Box) -> tuple[torch.Size | None, dict[str, Any]]:
-    """Return the offsets of the items of a group's box, and what these say of it."""
-    if group.kind == OBJECT:
-        return None, {"type": WriteItemType.BYTE_IO, "bytes_io_data": None, "tensor_data": None}
-    kind = WriteItemType.TENSOR if group.kind == PLAIN else WriteItemType.SHARD
-    chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-    data = TensorWriteData(chunk, tensor_properties(group), torch.Size(group.shape))
-    return chunk.offsets, {"type": kind, "bytes_io_data": None, "tensor_data": data}

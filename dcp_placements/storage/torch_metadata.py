@@ -82,28 +82,6 @@ class ChunkList(Sequence[ChunkStorageMetadata]):
         if self.array.ndim != 3 or self.array.shape[1] != 2:
             raise ValueError(f"an array of {self.array.shape}: it has to be (chunks, 2, ndim)")
 
-    @staticmethod
-    def of(chunks: Sequence[ChunkStorageMetadata], ndim: int) -> ChunkList:
-        """Return ``chunks`` in an array; itself if it is a ``ChunkList``.
-
-        Args:
-            chunks: Torch's list, or any sequence.
-            ndim: Of the tensor.
-
-        Raises:
-            ValueError: Chunks of other dims.
-        """
-        boxes: list[Box] = []
-        if isinstance(chunks, ChunkList):
-            dims = {chunks.array.shape[2]}
-        else:
-            boxes = [Box(chunk.offsets, chunk.sizes) for chunk in chunks]
-            dims = {len(row) for box in boxes for row in box}
-        if not dims <= {ndim}:
-            found = " and ".join(map(str, sorted(dims)))
-            raise ValueError(f"chunks of {found} dims, of a tensor of {ndim} dims")
-        return chunks if isinstance(chunks, ChunkList) else ChunkList(as_array(boxes, ndim))
-
     @property
     def offsets(self) -> Ints:
         """Where each chunk begins, ``(chunks, ndim)``."""
@@ -148,6 +126,24 @@ class ChunkList(Sequence[ChunkStorageMetadata]):
         """Return torch's list. Equal sizes are one object, which is pickled once."""
         size = cache(torch.Size)
         return [ChunkStorageMetadata(*map(size, box)) for box in as_boxes(self.array)]
+
+
+def chunk_boxes(chunks: Sequence[ChunkStorageMetadata], ndim: int) -> Boxes:
+    """Return the boxes of chunks of a tensor of ``ndim`` dims.
+
+    Raises:
+        ValueError: Chunks of other dims.
+    """
+    boxes: list[Box] = []
+    if isinstance(chunks, ChunkList):
+        dims = {chunks.array.shape[2]}
+    else:
+        boxes = [Box(chunk.offsets, chunk.sizes) for chunk in chunks]
+        dims = {len(row) for box in boxes for row in box}
+    if not dims <= {ndim}:
+        found = " and ".join(map(str, sorted(dims)))
+        raise ValueError(f"chunks of {found} dims, of a tensor of {ndim} dims")
+    return chunks.array if isinstance(chunks, ChunkList) else as_array(boxes, ndim)
 
 
 class Entries(NamedTuple):
@@ -198,7 +194,7 @@ def build_entries(stored: Mapping[str, Any]) -> Entries:
             if number == len(entries.forms):
                 listed = -1
                 if type(entry) is TensorStorageMetadata:
-                    chunks = ChunkList.of(entry.chunks, len(entry.size))
+                    chunks = ChunkList(chunk_boxes(entry.chunks, len(entry.size)))
                     held = chunks.array.shape, chunks.array.tobytes()
                     listed, chunks = lists.setdefault(held, (len(lists), chunks))
                     array: Any = chunks

@@ -15,7 +15,7 @@ from strategies import SMALL_SHAPES, examples, tilings
 from torch.distributed.checkpoint import ChunkStorageMetadata
 
 from dcp_placements.layout.sharding import Box
-from dcp_placements.storage.torch_metadata import ChunkList
+from dcp_placements.storage.torch_metadata import ChunkList, chunk_boxes
 
 
 def torchs(boxes: list[Box]) -> list[ChunkStorageMetadata]:
@@ -29,14 +29,14 @@ def test_a_chunk_list_is_the_list_in_every_respect(
 ) -> None:
     boxes = data.draw(tilings(shape))
     listed = torchs(boxes)
-    chunks = ChunkList.of(listed, len(shape))
+    chunks = ChunkList(chunk_boxes(listed, len(shape)))
     assert list(chunks) == listed
     assert chunks == listed
     assert listed == chunks
     assert list(chunks[1:]) == listed[1:]
     assert chunks[-1:] == listed[-1:]
     assert chunks.boxes() == tuple(boxes)
-    assert chunks == ChunkList.of(listed, len(shape))
+    assert chunk_boxes(chunks, len(shape)) is chunks.array
     assert chunks != [*listed, listed[0]]
     assert chunks[:0] != chunks
     assert pickle.loads(pickle.dumps(chunks)) == copy.deepcopy(chunks) == listed
@@ -55,4 +55,4 @@ def test_a_chunk_list_is_the_list_in_every_respect(
 )
 def test_chunks_of_other_dims_are_refused(chunks: Any, ndim: int, found: str) -> None:
     with pytest.raises(ValueError, match=found):
-        ChunkList.of(chunks, ndim)
+        chunk_boxes(chunks, ndim)
