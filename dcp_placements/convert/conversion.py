@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from dcp_placements.convert.megatron import megatron_source
-from dcp_placements.convert.sources import Source, rank_file_names, rank_files_source
+from dcp_placements.convert.megatron import megatron_checkpoint
+from dcp_placements.convert.rank_tensors import rank_file_names, rank_files
 from dcp_placements.convert.writing import (
     REFUSED,
     Converted,
@@ -39,14 +39,14 @@ from dcp_placements.errors import (
 from dcp_placements.names.renames import Unstack, number_in, steps
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.offline.assembly import AssembledTensor, assemble
-from dcp_placements.offline.box_reads import pieces
+from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import (
     RANK_FILES,
     SAFETENSORS,
     TORCH_CHECKPOINTING,
     TORCH_DIST,
     Checkpoint,
-    SourceTensor,
+    StoredTensor,
 )
 from dcp_placements.offline.difference import same_bits
 from dcp_placements.offline.directory import Directory
@@ -66,7 +66,7 @@ _RANKS = "a torch file per rank (files=, --files NAME_{rank}.pt)"
 _MEGATRON = "Megatron's mp_rank_* files"
 _ENGINE = "items of torch_checkpointing"
 
-AnySource = str | os.PathLike[str] | Checkpoint | Source
+AnySource = str | os.PathLike[str] | Checkpoint
 
 
 def open_source(
@@ -78,16 +78,16 @@ def open_source(
     vocab_size: int | None = None,
     expert_parallel_size: int | None = None,
     expert_tensor_parallel_size: int | None = None,
-) -> Source:
-    """Return what is at a path, whatever its format: what its files' names are decides.
+) -> Checkpoint:
+    """Return the checkpoint at a path, whatever its format: what its files' names are decides.
 
     Args:
         path: Of a DCP checkpoint, of safetensors files, of Megatron's ``mp_rank_*`` directories, or
             of a torch file per rank.
-        files: As of ``rank_files_source``.
+        files: As of ``rank_files``.
         rules: Likewise.
         axes: Likewise.
-        vocab_size: As of ``megatron_source``.
+        vocab_size: As of ``megatron_checkpoint``.
         expert_parallel_size: Likewise.
         expert_tensor_parallel_size: Likewise.
 
@@ -124,23 +124,24 @@ def open_source(
         if value is not None and name not in options.get(kind, {}):
             raise CannotLook(f"{name}= is not for {kind}\n    way out:     leave it out")
     if kind == _RANKS:
-        return rank_files_source(path, **options[_RANKS])
+        return rank_files(path, **options[_RANKS])
     if kind == _MEGATRON:
-        return megatron_source(path, **options[_MEGATRON])
+        return megatron_checkpoint(path, **options[_MEGATRON])
     if kind == _ENGINE and (rules is None) != (axes is None):
         raise CannotLook("rules= and axes= are given together: what each rank of a mesh declares")
     world = None if rules is None or axes is None else TransferWorld(axes, rules)
-    return Source.of(Checkpoint(path, source=world))
+    return Checkpoint(path, source=world)
 
 
-def _opened(source: AnySource) -> Source:
-    if isinstance(source, Source):
-        return source
-    return Source.of(source) if isinstance(source, Checkpoint) else open_source(source)
+def _opened(source: AnySource) -> Checkpoint:
+    """Return a source, with the versions of its files from before data of it is read."""
+    opened = source if isinstance(source, Checkpoint) else open_source(source)
+    opened.versions = opened.versions or opened.directory.versions(opened.files)
+    return opened
 
 
 def _path_of(source: AnySource) -> str | os.PathLike[str]:
-    return source.path if isinstance(source, Checkpoint | Source) else source
+    return source.path if isinstance(source, Checkpoint) else source
 
 
 def export_safetensors(
@@ -237,7 +238,7 @@ def import_checkpoint(
     """
     output = output_at(out, source=_path_of(source))
     opened = _opened(source)
-    if opened.checkpoint.format not in (SAFETENSORS, TORCH_CHECKPOINTING, RANK_FILES):
+    if opened.format not in (SAFETENSORS, TORCH_CHECKPOINTING, RANK_FILES):
         raise PlacementError(
             f"{opened.path}: this is a DCP checkpoint already\n"
             "    way out:     load it as it is; with rename=Stack(...) where layers are one tensor"
@@ -292,30 +293,29 @@ def reshard(
     """
     output = output_at(out, source=_path_of(checkpoint))
     source = _opened(checkpoint)
-    held = source.checkpoint
-    if held.format == TORCH_DIST:
+    if source.format == TORCH_DIST:
         raise CannotLook(
             f"{source.path}: Megatron's torch_dist has state beside its tensors\n"
             "    way out:     load it as it is: Stack makes one tensor of all layers of its layers"
         )
     _check_whole(source)
-    world = RehearsedWorld(held, rules, axes, fsdp)
+    world = RehearsedWorld(source, rules, axes, fsdp)
     layout = world_files(world)
-    raise_faults(REFUSED, unmatched_faults(world.unmatched(), list(held.tensors)))
+    raise_faults(REFUSED, unmatched_faults(world.unmatched(), list(source.tensors)))
     tensors, _ = assemble(source.tensors, None)
     writer = DcpOut(source, tensors, layout)
     converted = write_output(output, source, writer, MEMORY_NBYTES, dry_run, progress)
-    others = tuple([name for name in held.other_files if not name.startswith(".")])
+    others = tuple([name for name in source.other_files if not name.startswith(".")])
     few = world.size - len(layout.files)
     notes = [*source.notes]
     notes += [f"without a file of their own: {few} ranks, replicas of lower ones"] if few else []
-    return replace(converted, objects=len(held.objects), left_out=others, notes=tuple(notes))
+    return replace(converted, objects=len(source.objects), left_out=others, notes=tuple(notes))
 
 
-def _check_whole(source: Source, keys: Container[str] | None = None) -> None:
+def _check_whole(source: Checkpoint, keys: Container[str] | None = None) -> None:
     """Refuse a checkpoint, or keys of it, that metadata or sizes of files show as damaged."""
     faults = []
-    for fault in structural_faults(source.checkpoint):
+    for fault in structural_faults(source):
         names = [fqn for fqn in fault.tensors if keys is None or fqn in keys]
         if names or keys is None:
             where = format_names(names or fault.files, 4)
@@ -324,8 +324,8 @@ def _check_whole(source: Source, keys: Container[str] | None = None) -> None:
 
 
 def _model_of(
-    source: Source, prefix: str | None, optimizer: bool, exclude: Sequence[str]
-) -> tuple[dict[str, SourceTensor], str, tuple[str, ...]]:
+    source: Checkpoint, prefix: str | None, optimizer: bool, exclude: Sequence[str]
+) -> tuple[dict[str, StoredTensor], str, tuple[str, ...]]:
     """Return the tensors to export, by the model's own names, their prefix, and the other keys.
 
     Raises:
@@ -333,7 +333,7 @@ def _model_of(
         PlacementError: No tensor is left, or a selected tensor is not whole.
     """
     unwanted = {pattern: matcher(pattern) for pattern in exclude}
-    absent = source.checkpoint.absent
+    absent = source.absent
     keys = [*source.tensors, *source.objects, *absent]
     unmatched = [pattern for pattern, matches in unwanted.items() if not any(map(matches, keys))]
     if unmatched:
@@ -345,7 +345,7 @@ def _model_of(
         return any(matches(fqn) for matches in unwanted.values())
 
     tensors = {fqn: one for fqn, one in source.tensors.items() if not is_excluded(fqn)}
-    saved = source.checkpoint.metadata.planner_data
+    saved = source.metadata.planner_data
     found = model_tensors(tensors, {**source.tensors, **source.objects}, saved, prefix)
     start = f"{found.prefix}." if found.prefix else ""
     selected = {**found.model, **(found.states if optimizer else {})}
@@ -364,7 +364,7 @@ def _model_of(
 
 
 def _renamed(
-    tensors: Mapping[str, SourceTensor], rename: Rename | None, opening: str
+    tensors: Mapping[str, StoredTensor], rename: Rename | None, opening: str
 ) -> tuple[dict[str, AssembledTensor], tuple[str, ...]]:
     """Return the tensors that a rename makes, and the names that it leaves.
 
@@ -396,11 +396,11 @@ _CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def _check_tied(
-    source: Source, tensors: Mapping[str, AssembledTensor], tied: Mapping[str, str], memory: int
+    source: Checkpoint, tensors: Mapping[str, AssembledTensor], tied: Mapping[str, str], memory: int
 ) -> None:
     """Refuse tied tensors that are not there, or differ."""
     faults = []
-    with source.reader() as reader:
+    with BoxReader(source, check_crc=True) as reader:
         for name, whose in tied.items():
             missing = [fqn for fqn in (name, whose) if fqn not in tensors]
             if missing or whose in tied:

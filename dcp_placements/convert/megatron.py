@@ -1,4 +1,4 @@
-"""The model that Megatron-LM's files make, as a source: each file's placements, by names alone.
+"""The model that Megatron-LM's files make, as a checkpoint: each file's placements, by names alone.
 
 A ``mp_rank_*`` file is one rank's state dict, as any other rank's file. What Megatron does not
 write beside it follows from the files of all ranks: layers are numbered from 0 in each model chunk
@@ -35,10 +35,11 @@ from dcp_placements.convert.megatron_layout import (
     megatron_layout,
     rank_directories,
 )
-from dcp_placements.convert.sources import RankTensors, Source
+from dcp_placements.convert.rank_tensors import RankTensors
 from dcp_placements.convert.torch_files import check_contents, nbytes_in
 from dcp_placements.errors import Fault, PlacementError, raise_faults
 from dcp_placements.names.renames import Renames, Renumber, contiguous
+from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.directory import Directory
 from dcp_placements.presets.megatron_core import NUMBERED_EXPERTS, VOCABULARY
 from dcp_placements.rules.mesh import MeshCoordinate
@@ -66,14 +67,14 @@ _OPTIMIZER = (
 )
 
 
-def megatron_source(
+def megatron_checkpoint(
     path: str | os.PathLike[str],
     *,
     vocab_size: int | None = None,
     expert_parallel_size: int | None = None,
     expert_tensor_parallel_size: int | None = None,
-) -> Source:
-    """Return ``mp_rank_*`` files as a source of the model's whole tensors.
+) -> Checkpoint:
+    """Return ``mp_rank_*`` files as a checkpoint of the model's whole tensors.
 
     Keys are Megatron's own, with layers and experts numbered over all ranks; gate is before up, and
     the padding rows of the vocabulary are left out. Layers are counted over the stages in the order
@@ -120,7 +121,7 @@ def megatron_source(
     if not tensors.faults and tensors.nbytes != nbytes:
         of = f"of which {tensors.nbytes} are accounted for"
         raise PlacementError(f"{layout.path}: {nbytes} bytes, {of}")
-    return tensors.source()
+    return tensors.checkpoint()
 
 
 def _add(tensors: RankTensors, model: _Model, file: RankFile) -> None:
@@ -159,7 +160,7 @@ class _Model:
 
     Args:
         layout: Which file is whose.
-        vocab_size: As of ``megatron_source``.
+        vocab_size: As of ``megatron_checkpoint``.
 
     Attributes:
         first_layer: The number of the first layer of ``(block, stage, chunk)``.

@@ -27,7 +27,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-from dcp_placements.convert.sources import local_directory
+from dcp_placements.convert.rank_tensors import local_directory
 from dcp_placements.convert.torch_files import UnreadableFile, load_torch_file
 from dcp_placements.errors import CannotLook, format_name, format_names
 from dcp_placements.offline.texts import Progress

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint import BytesStorageMetadata, Metadata, TensorS
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_placements._torch import CURRENT_DCP_VERSION
-from dcp_placements.convert.sources import LeftOut, Source
 from dcp_placements.errors import (
     CannotLook,
     Fault,
@@ -39,8 +38,8 @@ from dcp_placements.layout.boxes import as_boxes
 from dcp_placements.layout.sharding import Box, Cuts
 from dcp_placements.names.renames import Step
 from dcp_placements.offline.assembly import AssembledTensor
-from dcp_placements.offline.box_reads import pieces
-from dcp_placements.offline.checkpoint import StoredRecord
+from dcp_placements.offline.box_reads import BoxReader, pieces
+from dcp_placements.offline.checkpoint import Checkpoint, LeftOut, StoredRecord
 from dcp_placements.offline.output import AnyOutput
 from dcp_placements.offline.rehearsals.world import RehearsedWorld
 from dcp_placements.offline.safetensors_files import DTYPES, write_header
@@ -204,7 +203,7 @@ class Writer:
     last: str
 
     def __init__(
-        self, source: Source, tensors: dict[str, AssembledTensor], described: Iterable[object]
+        self, source: Checkpoint, tensors: dict[str, AssembledTensor], described: Iterable[object]
     ) -> None:
         self.tensors = tensors
         digest = hashlib.sha256(json.dumps(sorted(source.versions.items())).encode())
@@ -212,10 +211,9 @@ class Writer:
             (t.fqn, t.shape, t.dtype, [(b.box, b.source.fqn, b.at, b.dims) for b in t.blocks])
             for t in tensors.values()
         )
-        held = source.checkpoint
         # What says where the elements are is no file, whose version differs.
-        places = chain(held.records(), held.records_in_files.items())
-        of_all = source.path, torch.__version__, *(places if held.records_in_files else ())
+        places = chain(source.records(), source.records_in_files.items())
+        of_all = source.path, torch.__version__, *(places if source.records_in_files else ())
         for line in chain(of_all, blocks, described):
             digest.update(f"{line}\n".encode("utf-8", "surrogatepass"))
         self.identity = digest.hexdigest()
@@ -227,7 +225,7 @@ class Writer:
 
 def write_output(
     output: AnyOutput,
-    source: Source,
+    source: Checkpoint,
     writer: Writer,
     memory: int,
     dry_run: bool,
@@ -251,7 +249,7 @@ def write_output(
         if not dry_run:
             with (
                 output.directory(names, writer.identity),
-                source.reader() as reader,
+                BoxReader(source, check_crc=True) as reader,
                 Elements(reader, memory, progress, total) as elements,
             ):
                 for name in names:
@@ -262,7 +260,7 @@ def write_output(
                     with output.file(name) as stream:
                         writer.write(name, stream, elements)
                         if name == writer.last:
-                            source.checkpoint.directory.check_versions(source.versions)
+                            source.directory.check_versions(source.versions)
     return Converted(
         source=source.path,
         out=str(output.path),
@@ -303,7 +301,7 @@ class SafetensorsOut(Writer):
     """
 
     def __init__(
-        self, source: Source, tensors: dict[str, AssembledTensor], max_shard_size: int
+        self, source: Checkpoint, tensors: dict[str, AssembledTensor], max_shard_size: int
     ) -> None:
         super().__init__(source, tensors, [max_shard_size])
         unknown = [tensor for tensor in tensors.values() if tensor.dtype not in DTYPES.values()]
@@ -428,7 +426,9 @@ class DcpOut(Writer):
 
     last = ".metadata"
 
-    def __init__(self, source: Source, tensors: dict[str, AssembledTensor], layout: Layout) -> None:
+    def __init__(
+        self, source: Checkpoint, tensors: dict[str, AssembledTensor], layout: Layout
+    ) -> None:
         self._source, self._layout = source, layout
         declared = layout.world_size, sorted(layout.cuts.items()), list(layout.renames)
         super().__init__(source, tensors, [declared, *layout.files.items()])
@@ -477,7 +477,7 @@ class DcpOut(Writer):
     def _object(self, stored: StoredRecord) -> bytes:
         """Return the record of an object, compared with its CRC-32 if nothing transformed it."""
         assert stored.file is not None, "the source was checked"
-        with self._source.checkpoint.directory.open(stored.file) as file:
+        with self._source.directory.open(stored.file) as file:
             file.seek(stored.start)
             record = file.read(stored.nbytes)
         problem = None
@@ -492,7 +492,7 @@ class DcpOut(Writer):
 
     def _metadata(self) -> Metadata:
         """Return the metadata of the new checkpoint, without places."""
-        metadata = self._source.checkpoint.metadata
+        metadata = self._source.metadata
         old, paths = metadata.state_dict_metadata, metadata.planner_data
         boxes: dict[str, list[Box]] = {}
         for of_file in self._boxes.values():
@@ -518,8 +518,7 @@ class DcpOut(Writer):
 
     def _provenance(self, keys: Mapping[str, Any]) -> dict[str, Any]:
         """Return the record of this save."""
-        checkpoint, layout = self._source.checkpoint, self._layout
-        old, record = checkpoint.provenance or {}, checkpoint.record
+        old, record, layout = self._source.provenance or {}, self._source.record, self._layout
         # Those of the source still describe the keys.
         renames = ({} if record is None else dict.fromkeys(record.renames)) | layout.renames
         numbers: dict[Cuts, int] = {(): 0}

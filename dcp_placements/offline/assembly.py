@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -28,18 +28,8 @@ from dcp_placements.names.stacks_and_parts import (
     Target,
     renamed_boxes,
 )
-from dcp_placements.offline.box_reads import Run, is_run, position
-from dcp_placements.offline.checkpoint import SourceTensor
-
-
-class Reader(Protocol):
-    """Reads boxes of a source's tensors, as ``BoxReader`` does."""
-
-    def read(self, tensor: Any, box: Box) -> torch.Tensor:
-        """Return the elements of a box."""
-
-    def runs(self, tensor: Any, box: Box) -> list[Run] | None:
-        """Return the runs of file bytes that a box consists of; None where it does not."""
+from dcp_placements.offline.box_reads import BoxReader, Run, is_run, position
+from dcp_placements.offline.checkpoint import SourceTensor, StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +37,7 @@ class Block:
     """A box of a tensor, and the box of a stored tensor that has its elements."""
 
     box: Box  # the box in the tensor
-    source: SourceTensor  # the stored tensor
+    source: StoredTensor  # the stored tensor
     at: Box  # the box in the stored tensor
     # For each dim of the tensor the source's, ascending; None for one that the source lacks. The
     # source's other dims have one element in ``at``
@@ -72,7 +62,7 @@ class AssembledTensor(SourceTensor):
     dtype: torch.dtype
     blocks: tuple[Block, ...]  # the blocks that tile it
 
-    def read(self, reader: Reader, piece: Box) -> torch.Tensor:
+    def read(self, reader: BoxReader, piece: Box) -> torch.Tensor:
         """Return the elements of a piece, contiguous.
 
         Raises:
@@ -93,7 +83,7 @@ class AssembledTensor(SourceTensor):
             into[tuple(slice(a - b, a - b + n) for a, b, n in spans)] = elements
         return torch.empty(piece.sizes, dtype=self.dtype, device="cpu") if into is None else into
 
-    def runs(self, reader: Reader, box: Box) -> list[Run] | None:
+    def runs(self, reader: BoxReader, box: Box) -> list[Run] | None:
         """Return the runs of file bytes that are the elements of a box, in C order.
 
         None if there are no such runs, if the dtypes differ, or if the runs are too short.
@@ -124,13 +114,13 @@ class _Entry(NamedTuple):
     """A stored tensor, the answer of the rename for its name, and one target of that."""
 
     name: str
-    tensor: SourceTensor
+    tensor: StoredTensor
     answer: Renamed
     target: Target
 
 
 def assemble(
-    tensors: Mapping[str, SourceTensor], rename: Rename | None
+    tensors: Mapping[str, StoredTensor], rename: Rename | None
 ) -> tuple[dict[str, AssembledTensor], list[Fault]]:
     """Return the tensors that a rename makes of stored ones, by their new names, and its faults.
 
@@ -142,7 +132,7 @@ def assemble(
     if rename is None:
         return {fqn: _as_it_is(fqn, tensor) for fqn, tensor in tensors.items()}, []
     faults: list[Fault] = []
-    answers: list[tuple[str, SourceTensor, Renamed]] = []
+    answers: list[tuple[str, StoredTensor, Renamed]] = []
     for name, tensor in tensors.items():
         answer = _answer(rename, name)
         if isinstance(answer, Fault):
@@ -184,7 +174,7 @@ def assemble(
 
 
 def assembled(
-    path: str, tensors: Mapping[str, SourceTensor], rename: Rename | None
+    path: str, tensors: Mapping[str, StoredTensor], rename: Rename | None
 ) -> dict[str, AssembledTensor]:
     """Return the tensors that a rename makes of a checkpoint's, by their new keys.
 
@@ -197,7 +187,7 @@ def assembled(
     return made
 
 
-def _as_it_is(fqn: str, tensor: SourceTensor) -> AssembledTensor:
+def _as_it_is(fqn: str, tensor: StoredTensor) -> AssembledTensor:
     block = Block(tensor.whole, tensor, tensor.whole, tuple(range(len(tensor.shape))))
     return AssembledTensor(fqn, tensor.shape, tensor.dtype, (block,))
 

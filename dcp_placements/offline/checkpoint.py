@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -89,7 +89,7 @@ class StoredRecord(NamedTuple):
 
 
 class SourceTensor:
-    """A whole tensor, stored in a checkpoint or in ranks' files, or made by a rename."""
+    """A whole tensor: a stored one, or one that a rename makes."""
 
     __slots__ = ()
     fqn: str  # its key
@@ -173,6 +173,16 @@ class StoredTensor(SourceTensor):
         )
 
 
+@dataclass(slots=True)
+class LeftOut:
+    """Something in ranks' files that is not in the checkpoint."""
+
+    what: str  # its name in the files
+    why: str  # the reason
+    entries: int = 0  # how many
+    nbytes: int = 0  # bytes of tensors in them
+
+
 class Checkpoint:
     """A checkpoint, opened for examination. No process group is needed, and no data is read yet.
 
@@ -188,6 +198,9 @@ class Checkpoint:
             ``"rank_files"``.
         records_in_files: Of the last two, how chunks lie in the files.
         notes: What it has that is not read.
+        left_out: Of files of ranks that no file describes, what is none of the model's tensors.
+        accounted: Bytes of these files by what became of them, beside the tensors.
+        versions: Of a conversion, what is different after its files were written again.
         metadata: Of DCP, or in DCP's terms.
         rows: The places of all chunks.
         tensors: By key, in the checkpoint's order.
@@ -213,6 +226,9 @@ class Checkpoint:
         self.directory = path if isinstance(path, Directory) else Directory(path)
         self.records_in_files: Records = {}
         self.notes: list[str] = []
+        self.left_out: Sequence[LeftOut] = ()
+        self.accounted: Mapping[str, int] = {}
+        self.versions: Mapping[str, str] = {}
         self._source = source
         with quiet_gc():
             self.absent: dict[str, str] = {}

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 
@@ -351,8 +351,7 @@ def _record(checkpoint: Checkpoint, stored: StoredRecord, most: int) -> bytes | 
 
 def _sources(tensor: AssembledTensor) -> list[StoredTensor]:
     """Return the stored tensors that it is made of."""
-    stored = {block.source.fqn: block.source for block in tensor.blocks}
-    return cast("list[StoredTensor]", list(stored.values()))
+    return list({block.source.fqn: block.source for block in tensor.blocks}.values())
 
 
 def _one_sided(key: str, first: str | None, second: str | None) -> Difference:

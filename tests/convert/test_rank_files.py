@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 
 from dcp_placements import CheckpointPlacement, MeshCoordinate, PlacementError, Placements
 from dcp_placements.bind.rank_shard import RankShard
-from dcp_placements.convert.sources import RankTensors, rank_files_source
+from dcp_placements.convert.rank_tensors import RankTensors, rank_files
 from dcp_placements.offline import (
     CannotLook,
     Checkpoint,
@@ -255,9 +255,9 @@ def test_ranks_files_are_a_checkpoint_for_all_tools(halves: Path, tmp_path: Path
     source = open_source(halves, rules=rules, axes={"ep": 2})
     import_checkpoint(source, tmp_path / "dcp")
     assert_holds(tmp_path / "dcp", {"w": arange((5, 6)), "norm": arange((2,))})
-    assert diff(source.checkpoint, tmp_path / "dcp").same
-    assert verify(source.checkpoint, contents=True).sound
-    assert inspect(source.checkpoint).format == "rank_files"
+    assert diff(source, tmp_path / "dcp").same
+    assert verify(source, contents=True).sound
+    assert inspect(source).format == "rank_files"
 
     def columns(mesh: MeshCoordinate) -> Placements:
         return Placements({"w": CheckpointPlacement(mesh, {"tp": Shard(1)})})
@@ -269,7 +269,7 @@ def test_ranks_files_are_a_checkpoint_for_all_tools(halves: Path, tmp_path: Path
     damaged = bytearray((halves / "a_rank_1.pt").read_bytes())
     damaged[damaged.index(arange((5, 6))[3:].numpy().tobytes())] ^= 1
     (halves / "a_rank_1.pt").write_bytes(damaged)
-    (fault,) = verify(source.checkpoint, contents=True).faults
+    (fault,) = verify(source, contents=True).faults
     assert (fault.kind, fault.files) == ("checksum", ("a_rank_1.pt",))
 
 
@@ -291,7 +291,7 @@ def test_a_dtensor_that_does_not_fit_is_refused_by_file_and_key(tmp_path: Path) 
     tensors = RankTensors(Directory(tmp_path), [])
     tensors.add("a_rank_1.pt", {"layer.w": shard, "norm": torch.ones(2)}, None)
     with pytest.raises(PlacementError, match=r"layer\.w: .*\(3, 3\)") as caught:
-        tensors.source()
+        tensors.checkpoint()
     assert "file:        a_rank_1.pt" in str(caught.value)
 
 
@@ -301,7 +301,7 @@ def test_dicts_that_are_nested_too_deeply_are_one_message(tmp_path: Path) -> Non
         file.writestr("archive/data.pkl", pickled)
         file.writestr("archive/version", "3")
     with pytest.raises(CannotLook, match="nested too deeply"):
-        rank_files_source(tmp_path)
+        rank_files(tmp_path)
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
@@ -309,19 +309,19 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "in" / "shard_rank_0.pt"
     os.mkfifo(file)
     with pytest.raises(CannotLook, match=r"shard_rank_0\.pt: cannot be read: it is no plain file"):
-        rank_files_source(tmp_path / "in")
+        rank_files(tmp_path / "in")
     file.unlink()
     torch.save({"w": torch.ones(2)}, tmp_path / "elsewhere.pt")
     file.symlink_to(tmp_path / "elsewhere.pt")
     with pytest.raises(CannotLook, match=r"cannot be read: it leads out of the directory"):
-        rank_files_source(tmp_path / "in")
+        rank_files(tmp_path / "in")
 
 
 def test_two_tensors_of_one_key_are_refused(tmp_path: Path) -> None:
     state = {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}}
     torch.save(state, tmp_path / "shard_rank_0.pt")
     with pytest.raises(CannotLook, match=r"several tensors have one key: a\.b"):
-        rank_files_source(tmp_path)
+        rank_files(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_a_tensor_with_more_than_elements_is_refused(tmp_path: Path, value: torc
     torch.save({"a": {"w": value}}, tmp_path / "shard_rank_0.pt")
     found = r"a\.w: is a tensor with more than elements: torch\._utils\._rebuild"
     with pytest.raises(PlacementError, match=found):
-        rank_files_source(tmp_path)
+        rank_files(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.float64, torch.complex128])
@@ -344,10 +344,10 @@ def test_copies_of_one_element_are_compared_and_written_whatever_their_stride(
         values = (torch.arange(14) + 3).to(dtype)[::step][:1]
         more = {"v": arange((2, 3)), "s": spread if rank else spread.clone()}
         torch.save({"w": values, **more}, tmp_path / "saved" / f"a_rank_{rank}.pt")
-    import_checkpoint(rank_files_source(tmp_path / "saved"), tmp_path / "out")
+    import_checkpoint(rank_files(tmp_path / "saved"), tmp_path / "out")
     torch.save({"w": values, "v": more["v"], "s": spread + 1}, tmp_path / "saved" / "a_rank_1.pt")
     with pytest.raises(PlacementError, match="differ in 6 of 6 elements"):
-        rank_files_source(tmp_path / "saved")
+        rank_files(tmp_path / "saved")
     loaded = {"w": torch.zeros(1, dtype=dtype), "v": torch.zeros(2, 3)}
     dcp.load(loaded, checkpoint_id=tmp_path / "out", no_dist=True)
     assert torch.equal(loaded["w"], torch.full((1,), 3).to(dtype))
@@ -357,7 +357,7 @@ def test_copies_of_one_element_are_compared_and_written_whatever_their_stride(
 def test_a_flipped_bit_of_a_file_is_found_by_its_checksum(tmp_path: Path, what: str) -> None:
     value = arange((3, 4))
     torch.save({"w": value}, tmp_path / "a_rank_0.pt")
-    rank_files_source(tmp_path)
+    rank_files(tmp_path)
     data = bytearray((tmp_path / "a_rank_0.pt").read_bytes())
     at = data.index(value.numpy().tobytes())
     if what == "header":  # the length of what pads the entry
@@ -365,4 +365,4 @@ def test_a_flipped_bit_of_a_file_is_found_by_its_checksum(tmp_path: Path, what: 
     data[at] ^= 4
     (tmp_path / "a_rank_0.pt").write_bytes(data)
     with pytest.raises(CannotLook, match=r"a_rank_0\.pt: (is not what was written|cannot be read)"):
-        rank_files_source(tmp_path)
+        rank_files(tmp_path)

@@ -1,4 +1,4 @@
-"""What is converted: a checkpoint, or a torch file per rank, which are made one.
+"""A torch file per rank, as a checkpoint.
 
 Ranks' files are put together as whole tensors: copies compared bit for bit, holes found. Each file
 is one rank's state dict. A DTensor in it says how its mesh cuts it; what it does not say (the ep
@@ -17,7 +17,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,8 +46,7 @@ from dcp_placements.errors import (
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.flat import rename_keys
 from dcp_placements.names.stacks_and_parts import Rename
-from dcp_placements.offline.box_reads import BoxReader
-from dcp_placements.offline.checkpoint import Checkpoint, StoredRecord, StoredTensor
+from dcp_placements.offline.checkpoint import Checkpoint, LeftOut
 from dcp_placements.offline.difference import same_bits
 from dcp_placements.offline.directory import Directory
 from dcp_placements.offline.verification import box_faults
@@ -70,60 +69,6 @@ _VERLS_OTHERS = {
     "optim_world_size_": "optimizer state by position: no file has the names of its parameters",
     "extra_state_world_size_": "schedule and random states: of the run, not of the model",
 }
-
-
-@dataclass(slots=True)
-class LeftOut:
-    """Something in ranks' files that is not in the checkpoint."""
-
-    what: str  # its name in the files
-    why: str  # the reason
-    entries: int = 0  # how many
-    nbytes: int = 0  # bytes of tensors in them
-
-
-@dataclass
-class Source:
-    """A checkpoint that is converted.
-
-    Attributes:
-        checkpoint: The checkpoint.
-        versions: What is different after its files were written again, from before any was read.
-        left_out: Of ranks' files what is none of the model's tensors.
-        accounted: Bytes of ranks' files by what became of them, beside what is written.
-        notes: Lines for the report.
-    """
-
-    checkpoint: Checkpoint
-    versions: dict[str, str]
-    left_out: Sequence[LeftOut] = ()
-    accounted: Mapping[str, int] = field(default_factory=dict)
-    notes: Sequence[str] = ()
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Source:
-        """Return a checkpoint as a source."""
-        versions = checkpoint.directory.versions(checkpoint.files)
-        return cls(checkpoint, versions, notes=checkpoint.notes)
-
-    @property
-    def path(self) -> str:
-        """Its directory or URL."""
-        return self.checkpoint.path
-
-    @property
-    def tensors(self) -> Mapping[str, StoredTensor]:
-        """By key."""
-        return self.checkpoint.tensors
-
-    @property
-    def objects(self) -> Mapping[str, StoredRecord]:
-        """By key."""
-        return self.checkpoint.objects
-
-    def reader(self) -> BoxReader:
-        """Return a reader of its tensors, which compares what it reads whole with its CRC-32."""
-        return BoxReader(self.checkpoint, check_crc=True)
 
 
 class Part(NamedTuple):
@@ -234,8 +179,8 @@ class RankTensors:
         left_out = sum([part.nbytes for part in self._left_out.values()])
         return sum([part.data.nbytes for part in held]) + self._padding + left_out
 
-    def source(self) -> Source:
-        """Return them as a source, when they are whole and were compared.
+    def checkpoint(self) -> Checkpoint:
+        """Return them as a checkpoint, when they are whole and were compared.
 
         Raises:
             PlacementError: The files do not make whole tensors, or contradict each other.
@@ -255,13 +200,11 @@ class RankTensors:
             "copies, found equal": sum([copy.data.nbytes for _, _, copy in self._copies]),
             "padding, dropped": self._padding,
         }
-        return Source(
-            Checkpoint(self._directory, described=self._described()),
-            self._versions,
-            sorted(self._left_out.values(), key=lambda part: (part.what, part.why)),
-            {what: nbytes for what, nbytes in accounted.items() if nbytes},
-            self.notes,
-        )
+        made = Checkpoint(self._directory, described=self._described())
+        made.versions, made.notes = self._versions, self.notes
+        made.left_out = sorted(self._left_out.values(), key=lambda part: (part.what, part.why))
+        made.accounted = {what: nbytes for what, nbytes in accounted.items() if nbytes}
+        return made
 
     def _described(self) -> tuple[Metadata, Records]:
         """Return metadata of the whole tensors, and how their parts lie in the files."""
@@ -302,14 +245,14 @@ def _differences(fqn: str, kept: Part, copy: Part) -> list[Fault]:
     ]
 
 
-def rank_files_source(
+def rank_files(
     path: str | os.PathLike[str],
     *,
     files: str | None = None,
     rules: Callable[..., Any] | None = None,
     axes: MeshAxes | None = None,
-) -> Source:
-    """Return a torch file per rank as a source of whole tensors.
+) -> Checkpoint:
+    """Return a torch file per rank as a checkpoint of whole tensors.
 
     Args:
         path: The directory, of this machine.
@@ -356,7 +299,7 @@ def rank_files_source(
         if why and (folder / other).is_file():
             kind = re.sub(r"_rank_\d+", "", other)
             tensors.leave_out(kind, why, (folder / other).stat().st_size)
-    return tensors.source()
+    return tensors.checkpoint()
 
 
 def _tensors(
