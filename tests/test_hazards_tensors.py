@@ -16,6 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from dcp_placements import (
     PlacementFileSystemReader,
+    PlacementFileSystemWriter,
     PlacementLoadPlanner,
     PlacementSavePlanner,
     Split,
@@ -263,3 +264,35 @@ def test_m68_a_subclass_around_dtensors_is_refused_by_name(tmp_path: Path) -> No
     with refused() as refusal:
         filled(tmp_path / "there", around, "torch")
     refusal.says("w: is a TwoTensor around DTensors")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_sparse_tensor_is_not_left_as_it_was(
+    tmp_path: Path, layout: torch.layout, reader: str
+) -> None:
+    """Torch's reader copies what it read into a view, which has no elements in common with it."""
+    one = World(1)
+
+    def fill(path: Path, target: torch.Tensor) -> None:
+        one.load(
+            path,
+            lambda rank: {"a": torch.zeros(3, 3), "w": target},
+            lambda rank: PlacementLoadPlanner(),
+            lambda rank: READERS[reader](path),
+        )
+
+    for name, value in (("dense", torch.eye(3)), ("sparse", torch.eye(3).to_sparse(layout=layout))):
+        one.save(
+            tmp_path / name,
+            lambda rank, value=value: {"a": torch.eye(3), "w": value},
+            lambda rank: PlacementSavePlanner(),
+            lambda rank, name=name: PlacementFileSystemWriter(tmp_path / name),
+        )
+        with refused() as refusal:
+            fill(tmp_path / name, torch.zeros(3, 3).to_sparse(layout=layout))
+        refusal.says(f"w: is a {layout} tensor here", "to_dense()")
+    with refused() as refusal:
+        fill(tmp_path / "sparse", torch.zeros(3, 3))
+    refusal.says(f"w: the checkpoint holds a {layout} tensor")

@@ -142,6 +142,10 @@ def read_items(
 
 
 _stored_at = attrgetter("storage_index.index")
+_DENSE = (
+    "way out:     save to_dense() of it, and load that into a dense tensor; or leave this key out, "
+    "and make the tensor anew"
+)
 
 
 @dataclass(slots=True)
@@ -176,8 +180,9 @@ class Group:
         The chunks that are read were proved to fill the destinations, whatever the others are.
         """
         own, other = self.entry.chunks, entry.chunks
+        look, other_look = self.entry.properties, entry.properties
         return self.entry is entry or (
-            self.entry.properties.dtype == entry.properties.dtype
+            (look.dtype, look.layout) == (other_look.dtype, other_look.layout)
             and (
                 own is other
                 or all(own[at] == other[at] for at in map(_stored_at, self.reads or ()))
@@ -294,9 +299,9 @@ class RankLoad:
             key: Any = None
             if isinstance(entry, TensorStorageMetadata):
                 if placed is not None:
-                    key = placed.place, placed.tensor.dtype, placed.rule
+                    key = placed.place, placed.tensor.dtype, placed.tensor.layout, placed.rule
                 elif type(value) in PLAIN and not has_hooks(value):
-                    key = value.shape, value.dtype
+                    key = value.shape, value.dtype, value.layout
                 key = key and (*key, entry.size, len(entry.chunks))
             group = latest.get(key)
             if group is None or not group.fills(entry):
@@ -350,6 +355,13 @@ class RankLoad:
     def _tensor_group(
         self, fqn: str, value: Any, placed: Placed | None, entry: TensorStorageMetadata
     ) -> Group | None:
+        held = getattr(value if placed is None else placed.tensor, "layout", torch.strided)
+        if {held, entry.properties.layout} != {torch.strided}:
+            headline = f"is a {held} tensor here, which cannot be filled in place"
+            if held is torch.strided:
+                headline = f"the checkpoint holds a {entry.properties.layout} tensor"
+            self.faults.append(Fault(fqn, headline, (_DENSE,)))
+            return None
         shape, size = tuple(value.size()) if placed is None else placed.global_shape, entry.size
         if shape == () and len(size) == 1 and self.states.of(fqn) is not None:
             # One step for a stacked parameter, of which the checkpoint's rows had one each.
