@@ -43,6 +43,7 @@ from dcp_placements.errors import (
     format_names,
     raise_faults,
 )
+from dcp_placements.layout.boxes import as_array
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.flat import rename_keys
 from dcp_placements.names.stacks_and_parts import Rename
@@ -165,9 +166,10 @@ class RankTensors:
             other = f"another one {whole[1]} of {whole[0]}"
             self.faults.append(Fault(fqn, f"{file} makes it {dtype} of {shape}, {other}"))
             return
+        parts = self._parts.setdefault(fqn, {})
         for box, view in boxes:
             part = Part(file, view.detach())
-            first = self._parts.setdefault(fqn, {}).setdefault(box, part)
+            first = parts.setdefault(box, part)
             if first is not part:
                 self._copies.append((fqn, first, part))
 
@@ -188,7 +190,7 @@ class RankTensors:
         path, way_out = self._directory.path, ("way out:     the files of all ranks, of one save",)
         if not self.faults:  # what was refused leaves holes
             for fqn, (shape, _) in self._whole.items():
-                found = box_faults(Box.whole(shape), self._parts.get(fqn, ()))
+                found = box_faults(Box.whole(shape), self._parts[fqn])
                 self.faults += [Fault(fqn, message, way_out) for _, message in found]
         raise_faults(f"{path} cannot be put together", self.faults)
         if not self._whole:
@@ -214,7 +216,7 @@ class RankTensors:
         for fqn, (shape, dtype) in self._whole.items():
             # An empty part may begin where another one does.
             parts = {box: part for box, part in self._parts[fqn].items() if box.numel or 0 in shape}
-            chunks: Any = ChunkList(list(parts))
+            chunks: Any = ChunkList(as_array(list(parts), len(shape)))
             stored[fqn] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), chunks)
             for (offsets, sizes), (file, data) in parts.items():
                 record = TensorRecord(dtype, sizes, data.stride())

@@ -17,7 +17,13 @@ from hazard_scenes import assert_holds, assert_same
 from safetensors.torch import load_file
 from torch.distributed.tensor import Shard
 
-from dcp_placements import CheckpointPlacement, MeshCoordinate, PlacementError, Placements
+from dcp_placements import (
+    CheckpointPlacement,
+    IndexShard,
+    MeshCoordinate,
+    PlacementError,
+    Placements,
+)
 from dcp_placements.bind.rank_shard import RankShard
 from dcp_placements.convert.rank_tensors import RankTensors, rank_files
 from dcp_placements.offline import (
@@ -366,3 +372,24 @@ def test_a_flipped_bit_of_a_file_is_found_by_its_checksum(tmp_path: Path, what: 
     (tmp_path / "a_rank_0.pt").write_bytes(data)
     with pytest.raises(CannotLook, match=r"a_rank_0\.pt: (is not what was written|cannot be read)"):
         rank_files(tmp_path)
+
+
+def test_tensors_without_elements_and_ranks_without_rows_are_imported(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    for rank, rows in enumerate((3, 0)):
+        state = {"empty": torch.ones(0, 3), "scalar": torch.tensor(3.0), "w": torch.ones(rows, 2)}
+        torch.save(state, source / f"a_rank_{rank}.pt")
+
+    def rules(mesh: MeshCoordinate) -> Placements:
+        rows = IndexShard(0, [2, 0, 1] if mesh.get_coordinate()[0] == 0 else [])
+        return Placements(
+            {
+                "empty": CheckpointPlacement(mesh, {"ep": Shard(0)}),
+                "w": CheckpointPlacement(mesh, {"ep": rows}, global_shape=(3, 2)),
+            }
+        )
+
+    import_checkpoint(open_source(source, rules=rules, axes={"ep": 2}), tmp_path / "out")
+    wholes = {"empty": torch.ones(0, 3), "scalar": torch.tensor(3.0), "w": torch.ones(3, 2)}
+    assert_holds(tmp_path / "out", wholes)
