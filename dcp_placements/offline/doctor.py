@@ -99,7 +99,7 @@ class Diagnosis:
 
 
 def diagnose(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Checkpoint,
     *,
     experts_per_layer: int | None = None,
     axes: MeshAxes | None = None,
@@ -118,7 +118,7 @@ def diagnose(
     Raises:
         CannotLook: There is no checkpoint; or ``axes`` has no ``ep``, or fewer ranks than wrote.
     """
-    checkpoint = Checkpoint(path)
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     found = _families(checkpoint)
     recorded = {fqn: cut for fqn, one in found.items() if (cut := _recorded(checkpoint, fqn, one))}
     routers = _routers(checkpoint, {_layer(family.layer) for family in found.values()})
