@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import Shard
 
 from dcp_placements import FusedShard, MeshCoordinate, PlacementLoadPlanner, Placements
 from dcp_placements.offline import rehearse
-from dcp_placements.testing import World
+from dcp_placements.testing import FakeDTensor, FakeMesh, World
 from tests.differential import wholes
 from tests.drawn_worlds import Draw, draw_pair
 from tests.random_ranks import Rank
@@ -68,11 +70,19 @@ def drawn_load(seed: int) -> tuple[Pair, list[int]]:
     return replace(pair, load=load), places
 
 
-def loads(pair: Pair, places: list[int], path: Path) -> bool:
-    """Whether the ranks really load."""
+def loads(pair: Pair, places: list[int], path: Path, fsdp: int) -> bool:
+    """Whether the ranks really load, each cut over ``fsdp`` ranks."""
     whole = wholes(pair)
-    ranks = [Rank(pair, pair.load, place) for place in places]
-    states = [rank.state_dict(list(rank.values(whole)), blank=True) for rank in ranks]
+    ranks = [Rank(pair, pair.load, place) for place in places for _ in range(fsdp)]
+    states = []
+    for number, rank in enumerate(ranks):
+        values = list(rank.values(whole))
+        group = torch.arange(fsdp) + number // fsdp * fsdp
+        mesh = FakeMesh((fsdp,), ("fsdp",), rank=number, ranks=group)
+        for one in values if fsdp > 1 else ():
+            if one.value.dim():
+                one.value = FakeDTensor.distribute(one.value.detach().clone(), mesh, [Shard(0)])
+        states.append(rank.state_dict(values, blank=True))
     planners = [PlacementLoadPlanner(rank.rules(), rename=rank.rename()) for rank in ranks]
     try:
         World(len(ranks)).load(path, states.__getitem__, planners.__getitem__)
@@ -81,7 +91,7 @@ def loads(pair: Pair, places: list[int], path: Path) -> bool:
     return True
 
 
-def verdicts(seed: int, path: Path) -> tuple[bool, bool]:
+def verdicts(seed: int, path: Path, fsdp: int = 1) -> tuple[bool, bool]:
     """Return whether a world loads, and whether a rehearsal says so."""
     pair, places = drawn_load(seed)
     save(pair, wholes(pair), path, save_planners(pair))
@@ -90,14 +100,19 @@ def verdicts(seed: int, path: Path) -> tuple[bool, bool]:
         rank = Rank(pair, pair.load, places[mesh.get_coordinate()[0]])
         return Placements(rank.rules(), rename=rank.rename())
 
-    return loads(pair, places, path), rehearse(path, declared, {"rank": len(places)}).loads
+    axes = {"rank": len(places), "fsdp": fsdp}
+    rehearsal = rehearse(path, declared, axes, fsdp=["fsdp"] if fsdp > 1 else [])
+    return loads(pair, places, path, fsdp), rehearsal.loads
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_m91_the_verdict_of_any_random_world_is_that_of_its_load(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("worlds", "fsdp"), [(WORLDS, 1), (range(24, 36), 2)])
+def test_m91_the_verdict_of_any_random_world_is_that_of_its_load(
+    worlds: Sequence[int], fsdp: int, tmp_path: Path
+) -> None:
     seen = Counter[bool]()
-    for seed in WORLDS:
-        really, rehearsed = verdicts(seed, tmp_path / str(seed))
+    for seed in worlds:
+        really, rehearsed = verdicts(seed, tmp_path / str(seed), fsdp)
         assert rehearsed == really, f"world {seed}"
         seen[really] += 1
     assert min(seen[True], seen[False]) > 1, seen
