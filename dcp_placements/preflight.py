@@ -112,7 +112,7 @@ def _declared_parts(planner: PlacementSavePlanner) -> RankFacts:
         at = [(cut.axis, one) for cut, one in cuts if cut.size > 1 and isinstance(one, int)]
         if placed.rule is not None and at and len(placed.tensors) == 1:
             tensors[fqn], parts[fqn] = (
-                TensorFacts(placed.global_shape, tuple(at), None),
+                TensorFacts(placed.place.sharding.global_shape, tuple(at), None),
                 placed.tensor,
             )
     digests = contents_of(parts)

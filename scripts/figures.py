@@ -43,7 +43,7 @@ def boxes(rank: int, *, with_rule: bool) -> list[Box]:
     rules = PlacementRules({FQN: placement}) if with_rule else None
     placing = place({FQN: held(rank)}, rules)
     assert not placing.faults
-    return [chunk.box for chunk in placing.placed[FQN].chunks]
+    return [chunk.box for chunk in placing.placed[FQN].place.chunks]
 
 
 def draw_boxes(axes: Any, *, with_rule: bool) -> None:

@@ -220,7 +220,7 @@ def test_placements_keep_the_rows_of_the_table(row: list[str]) -> None:
         assert not placing.faults
         found = [
             whole[chunk.offsets[0] : chunk.offsets[0] + chunk.sizes[0]]
-            for chunk in placing.placed["w"].chunks
+            for chunk in placing.placed["w"].place.chunks
         ]
         assert torch.cat(found).tolist() == rows
 

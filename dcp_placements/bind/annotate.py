@@ -72,7 +72,7 @@ def annotate(
     others = () if reshaped is None else (*reshaped.rows, *reshaped.wholes)
     unable = dict.fromkeys(others, "is made of other tensors")
     for key, one in placing.placed.items():
-        if len({chunk.offsets for chunk in one.chunks}) < len(one.chunks):
+        if len({chunk.offsets for chunk in one.place.chunks}) < len(one.place.chunks):
             unable[key] = "this rank holds some of its rows several times"
     way_out = "way out:     Placements(rules, rename=...) and its planners; stock planners cannot"
     faults += [Fault(key, headline, (way_out,)) for key, headline in unable.items()]
@@ -94,11 +94,12 @@ def annotate(
 def _annotated(placed: Placed) -> torch.Tensor:
     """Return a view of the local tensor that says where it lies."""
     tensor: Any = placed.tensor.detach()
-    if 0 in placed.global_shape:
-        return placed.tensor.new_empty(placed.global_shape)
-    tensor.global_shape = placed.global_shape
-    tensor.global_offsets = tuple(chunk.offsets for chunk in placed.chunks)
-    tensor.local_offsets = tuple(chunk.local_offsets for chunk in placed.chunks)
-    tensor.local_sizes = tuple(chunk.sizes for chunk in placed.chunks)
+    shape, chunks = placed.place.sharding.global_shape, placed.place.chunks
+    if 0 in shape:
+        return placed.tensor.new_empty(shape)
+    tensor.global_shape = shape
+    tensor.global_offsets = tuple(chunk.offsets for chunk in chunks)
+    tensor.local_offsets = tuple(chunk.local_offsets for chunk in chunks)
+    tensor.local_sizes = tuple(chunk.sizes for chunk in chunks)
     annotated: torch.Tensor = tensor
     return annotated

@@ -125,7 +125,7 @@ def _boxes(tensor: torch.Tensor, placed: Placed | None) -> tuple[list[Box], tupl
     """Return the boxes of a local tensor in the checkpoint, and the shape there."""
     if placed is None:
         return [Box.whole(tuple(tensor.shape))], tuple(tensor.shape)
-    return [chunk.box for chunk in placed.chunks], placed.global_shape
+    return [chunk.box for chunk in placed.place.chunks], placed.place.sharding.global_shape
 
 
 def _view_of(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
@@ -396,7 +396,7 @@ def dropped_rows(
 def _pads(placed: Placed, dim: int) -> list[torch.Tensor]:
     """Return the views of a local tensor along a dim that hold padding only."""
     tensor, pads, end = placed.tensor.detach(), [], 0
-    held = {(one.local_offsets[dim], one.sizes[dim]) for one in placed.chunks}
+    held = {(one.local_offsets[dim], one.sizes[dim]) for one in placed.place.chunks}
     for start, size in [*sorted(held), (tensor.shape[dim], 0)]:
         if start > end:
             pads.append(tensor.narrow(dim, end, start - end))
@@ -443,7 +443,7 @@ def _findings(
     fqn, name = placed.fqn, axis.name or ""
     is_numbered = NUMBERED_EXPERT.search(fqn) is not None
     facts = {"axis": name, "size": axis.size, "cut": cut, "outer": outer}
-    facts["shape"] = placed.global_shape
+    facts["shape"] = placed.place.sharding.global_shape
     is_plain = cut is not None and cut.kind is Kind.PLAIN
     if is_plain and outer is not None:
         yield _ORDER, facts
@@ -462,7 +462,12 @@ def _findings(
             return
         if cut is None and not (renamed and is_numbered):
             yield _REPLICAS, facts
-        if cut is not None and cut.dim and len(placed.global_shape) == 3 and not is_numbered:
+        if (
+            cut is not None
+            and cut.dim
+            and len(placed.place.sharding.global_shape) == 3
+            and not is_numbered
+        ):
             yield _OTHER_DIM, facts
         if is_numbered and cut in placed.place.sharding.cuts[: placed.place.ruled]:
             yield _GLUED, facts

@@ -78,8 +78,6 @@ class Placed:
             ``tensor`` is all.
         has_own_key: Whether other ranks of its mesh may not have the key at all: a row, or a part
             of a row, of a local tensor.
-        chunks: The non-empty boxes, in C order of the local tensor.
-        global_shape: Shape of the checkpoint's tensor.
     """
 
     fqn: str
@@ -88,11 +86,6 @@ class Placed:
     rule: str | None = None
     parts: Sequence[torch.Tensor] = ()
     has_own_key: bool = False
-    chunks: tuple[Chunk, ...] = field(init=False)
-    global_shape: tuple[int, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.chunks, self.global_shape = self.place.chunks, self.place.sharding.global_shape
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
@@ -102,8 +95,8 @@ class Placed:
     @property
     def is_whole(self) -> bool:
         """Whether this rank holds the whole tensor, as one chunk."""
-        shape = self.global_shape
-        return 0 in shape or (len(self.chunks) == 1 and self.chunks[0].sizes == shape)
+        shape = self.place.sharding.global_shape
+        return 0 in shape or (len(self.place.chunks) == 1 and self.place.chunks[0].sizes == shape)
 
     def view(self, chunk: Chunk) -> torch.Tensor:
         """Return the elements of a chunk: a view of a local tensor, with the checkpoint's dims."""
@@ -153,7 +146,7 @@ class Placing:
         """Return by rule the local shapes that it makes others of, each with that other."""
         by_rule: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], None]] = {}
         for one in {(one.place, one.rule): one for one in self.placed.values()}.values():
-            made = tuple(one.tensor.shape), one.global_shape
+            made = tuple(one.tensor.shape), one.place.sharding.global_shape
             if one.rule is not None and made[0] != made[1]:
                 by_rule.setdefault(one.rule, {})[made] = None
         return {rule: tuple(shapes) for rule, shapes in by_rule.items()}

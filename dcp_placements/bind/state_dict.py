@@ -269,7 +269,7 @@ class _Placer:
                 continue
             # Of several tensors that the optimizer may call so, the place is not known.
             places = {
-                one and (one.place.sharding, one.chunks): one
+                one and (one.place.sharding, one.place.chunks): one
                 for one in map(placed.get, states.keys_of(state.parameter))
             }
             first = next(iter(places.values()), None)
@@ -341,7 +341,7 @@ class _Placer:
             return
         own = self._lies(fqn, rows[0].value)
         stored = None if self.stored is None else self.stored.get(fqn)
-        if not own.global_shape and tuple(getattr(stored, "size", (0,))) == ():
+        if not own.place.sharding.global_shape and tuple(getattr(stored, "size", (0,))) == ():
             # One scalar for all rows, as a stacked parameter's optimizer state has it.
             chunks = tuple([Chunk((), (), (), part) for part in range(len(rows))])
             scalar = replace(own.place, chunks=chunks)
@@ -354,7 +354,7 @@ class _Placer:
         if key not in self._stacks:
             self._stacks[key] = _stack_place(own.place, names, axes)
         views = [part.detach() for part in parts]
-        for dim, origin in enumerate(row_target(names[0], own.global_shape).dims):
+        for dim, origin in enumerate(row_target(names[0], own.place.sharding.global_shape).dims):
             if origin is None:
                 views = [view.unsqueeze(dim) for view in views]
         self.placing.placed[fqn] = Placed(fqn, parts[0], self._stacks[key], own.rule, views)
@@ -374,9 +374,9 @@ class _Placer:
         if names_its_chunks(whole.value):
             raise CannotPlace("names its chunks itself, and cannot be unstacked")
         own = self._lies(name.stacked, whole.value)
-        dim, total = row_dim(name, own.global_shape), 1
+        dim, total = row_dim(name, own.place.sharding.global_shape), 1
         if dim is not None:
-            total = own.global_shape[dim]
+            total = own.place.sharding.global_shape[dim]
             placing.totals.update(dict.fromkeys(name.fqns, total))
         key = own.place, dim, isinstance(name, Parts) and (name.dim, name.sizes, name.groups)
         if key not in self._pieces:

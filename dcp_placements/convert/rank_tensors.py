@@ -145,10 +145,10 @@ class RankTensors:
         for fqn, value in placing.state_dict.items():
             placed = placing.placed.get(fqn)
             if placed is not None:
-                boxes = [(one.box, placed.view(one)) for one in placed.chunks]
+                boxes = [(one.box, placed.view(one)) for one in placed.place.chunks]
                 self._padding += sum([tensor.nbytes for tensor in placed.tensors])
                 self._padding -= sum([view.nbytes for _, view in boxes])
-                self._add(file, fqn, placed.global_shape, placed.tensor.dtype, boxes)
+                self._add(file, fqn, placed.place.sharding.global_shape, placed.tensor.dtype, boxes)
             elif fqn not in placing.absent:
                 whole = Box.whole(tuple(value.shape))
                 self._add(file, fqn, whole.sizes, value.dtype, [(whole, value)])

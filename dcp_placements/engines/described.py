@@ -219,7 +219,7 @@ def rank_parts(
         held, of_twin = [one], [None if group.kind == OBJECT else twin.state_dict[fqn]]
         if placed is not None:
             # With copies of a box, which a save leaves out.
-            chunks = held_chunks(placed) if 0 in group.shape else placed.chunks
+            chunks = held_chunks(placed) if 0 in group.shape else placed.place.chunks
             boxes = tuple([Box(chunk.offsets, chunk.sizes) for chunk in chunks])
             held, of_twin = list(map(placed.view, chunks)), list(map(twin.placed[fqn].view, chunks))
         views[fqn] = group, boxes, of_twin

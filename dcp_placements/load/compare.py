@@ -457,8 +457,11 @@ def unnumbered_rows(load: RankLoad, rename: Rename | None) -> Iterator[Fault]:
             continue
         (dim, *_), name = step.shaping, step.pattern.partition(".{}")[0].rpartition(".")[2]
         for fqn, placed in load.placing.placed.items():
-            rows = {chunk.offsets[dim] for chunk in placed.chunks} if placed.parts else set()
-            are_first = rows == set(range(len(rows))) and 0 < len(rows) < placed.global_shape[dim]
+            rows = {chunk.offsets[dim] for chunk in placed.place.chunks} if placed.parts else set()
+            are_first = (
+                rows == set(range(len(rows)))
+                and 0 < len(rows) < placed.place.sharding.global_shape[dim]
+            )
             if are_first and name in fqn.split(".") and not load.policy.excuses(fqn):
                 yield Fault(
                     fqn,

@@ -436,7 +436,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         load = self._runs.planned
         if (placed := load.placing.placed.get(index.fqn)) is not None:
             assert index.index is not None
-            return placed.view(placed.chunks[index.index])
+            return placed.view(placed.place.chunks[index.index])
         return cast(torch.Tensor, find_state_dict_object(load.state_dict, index))
 
     def resolve_tensor(self, read_item: ReadItem, *, buffered: bool = True) -> torch.Tensor:

@@ -132,7 +132,9 @@ def read_items(
                 "storage_offsets": read.storage_offsets,
                 "lengths": read.lengths,
                 "run": load,
-                "chunk": plain if placed is None else placed.view(placed.chunks[dest.index or 0]),
+                "chunk": plain
+                if placed is None
+                else placed.view(placed.place.chunks[dest.index or 0]),
             }
             items.append(values)
     indices = zip(items, made(MetadataIndex, to), made(MetadataIndex, at), strict=True)
@@ -343,7 +345,7 @@ class RankLoad:
         if not has_tensor:
             one, other = f"a {tuple(entry.size)} tensor", f"a {type(value).__name__}"
         elif not isinstance(entry, TensorStorageMetadata):
-            shape = tuple(value.size()) if placed is None else placed.global_shape
+            shape = tuple(value.size()) if placed is None else placed.place.sharding.global_shape
             one, other = "an object", f"a tensor of shape {shape}"
         else:
             return None  # a tensor without a place has its fault already
@@ -362,7 +364,8 @@ class RankLoad:
                 headline = f"the checkpoint holds a {entry.properties.layout} tensor"
             self.faults.append(Fault(fqn, headline, (_DENSE,)))
             return None
-        shape, size = tuple(value.size()) if placed is None else placed.global_shape, entry.size
+        shape = tuple(value.size()) if placed is None else placed.place.sharding.global_shape
+        size = entry.size
         if shape == () and len(size) == 1 and self.states.of(fqn) is not None:
             # One step for a stacked parameter, of which the checkpoint's rows had one each.
             self.placing.shared[fqn], shape = (fqn,), tuple(size)
@@ -372,7 +375,7 @@ class RankLoad:
         if tuple(size) != shape:
             self.faults.append(self._other_shape(fqn, tuple(size), shape, placed))
             return None
-        chunks = chunk_list(value) if placed is None else placed.chunks
+        chunks = chunk_list(value) if placed is None else placed.place.chunks
         destinations = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
         needed = sum([prod(box.sizes) for box in destinations])
         padded = 0

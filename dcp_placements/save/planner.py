@@ -342,7 +342,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         save.holding = holding = holding_of(save.state_dict, placing.placed, paths, without)
         lookup = self.lookup_object
         digests = digests_of(holding, self.digests, world=world_size(), lookup=lookup)
-        several = [tensor for tensor in placed if len(tensor.chunks) > 1]
+        several = [tensor for tensor in placed if len(tensor.place.chunks) > 1]
         repeats = []
         if several:
             repeats = [repeat_fault(*one) for one in differing_repeats(several, self.digests)]

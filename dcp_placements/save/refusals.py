@@ -316,7 +316,7 @@ class Refusals:
 
 def repeat_fault(placed: Placed, copies: Sequence[Chunk]) -> Fault:
     """Return that this rank holds a box several times, with different contents."""
-    shape = placed.global_shape
+    shape = placed.place.sharding.global_shape
     return copies_fault(placed.fqn, copies[0].box, shape, len(copies), placed.rule)
 
 

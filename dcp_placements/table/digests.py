@@ -120,7 +120,7 @@ def differing_repeats(placed: Iterable[Placed], kind: str) -> Iterator[tuple[Pla
     """
     for tensor in placed if kind != "off" else ():
         by_box: dict[Any, list[Chunk]] = {}
-        for chunk in tensor.chunks if 0 not in tensor.global_shape else ():
+        for chunk in tensor.place.chunks if 0 not in tensor.place.sharding.global_shape else ():
             by_box.setdefault(chunk.box, []).append(chunk)
         for copies in by_box.values():
             views = list(map(tensor.view, copies if len(copies) > 1 else ()))

@@ -308,10 +308,10 @@ def held_chunks(placed: Placed) -> tuple[Chunk, ...]:
     A tensor without elements keeps its key by one empty chunk; of a row that a rank holds twice
     the first is written.
     """
-    if 0 in placed.global_shape:
-        origin = (0,) * len(placed.global_shape)
-        return (Chunk(origin, origin, placed.global_shape),)
-    chunks = placed.chunks
+    shape, chunks = placed.place.sharding.global_shape, placed.place.chunks
+    if 0 in shape:
+        origin = (0,) * len(shape)
+        return (Chunk(origin, origin, shape),)
     if len(chunks) > 1:
         by_offsets = {chunk.offsets: chunk for chunk in reversed(chunks)}
         if len(by_offsets) < len(chunks):
