@@ -83,20 +83,15 @@ class Runs(Generic[Run]):
             state.run = before
 
 
-class RunAttribute:
-    """An attribute of a planner that is one of the save or load which the thread plans.
+def of_run(name: str) -> Any:
+    """Return an attribute of a planner that is one of the save or load which the thread plans.
 
     Torch's planners have it, so that subclasses of theirs get and set it.
     """
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, planner: Any, owner: type) -> Any:
-        return self if planner is None else getattr(planner._runs.planned, self._name)
-
-    def __set__(self, planner: Any, value: Any) -> None:
-        setattr(planner._runs.planned, self._name, value)
+    return property(
+        lambda planner: getattr(planner._runs.planned, name),
+        lambda planner, value: setattr(planner._runs.planned, name, value),
+    )
 
 
 def _as_torch_has_it(item: Any) -> tuple[Any, ...]:

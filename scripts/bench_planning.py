@@ -309,7 +309,7 @@ def coordinate(
         "plan_s": plan_s,
         "pickle_s": pickle_s,
         "gathered_bytes": sum(map(len, gathered)),
-        "digest_bytes": sum(len(plan.planner_data.digests.packed) for plan in plans) if ours else 0,
+        "digest_bytes": sum(len(plan.planner_data.digests) for plan in plans) if ours else 0,
         "largest_gathered_bytes": max(map(len, gathered)),
         "scattered_bytes": sum(map(len, scattered)),
         "rss_bytes": growth,

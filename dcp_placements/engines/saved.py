@@ -58,7 +58,6 @@ from dcp_placements.storage.tensor_record import TensorRecord
 from dcp_placements.storage.torch_metadata import StoredPlace, build_entries
 from dcp_placements.table.digests import (
     DIGEST_NBYTES,
-    SentDigests,
     digest_of_bytes,
     may_have_replicas,
     sampled_digests,
@@ -564,7 +563,7 @@ def _proved(
         ]
         statement = Statement(renames=tuple(renames), digest_kind="sampled", world=len(ranks))
         packed = zlib.compress(pickle.dumps(statement))
-        sent[of_rank] = LocalPlan(0, holding.sent, (), SentDigests(b"".join(digests)), packed)
+        sent[of_rank] = LocalPlan(0, holding.sent, (), b"".join(digests), (), packed)
     raise_faults(path, faults)
     plans = [sent[of_rank]._replace(rank=rank) for rank, of_rank in enumerate(ranks)]
     size, waived = len(plans), waive or {}

@@ -54,7 +54,7 @@ from dcp_placements.load.reads import LOOK, RankLoad, read_items, settle_tied
 from dcp_placements.names.flat import Path, check_texts, put_at, rename_keys
 from dcp_placements.names.renames import recorded
 from dcp_placements.names.stacks_and_parts import Rename
-from dcp_placements.planning import ItemsToCome, ReadItemOfLoad, RunAttribute, Runs, quiet_gc
+from dcp_placements.planning import ItemsToCome, ReadItemOfLoad, Runs, of_run, quiet_gc
 from dcp_placements.report import LoadReport, Traffic
 from dcp_placements.rules.patterns import (
     Rules,
@@ -134,11 +134,11 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         PlacementError: An option with an unknown value.
     """
 
-    state_dict: Any = RunAttribute()
-    original_state_dict: Any = RunAttribute()
-    mappings: Any = RunAttribute()
-    metadata: Any = RunAttribute()
-    is_coordinator: Any = RunAttribute()
+    state_dict: Any = of_run("state_dict")
+    original_state_dict: Any = of_run("original_state_dict")
+    mappings: Any = of_run("mappings")
+    metadata: Any = of_run("metadata")
+    is_coordinator: Any = of_run("is_coordinator")
 
     def __init__(
         self,

@@ -55,7 +55,6 @@ from dcp_placements.storage.torch_metadata import (
 )
 from dcp_placements.table.digests import (
     GroupDigests,
-    SentDigests,
     beside_rows,
     differing,
     may_have_replicas,
@@ -86,7 +85,8 @@ class LocalPlan(NamedTuple):
         rank: Its global rank.
         sent: Its tables and its boxes.
         coordinate: Its position along each of ``Statement.axis_sizes``, in that order.
-        digests: Of what it holds.
+        digests: Of what it holds, as ``digests_of`` returns them.
+        undigested: Keys of tensors without a digest.
         statement: A ``Statement``, pickled and compressed.
         faults: Why the rank cannot save, packed; it has nothing else then.
     """
@@ -94,7 +94,8 @@ class LocalPlan(NamedTuple):
     rank: int
     sent: Sent = Sent()
     coordinate: tuple[int, ...] = ()
-    digests: SentDigests = SentDigests()
+    digests: bytes = b""
+    undigested: tuple[str, ...] = ()
     statement: bytes = b""
     faults: bytes = b""
 
@@ -257,7 +258,7 @@ class Coordinator:
         self._conflicts = self._faults if strict else self._notes
         self._undigested: dict[str, list[int]] = {}
         for at, plan in enumerate(plans):
-            for fqn in plan.digests.undigested:
+            for fqn in plan.undigested:
                 self._undigested.setdefault(fqn, []).append(at)
 
     @cached_property

@@ -49,10 +49,10 @@ from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.planning import (
     NOT_FINISHED,
     ItemsToCome,
-    RunAttribute,
     Runs,
     WriteItemOfSave,
     made,
+    of_run,
     quiet_gc,
 )
 from dcp_placements.report import SaveReport
@@ -195,12 +195,12 @@ class PlacementSavePlanner(DefaultSavePlanner):
         PlacementError: An option with an unknown value.
     """
 
-    state_dict: Any = RunAttribute()
-    mappings: Any = RunAttribute()
-    plan: Any = RunAttribute()
-    global_plan: Any = RunAttribute()
-    metadata: Any = RunAttribute()
-    is_coordinator: Any = RunAttribute()
+    state_dict: Any = of_run("state_dict")
+    mappings: Any = of_run("mappings")
+    plan: Any = of_run("plan")
+    global_plan: Any = of_run("global_plan")
+    metadata: Any = of_run("metadata")
+    is_coordinator: Any = of_run("is_coordinator")
 
     def __init__(
         self,
@@ -341,7 +341,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         without = placing.absent.union(left)
         save.holding = holding = holding_of(save.state_dict, placing.placed, paths, without)
         lookup = self.lookup_object
-        digests = digests_of(holding, self.digests, world=world_size(), lookup=lookup)
+        sent_digests = digests_of(holding, self.digests, world=world_size(), lookup=lookup)
         several = [tensor for tensor in placed if len(tensor.place.chunks) > 1]
         repeats = []
         if several:
@@ -372,7 +372,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         )
         coordinate = tuple([position for position, _ in axes.values()])
         packed = zlib.compress(pickle.dumps(statement, protocol=5), 6)
-        return LocalPlan(rank, holding.sent, coordinate, digests, packed)
+        return LocalPlan(rank, holding.sent, coordinate, *sent_digests, packed)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Return the plans with each element once, and the metadata. Called on the coordinator.

@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import BytesIO
 from itertools import islice, product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,37 +51,29 @@ WORLD_BUDGET_NBYTES = 64 << 20
 """What the digests of all ranks take together, if two bytes of each are little enough."""
 
 
-class SentDigests(NamedTuple):
-    """What a rank sends of its contents.
-
-    Attributes:
-        packed: For each group that may have replicas, the digests by key and box.
-        width: Bytes of each.
-        undigested: Keys of tensors whose contents cannot be read, so that they have no digest.
-    """
-
-    packed: bytes = b""
-    width: int = WIDTHS[0]
-    undigested: tuple[str, ...] = ()
-
-
 def may_have_replicas(group: Group, world: int) -> bool:
     """Whether another rank may hold the same box: not if there are as many parts as ranks."""
     return group.parts != world or world == 1
 
 
-def digests_of(holding: Holding, kind: str, *, world: int, lookup: Lookup) -> SentDigests:
-    """Return the digests of what a rank holds.
+def digests_of(
+    holding: Holding, kind: str, *, world: int, lookup: Lookup
+) -> tuple[bytes, tuple[str, ...]]:
+    """Return the digests of what a rank holds, as they are sent.
 
     Args:
         holding: What the rank holds.
         kind: ``"sampled"``, ``"full"`` or ``"off"``.
         world: Number of ranks.
         lookup: Gives the data of a tensor that names its own chunks.
+
+    Returns:
+        For each group that may have replicas, the digests by key and box, all of one width; and
+        the keys of tensors whose contents cannot be read, so that they have no digest.
     """
     groups = [held for held in holding.groups if may_have_replicas(held.group, world)]
     if kind == "off" or not groups:
-        return SentDigests()
+        return b"", ()
     count = sum(len(held.fqns) * len(held.boxes) for held in groups)
     fitting = [width for width in WIDTHS if width * count * world <= WORLD_BUDGET_NBYTES]
     width = (fitting or WIDTHS[-1:])[0]
@@ -92,7 +84,7 @@ def digests_of(holding: Holding, kind: str, *, world: int, lookup: Lookup) -> Se
             undigested[fqn] = None
         digests.append(bytes(WIDTHS[0]) if digest is None else digest[: WIDTHS[0]])
     packed = _narrowed(np.frombuffer(b"".join(digests), "<u8"), width).tobytes()
-    return SentDigests(packed, width, tuple(undigested))
+    return packed, tuple(undigested)
 
 
 def digests_by_chunk(holding: Holding, kind: str, lookup: Lookup) -> StoredDigests:
@@ -164,7 +156,7 @@ GroupDigests = dict[tuple[int, int], Digests]
 """By table and group, the digests by row and key of the group."""
 
 
-def beside_rows(world: World, sent: Sequence[SentDigests], size: int) -> GroupDigests:
+def beside_rows(world: World, sent: Sequence[bytes], size: int) -> GroupDigests:
     """Return the digests of all ranks, beside the rows of a ``World``.
 
     Args:
@@ -172,20 +164,31 @@ def beside_rows(world: World, sent: Sequence[SentDigests], size: int) -> GroupDi
         sent: By rank, its digests.
         size: Number of ranks that there are.
     """
-    width = min([one.width for one in sent if one.packed], default=0)
-    parts: dict[tuple[int, int], list[Digests]] = {}
-    for cohort in world.cohorts if width else ():
+    # Of each cohort the groups that have digests, and these by rank.
+    of_cohorts: list[tuple[list[tuple[int, int, int]], Digests]] = []
+    for cohort in world.cohorts:
+        groups = [
+            (table, number, count)
+            for table, number, count in cohort.groups
+            if count and may_have_replicas(world.tables[table].groups[number], size)
+        ]
+        count = sum([len(world.tables[t].keys[number]) * n for t, number, n in groups])
         # They have equal tables, and so equal widths.
-        members, first = [sent[rank] for rank in cohort.ranks.tolist()], 0
-        joined = b"".join([one.packed for one in members])
-        digests = np.frombuffer(joined, f"<u{members[0].width}").reshape(len(members), -1)
-        for table, number, count in cohort.groups:
-            if count and may_have_replicas(world.tables[table].groups[number], size):
-                keys = len(world.tables[table].keys[number])
-                by_rank = digests[:, first : first + keys * count].reshape(-1, keys, count)
-                mine = by_rank.transpose(0, 2, 1).reshape(-1, keys)
-                parts.setdefault((table, number), []).append(_narrowed(mine, width))
-                first += keys * count
+        members = [sent[rank] for rank in cohort.ranks.tolist()]
+        if members[0]:
+            width = len(members[0]) // count
+            digests = np.frombuffer(b"".join(members), f"<u{width}").reshape(len(members), -1)
+            of_cohorts.append((groups, digests))
+    width = min([digests.itemsize for _, digests in of_cohorts], default=0)
+    parts: dict[tuple[int, int], list[Digests]] = {}
+    for groups, digests in of_cohorts:
+        first = 0
+        for table, number, count in groups:
+            keys = len(world.tables[table].keys[number])
+            by_rank = digests[:, first : first + keys * count].reshape(-1, keys, count)
+            mine = by_rank.transpose(0, 2, 1).reshape(-1, keys)
+            parts.setdefault((table, number), []).append(_narrowed(mine, width))
+            first += keys * count
     return {key: np.concatenate(of_group) for key, of_group in parts.items()}
 
 

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
-from itertools import chain, islice, starmap, zip_longest
+from itertools import chain, islice, zip_longest
 from math import prod
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -113,17 +113,10 @@ class Held:
         return data
 
 
-class Form(NamedTuple):
-    """What is said of many keys alike: ``Form((1, 2), "'w1'")`` of ``model`` / ``layers.0``.
-
-    Attributes:
-        path: Of each part of the path in the nested dict, the number of components of the key; 0
-            for an index of a list. Empty where the state dict was not flattened.
-        rule: The name of the rule that matched; None for no rule.
-    """
-
-    path: tuple[int, ...]
-    rule: str | None
+Form = tuple[tuple[int, ...], str | None]
+"""What is said of many keys alike: ``((1, 2), "'w1'")`` of ``model`` / ``layers.0``. Of each part
+of the path in the nested dict, the number of components of the key; 0 for an index of a list, and
+none where the state dict was not flattened. Then the name of the rule that matched, if any."""
 
 
 @dataclass(slots=True)
@@ -132,7 +125,7 @@ class Table:
 
     Nothing in it depends on the position of the rank, so both ep ranks send the same bytes::
 
-        Table([group], [["experts.w1", "experts.w2"]], [Form((2,), None)], [0, 0])
+        Table([group], [["experts.w1", "experts.w2"]], [((2,), None)], [0, 0])
 
     Attributes:
         groups: The groups.
@@ -164,7 +157,7 @@ class Table:
         """Return where each key stands in the nested state dict."""
         paths: dict[str, Path] = {}
         for fqn, number in zip(chain.from_iterable(self.keys), self.form_of, strict=True):
-            parts, lengths = iter(fqn.split(".")), self.forms[number].path
+            parts, (lengths, _) = iter(fqn.split(".")), self.forms[number]
             paths[fqn] = tuple(
                 [".".join(islice(parts, n)) if n else int(next(parts)) for n in lengths]
             ) or (fqn,)
@@ -172,7 +165,7 @@ class Table:
 
     def rule(self, group: int, position: int) -> str | None:
         """Return the name of the rule that matched the key at a position of a group."""
-        return self.forms[self.form_of[sum(map(len, self.keys[:group])) + position]].rule
+        return self.forms[self.form_of[sum(map(len, self.keys[:group])) + position]][1]
 
 
 class Sent(NamedTuple):
@@ -330,7 +323,7 @@ def packed_table(groups: Sequence[Held], paths: Mapping[str, Path]) -> bytes:
     """
     fqns = [fqn for held in groups for fqn in held.fqns]
     columns = list(map(list, zip_longest(*[fqn.split(".") for fqn in fqns])))
-    forms: dict[tuple[Any, ...], int] = {}
+    forms: dict[Form, int] = {}
     form_of: list[int] = []
     for fqn, value in zip(fqns, chain.from_iterable([one.values for one in groups]), strict=True):
         parts: tuple[int, ...] = ()
@@ -343,7 +336,7 @@ def packed_table(groups: Sequence[Held], paths: Mapping[str, Path]) -> bytes:
     pickler = pickle.Pickler(buffer, protocol=5)
     # References are not memoised: whether two equal values are one object differs by rank.
     pickler.fast = True
-    pickler.dump((declared, sizes, columns, list(starmap(Form, forms)), packed_ints(form_of)))
+    pickler.dump((declared, sizes, columns, list(forms), packed_ints(form_of)))
     return zlib.compress(buffer.getvalue(), 9)
 
 

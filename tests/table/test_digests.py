@@ -10,7 +10,6 @@ import torch
 from dcp_placements.table import digests
 from dcp_placements.table.digests import (
     WIDTHS,
-    SentDigests,
     beside_rows,
     differing,
     digests_of,
@@ -29,12 +28,13 @@ def test_what_has_no_replicas_needs_no_digests() -> None:
     assert may_have_replicas(group(1), 1)
 
 
-def sent(holding: Holding, width: int) -> SentDigests:
+def sent(holding: Holding, width: int) -> bytes:
     count = len(holding.fqns)
     with mock.patch.object(digests, "WORLD_BUDGET_NBYTES", 2 * width * count):
-        made = digests_of(holding, "sampled", world=2, lookup=lambda index: None)
-    assert (made.width, len(made.packed)) == (width, width * count)
-    return made
+        packed, undigested = digests_of(holding, "sampled", world=2, lookup=lambda index: None)
+    assert len(packed) == width * count
+    assert not undigested
+    return packed
 
 
 @pytest.mark.parametrize("widths", [(one, other) for one in WIDTHS for other in WIDTHS])
