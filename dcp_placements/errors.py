@@ -178,19 +178,6 @@ def fault_error(opening: str, fqn: str, headline: str, *details: str) -> Placeme
     return PlacementError(format_faults(opening, [Fault(fqn, headline, details)]))
 
 
-class RankFaults(PlacementError):
-    """Why one rank cannot plan. Its planner sends the faults to the coordinator instead of a plan.
-
-    Args:
-        opening: The first line of the text.
-        faults: At least one.
-    """
-
-    def __init__(self, opening: str, faults: Sequence[Fault]) -> None:
-        super().__init__(format_faults(opening, faults))
-        self.faults = faults
-
-
 def packed_faults(faults: Sequence[Fault]) -> bytes:
     """Return faults as they travel: the first ``MAX_SENT``. Those of most keys have one text."""
     sent = sorted(faults, key=lambda fault: fault.fqn)[:MAX_SENT]

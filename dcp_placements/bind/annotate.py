@@ -66,7 +66,8 @@ def annotate(
         )
     rules = PlacementRules(rules) if isinstance(rules, Mapping) else rules
     check_declaration(rules, rename)
-    flat, paths, reshaped, _ = rename_keys(*flatten_state_dict(dict(state_dict)), rename)
+    flat, paths, reshaped, _, unnamed = rename_keys(*flatten_state_dict(dict(state_dict)), rename)
+    raise_faults("keys could not be renamed", unnamed)
     placing = place(flat, rules, rename=rename)
     faults = placing.faults
     others = () if reshaped is None else (*reshaped.rows, *reshaped.wholes)

@@ -39,7 +39,6 @@ from dcp_placements.errors import (
     CannotPlace,
     Fault,
     PlacementError,
-    RankFaults,
     format_names,
     raise_faults,
 )
@@ -133,10 +132,9 @@ class RankTensors:
             rules: Its own.
             rename: Its own.
         """
-        try:
-            flat, mappings, reshaped, _ = rename_keys(dict(state_dict), {}, rename)
-        except RankFaults as error:
-            self.refuse(file, error.faults)
+        flat, mappings, reshaped, _, faults = rename_keys(dict(state_dict), {}, rename)
+        if faults:
+            self.refuse(file, faults)
             return
         placing = place(flat, rules, mappings, reshaped, None, rename)
         if placing.faults:

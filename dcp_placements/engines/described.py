@@ -26,7 +26,7 @@ from dcp_placements.bind.lint import dropped_rows, lint
 from dcp_placements.bind.own_chunks import LISTS, lists_its_chunks
 from dcp_placements.bind.rank_shard import RankShard
 from dcp_placements.bind.state_dict import is_tensor, place
-from dcp_placements.errors import Fault, RankFaults
+from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.flat import Path, rename_keys
 from dcp_placements.names.renames import Step, recorded
@@ -186,11 +186,10 @@ def rank_parts(
     """
     flat, mappings = flatten_state_dict({item_key: value})
     twins = _Twins(flat)
-    try:
-        state, paths, reshaped, _ = rename_keys(flat, mappings, rename)
-        twin_state, _, twin_reshaped, _ = rename_keys(twins.state_dict, mappings, rename)
-    except RankFaults as refusal:
-        return RankParts(faults=list(refusal.faults))
+    state, paths, reshaped, _, faults = rename_keys(flat, mappings, rename)
+    twin_state, _, twin_reshaped, _, of_twins = rename_keys(twins.state_dict, mappings, rename)
+    if faults or of_twins:
+        return RankParts(faults=faults or of_twins)
     twin = place(twin_state, rules, paths, twin_reshaped, rename=rename, has_contents=False)
     placing = twin
     if has_contents:

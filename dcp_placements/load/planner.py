@@ -32,7 +32,6 @@ from dcp_placements.bind.state_dict import place
 from dcp_placements.errors import (
     Fault,
     PlacementError,
-    RankFaults,
     format_faults,
     format_ranks,
     packed_faults,
@@ -219,11 +218,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         load.state_dict, load.mappings, load.metadata = state_dict, mappings, metadata
         load.local_keys = list(state_dict)
         if self.rename is not None:
-            try:
-                renamed = rename_keys(state_dict, mappings, self.rename)
-                load.state_dict, load.mappings, load.reshaped, load.declared = renamed
-            except RankFaults as refusal:
-                load.refusal = refusal
+            *_, load.refusal = renamed = rename_keys(state_dict, mappings, self.rename)
+            if not load.refusal:
+                load.state_dict, load.mappings, load.reshaped, load.declared, _ = renamed
         return load
 
     def create_local_plan(self) -> LoadPlan:
@@ -234,11 +231,11 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         """
         load = self._runs.planned
         message = LoadMessage(global_rank())
-        if load.refusal is None:
+        if not load.refusal:
             with quiet_gc():
                 message = self._planned(load)
-        if load.refusal is not None:
-            faults = packed_faults(load.refusal.faults)
+        if load.refusal:
+            faults = packed_faults(load.refusal)
             message = LoadMessage(message.rank, message.declared, faults=faults)
         return LoadPlan(ItemsToCome(), planner_data=message)  # type: ignore[arg-type]
 
@@ -262,7 +259,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         differing, load.report.compared = check_load(load, rename)
         faults += [*differing, *memory_faults(load.state_dict, destinations)]
         if faults:
-            load.refusal = RankFaults(f"rank {message.rank} {REFUSED}", faults)
+            load.refusal = faults
             return message
         if load.notes:
             load.warn(load.notes)
@@ -357,8 +354,8 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         Called on every rank.
         """
         load = self._runs.planned
-        if load.refusal is not None:  # and the coordinator's planner is another one
-            raise load.refusal
+        if load.refusal:  # and the coordinator's planner is another one
+            raise_faults(f"rank {global_rank()} {REFUSED}", load.refusal)
         answer, exchange = new_plan.planner_data, load.exchange
         if exchange is not None:
             exchange.answer = answer if isinstance(answer, Answer) else Answer()

@@ -42,7 +42,7 @@ from dcp_placements._torch import (
 )
 from dcp_placements.bind.lint import equal_values
 from dcp_placements.bind.one_tensor import Place, Placed, Placing
-from dcp_placements.errors import Fault, RankFaults, format_faults, format_names, raise_faults
+from dcp_placements.errors import Fault, format_faults, format_names, raise_faults
 from dcp_placements.layout.boxes import (
     Index,
     as_array,
@@ -235,7 +235,7 @@ class RankLoad:
     stored: Mapping[str, Any] = field(default_factory=dict)
     local_keys: list[str] = field(default_factory=list)
     is_coordinator: bool = False
-    refusal: RankFaults | None = None
+    refusal: Sequence[Fault] = ()
     reshaped: Reshaped | None = None
     declared: Matches | None = None
     placing: Placing = field(default_factory=Placing)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from traceback import extract_tb
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from dcp_placements.errors import CannotPlace, Fault, RankFaults, raise_faults
+from dcp_placements.errors import CannotPlace, Fault, raise_faults
 from dcp_placements.names.renames import apply, steps
 from dcp_placements.names.stacks_and_parts import Parts, Rename, Row, Rows
 from dcp_placements.rules.patterns import Matches
@@ -111,7 +111,7 @@ def _own_key(values: Any, text: str | int) -> Any:
 
 def rename_keys(
     state_dict: dict[str, Any], mappings: dict[str, Path], rename: Rename | None
-) -> tuple[dict[str, Any], dict[str, Path], Reshaped | None, Matches]:
+) -> tuple[dict[str, Any], dict[str, Path], Reshaped | None, Matches, list[Fault]]:
     """Return the flat state dict and its paths under the checkpoint's keys, and what matches.
 
     What becomes rows of a stack stands there once, under the key of the stack, and what becomes
@@ -124,20 +124,18 @@ def rename_keys(
 
     Returns:
         The state dict, its paths, the values that become other tensors, if any, and whether each
-        step of the rename matches a key.
-
-    Raises:
-        RankFaults: Two keys of this rank become one, or ``rename`` has no name for one.
+        step of the rename matches a key. Last the faults: two keys of this rank that become one, or
+        a key that ``rename`` has no name for.
     """
     if rename is None:
-        return state_dict, mappings, None, {}
+        return state_dict, mappings, None, {}, []
     its_steps = steps(rename)
     matches = {step.declared: False for step in its_steps if step.declared is not None}
     renamed: dict[str, Any] = {}
     paths: dict[str, Path] = {}
     reshaped = Reshaped()
     taken: dict[str, str] = {}  # by name in the checkpoint or in rules, the key that has it
-    faults = []
+    faults: list[Fault] = []
     for key, value in state_dict.items():
         path = mappings.get(key)
         try:
@@ -176,9 +174,8 @@ def rename_keys(
             reshaped.wholes[label] = RenamedValue(new, key, value, path)
         if path is not None:
             paths[label] = path
-    if faults:
-        raise RankFaults("keys could not be renamed", faults)
-    return renamed, paths, reshaped if reshaped.rows or reshaped.wholes else None, matches
+    others = reshaped if reshaped.rows or reshaped.wholes else None
+    return renamed, paths, others, matches, faults
 
 
 def checkpoint_path(key: str, path: Path) -> Path:

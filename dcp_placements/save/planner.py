@@ -12,7 +12,7 @@ import re
 import threading
 import uuid
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product, repeat
 from typing import Any
@@ -41,7 +41,7 @@ from dcp_placements._torch import (
 from dcp_placements.bind.lint import dropped_rows, lint
 from dcp_placements.bind.one_tensor import Placed, Placing
 from dcp_placements.bind.state_dict import place
-from dcp_placements.errors import PlacementError, RankFaults, packed_faults
+from dcp_placements.errors import Fault, PlacementError, packed_faults, raise_faults
 from dcp_placements.names.flat import Path, Reshaped, check_texts, checkpoint_path, rename_keys
 from dcp_placements.names.optimizer_state import stateless_parameters
 from dcp_placements.names.renames import Step, recorded
@@ -140,7 +140,7 @@ class RankSave:
     holding: Holding | None = None
     report: SaveReport | None = None
     directory: str = ""
-    refusal: RankFaults | None = None
+    refusal: Sequence[Fault] = ()
     reshaped: Reshaped | None = None
     rename_matches: Matches = field(default_factory=dict)
     renames: tuple[Step, ...] = ()
@@ -291,12 +291,9 @@ class PlacementSavePlanner(DefaultSavePlanner):
         if self.rename is None:
             return
         local = save.state_dict
-        try:
-            renamed = rename_keys(local, save.mappings, self.rename)
-        except RankFaults as refusal:
-            save.refusal = refusal
-        else:
-            save.state_dict, save.mappings, save.reshaped, save.rename_matches = renamed
+        *_, save.refusal = renamed = rename_keys(local, save.mappings, self.rename)
+        if not save.refusal:
+            save.state_dict, save.mappings, save.reshaped, save.rename_matches, _ = renamed
             save.renames = recorded(self.rename, local, save.state_dict)
 
     def create_local_plan(self) -> SavePlan:
@@ -306,11 +303,9 @@ class PlacementSavePlanner(DefaultSavePlanner):
         and rules do not fit, it is the reasons alone, and the coordinator raises one error for all
         ranks.
         """
-        save, rank = self._runs.planned, global_rank()
-        try:
-            if save.refusal is not None:
-                raise save.refusal
-            with quiet_gc():
+        save, local_plan = self._runs.planned, LocalPlan(global_rank())
+        with quiet_gc():
+            if not save.refusal:
                 save.placing = placing = place(
                     save.state_dict,
                     self.rules,
@@ -319,12 +314,11 @@ class PlacementSavePlanner(DefaultSavePlanner):
                     rename=self.rename,
                 )
                 save.state_dict, save.mappings = placing.state_dict, placing.mappings
-                if placing.faults:
-                    raise RankFaults(f"rank {rank} {REFUSED}", placing.faults)
+                save.refusal = placing.faults
+            if not save.refusal:
                 local_plan = self._local_plan(save)
-        except RankFaults as refusal:
-            save.refusal = refusal
-            local_plan = LocalPlan(rank, faults=packed_faults(refusal.faults))
+        if save.refusal:
+            local_plan = LocalPlan(local_plan.rank, faults=packed_faults(save.refusal))
         return SavePlan(ItemsToCome(), planner_data=local_plan)  # type: ignore[arg-type]
 
     def _local_plan(self, save: RankSave, left: Collection[str] = ()) -> LocalPlan:
@@ -347,7 +341,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
         if several:
             repeats = [repeat_fault(*one) for one in differing_repeats(several, self.digests)]
         if repeats and self.on_conflict == "error":
-            raise RankFaults(f"rank {rank} {REFUSED}", repeats)
+            save.refusal = repeats
+            return LocalPlan(rank)
         waived = [compile_pattern(pattern) for pattern in self.waive]
         meshes = self.rules.meshes if isinstance(self.rules, PlacementRules) else []
         of_places = [a.mesh for place in {one.place: 0 for one in placed} for a in place.axes]
@@ -450,8 +445,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 coordinator has another planner; or a subclass gave the plan items.
         """
         save = self._runs.planned
-        if save.refusal is not None:  # and the coordinator's planner is another one
-            raise save.refusal
+        if save.refusal:  # and the coordinator's planner is another one
+            raise_faults(f"rank {global_rank()} {REFUSED}", save.refusal)
         assignment, holding = new_plan.planner_data, save.holding
         is_assigned = isinstance(assignment, Assignment) and isinstance(new_plan.items, ItemsToCome)
         if not is_assigned or holding is None:

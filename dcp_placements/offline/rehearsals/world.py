@@ -336,7 +336,7 @@ class RehearsedWorld:
             load = planner.begin(state, {}, metadata)
             lot.asked = planner.create_local_plan().planner_data
         self._notes.update(dict.fromkeys(unpacked_faults(lot.asked.notes)))
-        for fault in load.refusal.faults if load.refusal is not None else ():
+        for fault in load.refusal:
             self.add_fault(fault, lot.ranks)
         lot.declared = lot.asked.declared
         if lot.declared is None:  # its keys cannot be renamed
