@@ -8,13 +8,13 @@ those of the training stack is refused. The torch that wrote a DTensor may be an
 from __future__ import annotations
 
 import pickle
-import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from dcp_placements.errors import CannotLook, PlacementError, format_name, format_names
+from dcp_placements.storage.checked_load import zip_problem
 from dcp_placements.storage.file_reads import why_barred
 from dcp_placements.storage.safe_pickle import Made
 from dcp_placements.storage.saved_file import SavedFile, saved_tensor
@@ -107,16 +107,11 @@ def check_contents(path: Path) -> None:
     Raises:
         UnreadableFile: Something is not what was written.
     """
-    try:
-        with zipfile.ZipFile(path) as file:
-            has_crcs = any(entry.CRC for entry in file.infolist())
-            damaged = file.testzip() if has_crcs else None
-    except Exception as error:  # a damaged file can raise anything
-        damaged = _first_line(error)
-    if damaged is not None:
+    with open(path, "rb") as stream:
+        problem, _ = zip_problem(stream)
+    if problem is not None:
         raise UnreadableFile(
-            f"{path}: is not what was written: {format_name(damaged)}\n"
-            "    found:       another CRC-32 than the file has of it\n"
+            f"{path}: is not what was written: {format_name(problem)}\n"
             "    likely:      damaged by a disk or a copy: take another copy of the file"
         )
 
