@@ -33,13 +33,21 @@ from dcp_placements.layout.sharding import Sharding
 from dcp_placements.names.renames import Renames, Renumber, contiguous, number_in
 from dcp_placements.placements import Placements
 from dcp_placements.rules.mesh import Mesh, mesh_axes
-from dcp_placements.rules.patterns import RuleTable, compile_pattern, matches_any
+from dcp_placements.rules.patterns import (
+    PlacementRules,
+    RuleTable,
+    compile_pattern,
+    matches_any,
+)
 from dcp_placements.rules.placement import CheckpointPlacement, FusedShard, cut_of, format_placement
 from dcp_placements.table.digests import sampled_digests
 from dcp_placements.table.whole import Shape, WholeModel
 
 _JOINED = re.compile(r"(?:^|[._])(?:w?kv(?:_proj)?(?=\.|$)|w\d_?w\d)")
 """Names of tensors that join others along a dim, perhaps: shapes and contents fit a plain shard."""
+
+_BEFORE = "_._."
+"""Stands for what a key has before it in a state dict, such as ``optim.state.``."""
 
 
 class Option(NamedTuple):
@@ -286,7 +294,7 @@ def decide(whole: WholeModel, facts: Sequence[RankFacts], sizes: Mapping[str, in
     ]
     axes = {name: size for name, size in sizes.items() if size > 1}
     decision = Proposal()
-    ranks, unnumbered = _renumbered(whole, ranks, keys, axes, decision)
+    ranks, unnumbered = _renumbered(whole, ranks, axes, decision)
     # By name without numbers, the keys that lie alike.
     kinds: dict[str, dict[Any, list[str]]] = {}
     held: dict[str, list[tuple[dict[str, int], TensorFacts]]] = {}
@@ -329,13 +337,22 @@ def _rules(options: Mapping[str, tuple[Option, Sequence[str]]]) -> dict[str, Opt
         options: By pattern, with its keys.
     """
     ordered = sorted(options, key=lambda one: (-one.count("."), one.count("*")))
+    table = PlacementRules(dict.fromkeys(ordered))
+    of_key = {
+        name: pattern
+        for pattern, (_, keys) in options.items()
+        for key in keys
+        for name in (key, f"{_BEFORE}{key}", f"{_BEFORE}{key}._")
+    }
+    others = [(pattern, table.pattern_of(name) or "") for name, pattern in of_key.items()]
+    wrong = {one for pattern, one in others if options[one][0] != options[pattern][0]}
+    if starred := [pattern for pattern in wrong if "*" in pattern]:
+        # ``*.w`` matches ``model.w``: its keys one by one do not.
+        apart = {key: (options[one][0], [key]) for one in starred for key in options[one][1]}
+        return _rules({one: of for one, of in options.items() if one not in starred} | apart)
     sharding = [compile_pattern(one) for one in ordered if options[one][0].placements]
-    rules = {}
-    for pattern in ordered:
-        option, keys = options[pattern]
-        if option.placements or any(matches_any(sharding, key) for key in keys):
-            rules[pattern] = option
-    return rules
+    met = {of_key[name] for name in of_key if matches_any(sharding, name)}
+    return {one: options[one][0] for one in ordered if options[one][0].placements or one in met}
 
 
 def _taken(
@@ -491,18 +508,13 @@ def along(
 
 
 def _renumbered(
-    whole: WholeModel,
-    ranks: list[RankFacts],
-    keys: Sequence[str],
-    axes: Mapping[str, int],
-    decision: Proposal,
+    whole: WholeModel, ranks: list[RankFacts], axes: Mapping[str, int], decision: Proposal
 ) -> tuple[list[RankFacts], set[str]]:
     """Return the ranks with the model's numbers in their keys, and what stays without them.
 
     Args:
         whole: The unsharded model.
         ranks: With the model's keys that they have.
-        keys: Of all ranks, as a rename has them.
         axes: Those of the mesh, of more than one rank.
         decision: Takes in the renames, and what is open.
 
@@ -520,8 +532,9 @@ def _renumbered(
         fitting = _numberings(pattern, ranks, of_ranks, axes, total)
         others = [
             key
-            for key in keys
-            if (found := number_in(pattern, key)) and not without_numbers(found.head).endswith(head)
+            for key in dict.fromkeys(key for one in ranks for key in one.tensors)
+            if (found := number_in(pattern, f"{_BEFORE}{key}"))
+            and without_numbers(found.head) != f"{_BEFORE}{head}"
         ]
         if others:
             unnumbered.add(head)

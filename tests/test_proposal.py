@@ -449,5 +449,20 @@ def test_numbers_that_no_pattern_tells_from_those_before_them_are_left_open() ->
     assert not first.numberings
     assert first.undecided == {
         "*.{}": "the ranks have 2 of its 4 numbers, and this pattern finds another number in "
-        "model.0.0.w and 11 more: rename= has to be a function"
+        "0.0.w and 3 more: rename= has to be a function"
     }
+
+
+def test_patterns_that_begin_or_end_with_a_number_do_not_take_keys_of_others(
+    tmp_path: Path,
+) -> None:
+    """``*.b`` matches ``model.b``, and ``w.*`` optimizer state: ``optim.state.norm.w.exp_avg``."""
+    split = {f"{n}.b": (4, 3) for n in range(3)} | {f"w.{n}": (6, 2) for n in range(2)}
+    whole = filled({**split, "b": (4, 3), "norm.w": (6, 2), "1.2.deep": (4,), "deep": (4,)})
+
+    def cut(key: str, value: torch.Tensor, at: dict[str, int]) -> tuple[str, torch.Tensor]:
+        return key, chunk(value, 2, at["tp"], 0) if key in split or key == "1.2.deep" else value
+
+    text, proposal = try_out(tmp_path, whole, cut, tp=2)
+    assert not proposal.undecided
+    assert '"0.b": CheckpointPlacement(mesh, {"tp": Shard(0)}),' in text
