@@ -6,7 +6,7 @@ alike. A planner may have several loads under way, so each item, and the plan, n
 
 Ep rank 1 of two reads the half of an expert that four ranks saved by rows::
 
-    Group(entry, placed, reads, needed_nbytes=24, read_nbytes=24, fqns=["experts.w1"])
+    ReadGroup(entry, placed, reads, needed_nbytes=24, read_nbytes=24, fqns=["experts.w1"])
     reads    ReadItem(TENSOR, ("", (2, 0)), (0, 0), ("", (2, 0)), (0, 0), lengths=(1, 3))
              ReadItem(TENSOR, ("", (2, 0)), (1, 0), ("", (3, 0)), (0, 0), lengths=(1, 3))
 """
@@ -151,7 +151,7 @@ _DENSE = (
 
 
 @dataclass(slots=True)
-class Group:
+class ReadGroup:
     """Keys that are filled alike: of one place here, and of one kind of entry in the checkpoint.
 
     Attributes:
@@ -241,7 +241,7 @@ class RankLoad:
     placing: Placing = field(default_factory=Placing)
     policy: Policy = field(default_factory=Policy)
     record: SaveRecord | None = None
-    groups: list[Group] = field(default_factory=list)
+    groups: list[ReadGroup] = field(default_factory=list)
     to_reset: dict[str, str] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     notes: list[Fault] = field(default_factory=list)
@@ -289,7 +289,7 @@ class RankLoad:
         report, casts, padded = self.report, {}, {}
         placed_of, absent = self.placing.placed, self.placing.absent
         # Most tensors are filled as the last one of their place and dtype.
-        latest: dict[Any, Group] = {}
+        latest: dict[Any, ReadGroup] = {}
         for fqn, value in self.state_dict.items():
             entry = self.stored.get(fqn)
             placed = placed_of.get(fqn)
@@ -337,11 +337,11 @@ class RankLoad:
 
     def _object_group(
         self, fqn: str, value: Any, placed: Placed | None, entry: Any
-    ) -> Group | None:
+    ) -> ReadGroup | None:
         """Return the group of an object; None where one side has a tensor, which is a fault."""
         has_tensor = placed is not None or is_tensor(value)
         if not has_tensor and not isinstance(entry, TensorStorageMetadata):
-            return Group(entry)
+            return ReadGroup(entry)
         if not has_tensor:
             one, other = f"a {tuple(entry.size)} tensor", f"a {type(value).__name__}"
         elif not isinstance(entry, TensorStorageMetadata):
@@ -356,7 +356,7 @@ class RankLoad:
 
     def _tensor_group(
         self, fqn: str, value: Any, placed: Placed | None, entry: TensorStorageMetadata
-    ) -> Group | None:
+    ) -> ReadGroup | None:
         held = getattr(value if placed is None else placed.tensor, "layout", torch.strided)
         if {held, entry.properties.layout} != {torch.strided}:
             headline = f"is a {held} tensor here, which cannot be filled in place"
@@ -396,7 +396,7 @@ class RankLoad:
         kind = "same" if stored_dtype == dtype else cast_kind(stored_dtype, dtype)
         if kind == "wrong" or (kind == "narrowing" and self.policy.cast == "error"):
             self.faults.append(cast_fault(fqn, stored_dtype, dtype))
-        return Group(
+        return ReadGroup(
             entry,
             placed,
             reads,

@@ -19,7 +19,6 @@ import warnings
 import zlib
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -229,6 +228,7 @@ class Coordinator:
         statements: What ranks send beside their keys, by its packed form.
         world: What the ranks hold.
         report: On all ranks together.
+        drifted: By axis the keys of dense tensors that differ along it alone.
     """
 
     def __init__(
@@ -252,6 +252,7 @@ class Coordinator:
         }
         self.world = World([plan.sent for plan in plans])
         self.report = SaveReport(ranks=len(plans), waived=dict(waived))
+        self.drifted: dict[str, list[str]] = {}
         self._faults: list[Fault] = []
         self._notes: list[Fault] = []
         # What takes in replicas that differ.
@@ -260,10 +261,6 @@ class Coordinator:
         for at, plan in enumerate(plans):
             for fqn in plan.undigested:
                 self._undigested.setdefault(fqn, []).append(at)
-
-    @cached_property
-    def _refusals(self) -> refusals.Refusals:
-        return refusals.Refusals(self.world, self.plans, self.statements)
 
     def prove(self) -> None:
         """Prove that the plans make a checkpoint, and compare replicas.
@@ -287,7 +284,7 @@ class Coordinator:
             digests = beside_rows(self.world, [plan.digests for plan in self.plans], self._size)
             for piece in self.world.pieces:
                 self._prove_piece(piece, digests)
-            if self._conflicts and (drift := self._refusals.drift()):
+            if self._conflicts and (drift := refusals.drift(self)):
                 self._conflicts[:] = [drift.get(one.fqn, one) for one in self._conflicts]
         if self._whole is not None:
             excused = [compile_pattern(pattern) for pattern in self.report.waived]
@@ -322,26 +319,26 @@ class Coordinator:
         group = piece.group
         alike = {(one.kind == OBJECT, one.shape, one.dtype) for _, _, one, *_ in piece.sources}
         if len(alike) > 1:
-            self._faults += self._refusals.disagreement(piece)
+            self._faults += refusals.disagreement(self, piece)
             return
         cover = piece.cover = cover_of(piece.ranks, piece.boxes)
         sound = tile if self.complete else apart
         if not sound(Box.whole(group.shape), cover.boxes):
-            self._faults += self._refusals.tiling(piece, complete=self.complete)
+            self._faults += refusals.tiling(self, piece, complete=self.complete)
         if not cover.has_replicas:
             return
         # A mesh with a part for every rank: of such a group there are no digests.
         has_own = not all(may_have_replicas(source.group, self._size) for source in piece.sources)
         if has_own and 0 not in group.shape:
-            self._faults += self._refusals.same_coordinate(piece)
+            self._faults += refusals.same_coordinate(self, piece)
             return
         for fqn in piece.fqns if self._undigested else ():
             if fqn in self._undigested:
-                self._notes.append(self._refusals.undigested(fqn, self._undigested[fqn]))
+                self._notes.append(refusals.undigested(self, fqn, self._undigested[fqn]))
         positions, of_keys = differing(piece, digests)
         if positions:
             conflicts = self._notes if group.kind == OBJECT else self._conflicts
-            conflicts += self._refusals.conflicts(piece, positions, of_keys)
+            conflicts += refusals.conflicts(self, piece, positions, of_keys)
 
     def metadata(self, first: Sequence[str]) -> dict[str, Any]:
         """Return what ``.metadata`` has of each key, and fill the report on all keys.

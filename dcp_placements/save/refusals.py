@@ -36,10 +36,10 @@ from dcp_placements.layout.sharding import Box, Chunk, format_cuts
 from dcp_placements.report import SaveReport
 from dcp_placements.table.digests import Digests
 from dcp_placements.table.table import OBJECT, Group
-from dcp_placements.table.world import NO_RULE, Piece, World
+from dcp_placements.table.world import NO_RULE, Piece
 
 if TYPE_CHECKING:
-    from dcp_placements.save.coordinator import LocalPlan, Statement
+    from dcp_placements.save.coordinator import Coordinator
 
 T = TypeVar("T")
 
@@ -48,270 +48,267 @@ _FEW = 8
 _ANYWAY = 'on_conflict="warn" saves one of the copies anyway'
 
 
-class Refusals:
-    """Puts what is wrong with a piece into words.
+def disagreement(save: Coordinator, piece: Piece) -> list[Fault]:
+    """Return that tables say different things of the keys of a piece."""
+    values: tuple[tuple[str, Callable[[Group], Any]], ...] = (
+        ("what it is", lambda one: "another object" if one.kind == OBJECT else "a tensor"),
+        ("the shape of the whole tensor", lambda one: one.shape),
+        ("its dtype", lambda one: one.dtype),
+    )
+    unlike = ((what, _ranks_by(save, piece, value)) for what, value in values)
+    what, ranks = next((what, ranks) for what, ranks in unlike if len(ranks) > 1)
+    details = ["way out:     make it the same on all ranks, or give each a key of its own"]
+    if what == values[1][0]:
+        details = [
+            "likely:      uneven shards without global_shape= (a rule) or shape= "
+            "(DTensor.from_local), so that each rank infers a whole of its own; or the ranks "
+            "have different rules for it; or one name for different tensors",
+            "way out:     global_shape= in the rule, or shape= and stride= of from_local(); "
+            "the same rules on all ranks; a name of its own (rename=) for each tensor",
+        ]
+        if len(set(map(len, ranks))) == 1:
+            largest = tuple(map(max, zip(*ranks, strict=True)))
+            if holes := uncovered(Box.whole(largest), piece.boxes):
+                details.insert(0, f"nobody holds {format_boxes(holes, largest)}")
+    return _of_keys(save, piece, f"the ranks do not agree on {what}: {_by(ranks)}", details)
+
+
+def tiling(save: Coordinator, piece: Piece, *, complete: bool) -> list[Fault]:
+    """Return why the boxes of a piece do not make the whole of its tensors.
 
     Args:
-        world: What the ranks hold.
-        plans: By position, the plan of a rank; messages name its global rank.
-        statements: What ranks say beside their keys, by its packed form.
+        save: The save.
+        piece: The piece.
+        complete: Whether the plans are all there are.
     """
-
-    def __init__(
-        self, world: World, plans: Sequence[LocalPlan], statements: Mapping[bytes, Statement]
-    ) -> None:
-        self.world = world
-        self.plans = plans
-        self.statements = statements
-        # By axis the dense tensors that differ along it alone.
-        self._drifted: dict[str, list[str]] = {}
-        self.axis_sizes = dict(
-            size for one in statements.values() for size in one.axis_sizes.items()
-        )
-
-    def disagreement(self, piece: Piece) -> list[Fault]:
-        """Return that tables say different things of the keys of a piece."""
-        values: tuple[tuple[str, Callable[[Group], Any]], ...] = (
-            ("what it is", lambda one: "another object" if one.kind == OBJECT else "a tensor"),
-            ("the shape of the whole tensor", lambda one: one.shape),
-            ("its dtype", lambda one: one.dtype),
-        )
-        unlike = ((what, self._ranks_by(piece, value)) for what, value in values)
-        what, ranks = next((what, ranks) for what, ranks in unlike if len(ranks) > 1)
-        details = ["way out:     make it the same on all ranks, or give each a key of its own"]
-        if what == values[1][0]:
-            details = [
-                "likely:      uneven shards without global_shape= (a rule) or shape= "
-                "(DTensor.from_local), so that each rank infers a whole of its own; or the ranks "
-                "have different rules for it; or one name for different tensors",
-                "way out:     global_shape= in the rule, or shape= and stride= of from_local(); "
-                "the same rules on all ranks; a name of its own (rename=) for each tensor",
-            ]
-            if len(set(map(len, ranks))) == 1:
-                largest = tuple(map(max, zip(*ranks, strict=True)))
-                if holes := uncovered(Box.whole(largest), piece.boxes):
-                    details.insert(0, f"nobody holds {format_boxes(holes, largest)}")
-        return self._of_keys(piece, f"the ranks do not agree on {what}: {_by(ranks)}", details)
-
-    def tiling(self, piece: Piece, *, complete: bool) -> list[Fault]:
-        """Return why the boxes of a piece do not make the whole of its tensors.
-
-        Args:
-            piece: The piece.
-            complete: Whether the plans are all there are.
-        """
-        cover, whole = piece.cover, Box.whole(piece.group.shape)
-        if crossing := overlaps(cover.boxes):
-            claimed = dict.fromkeys(box for pair in crossing[:2] for box in pair)
-            headline = f"ranks claim parts of {whole.sizes} that overlap without being the same"
-            details = [
-                *[
-                    f"claimed:     {self._box(piece, box)} by {self._holders(piece, box)}"
-                    for box in claimed
-                ],
-                "likely:      the same name is sharded on some ranks and whole, or cut otherwise, "
-                "on others",
-                "way out:     one placement for this name on all ranks, or a name of its own for "
-                "each tensor",
-            ]
-            return self._of_keys(piece, headline, details)
-        beyond = np.flatnonzero(~within(whole, cover.boxes) & (cover.numel > 0)).tolist()
-        if beyond:
-            headline = f"{self._box(piece, beyond[0])} lies beyond the whole tensor of shape "
-            details = [f"claimed by   {self._holders(piece, beyond[0])}"]
-            return self._of_keys(piece, f"{headline}{whole.sizes}", details)
-        return self._hole(piece) if complete else []
-
-    def _hole(self, piece: Piece) -> list[Fault]:
-        shape, cover = piece.group.shape, piece.cover
-        whole, held = prod(shape), int(cover.numel.sum())
-        holes = format_boxes(uncovered(Box.whole(shape), cover.boxes, 5), shape)
-        details = [f"missing:     {holes} ({whole - held} of {whole} elements)"]
-        having = sorted({rank for one in piece.sources for rank in self.world.members[one.table]})
-        lacking = sorted(set(range(len(self.plans))).difference(having))
-        if lacking:
-            ranks = f"{self._ranks(having)} and not on {self._ranks(lacking)}"
-            details.append(f"the key is on {ranks}")
-        details += [
-            f"declared:    {format_cuts(piece.group.cuts)}; "
-            f"{format_count(len(self.plans), 'rank')} save",
-            "way out:     save with all ranks that hold a part and with the key on each of them; "
-            "drop an axis over which it is not sharded from its rule; name every row by some "
-            "rank's IndexShard or rename= (a Stack of local numbers needs a Renumber before it; "
-            "where rows were never stepped, one that leaves state a tensor per row)",
+    cover, whole = piece.cover, Box.whole(piece.group.shape)
+    if crossing := overlaps(cover.boxes):
+        claimed = dict.fromkeys(box for pair in crossing[:2] for box in pair)
+        headline = f"ranks claim parts of {whole.sizes} that overlap without being the same"
+        details = [
+            *[
+                f"claimed:     {_box(save, piece, box)} by {_holders(save, piece, box)}"
+                for box in claimed
+            ],
+            "likely:      the same name is sharded on some ranks and whole, or cut otherwise, "
+            "on others",
+            "way out:     one placement for this name on all ranks, or a name of its own for "
+            "each tensor",
         ]
-        return self._of_keys(piece, f"nobody holds all of the {shape} tensor", details)
+        return _of_keys(save, piece, headline, details)
+    beyond = np.flatnonzero(~within(whole, cover.boxes) & (cover.numel > 0)).tolist()
+    if beyond:
+        headline = f"{_box(save, piece, beyond[0])} lies beyond the whole tensor of shape "
+        details = [f"claimed by   {_holders(save, piece, beyond[0])}"]
+        return _of_keys(save, piece, f"{headline}{whole.sizes}", details)
+    return _hole(save, piece) if complete else []
 
-    def conflicts(
-        self, piece: Piece, positions: Sequence[int], digests: Digests
-    ) -> Iterator[Fault]:
-        """Yield that ranks hold one box of keys with different contents.
 
-        Args:
-            piece: The piece.
-            positions: Of the keys that differ.
-            digests: Theirs, by row and key.
-        """
-        # Most keys that differ do so between the same ranks.
-        known: dict[bytes, tuple[Fault, list[str]]] = {}
-        for position, column in zip(positions, digests.T, strict=True):
-            _, first, content = np.unique(column, return_index=True, return_inverse=True)
-            # By rank, the first rank with the same content: whatever the digests are.
-            key = first[content].tobytes() + (column == 0).tobytes()
-            if key not in known:
-                known[key] = self._conflict(piece, column)
-            fault, differs = known[key]
-            if len(differs) == 1 and self._is_dense(piece, position):
-                self._drifted.setdefault(differs[0], []).append(piece.fqns[position])
-            yield from self._of_keys(piece, fault.headline, fault.details, fault.place, [position])
+def _hole(save: Coordinator, piece: Piece) -> list[Fault]:
+    shape, cover = piece.group.shape, piece.cover
+    whole, held = prod(shape), int(cover.numel.sum())
+    holes = format_boxes(uncovered(Box.whole(shape), cover.boxes, 5), shape)
+    details = [f"missing:     {holes} ({whole - held} of {whole} elements)"]
+    having = sorted({rank for one in piece.sources for rank in save.world.members[one.table]})
+    lacking = sorted(set(range(len(save.plans))).difference(having))
+    if lacking:
+        ranks = f"{_ranks(save, having)} and not on {_ranks(save, lacking)}"
+        details.append(f"the key is on {ranks}")
+    details += [
+        f"declared:    {format_cuts(piece.group.cuts)}; "
+        f"{format_count(len(save.plans), 'rank')} save",
+        "way out:     save with all ranks that hold a part and with the key on each of them; "
+        "drop an axis over which it is not sharded from its rule; name every row by some "
+        "rank's IndexShard or rename= (a Stack of local numbers needs a Renumber before it; "
+        "where rows were never stepped, one that leaves state a tensor per row)",
+    ]
+    return _of_keys(save, piece, f"nobody holds all of the {shape} tensor", details)
 
-    def drift(self) -> dict[str, Fault]:
-        """Return by key what is said in place of its conflict where nearly all replicas differ.
 
-        A rule that is missing leaves others that are equal: norms along tp, and all but the experts
-        along ep. Where those differ as well, the trainer has let them drift.
-        """
-        axis, fqns = max(self._drifted.items(), key=lambda one: len(one[1]), default=("", []))
-        compared = sum(
-            self._is_dense(piece, at)
-            for piece in (self.world.pieces if fqns else ())
-            if piece.cover.has_replicas
-            for at in range(len(piece.fqns))
-        )
-        if len(fqns) < max(_FEW, 0.9 * compared):
-            return {}
-        headline = f"{len(fqns)} of the {compared} tensors that no rule speaks of differ along"
-        details = (
-            f"likely:      replicas along {axis!r} have drifted apart: gradients that are clipped "
-            "by a norm, or averaged over a group, of each rank's own; running means, or seeds, of "
-            "each rank's own; not a rule that is missing",
-            "way out:     mend the trainer; check(state_dict, placements) after a step says which "
-            f"replicas differ; {_ANYWAY}",
-        )
-        return {fqn: Fault(fqn, f"{headline} {axis!r}", details) for fqn in fqns}
+def conflicts(
+    save: Coordinator, piece: Piece, positions: Sequence[int], digests: Digests
+) -> Iterator[Fault]:
+    """Yield that ranks hold one box of keys with different contents.
 
-    def _is_dense(self, piece: Piece, position: int) -> bool:
-        """Whether a tensor is no expert's, and no rule speaks of it."""
-        is_tensor = piece.group.kind != OBJECT and 0 not in piece.group.shape
-        is_expert = "expert" in piece.fqns[position]
-        return is_tensor and not is_expert and self.world.rules(piece, position) == NO_RULE
+    Args:
+        save: The save.
+        piece: The piece.
+        positions: Of the keys that differ.
+        digests: Theirs, by row and key.
+    """
+    # Most keys that differ do so between the same ranks.
+    known: dict[bytes, tuple[Fault, list[str]]] = {}
+    for position, column in zip(positions, digests.T, strict=True):
+        _, first, content = np.unique(column, return_index=True, return_inverse=True)
+        # By rank, the first rank with the same content: whatever the digests are.
+        key = first[content].tobytes() + (column == 0).tobytes()
+        if key not in known:
+            known[key] = _conflict(save, piece, column)
+        fault, differs = known[key]
+        if len(differs) == 1 and _is_dense(save, piece, position):
+            save.drifted.setdefault(differs[0], []).append(piece.fqns[position])
+        yield from _of_keys(save, piece, fault.headline, fault.details, fault.place, [position])
 
-    def _conflict(self, piece: Piece, digests: Digests) -> tuple[Fault, list[str]]:
-        """Return what is said of all keys with such digests by row, and along what they differ."""
-        cover = piece.cover
-        ordered, ranks = digests[cover.order].tolist(), cover.ranks[cover.order].tolist()
-        differing = []
-        for box, (start, stop) in enumerate(pairwise(cover.starts.tolist())):
-            contents = _ranks_by_digest(ordered[start:stop], ranks[start:stop])
-            if len(contents) > 1:
-                differing.append((box, contents))
-        (box, contents), *others = differing
-        more = f" (and {len(others)} more place{'s' if len(others) > 1 else ''})" if others else ""
-        differs, agrees = self._along(contents)
-        details = []
-        for letter, members in zip("ABCDEFGH", contents.values(), strict=False):
-            at = [f"{name}={self._coordinate(members[0])[name]}" for name in differs]
-            where = f" ({', '.join(at)})" if at else ""
-            details.append(f"content {letter}:   {self._ranks(members)}{where}")
-        if len(contents) > 8:
-            details.append(f"... {len(contents)} different contents in all")
-        if differs:
-            tail = f", agrees along {_quoted(agrees)}" if agrees else ""
-            details.append(f"the copies:  differs along {_quoted(differs)}{tail}")
-        count = len({rank for members in contents.values() for rank in members})
-        headline = f"{len(contents)} different contents on {count} ranks that claim to be replicas"
-        if piece.group.kind == OBJECT:
-            details += [
-                "likely:      a state of each rank's own (random numbers, a data loader), or one "
-                "that has drifted apart",
-                "way out:     a name per rank (f'rng.{rank}') for a state of each rank's own",
-            ]
-            return Fault("", f"{headline}; that of the lowest is kept", tuple(details)), differs
-        along = f" over {_quoted(differs, ' or ')}" if differs else ""
+
+def drift(save: Coordinator) -> dict[str, Fault]:
+    """Return by key what is said in place of its conflict where nearly all replicas differ.
+
+    A rule that is missing leaves others that are equal: norms along tp, and all but the experts
+    along ep. Where those differ as well, the trainer has let them drift.
+    """
+    axis, fqns = max(save.drifted.items(), key=lambda one: len(one[1]), default=("", []))
+    compared = sum(
+        _is_dense(save, piece, at)
+        for piece in (save.world.pieces if fqns else ())
+        if piece.cover.has_replicas
+        for at in range(len(piece.fqns))
+    )
+    if len(fqns) < max(_FEW, 0.9 * compared):
+        return {}
+    headline = f"{len(fqns)} of the {compared} tensors that no rule speaks of differ along"
+    details = (
+        f"likely:      replicas along {axis!r} have drifted apart: gradients that are clipped "
+        "by a norm, or averaged over a group, of each rank's own; running means, or seeds, of "
+        "each rank's own; not a rule that is missing",
+        "way out:     mend the trainer; check(state_dict, placements) after a step says which "
+        f"replicas differ; {_ANYWAY}",
+    )
+    return {fqn: Fault(fqn, f"{headline} {axis!r}", details) for fqn in fqns}
+
+
+def _is_dense(save: Coordinator, piece: Piece, position: int) -> bool:
+    """Whether a tensor is no expert's, and no rule speaks of it."""
+    is_tensor = piece.group.kind != OBJECT and 0 not in piece.group.shape
+    is_expert = "expert" in piece.fqns[position]
+    return is_tensor and not is_expert and save.world.rules(piece, position) == NO_RULE
+
+
+def _conflict(save: Coordinator, piece: Piece, digests: Digests) -> tuple[Fault, list[str]]:
+    """Return what is said of all keys with such digests by row, and along what they differ."""
+    cover = piece.cover
+    ordered, ranks = digests[cover.order].tolist(), cover.ranks[cover.order].tolist()
+    differing = []
+    for box, (start, stop) in enumerate(pairwise(cover.starts.tolist())):
+        contents = _ranks_by_digest(ordered[start:stop], ranks[start:stop])
+        if len(contents) > 1:
+            differing.append((box, contents))
+    (box, contents), *others = differing
+    more = f" (and {len(others)} more place{'s' if len(others) > 1 else ''})" if others else ""
+    differs, agrees = _along(save, contents)
+    details = []
+    for letter, members in zip("ABCDEFGH", contents.values(), strict=False):
+        at = [f"{name}={_coordinate(save, members[0])[name]}" for name in differs]
+        where = f" ({', '.join(at)})" if at else ""
+        details.append(f"content {letter}:   {_ranks(save, members)}{where}")
+    if len(contents) > 8:
+        details.append(f"... {len(contents)} different contents in all")
+    if differs:
+        tail = f", agrees along {_quoted(agrees)}" if agrees else ""
+        details.append(f"the copies:  differs along {_quoted(differs)}{tail}")
+    count = len({rank for members in contents.values() for rank in members})
+    headline = f"{len(contents)} different contents on {count} ranks that claim to be replicas"
+    if piece.group.kind == OBJECT:
         details += [
-            f"likely:      it is sharded{along}: it needs a rule with Shard; or every rank counts "
-            "its own from 0 (experts, layers); or replicas have drifted apart",
-            "way out:     PlacementRules({pattern: CheckpointPlacement(mesh, {axis: Shard(dim)})})",
-            '             rename=Renumber("experts.{}", this rank\'s experts, total=) where a '
-            "rank's numbers are its own; with Stack, a Renumber before the Stack",
-            "             a name per rank (f'rng.{rank}') for a state of each rank's own",
-            f"             {_ANYWAY}",
+            "likely:      a state of each rank's own (random numbers, a data loader), or one "
+            "that has drifted apart",
+            "way out:     a name per rank (f'rng.{rank}') for a state of each rank's own",
         ]
-        place = f"place:       {self._box(piece, box)} of {piece.group.shape}{more}"
-        return Fault("", headline, tuple(details), (place,)), differs
+        return Fault("", f"{headline}; that of the lowest is kept", tuple(details)), differs
+    along = f" over {_quoted(differs, ' or ')}" if differs else ""
+    details += [
+        f"likely:      it is sharded{along}: it needs a rule with Shard; or every rank counts "
+        "its own from 0 (experts, layers); or replicas have drifted apart",
+        "way out:     PlacementRules({pattern: CheckpointPlacement(mesh, {axis: Shard(dim)})})",
+        '             rename=Renumber("experts.{}", this rank\'s experts, total=) where a '
+        "rank's numbers are its own; with Stack, a Renumber before the Stack",
+        "             a name per rank (f'rng.{rank}') for a state of each rank's own",
+        f"             {_ANYWAY}",
+    ]
+    place = f"place:       {_box(save, piece, box)} of {piece.group.shape}{more}"
+    return Fault("", headline, tuple(details), (place,)), differs
 
-    def _along(self, contents: Mapping[int, Sequence[int]]) -> tuple[list[str], list[str]]:
-        """Return the axes that tell contents apart, and those along which copies agree."""
-        at = {rank: self._coordinate(rank) for ranks in contents.values() for rank in ranks}
-        differs, agrees, seen_whole = [], [], []
-        for name in sorted(set.intersection(*map(set, at.values()))):
-            positions = [{at[rank][name] for rank in ranks} for ranks in contents.values()]
-            everywhere = set.union(*positions)
-            if len(everywhere) < 2:
-                continue
-            if sum(map(len, positions)) == len(everywhere):
-                differs.append(name)
-                seen_whole += [name] if len(everywhere) == self.axis_sizes[name] else []
-            elif max(map(len, positions)) > 1:
-                agrees.append(name)
-        # An axis of which only some positions are seen may tell them apart by chance.
-        return seen_whole or differs, agrees
 
-    def undigested(self, fqn: str, ranks: Sequence[int]) -> Fault:
-        """Return that the contents of a key cannot be read on some ranks."""
-        return Fault(
-            fqn,
-            f"is not compared between {self._ranks(ranks)} and the other ranks that hold it: there "
-            "it is sparse, or of a class whose parts cannot be read",
-            ("way out:     make sure that its copies are equal, or store its plain tensors",),
-        )
+def _along(save: Coordinator, contents: Mapping[int, Sequence[int]]) -> tuple[list[str], list[str]]:
+    """Return the axes that tell contents apart, and those along which copies agree."""
+    at = {rank: _coordinate(save, rank) for ranks in contents.values() for rank in ranks}
+    sizes = dict(size for one in save.statements.values() for size in one.axis_sizes.items())
+    differs, agrees, seen_whole = [], [], []
+    for name in sorted(set.intersection(*map(set, at.values()))):
+        positions = [{at[rank][name] for rank in ranks} for ranks in contents.values()]
+        everywhere = set.union(*positions)
+        if len(everywhere) < 2:
+            continue
+        if sum(map(len, positions)) == len(everywhere):
+            differs.append(name)
+            seen_whole += [name] if len(everywhere) == sizes[name] else []
+        elif max(map(len, positions)) > 1:
+            agrees.append(name)
+    # An axis of which only some positions are seen may tell them apart by chance.
+    return seen_whole or differs, agrees
 
-    def same_coordinate(self, piece: Piece) -> list[Fault]:
-        """Return that ranks hold equal boxes though the mesh has a part for each of them."""
-        box = int(np.diff(piece.cover.starts).argmax())
-        headline = (
-            f"{self._holders(piece, box)} hold the same part, {self._box(piece, box)} of "
-            f"{piece.group.shape}, though its mesh has a part for every rank"
-        )
-        way_out = "way out:     on every rank the mesh, and get_coordinate(), as that rank sees it"
-        return self._of_keys(piece, headline, [way_out], positions=[0])
 
-    def _of_keys(
-        self,
-        piece: Piece,
-        headline: str,
-        details: Iterable[str],
-        place: tuple[str, ...] = (),
-        positions: Sequence[int] | None = None,
-    ) -> list[Fault]:
-        """Return a fault of each key of a piece, or of some; its last line names its rules."""
-        found = []
-        for at in range(len(piece.fqns)) if positions is None else positions:
-            by_rule = f"by rule:     {self.world.rules(piece, at)}"
-            found.append(Fault(piece.fqns[at], headline, (*details, by_rule), place))
-        return found
+def undigested(save: Coordinator, fqn: str, ranks: Sequence[int]) -> Fault:
+    """Return that the contents of a key cannot be read on some ranks."""
+    return Fault(
+        fqn,
+        f"is not compared between {_ranks(save, ranks)} and the other ranks that hold it: there "
+        "it is sparse, or of a class whose parts cannot be read",
+        ("way out:     make sure that its copies are equal, or store its plain tensors",),
+    )
 
-    def _ranks_by(self, piece: Piece, value: Callable[[Group], T]) -> dict[T, str]:
-        """Return the ranks that have a piece, as text, by a value of their groups."""
-        ranks: dict[T, list[int]] = {}
-        for source in piece.sources:
-            members = self.world.members[source.table].tolist()
-            ranks.setdefault(value(source.group), []).extend(members)
-        return {value: self._ranks(of_value) for value, of_value in ranks.items()}
 
-    def _box(self, piece: Piece, box: int) -> str:
-        (one,) = as_boxes(piece.cover.boxes[[box]])
-        return format_box(one, piece.group.shape)
+def same_coordinate(save: Coordinator, piece: Piece) -> list[Fault]:
+    """Return that ranks hold equal boxes though the mesh has a part for each of them."""
+    box = int(np.diff(piece.cover.starts).argmax())
+    headline = (
+        f"{_holders(save, piece, box)} hold the same part, {_box(save, piece, box)} of "
+        f"{piece.group.shape}, though its mesh has a part for every rank"
+    )
+    way_out = "way out:     on every rank the mesh, and get_coordinate(), as that rank sees it"
+    return _of_keys(save, piece, headline, [way_out], positions=[0])
 
-    def _holders(self, piece: Piece, box: int) -> str:
-        return self._ranks(piece.cover.holders(box).tolist())
 
-    def _coordinate(self, at: int) -> dict[str, int]:
-        plan = self.plans[at]
-        return dict(zip(self.statements[plan.statement].axis_sizes, plan.coordinate, strict=True))
+def _of_keys(
+    save: Coordinator,
+    piece: Piece,
+    headline: str,
+    details: Iterable[str],
+    place: tuple[str, ...] = (),
+    positions: Sequence[int] | None = None,
+) -> list[Fault]:
+    """Return a fault of each key of a piece, or of some; its last line names its rules."""
+    found = []
+    for at in range(len(piece.fqns)) if positions is None else positions:
+        by_rule = f"by rule:     {save.world.rules(piece, at)}"
+        found.append(Fault(piece.fqns[at], headline, (*details, by_rule), place))
+    return found
 
-    def _ranks(self, positions: Iterable[int]) -> str:
-        return format_ranks(self.plans[at].rank for at in positions)
+
+def _ranks_by(save: Coordinator, piece: Piece, value: Callable[[Group], T]) -> dict[T, str]:
+    """Return the ranks that have a piece, as text, by a value of their groups."""
+    ranks: dict[T, list[int]] = {}
+    for source in piece.sources:
+        members = save.world.members[source.table].tolist()
+        ranks.setdefault(value(source.group), []).extend(members)
+    return {value: _ranks(save, of_value) for value, of_value in ranks.items()}
+
+
+def _box(save: Coordinator, piece: Piece, box: int) -> str:
+    (one,) = as_boxes(piece.cover.boxes[[box]])
+    return format_box(one, piece.group.shape)
+
+
+def _holders(save: Coordinator, piece: Piece, box: int) -> str:
+    return _ranks(save, piece.cover.holders(box).tolist())
+
+
+def _coordinate(save: Coordinator, at: int) -> dict[str, int]:
+    plan = save.plans[at]
+    return dict(zip(save.statements[plan.statement].axis_sizes, plan.coordinate, strict=True))
+
+
+def _ranks(save: Coordinator, positions: Iterable[int]) -> str:
+    return format_ranks(save.plans[at].rank for at in positions)
 
 
 def repeat_fault(placed: Placed, copies: Sequence[Chunk]) -> Fault:
