@@ -95,6 +95,8 @@ class AssembledTensor(SourceTensor):
                 continue
             if block.source.dtype != self.dtype or not is_run(shared.sizes, box.sizes):
                 return None
+            if block.source.count > 1 and box.numel * self.dtype.itemsize < SHORT_NBYTES:
+                return None  # which saves the time to find out that its runs are too short
             offsets = [a - b for a, b in zip(shared.offsets, box.offsets, strict=True)]
             start = position(offsets, box.sizes) * self.dtype.itemsize
             read = reader.runs(block.source, block.source_box(shared))

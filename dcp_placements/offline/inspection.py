@@ -112,7 +112,7 @@ class Inspection:
     """What is in a checkpoint."""
 
     path: str  # where it is
-    format: str  # ``"dcp"``, ``"torch_dist"`` (Megatron) or ``"safetensors"``
+    format: str  # as of ``Checkpoint``
     groups: tuple[TensorGroup, ...]  # of numbered keys, in natural order
     tensors: Mapping[str, TensorInfo]  # by key
     objects: Mapping[str, ObjectInfo]  # by key
