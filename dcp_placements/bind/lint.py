@@ -328,7 +328,8 @@ _GLUED = (
 )
 _NO_EXPERTS = (
     "its name is not that of experts, but {axis!r} cuts it",
-    "found:       {cut}, which makes a {shape} tensor of what all ranks have equal copies of",
+    "found:       {cut}, which makes a {shape} tensor; of a router, an attention or a norm ranks "
+    "along {axis!r} mostly have equal copies",
     "way out:     a pattern that matches the experts alone, such as 'experts'",
 )
 _RIGHT = "             or waive={pattern: reason} where this is right"

@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 _MOST_SHOWN = 4
 _FEW = 8
-_ANYWAY = 'on_conflict="warn" saves one of the copies anyway'
+_ANYWAY = 'on_conflict="warn" saves one of the copies anyway, and loses the others'
 
 
 def disagreement(save: Coordinator, piece: Piece) -> list[Fault]:
