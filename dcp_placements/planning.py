@@ -29,7 +29,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.distributed.checkpoint import ReadItem, WriteItem
 
-from dcp_placements.errors import PlacementError
+from dcp_placements.errors import Fault, PlacementError, raise_faults
 
 Run = TypeVar("Run")
 T = TypeVar("T")
@@ -155,6 +155,30 @@ class ItemsToCome(Sequence[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         raise PlacementError(NOT_FINISHED)
+
+
+def messages_of(what: str, plans: Sequence[Any], kind: type[T]) -> list[T]:
+    """Return what the ranks sent with their plans.
+
+    Args:
+        what: ``"save"`` or ``"load"``.
+        plans: Of all ranks.
+        kind: Of what a planner of this package sends.
+
+    Raises:
+        PlacementError: Another planner made some of the plans.
+    """
+    sent = [plan.planner_data for plan in plans]
+    ours = [isinstance(message, kind) for message in sent]
+    if not all(ours):
+        fault = Fault(
+            f"this {what}",
+            f"{ours.count(False)} of {len(ours)} ranks planned it with another planner, the first "
+            f"at position {ours.index(False)}",
+            ("way out:     the same planner on every rank; installed() on every rank",),
+        )
+        raise_faults(f"the ranks do not {what} together", [fault])
+    return sent
 
 
 NOT_FINISHED = (

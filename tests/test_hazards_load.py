@@ -337,17 +337,17 @@ def test_m108_tensors_of_a_level_that_no_rank_asks_for_are_warned_of_once(
     def without_optim(rank: int, optim: Any) -> dict[str, Any]:
         return {**trainer(3, rank=rank), "optim": optim}
 
-    for optim in ({}, {"groups": {"lr": 0.1}}):
+    for optim, count in (({}, "4 keys"), ({"groups": {"lr": 0.1}}, "3 keys")):
         with warned() as texts:
             report = loaded(partial(without_optim, optim=optim))
         (text,) = texts
-        assert "optim: the checkpoint has 3 tensors of it that no rank asks for: optim." in text
+        assert f"optim: the checkpoint has {count} of it that no rank asks for: optim." in text
         assert text.count("no rank asks for") == len(report.warnings) == 1
     with warned() as texts:
         loaded(lambda rank: trainer(2, rank=rank))
     (text,) = texts
-    assert "model: the checkpoint has 1 tensor of it" in text
-    assert "optim: the checkpoint has 1 tensor of it" in text
+    assert "model: the checkpoint has 1 key of it" in text
+    assert "optim: the checkpoint has 1 key of it" in text
     with without_warning():
         # Another number of ranks; weights alone; some of them by name; and what is said.
         assert loaded(lambda rank: trainer(3, rank=rank)).unasked == ()
@@ -357,6 +357,45 @@ def test_m108_tensors_of_a_level_that_no_rank_asks_for_are_warned_of_once(
         loaded(lambda rank: {"model": {"layers.2.w": torch.zeros(2)}})
         loaded(lambda rank: trainer(2, rank=rank), waive={"layers.2": "a smaller model"})
         loaded(lambda rank: without_optim(rank, {}), allow_partial_load=True)
+
+
+@pytest.mark.parametrize("level", ["sched", "data"])
+def test_m108_an_empty_dict_for_objects_is_warned_of(level: str, tmp_path: Path) -> None:
+    """A scheduler takes an empty state without a word, and begins anew."""
+    save(WORLD, tmp_path, lambda rank: {"w": torch.ones(3), level: {"last_epoch": 7, "lr": 0.1}})
+    with warned() as texts:
+        load(WORLD, tmp_path, lambda rank: {"w": torch.zeros(3), level: {}})
+    (text,) = texts
+    assert f"{level}: the checkpoint has 2 keys of it that no rank asks for" in text
+    with without_warning():
+        load(WORLD, tmp_path, lambda rank: {"w": torch.zeros(3)})
+        load(WORLD, tmp_path, lambda rank: {"w": torch.zeros(3), level: {}}, waive={level: "new"})
+
+
+@pytest.mark.parametrize("options", [{"allow_partial_load": True}, {"optional": ["model"]}])
+@pytest.mark.parametrize("side", ["saved", "loaded"])
+def test_weights_under_a_wrapper_s_name_are_warned_of_beside_an_average(
+    side: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """The average is read: so it is not true that no tensor of the model is."""
+
+    def state(wrapped: bool, fill: float) -> Callable[[int], dict[str, Any]]:
+        names = [f"layers.{n}.{'_orig_mod.' * wrapped}w" for n in range(3)]
+        ema = {f"layers.{n}.w": torch.full((3,), fill) for n in range(3)}
+        model = {name: torch.full((3,), fill) for name in names}
+        return lambda rank: {"model": model, "ema": ema}
+
+    save(WORLD, tmp_path, state(side == "saved", 1.0))
+    with warned() as texts:
+        load(WORLD, tmp_path, state(side == "loaded", 0.0), **options)
+    assert "under a name with another component: it keeps its value" in "".join(texts)
+    assert "model.layers.0-2." in "".join(texts)
+    both = {"allow_partial_load": True, "optional": ["model"]}
+    with without_warning():  # what is declared twice; what is new; what is told
+        load(WORLD, tmp_path, state(side == "loaded", 0.0), **both)
+        save(WORLD, tmp_path, lambda rank: {"model": {"w": torch.ones(3)}})
+        new = {"model": {"w": torch.zeros(3)}, "ema": {"w": torch.zeros(3)}}
+        load(WORLD, tmp_path, lambda rank: new, optional=["ema"])
 
 
 def test_m108_what_other_stages_ask_for_is_no_gap(tmp_path: Path) -> None:

@@ -121,6 +121,31 @@ def test_a_rank_with_another_planner_is_refused_by_its_position(tmp_path: Path, 
         )
 
 
+@pytest.mark.parametrize("stock", [0, 2])
+def test_a_load_by_another_planner_on_some_ranks_is_refused(tmp_path: Path, stock: int) -> None:
+    """The others would count their experts from 0, and say nothing."""
+    save(WORLD, tmp_path, lambda rank: {"w": arange(3)})
+    fact = "position 2" if stock else "the coordinator uses another planner"
+    with pytest.raises(CheckpointException, match=fact):
+        WORLD.load(
+            tmp_path,
+            plain(3),
+            lambda rank: dcp.DefaultLoadPlanner() if rank == stock else PlacementLoadPlanner(),
+        )
+
+
+@pytest.mark.parametrize("given", [0, 1])
+def test_whole_on_some_ranks_alone_is_refused(tmp_path: Path, given: int) -> None:
+    def whole(rank: int) -> dict[str, tuple[int, ...]] | None:
+        return {"w": (3,)} if rank == given else None
+
+    with pytest.raises(CheckpointException, match="the ranks do not agree on whole="):
+        WORLD.save(tmp_path, plain(3), lambda rank: PlacementSavePlanner(whole=whole(rank)))
+    WORLD.save(tmp_path, plain(3), lambda rank: PlacementSavePlanner())
+    with pytest.raises(CheckpointException, match=f"it was given on rank {given}"):
+        WORLD.load(tmp_path, plain(3), lambda rank: PlacementLoadPlanner(whole=whole(rank)))
+
+
 # Loads
 
 
@@ -231,6 +256,28 @@ def test_ranks_that_write_into_different_directories_are_warned_of(tmp_path: Pat
     assert "the ranks write into 2 different directories: " in text
     assert "at-59' on ranks 0-1; " in text
     assert "at-60' on rank 2" in text
+
+
+def test_one_relative_path_of_ranks_in_different_directories_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As launchers leave them that give each run a directory of its own."""
+
+    def writer(rank: int) -> dcp.FileSystemWriter:
+        (tmp_path / str(rank)).mkdir()
+        monkeypatch.chdir(tmp_path / str(rank))
+        return dcp.FileSystemWriter("ckpt")
+
+    def planner(rank: int) -> PlacementSavePlanner:
+        class Planner(PlacementSavePlanner):
+            def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+                monkeypatch.chdir(tmp_path / str(rank))
+                super().set_up_planner(*args, **kwargs)
+
+        return Planner()
+
+    with pytest.warns(UserWarning, match="the ranks write into 2 different directories"):
+        World(2).save("ckpt", plain(3), planner, writer)
 
 
 def test_a_sound_save_says_nothing_and_reports_what_it_wrote(tmp_path: Path) -> None:

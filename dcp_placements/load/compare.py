@@ -98,6 +98,7 @@ class LoadMessage:
         has_reader: Whether the rank's storage reader calls the exchange after the reads.
         notes: Declarations that are probably wrong, packed.
         save: Which save wrote the checkpoint that this rank reads; empty where nothing tells.
+        has_whole: Whether its planner was given the unsharded model.
         faults: Why it cannot load, packed; it has no plan then.
     """
 
@@ -112,6 +113,7 @@ class LoadMessage:
     has_reader: bool = False
     notes: bytes = b""
     save: str = ""
+    has_whole: bool = False
     faults: bytes = b""
 
     def with_reader(self) -> LoadMessage:
@@ -481,22 +483,24 @@ def _level(fqn: str) -> tuple[str, str]:
     return level, rest.partition(".")[0]
 
 
-def unasked_notes(fqns: Sequence[str], levels: Container[str], load: RankLoad) -> list[Fault]:
-    """Return a note for each level of whose tensors no rank asks for some, probably by mistake.
+def unasked_notes(fqns: Sequence[str], load: RankLoad) -> list[Fault]:
+    """Return a note for each level of which no rank asks for some keys, probably by mistake.
 
     That is so where it asks for none of a level that it names, as ``"optim": {}``; or for the first
     numbers of a family alone, as a model with fewer layers does. A load of weights alone does not
     name the optimizer, and somebody who picks keys by their names picks others.
 
     Args:
-        fqns: The tensors.
-        levels: The levels that the state dict names.
+        fqns: The tensors that no rank asks for.
         load: What this rank reads.
     """
-    policy, stored, rest = load.policy, load.stored, set(fqns)
+    policy, stored, rest, levels = load.policy, load.stored, set(fqns), load.original_state_dict
+    # Of objects no rank knows what others ask for; an empty dict asks for none on any.
+    empty = {level for level, value in levels.items() if isinstance(value, dict) and not value}
+    objects = [fqn for fqn in load.report.unread if _level(fqn)[0] in empty and fqn not in rest]
     used = {_level(fqn)[0] for fqn in _tensors(stored, stored) if fqn not in rest}
     by_level: dict[str, list[str]] = {}
-    for fqn in fqns if not policy.partial else ():
+    for fqn in (*fqns, *objects) if not policy.partial else ():
         level, _ = _level(fqn)
         firsts = [f"{head}0{tail}" for head, number, tail in numbers_in(fqn) if number]
         is_cut_off = any(first in stored and first not in rest for first in firsts)
@@ -506,7 +510,7 @@ def unasked_notes(fqns: Sequence[str], levels: Container[str], load: RankLoad) -
     return [
         Fault(
             level,
-            f"the checkpoint has {format_count(len(of_level), 'tensor')} of it that no rank asks "
+            f"the checkpoint has {format_count(len(of_level), 'key')} of it that no rank asks "
             f"for: {format_names(folded(of_level), _MAX_PARTS)}",
             (
                 "likely:      an empty dict under this key, as of an optimizer before its first "

@@ -61,16 +61,14 @@ class Answer:
     obstacle: Fault | None = None
 
 
-def answers(sent: Sequence[Any]) -> list[Answer]:
+def answers(messages: Sequence[LoadMessage]) -> list[Answer]:
     """Return the coordinator's answer to each rank, where any would exchange.
 
     Args:
-        sent: The messages of the ranks, in the order of the process group; or what another planner
-            sent in place of one.
+        messages: Of the ranks, in the order of the process group.
     """
-    messages = [one for one in sent if isinstance(one, LoadMessage) and one.wish is not None]
-    ranks = [getattr(one, "rank", at) for at, one in enumerate(sent)]
-    without = sorted({*ranks}.difference([one.rank for one in messages]))
+    ranks = [one.rank for one in messages]
+    without = [one.rank for one in messages if one.wish is None]
     why = way_out = ""
     if without:
         why = f"the planner of {format_ranks(without)} was not given exchange=True"
@@ -84,7 +82,7 @@ def answers(sent: Sequence[Any]) -> list[Answer]:
     if why:
         details = (f"because:     {why}", f"way out:     {way_out}")
         headline = "every rank reads all that it needs by itself"
-        return [Answer(obstacle=Fault("exchange=True", headline, details))] * len(sent)
+        return [Answer(obstacle=Fault("exchange=True", headline, details))] * len(messages)
     return _readers([one.wish or Sent() for one in messages], ranks)
 
 

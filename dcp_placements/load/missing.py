@@ -109,7 +109,7 @@ def settle_missing(load: RankLoad, missing: Sequence[str]) -> None:
     load.report.missing = tuple(kept)
     load.report.stateless = tuple(dict.fromkeys(load.to_reset.values()))
     if kept and load.groups:
-        load.notes += _no_tensor(load)
+        load.notes += _no_tensor(load) or _namesakes(load, kept)
     elif kept and not load.faults:
         count = len(load.state_dict)
         headline = f"none of the {count} keys is in the checkpoint: nothing would be loaded"
@@ -170,6 +170,54 @@ def _no_tensor(load: RankLoad) -> list[Fault]:
         "they keep their values"
     )
     return [Fault("state dict", headline, _prefix_details(tensors, stored))]
+
+
+def _namesakes(load: RankLoad, kept: Sequence[str]) -> list[Fault]:
+    """Return the note that what is not read is in the checkpoint but for one component of its name.
+
+    Args:
+        load: What the rank reads.
+        kept: The keys that the checkpoint lacks, and that keep their values.
+    """
+    policy, found = load.policy, {}
+    unread = {
+        fqn: fqn
+        for fqn, entry in load.stored.items()
+        if isinstance(entry, TensorStorageMetadata) and fqn not in load.state_dict
+    }
+    longer = {name: fqn for fqn in unread for name in _without_one(fqn)}
+    for fqn in kept if unread else ():
+        is_on_purpose = policy.partial and policy.is_optional(fqn)  # declared twice
+        alike = longer.get(fqn) or next(filter(None, map(unread.get, _without_one(fqn))), None)
+        if alike is not None and not (is_on_purpose or policy.waives(fqn)):
+            found[fqn] = alike
+    if not found:
+        return []
+    return [
+        Fault(
+            format_names(folded(list(found)), 3),
+            "not in the checkpoint, which has it under a name with another component: it keeps its "
+            "value",
+            (
+                f"there are:   {format_names(folded(list(found.values())), 3)}",
+                "likely:      a wrapper's name (_orig_mod, module) that one side has and the other "
+                "has not",
+                'way out:     rename=Replace("_orig_mod", ""), or the other way round; '
+                "waive={pattern: reason} where they are other tensors",
+            ),
+        )
+    ]
+
+
+def _without_one(fqn: str) -> list[str]:
+    """Return a key without each of its components that is no number; the last one stays.
+
+    >>> _without_one("model._orig_mod.layers.0.w")
+    ['_orig_mod.layers.0.w', 'model.layers.0.w', 'model._orig_mod.0.w']
+    """
+    parts = fqn.split(".")
+    words = [word for word in dict.fromkeys(parts[:-1]) if not word.isdigit()]
+    return [".".join([part for part in parts if part != word]) for word in words]
 
 
 def _part_of_state(fqn: str, keys: Sequence[str], stored: Mapping[str, Any]) -> Fault:

@@ -53,7 +53,14 @@ from dcp_placements.load.reads import LOOK, RankLoad, read_items, settle_tied
 from dcp_placements.names.flat import Path, check_texts, put_at, rename_keys
 from dcp_placements.names.renames import recorded
 from dcp_placements.names.stacks_and_parts import Rename
-from dcp_placements.planning import ItemsToCome, ReadItemOfLoad, Runs, of_run, quiet_gc
+from dcp_placements.planning import (
+    ItemsToCome,
+    ReadItemOfLoad,
+    Runs,
+    messages_of,
+    of_run,
+    quiet_gc,
+)
 from dcp_placements.report import LoadReport, Traffic
 from dcp_placements.rules.patterns import (
     Rules,
@@ -252,7 +259,8 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         load.report.waived = dict(self.waive)
         destinations = load.destinations()
         load.tied = {**tied_keys(destinations), **placing.shared}
-        message = LoadMessage(global_rank(), load.declared)
+        has_whole = self.whole is not None
+        message = LoadMessage(global_rank(), load.declared, has_whole=has_whole)
         # A tensor without its place has another shape, which is no fault of its own.
         placeless = {fault.fqn for fault in placing.faults}
         faults = placing.faults + [one for one in load.faults if one.fqn not in placeless]
@@ -266,7 +274,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         notes = [*lint(placing.placed.values(), renamed=rename is not None, waived=policy.waived)]
         load.report.warnings += tuple(map(str, notes))
         message = replace(message, notes=packed_faults(notes) if notes else b"")
-        if world_size() > 1 or self.whole is not None:
+        if world_size() > 1 or has_whole:
             message = replace(
                 message,
                 sent=load.holding().sent,
@@ -291,15 +299,13 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
                 ranks that together ask for something else than was saved. All in one error.
         """
         plans = super().create_global_plan(global_plan)
-        sent = [plan.planner_data for plan in plans]
-        messages = [message for message in sent if isinstance(message, LoadMessage)]
+        messages = messages_of("load", plans, LoadMessage)
         self._judge(messages)
         given: list[Answer | None] = [None] * len(plans)
         if any(one.wish is not None for one in messages):
-            given = [*answers(sent)]
+            given = [*answers(messages)]
         return [
-            plan if plan.planner_data is None else replace(plan, planner_data=answer)
-            for plan, answer in zip(plans, given, strict=True)
+            replace(plan, planner_data=answer) for plan, answer in zip(plans, given, strict=True)
         ]
 
     def _judge(self, messages: Sequence[LoadMessage]) -> None:
@@ -320,6 +326,11 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         notes = dict.fromkeys(note for one in packed for note in unpacked_faults(one))
         if notes:
             warnings.warn(format_faults(LOOK, notes, "note"), stacklevel=3)
+        given = [message.rank for message in messages if message.has_whole]
+        if 0 < len(given) < len(messages):
+            headline = f"the ranks do not agree on whole=: it was given on {format_ranks(given)}"
+            way_out = "way out:     the same declaration on all ranks"
+            raise_faults("nothing can be loaded", [Fault("this load", headline, (way_out,))])
         if complete and len({message.save for message in messages}) > 1:
             raise_faults("nothing can be loaded", [_mixed_checkpoints(messages)])
         if not complete and load.record is not None:
@@ -343,8 +354,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         # Of what a rank asks for that is alone, it knows all.
         if report.unread and complete:
             report.unasked = tuple(asked.unasked(load.state_dict))
-            levels = load.original_state_dict.keys()
-            mistakes += unasked_notes(report.unasked, levels, load)
+            mistakes += unasked_notes(report.unasked, load)
         if mistakes:
             load.warn(mistakes)
 
@@ -357,6 +367,11 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         if load.refusal:  # and the coordinator's planner is another one
             raise_faults(f"rank {global_rank()} {REFUSED}", load.refusal)
         answer, exchange = new_plan.planner_data, load.exchange
+        if isinstance(answer, LoadMessage):
+            raise PlacementError(
+                "the coordinator uses another planner than this rank\n"
+                "    way out:     the same planner on every rank; installed() on every rank"
+            )
         if exchange is not None:
             exchange.answer = answer if isinstance(answer, Answer) else Answer()
             if exchange.answer.obstacle is not None:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import BytesStorageMetadata, SavePlan, TensorStorageMetadata
+from torch.distributed.checkpoint import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_placements.errors import (
@@ -33,7 +33,6 @@ from dcp_placements.errors import (
     format_faults,
     format_names,
     raise_faults,
-    raise_faults_of_ranks,
 )
 from dcp_placements.layout.boxes import Ints, apart, tile
 from dcp_placements.layout.sharding import Box, Cuts
@@ -113,6 +112,7 @@ class Statement:
         axis_sizes: Sizes of the named mesh axes that it knows of.
         digest_kind: ``"sampled"``, ``"full"`` or ``"off"``.
         world: Number of ranks, which decides of which groups there are digests.
+        has_whole: Whether its planner was given the unsharded model.
         directory: That it writes into; empty for none.
         step: The training step that its planner was given; None for none.
     """
@@ -126,6 +126,7 @@ class Statement:
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
     digest_kind: str = "off"
     world: int = 1
+    has_whole: bool = False
     directory: str = ""
     step: int | None = None
 
@@ -159,27 +160,6 @@ class Assignment(NamedTuple):
         return kinds
 
 
-def sent_plans(plans: Sequence[SavePlan]) -> list[LocalPlan]:
-    """Return what the ranks sent.
-
-    Raises:
-        PlacementError: Another planner made some of the plans; or the reasons of ranks that cannot
-            save.
-    """
-    ours = [isinstance(plan.planner_data, LocalPlan) for plan in plans]
-    if not all(ours):
-        fault = refusals.this_save(
-            f"{ours.count(False)} of {len(ours)} ranks planned it with another planner, the first "
-            f"at position {ours.index(False)}",
-            "way out:     the same planner on every rank; installed() on every rank",
-        )
-        raise_faults("the ranks do not save together", [fault])
-    sent: list[LocalPlan] = [plan.planner_data for plan in plans]
-    if any(plan.faults for plan in sent):
-        raise_faults_of_ranks(REFUSED, {plan.rank: plan.faults for plan in sent})
-    return sent
-
-
 _ALIKE = (
     (
         "digest_kind",
@@ -199,6 +179,12 @@ _ALIKE = (
         True,
         "the ranks save {} different steps",
         "way out:     planner.step= the same number on all ranks before each save",
+    ),
+    (
+        "has_whole",
+        True,
+        "the ranks do not agree on whole=",
+        "way out:     the same declaration on all ranks",
     ),
     (
         "directory",

@@ -41,7 +41,13 @@ from dcp_placements._torch import (
 from dcp_placements.bind.lint import dropped_rows, lint
 from dcp_placements.bind.one_tensor import Placed, Placing
 from dcp_placements.bind.state_dict import place
-from dcp_placements.errors import Fault, PlacementError, packed_faults, raise_faults
+from dcp_placements.errors import (
+    Fault,
+    PlacementError,
+    packed_faults,
+    raise_faults,
+    raise_faults_of_ranks,
+)
 from dcp_placements.names.flat import Path, Reshaped, check_texts, checkpoint_path, rename_keys
 from dcp_placements.names.optimizer_state import stateless_parameters
 from dcp_placements.names.renames import Step, recorded
@@ -52,6 +58,7 @@ from dcp_placements.planning import (
     Runs,
     WriteItemOfSave,
     made,
+    messages_of,
     of_run,
     quiet_gc,
 )
@@ -73,7 +80,6 @@ from dcp_placements.save.coordinator import (
     LocalPlan,
     Statement,
     report_keys,
-    sent_plans,
     tensor_properties,
 )
 from dcp_placements.save.refusals import repeat_fault
@@ -288,6 +294,9 @@ class PlacementSavePlanner(DefaultSavePlanner):
                     save.state_dict[str(key)] = value
         target = None if storage_meta is None else storage_meta.checkpoint_id
         save.directory = "" if target is None else os.fspath(target)
+        if save.directory and "://" not in save.directory:
+            # Ranks may have working directories of their own.
+            save.directory = os.path.abspath(save.directory)
         if self.rename is None:
             return
         local = save.state_dict
@@ -362,6 +371,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             axis_sizes={name: size for name, (_, size) in axes.items()},
             digest_kind=self.digests,
             world=world_size(),
+            has_whole=self.whole is not None,
             directory=save.directory,
             step=self.step,
         )
@@ -392,7 +402,9 @@ class PlacementSavePlanner(DefaultSavePlanner):
         with quiet_gc():
             # One plan where there are more ranks: a save without collectives, nobody sees the rest.
             alone = len(all_plans) == 1 and world_size() > 1
-            sent = sent_plans(all_plans)
+            sent = messages_of("save", all_plans, LocalPlan)
+            if any(plan.faults for plan in sent):
+                raise_faults_of_ranks(REFUSED, {plan.rank: plan.faults for plan in sent})
             if alone and self.copies != "off":
                 raise PlacementError("copies= needs a save by all ranks together")
             in_group = _rank_in_group(all_plans[0].storage_data) if alone else None
