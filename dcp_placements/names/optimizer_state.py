@@ -244,7 +244,7 @@ def named_lists(
     for head, named in parameter_groups(state_dict).items():
         state = f"{head}state."
         for name, fqn in named.items():
-            if not isinstance(name, str) or not fqn.endswith(".params"):
+            if not isinstance(name, str) or not _LIST.fullmatch(fqn, len(head)):
                 continue
             new: tuple[str, ...] = (name,)
             if fqns_of is not None:
@@ -274,6 +274,7 @@ def unnamed_faults(state_dict: Mapping[str, Any], groups: Groups) -> list[Fault]
 _STATE = re.compile(r"(?<![^.])state\.")
 _POSSIBLE = re.compile(r"(?<![^.])state\.[^.]+\.")
 _GROUPS = re.compile(r"(?<![^.])param_groups(?:\.|$)(.*)", re.DOTALL)
+_LIST = re.compile(r"param_groups\.(?:\d+\.)?params")
 
 FLATTEN = (
     "way out:     torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, "

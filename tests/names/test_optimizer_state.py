@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -301,6 +302,20 @@ def test_m34_a_first_save_of_a_model_under_state_lists_no_parameter_as_stateless
     planner = PlacementSavePlanner()
     dcp.save(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
     assert planner.report.stateless == ()
+
+
+@pytest.mark.parametrize("value", [torch.arange(3.0), ["a", "b"], 7])
+def test_what_is_called_params_in_a_group_with_a_name_is_saved_as_it_is(
+    tmp_path: Path, value: Any
+) -> None:
+    """It is no list of the names that a parameter group has."""
+    key = "model.param_groups.decoder.params"
+    same = torch.equal if isinstance(value, torch.Tensor) else operator.eq
+    dcp.save({key: value}, checkpoint_id=tmp_path, planner=PlacementSavePlanner(), no_dist=True)
+    for planner in (dcp.DefaultLoadPlanner(), PlacementLoadPlanner()):
+        found = {key: torch.zeros(3) if isinstance(value, torch.Tensor) else type(value)()}
+        dcp.load(found, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+        assert same(found[key], value)
 
 
 # M33: a rule that names the state itself speaks for it.
