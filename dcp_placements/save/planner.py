@@ -91,7 +91,7 @@ from dcp_placements.storage.provenance import (
     identity,
 )
 from dcp_placements.storage.rank_files import saves_before
-from dcp_placements.storage.save_ids import id_items, is_named
+from dcp_placements.storage.save_ids import id_items, is_named, reserved_faults
 from dcp_placements.table.digests import (
     differing_repeats,
     digests_by_chunk,
@@ -323,7 +323,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
                     rename=self.rename,
                 )
                 save.state_dict, save.mappings = placing.state_dict, placing.mappings
-                save.refusal = placing.faults
+                save.refusal = placing.faults + reserved_faults(save.state_dict)
             if not save.refusal:
                 local_plan = self._local_plan(save)
         if save.refusal:

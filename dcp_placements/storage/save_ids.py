@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
 from dcp_placements._torch import StorageInfo
 from dcp_placements.errors import Fault, format_ranks
 from dcp_placements.planning import WriteItemOfSave
+from dcp_placements.storage.provenance import RESERVED_KEY
 from dcp_placements.storage.torch_metadata import StoredPlace
 
 ID_PREFIX = "dcp_placements.save."
@@ -185,6 +186,17 @@ def is_named(storage_data: Any) -> bool:
     """Whether the files that a writer is going to write carry the id in their names."""
     prefix = getattr(storage_data, "prefix", None)
     return isinstance(prefix, str) and _NAMED_PREFIX.fullmatch(prefix) is not None
+
+
+def reserved_faults(fqns: Iterable[str]) -> list[Fault]:
+    """Return the keys of a state dict that are those of records of this package."""
+    ours = [fqn for fqn in fqns if fqn.startswith(RESERVED_KEY)]
+    headline, way_out = "this package has this key for itself", "way out:     another key"
+    return [
+        Fault(fqn, headline, (way_out,))
+        for fqn in ours
+        if fqn == RESERVED_KEY or fqn.startswith(ID_PREFIX)
+    ]
 
 
 def id_items(save_id: bytes, rank: int, save: Any) -> list[WriteItemOfSave]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator
@@ -388,6 +389,19 @@ def test_each_save_of_one_planner_has_an_id_of_its_own(tmp_path: Path) -> None:
         assert written.startswith(f"dcp_placements save {save_id}\n".encode())
         ids.add(save_id)
     assert len(ids) == 3
+
+
+@pytest.mark.parametrize("key", ["dcp_placements", "dcp_placements.save.mine"])
+def test_a_key_of_a_record_is_refused_and_others_are_kept(tmp_path: Path, key: str) -> None:
+    """A load would take it for the id of a save."""
+    state = {key: torch.ones(3), "dcp_placements.version": torch.ones(2), "w": torch.ones(1)}
+    with pytest.raises(CheckpointException, match=f"{re.escape(key)}: this package has this key"):
+        dcp.save(state, checkpoint_id=tmp_path, planner=PlacementSavePlanner(), no_dist=True)
+    del state[key]
+    dcp.save(state, checkpoint_id=tmp_path, planner=PlacementSavePlanner(), no_dist=True)
+    found = {key: torch.zeros_like(value) for key, value in state.items()}
+    dcp.load(found, checkpoint_id=tmp_path, planner=PlacementLoadPlanner(), no_dist=True)
+    assert all(value.all() for value in found.values())
 
 
 class Interrupted(PlacementLoadPlanner):
