@@ -181,6 +181,9 @@ FUSED_NAMES = {
     "decoder.layers.0.mlp.linear_fc1.weight": GATE_UP,
     "layers.0.mixer.in_proj.weight": GATE_UP,
     "h.0.attn.c_attn.weight": QKV,
+    "blocks.0.attn.to_qkv.weight": QKV,
+    "blocks.0.mlp.up_gate_proj.weight": GATE_UP,
+    "blocks.0.mlp.w1_w3": GATE_UP,
 }
 FUSED_PARTS = [
     ("qkv_proj", 2, True),
@@ -204,7 +207,7 @@ PLAIN_CUTS = [
 ]
 NO_EXPERTS = (
     *("layers.0.router.weight", "layers.0.self_attn.o_proj.weight"),
-    "input_layernorm.weight",
+    *("input_layernorm.weight", "moe.shared_experts.w1", "moe.expert_bias"),
 )
 W1 = "layers.0.experts.w1"
 SHARED = ("layers.0.shared_experts.w1", "layers.0.router.expert_bias", "layers.0.shared_expert")

@@ -422,7 +422,7 @@ def test_joined_q_k_v_are_left_to_whoever_knows_their_sizes() -> None:
     assert f"FusedShard(0, {sizes}) over tp" in proposals[0].undecided["attn.Wqkv.weight"]
 
 
-@pytest.mark.parametrize("name", ["kv_proj.weight", "mlp.w1w3"])
+@pytest.mark.parametrize("name", ["kv_proj.weight", "attn.wkv"])
 def test_names_that_may_join_tensors_are_said_to_be_open(name: str) -> None:
     whole = filled({f"layers.0.{name}": (8, 3), "embed": (5, 3)})
 

@@ -276,16 +276,19 @@ NUMBERED_EXPERT = re.compile(r"experts\.(?:\d+|[\w.]*(?:weight|bias)\d+)(?:\.|$)
 _EXPERTS = re.compile(r"(?:^|\.)(?:local_|routed_|inner_)?experts(?:\.|$)")
 # Megatron's linear_qkv and Megatron Lite's qkv.linear are laid out per query group: not among them.
 QKV = re.compile(
-    r"(?:^|\.)(?:qkv(?!\.linear)(?:_proj)?|query_key_value|c_attn|[Ww]qkv|W_pack"
+    r"(?:^|\.)(?:(?:to_)?qkv(?!\.linear)(?:_proj)?|query_key_value|c_attn|[Ww]qkv|W_pack"
     r"|in_proj(?=_weight|_bias))(?:_weight|_bias)?(?:\.|$)"
 )
 GATE_UP = re.compile(
-    r"(?:^|\.)(?:gate_up(?:_proj)?|linear_fc1|in_proj(?!_weight|_bias)|w13)(?:_weight|_bias)?(?:\.|$)"
+    r"(?:^|\.)(?:(?:gate_(?:and_)?up|up_gate)(?:_proj)?|proj_gate_up|linear_fc1"
+    r"|in_proj(?!_weight|_bias)|w1[23]|w1_?w3)(?:_weight|_bias)?(?:\.|$)"
 )
 # Parameters of which every expert-parallel rank has a copy.
 _COPIED = re.compile(
-    r"(?:^|\.)(?:router|gate|(?:self_)?att(?:n|ention)|(?:\w+_)?(?:layer)?norm\d*)(?:\.|$)"
+    r"(?:^|\.)(?:router|gate|(?:self_)?att(?:n|ention)|(?:\w+_)?(?:layer)?norm\d*"
+    r"|shared_experts?|expert_bias)(?:\.|$)"
 )
+_OF_EXPERT = re.compile(r"(?<!shared_)expert(?!_bias)")
 _TENSOR_AXIS = re.compile(r"^(?:e?tp|tensor(?:_.*)?|model_parallel)$")
 EXPERT_AXIS = re.compile(r"^(?:ep|expert(?:_parallel|_model_parallel)?)$")
 _DATA_AXIS = re.compile(r"^(?:.*fsdp.*|e?dp(?:_.*)?|data(?:_.*)?)$")
@@ -328,8 +331,8 @@ _GLUED = (
 )
 _NO_EXPERTS = (
     "its name is not that of experts, but {axis!r} cuts it",
-    "found:       {cut}, which makes a {shape} tensor; of a router, an attention or a norm ranks "
-    "along {axis!r} mostly have equal copies",
+    "found:       {cut}, which makes a {shape} tensor; of a router, a norm, an attention or a "
+    "shared expert ranks along {axis!r} mostly have equal copies",
     "way out:     a pattern that matches the experts alone, such as 'experts'",
 )
 _RIGHT = "             or waive={pattern: reason} where this is right"
@@ -472,5 +475,5 @@ def _findings(
             yield _OTHER_DIM, facts
         if is_numbered and cut in placed.place.sharding.cuts[: placed.place.ruled]:
             yield _GLUED, facts
-    elif cut is not None and placed.rule and "expert" not in fqn and _COPIED.search(fqn):
+    elif cut is not None and placed.rule and not _OF_EXPERT.search(fqn) and _COPIED.search(fqn):
         yield _NO_EXPERTS, facts
