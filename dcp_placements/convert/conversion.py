@@ -348,12 +348,15 @@ def _model_of(
     saved = source.metadata.planner_data
     found = model_tensors(tensors, {**source.tensors, **source.objects}, saved, prefix)
     start = f"{found.prefix}." if found.prefix else ""
+    states = {} if optimizer else found.states
     selected = {**found.model, **(found.states if optimizer else {})}
     if not selected:
+        is_there = tensors.keys() > found.states.keys()
         raise PlacementError(
             f"{source.path}: none of its {len(source.tensors)} tensors is selected"
-            + (f": no key begins with {start!r}" if tensors.keys() > found.states.keys() else "")
+            + (f": no key of a model begins with {start!r}" if is_there else "")
             + f"\n    it has:      {format_names(list(source.tensors), 4) or 'no tensors'}"
+            + ("\n    way out:     --optimizer for the states of an optimizer" if states else "")
         )
     kept = {tensor.fqn for tensor in selected.values()}
     # Tensors that an index names and no file has.

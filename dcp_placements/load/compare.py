@@ -175,7 +175,8 @@ def _cut_fault(fqn: str, rule: str | None, difference: _Difference) -> Fault:
             f"this load:   {loaded}",
             f"by rule:     {rule or 'no rule, its own DTensor'}",
             f"way out:     {way_out}; or waive={{pattern: reason}} where both are right",
-            "or:          the save declared it wrongly: its file is right in that topology alone",
+            "or:          the save declared it wrongly: its file is right in that topology alone; "
+            "load it there as it was saved, and save it again by the right rule",
         ),
     )
 
@@ -346,6 +347,8 @@ def _dim_differences(
     differing = [axis for axis in common if not _may_be_equal(one[axis], other[axis], size)]
     for axis in differing:
         way_out = f'{{"{axis}": {one[axis].placement}}} in the rules of this load, as it was saved'
+        if one[axis].size != other[axis].size:
+            way_out += f", where the save was right for any size of {axis!r}"
         yield (axis,), str(one[axis]), str(other[axis]), way_out
     # An axis of size 1 cuts nothing, so its place in the order does not matter.
     cutting = {axis for axis in common if one[axis].size > 1 and other[axis].size > 1}

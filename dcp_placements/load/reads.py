@@ -411,9 +411,10 @@ class RankLoad:
         self, fqn: str, stored: tuple[int, ...], needed: tuple[int, ...], placed: Placed | None
     ) -> Fault:
         """Return the fault that a tensor is stored in another shape than is needed."""
-        details = []
+        details, is_alike = [], False
         if placed is not None and self.record is not None:
             saved, loaded = self.record.cuts(fqn), placed.place.sharding.cuts
+            is_alike = bool(saved) and saved == loaded
             details = [f"saved:       {format_cuts(saved)}", f"this load:   {format_cuts(loaded)}"]
         differing = [dim for dim, (a, b) in enumerate(zip(stored, needed, strict=False)) if a != b]
         if len(stored) == len(needed) and len(differing) == 1:
@@ -423,9 +424,12 @@ class RankLoad:
                 larger, cause = "stored", "does this load lack a rule for it,"
                 if stored[dim] == small:
                     larger, cause = "needed", "saved without its placement"
+                cause += f" on an axis of size {large // small}?"
+                if is_alike:
+                    cause = "another number of experts or rows, since both sides cut it alike?"
                 details.append(
                     f"likely:      on dim {dim} the {larger} size is {large // small} times the "
-                    f"other: {cause} on an axis of size {large // small}?"
+                    f"other: {cause}"
                 )
         if placed is not None and placed.rule is not None:
             details.append(f"by rule:     {placed.rule}")

@@ -415,7 +415,7 @@ def test_the_command(tmp_path: Path, run: Run) -> None:
     assert sum(ran.json["files"].values()) == sum(t.nbytes for t in wanted.values())
     ran = run("export", tmp_path / "ckpt", tmp_path / "x", "--to", "hf", "--prefix", "nothing")
     assert ran.code == 1
-    assert "no key begins with 'nothing.'" in ran.err
+    assert "no key of a model begins with 'nothing.'" in ran.err
     ran = run("export", tmp_path / "ckpt", tmp_path / "x", "--to", "hf", "--dtype", "ConcatTable")
     assert ran.code == 2
 
