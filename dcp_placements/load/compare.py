@@ -65,7 +65,7 @@ from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.rules.patterns import Matches
 from dcp_placements.storage.provenance import SaveRecord
 from dcp_placements.table.families import Family, families_of, numbers_of
-from dcp_placements.table.table import PLAIN, Sent
+from dcp_placements.table.table import PLAIN, Group, Sent
 from dcp_placements.table.world import Piece, World, cover_of, repeated
 
 _MAX_PARTS = 4
@@ -726,30 +726,32 @@ class AllAsked:
                 faults.append(Fault(family.name, headline, details))
         return faults
 
+    def _padding_faults(self, piece: Piece, group: Group) -> list[Fault]:
+        """Return the keys of a piece of which all ranks have padding alone."""
+        headline = (
+            f"every rank has padding alone of it, so that none asks for any part of {group.shape}"
+        )
+        padded = f"this load:   {format_cuts(group.cuts)}; padded to {group.padded_shape}"
+        out = f"way out:     the mesh of the save, or this rank's position in it; {_ON_PURPOSE}"
+        fqns = [fqn for fqn in piece.fqns if not self.policy.excuses(fqn)]
+        return [Fault(fqn, headline, (padded, out)) for fqn in fqns]
+
     def _box_faults(self, piece: Piece) -> list[Fault]:
         """Return the keys of a piece of which ranks ask for the same boxes, and none for others."""
         groups = [source.group for source in piece.sources]
         group = next((one for one in groups if one.kind != PLAIN), None)
-        if (
-            group is None or len({one.shape for one in groups}) > 1
-        ):  # of shapes there is another fault
+        # Of shapes that differ there is another fault.
+        if group is None or len({one.shape for one in groups}) > 1:
             return []
+        if not len(piece.ranks) and group.padded_shape is not None:
+            return self._padding_faults(piece, group)
         cover = cover_of(piece.ranks, piece.boxes)
-        is_padding = not len(piece.ranks) and group.padded_shape is not None
-        if not is_padding and not cover.has_replicas:
+        if not cover.has_replicas:
             return []
         whole = Box.whole(group.shape)
-        if not is_padding and tile(whole, cover.boxes):
+        if tile(whole, cover.boxes):
             return []
         cuts, fqns = format_cuts(group.cuts), [f for f in piece.fqns if not self.policy.excuses(f)]
-        if is_padding:
-            headline = (
-                "every rank has padding alone of it, so that none asks for any part of "
-                f"{group.shape}"
-            )
-            padded = f"this load:   {cuts}; padded to {group.padded_shape}"
-            out = f"way out:     the mesh of the save, or this rank's position in it; {_ON_PURPOSE}"
-            return [Fault(fqn, headline, (padded, out)) for fqn in fqns]
         parts = cover.parts()
         twice = repeated(parts)
         if not twice or not uncovered(whole, cover.boxes, 1):
