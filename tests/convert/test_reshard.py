@@ -328,3 +328,16 @@ def test_an_output_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, o
     with pytest.raises(CannotLook, match="this names no output"):
         reshard(tmp_path / "src", out, rules_by_ep, {"ep": 4})
     assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_steps_that_ranks_have_one_of_for_all_rows_are_kept(tmp_path: Path) -> None:
+    state = {"w": {"exp_avg": arange((4, 3)), "step": torch.full((4,), 3.0)}}
+    saved = {"model": {"w": arange((4, 3))}, "optim": {"state": state}}
+    dcp.save(saved, checkpoint_id=tmp_path / "in", no_dist=True)
+
+    def rules(mesh: Any) -> Placements:
+        return Placements({"w": CheckpointPlacement(mesh, {"ep": Shard(0)})})
+
+    reshard(tmp_path / "in", tmp_path / "out", rules, {"ep": 2})
+    wholes = {"optim.state.w.exp_avg": arange((4, 3)), "optim.state.w.step": torch.full((4,), 3.0)}
+    assert_holds(tmp_path / "out", {"model.w": arange((4, 3)), **wholes})
