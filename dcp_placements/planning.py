@@ -5,7 +5,7 @@ which of them it belongs. Two loads of one planner, and an item of each::
 
     runs.begin()                  # Load 1, which this thread plans
     runs.begin()                  # Load 2, in another thread
-    runs.of(ReadItemOfLoad(..., run=load_1))    # Load 1, in whatever thread it is read
+    runs.current(ReadItemOfLoad(..., run=load_1))    # Load 1, in whatever thread it is read
 
 Planning creates millions of small objects, and none of them is garbage. The collector nevertheless
 traverses all of them again and again: nine tenths of the time of unpickling a large plan. So it is
@@ -62,19 +62,16 @@ class Runs(Generic[Run]):
         self.latest = self._of_thread.run = self._kind()
         return self.latest
 
-    @property
-    def planned(self) -> Run:
-        """The one that this thread plans; of a thread that began none, the latest."""
-        run: Run | None = getattr(self._of_thread, "run", None)
+    def current(self, item: Any = None) -> Run:
+        """Return the one that an item is of; without an item that knows it, what this thread plans.
+
+        Of a thread that began none it is the latest.
+        """
+        run: Run | None = getattr(item, "run", None) or getattr(self._of_thread, "run", None)
         return self.latest if run is None else run
 
-    def of(self, item: Any) -> Run:
-        """Return that of an item; where it knows none, the one that this thread plans."""
-        run: Run | None = getattr(item, "run", None)
-        return self.planned if run is None else run
-
     def inside(self, run: Run, hook: Callable[[T], R], value: T) -> R:
-        """Return ``hook(value)``; inside ``planned`` is this run, which the value does not name."""
+        """Return ``hook(value)``; inside ``current`` is this run, which the value does not name."""
         state = self._of_thread
         before, state.run = getattr(state, "run", None), run
         try:
@@ -89,8 +86,8 @@ def of_run(name: str) -> Any:
     Torch's planners have it, so that subclasses of theirs get and set it.
     """
     return property(
-        lambda planner: getattr(planner._runs.planned, name),
-        lambda planner, value: setattr(planner._runs.planned, name, value),
+        lambda planner: getattr(planner._runs.current(), name),
+        lambda planner, value: setattr(planner._runs.current(), name, value),
     )
 
 

@@ -236,7 +236,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         Called on every rank. ``finish_plan`` returns the items. What cannot be loaded is in the
         plan, and the coordinator raises one error for all ranks.
         """
-        load = self._runs.planned
+        load = self._runs.current()
         message = LoadMessage(global_rank())
         if not load.refusal:
             with quiet_gc():
@@ -310,7 +310,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
 
     def _judge(self, messages: Sequence[LoadMessage]) -> None:
         """Refuse, or warn of, what all ranks together show."""
-        load, policy = self._runs.planned, self._policy
+        load, policy = self._runs.current(), self._policy
         report = load.report
         # Ranks that load by themselves have no others to compare with.
         complete = len(messages) >= world_size()
@@ -363,7 +363,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
 
         Called on every rank.
         """
-        load = self._runs.planned
+        load = self._runs.current()
         if load.refusal:  # and the coordinator's planner is another one
             raise_faults(f"rank {global_rank()} {REFUSED}", load.refusal)
         answer, exchange = new_plan.planner_data, load.exchange
@@ -445,7 +445,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the storage to read into: a view of the local tensor. Called on every rank."""
-        load = self._runs.planned
+        load = self._runs.current()
         if (placed := load.placing.placed.get(index.fqn)) is not None:
             assert index.index is not None
             return placed.view(placed.place.chunks[index.index])
@@ -458,7 +458,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             read_item: The item.
             buffered: Whether that is a buffer where the tensor overlaps another in memory.
         """
-        load = self._runs.of(read_item)
+        load = self._runs.current(read_item)
         memory: torch.Tensor | None = getattr(read_item, "chunk", None)
         if memory is None:
             memory = self._runs.inside(load, self.lookup_tensor, read_item.dest_index)
@@ -480,7 +480,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             PlacementError: Quantized values of another scale than the tensor has; or different
                 contents of one memory, after the last item.
         """
-        load, fqn = self._runs.of(read_item), read_item.dest_index.fqn
+        load, fqn = self._runs.current(read_item), read_item.dest_index.fqn
         is_tied = load.tied and fqn in load.tied
         if tensor.is_quantized or is_tied:
             memory = PlacementLoadPlanner.resolve_tensor(self, read_item, buffered=False)
@@ -497,7 +497,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         Raises:
             PlacementError: It is no object, or a file of another save.
         """
-        load = self._runs.of(read_item)
+        load = self._runs.current(read_item)
         fqn = read_item.dest_index.fqn
         if (record := load.ids.get(read_item.storage_index)) is not None:
             if fault := id_fault(record, value.getvalue()):
@@ -536,7 +536,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             PlacementError: On all ranks, where one could not read or is gone.
         """
         planned = plan.planner_data
-        load = planned if isinstance(planned, RankLoad) else self._runs.planned
+        load = planned if isinstance(planned, RankLoad) else self._runs.current()
         load.report.traffic, load.report.unchecked = traffic, unchecked
         if error is None:
             try:

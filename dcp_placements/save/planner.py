@@ -312,7 +312,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         and rules do not fit, it is the reasons alone, and the coordinator raises one error for all
         ranks.
         """
-        save, local_plan = self._runs.planned, LocalPlan(global_rank())
+        save, local_plan = self._runs.current(), LocalPlan(global_rank())
         with quiet_gc():
             if not save.refusal:
                 save.placing = placing = place(
@@ -398,7 +398,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
 
     def _agree(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Return what ``create_global_plan`` does."""
-        save = self._runs.planned
+        save = self._runs.current()
         with quiet_gc():
             # One plan where there are more ranks: a save without collectives, nobody sees the rest.
             alone = len(all_plans) == 1 and world_size() > 1
@@ -456,7 +456,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             PlacementError: The storage writer is torch's ``HuggingFaceStorageWriter``; or the
                 coordinator has another planner; or a subclass gave the plan items.
         """
-        save = self._runs.planned
+        save = self._runs.current()
         if save.refusal:  # and the coordinator's planner is another one
             raise_faults(f"rank {global_rank()} {REFUSED}", save.refusal)
         assignment, holding = new_plan.planner_data, save.holding
@@ -486,7 +486,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """Return the data of a write item: a view, or an object's bytes. Called in any thread."""
-        save = self._runs.of(write_item)
+        save = self._runs.current(write_item)
         value = getattr(write_item, "chunk", None)
         if value is None:
             value = self._runs.inside(save, self.lookup_object, write_item.index)
@@ -501,7 +501,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         Raises:
             PlacementError: The rank has no chunk of the tensor there.
         """
-        save = self._runs.planned
+        save = self._runs.current()
         placed = save.placing.placed.get(index.fqn)
         if placed is None:
             return find_state_dict_object(save.state_dict, index)
