@@ -270,12 +270,17 @@ def _unknown_keys(load: RankLoad, missing: Sequence[str]) -> Iterator[Fault]:
         )
         return
     unread = [key for key in load.stored if key not in load.state_dict] if missing else []
+    optioned = {key.rpartition(".")[0] for key in load.stored if "param_groups." in key}
+    heads = {one.partition("param_groups.")[0] for one in optioned}
     for at, fqn in enumerate(missing):
         # Of keys with one text, which may be thousands, the first is shown.
         alike = _alike(fqn, unread) if at < MAX_COMPARED_NAMES else []
         place = (f"it has:      {format_names(alike, 4)}",) if alike else ()
         details: tuple[str, ...] = ()
-        if "param_groups." in fqn or possible_parameters(fqn):
+        head, is_option, _ = fqn.partition("param_groups.")
+        if is_option and head in heads:
+            details = _OTHER_OPTIMIZER if fqn.rpartition(".")[0] in optioned else _NEW_PARAMETER
+        elif is_option or possible_parameters(fqn):
             details = (_STATE_NOTE,)
         headline = "the checkpoint lacks this key (torch: Missing key in checkpoint)"
         yield Fault(fqn, headline, (*details, _LACKING), place)
@@ -285,6 +290,15 @@ _STATE_NOTE = (
     "note:        of optimizer state, that of some parameters may be missing, but not of all; it "
     "is known by its parameter, or by param_groups. Both sides need the same "
     "flatten_optimizer_state_dict= in get_state_dict"
+)
+_NEW_PARAMETER = (
+    "likely:      the optimizer that was saved had no such parameter: it was frozen or tied then, "
+    "or is of an adapter",
+    'way out:     optional=["param_groups.<parameter>"], whose state begins anew',
+)
+_OTHER_OPTIMIZER = (
+    "likely:      saved by another optimizer, which has no such option",
+    'way out:     optional=["param_groups"] keeps the options of this one',
 )
 _LACKING = (
     "way out:     rename= where the checkpoint has it under another name; optional=[pattern] where "

@@ -325,6 +325,27 @@ REFUSED: dict[str, tuple[State, State, tuple[str, ...]]] = {
         {"optim": {"state": states("b")}},
         (f"optim.state.b.step: {LACKS}",),
     ),
+    "options of a parameter that the save had frozen": (
+        flattened(
+            trained(
+                weights(*BOTH), states("embed"), param_groups=[{"lr": 0.1, "params": ["embed"]}]
+            )
+        ),
+        flattened(trained(weights(*BOTH), states(*BOTH), param_groups=GROUPS)),
+        (
+            f"optim.param_groups.head.lr: {LACKS}",
+            "the optimizer that was saved had no such parameter",
+            'optional=["param_groups.<parameter>"]',
+        ),
+    ),
+    "options of another optimizer": (
+        flattened(SAVED),
+        {
+            **flattened(SAVED),
+            "optim": {**flattened(SAVED)["optim"], "param_groups.head.betas": 0.9},
+        },
+        (f"optim.param_groups.head.betas: {LACKS}", "saved by another optimizer"),
+    ),
     "an optimizer that was saved alone, without its groups": (
         {"state": states("embed")},
         {"state": states(*BOTH)},
