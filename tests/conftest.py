@@ -7,12 +7,17 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.offline_scenes import run
 from tests.remote_scenes import flaky, memory, proxy, s3, s3_server
 from tests.storage_scenes import flipped_is_known
 
 __all__ = ["flaky", "flipped_is_known", "memory", "proxy", "run", "s3", "s3_server"]
+
+# A busy machine draws slowly at times, which says nothing of what is drawn.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 # Programs of ranks, started by tests; pytest would import them to look for doctests.
 collect_ignore = ["ranks"]
