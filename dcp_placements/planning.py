@@ -59,8 +59,9 @@ class Runs(Generic[Run]):
 
     def begin(self) -> Run:
         """Return a new one, which this thread plans."""
-        self.latest = self._of_thread.run = self._kind()
-        return self.latest
+        run = self._kind()
+        self.latest = self._of_thread.run = run  # another thread may begin one at any time
+        return run
 
     def current(self, item: Any = None) -> Run:
         """Return the one that an item is of; without an item that knows it, what this thread plans.

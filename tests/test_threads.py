@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier, Event
+from threading import Barrier, Event, current_thread, main_thread
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from dcp_placements import (
     PlacementLoadPlanner,
     PlacementSavePlanner,
 )
-from dcp_placements.planning import quiet_gc
+from dcp_placements.planning import Runs, quiet_gc
 
 
 def state(number: int) -> dict[str, torch.Tensor]:
@@ -38,6 +38,22 @@ def in_two_threads(work: Callable[[int], None]) -> None:
     with ThreadPoolExecutor(2) as pool:
         for result in [pool.submit(work, number) for number in range(2)]:
             result.result()
+
+
+class Overtaken(Runs[Any]):
+    """Another thread begins a run as soon as one thread has made it known."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "latest" and current_thread() is main_thread():
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(self.begin).result()
+
+
+def test_a_thread_plans_its_own_run_though_another_begins_one_meanwhile() -> None:
+    runs = Overtaken(object)
+    run = runs.begin()
+    assert run is runs.current() is not runs.latest
 
 
 def meeting(kind: type, method: str) -> type:
