@@ -21,8 +21,8 @@ from dcp_placements.storage.saved_file import SavedFile, saved_tensor
 from dcp_placements.storage.tensor_record import TensorRecord
 
 _INERT_MODULES = (
-    *("megatron", "transformer_engine", "transformer_engine_torch", "modelopt", "numpy", "signal"),
-    *("pathlib", "datetime", "_io", "torch.torch_version", "torch.distributed"),
+    *("megatron.", "transformer_engine.", "transformer_engine_torch.", "modelopt.", "numpy."),
+    *("signal.", "pathlib.", "datetime.", "_io.", "torch.torch_version.", "torch.distributed."),
 )
 """Modules whose classes, and those of their submodules, become stand-ins."""
 
@@ -74,7 +74,8 @@ def load_torch_file(path: Path) -> Any:
         with open(path, "rb") as stream:
             file = SavedFile(path.name, stream)
             needed = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-            refused = [name for name in sorted(needed) if not _is_admitted(name)]
+            others = [name for name in sorted(needed) if not name.startswith(_INERT_MODULES)]
+            refused = [name for name in others if name not in _INERT_NAMES]
             if not refused:
                 nbytes = path.stat().st_size
                 mapping: Any = torch.UntypedStorage.from_file(str(path), False, nbytes)
@@ -114,10 +115,6 @@ def check_contents(path: Path) -> None:
             f"{path}: is not what was written: {format_name(problem)}\n"
             "    likely:      damaged by a disk or a copy: take another copy of the file"
         )
-
-
-def _is_admitted(name: str) -> bool:
-    return name in _INERT_NAMES or any(name.startswith(f"{module}.") for module in _INERT_MODULES)
 
 
 def _first_line(error: BaseException | None) -> str:
