@@ -109,7 +109,8 @@ def test_a_load_opens_one_file_per_rank_and_reads_most_of_it(tmp_path: Path) -> 
         planner = PlacementLoadPlanner(columns(mesh))
         planner.set_up_planner(held, reader.read_metadata(), True)
         reader.set_up_storage_reader(reader.read_metadata(), True, rank=rank)
-        reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+        (plan,) = planner.create_global_plan([planner.create_local_plan()])
+        reader.read_data(planner.finish_plan(plan), planner).wait()
         for key, t in whole.items():
             assert torch.equal(local[key], t[:, 100 * rank : 100 * rank + 100])
         assert reader.opens == 1
