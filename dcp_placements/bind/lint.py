@@ -159,8 +159,10 @@ def tied_keys(destinations: Sequence[tuple[str, torch.Tensor]]) -> dict[str, tup
     tensors = [tensor for _, tensor in destinations]
     # Of tensors that have no memory, or none that can be seen, the start is 0.
     starts = np.array([data_pointer(tensor) for tensor in tensors], np.int64)
-    extents = [one.nbytes if one.is_contiguous() else _extent(one) for one in tensors]
-    nbytes = np.where(starts, np.array(extents, np.int64), 0)
+    nbytes = np.zeros(len(tensors), np.int64)
+    for number in np.flatnonzero(starts).tolist():
+        tensor = tensors[number]
+        nbytes[number] = tensor.nbytes if tensor.is_contiguous() else _extent(tensor)
     held = np.flatnonzero(nbytes)
     held = held[starts[held].argsort(kind="stable")]
     ends = np.maximum.accumulate((starts + nbytes)[held])
