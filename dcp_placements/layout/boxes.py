@@ -95,7 +95,7 @@ def common(one: Box, other: Box) -> Box | None:
     return Box(offsets, sizes) if min(sizes, default=1) > 0 else None
 
 
-@dataclass
+@dataclass(eq=False)
 class Index:
     """Boxes among which those that meet others are searched."""
 

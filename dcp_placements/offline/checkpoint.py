@@ -30,7 +30,7 @@ from dcp_placements.errors import (
     format_name,
     format_names,
 )
-from dcp_placements.layout.boxes import Boxes, Index, as_boxes
+from dcp_placements.layout.boxes import Index, as_boxes
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.directory import Directory, no_checkpoint
 from dcp_placements.offline.safetensors_files import read_safetensors_metadata
@@ -112,30 +112,18 @@ class SourceTensor:
         return Box.whole(self.shape)
 
 
-class ChunkBoxes:
-    """The boxes of tensors that are cut alike, made when they are used.
-
-    Args:
-        array: In the metadata's order, as ``layout/boxes`` has them.
-    """
-
-    def __init__(self, array: Boxes) -> None:
-        self.array = array
+class ChunkBoxes(Index):
+    """The boxes of tensors that are cut alike, in the metadata's order."""
 
     @cached_property
-    def boxes(self) -> tuple[Box, ...]:
+    def listed(self) -> tuple[Box, ...]:
         """The boxes, one object each."""
-        return tuple(as_boxes(self.array))
-
-    @cached_property
-    def index(self) -> Index:
-        """The boxes, to be searched."""
-        return Index(self.array)
+        return tuple(as_boxes(self.boxes))
 
     @cached_property
     def by_offset(self) -> dict[Offset, Box | None]:
         """The boxes by their offsets; one with elements rather than an empty one."""
-        return {box.offsets: box for box in sorted(self.boxes, key=lambda box: box.numel)}
+        return {box.offsets: box for box in sorted(self.listed, key=lambda box: box.numel)}
 
 
 @dataclass(slots=True, eq=False)  # frozen would be three times as slow to make
@@ -151,12 +139,12 @@ class StoredTensor(SourceTensor):
     @property
     def boxes(self) -> tuple[Box, ...]:
         """Of its chunks, in the metadata's order; one object for tensors with equal boxes."""
-        return self.cut.boxes
+        return self.cut.listed
 
     @property
     def count(self) -> int:
         """The number of its chunks."""
-        return len(self.cut.array)
+        return len(self.cut.boxes)
 
     @property
     def files(self) -> tuple[str, ...]:

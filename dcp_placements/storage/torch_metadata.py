@@ -92,10 +92,6 @@ class ChunkList(Sequence[ChunkStorageMetadata]):
         """The sizes of each chunk, ``(chunks, ndim)``."""
         return self.array[:, 1]
 
-    def boxes(self) -> tuple[Box, ...]:
-        """Return all chunks as boxes."""
-        return tuple(as_boxes(self.array))
-
     def __len__(self) -> int:
         return len(self.array)
 

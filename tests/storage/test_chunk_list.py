@@ -35,7 +35,6 @@ def test_a_chunk_list_is_the_list_in_every_respect(
     assert listed == chunks
     assert list(chunks[1:]) == listed[1:]
     assert chunks[-1:] == listed[-1:]
-    assert chunks.boxes() == tuple(boxes)
     assert chunk_boxes(chunks, len(shape)) is chunks.array
     assert chunks != [*listed, listed[0]]
     assert chunks[:0] != chunks

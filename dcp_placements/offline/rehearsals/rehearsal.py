@@ -259,7 +259,7 @@ class _Costs:
     def _add(self, tensors: Sequence[StoredTensor], cover: Cover) -> None:
         """Add tensors, stored alike, that the same ranks hold in the same boxes."""
         count, boxes, itemsize = len(tensors), cover.boxes, tensors[0].dtype.itemsize
-        stored = tensors[0].cut.index
+        stored = tensors[0].cut
         box, chunk = stored.meeting(boxes)
         shared = intersect(boxes[box], stored.boxes[chunk])
         exact = numel(shared) * itemsize
@@ -316,7 +316,7 @@ def _requests(world: RehearsedWorld, fqns: set[str]) -> Iterator[AskedBox]:
             stored = world.checkpoint.tensors[fqn]
             cover, chunks = cover_of(piece.ranks, piece.boxes), stored.chunks
             of_box: list[set[str]] = [set() for _ in cover.boxes]
-            pairs = map(np.ndarray.tolist, stored.cut.index.meeting(cover.boxes))
+            pairs = map(np.ndarray.tolist, stored.cut.meeting(cover.boxes))
             for box, chunk in zip(*pairs, strict=True):
                 of_box[box].add(chunks[chunk].file or "")
             for at, box in enumerate(as_boxes(cover.boxes)):
