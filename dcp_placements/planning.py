@@ -15,7 +15,6 @@ paused meanwhile (``quiet_gc``).
 from __future__ import annotations
 
 import gc
-import io
 import os
 import threading
 from collections import deque
@@ -105,12 +104,12 @@ class WriteItemOfSave(WriteItem):
 
     Attributes:
         run: The save.
-        chunk: The tensor that is written, or the bytes; None where the planner looks it up.
+        chunk: The tensor that is written; None where the planner looks it up.
         copied: Whether other ranks write the same into their files.
     """
 
     run: Any = field(default=None, compare=False, repr=False)
-    chunk: torch.Tensor | io.BytesIO | None = field(default=None, compare=False, repr=False)
+    chunk: torch.Tensor | None = field(default=None, compare=False, repr=False)
     copied: bool = field(default=False, compare=False, repr=False)
 
     __reduce__ = _as_torch_has_it

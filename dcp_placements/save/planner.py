@@ -91,7 +91,7 @@ from dcp_placements.storage.provenance import (
     identity,
 )
 from dcp_placements.storage.rank_files import saves_before
-from dcp_placements.storage.save_ids import id_items, is_named, reserved_faults
+from dcp_placements.storage.save_ids import id_data, id_items, is_named, reserved_faults
 from dcp_placements.table.digests import (
     differing_repeats,
     digests_by_chunk,
@@ -480,18 +480,18 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 raise PlacementError("copies= needs PlacementFileSystemWriter as storage_writer=")
             # A rank that writes nothing makes no file for its id alone.
             if items and not is_named(new_plan.storage_data):
-                items = [*id_items(assignment.save_id, global_rank(), save), *items]
+                items = [*id_items(assignment.save_id, global_rank()), *items]
         save.plan = dataclasses.replace(new_plan, items=items, planner_data=None)
         return save.plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """Return the data of a write item: a view, or an object's bytes. Called in any thread."""
         save = self._runs.current(write_item)
+        if write_item.type == WriteItemType.BYTE_IO and (record := id_data(write_item.index)):
+            return record
         value = getattr(write_item, "chunk", None)
         if value is None:
             value = self._runs.inside(save, self.lookup_object, write_item.index)
-        elif isinstance(value, io.BytesIO):
-            return value  # the record of an id
         data = self.transform_object(write_item, value)
         return data if type(data) is torch.Tensor else without_class(data)
 

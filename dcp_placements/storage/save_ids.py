@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import ReadItem
+from torch.distributed.checkpoint import ReadItem, WriteItem
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
 
 from dcp_placements._torch import StorageInfo
 from dcp_placements.errors import Fault, format_ranks
-from dcp_placements.planning import WriteItemOfSave
 from dcp_placements.storage.provenance import RESERVED_KEY
 from dcp_placements.storage.torch_metadata import StoredPlace
 
@@ -199,14 +198,20 @@ def reserved_faults(fqns: Iterable[str]) -> list[Fault]:
     ]
 
 
-def id_items(save_id: bytes, rank: int, save: Any) -> list[WriteItemOfSave]:
-    """Return the write items of a rank's records in a save, to stand before all others."""
-    key, record = ID_PREFIX + save_id.hex(), f"dcp_placements save {save_id.hex()}\n".encode()
-    indices = [MetadataIndex(key, torch.Size((rank, number))) for number in range(RECORDS)]
+def id_items(save_id: bytes, rank: int) -> list[WriteItem]:
+    """Return the write items of a rank's records, to stand before all others."""
+    key = ID_PREFIX + save_id.hex()
     return [
-        WriteItemOfSave(index, WriteItemType.BYTE_IO, run=save, chunk=io.BytesIO(record))
-        for index in indices
+        WriteItem(MetadataIndex(key, torch.Size((rank, number))), WriteItemType.BYTE_IO)
+        for number in range(RECORDS)
     ]
+
+
+def id_data(index: MetadataIndex) -> io.BytesIO | None:
+    """Return the contents of an id record; None where an index is that of something else."""
+    if not index.fqn.startswith(ID_PREFIX):
+        return None
+    return io.BytesIO(f"dcp_placements save {index.fqn[len(ID_PREFIX) :]}\n".encode())
 
 
 def id_records(

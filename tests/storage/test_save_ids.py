@@ -377,6 +377,21 @@ def test_without_collectives_each_rank_removes_what_it_replaced(tmp_path: Path) 
     assert loaded(tmp_path, World(3), PlacementFileSystemReader) is None
 
 
+def test_a_writer_may_send_its_items_elsewhere(tmp_path: Path) -> None:
+    """They are torch's then, and know neither their save nor what they write."""
+
+    class Sending(dcp.FileSystemWriter):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            return super().write_data(pickle.loads(pickle.dumps(plan)), planner)
+
+    saved = {"w": torch.arange(6.0), "step": 3}
+    dcp.save(saved, storage_writer=Sending(tmp_path), planner=PlacementSavePlanner(), no_dist=True)
+    found = {"w": torch.zeros(6), "step": 0}
+    dcp.load(found, checkpoint_id=tmp_path, planner=PlacementLoadPlanner(), no_dist=True)
+    assert found["step"] == 3
+    assert torch.equal(found["w"], saved["w"])
+
+
 def test_each_save_of_one_planner_has_an_id_of_its_own(tmp_path: Path) -> None:
     planners = [PlacementSavePlanner() for _ in range(2)]
     ids = set()
