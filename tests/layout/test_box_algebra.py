@@ -86,6 +86,12 @@ def test_boxes_against_painted_arrays() -> None:
             shared = as_boxes(intersect(array[[i]], array[[j]]))
             both = count(shape, [boxes[i], boxes[j]]) == 2
             assert (count(shape, shared) == both).all()
+        for box in (whole, *boxes):
+            sharing = [(at, one, common(one, box)) for at, one in enumerate(boxes)]
+            expected = [piece for piece in sharing if piece[2] is not None]
+            if box in boxes and expected:
+                expected = [(boxes.index(box), box, box)]
+            assert Index(array).pieces(box) == expected, seed
         first, number = unique(array)
         assert [boxes[at] for at in first] == sorted(set(boxes))
         assert [boxes[first[at]] for at in number] == boxes
