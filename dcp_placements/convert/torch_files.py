@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dcp_placements.errors import CannotLook, PlacementError, format_name, format_names
+from dcp_placements.errors import (
+    CannotLook,
+    PlacementError,
+    format_error,
+    format_name,
+    format_names,
+)
 from dcp_placements.storage.checked_load import zip_problem
 from dcp_placements.storage.file_reads import why_barred
 from dcp_placements.storage.safe_pickle import Made
@@ -82,16 +88,16 @@ def load_torch_file(path: Path) -> Any:
                 return file.state(value)
     except Exception as error:
         # A broken or hostile pickle can raise anything.
-        reason = error.__cause__ if isinstance(error, PlacementError) else error
+        reason = (isinstance(error, PlacementError) and error.__cause__) or error
         if isinstance(reason, RecursionError):
             reason = ValueError("dicts are nested too deeply in it")
         if isinstance(reason, pickle.UnpicklingError):
             raise RefusedFile(
                 f"{path}: refused, it is not a pickle of tensors and plain values\n"
-                f"    found:       {_first_line(reason)}"
+                f"    found:       {format_error(reason)}"
             ) from None
         raise UnreadableFile(
-            f"{path}: cannot be read: {_first_line(reason)}\n"
+            f"{path}: cannot be read: {format_error(reason)}\n"
             "    likely:      truncated while it was written or copied, or written by torch < 1.6"
         ) from None
     raise RefusedFile(
@@ -115,10 +121,6 @@ def check_contents(path: Path) -> None:
             f"{path}: is not what was written: {format_name(problem)}\n"
             "    likely:      damaged by a disk or a copy: take another copy of the file"
         )
-
-
-def _first_line(error: BaseException | None) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def nbytes_in(value: Any) -> int:
