@@ -198,6 +198,10 @@ def test_a_simulated_world_says_that_it_runs_no_exchange(tmp_path: Path) -> None
         (lambda: check({"w": 1}, Placements), "the class Placements: give"),
         (lambda: FusedShard(0, ("gate", "up")), "parts=('gate', 'up') must be numbers"),  # type: ignore[arg-type]
         (lambda: IndexShard(0, 3), "indices=3 must be numbers of rows"),  # type: ignore[arg-type]
+        (lambda: IndexShard(0, {7, 2}), "must be numbers of rows, in their order"),  # type: ignore[arg-type]
+        (lambda: FusedShard(0, (2.5, 1)), "parts=(2.5, 1) must be numbers of rows"),  # type: ignore[arg-type]
+        (lambda: Renumber("e.{}", {7, 2}, 8), "must be numbers of rows, in their order"),  # type: ignore[arg-type]
+        (lambda: Renumber("e.{}", [3.5], 8), "ids=[3.5] must be numbers of rows"),  # type: ignore[list-item]
     ],
 )
 def test_m113_what_is_of_a_wrong_type_is_named_in_one_line(

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from dcp_placements.errors import CannotPlace, PlacementError
 from dcp_placements.names.stacks_and_parts import Parts, Rename, Renamed, Row, Rows
 from dcp_placements.rules.patterns import compile_pattern
+from dcp_placements.rules.placement import row_numbers
 
 Ids = Sequence[int]
 
@@ -131,7 +132,8 @@ class Renumber:
             None if some are left out on purpose.
 
     Raises:
-        PlacementError: A pattern without ``{}``, or numbers outside ``0 .. total - 1``.
+        PlacementError: A pattern without ``{}``, or ids that are no whole numbers in an order, of
+            ``0 .. total - 1``.
     """
 
     pattern: str
@@ -153,7 +155,7 @@ class Renumber:
                 "contiguous(counts, at=rank)"
             )
         by = {
-            str(selector): each if isinstance(each, range) else tuple(map(int, each))
+            str(selector): each if isinstance(each, range) else row_numbers("ids", each)
             for selector, each in (ids.items() if isinstance(ids, Mapping) else [("", ids)])
         }
         for number in chain(*by.values()):

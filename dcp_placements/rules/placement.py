@@ -8,8 +8,9 @@ other rows than its attributes say, so ``kind_of`` refuses it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from typing import Any
 
 from dcp_placements.errors import PlacementError
@@ -17,12 +18,21 @@ from dcp_placements.layout.sharding import Cut, Kind, unknown_kind
 from dcp_placements.rules.mesh import Mesh, format_mesh, mesh_state
 
 
-def _numbers(name: str, values: Any) -> tuple[int, ...]:
-    """Return the numbers of rows that are given for an argument."""
+def row_numbers(name: str, values: Any) -> tuple[int, ...]:
+    """Return the numbers of rows that are given for an argument, in their order.
+
+    Raises:
+        PlacementError: They are no integers, or have no order, as those of a set.
+    """
     try:
-        return tuple([int(value) for value in values])
-    except (TypeError, ValueError):
-        raise PlacementError(f"{name}={values!r:.80} must be numbers of rows") from None
+        given = list(values)
+        numbers = tuple(map(int, given))
+        if isinstance(values, Set) or [*numbers] != given:
+            raise ValueError
+    except (OverflowError, TypeError, ValueError):
+        text = f"{name}={values!r:.80} must be numbers of rows, in their order"
+        raise PlacementError(text) from None
+    return numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +56,10 @@ class FusedShard:
     parts: int | tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.parts, int):
-            object.__setattr__(self, "parts", _numbers("parts", self.parts))
+        if isinstance(self.parts, Integral):
+            object.__setattr__(self, "parts", int(self.parts))
+        else:
+            object.__setattr__(self, "parts", row_numbers("parts", self.parts))
         sizes = (self.parts,) if isinstance(self.parts, int) else self.parts
         if not sizes or min(sizes) < 1:
             raise PlacementError(f"FusedShard needs at least one part of one row, not {self.parts}")
@@ -72,7 +84,7 @@ class IndexShard:
     indices: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "indices", _numbers("indices", self.indices))
+        object.__setattr__(self, "indices", row_numbers("indices", self.indices))
         if self.indices and min(self.indices) < 0:
             raise PlacementError(f"IndexShard takes rows from 0 up, not {min(self.indices)}")
 
