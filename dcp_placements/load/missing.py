@@ -271,15 +271,20 @@ def _unknown_keys(load: RankLoad, missing: Sequence[str]) -> Iterator[Fault]:
         return
     unread = [key for key in load.stored if key not in load.state_dict] if missing else []
     optioned = {key.rpartition(".")[0] for key in load.stored if "param_groups." in key}
-    heads = {one.partition("param_groups.")[0] for one in optioned}
+    # By the head of an optimizer, whether its options are listed by numbers, as in nested form.
+    heads = {
+        (head, group.isdigit())
+        for head, _, group in [one.partition("param_groups.") for one in optioned]
+    }
     for at, fqn in enumerate(missing):
         # Of keys with one text, which may be thousands, the first is shown.
         alike = _alike(fqn, unread) if at < MAX_COMPARED_NAMES else []
         place = (f"it has:      {format_names(alike, 4)}",) if alike else ()
         details: tuple[str, ...] = ()
-        head, is_option, _ = fqn.partition("param_groups.")
-        if is_option and head in heads:
-            details = _OTHER_OPTIMIZER if fqn.rpartition(".")[0] in optioned else _NEW_PARAMETER
+        owner = fqn.rpartition(".")[0]
+        head, is_option, group = owner.partition("param_groups.")
+        if is_option and (head, group.isdigit()) in heads:
+            details = _OTHER_OPTIMIZER if owner in optioned else _NEW_PARAMETER
         elif is_option or possible_parameters(fqn):
             details = (_STATE_NOTE,)
         headline = "the checkpoint lacks this key (torch: Missing key in checkpoint)"
