@@ -21,9 +21,9 @@ from typer.core import TyperGroup
 
 from dcp_placements import __version__
 from dcp_placements.cli import commands
-from dcp_placements.cli.arguments import default_options, parse_storage_option, size
 from dcp_placements.cli.memory import default_limit, limited_memory
 from dcp_placements.cli.printing import Shown, print_error, print_json_error, readers_may_stop
+from dcp_placements.cli.shared_options import default_options, parse_storage_option, size
 from dcp_placements.errors import CannotLook, PlacementError, format_name
 
 PROGRAM = "dcp-placements"

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from dcp_placements import offline
-from dcp_placements.cli.arguments import (
+from dcp_placements.cli.printing import BYTES, Shown, progress
+from dcp_placements.cli.shared_options import (
     MESH,
     RULES,
     CheckpointPath,
@@ -30,7 +31,6 @@ from dcp_placements.cli.arguments import (
     parse_pair,
     size,
 )
-from dcp_placements.cli.printing import BYTES, Shown, progress
 from dcp_placements.errors import CannotLook, format_count, format_name
 from dcp_placements.transfer.world import MeshAxes
 

@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from dcp_placements._torch import StorageInfo
 from dcp_placements.errors import Fault, format_names, raise_faults
 from dcp_placements.layout.boxes import Ints, expanded, unique
-from dcp_placements.storage.columns import (
+from dcp_placements.storage.packing import (
     LARGEST,
     MOST_NUMBERS,
     Column,

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint import Metadata
 
 from dcp_placements.errors import PlacementError
 from dcp_placements.planning import quiet_gc
-from dcp_placements.storage.columns import IndexDamage
 from dcp_placements.storage.index import (
     RowIndex,
     archive_in,
@@ -34,6 +33,7 @@ from dcp_placements.storage.index import (
 )
 from dcp_placements.storage.metadata_pickle import load_metadata_pickle, load_safely
 from dcp_placements.storage.older_index import has_older_index, read_older_index
+from dcp_placements.storage.packing import IndexDamage
 from dcp_placements.storage.stock_pickle import (
     is_refusing,
     marked_digest,

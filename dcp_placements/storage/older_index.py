@@ -20,8 +20,8 @@ import xxhash
 from torch.distributed.checkpoint import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from dcp_placements.layout.boxes import Ints
-from dcp_placements.storage.columns import LARGEST, IndexDamage, check_below, split
 from dcp_placements.storage.index import NOWHERE, RowIndex, with_chunks
+from dcp_placements.storage.packing import LARGEST, IndexDamage, check_below, split
 from dcp_placements.storage.torch_metadata import ChunkList, Entries
 
 _MAGIC = b"dcp_placements/3"

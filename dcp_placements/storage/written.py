@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_placements.layout.boxes import Ints
-from dcp_placements.storage.columns import (
+from dcp_placements.storage.packing import (
     packed_columns,
     packed_texts,
     unpacked_columns,

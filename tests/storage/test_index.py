@@ -29,9 +29,9 @@ from dcp_placements import (
 )
 from dcp_placements.offline import CannotLook, Checkpoint, inspect, verify
 from dcp_placements.storage import writer
-from dcp_placements.storage.columns import IndexDamage, packed_columns
 from dcp_placements.storage.index import RowIndex, paths_of, unpacked_archive
 from dcp_placements.storage.metadata_file import read_metadata, write_metadata
+from dcp_placements.storage.packing import IndexDamage, packed_columns
 from dcp_placements.storage.stock_pickle import MARKER_NBYTES
 from dcp_placements.testing import World
 from tests.offline_scenes import Run

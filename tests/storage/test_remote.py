@@ -22,7 +22,7 @@ from dcp_placements import (
     PlacementFileSystemWriter,
     PlacementLoadPlanner,
 )
-from dcp_placements.cli.arguments import default_options
+from dcp_placements.cli.shared_options import default_options
 from dcp_placements.errors import CannotLook
 from dcp_placements.offline import Checkpoint, export_safetensors
 from dcp_placements.storage import remote, writer
