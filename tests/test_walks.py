@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import FrameType
@@ -93,3 +94,14 @@ def test_a_walk_names_what_runs_in_its_order(
     order = [calls[part].index(step) for step in steps]
     in_order = [step for _, step in sorted(zip(order, steps, strict=True))]
     assert steps == in_order
+
+
+def test_one_expert_passes_few_modules_and_functions() -> None:
+    """Who follows it reads so many; more are a sign that something is done twice."""
+    command = [sys.executable, PACKAGE.parent / "scripts" / "bench_path.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    counts = re.findall(r"^(save|load): (\d+) modules, (\d+) functions$", done.stdout, re.MULTILINE)
+    assert [part for part, *_ in counts] == ["save", "load"]
+    for _, modules, functions in counts:
+        assert int(modules) <= 20
+        assert int(functions) <= 100
