@@ -20,11 +20,11 @@ from dcp_placements.errors import (
     format_name,
     format_names,
 )
-from dcp_placements.storage.checked_load import zip_problem
 from dcp_placements.storage.file_reads import why_barred
 from dcp_placements.storage.safe_pickle import Made
 from dcp_placements.storage.saved_file import SavedFile, saved_tensor
 from dcp_placements.storage.tensor_record import TensorRecord
+from dcp_placements.storage.torch_load import zip_problem
 
 _INERT_MODULES = (
     *("megatron.", "transformer_engine.", "transformer_engine_torch.", "modelopt.", "numpy."),

@@ -46,13 +46,13 @@ from dcp_placements.offline.safetensors_files import DTYPES, write_header
 from dcp_placements.offline.texts import Progress
 from dcp_placements.offline.verification import box_faults
 from dcp_placements.planning import quiet_gc
-from dcp_placements.storage.checked_load import zip_problem
 from dcp_placements.storage.file_reads import memory_of
 from dcp_placements.storage.index import index_of_places
 from dcp_placements.storage.metadata_file import write_metadata
 from dcp_placements.storage.provenance import RESERVED_KEY, identity, packed_record
 from dcp_placements.storage.records import RecordTemplate
 from dcp_placements.storage.save_ids import named
+from dcp_placements.storage.torch_load import zip_problem
 from dcp_placements.storage.torch_metadata import ChunkList, StoredPlace, build_entries
 from dcp_placements.table.world import cover_of
 

@@ -34,7 +34,7 @@ from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredRec
 from dcp_placements.offline.model_keys import model_tensors
 from dcp_placements.offline.texts import Progress, brief
 from dcp_placements.offline.verification import MEMORY_NBYTES, box_faults
-from dcp_placements.storage.checked_load import load_plain
+from dcp_placements.storage.torch_load import load_plain
 from dcp_placements.transfer.world import matching_keys
 
 MAX_FAMILIES = 15

@@ -54,7 +54,6 @@ from dcp_placements.offline.checkpoint import (
 from dcp_placements.offline.directory import Directory
 from dcp_placements.offline.texts import Progress, short
 from dcp_placements.planning import quiet_gc
-from dcp_placements.storage.checked_load import BROKEN, load_saved_tensor, stored_zip
 from dcp_placements.storage.file_reads import CountedFile, Part, crc32, part_of
 from dcp_placements.storage.metadata_file import read_stock_pickle
 from dcp_placements.storage.provenance import OWN_PREFIX
@@ -68,6 +67,7 @@ from dcp_placements.storage.tensor_record import (
     entry_start,
     wrong_crc,
 )
+from dcp_placements.storage.torch_load import BROKEN, load_saved_tensor, stored_zip
 
 MEMORY_NBYTES = 2 << 30
 

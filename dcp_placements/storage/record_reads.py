@@ -38,7 +38,6 @@ from dcp_placements.errors import (
     format_name,
     raise_faults,
 )
-from dcp_placements.storage.checked_load import load_plain, load_saved_tensor, zip_problem
 from dcp_placements.storage.file_reads import CountedFile, Part, crc32, memory_of, segments
 from dcp_placements.storage.index import with_copies
 from dcp_placements.storage.safe_pickle import RefusedGlobal
@@ -50,6 +49,7 @@ from dcp_placements.storage.tensor_record import (
     crc_entry,
     wrong_crc,
 )
+from dcp_placements.storage.torch_load import load_plain, load_saved_tensor, zip_problem
 
 SMALL_NBYTES = 64 << 10
 """A record up to this is read with its neighbours, where most of it is wanted."""

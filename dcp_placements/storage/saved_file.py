@@ -15,7 +15,6 @@ import torch
 
 from dcp_placements.errors import fault_error, format_error
 from dcp_placements.names.flat import Path, value_at
-from dcp_placements.storage.checked_load import BROKEN, load_plain, saved_pickle
 from dcp_placements.storage.file_reads import CountedFile, Part, c_strides
 from dcp_placements.storage.record_reads import DAMAGED, IS_DAMAGED
 from dcp_placements.storage.safe_pickle import Call, Made, check_unfolded, most_elements
@@ -28,6 +27,7 @@ from dcp_placements.storage.tensor_record import (
     entry_start,
     strided_tensor,
 )
+from dcp_placements.storage.torch_load import BROKEN, load_plain, saved_pickle
 
 _OTHER = (
     "likely:      the file is of another save; or the tensor has a class of its own (quantized, "

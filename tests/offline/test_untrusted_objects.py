@@ -23,8 +23,8 @@ from dcp_placements.cli.memory import limited_memory
 from dcp_placements.convert.torch_files import load_torch_file
 from dcp_placements.errors import CannotLook
 from dcp_placements.offline import diff, inspect, verify
-from dcp_placements.storage.checked_load import load_plain
 from dcp_placements.storage.metadata_pickle import load_safely
+from dcp_placements.storage.torch_load import load_plain
 from tests.offline_scenes import Run
 
 

@@ -25,8 +25,8 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.offline import verify
-from dcp_placements.storage.checked_load import zip_problem
 from dcp_placements.storage.file_reads import part_of
+from dcp_placements.storage.torch_load import zip_problem
 from dcp_placements.testing import FakeDTensor, World
 from tests.storage_scenes import (
     all_kinds,

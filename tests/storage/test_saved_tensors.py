@@ -27,8 +27,8 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.offline import verify
-from dcp_placements.storage.checked_load import load_saved_tensor
 from dcp_placements.storage.tensor_record import parse_record
+from dcp_placements.storage.torch_load import load_saved_tensor
 from dcp_placements.testing import FakeDTensor, World
 from tests.offline_scenes import Run
 from tests.storage_scenes import stock_metadata
