@@ -235,7 +235,8 @@ def compare_with_whole(
 _OTHER_SHAPE = (
     "likely:      a wrong dim or axis; Shard of a tensor that every rank of the axis holds whole; "
     "no rule; padding without global_shape= and padded_shape=; experts that each rank counts from "
-    "0, joined by a rule where they need rename=Renumber"
+    "0, joined by a rule where they need rename=Renumber; or whole= of a "
+    "model that is sharded"
 )
 _UNKNOWN = (
     "likely:      a name that rename= does not make the model's; or a model with more layers or "
