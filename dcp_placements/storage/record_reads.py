@@ -249,8 +249,9 @@ class ChunkReader:
             sums = list(map(crc32, elements))
             self._check(some, tensor, sums, rows[:, end : end + BEHIND].tobytes())
         values = torch.from_numpy(elements).view(-1).view(tensor.dtype).view(-1, *tensor.shape)
-        # To a GPU in one transfer.
-        copy_all(targets, values.to(targets[0].device).unbind(), is_plain=is_plain)
+        if targets[0].is_cuda:
+            values = values.to(targets[0].device)  # in one transfer
+        copy_all(targets, values.unbind(), is_plain=is_plain)
         self._commit(some, targets)
         return True
 
