@@ -164,7 +164,8 @@ class ChunkReader:
         """
         if not wanted:
             return
-        starts, nbytes = np.array([(one.start, one.nbytes) for one in wanted], np.int64).T
+        starts = np.array([one.start for one in wanted], np.int64)
+        nbytes = np.array([one.nbytes for one in wanted], np.int64)
         ends = starts + nbytes
         is_outside = (starts < 0) | (nbytes < 0) | (nbytes > file.size - starts)
         outside = [wanted[at] for at in np.flatnonzero(is_outside).tolist()]
