@@ -354,7 +354,8 @@ def rewrite() -> None:
         for code, text in pairwise(BLOCKS)
         if code.kind == "python" and code.place in printed and code.place in PROMISED
     ]
-    blocks += [(block, printed[block.place]) for block in BLOCKS if block.kind == "console"]
+    consoles = [one for one in BLOCKS if one.kind == "console" and one.place in printed]
+    blocks += [(block, printed[block.place]) for block in consoles]
     for block, text in sorted(blocks, key=lambda one: -one[0].line):
         lines = block.page.read_text().splitlines()
         stop = block.line + block.text.count("\n")
