@@ -240,9 +240,10 @@ class CountedFile:
         # At a URL a request for each block would take longer.
         step = BLOCK_NBYTES if self.is_local else max(buffer.nbytes, 1)
         for at in range(0, buffer.nbytes, step):
-            if self._fd is not None and not at % ANNOUNCED_NBYTES and hasattr(os, "posix_fadvise"):
-                here = position + at
-                os.posix_fadvise(self._fd, here, ANNOUNCED_NBYTES, os.POSIX_FADV_WILLNEED)
+            if not at % ANNOUNCED_NBYTES and buffer.nbytes > step and hasattr(os, "posix_fadvise"):
+                nbytes = min(ANNOUNCED_NBYTES, buffer.nbytes - at)  # and no more than is wanted
+                assert self._fd is not None
+                os.posix_fadvise(self._fd, position + at, nbytes, os.POSIX_FADV_WILLNEED)
             block = buffer[at : at + step]
             self.read_into(block, position + at)
             checksum = crc32(block, checksum)
