@@ -181,14 +181,13 @@ def _namesakes(load: RankLoad, kept: Sequence[str]) -> list[Fault]:
     """
     policy, found = load.policy, {}
     unread = {
-        fqn: fqn
-        for fqn, entry in load.stored.items()
-        if isinstance(entry, TensorStorageMetadata) and fqn not in load.state_dict
+        fqn for fqn in load.report.unread if isinstance(load.stored[fqn], TensorStorageMetadata)
     }
     longer = {name: fqn for fqn in unread for name in _without_one(fqn)}
     for fqn in kept if unread else ():
         is_on_purpose = policy.partial and policy.is_optional(fqn)  # declared twice
-        alike = longer.get(fqn) or next(filter(None, map(unread.get, _without_one(fqn))), None)
+        shorter = (name for name in _without_one(fqn) if name in unread)
+        alike = longer.get(fqn) or next(shorter, None)
         if alike is not None and not (is_on_purpose or policy.waives(fqn)):
             found[fqn] = alike
     if not found:
@@ -269,7 +268,6 @@ def _unknown_keys(load: RankLoad, missing: Sequence[str]) -> Iterator[Fault]:
             ),
         )
         return
-    unread = [key for key in load.stored if key not in load.state_dict] if missing else []
     optioned = {key.rpartition(".")[0] for key in load.stored if "param_groups." in key}
     # By the head of an optimizer, whether its options are listed by numbers, as in nested form.
     heads = {
@@ -278,7 +276,7 @@ def _unknown_keys(load: RankLoad, missing: Sequence[str]) -> Iterator[Fault]:
     }
     for at, fqn in enumerate(missing):
         # Of keys with one text, which may be thousands, the first is shown.
-        alike = _alike(fqn, unread) if at < MAX_COMPARED_NAMES else []
+        alike = _alike(fqn, load.report.unread) if at < MAX_COMPARED_NAMES else []
         place = (f"it has:      {format_names(alike, 4)}",) if alike else ()
         details: tuple[str, ...] = ()
         owner = fqn.rpartition(".")[0]
