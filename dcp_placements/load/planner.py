@@ -451,19 +451,11 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             return placed.view(placed.place.chunks[index.index])
         return cast(torch.Tensor, find_state_dict_object(load.state_dict, index))
 
-    def resolve_tensor(self, read_item: ReadItem, *, buffered: bool = True) -> torch.Tensor:
-        """Return where to read an item to. Called on every rank, also by several threads.
-
-        Args:
-            read_item: The item.
-            buffered: Whether that is a buffer where the tensor overlaps another in memory.
-        """
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Return where to read an item to. Called on every rank, also by several threads."""
         load = self._runs.current(read_item)
-        memory: torch.Tensor | None = getattr(read_item, "chunk", None)
-        if memory is None:
-            memory = self._runs.inside(load, self.lookup_tensor, read_item.dest_index)
-        memory = self.transform_tensor(read_item, memory)
-        if buffered and load.tied and read_item.dest_index.fqn in load.tied:
+        memory = self._memory(load, read_item)
+        if load.tied and read_item.dest_index.fqn in load.tied:
             return torch.empty_like(memory)
         return memory
 
@@ -472,6 +464,13 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         if read_item.lengths == tensor.shape:
             return tensor
         return cast(torch.Tensor, super().transform_tensor(read_item, tensor))
+
+    def _memory(self, load: RankLoad, read_item: ReadItem) -> torch.Tensor:
+        """Return the memory that an item fills, also where it is read into a buffer."""
+        chunk: torch.Tensor | None = getattr(read_item, "chunk", None)
+        if chunk is None:
+            chunk = self._runs.inside(load, self.lookup_tensor, read_item.dest_index)
+        return self.transform_tensor(read_item, chunk)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Take what was read. Called on every rank.
@@ -483,7 +482,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         load, fqn = self._runs.current(read_item), read_item.dest_index.fqn
         is_tied = load.tied and fqn in load.tied
         if tensor.is_quantized or is_tied:
-            memory = PlacementLoadPlanner.resolve_tensor(self, read_item, buffered=False)
+            memory = self._memory(load, read_item)
             if tensor.is_quantized:
                 check_quantizer(fqn, memory, tensor)
             if is_tied:

@@ -358,9 +358,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
         axes = named_axes([*meshes, *{mesh_state(mesh): mesh for mesh in of_places}.values()])
         groups = placing.groups
         notes = [*repeats, *lint(placed, renamed=self.rename is not None, waived=waived)]
-        padded = [one for one in placed if one.place.sharding.padded_shape is not None]
-        if padded and self.whole is None:
-            notes += dropped_rows(padded, waived=waived)
+        if self.whole is None:
+            notes += dropped_rows(placed, waived=waived)
         statement = Statement(
             matched=placing.matched,
             shapes=placing.shapes(),
