@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dcp_placements.bind.annotate import annotate as annotate
     from dcp_placements.errors import PlacementError as PlacementError
     from dcp_placements.installation import installed as installed
     from dcp_placements.load.planner import PlacementLoadPlanner as PlacementLoadPlanner
@@ -45,7 +44,6 @@ __version__ = "0.2.0"
 
 # Names are imported on first access, so that the layout algebra and a mesh need no torch.
 _NAMES = {
-    "bind.annotate": "annotate",
     "errors": "PlacementError",
     "installation": "installed",
     "load.planner": "PlacementLoadPlanner",

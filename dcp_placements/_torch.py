@@ -15,12 +15,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import WriteItem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint._traverse import set_element, traverse_state_dict
+from torch.distributed.checkpoint._traverse import traverse_state_dict
 from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
     DEFAULT_SUFFIX,
@@ -56,7 +55,6 @@ __all__ = [
     "flatten_state_dict",
     "narrow_tensor_by_index",
     "rehearsed",
-    "set_element",
     "state_dicts_of_statefuls",
     "traverse_state_dict",
 ]
@@ -73,8 +71,6 @@ SAVE: Seam = (state_dict_saver, "_save_state_dict")
 """Behind ``save`` and ``save_state_dict``; takes ``planner`` and ``storage_writer``."""
 LOAD: Seam = (state_dict_loader, "_load_state_dict")
 """Behind ``load`` and ``load_state_dict``; takes ``planner`` and ``storage_reader``."""
-HAS_CHECKPOINTABLE_TENSOR = hasattr(dcp, "CheckpointableTensor")
-"""Whether torch's default planners place tensors by their own attributes."""
 ASYNC_EXECUTORS: tuple[Seam, ...] = (
     (state_dict_saver, "_ThreadBasedAsyncCheckpointExecutor"),
     (state_dict_saver, "_ProcessBasedAsyncCheckpointExecutor"),
