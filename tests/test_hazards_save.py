@@ -869,7 +869,9 @@ def test_m30_m53_torchs_writer_of_safetensors_is_refused_before_writing(
                 str(tmp_path), save_distributed=save_distributed
             ),
         )
-    refusal.says("HuggingFaceStorageWriter", "way out:", "FileSystemWriter", "export --to hf")
+    refusal.says(
+        "HuggingFaceStorageWriter", "way out:", "FileSystemWriter", "dcp-placements export"
+    )
     assert not list(tmp_path.glob("*.safetensors"))
 
 

@@ -316,7 +316,7 @@ JSON_OF = {
     "reshard": "step-1 resharded --rules moe_rules:rules --mesh ep=8",
     "doctor": "stock --mesh ep=4,edp=4",
     "draw": "step-1 -o all.svg",
-    "export": "step-1 exported --to hf",
+    "export": "step-1 exported",
 }
 
 

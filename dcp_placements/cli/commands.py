@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -277,24 +276,11 @@ def import_command(
     return Shown(result)
 
 
-class Format(StrEnum):
-    """What can be written."""
-
-    hf = "hf"
-
-
 def export_command(
     checkpoint: CheckpointPath,
     out: Annotated[
         str, typer.Argument(metavar="OUT", help="The directory to write; must not exist.")
     ],
-    to: Annotated[
-        Format,
-        typer.Option(
-            help="A directory of safetensors. torch itself writes one torch.save file: "
-            "torch.distributed.checkpoint.format_utils.dcp_to_torch_save."
-        ),
-    ] = Format.hf,
     max_shard_size: Annotated[Any, size("The most bytes in one file.")] = "5GiB",
     dtype: Annotated[
         Any, typer.Option(parser=parse_dtype, metavar="DTYPE", help="Cast to it, such as bfloat16.")

@@ -468,7 +468,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 "HuggingFaceStorageWriter knows a tensor by its name alone, and cannot hold a "
                 "tensor in several chunks, or an object\n"
                 "    way out:     save with FileSystemWriter or PlacementFileSystemWriter, and "
-                "dcp-placements export --to hf"
+                "dcp-placements export"
             )
         with quiet_gc():
             # Not where a subclass, or a user, has another hook in its place.

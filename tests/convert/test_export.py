@@ -322,9 +322,7 @@ def test_tied_weights_are_written_once_when_they_are_equal(tmp_path: Path, run: 
     result = export_safetensors(tmp_path / "ckpt", tmp_path / "out", tied=tied)
     assert result.tied == ("lm_head.weight",)
     assert sorted(read(tmp_path / "out")) == ["embed.weight", "other"]
-    ran = run(
-        "export", tmp_path / "ckpt", tmp_path / "x", "--to", "hf", "--tied", "other=embed.weight"
-    )
+    ran = run("export", tmp_path / "ckpt", tmp_path / "x", "--tied", "other=embed.weight")
     assert ran.code == 1
     assert "other: is not embed.weight: they differ" in ran.err
     with pytest.raises(PlacementError, match=r"cannot be tied to gone: there is no gone"):
@@ -404,7 +402,7 @@ def test_a_file_that_an_index_names_in_vain_is_missed(tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path, run: Run) -> None:
     wanted = hub_names(save(tmp_path / "ckpt"))
     ran = run(
-        *("export", tmp_path / "ckpt", tmp_path / "out", "--to", "hf", "--max-shard-size", "1KiB"),
+        *("export", tmp_path / "ckpt", tmp_path / "out", "--max-shard-size", "1KiB"),
         *("--rename", "dcp_placements.presets.hub:mixtral", "--exclude", "norm", "--json"),
     )
     assert ran.code == 0, ran.err
@@ -413,10 +411,10 @@ def test_the_command(tmp_path: Path, run: Run) -> None:
     assert ran.json["tensors"] == len(wanted)
     assert "model.norm.weight" in ran.json["left_out"]
     assert sum(ran.json["files"].values()) == sum(t.nbytes for t in wanted.values())
-    ran = run("export", tmp_path / "ckpt", tmp_path / "x", "--to", "hf", "--prefix", "nothing")
+    ran = run("export", tmp_path / "ckpt", tmp_path / "x", "--prefix", "nothing")
     assert ran.code == 1
     assert "no key of a model begins with 'nothing.'" in ran.err
-    ran = run("export", tmp_path / "ckpt", tmp_path / "x", "--to", "hf", "--dtype", "ConcatTable")
+    ran = run("export", tmp_path / "ckpt", tmp_path / "x", "--dtype", "ConcatTable")
     assert ran.code == 2
 
 

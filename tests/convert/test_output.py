@@ -184,7 +184,7 @@ def test_planted_parts_of_an_export_are_not_kept(tmp_path: Path, run: Run) -> No
     outside.mkdir()
     (outside / "precious").write_text("x")
     (tmp_path / ".out.partial").symlink_to(outside)
-    ran = run("export", tmp_path / "ckpt", tmp_path / "out", "--to", "hf", "--prefix", "")
+    ran = run("export", tmp_path / "ckpt", tmp_path / "out", "--prefix", "")
     assert ran.code == 0, ran.err
     assert [path.name for path in outside.iterdir()] == ["precious"]
     assert not (tmp_path / "out").is_symlink()

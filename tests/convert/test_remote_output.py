@@ -39,7 +39,7 @@ def test_safetensors_are_exported_to_a_url_and_imported_from_it(
     save_sharded(tmp_path / "ckpt")
     upload(tmp_path / "ckpt", f"{memory}/ckpt")
     out = f"{memory}/hf"
-    ran = run("export", f"{memory}/ckpt", out, "--to", "hf", "--max-shard-size", "500", "--json")
+    ran = run("export", f"{memory}/ckpt", out, "--max-shard-size", "500", "--json")
     assert ran.code == 0, ran.err
     assert ran.json["out"] == out
     held = names(out)
@@ -49,7 +49,7 @@ def test_safetensors_are_exported_to_a_url_and_imported_from_it(
         tensors |= load_safetensors(fsspec.filesystem("memory").cat_file(f"{out}/{name}"))
     assert tensors.keys() == wholes().keys()
     assert all(same(tensors[key], value) for key, value in wholes().items())
-    again = run("export", f"{memory}/ckpt", out, "--to", "hf")
+    again = run("export", f"{memory}/ckpt", out)
     assert (again.code, "is there already" in again.err) == (2, True)
     ran = run("import", out, f"{memory}/dcp")
     assert ran.code == 0, ran.err
@@ -264,7 +264,7 @@ def test_no_command_makes_a_folder_of_a_url(
         ("verify", "nothing://b/x"),
         ("merge-metadata", "nothing://b/x"),
         ("doctor", "nothing://b/x"),
-        ("export", "ckpt", "nothing://b/x", "--to", "hf"),
+        ("export", "ckpt", "nothing://b/x"),
         ("import", "ckpt", "nothing://b/x"),
         ("draw", "ckpt", "-o", "nothing://b/x.png"),
     ):

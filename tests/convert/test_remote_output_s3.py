@@ -50,7 +50,7 @@ def test_a_killed_export_goes_on_and_ends_as_one_that_was_not(
     tmp_path: Path, s3: str, run: Run
 ) -> None:
     save_hugging_face(tmp_path, tensors())
-    options = ("--to", "hf", "--max-shard-size", "400000", "--json")
+    options = ("--max-shard-size", "400000", "--json")
     killed(tmp_path, f"{s3}/out")
     left = [name for name in names(f"{s3}/out") if not name.startswith(MARKER)]
     assert left == [f"model-0000{n}-of-00006.safetensors" for n in (1, 2, 3)]
@@ -83,11 +83,10 @@ def test_of_two_at_one_url_one_succeeds(
         (tmp_path / f"hf{number}").mkdir()
         held = {"w": torch.full((300, 1000), float(number)), f"only{number}": torch.ones(3)}
         save_file(held, tmp_path / f"hf{number}" / "model.safetensors")
-    how = {"import": [], "export": ["--to", "hf"]}
     for attempt in range(2):
         out = f"{s3}/{attempt}"
         for number, worker in enumerate(workers):
-            line = [command, str(tmp_path / f"hf{number}"), out, *how[command]]
+            line = [command, str(tmp_path / f"hf{number}"), out]
             worker.stdin.write(json.dumps(line) + "\n")
             worker.stdin.flush()
         ended = [json.loads(line_of(worker)) for worker in workers]

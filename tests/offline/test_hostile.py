@@ -47,7 +47,7 @@ def test_links_out_of_the_checkpoint_are_not_followed(tmp_path: Path, run: Run) 
     found = verify(tmp_path / "ckpt", contents=True)
     assert {(fault.kind, fault.files) for fault in found.faults} == {("missing_file", (name,))}
     assert f"leads out of the directory, to {tmp_path / 'outside'}" in found.faults[0].message
-    ran = run("export", tmp_path / "ckpt", tmp_path / "out", "--to", "hf", "--prefix", "")
+    ran = run("export", tmp_path / "ckpt", tmp_path / "out", "--prefix", "")
     assert ran.code in (1, 2)
     assert not (tmp_path / "out").exists()
     (tmp_path / "ckpt" / ".metadata").rename(tmp_path / "metadata")
@@ -241,7 +241,7 @@ def test_names_are_escaped_wherever_they_are_printed(
     more = {
         "diff": [path],
         "rehearse": ["--rules", "tests.offline_scenes:rules_by_ep", "--mesh", "ep=2"],
-        "export": [tmp_path / "out", "--to", "hf", "--prefix", ""],
+        "export": [tmp_path / "out", "--prefix", ""],
         "draw": [FORGED, "-o", tmp_path / "a.png"],
     }
     ran = run(command, path, *more.get(command, []))

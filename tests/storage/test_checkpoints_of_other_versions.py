@@ -137,7 +137,7 @@ def test_they_are_sound_and_plain_torch_reads_all_once_they_are_rewritten(
 def test_export_and_import_write_what_plain_torch_reads(
     path: Path, tmp_path: Path, run: Run
 ) -> None:
-    assert run("export", path, tmp_path / "hf", "--to", "hf").code == 0
+    assert run("export", path, tmp_path / "hf").code == 0
     assert run("import", tmp_path / "hf", tmp_path / "out").code == 0
     assert fields_of_properties(tmp_path / "out") == {5}
     reader = dcp.FileSystemReader(tmp_path / "out")

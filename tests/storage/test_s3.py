@@ -46,9 +46,9 @@ def test_what_is_missing_is_one_line(
     monkeypatch.setenv("HOME", str(tmp_path))
     fsspec.filesystem("s3").clear_instance_cache()
     assert "Unable to locate credentials" in fails("verify", s3)
-    assert "Unable to locate credentials" in fails("export", "ckpt", s3, "--to", "hf")
+    assert "Unable to locate credentials" in fails("export", "ckpt", s3)
     keys = ("--storage-option", "key=key", "--storage-option", "secret=secret")
-    ran = run("export", "ckpt", f"{s3}/out", "--to", "hf", *keys)
+    ran = run("export", "ckpt", f"{s3}/out", *keys)
     assert ran.code == 0, ran.err
     assert os.listdir(tmp_path) == ["ckpt"]
 
@@ -84,7 +84,7 @@ def test_any_key_is_a_checkpoints_name(s3: str, run: Run, key: str) -> None:
         fsspec.filesystem("s3").rm_file(f"{url.rstrip('/')}/{name}")
     assert len(names(other)) == 2
     assert run("verify", url).code == 2
-    assert run("export", other, url, "--to", "hf").code == 0
+    assert run("export", other, url).code == 0
 
 
 def test_what_another_process_wrote_is_there_at_once(s3: str, tmp_path: Path, run: Run) -> None:
