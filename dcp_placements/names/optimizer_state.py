@@ -19,6 +19,44 @@ from typing import Any, NamedTuple
 
 from dcp_placements.errors import Fault
 
+Shape = tuple[int, ...]
+Dims = tuple[int | None, ...]
+"""For each dim of a state the dim of its parameter that it follows; None of one that is reduced."""
+
+
+def followed_dims(state: Shape, parameter: Shape) -> tuple[Dims, ...]:
+    """Return the ways in which optimizer state of a shape can follow its parameter, dim by dim.
+
+    A dim of size 1 where the parameter's has another size is reduced. A state of one dim less, as a
+    factored moment, lacks one that fits.
+
+    >>> followed_dims((4, 3), (4, 3)), followed_dims((4, 1), (4, 3)), followed_dims((3,), (4, 3))
+    (((0, 1),), ((0, None),), ((1,),))
+    >>> followed_dims((4,), (4, 4)), followed_dims((3, 3), (4, 3))
+    (((0,), (1,)), ())
+
+    Args:
+        state: Its shape, in elements.
+        parameter: That of its parameter; both of the same rank, or both of the whole.
+
+    Returns:
+        None for a scalar and for any other shape, which follows no layout; several where more than
+        one dim may be the one that a factored moment lacks.
+    """
+    if not state:
+        return ()
+    if len(state) == len(parameter):
+        pairs = list(enumerate(zip(state, parameter, strict=True)))
+        if any(size not in (1, whole) for _, (size, whole) in pairs):
+            return ()
+        return (tuple([dim if size == whole else None for dim, (size, whole) in pairs]),)
+    if len(state) + 1 != len(parameter):
+        return ()
+    dims = range(len(parameter))
+    kept = [tuple([dim for dim in dims if dim != lost]) for lost in reversed(dims)]
+    return tuple([one for one in kept if state == tuple([parameter[dim] for dim in one])])
+
+
 UNSEEN: Any = object()
 """A tensor of unknown shape."""
 
