@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from dcp_placements.save.planner import PlacementSavePlanner as PlacementSavePlanner
     from dcp_placements.storage.reader import PlacementFileSystemReader as PlacementFileSystemReader
     from dcp_placements.storage.writer import PlacementFileSystemWriter as PlacementFileSystemWriter
-    from dcp_placements.transfer.plan import transfer_plan as transfer_plan
-    from dcp_placements.transfer.world import TransferWorld as TransferWorld
 
 __version__ = "0.2.0"
 """That of pyproject.toml, which a save would have to search for among all installed packages."""
@@ -59,8 +57,6 @@ _NAMES = {
     "save.planner": "PlacementSavePlanner",
     "storage.reader": "PlacementFileSystemReader",
     "storage.writer": "PlacementFileSystemWriter",
-    "transfer.plan": "transfer_plan",
-    "transfer.world": "TransferWorld",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

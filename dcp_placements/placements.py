@@ -1,13 +1,19 @@
-"""One declaration for both sides: the rules and names by which a job saves and loads."""
+"""One declaration for both sides: the rules and names by which a job saves and loads.
+
+``DeclaredWorld`` has those of all ranks of a job that does not run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
+from dcp_placements.errors import CannotLook, PlacementError
 from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.names.stacks_and_parts import Rename
+from dcp_placements.rules.mesh import MeshAxes, MeshCoordinate, mesh_at
 from dcp_placements.rules.patterns import PlacementRules, Rules, RuleTable, check_declaration
 from dcp_placements.save.planner import PlacementSavePlanner
 from dcp_placements.table.whole import WholeModel
@@ -99,19 +105,83 @@ class Placements:
         options = {"whole": self.whole, **options}
         return PlacementLoadPlanner(self.rules, rename=self.rename, waive=waivers, **options)
 
-    def resharder(self, *, source: Any = None, **options: Any) -> Any:
+    def resharder(
+        self,
+        *,
+        source: Callable[[MeshCoordinate], Any] | None = None,
+        axes: MeshAxes | None = None,
+        **options: Any,
+    ) -> Any:
         """Return a ``Resharder`` for an ``ItemSpec`` of ``torch_checkpointing``.
 
         Args:
-            source: The world that saved checkpoints without this package, as
-                ``TransferWorld(axes, rules)``: what its DTensors do not say, its rules do.
+            source: What each rank declared of the world that saved checkpoints without this
+                package, as the rules of ``rehearse``: what DTensors do not say, it does.
+            axes: The mesh of that world: sizes by axis name, the last axis fastest in rank order.
             options: ``restricted=True`` refuses files whose objects name more than plain values;
                 ``check_crc=False`` compares no checksums; ``on_conflict="warn"`` reads one of
                 several copies that differ. The others are of ``PlacementLoadPlanner``.
 
         Raises:
             ImportError: The engine is not installed.
+            PlacementError: One of ``source`` and ``axes`` without the other, or an option that
+                there is not.
         """
         from dcp_placements.engines.resharder import PlacementResharder
 
-        return PlacementResharder(self, source=source, **options)
+        world = None
+        if source is not None or axes is not None:
+            if not callable(source) or axes is None:
+                raise PlacementError(
+                    f"source={source!r} and axes={axes!r} are given together, as the world that "
+                    "saved: a function mesh -> Placements, and its mesh, as {'ep': 2, 'fsdp': 2}"
+                )
+            world = DeclaredWorld(axes, source)
+        return PlacementResharder(self, source=world, **options)
+
+
+@dataclass(frozen=True, eq=False)
+class DeclaredWorld:
+    """The ranks of a job that does not run: their mesh, and what each of them declares.
+
+    For two ep ranks ``DeclaredWorld({"ep": 2}, rules)``, where ``rules(mesh)`` returns the
+    ``Placements`` of the rank at ``mesh.get_coordinate()``.
+
+    Attributes:
+        axes: The mesh: sizes by axis name, the last axis fastest in rank order.
+        rules: Called with the place of a rank in the mesh. Returns ``Placements``, or what
+            ``Placements`` takes as rules.
+    """
+
+    axes: MeshAxes
+    rules: Callable[[MeshCoordinate], Any]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return prod(self.axes.values())
+
+    def placements(self, rank: int) -> Placements:
+        """Return what a rank declares.
+
+        Raises:
+            CannotLook: The function fails, or returns something else.
+        """
+        mesh = mesh_at(self.axes, rank)
+        name = getattr(self.rules, "__qualname__", self.rules)
+        try:
+            declared = self.rules(mesh)
+        except PlacementError as error:
+            # Such as an axis that the given mesh does not have.
+            raise CannotLook(str(error)) from error
+        except Exception as error:
+            raise CannotLook(f"{name} fails for {mesh}: {type(error).__name__}: {error}") from error
+        if not (isinstance(declared, Placements | Mapping) or callable(declared)):
+            raise CannotLook(
+                f"{name} returns {declared!r}, which are no rules\n"
+                "    way out:     a function mesh -> Placements, or mesh -> PlacementRules"
+            )
+        try:
+            return declared if isinstance(declared, Placements) else Placements(declared)
+        except PlacementError as error:
+            raise CannotLook(f"{name} returns rules that cannot be used: {error}") from error

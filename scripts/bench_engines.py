@@ -31,7 +31,7 @@ from torch_checkpointing.default_resharder import DefaultResharder
 from torch_checkpointing.schema import ItemSpec
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
-from dcp_placements import CheckpointPlacement, Placements, TransferWorld
+from dcp_placements import CheckpointPlacement, Placements
 
 SAVED = {"ep": 2, "fsdp": 2}
 TARGETS = {"same": SAVED, "ep 4": {"ep": 4, "fsdp": 1}}
@@ -82,7 +82,6 @@ def work(args: argparse.Namespace) -> None:
     """Be one process of torchrun."""
     begin()
     metadata_manager.DefaultMetadataManager._all_gather_pickled_data = _gathered
-    world = TransferWorld(SAVED, declared)
     found: dict[str, dict[str, Any]] = {}
     for target, axes in [("", SAVED), *TARGETS.items()]:
         mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
@@ -90,7 +89,7 @@ def work(args: argparse.Namespace) -> None:
         resharders = {
             "own": DefaultResharder(),
             "ours": ours.resharder(),
-            "source": ours.resharder(source=world),
+            "source": ours.resharder(source=declared, axes=SAVED),
         }
         expected = model(mesh, args.width, fill=True)
         if not target:

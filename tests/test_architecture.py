@@ -31,7 +31,6 @@ FLOORS = (
     {"installation", "proposal"},
     {"preflight"},
     {"presets"},
-    {"transfer"},
     {"offline"},
     {"convert"},
     {"cli"},

@@ -31,7 +31,7 @@ def bench(name: str, tmp_path: Path, *more: str) -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.bench
-@pytest.mark.parametrize("name", ["plan", "digests", "restart", "transfer", "engines"])
+@pytest.mark.parametrize("name", ["plan", "digests", "restart", "engines"])
 def test_a_bench_runs_without_faults(name: str, tmp_path: Path) -> None:
     printed, report = bench(name, tmp_path)
     assert printed

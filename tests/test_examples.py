@@ -13,11 +13,10 @@ import pytest
 from tests.torchrun import forked
 
 EXAMPLES = Path(__file__).parent.parent / "scripts" / "examples"
-TORCHRUN = {"live_transfer.py": 4, "transformers_moe.py": 2}
+TORCHRUN = {"transformers_moe.py": 2}
 """Examples for real ranks, and how many."""
 
 PRINTED = {
-    "live_transfer.py": "equal bit for bit: True\n",
     "megatron_core.py": "experts 0-3: True\nvocabulary without its padding: True\n",
     "megatron_lite.py": "layer 3 of stage 1, gate over up: True\n"
     "its expert 3, local number 1 on ep 1: True\n",

@@ -1,4 +1,4 @@
-"""Random worlds against plain slicing: copies that differ, transfers, and commands on files."""
+"""Random worlds against plain slicing: copies that differ, and commands on files."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from dcp_placements import (
     MeshCoordinate,
     Placements,
     PlacementSavePlanner,
-    TransferWorld,
-    transfer_plan,
 )
 from dcp_placements.offline import (
     diff,
@@ -32,23 +30,19 @@ from dcp_placements.offline import (
 )
 from dcp_placements.table import digests
 from dcp_placements.testing import World
-from dcp_placements.transfer.holding import split_rename
 from tests.differential import (
-    Wholes,
     bits,
     checkpoint,
-    elements,
     opposite,
     same_bits,
-    units,
     wholes,
 )
 from tests.drawn_worlds import draw_pair
 from tests.random_ranks import Rank, Value
-from tests.random_worlds import Pair, Side
+from tests.random_worlds import Pair
 from tests.test_differential import assert_torch_reads, load, save, save_planners
 
-ALTERED, TRANSFERRED, WRITTEN = range(300, 316), range(400, 430), range(500, 515)
+ALTERED, WRITTEN = range(300, 316), range(500, 515)
 LACKING, ALONE = range(600, 660), range(700, 720)
 """The worlds of each test."""
 
@@ -187,90 +181,6 @@ def test_ranks_that_save_alone_make_the_whole_when_merged(tmp_path: Path) -> Non
         merge_metadata(path)
         assert_torch_reads(pair, whole, path)
         load(pair, whole, path)
-
-
-# Transfers
-
-
-def without_dtensors(side: Side) -> Side:
-    """Return a side as a ``TransferWorld`` declares it: by rules and ``Renumber`` alone.
-
-    Of its first family: ``Renumber`` has to come before all other steps.
-    """
-    plain = {"own": (), "also": (), "repeated": (), "kind": "plain", "tiles": (), "tile_axes": ()}
-    holds = []
-    for hold in side.holds[:1]:
-        cuts = tuple(replace(cut, **plain, declared=True, unnamed=False) for cut in hold.cuts)
-        ids = tuple(ids and replace(ids, renumbered=True) for ids in hold.ids)
-        holds.append(replace(hold, stage=None, follows=False, ids=ids, cuts=cuts))
-    return replace(side, holds=tuple(holds), wrapped=False)
-
-
-def held_in(
-    pair: Pair, side: Side, whole: Wholes
-) -> tuple[list[dict[str, Value]], dict[str, torch.Tensor]]:
-    """Return what each rank holds by the keys of the world, and the whole tensors of the world."""
-    ranks: list[dict[str, Value]] = []
-    tensors: dict[str, torch.Tensor] = {}
-    for number in range(side.size):
-        rank = Rank(pair, side, number)
-        to_world, _ = split_rename(rank.rename())
-        values, mine = rank.values(whole), dict[str, Value]()
-        for family, hold in rank.families:
-            for _, _, part in units(family, rank.rows(family, hold), by_parts=hold.parts):
-                for _ in ("", *family.moments):
-                    value = next(values)
-                    key = to_world(value.key)
-                    assert isinstance(key, str)
-                    mine[key] = value
-                    tensors[key] = torch.empty(part.shape, dtype=value.local.dtype, device="meta")
-                if family.step is not None:
-                    next(values)
-        ranks.append(mine)
-    return ranks, tensors
-
-
-def test_a_transfer_fills_every_element_once() -> None:
-    for seed in TRANSFERRED:
-        draw, pair = random.Random(seed), draw_pair(seed)
-        pair = replace(pair, families=pair.families[:1])
-        sides = [without_dtensors(side) for side in (pair.save, pair.load)]
-        whole = wholes(pair)
-        blank = {key: opposite(tensor) for key, tensor in whole.items()}
-        ranks = [range(sides[0].size)]
-        first = draw.choice((0, sides[0].size, draw.randrange(sides[0].size)))
-        ranks.append(range(first, first + sides[1].size))
-        hosts = draw.choice((None, 1, 2, 3))
-        held, worlds = [], []
-        for side, content, numbers in zip(sides, (whole, blank), ranks, strict=True):
-            values, tensors = held_in(pair, side, content)
-
-            def declared(mesh: MeshCoordinate, side: Side = side, pair: Pair = pair) -> Placements:
-                rank = Rank(pair, side, *mesh.get_coordinate())
-                return Placements(rank.rules(), rename=rank.rename())
-
-            axes = {"rank": side.size}
-            held.append(values)
-            worlds.append(TransferWorld(axes, declared, tensors, ranks=numbers, hosts=hosts))
-        filled = Counter[tuple[int, str, int]]()
-        for one in transfer_plan(*worlds).everything():
-            source = held[0][ranks[0].index(one.source_rank)][one.source_fqn].local.detach()
-            target = held[1][ranks[1].index(one.target_rank)][one.target_fqn]
-            into = raw(target.local.detach())[one.target_slices]
-            into.copy_(raw(source)[one.source_slices].reshape(into.shape))
-            assert target.numbers is not None
-            for number in target.numbers[one.target_slices].reshape(-1).tolist():
-                filled[one.target_rank, one.target_fqn, number] += 1
-        needed = Counter[tuple[int, str, int]]()
-        for rank, values in zip(ranks[1], held[1], strict=True):
-            for key, value in values.items():
-                assert value.of is not None
-                assert value.numbers is not None
-                expected = elements(whole[value.of], value.numbers, value.padding)
-                assert same_bits(value.local, expected), f"world {seed}: {key} on rank {rank}"
-                numbers = value.numbers[value.numbers >= 0].tolist()
-                needed.update((rank, key, number) for number in numbers)
-        assert filled == needed, f"world {seed}"
 
 
 # Commands

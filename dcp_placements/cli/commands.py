@@ -31,7 +31,7 @@ from dcp_placements.cli.shared_options import (
     size,
 )
 from dcp_placements.errors import CannotLook, format_count, format_name
-from dcp_placements.transfer.world import MeshAxes
+from dcp_placements.rules.mesh import MeshAxes
 
 
 def inspect_command(

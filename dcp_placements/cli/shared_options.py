@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dcp_placements.errors import CannotLook, PlacementError
-from dcp_placements.transfer.world import EVERY, MeshAxes
+from dcp_placements.rules.mesh import MeshAxes
+from dcp_placements.rules.patterns import EVERY
 
 if TYPE_CHECKING:
     import torch

@@ -50,14 +50,16 @@ from dcp_placements.offline.checkpoint import (
 )
 from dcp_placements.offline.difference import same_bits
 from dcp_placements.offline.directory import Directory
+from dcp_placements.offline.key_patterns import matcher
 from dcp_placements.offline.model_keys import model_tensors
 from dcp_placements.offline.output import output_at
+from dcp_placements.offline.rehearsals.holding import Fsdp
 from dcp_placements.offline.rehearsals.world import RehearsedWorld
 from dcp_placements.offline.texts import Progress
 from dcp_placements.offline.verification import structural_faults
-from dcp_placements.rules.mesh import MeshCoordinate
+from dcp_placements.placements import DeclaredWorld
+from dcp_placements.rules.mesh import MeshAxes, MeshCoordinate
 from dcp_placements.rules.patterns import unmatched_faults
-from dcp_placements.transfer.world import Fsdp, MeshAxes, TransferWorld, matcher
 
 SHARD_NBYTES = 5 << 30
 MEMORY_NBYTES = 1 << 30
@@ -129,7 +131,7 @@ def open_source(
         return megatron_checkpoint(path, **options[_MEGATRON])
     if kind == _ENGINE and (rules is None) != (axes is None):
         raise CannotLook("rules= and axes= are given together: what each rank of a mesh declares")
-    world = None if rules is None or axes is None else TransferWorld(axes, rules)
+    world = None if rules is None or axes is None else DeclaredWorld(axes, rules)
     return Checkpoint(path, source=world)
 
 

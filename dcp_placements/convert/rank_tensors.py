@@ -50,6 +50,8 @@ from dcp_placements.offline.checkpoint import Checkpoint, LeftOut
 from dcp_placements.offline.difference import same_bits
 from dcp_placements.offline.directory import Directory
 from dcp_placements.offline.verification import box_faults
+from dcp_placements.placements import DeclaredWorld, Placements
+from dcp_placements.rules.mesh import MeshAxes, format_mesh_axes
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.storage.index import index_of_places
 from dcp_placements.storage.metadata_file import with_columns
@@ -58,7 +60,6 @@ from dcp_placements.storage.saved_dtensor import rank_shard
 from dcp_placements.storage.saved_file import Records
 from dcp_placements.storage.tensor_record import TensorRecord
 from dcp_placements.storage.torch_metadata import ChunkList, StoredPlace, build_entries
-from dcp_placements.transfer.world import MeshAxes, format_mesh_axes, rules_at
 
 _BY_POSITION = (
     "optimizer state by the position of its parameters, whose names are in no file: save it by "
@@ -274,6 +275,7 @@ def rank_files(
     tensors = RankTensors(Directory(folder), names)
     tensors.notes.append(f"files of {len(names)} ranks")
     axes = axes or {"rank": len(names)}
+    world = None if rules is None else DeclaredWorld(axes, rules)
     if prod(axes.values()) != len(names):
         of = f"a mesh of {prod(axes.values())}: {format_mesh_axes(axes)}"
         raise PlacementError(f"{folder}: files of {len(names)} ranks, and {of}")
@@ -282,7 +284,7 @@ def rank_files(
         check_contents(folder / name)
         if not isinstance(contents, Mapping):
             raise CannotLook(f"{folder / name}: holds a {type(contents).__name__}, and no dict")
-        declared, rename, _ = (None, None, None) if rules is None else rules_at(rules, axes, rank)
+        declared = Placements(None) if world is None else world.placements(rank)
         faults: list[Fault] = []
         try:
             named = list(_tensors(contents, "", rank, tensors.leave_out, faults))
@@ -293,7 +295,7 @@ def rank_files(
             keys = [key for key, count in Counter(key for key, _ in named).items() if count > 1]
             raise CannotLook(f"{folder / name}: several tensors have one key: {format_names(keys)}")
         tensors.refuse(name, faults)
-        tensors.add(name, state_dict, declared, rename)
+        tensors.add(name, state_dict, declared.rules, declared.rename)
     for other in sorted(set(os.listdir(folder)) - set(names)):
         why = _why_left_out(other)
         if why and (folder / other).is_file():

@@ -117,7 +117,7 @@ class PlacementResharder(Resharder):
 
     Args:
         placements: The declaration.
-        source: The world that saved the checkpoints without this package, a ``TransferWorld``.
+        source: The world that saved the checkpoints without this package, a ``DeclaredWorld``.
         restricted: Whether files whose objects name more than plain values are refused.
         check_crc: Whether records that are read whole are compared with their CRC-32.
         on_conflict: ``"error"``, or ``"warn"`` to read one of several copies that differ.
@@ -134,10 +134,6 @@ class PlacementResharder(Resharder):
         on_conflict: str = "error",
         **options: Any,
     ) -> None:
-        if source is not None and not hasattr(source, "rules_at"):
-            raise PlacementError(
-                f"source={source!r}: give the world that saved, as TransferWorld(axes, rules)"
-            )
         if on_conflict not in ("error", "warn"):
             raise PlacementError(f"on_conflict={on_conflict!r}: choose error or warn")
         placements.load_planner(**options)  # which refuses those that it does not have

@@ -76,7 +76,7 @@ _SERIALIZATION = "TorchSerialization"
 
 _NO_SOURCE = (
     "\n    note:        it was saved by the engine's own resharder: what DTensors do not say, "
-    "source=TransferWorld(axes, rules) of that world does (--rules and --mesh of import, export)"
+    "source= and axes= of that world do (--rules and --mesh of import, export)"
 )
 
 _BY_SOURCE = "\n    note:        its ranks are placed by the rules and the rename of source="
@@ -185,7 +185,7 @@ def saved_items(
         path: Of the checkpoint, for messages.
         items: By item, its part of the engine's metadata.
         open_file: Opens a file of it.
-        source: The world that saved it, a ``TransferWorld``, where it was saved without this
+        source: The world that saved it, a ``DeclaredWorld``, where it was saved without this
             package; None: what its DTensors say is all.
         rank: That loads: its own copies are the places, then those of low ranks. None: the
             places are all copies, and the keys of objects are left out.
@@ -397,15 +397,16 @@ def _from_files(
 ) -> dict[int, RankParts]:
     """Return what is in the files of an item, placed as the placements of its world say."""
     if source is not None and source.size != len(files):
-        headline = f"was saved by {len(files)} ranks, and source= is a world of {source.size}"
-        way_out = f"way out:     the mesh that saved it; source= has {dict(source.axes)}"
+        headline = f"was saved by {len(files)} ranks, and axes= is a mesh of {source.size}"
+        way_out = f"way out:     the mesh that saved it; axes= is {dict(source.axes)}"
         raise _refused(path, item_key, headline, way_out)
     crcs: dict[tuple[int, Path], int | None] = {}
     found: dict[int, RankParts] = {}
     for rank, name in files.items():
         with closing(opened(name, open_file, rank)) as file, rehearsed(rank, len(files)):
             state, outside, faults = _state_of(file, item_key, rank)
-            rules, rename, _ = (None, None, None) if source is None else source.rules_at(rank)
+            declared = None if source is None else source.placements(rank)
+            rules, rename = declared and declared.rules, declared and declared.rename
             try:
                 parts = rank_parts(item_key, state, rules, rename, has_contents=False)
             except (ValueError, RecursionError) as error:

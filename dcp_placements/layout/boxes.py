@@ -7,7 +7,7 @@ of the whole tensor. Two ep ranks that hold half of an expert weight of shape ``
      [[2, 0], [2, 3]]]
 
 Whoever asks such a question asks it here: the proof of a save and of a load, the structure of a
-checkpoint, a transfer, an import. Boxes without elements meet nothing.
+checkpoint, a rehearsal, an import. Boxes without elements meet nothing.
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ class Checkpoint:
     Args:
         path: A directory, or a URL that fsspec knows: DCP with one ``.metadata`` or with one per
             rank, Megatron's ``torch_dist``, safetensors, or the items of ``torch_checkpointing``.
-        source: The world that saved those without this package, a ``TransferWorld``.
+        source: The world that saved those without this package, a ``DeclaredWorld``.
         described: Of files of ranks that no file describes: the metadata, and how chunks lie.
 
     Attributes:

@@ -31,11 +31,11 @@ from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.offline.assembly import AssembledTensor, assembled
 from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredRecord, StoredTensor
+from dcp_placements.offline.key_patterns import matching_keys
 from dcp_placements.offline.model_keys import model_tensors
 from dcp_placements.offline.texts import Progress, brief
 from dcp_placements.offline.verification import MEMORY_NBYTES, box_faults
 from dcp_placements.storage.torch_load import load_plain
-from dcp_placements.transfer.world import matching_keys
 
 MAX_FAMILIES = 15
 """Families of keys that are shown by default: two lines each."""

@@ -22,7 +22,7 @@ from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.names.renames import number_in
 from dcp_placements.offline.checkpoint import Checkpoint, ranks_of
 from dcp_placements.offline.texts import ranges, short
-from dcp_placements.transfer.world import MeshAxes
+from dcp_placements.rules.mesh import MeshAxes
 
 EP = "ep"
 """The axis along which ranks hold different experts."""

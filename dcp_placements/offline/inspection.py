@@ -28,13 +28,13 @@ from dcp_placements.layout.sharding import Box, Cuts
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.offline.assembly import assembled
 from dcp_placements.offline.checkpoint import Checkpoint, StoredRecord, ranks_of
+from dcp_placements.offline.key_patterns import matching_keys
 from dcp_placements.offline.texts import brief, format_table, ranges, short
 from dcp_placements.planning import quiet_gc
 from dcp_placements.storage.provenance import SaveRecord
 from dcp_placements.storage.safe_pickle import DTYPES, ORDERED_DICT, SafeUnpickler, check_unfolded
 from dcp_placements.storage.save_ids import writer_of
 from dcp_placements.storage.torch_load import saved_pickle
-from dcp_placements.transfer.world import matching_keys
 
 _T = TypeVar("_T")
 

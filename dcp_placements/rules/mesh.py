@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
 
 from dcp_placements.errors import PlacementError
+
+MeshAxes = dict[str, int]
+"""Sizes by axis name, the outermost first: a mesh seen from no rank."""
 
 
 class Mesh(Protocol):
@@ -98,7 +101,7 @@ class MeshCoordinate:
         return MeshCoordinate(wanted, sizes, coordinate)
 
 
-def mesh_at(axes: dict[str, int], rank: int) -> MeshCoordinate:
+def mesh_at(axes: MeshAxes, rank: int) -> MeshCoordinate:
     """Return the mesh seen from a rank; the last axis is the fastest.
 
     >>> mesh_at({"ep": 4, "edp": 2}, 3).get_coordinate()
@@ -183,4 +186,13 @@ def format_mesh(mesh: Mesh) -> str:
     '(ep=4, edp=2)'
     """
     names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(len(tuple(mesh.shape))))
-    return "(" + ", ".join(f"{n}={s}" for n, s in zip(names, mesh.shape, strict=True)) + ")"
+    return f"({format_mesh_axes(dict(zip(names, mesh.shape, strict=True)))})"
+
+
+def format_mesh_axes(axes: Mapping[str, int]) -> str:
+    """Return axes as text.
+
+    >>> format_mesh_axes({"ep": 8, "edp": 2})
+    'ep=8, edp=2'
+    """
+    return ", ".join(f"{name}={size}" for name, size in axes.items())

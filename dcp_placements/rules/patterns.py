@@ -31,6 +31,10 @@ Matches = Mapping[str, int]
 """By name, how many keys of a rank a pattern matches; of a rename only whether it matches any."""
 
 
+EVERY = "**"
+"""The pattern of all keys."""
+
+
 class PlacementRules:
     """Placements by pattern.
 

@@ -18,8 +18,6 @@ from dcp_placements import (
     FusedShard,
     MeshCoordinate,
     PlacementError,
-    TransferWorld,
-    transfer_plan,
 )
 from dcp_placements.errors import CannotPlace
 from dcp_placements.layout.sharding import Cut, Sharding
@@ -101,17 +99,7 @@ def declared(placement: Any) -> Callable[[MeshCoordinate], Any]:
 WORLDS: dict[str, Callable[[Path, Any], Any]] = {
     "rehearse": lambda path, one: rehearse(path / "saved", declared(one), {"ep": 2}),
     "reshard": lambda path, one: reshard(path / "saved", path / "out", declared(one), {"ep": 2}),
-    "transfer from": lambda path, one: transfer(declared(one), declared(SHARD)),
-    "transfer to": lambda path, one: transfer(declared(SHARD), declared(one)),
 }
-SHARD = Shard(0)
-
-
-def transfer(source: Any, target: Any) -> Any:
-    tensors = {"w": torch.empty((8, 3), device="meta")}
-    return transfer_plan(
-        TransferWorld({"ep": 2}, source, tensors), TransferWorld({"ep": 2}, target, ranks=[2, 3])
-    )
 
 
 @pytest.mark.parametrize("kind", WORLDS)

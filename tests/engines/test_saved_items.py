@@ -28,13 +28,13 @@ from dcp_placements import (
     Renames,
     Renumber,
     Stack,
-    TransferWorld,
     Unstack,
     offline,
 )
 from dcp_placements._torch import rehearsed
 from dcp_placements.errors import CannotLook
 from dcp_placements.offline.directory import Directory
+from dcp_placements.placements import DeclaredWorld
 
 engine = pytest.importorskip("torch_checkpointing.distributed_metadata")
 
@@ -494,19 +494,21 @@ def test_ranks_with_other_keys_and_objects_of_their_own(tmp_path: Path) -> None:
 
 
 def test_options_that_cannot_be_meant_are_refused() -> None:
-    with pytest.raises(PlacementError, match="TransferWorld"):
-        Placements(None).resharder(source={"ep": 2})
+    with pytest.raises(PlacementError, match="given together"):
+        Placements(None).resharder(axes={"ep": 2})
+    with pytest.raises(PlacementError, match="given together"):
+        Placements(None).resharder(source=lambda mesh: {})
     with pytest.raises(PlacementError, match="on_conflict"):
         Placements(None).resharder(on_conflict="ignore")
     with pytest.raises(PlacementError, match="cast"):
         Placements(None).resharder(cast="sometimes")
     with pytest.raises(PlacementError, match="exchange=: not here"):
         Placements(None).resharder(exchange=True)
-    assert Placements(None).resharder(source=TransferWorld({"ep": 2}, lambda mesh: {}))
+    assert Placements(None).resharder(source=lambda mesh: {}, axes={"ep": 2})
 
 
-def save_theirs(path: Path, values: Sequence[Any], item: str = "model") -> TransferWorld:
-    """Save an item of a world without this package; return the world."""
+def save_theirs(path: Path, values: Sequence[Any], item: str = "model") -> dict[str, Any]:
+    """Save an item of a world without this package; return the options that declare it."""
     path.mkdir(exist_ok=True)
     for rank, value in enumerate(values):
         torch.save(value, path / f"{item}_{rank}.pt")
@@ -515,7 +517,7 @@ def save_theirs(path: Path, values: Sequence[Any], item: str = "model") -> Trans
         {item: engine.DistributedItemMetadata({}, layouts)}, len(values)
     )
     (path / "metadata.pkl").write_bytes(pickle.dumps(metadata.to_dict()))
-    return TransferWorld({"dp": len(values)}, lambda mesh: Placements(None))
+    return {"source": lambda mesh: Placements(None), "axes": {"dp": len(values)}}
 
 
 def _parts_of_larger(at: int, step: int = 1) -> list[Any]:
@@ -543,9 +545,9 @@ def test_other_copies_in_files_of_the_engine_are_refused(
         world = save_theirs(tmp_path / "ckpt", copies)
     finally:
         torch.serialization.set_crc32_options(True)
-    for source in (None, world):
+    for options in ({}, world):
         with pytest.raises(PlacementError, match=r"model\.w: 2 different contents on 2 ranks"):
-            load(tmp_path / "ckpt", copies[0], Placements(None), source=source)
+            load(tmp_path / "ckpt", copies[0], Placements(None), **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex128])
@@ -571,7 +573,7 @@ def test_equal_copies_that_lie_otherwise_in_files_are_equal(tmp_path: Path) -> N
     ]
     world = save_theirs(tmp_path / "ckpt", copies)
     found = {"w": torch.zeros(4, 6)}
-    load(tmp_path / "ckpt", found, Placements(None), source=world)
+    load(tmp_path / "ckpt", found, Placements(None), **world)
     assert torch.equal(found["w"], WHOLE)
 
 
@@ -593,7 +595,7 @@ def test_rows_that_several_ranks_hold_or_one_holds_twice_are_compared(
     else:
         save_theirs(tmp_path / "ckpt", values)
         declared = lambda mesh: declare(mesh.get_coordinate()[0], 3)  # noqa: E731
-        options = {"source": TransferWorld({"ep": 3}, declared)}
+        options = {"source": declared, "axes": {"ep": 3}}
     if factor == 1:
         assert torch.equal(whole(tmp_path / "ckpt", **options), WHOLE)
         return
@@ -612,8 +614,8 @@ def test_padding_that_differs_is_no_conflict(tmp_path: Path) -> None:
         return Placements({"w": CheckpointPlacement(mesh, {"tp": Shard(0)}, **shapes)})
 
     found = {"w": torch.zeros(3, 6)}
-    source = TransferWorld({"dp": 2, "tp": 2}, declare)
-    load(tmp_path / "ckpt", found, Placements(None), source=source)
+    world = {"source": declare, "axes": {"dp": 2, "tp": 2}}
+    load(tmp_path / "ckpt", found, Placements(None), **world)
     assert torch.equal(found["w"], WHOLE[:3])
 
 
@@ -807,7 +809,7 @@ def test_tools_open_each_file_once(
     monkeypatch.setattr(
         Directory, "open", lambda self, name: names.append(name) or opens(self, name)
     )
-    world = TransferWorld({"ep": 2}, lambda mesh: rules(mesh.get_coordinate()[0], 2))
+    world = DeclaredWorld({"ep": 2}, lambda mesh: rules(mesh.get_coordinate()[0], 2))
     held = offline.Checkpoint(tmp_path, source=None if ours else world)
     assert held.tensors["model.w"].shape == (4, 6)
     assert names == ["metadata.pkl", "model_0.pt", "model_1.pt"]

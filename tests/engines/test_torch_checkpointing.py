@@ -103,7 +103,7 @@ def test_what_is_declared_wrongly_is_refused_on_every_rank(seen: Seen, scenario:
     for one in seen[scenario]:
         (text,) = one["refused"].values()
         assert REFUSED[scenario] in text
-        assert ("source=TransferWorld(" in text) == (scenario == f"load:ours:{SAVED}:theirs")
+        assert ("source= and axes=" in text) == (scenario == f"load:ours:{SAVED}:theirs")
 
 
 @pytest.mark.parametrize("kind", ["ours", "theirs"])

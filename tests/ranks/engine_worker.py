@@ -33,7 +33,6 @@ from dcp_placements import (
     PlacementRules,
     Placements,
     Renumber,
-    TransferWorld,
 )
 
 EXPERTS = 4
@@ -193,7 +192,7 @@ def run(out: Path, act: str, kind: str, spec: str, checkpoint: str = "") -> dict
     resharder: Any = DefaultResharder()
     if kind.startswith("source"):
         ranks = {"ep": 4 if kind == "source_of_8" else 2, "fsdp": 2}
-        resharder = declared.resharder(source=TransferWorld(ranks, saved_by))
+        resharder = declared.resharder(source=saved_by, axes=ranks)
     elif kind != "theirs":
         resharder = declared.resharder(restricted=kind == "restricted")
     config = CheckpointManager.Config.with_sync_save()

@@ -33,7 +33,7 @@ from dcp_placements.names.renames import (
     steps,
 )
 from dcp_placements.names.stacks_and_parts import Parts, Row, Rows, inserted, removed, replaced
-from dcp_placements.transfer.holding import Whole
+from dcp_placements.offline.rehearsals.holding import Whole
 
 Wholes = Mapping[str, Whole]
 Steps = tuple[Renames, ...]

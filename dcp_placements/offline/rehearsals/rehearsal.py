@@ -32,15 +32,16 @@ from dcp_placements.layout.boxes import (
 )
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
+from dcp_placements.offline.key_patterns import matching_keys
+from dcp_placements.offline.rehearsals.holding import Fsdp
 from dcp_placements.offline.rehearsals.world import RehearsedWorld
 from dcp_placements.offline.texts import Progress, format_table, ranges, short
-from dcp_placements.rules.mesh import MeshCoordinate
+from dcp_placements.rules.mesh import MeshAxes, MeshCoordinate, format_mesh_axes
 from dcp_placements.rules.patterns import unmatched_faults
 from dcp_placements.storage.file_reads import c_strides, cheap_gap, segments
 from dcp_placements.storage.record_reads import is_read_whole
 from dcp_placements.table.table import OBJECT
 from dcp_placements.table.world import Cover, cover_of
-from dcp_placements.transfer.world import Fsdp, MeshAxes, format_mesh_axes, matching_keys
 
 HEADINGS = ("ranks", "wants", "reads", "reads/wants", "stock", "stock/wants", "chunks", "files")
 MAX_ROWS = 16
@@ -157,11 +158,16 @@ def rehearse(
 
     Args:
         path: The checkpoint that is to be loaded.
-        rules: As of ``TransferWorld``: called with each rank's place in the mesh. Every rank needs
-            all of a tensor without a rule. From its rename follows which of the checkpoint's
-            tensors a rank has; with a function of the user's in it, all of them, as they are.
+        rules: Called with each rank's place in the mesh. Returns ``Placements``, or what
+            ``Placements`` takes as rules. There are no DTensors, so the rules have to cover every
+            axis that cuts a tensor but ``fsdp``; every rank needs all of a tensor without a rule.
+            From its rename follows which of the checkpoint's tensors a rank has; with a function
+            of the user's in it, all of them, as they are.
         axes: The mesh: sizes by axis name, the last axis fastest in rank order.
-        fsdp: As of ``TransferWorld``; patterns match the checkpoint's keys.
+        fsdp: Axes over which FSDP cuts dim 0 of every tensor (of one dim or more), inside what
+            the rules cut, as one flattened axis without the axes that a tensor's rule cuts over.
+            Or such axes by pattern of the checkpoint's keys, as in ``PlacementRules``:
+            ``{"experts": ["edp"], "**": ["edp", "ep"]}``; the first pattern that matches counts.
         expect: The keys that the model has; None for those of the checkpoint.
         fqn: Pattern of the tensors whose ``requests`` are listed.
         progress: Called with the number of ranks planned, and of all.

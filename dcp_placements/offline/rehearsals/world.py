@@ -30,22 +30,8 @@ from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.names.renames import Renames, Step, recorded
 from dcp_placements.names.stacks_and_parts import Target
 from dcp_placements.offline.checkpoint import Checkpoint
-from dcp_placements.offline.rehearsals.local_keys import LocalKeys, Steps, checkpoint_steps
-from dcp_placements.offline.verification import tiling_faults
-from dcp_placements.rules.mesh import MeshCoordinate
-from dcp_placements.rules.patterns import (
-    Matches,
-    PlacementRules,
-    Rules,
-    compile_pattern,
-    matched_nowhere,
-    rule_name,
-)
-from dcp_placements.rules.placement import CheckpointPlacement
-from dcp_placements.storage.provenance import record_of
-from dcp_placements.table.table import Sent, holding_of, packed_ints
-from dcp_placements.table.world import Piece, World
-from dcp_placements.transfer.holding import (
+from dcp_placements.offline.rehearsals.holding import (
+    Fsdp,
     FsdpAxes,
     Named,
     RankCuts,
@@ -58,7 +44,22 @@ from dcp_placements.transfer.holding import (
     rank_cuts,
     rule_label,
 )
-from dcp_placements.transfer.world import Fsdp, MeshAxes, rules_at
+from dcp_placements.offline.rehearsals.local_keys import LocalKeys, Steps, checkpoint_steps
+from dcp_placements.offline.verification import tiling_faults
+from dcp_placements.placements import DeclaredWorld
+from dcp_placements.rules.mesh import MeshAxes, MeshCoordinate
+from dcp_placements.rules.patterns import (
+    Matches,
+    PlacementRules,
+    Rules,
+    compile_pattern,
+    matched_nowhere,
+    rule_name,
+)
+from dcp_placements.rules.placement import CheckpointPlacement
+from dcp_placements.storage.provenance import record_of
+from dcp_placements.table.table import Sent, holding_of, packed_ints
+from dcp_placements.table.world import Piece, World
 
 
 class Kind(NamedTuple):
@@ -165,6 +166,7 @@ class RehearsedWorld:
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         self.checkpoint, self.axes = checkpoint, dict(axes)
+        self._declared = DeclaredWorld(self.axes, function)
         self._fsdp = FsdpAxes(fsdp, axes)
         wholes = {fqn: Whole(one.shape, one.dtype) for fqn, one in checkpoint.tensors.items()}
         wholes |= {fqn: Whole((), None) for fqn in checkpoint.objects}
@@ -176,7 +178,7 @@ class RehearsedWorld:
         self.renames: dict[Step, None] = {}
         self.lots: list[Lot] = []
         done = 0
-        for lot in self._unplanned(function):
+        for lot in self._unplanned():
             self.lots += self._planned(lot)
             done += len(lot.cuttings)
             progress(done, self.size)
@@ -225,13 +227,15 @@ class RehearsedWorld:
         """Add a fault of some ranks."""
         self._faults.setdefault(fault, []).extend(ranks)
 
-    def _unplanned(self, function: Callable[[MeshCoordinate], Any]) -> list[Lot]:
+    def _unplanned(self) -> list[Lot]:
         """Return the ranks by what decides their plans."""
         alike: dict[Hashable, tuple[Steps, dict[str, str], dict[int, Rules]]] = {}
         for rank in range(self.size):
-            rules, rename, waive = rules_at(function, self.axes, rank)
-            self.renames.update(dict.fromkeys(recorded(rename)))
-            steps = checkpoint_steps(rename)
+            declared = self._declared.placements(rank)
+            rules = PlacementRules({}) if declared.rules is None else declared.rules
+            waive = declared.waive
+            self.renames.update(dict.fromkeys(recorded(declared.rename)))
+            steps = checkpoint_steps(declared.rename)
             patterns = rules.patterns if isinstance(rules, PlacementRules) else rank
             key = patterns, steps, tuple(waive.items())
             alike.setdefault(key, (steps, dict(waive), {}))[2][rank] = rules
@@ -257,7 +261,7 @@ class RehearsedWorld:
         wholes = self._local.before(steps)
         faults: list[Fault] = []
         tensors = {key: whole for key, whole in wholes.items() if whole.dtype is not None}
-        named = named_tensors(tensors, Renames(*steps), None, faults)
+        named = named_tensors(tensors, Renames(*steps), faults)
         by_name = {one.rule_name: one for one in named}
         states = OptimizerStates(dict.fromkeys(by_name, UNSEEN))
         kinds: dict[Hashable, Kind] = {}
