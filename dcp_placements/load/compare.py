@@ -30,7 +30,7 @@ from collections.abc import (
 )
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, chain, count, takewhile
+from itertools import chain, count, takewhile
 from operator import attrgetter
 from typing import Any
 
@@ -48,15 +48,8 @@ from dcp_placements.errors import (
     numbers_in,
 )
 from dcp_placements.layout.boxes import Boxes, as_array, format_box, tile, uncovered
-from dcp_placements.layout.sharding import (
-    Box,
-    Cut,
-    Cuts,
-    Kind,
-    format_cuts,
-    part_sizes,
-    unknown_kind,
-)
+from dcp_placements.layout.equal_cuts import canonical, cuts_of_part, differences
+from dcp_placements.layout.sharding import Box, Cut, Cuts, Kind, format_cuts
 from dcp_placements.load.missing import Policy
 from dcp_placements.load.reads import RankLoad
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
@@ -210,49 +203,6 @@ def _differences(saved: Cuts, placed: Placed, record: SaveRecord) -> Iterator[_D
         yield from _differences_by_rule(_cutting(saved), _cutting(loaded), placed, ruled, record)
 
 
-def cuts_of_part(cuts: Sequence[Cut], size: int) -> list[Cut]:
-    """Return how a part of a fused tensor is cut where axes cut that; the first that are known.
-
-    Tensors that are joined by ``FusedShard`` are each cut plainly, and so are those of groups that
-    an axis leaves whole. Of half of a tensor in two parts, 4 rows long::
-
-        FusedShard(0, 2) over tp=2      Shard(0) over tp=2
-        Shard(0) over tp=2              none: the half is on one of the two ranks
-
-    Args:
-        cuts: Of one dim, plain and fused.
-        size: Of the part, along it.
-    """
-    known: list[Cut] = []
-    of = cuts[0].of
-    if of is None:
-        return [*cuts]
-    unit, groups = sum(of.sizes), of.groups
-    start = sum(of.sizes[: of.number])
-    stop = start + of.sizes[of.number]
-    whole = size // of.sizes[of.number] * unit
-    for cut in cuts:
-        parts: tuple[int, ...] = ()
-        if cut.kind is Kind.FUSED:
-            fused = part_sizes(cut.parts, whole) if isinstance(cut.parts, int) else cut.parts
-            total, ends = sum(fused), [*accumulate(fused)]
-            # In units of the groups, those that lie in this part of one of them.
-            for rows, end in zip(fused, ends, strict=True):
-                low, high = (end - rows) * unit * groups, end * unit * groups
-                group = low // (unit * total)
-                if (group * unit + start) * total <= low and high <= (group * unit + stop) * total:
-                    parts += (rows,)
-            if sum(parts) * unit != total * (stop - start):
-                return known
-        elif groups % cut.size:
-            return known
-        else:
-            groups //= cut.size
-        kind = Kind.FUSED if len(parts) > 1 else Kind.PLAIN
-        known.append(Cut(cut.dim, cut.axis, cut.size, kind, parts if len(parts) > 1 else 1))
-    return known
-
-
 def _differences_by_rule(
     one: Mapping[str, Cut],
     other: Mapping[str, Cut],
@@ -308,84 +258,24 @@ def _cutting(cuts: Cuts) -> dict[str, Cut]:
     return {cut.axis: cut for cut in cuts if cut.axis is not None and cut.size > 1}
 
 
-def canonical(cuts: Sequence[Cut]) -> list[Cut]:
-    """Return the cuts of one dim as plain and fused ones.
-
-    ``_StridedShard(dim, split_factor=k)`` before plain cuts into ``k`` pieces is a plain cut after
-    them: torch declares FSDP over shards of ``tp`` or ``ep`` so.
-    """
-    ordered: list[Cut] = []
-    for cut in reversed(cuts):
-        at = 0
-        match cut.kind:
-            case Kind.STRIDED:
-                pieces = 1
-                while pieces != cut.parts and at < len(ordered) and ordered[at].kind is Kind.PLAIN:
-                    pieces *= ordered[at].size
-                    at += 1
-                if pieces == cut.parts:
-                    cut = cut._replace(kind=Kind.PLAIN, parts=1)
-                else:
-                    cut, at = cut._replace(kind=Kind.FUSED), 0
-            case Kind.FUSED:
-                if cut.parts == 1 or (isinstance(cut.parts, tuple) and len(cut.parts) == 1):
-                    cut = cut._replace(kind=Kind.PLAIN, parts=1)
-            case Kind.PLAIN | Kind.LISTED:
-                pass
-            case _:
-                raise unknown_kind(cut.kind)
-        ordered.insert(at, cut)
-    return ordered
-
-
 def _dim_differences(
     saved: Sequence[Cut], loaded: Sequence[Cut], size: int
 ) -> Iterator[_Difference]:
-    one = {cut.axis: cut for cut in saved if cut.axis is not None}
-    other = {cut.axis: cut for cut in loaded if cut.axis is not None}
-    common = [axis for axis in one if axis in other]
-    differing = [axis for axis in common if not _may_be_equal(one[axis], other[axis], size)]
-    for axis in differing:
-        way_out = f'{{"{axis}": {one[axis].placement}}} in the rules of this load, as it was saved'
-        if one[axis].size != other[axis].size:
-            way_out += f", where the save was right for any size of {axis!r}"
-        yield (axis,), str(one[axis]), str(other[axis]), way_out
-    # An axis of size 1 cuts nothing, so its place in the order does not matter.
-    cutting = {axis for axis in common if one[axis].size > 1 and other[axis].size > 1}
-    first, second = ([axis for axis in side if axis in cutting] for side in (one, other))
-    if first != second and not differing:
-        before = format_cuts([one[axis] for axis in first])
-        now = format_cuts([other[axis] for axis in second])
-        way_out = (
-            f"cut by {' before '.join(map(repr, first))}, as it was saved: the axis that cuts "
-            "what the others have left is a _StridedShard where it stands left of them in the mesh"
-        )
-        yield sorted(cutting), before, now, way_out
-
-
-def _may_be_equal(saved: Cut, loaded: Cut, size: int) -> bool:
-    """Whether two cuts by axes of one name may be the same declaration."""
-    if saved.kind != loaded.kind:
-        plain = saved if saved.kind is Kind.PLAIN else loaded
-        return plain.size == 1  # a whole tensor
-    return saved.kind is Kind.PLAIN or _same_parts(saved.parts, loaded.parts, size)
-
-
-def _same_parts(one: int | tuple[int, ...], other: int | tuple[int, ...], size: int) -> bool:
-    """Whether two declarations give the same parts of a dim, which may be padded or cut before.
-
-    >>> _same_parts(2, (8, 8), 16), _same_parts((4, 2, 2), (2, 1, 1), 8), _same_parts(2, 3, 6)
-    (True, True, False)
-    """
-    total = next((sum(parts) for parts in (one, other) if not isinstance(parts, int)), size)
-    first, second = (part_sizes(p, total) if isinstance(p, int) else [*p] for p in (one, other))
-    if len(first) != len(second):
-        return False
-    a, b = sum(first), sum(second)
-    in_proportion = all(x * b == y * a for x, y in zip(first, second, strict=True))
-    # Where the parts end in the dim, without the padding behind it.
-    ends = [[min(end, size) for end in accumulate(parts)] for parts in (first, second)]
-    return in_proportion or ends[0] == ends[1]
+    """Yield the cuts of one dim that a load declares in another way, with what to declare."""
+    for before, now in differences(saved, loaded, size):
+        axes = [str(cut.axis) for cut in before]
+        if len(axes) == 1:
+            placement = f'{{"{axes[0]}": {before[0].placement}}}'
+            way_out = f"{placement} in the rules of this load, as it was saved"
+            if before[0].size != now[0].size:
+                way_out += f", where the save was right for any size of {axes[0]!r}"
+        else:
+            way_out = (
+                f"cut by {' before '.join(map(repr, axes))}, as it was saved: the axis that cuts "
+                "what the others have left is a _StridedShard where it stands left of them in the "
+                "mesh"
+            )
+        yield sorted(axes), format_cuts(before), format_cuts(now), way_out
 
 
 def _rename_faults(record: SaveRecord, renames: Iterable[Step], load: RankLoad) -> Iterator[Fault]:

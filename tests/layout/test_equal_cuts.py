@@ -1,0 +1,212 @@
+"""Two declarations of the cuts of a dim are equal if, and only if, plain slicing by them leaves the
+same rows: at every coordinate, whatever the sizes of the axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from itertools import accumulate, product
+from math import lcm
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import examples
+
+from dcp_placements.errors import CannotPlace
+from dcp_placements.layout.equal_cuts import canonical, cuts_of_part, differences, same_parts
+from dcp_placements.layout.sharding import Cut, FusedPart, Kind
+
+AXES = ("a", "b", "c")
+PARTS = (2, 4, (1, 3), (3, 1), (2, 1, 1), (1, 1), (2, 2))
+Rows = Any
+"""Numbers of rows, as an array."""
+
+
+def cut_plainly(rows: Rows, cut: Cut, size: int, position: int) -> Rows:
+    """Return what one position holds of rows that the cut divides; sizes of parts are relative."""
+    parts = [1] * cut.parts if isinstance(cut.parts, int) else [*cut.parts]
+    pieces = []
+    for part, end in zip(parts, accumulate(parts), strict=True):
+        ends = [each * len(rows) for each in (end - part, end)]
+        assert not any(each % (sum(parts) * size) for each in ends), "the rows do not divide"
+        start, stop = (each // sum(parts) for each in ends)
+        step = (stop - start) // size
+        pieces.append(rows[start + position * step : start + (position + 1) * step])
+    return np.concatenate(pieces)
+
+
+def held(cuts: Sequence[Cut], rows: Rows, sizes: Mapping[str | None, int]) -> list[list[int]]:
+    """Return what each coordinate holds of a dim, by slicing; those of axes by name, in order."""
+    names = sorted(str(cut.axis) for cut in cuts)
+    found = []
+    for coordinate in product(*[range(sizes[name]) for name in names]):
+        at = dict(zip(names, coordinate, strict=True))
+        left = rows
+        for cut in cuts:
+            left = cut_plainly(left, cut, sizes[cut.axis], at[str(cut.axis)])
+        found.append(left.tolist())
+    return found
+
+
+def rows_for(*sides: Sequence[Cut]) -> int:
+    """Return a number of rows that some cuts divide, of axes of up to three ranks."""
+    parts = [cut.parts for cuts in sides for cut in cuts]
+    sums = [part if isinstance(part, int) else sum(part) for part in parts]
+    return int((lcm(*sums) * 6) ** len(sides[0]))
+
+
+def declared_sizes(cuts: Sequence[Cut]) -> dict[str | None, int]:
+    return {cut.axis: cut.size for cut in cuts}
+
+
+@st.composite
+def declarations(draw: st.DrawFn, kinds: Sequence[Kind], *, min_size: int = 1) -> list[Cut]:
+    """Draw the cuts of one dim, by up to three axes."""
+    cuts = []
+    for axis in draw(st.permutations(AXES[: draw(st.integers(1, 3))])):
+        cut = Cut(0, axis, draw(st.integers(min_size, 3)), draw(st.sampled_from(kinds)))
+        if cut.kind is Kind.FUSED:
+            cut = cut._replace(parts=draw(st.sampled_from(PARTS)))
+        elif cut.kind is Kind.STRIDED:
+            cut = cut._replace(parts=draw(st.sampled_from([2, 3, 4])))
+        cuts.append(cut)
+    return cuts
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[list[Cut], list[Cut]]:
+    """Draw two declarations by the same axes, that are equal, or nearly so."""
+    first = draw(declarations((Kind.PLAIN, Kind.FUSED), min_size=2))
+    second = [cut._replace(size=draw(st.integers(2, 3))) for cut in first]
+    match draw(st.sampled_from(["size", "order", "kind", "parts", "any"])):
+        case "order":
+            second = draw(st.permutations(second))
+        case "kind":
+            at = draw(st.integers(0, len(second) - 1))
+            second[at] = second[at]._replace(kind=Kind.PLAIN, parts=1)
+        case "parts":
+            at = draw(st.integers(0, len(second) - 1))
+            parts = draw(st.sampled_from(PARTS))
+            second[at] = second[at]._replace(kind=Kind.FUSED, parts=parts)
+        case "any":
+            drawn = draw(declarations((Kind.PLAIN, Kind.FUSED), min_size=2))
+            if {cut.axis for cut in drawn} == {cut.axis for cut in first}:
+                second = drawn
+    return first, second
+
+
+@given(pairs())
+@examples(40)
+def test_equal_declarations_are_those_that_leave_the_same_rows_for_any_sizes(
+    pair: tuple[list[Cut], list[Cut]],
+) -> None:
+    first, second = pair
+    rows = np.arange(rows_for(first, second))
+    same = all(
+        held(first, rows, sizes) == held(second, rows, sizes)
+        for sizes in (
+            dict(zip([cut.axis for cut in first], each, strict=True))
+            for each in product((2, 3), repeat=len(first))
+        )
+    )
+    for one, other in ((first, second), (second, first)):
+        assert (not list(differences(one, other, len(rows)))) == same
+
+
+@given(declarations((Kind.PLAIN, Kind.FUSED, Kind.STRIDED, Kind.STRIDED)))
+@examples(40)
+def test_the_canonical_form_leaves_the_same_rows(cuts: list[Cut]) -> None:
+    ordered = canonical(cuts)
+    assert {cut.kind for cut in ordered} <= {Kind.PLAIN, Kind.FUSED}
+    assert canonical(ordered) == ordered
+    rows = np.arange(rows_for(cuts))
+    sizes = declared_sizes(cuts)
+    assert held(ordered, rows, sizes) == held(cuts, rows, sizes)
+
+
+@st.composite
+def parts_of_fused(draw: st.DrawFn) -> tuple[list[Cut], FusedPart]:
+    """Draw the cuts of a tensor that joins several, and which of these one is."""
+    sizes = draw(st.sampled_from([(1, 1), (2, 1, 1), (1, 3), (1,)]))
+    of = FusedPart(
+        draw(st.integers(0, len(sizes) - 1)), sizes, draw(st.sampled_from([1, 1, 2, 4, 6]))
+    )
+    cuts = draw(declarations((Kind.PLAIN, Kind.FUSED)))
+    if draw(st.booleans()):  # as a rule would declare it
+        fused = cuts[0]._replace(kind=Kind.FUSED, parts=tuple(sizes) * of.groups)
+        cuts[0] = fused if len(sizes) * of.groups > 1 else cuts[0]
+    return [cut._replace(of=of) for cut in cuts], of
+
+
+@given(parts_of_fused())
+@examples(40)
+def test_the_cuts_of_a_part_leave_what_those_of_the_fused_tensor_leave_of_it(
+    drawn: tuple[list[Cut], FusedPart],
+) -> None:
+    cuts, of = drawn
+    unit = sum(of.sizes) * of.groups
+    total = lcm(rows_for(cuts), unit)
+    span = total // of.groups
+    start = span * sum(of.sizes[: of.number]) // sum(of.sizes)
+    length = span * of.sizes[of.number] // sum(of.sizes)
+    part = [group * span + start + row for group in range(of.groups) for row in range(length)]
+    number = {row: at for at, row in enumerate(part)}
+    known = cuts_of_part(cuts, len(part))
+    fused = cuts[: len(known)]
+    sizes = declared_sizes(cuts)
+    in_part = [
+        [number[row] for row in rows if row in number]
+        for rows in held(fused, np.arange(total), sizes)
+    ]
+    assert held(known, np.arange(len(part)), sizes) == in_part
+
+
+def test_the_usual_parts_of_a_fused_tensor_are_known() -> None:
+    up = FusedPart(1, (1, 1), 1)
+    fused = Cut(0, "tp", 2, Kind.FUSED, 2, up)
+    assert cuts_of_part([fused], 4) == [Cut(0, "tp", 2)]
+    assert cuts_of_part([fused._replace(parts=4)], 4) == [Cut(0, "tp", 2, Kind.FUSED, (2, 2))]
+    assert cuts_of_part([Cut(0, "tp", 2, of=up)], 4) == []
+    assert cuts_of_part([Cut(0, "tp", 2, of=FusedPart(1, (2, 1, 1), 4))], 4) == [Cut(0, "tp", 2)]
+    assert cuts_of_part([Cut(0, "tp", 2)], 4) == [Cut(0, "tp", 2)]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "size", "expected"),
+    [
+        ((4, 4, 4), (4, 4, 6), 10, True),  # the last is padded, to what other ranks divide
+        ((4, 4, 4), (4, 6, 2), 10, False),
+        ((4, 4), (4, 2, 2), 8, False),
+        (3, (4, 4, 2), 10, True),  # as torch.chunk
+        (3, (4, 3, 3), 10, False),
+    ],
+)
+def test_parts_are_compared_without_padding(
+    one: Any, other: Any, size: int, expected: bool
+) -> None:
+    assert same_parts(one, other, size) == same_parts(other, one, size) == expected
+
+
+class NewKind(StrEnum):
+    CYCLIC = "cyclic"
+
+
+NEW: Any = NewKind.CYCLIC
+
+
+def test_a_kind_that_is_not_known_is_refused() -> None:
+    of = FusedPart(0, (1, 1), 1)
+    cyclic = Cut(0, "ep", 2, NEW, 4, of)
+    for ask in (
+        lambda: canonical([cyclic]),
+        lambda: cuts_of_part([cyclic], 4),
+        lambda: list(differences([cyclic], [Cut(0, "ep", 2, of=of)], 8)),
+    ):
+        with pytest.raises(CannotPlace, match="kind cyclic"):
+            ask()
+    for kind in (Kind.STRIDED, Kind.LISTED):
+        with pytest.raises(CannotPlace, match="not known"):
+            cuts_of_part([Cut(0, "ep", 2, kind, 1, of)], 4)
