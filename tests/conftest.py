@@ -41,15 +41,17 @@ def no_waits_for_the_disk() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("random worlds")
-    group.addoption("--worlds", type=int, default=80, help="how many are tried (80)")
+    group.addoption("--worlds", type=int, help="how many of each kind are tried")
     group.addoption("--world-seed", type=int, default=0, help="the first one (0)")
     parser.addoption("--benches", action="store_true", help="try the benches, too")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seeds" in metafunc.fixturenames:
+        (default,) = metafunc.definition.get_closest_marker("worlds").args
+        count = metafunc.config.getoption("--worlds")
         first = metafunc.config.getoption("--world-seed")
-        stop = first + metafunc.config.getoption("--worlds")
+        stop = first + (default if count is None else count)
         groups = [
             range(start, min(start + WORLDS_PER_TEST, stop))
             for start in range(first, stop, WORLDS_PER_TEST)

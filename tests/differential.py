@@ -8,7 +8,7 @@ definition of the placements, and from none of the library's layouts.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from tests.random_worlds import Family, Pair
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 RATE, STEP, BLANK = 0.5, "step", -7.0
+NO_DETOUR: Mapping[str, str] = {}
 
 
 # Bits
@@ -81,22 +82,25 @@ def in_memory(tensor: torch.Tensor, memory: str) -> torch.Tensor:
 # Names and elements
 
 
-def name_of(family: Family, numbers: dict[str, Any], middle: str, first: str = "") -> str:
+def name_of(
+    family: Family, numbers: Mapping[str, Any], middle: str, words: Mapping[str, str] = NO_DETOUR
+) -> str:
     """Return the name of one parameter of a family.
 
     Args:
         family: Of which.
         numbers: By level, of those that names distinguish.
         middle: The part, or what the parts are called together.
-        first: The first component, where it is another one.
+        words: Components that are spelled otherwise, by the checkpoint's.
     """
-    name, last = [first or family.name], "weight"
+    name, last = [words.get(family.name, family.name)], "weight"
     for level in reversed(family.levels):
         number = numbers.get(level.word)
         if level.joined:
             last += "" if number is None else str(number)
         else:
-            name += [level.word] if number is None else [level.word, str(number)]
+            name.append(words.get(level.word, level.word))
+            name += [] if number is None else [str(number)]
     return ".".join([*name, *([middle] if middle else []), last])
 
 
@@ -178,5 +182,6 @@ def checkpoint(pair: Pair, whole: Wholes) -> dict[str, Any]:
                 found[key] = elements(whole[family.name, state], numbers, 0)
             if family.step is not None:
                 found[key_of(pair, name, STEP)] = torch.full(steps, family.step)
+            if family.optimized:
                 found[key_of(pair, name, "lr")] = RATE
     return found

@@ -13,7 +13,19 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dcp_placements import FusedShard
-from tests.random_worlds import Cutting, Family, Hold, Ids, Level, Mesh, Pair, Picks, Side, Tile
+from tests.random_worlds import (
+    Cutting,
+    Detour,
+    Family,
+    Hold,
+    Ids,
+    Level,
+    Mesh,
+    Pair,
+    Picks,
+    Side,
+    Tile,
+)
 
 # Of the meshes of each side: an axis of one name has to mean the same on both.
 AXES = (("abcd", "wxyz"), ("efgh", "stuv"))
@@ -40,31 +52,73 @@ class Draw(random.Random):
         return tuple(sorted(self.sample(range(count), number)))
 
 
-def draw_pair(seed: int) -> Pair:
-    """Return the worlds of a seed."""
+def draw_pair(seed: int, *, renamed: bool = False) -> Pair:
+    """Return the worlds of a seed.
+
+    Args:
+        seed: Of all that is drawn.
+        renamed: Whether every family has rows by name, and names that two steps or more make the
+            checkpoint's. Then a load is oftener the save's world, with axes of other sizes.
+    """
     draw = Draw(seed)
-    families = tuple(draw_family(draw, number) for number in range(draw.randint(1, 3)))
+    families = tuple(
+        draw_family(draw, number, renamed=renamed) for number in range(draw.randint(1, 3))
+    )
     objects: list[tuple[str, Any]] = [("train.step", 7), ("train.rng", b"\0\1"), ("epochs", [1, 2])]
     prefixes = draw.choice(PREFIXES)
     some = tuple(draw.sample(objects, draw.randint(0, 3)))
-    save = draw_side(draw, families, AXES[0], saves=True)
-    load = draw_side(draw, families, AXES[1], saves=False)
-    if draw.chance(10):
+    save = draw_side(draw, families, AXES[0], saves=True, renamed=renamed)
+    load = draw_side(draw, families, AXES[1], saves=False, renamed=renamed)
+    if draw.chance(30 if renamed else 10):
         load = replace(load, meshes=save.meshes, holds=save.holds)
+        if renamed and draw.chance(60):
+            load = resized(draw, load)
     return Pair(seed, prefixes, families, some, save, load)
 
 
-def draw_family(draw: Draw, number: int) -> Family:
+def resized(draw: Draw, side: Side) -> Side:
+    """Return a side of the same declarations where axes have other sizes, 1 among them.
+
+    Axes by whose positions ranks have rows, chunks or the family at all keep their size, as those
+    of a dim whose parts have sizes do, and a side of two meshes is left as it is.
+    """
+    if len(side.meshes) > 1:
+        return side
+    (mesh,) = side.meshes
+    fixed: set[str] = set()
+    for hold in side.holds:
+        fixed |= {ids.axis for ids in hold.ids if ids is not None and ids.axis is not None}
+        fixed |= {hold.stage[0]} if hold.stage else set()
+        for cutting in hold.cuts:
+            fixed |= {*cutting.tile_axes, *(a for a, p in cutting.rule if isinstance(p, Picks))}
+            # Sizes of parts add up to what the axes before leave.
+            summed = {p.dim for _, p in cutting.rule if isinstance(getattr(p, "parts", 0), tuple)}
+            fixed |= {
+                a for a, p in (*cutting.rule, *cutting.own) if getattr(p, "dim", -1) in summed
+            }
+    sizes = list(mesh.sizes)
+    for at, name in enumerate(mesh.names):
+        if name not in fixed:
+            rest = prod(sizes) // sizes[at]
+            sizes[at] = draw.randint(1, max(1, min(4, MAX_RANKS // rest)))
+    ranks = draw.sample(range(prod(sizes)), prod(sizes))
+    holds = tuple(
+        replace(hold, cuts=tuple(replace(cutting, given=True) for cutting in hold.cuts))
+        for hold in side.holds
+    )
+    return replace(side, meshes=(Mesh(mesh.names, tuple(sizes), tuple(ranks)),), holds=holds)
+
+
+def draw_family(draw: Draw, number: int, *, renamed: bool) -> Family:
     row = tuple(
         draw.choice((0, 1, 2, 3, 4, 5, 6, 7, 8, 12)[not draw.chance(20) :])
-        for _ in range(draw.choice((0, 1, 1, 2, 2, 2, 3)))
+        for _ in range(draw.choice((1, 1, 2, 2, 3) if renamed else (0, 1, 1, 2, 2, 2, 3)))
     )
     levels: list[Level] = []
-    for word in draw.sample(
-        ("layers", "experts"), draw.choice((0, 0, 0, 0, 1, 1, 1, 2)) * bool(row)
-    ):
+    count = draw.choice((1, 1, 2) if renamed else (0, 0, 0, 0, 1, 1, 1, 2))
+    for word in draw.sample(("layers", "experts"), count * bool(row)):
         dim = 0 if draw.chance(60) else draw.randint(0, len(row) + len(levels))
-        joined = not levels and draw.chance(20)
+        joined = not levels and draw.chance(20) and not (renamed and count == 1)
         levels.append(Level(word, draw.randint(1, 5), dim, draw.chance(50), joined))
     parts: tuple[int, ...] = ()
     groups = part_dim = 0
@@ -94,10 +148,15 @@ def draw_family(draw: Draw, number: int) -> Family:
 
 
 def draw_side(
-    draw: Draw, families: tuple[Family, ...], names: tuple[str, str], *, saves: bool
+    draw: Draw,
+    families: tuple[Family, ...],
+    names: tuple[str, str],
+    *,
+    saves: bool,
+    renamed: bool,
 ) -> Side:
     meshes = draw_meshes(draw, names)
-    holds = tuple(draw_hold(draw, family, meshes) for family in families)
+    holds = tuple(draw_hold(draw, family, meshes, renamed=renamed) for family in families)
     options: dict[str, Any] = {"torch": draw.chance(50)}
     if saves:
         options["digests"] = draw.choice(("off", "sampled", "full"))
@@ -138,7 +197,7 @@ def draw_meshes(draw: Draw, axes: tuple[str, str]) -> tuple[Mesh, ...]:
     return tuple(meshes)
 
 
-def draw_hold(draw: Draw, family: Family, meshes: tuple[Mesh, ...]) -> Hold:
+def draw_hold(draw: Draw, family: Family, meshes: tuple[Mesh, ...], *, renamed: bool) -> Hold:
     at = draw.randrange(len(meshes))
     mesh = meshes[at]
     free = list(mesh.names)
@@ -161,13 +220,14 @@ def draw_hold(draw: Draw, family: Family, meshes: tuple[Mesh, ...]) -> Hold:
         outside = family.levels[number + 1 :]
         by_outside = bool(outside) and ids[number + 1] is not None and draw.chance(40)
         size = 1 if on is None else mesh.sizes[mesh.names.index(on)]
-        renumbered = draw.chance(70)
+        renumbered = draw.chance(90 if renamed else 70)
         maps = [
             draw_rows(draw, size, level.total, ranges=draw.chance(50))
             for _ in range(outside[0].total if by_outside else 1)
         ]
         rows = tuple(zip(*maps, strict=True))
-        ids[number] = Ids(on, rows, renumbered, draw.chance(85))
+        twice = renamed and renumbered and draw.chance(15)
+        ids[number] = Ids(on, rows, renumbered, draw.chance(85), twice)
     stage = None
     if (on := axis(15)) is not None:
         stage = (on, draw.some(mesh.sizes[mesh.names.index(on)]))
@@ -185,10 +245,24 @@ def draw_hold(draw: Draw, family: Family, meshes: tuple[Mesh, ...]) -> Hold:
         else draw_cutting(draw, shape, mesh, left, may_pad=may_pad)
         for shape in unit_shapes(family, ids, by_parts=by_parts)
     )
-    replaced = draw.choice(("", "", "first", "last")) if family.name.isalnum() else ""
+    if renamed:
+        detours = draw_detours(draw, family)
+    else:
+        where = draw.choice(("", "", "first", "last")) if family.name.isalnum() else ""
+        detours = (Detour(family.name, where == "last", "replace"),) * bool(where)
     follows = all(c.kind in ("plain", "listed") for c in cuts) and draw.chance(40)
     redundant = draw.chance(30)
-    return Hold(at, tuple(ids), by_parts, cuts, stage, replaced, follows, redundant)
+    return Hold(at, tuple(ids), by_parts, cuts, stage, detours, follows, redundant)
+
+
+def draw_detours(draw: Draw, family: Family) -> tuple[Detour, ...]:
+    """Return components that the ranks spell otherwise: two or more, where there are as many."""
+    words = [family.name, *(level.word for level in family.levels if not level.joined)]
+    count = min(draw.choice((2, 2, 3)), len(words))
+    hows = ("replace", "replace", "rank", "any", "function")
+    return tuple(
+        Detour(word, draw.chance(50), draw.choice(hows)) for word in draw.sample(words, count)
+    )
 
 
 def unit_shapes(family: Family, ids: list[Ids | None], *, by_parts: bool) -> list[tuple[int, ...]]:

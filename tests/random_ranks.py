@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,7 +44,18 @@ from tests.random_worlds import Cutting, Family, Hold, Ids, Level, Pair, Picks, 
 
 @dataclass
 class Value:
-    """A tensor of a rank: its key there, what the dict holds, and which elements of what it is."""
+    """A tensor of a rank: its key there, what the dict holds, and which elements of what it is.
+
+    Attributes:
+        key: On the rank.
+        value: What the state dict holds.
+        local: Its elements.
+        of: Family and state; None for an optimizer step.
+        numbers: Of the elements, in the whole.
+        padding: What is where there is no number.
+        family: Of which.
+        row: The numbers by level that its name in the checkpoint has.
+    """
 
     key: str
     value: Any
@@ -52,6 +63,19 @@ class Value:
     of: tuple[str, str] | None
     numbers: torch.Tensor | None
     padding: int
+    family: str = ""
+    row: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Respelled:
+    """A user's function that spells a component otherwise: a rename that the library cannot see."""
+
+    component: str
+    by: str
+
+    def __call__(self, key: str) -> str:
+        return ".".join([self.by if c == self.component else c for c in key.split(".")])
 
 
 class Rank:
@@ -72,6 +96,15 @@ class Rank:
     def ids(self, hold: Hold, ids: Ids) -> tuple[tuple[int, ...], ...]:
         """Return its rows of a level, by the number on the level outside or for all of them."""
         return ids.rows[0 if ids.axis is None else self.position(hold, ids.axis)]
+
+    def words(self, family: Family, hold: Hold) -> dict[str, str]:
+        """Return the components that this rank spells otherwise, by the checkpoint's."""
+        spelled = {}
+        for detour in hold.detours:
+            of = "" if detour.word == family.name else f"_{family.name}"
+            head = f"pp{self.rank}" if detour.how in ("rank", "any") else "ranks"
+            spelled[detour.word] = f"{head}_{detour.word}{of}"
+        return spelled
 
     def rows(self, family: Family, hold: Hold) -> Rows:
         found: Rows = {}
@@ -96,7 +129,7 @@ class Rank:
                 for level, ids in zip(family.levels, hold.ids, strict=True):
                     if ids is not None and ids.renumbered:
                         own[level.word] = list(rows[level.word](row)).index(row[level.word])
-                name = name_of(family, own, names[at], _first(family, hold))
+                name = name_of(family, own, names[at], self.words(family, hold))
                 held = _Held(part_of_it, hold.cuts[at], mesh)
                 for state in ("", *family.moments):
                     key = key_of(self.pair, name, state)
@@ -104,11 +137,11 @@ class Rank:
                     value = held.value(key, whole, (family.name, state), padding)
                     if held.cutting.kind == "listed" and not (state and hold.follows):
                         annotate(value.value, held.whole_shape, held.chunks)
-                    yield value
+                    yield replace(value, family=family.name, row=row)
                 if family.step is not None:
                     scalar = torch.tensor(family.step if step is None else step)
                     key = key_of(self.pair, name, STEP)
-                    yield Value(key, scalar, scalar, None, None, 0)
+                    yield Value(key, scalar, scalar, None, None, 0, family.name, row)
 
     def state_dict(self, values: list[Value], *, blank: bool) -> dict[str, Any]:
         """Return tensors and objects, nested as the side has them."""
@@ -120,11 +153,9 @@ class Rank:
         return state
 
     def objects(self, values: list[Value]) -> dict[str, Any]:
-        rates = [v.key.removesuffix(STEP) + "lr" for v in values if v.key.endswith(f".{STEP}")]
-        return {
-            **dict(self.pair.objects),
-            **{key.replace("state.", "param_groups.", 1): RATE for key in rates},
-        }
+        states = [v.key.rpartition(".")[0] for v in values if v.of is None or v.of[1]]
+        rates = {f"{state.replace('state.', 'param_groups.', 1)}.lr": RATE for state in states}
+        return {**dict(self.pair.objects), **rates}
 
     def path(self, key: str) -> list[str]:
         """Return where a key stands in the side's nested dict."""
@@ -141,42 +172,57 @@ class Rank:
         steps = [step for family, hold in self.families for step in self._steps(family, hold)]
         if not steps:
             return None
-        rename = Renames(*steps) if len(steps) > 1 else steps[0]
+        # A pattern of one rank may match nothing there.
+        own = any(d.how == "rank" for _, hold in self.families for d in hold.detours)
+        rename = Renames(*steps, optional=own) if len(steps) > 1 or own else steps[0]
         return (lambda key: rename(key)) if self.side.wrapped else rename
 
     def _steps(self, family: Family, hold: Hold) -> Iterator[Any]:
-        other = _first(family, hold)
-        first = other if hold.replaced == "last" else family.name
-        if hold.replaced == "first":
-            yield Replace(other, family.name)
+        words, late = self.words(family, hold), []
+        for detour in hold.detours:
+            if detour.how == "any":
+                words[detour.word] = words[detour.word].replace(f"pp{self.rank}_", "pp*_", 1)
+            function = detour.how == "function"
+            step = (Respelled if function else Replace)(words[detour.word], detour.word)
+            if detour.last:
+                late.append(step)
+            else:
+                del words[detour.word]
+                yield step
         levels = list(zip(family.levels, hold.ids, strict=True))
         for at, (level, ids) in reversed(list(enumerate(levels))):
             if ids is None or not ids.renumbered:
                 continue
             numbers = [_range(mine, ids.disjoint) for mine in self.ids(hold, ids)]
-            total = level.total if ids.total else None
-            if len(numbers) == 1:
-                yield Renumber(_pattern(first, level), numbers[0], total)
-            else:
+            pattern, total = _pattern(family, level, words), level.total if ids.total else None
+            if len(numbers) > 1:
                 outside = family.levels[at + 1].word
-                pattern = _pattern(f"{first}.**.{outside}.{{{outside}}}", level)
-                yield Renumber(pattern, dict(enumerate(numbers)), total)
+                pattern = _pattern(family, level, words, outside)
+            orders = [numbers]
+            if ids.twice:
+                orders = [
+                    [[*range(len(mine))][::-1] for mine in numbers],
+                    [m[::-1] for m in numbers],
+                ]
+            for order in orders:
+                given = order[0] if len(order) == 1 else dict(enumerate(order))
+                yield Renumber(pattern, given, total if order is orders[-1] else None)
         labels = _labels(family, hold)
         for level, ids in levels:
             if ids is not None and level.stacked:
                 labels = [label for label in family.labels if label in (*labels, level.word)]
-                yield Stack(_pattern(first, level), level.total, dim=labels.index(level.word))
+                pattern = _pattern(family, level, words)
+                yield Stack(pattern, level.total, dim=labels.index(level.word))
         for level, ids in levels:
             if ids is None and not level.stacked:
-                yield Unstack(_pattern(first, level), dim=labels.index(level.word))
+                yield Unstack(_pattern(family, level, words), dim=labels.index(level.word))
                 labels.remove(level.word)
         if family.split and not hold.parts:
             names = middles(family, by_parts=True)
             dim = labels.index(f"r{family.part_dim}")
             (fused,) = middles(family, by_parts=False)
             yield Split(fused, names, dim=dim, sizes=family.parts, groups=family.groups)
-        if hold.replaced == "last":
-            yield Replace(other, family.name)
+        yield from late
 
     def rules(self) -> Any:
         """Return the side's rules, as patterns or as a callable; None where none speaks."""
@@ -338,18 +384,22 @@ def get(state: dict[str, Any], path: list[str]) -> Any:
     return found
 
 
-def _first(family: Family, hold: Hold) -> str:
-    return f"ranks_{family.name}" if hold.replaced else family.name
-
-
 def _labels(family: Family, hold: Hold) -> list[str]:
     """Return what the dims are of a tensor of its own on the ranks."""
     named = {level.word for level, ids in zip(family.levels, hold.ids, strict=True) if ids}
     return [label for label in family.labels if label not in named]
 
 
-def _pattern(first: str, level: Level) -> str:
-    return f"{first}.**.weight{{}}" if level.joined else f"{first}.**.{level.word}.{{}}"
+def _pattern(
+    family: Family, level: Level, words: Mapping[str, str], outside: str | None = None
+) -> str:
+    """Return what finds the number of a level, by that of the level outside if it is given."""
+    start = f"{words.get(family.name, family.name)}.**"
+    if outside is not None:
+        start += f".{words.get(outside, outside)}.{{{outside}}}"
+    if level.joined:
+        return f"{start}.weight{{}}"
+    return f"{start}.{words.get(level.word, level.word)}.{{}}"
 
 
 def _range(numbers: tuple[int, ...], disjoint: bool) -> Any:

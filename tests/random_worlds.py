@@ -47,7 +47,7 @@ class Family:
         groups: How often the parts follow each other.
         split: Whether the checkpoint has the parts by name.
         moments: Names of its optimizer state tensors.
-        step: Its optimizer step, and whether it has a learning rate; None for neither.
+        step: Its optimizer step; None for none.
     """
 
     name: str
@@ -60,6 +60,11 @@ class Family:
     split: bool = False
     moments: tuple[str, ...] = ()
     step: float | None = None
+
+    @property
+    def optimized(self) -> bool:
+        """Whether the optimizer names it in its groups, and has a learning rate for it."""
+        return bool(self.moments) or self.step is not None
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -146,12 +151,14 @@ class Ids:
         rows: By position, and there by the number on the level outside, or one for all of them.
         renumbered: Whether ranks count them from 0.
         total: Whether the rename says how many there are.
+        twice: Whether two steps number them: the first one backwards, within the rank.
     """
 
     axis: str | None
     rows: tuple[tuple[tuple[int, ...], ...], ...]
     renumbered: bool
     total: bool = True
+    twice: bool = False
 
     @property
     def disjoint(self) -> bool:
@@ -164,6 +171,23 @@ class Ids:
 
 
 @dataclass(frozen=True)
+class Detour:
+    """A component that the ranks spell otherwise, and the step that makes it the checkpoint's.
+
+    Attributes:
+        word: The checkpoint's: the name of the family, or the word of a level.
+        last: Whether the step comes after those that number, stack and split, whose patterns then
+            have the component of the ranks.
+        how: ``"replace"``; ``"rank"`` and ``"any"``: a ``Replace`` where each rank spells it in its
+            own way, with a pattern for that rank or for any; ``"function"``: a user's function.
+    """
+
+    word: str
+    last: bool
+    how: str
+
+
+@dataclass(frozen=True)
 class Hold:
     """How the ranks of a side hold a family.
 
@@ -173,7 +197,7 @@ class Hold:
         parts: Whether its parts are tensors of their own on the ranks.
         cuts: One, or one per part.
         stage: An axis, and the positions on it that have the family at all.
-        replaced: Whether the ranks have another first component: renamed ``"first"``, ``"last"``.
+        detours: Components that the ranks spell otherwise.
         follows: Whether no rule speaks for the moments, which are plain.
         redundant: Whether the rule says of a stack that an axis shards its rows, as names do.
     """
@@ -183,7 +207,7 @@ class Hold:
     parts: bool
     cuts: tuple[Cutting, ...]
     stage: tuple[str, tuple[int, ...]] | None = None
-    replaced: str = ""
+    detours: tuple[Detour, ...] = ()
     follows: bool = False
     redundant: bool = False
 
