@@ -127,7 +127,8 @@ class Placing:
         copies: Further paths of an object that several local keys have as one.
         shared: By key of a scalar or an object whose one value here stands for several keys, or
             for all rows of one, all of these keys.
-        totals: The number of rows of each tensor that is unstacked, by their key with ``{}``.
+        totals: The number of rows of each tensor that is unstacked, by their key with ``{}``, which
+            has the numbers that the rename gave.
         groups: The parameters in parameter groups.
     """
 

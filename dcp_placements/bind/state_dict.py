@@ -28,6 +28,7 @@ from dcp_placements.errors import CannotPlace, Fault, format_names
 from dcp_placements.layout.boxes import format_boxes
 from dcp_placements.layout.sharding import Chunk, Cut, FusedPart, Kind, Sharding
 from dcp_placements.names.flat import Path, RenamedValue, Reshaped
+from dcp_placements.names.numbers import NumberedKey, Numberings, families
 from dcp_placements.names.optimizer_state import (
     OptimizerStates,
     named_lists,
@@ -107,6 +108,25 @@ def place(
         placing.groups = parameter_groups(placing.state_dict)
         placing.faults += _optimizer_faults(placing, rename)
     return placing
+
+
+def numberings(placing: Placing, numbered: Sequence[NumberedKey]) -> Numberings:
+    """Return the families of keys to which a rename gives numbers on this rank.
+
+    Optimizer state counts for nothing: a parameter that was never stepped has none.
+
+    Args:
+        placing: The tensors, bound.
+        numbered: The keys in which the rename gave a number, as ``rename_keys`` returns them.
+    """
+    states = OptimizerStates(placing.state_dict)
+    heads = tuple([f"{head}param_groups." for head in placing.groups])
+
+    def is_listed(key: str) -> bool:
+        return states.of(key) is None and not key.startswith(heads)
+
+    rows = {key: total for key, total in placing.totals.items() if is_listed(key)}
+    return families(filter(is_listed, numbered), rows)
 
 
 def _optimizer_faults(placing: Placing, rename: Rename | None) -> list[Fault]:

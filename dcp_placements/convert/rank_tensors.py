@@ -133,11 +133,12 @@ class RankTensors:
             rules: Its own.
             rename: Its own.
         """
-        flat, mappings, reshaped, _, faults = rename_keys(dict(state_dict), {}, rename)
-        if faults:
-            self.refuse(file, faults)
+        renamed = rename_keys(dict(state_dict), {}, rename)
+        if renamed.faults:
+            self.refuse(file, renamed.faults)
             return
-        placing = place(flat, rules, mappings, reshaped, None, rename)
+        flat, mappings = renamed.state_dict, renamed.mappings
+        placing = place(flat, rules, mappings, renamed.reshaped, None, rename)
         if placing.faults:
             self.refuse(file, placing.faults)
             return

@@ -36,6 +36,7 @@ from dcp_placements.errors import (
 )
 from dcp_placements.layout.boxes import as_boxes
 from dcp_placements.layout.sharding import Box, Cuts
+from dcp_placements.names.numbers import Numberings
 from dcp_placements.names.renames import Step
 from dcp_placements.offline.assembly import AssembledTensor
 from dcp_placements.offline.box_reads import BoxReader, pieces
@@ -351,12 +352,14 @@ class Layout:
         world_size: Of the world that the checkpoint is for.
         cuts: How its ranks declare keys.
         renames: In force there.
+        numberings: The lists of keys to which they give numbers.
     """
 
     files: dict[int, list[tuple[str, Box]]] = field(default_factory=lambda: {0: []})
     world_size: int = 1
     cuts: dict[str, Cuts] = field(default_factory=dict)
     renames: dict[Step, None] = field(default_factory=dict)
+    numberings: Numberings = field(default_factory=dict)
 
 
 def whole_files(tensors: Mapping[str, AssembledTensor]) -> Layout:
@@ -385,7 +388,8 @@ def world_files(world: RehearsedWorld) -> Layout:
     """
     raise_faults(REFUSED, list(world.faults()))
     owners_of: dict[str, dict[Box, int]] = {}
-    layout = Layout({}, world.size, renames=dict.fromkeys(world.renames))
+    renames, given = dict.fromkeys(world.renames), world.numberings()
+    layout = Layout({}, world.size, renames=renames, numberings=given)
     faults: list[Fault] = []
     for piece in world.table.pieces:
         if piece.group.dtype is None:
@@ -521,12 +525,13 @@ class DcpOut(Writer):
         old, record, layout = self._source.provenance or {}, self._source.record, self._layout
         # Those of the source still describe the keys.
         renames = ({} if record is None else dict.fromkeys(record.renames)) | layout.renames
+        numberings = {**({} if record is None else record.numberings), **layout.numberings}
         numbers: dict[Cuts, int] = {(): 0}
         group_of = {
             fqn: numbers.setdefault(cuts, len(numbers)) for fqn, cuts in layout.cuts.items()
         }
         provenance = identity(self._save_id, world_size=layout.world_size, step=old.get("step"))
-        provenance |= packed_record(list(numbers), group_of, keys, renames)
+        provenance |= packed_record(list(numbers), group_of, keys, renames, numberings)
         if "save_id" in old:
             provenance["resharded_from"] = old["save_id"]
         return provenance

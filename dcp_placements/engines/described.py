@@ -25,10 +25,11 @@ from dcp_placements._torch import (
 from dcp_placements.bind.lint import dropped_rows, lint
 from dcp_placements.bind.own_chunks import LISTS, lists_its_chunks
 from dcp_placements.bind.rank_shard import RankShard
-from dcp_placements.bind.state_dict import is_tensor, place
+from dcp_placements.bind.state_dict import is_tensor, numberings, place
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.flat import Path, rename_keys
+from dcp_placements.names.numbers import Numberings
 from dcp_placements.names.renames import Step, recorded
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.rules.patterns import Rules, compile_pattern
@@ -148,12 +149,14 @@ class RankParts:
     Attributes:
         paths: By path in the item, what it is of the checkpoint.
         renames: The renames in force.
+        numberings: The lists of keys to which they give numbers.
         faults: What cannot be placed.
         notes: What is likely declared wrongly.
     """
 
     paths: dict[Path, list[PartOfPath]] = field(default_factory=dict)
     renames: tuple[Step, ...] = ()
+    numberings: Numberings = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     notes: list[Fault] = field(default_factory=list)
 
@@ -186,15 +189,21 @@ def rank_parts(
     """
     flat, mappings = flatten_state_dict({item_key: value})
     twins = _Twins(flat)
-    state, paths, reshaped, _, faults = rename_keys(flat, mappings, rename)
-    twin_state, _, twin_reshaped, _, of_twins = rename_keys(twins.state_dict, mappings, rename)
-    if faults or of_twins:
-        return RankParts(faults=faults or of_twins)
-    twin = place(twin_state, rules, paths, twin_reshaped, rename=rename, has_contents=False)
-    placing = twin
+    renamed, twin_renamed = (
+        rename_keys(values, mappings, rename) for values in (flat, twins.state_dict)
+    )
+    if renamed.faults or twin_renamed.faults:
+        return RankParts(faults=renamed.faults or twin_renamed.faults)
+    paths = renamed.mappings
+    placing = twin = place(
+        twin_renamed.state_dict,
+        *(rules, paths, twin_renamed.reshaped),
+        rename=rename,
+        has_contents=False,
+    )
     if has_contents:
-        placing = place(state, rules, paths, reshaped, rename=rename)
-    found = RankParts({}, () if rename is None else recorded(rename, flat, placing.state_dict))
+        placing = place(renamed.state_dict, rules, paths, renamed.reshaped, rename=rename)
+    found = RankParts({}, recorded(rename), numberings(placing, renamed.numbered))
     found.faults = [*placing.faults, *twins.faults]
     if found.faults:
         return found

@@ -35,7 +35,7 @@ from dcp_placements.errors import (
 from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.names.flat import Path
 from dcp_placements.save.coordinator import REFUSED
-from dcp_placements.storage.provenance import plain_of_rename
+from dcp_placements.storage.provenance import plain_of_numberings, plain_of_rename
 from dcp_placements.storage.record_reads import ChunkReader, Wanted
 from dcp_placements.storage.saved_file import SavedChunk, SavedFile
 from dcp_placements.table.table import OBJECT
@@ -172,7 +172,11 @@ class PlacementResharder(Resharder):
         for path, of_path in parts.paths.items():
             plain = tuple([part.plain() for part in of_path])
             digests = tuple([part.digests for part in of_path])
-            values = {"parts": plain, "renames": tuple(map(plain_of_rename, parts.renames))}
+            values = {
+                "parts": plain,
+                "renames": tuple(map(plain_of_rename, parts.renames)),
+                "numbers": plain_of_numberings(parts.numberings),
+            }
             found[path] = PlacementMetadata(values, digests, notes=notes)
             notes = b""  # one path has those of all
         return found

@@ -39,13 +39,18 @@ from dcp_placements.errors import (
 )
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.flat import Path
+from dcp_placements.names.numbers import Family, Numbering
 from dcp_placements.names.renames import Step
 from dcp_placements.save.coordinator import Coordinator, LocalPlan, Statement
 from dcp_placements.save.refusals import copies_fault
 from dcp_placements.storage.file_reads import Part
 from dcp_placements.storage.index import index_of_places
 from dcp_placements.storage.metadata_file import with_columns
-from dcp_placements.storage.provenance import RESERVED_KEY, rename_of_plain
+from dcp_placements.storage.provenance import (
+    RESERVED_KEY,
+    numberings_of_plain,
+    rename_of_plain,
+)
 from dcp_placements.storage.safe_pickle import (
     Made,
     SafeUnpickler,
@@ -360,6 +365,7 @@ def _described(item: Mapping[str, Any]) -> dict[int, RankParts]:
                 for part, digests in zip(values["parts"], values["digests"], strict=True)
             ]
             parts.renames = tuple([rename_of_plain(*step) for step in values["renames"]])
+            parts.numberings = numberings_of_plain(values["numbers"])
     return {rank: made[tuple(numbers)] for rank, numbers in said.items()}
 
 
@@ -381,7 +387,7 @@ def _compared(
             described[files[rank]].check(file)
             crcs |= {(rank, own): file.crc(own) for own in parts.paths}
             lies |= _lies_in(file, parts)
-        found[rank] = RankParts(dict(parts.paths), parts.renames)
+        found[rank] = RankParts(dict(parts.paths), parts.renames, parts.numberings)
     _add_digests(found, crcs, files, open_file)
     return found
 
@@ -539,8 +545,10 @@ def _proved(
         chunks: dict[str, dict[Box, bytes]] = {}
         first: dict[str, tuple[int, PartOfPath]] = {}
         renames: dict[Step, None] = {}
+        numberings: dict[Family, Numbering] = {}
         for number, parts in enumerate(of_rank):
             renames |= dict.fromkeys(parts.renames)
+            numberings |= parts.numberings
             for part in parts.all:
                 if first.setdefault(part.fqn, (number, part))[0] != number:
                     faults[Fault(part.fqn, "two items have this key", _TWO_ITEMS)] = None
@@ -562,7 +570,12 @@ def _proved(
             for fqn in held.fqns
             for box in held.boxes
         ]
-        statement = Statement(renames=tuple(renames), digest_kind="sampled", world=len(ranks))
+        statement = Statement(
+            renames=tuple(renames),
+            numberings=numberings,
+            digest_kind="sampled",
+            world=len(ranks),
+        )
         packed = zlib.compress(pickle.dumps(statement))
         sent[of_rank] = LocalPlan(0, holding.sent, (), b"".join(digests), (), packed)
     raise_faults(path, faults)

@@ -5,8 +5,8 @@ shapes. What one rank sees of that it compares with the record of the save: only
 sides declare on one dim, in a canonical form, since several declarations mean one layout. What only
 all ranks together show the coordinator finds, in the same tables as those of a save: boxes that no
 rank asks for, while all that some rank asks for is asked for by another one, too. Listed rows are
-boxes; and keys that differ in a number, as ``experts.{}``, are a tensor of one dim with an element
-for each.
+boxes; and the keys that a rename numbered, as ``experts.{}``, are a tensor of one dim with an
+element for each.
 
 Two ep ranks that both forgot their rename ask for ``experts.0.w`` and ``experts.1.w`` of four::
 
@@ -28,10 +28,9 @@ from collections.abc import (
     Sequence,
     Set,
 )
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, count, takewhile
-from operator import attrgetter
 from typing import Any
 
 from torch.distributed.checkpoint import TensorStorageMetadata
@@ -52,12 +51,13 @@ from dcp_placements.layout.equal_cuts import canonical, cuts_of_part, difference
 from dcp_placements.layout.sharding import Box, Cut, Cuts, Kind, format_cuts
 from dcp_placements.load.missing import Policy
 from dcp_placements.load.reads import RankLoad
+from dcp_placements.names.numbers import Family, Numberings, numbers_of
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
-from dcp_placements.names.renames import FUNCTION, Step, number_in, recorded
+from dcp_placements.names.renames import FUNCTION, Step, recorded
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.rules.patterns import Matches
 from dcp_placements.storage.provenance import SaveRecord
-from dcp_placements.table.families import Family, families_of, numbers_of
+from dcp_placements.table.families import Held, held_numbers
 from dcp_placements.table.table import PLAIN, Group, Sent
 from dcp_placements.table.world import Piece, World, cover_of, repeated
 
@@ -66,9 +66,6 @@ _MAX_PARTS = 4
 
 _MAX_HOLES = 1 << 10
 """Boxes that no rank asks for that are looked for, per key."""
-
-_NUMBERING = ("Renumber", "Unstack", FUNCTION)
-"""Renames that leave a number in the checkpoint's keys."""
 
 _ON_PURPOSE = "optional=[pattern] or waive={pattern: reason} where the rest is left out on purpose"
 
@@ -83,6 +80,7 @@ class LoadMessage:
             it is refused before that is known.
         sent: The tables and boxes of what it asks for; None of a rank that is refused or alone.
         renames: The renames in force on the rank.
+        numberings: The lists of keys to which they give numbers.
         declares: Whether the rank has rules, or renames. DTensors alone are complete over their
             meshes.
         shared: Keys of scalars that are one scalar here.
@@ -99,6 +97,7 @@ class LoadMessage:
     declared: Matches | None = None
     sent: Sent | None = None
     renames: tuple[Step, ...] = ()
+    numberings: Numberings = field(default_factory=dict)
     declares: bool = False
     shared: tuple[str, ...] = ()
     wish: Sent | None = None
@@ -114,12 +113,13 @@ class LoadMessage:
         return replace(self, has_reader=True)
 
 
-def check_load(load: RankLoad, rename: Rename | None) -> tuple[list[Fault], str]:
+def check_load(load: RankLoad, rename: Rename | None, given: Numberings) -> tuple[list[Fault], str]:
     """Compare the load of one rank with the record of the save.
 
     Args:
         load: What the rank reads.
         rename: The user's renaming.
+        given: The lists of keys to which it gives numbers.
 
     Returns:
         Declarations that differ from those of the save, and the result as text.
@@ -148,6 +148,7 @@ def check_load(load: RankLoad, rename: Rename | None) -> tuple[list[Fault], str]
             faults += [_cut_fault(fqn, rule, one) for fqn in refused for one in found]
     if rename is not None:
         faults += _rename_faults(record, recorded(rename), load)
+        faults += _total_faults(record, given, load)
     text = "declared as saved"
     if compared:
         text += f": {format_count(compared - waived, 'key')}"
@@ -279,21 +280,15 @@ def _dim_differences(
 
 
 def _rename_faults(record: SaveRecord, renames: Iterable[Step], load: RankLoad) -> Iterator[Fault]:
-    """Yield the steps that number, stack, unstack or split in another way than the save did."""
-    policy, fqns = load.policy, load.state_dict
+    """Yield the steps that stack, unstack or split in another way than the save did."""
     for step in renames:
-        what = attrgetter("total" if step.kind == "Renumber" else "shaping")
-        of_kind = [one for one in record.renames if one.kind == step.kind and what(one)]
+        of_kind = [one for one in record.renames if one.kind == step.kind and one.shaping]
         alike = [one for one in of_kind if one.pattern == step.pattern]
-        if not what(step) or what(step) in map(what, alike):
+        if not step.shaping or not alike or step.shaping in [one.shaping for one in alike]:
             continue
-        numbers = _numbers(step, fqns)
-        alike = alike or [one for one in of_kind if numbers & _numbers(one, fqns)]
         # A negative dim counts from the end, of a number of dims that is not known here.
         signs = {tuple([dim < 0 for dim in one.shaping[:1]]) for one in (step, *alike)}
-        is_other = alike and what(step) not in map(what, alike) and len(signs) == 1
-        is_accepted = policy.waives(step.pattern) or any(policy.excuses(fqn) for fqn, _ in numbers)
-        if is_other and not is_accepted:
+        if len(signs) == 1 and not load.policy.waives(step.pattern):
             yield Fault(
                 step.pattern,
                 f"this load has another {step.kind} of it than the save had",
@@ -306,12 +301,28 @@ def _rename_faults(record: SaveRecord, renames: Iterable[Step], load: RankLoad) 
             )
 
 
-def _numbers(step: Step, fqns: Iterable[str]) -> set[tuple[str, str]]:
-    """Return in which keys a ``Renumber`` finds a number, and what stands before it."""
-    if step.kind != "Renumber":
-        return set()
-    found = [(fqn, number_in(step.pattern, fqn)) for fqn in fqns]
-    return {(fqn, one.head) for fqn, one in found if one is not None}
+def _total_faults(record: SaveRecord, given: Numberings, load: RankLoad) -> Iterator[Fault]:
+    """Yield the lists of keys of which this load numbers more, or fewer, than the save did."""
+    differing = {
+        family: (saved, numbering)
+        for family, numbering in given.items()
+        if (saved := record.numberings.get(family)) is not None
+        and None not in (saved.total, numbering.total)
+        and saved.total != numbering.total
+    }
+    excused = numbers_of(filter(load.policy.excuses, load.state_dict), differing)
+    for family, (saved, numbering) in differing.items():
+        if not excused[family]:
+            yield Fault(
+                str(family),
+                f"this load numbers {numbering.total} of it, and the save numbered {saved.total}",
+                (
+                    f"saved with:  rename={saved.step}",
+                    f"this load:   rename={numbering.step}",
+                    "way out:     the rename= of the save; waive={pattern: reason} where this "
+                    "model is another one on purpose",
+                ),
+            )
 
 
 def _unstacked_faults(load: RankLoad) -> list[Fault]:
@@ -343,8 +354,8 @@ def unnumbered_rows(load: RankLoad, rename: Rename | None) -> Iterator[Fault]:
 
     Local numbers are rows of every rank, and the save gave them those of the whole model.
     """
-    own = () if rename is None else recorded(rename)
-    numbered = {step.pattern for step in own if step.kind in _NUMBERING}
+    own = recorded(rename)
+    numbered = {step.pattern for step in own if step.kind in ("Renumber", FUNCTION)}
     of_save = () if load.record is None else load.record.renames
     saved = {step.pattern: step for step in of_save if step.kind == "Renumber" and step.total}
     for step in own:
@@ -454,12 +465,15 @@ class AllAsked:
         saved = () if self.record is None else self.record.renames
         if not saved and not any(one.declares for one in self.messages):
             return []
-        of_ranks = chain.from_iterable([one.renames for one in self.messages])
-        steps: dict[str, Step] = {}
-        for step in (*saved, *(of_ranks if self.complete else ())):
-            if step.kind in _NUMBERING and step.pattern.count("{}") == 1:
-                steps.setdefault(step.pattern, step)
-        faults = self._number_faults(steps) if steps else []
+        numberings = {} if self.record is None else dict(self.record.numberings)
+        for message in self.messages if self.complete else ():
+            for family, numbering in message.numberings.items():
+                numberings.setdefault(family, numbering)
+        faults = self._number_faults(numberings) if numberings else []
+        functions = [step for step in saved if step.kind == FUNCTION]
+        here = chain.from_iterable([one.renames for one in self.messages])
+        if self.complete and functions and all(step.kind != FUNCTION for step in here):
+            faults += self._function_faults(functions[0])
         if self.complete:
             for piece in self.world.pieces:
                 faults += self._box_faults(piece)
@@ -540,71 +554,98 @@ class AllAsked:
             ),
         )
 
-    def _number_faults(self, steps: Mapping[str, Step]) -> list[Fault]:
+    def _number_faults(self, numberings: Numberings) -> list[Fault]:
         """Return the families of which ranks ask for the same numbers, and none for others.
 
         Ranks that load alone are refused where they ask for the first numbers, without a rename
         that gives them.
         """
-        asked_for = families_of(self.world, steps, self.states)
         tensors = _tensors(self.stored, self.stored)
-        numbers = numbers_of(tensors, steps, self.states) if asked_for else {}
+        stored = numbers_of(tensors, numberings)
+        excused = numbers_of(filter(self.policy.excuses, tensors), numberings)
+        families = [f for f in numberings if stored[f] and not excused[f]]
         faults = []
-        for family in asked_for:
-            stored_numbers = numbers[family.name, family.pattern]
-            missing = stored_numbers.difference(family.numbers)
+        for family, parts in held_numbers(self.world, families).items():
+            missing = stored[family].difference(*parts)
             if not missing:
-                faults += self._unnumbered(family, stored_numbers, tensors)
+                faults += self._unnumbered(family, stored[family], parts)
                 continue
-            parts = family.parts(self.world)
             twice = repeated(parts)
             if not self.complete:
-                numbered = self._numbered(family, tensors)
                 parts = {
                     part: ranks
                     for part, ranks in parts.items()
-                    if part == set(range(len(part))) and not any(numbered[at] for at in ranks)
+                    if part == set(range(len(part)))
+                    and not any(self._numbers(at, family) for at in ranks)
                 }
                 twice = list(parts)
-            if not twice or any(map(self.policy.excuses, family.members(tensors))):
+            if not twice:
                 continue
-            renames, step = self._renames_on(parts), steps[family.pattern]
+            renames = self._renames_on(parts)
             likely = (
                 "rename= was forgotten in this load, so that every rank asks by its local numbers"
             )
             if renames and self.complete:
                 likely = "rename= of this load gives some ranks the numbers of another rank"
-            is_saved = self.record is not None and step in self.record.renames
-            details = [f"saved with:  rename={step}"] if is_saved else []
+            saved = None if self.record is None else self.record.numberings.get(family)
+            details = [] if saved is None else [f"saved with:  rename={saved.step}"]
             details += [f"this load:   {renames or 'no rename='}", f"likely:      {likely}"]
-            of = {"whole": "it", "missing": format_numbers(missing)}
-            faults.append(self._fault(family.name, parts, twice, format_numbers, details, **of))
+            of = {"whole": "it", "missing": format_numbers(sorted(missing))}
+            faults.append(self._fault(str(family), parts, twice, format_numbers, details, **of))
         return faults
 
-    def _numbered(self, family: Family, tensors: Sequence[str]) -> list[bool]:
-        """Return which messages are of ranks with a rename that gives the family its numbers."""
-        member, head = next(family.members(tensors)), family.name.partition("{}")[0]
+    def _function_faults(self, function: Step) -> Iterator[Fault]:
+        """Yield the levels that a function named at the save, and that ranks ask for in part.
 
-        def is_numbered(step: Step) -> bool:
-            found = number_in(step.pattern, member) if step.kind in _NUMBERING else None
-            return step.kind == FUNCTION or (found is not None and found.head == head)
+        Which numbers the function gave is not recorded. Ranks that ask for the same keys, while no
+        rank asks for others of that level, probably ask by their local names.
 
-        return [any(map(is_numbered, one.renames)) for one in self.messages]
+        Args:
+            function: The step of the save.
+        """
+        asked: set[str] = set()
+        several: dict[str, list[str]] = {}
+        for piece in self.world.pieces:
+            asked.update(piece.fqns)
+            if len(piece.ranks) > 1 and cover_of(piece.ranks, piece.boxes).has_replicas:
+                for fqn in piece.fqns:
+                    several.setdefault(_level(fqn)[0], []).append(fqn)
+        unasked: dict[str, list[str]] = {}
+        for fqn in _tensors(self.stored, self.stored):
+            is_state = self.states.of(fqn) is not None
+            if fqn not in asked and not is_state and not self.policy.excuses(fqn):
+                unasked.setdefault(_level(fqn)[0], []).append(fqn)
+        renames = self._renames_on({frozenset(): range(len(self.messages))})
+        for level in several.keys() & unasked.keys():
+            first, rest = (format_names(folded(of[level]), 2) for of in (several, unasked))
+            yield Fault(
+                level,
+                f"several ranks ask for {first}, and none for {rest}",
+                (
+                    f"saved with:  rename={function}",
+                    f"this load:   {renames or 'no rename='}",
+                    "likely:      that function was forgotten in this load, so that every rank "
+                    "asks by its local names",
+                    f"way out:     the rename= of the save, on each rank its own; {_ON_PURPOSE}",
+                ),
+            )
 
-    def _unnumbered(self, family: Family, stored: Set[int], tensors: Sequence[str]) -> list[Fault]:
+    def _numbers(self, at: int, family: Family) -> bool:
+        """Whether the rename of a rank gives the numbers of a family; a function may."""
+        message = self.messages[at]
+        has_function = any(step.kind == FUNCTION for step in message.renames)
+        return has_function or family in message.numberings
+
+    def _unnumbered(self, family: Family, stored: Set[int], parts: Held) -> list[Fault]:
         """Return the fault of ranks without the rename by which others ask for their numbers.
 
         Where all ranks together ask for all numbers, the others are replicas of the right rank.
         """
-        numbered = self._numbered(family, tensors)
-        excused = any(map(self.policy.excuses, family.members(tensors)))
-        if excused or all(numbered) or not any(numbered):
-            return []
-        parts = family.parts(self.world)
-        others = [part for part, ranks in parts.items() if any(numbered[at] for at in ranks)]
+        numbered = {at for ranks in parts.values() for at in ranks if self._numbers(at, family)}
+        others = [part for part, ranks in parts.items() if not numbered.isdisjoint(ranks)]
         faults = []
         for part, ranks in parts.items():
-            without = [self.messages[at].rank for at in ranks if not numbered[at]]
+            without = [self.messages[at].rank for at in ranks if at not in numbered]
             is_local = part == set(range(len(part))) and part != stored
             if without and is_local and any(part <= other for other in others):
                 details = (
@@ -613,7 +654,7 @@ class AllAsked:
                     f"way out:     rename= on each rank its own; {_ON_PURPOSE}",
                 )
                 headline = f"no rename= of {format_ranks(without)} numbers it, as others do"
-                faults.append(Fault(family.name, headline, details))
+                faults.append(Fault(str(family), headline, details))
         return faults
 
     def _padding_faults(self, piece: Piece, group: Group) -> list[Fault]:

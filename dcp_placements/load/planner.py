@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from dcp_placements._torch import global_rank, set_up_by_torch, world_size
 from dcp_placements.bind.lint import lint, memory_faults, tied_keys
-from dcp_placements.bind.state_dict import place
+from dcp_placements.bind.state_dict import numberings, place
 from dcp_placements.errors import (
     Fault,
     PlacementError,
@@ -225,9 +225,12 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         load.state_dict, load.mappings, load.metadata = state_dict, mappings, metadata
         load.local_keys = list(state_dict)
         if self.rename is not None:
-            *_, load.refusal = renamed = rename_keys(state_dict, mappings, self.rename)
+            renamed = rename_keys(state_dict, mappings, self.rename)
+            load.refusal = renamed.faults
             if not load.refusal:
-                load.state_dict, load.mappings, load.reshaped, load.declared, _ = renamed
+                load.state_dict, load.mappings = renamed.state_dict, renamed.mappings
+                load.reshaped, load.declared = renamed.reshaped, renamed.matches
+                load.numbered = renamed.numbered
         return load
 
     def create_local_plan(self) -> LoadPlan:
@@ -264,7 +267,8 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         # A tensor without its place has another shape, which is no fault of its own.
         placeless = {fault.fqn for fault in placing.faults}
         faults = placing.faults + [one for one in load.faults if one.fqn not in placeless]
-        differing, load.report.compared = check_load(load, rename)
+        given = {} if rename is None else numberings(placing, load.numbered)
+        differing, load.report.compared = check_load(load, rename, given)
         faults += [*differing, *memory_faults(load.state_dict, destinations)]
         if faults:
             load.refusal = faults
@@ -278,7 +282,8 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             message = replace(
                 message,
                 sent=load.holding().sent,
-                renames=() if rename is None else recorded(rename),
+                renames=recorded(rename),
+                numberings=given,
                 declares=self.rules is not None or rename is not None,
                 shared=tuple(placing.shared),
                 save=saved_by(load.metadata) if world_size() > 1 else "",

@@ -53,6 +53,7 @@ from dcp_placements.layout.sharding import Box, Chunk, Sharding, format_cuts
 from dcp_placements.load.casting import cast_fault, cast_kind, format_cast
 from dcp_placements.load.missing import Policy, is_tensor, reset_note, settle_missing
 from dcp_placements.names.flat import Path, Reshaped, put_at
+from dcp_placements.names.numbers import NumberedKey
 from dcp_placements.names.optimizer_state import OptimizerStates, ParameterNames
 from dcp_placements.planning import ReadItemOfLoad, made
 from dcp_placements.report import LoadReport
@@ -210,6 +211,7 @@ class RankLoad:
         is_coordinator: Whether this rank is the coordinator.
         refusal: Why the rank cannot load; the coordinator raises it for all ranks.
         reshaped: What a rename makes other tensors of.
+        numbered: The keys in which the rename gave a number.
         declared: What is declared by pattern, and whether a key of this rank matches; None before
             that is known.
         placing: The places of its tensors.
@@ -237,6 +239,7 @@ class RankLoad:
     is_coordinator: bool = False
     refusal: Sequence[Fault] = ()
     reshaped: Reshaped | None = None
+    numbered: Sequence[NumberedKey] = ()
     declared: Matches | None = None
     placing: Placing = field(default_factory=Placing)
     policy: Policy = field(default_factory=Policy)

@@ -13,6 +13,7 @@ from traceback import extract_tb
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from dcp_placements.errors import CannotPlace, Fault, raise_faults
+from dcp_placements.names.numbers import NumberedKey
 from dcp_placements.names.renames import apply, steps
 from dcp_placements.names.stacks_and_parts import Parts, Rename, Row, Rows
 from dcp_placements.rules.patterns import Matches
@@ -109,9 +110,29 @@ def _own_key(values: Any, text: str | int) -> Any:
     return next((key for key in values if str(key) == text), text)
 
 
+class RenamedKeys(NamedTuple):
+    """A rank's flat state dict under the checkpoint's keys.
+
+    Attributes:
+        state_dict: The values by key.
+        mappings: The path of each key in the nested dict.
+        reshaped: The values that become other tensors; None where there are none.
+        matches: Whether each step of the rename matches a key.
+        numbered: The keys in which the rename gave a number; of a stack that of the stack.
+        faults: Two keys of this rank that become one, or a key that the rename has no name for.
+    """
+
+    state_dict: dict[str, Any]
+    mappings: dict[str, Path]
+    reshaped: Reshaped | None
+    matches: Matches
+    numbered: list[NumberedKey]
+    faults: list[Fault]
+
+
 def rename_keys(
     state_dict: dict[str, Any], mappings: dict[str, Path], rename: Rename | None
-) -> tuple[dict[str, Any], dict[str, Path], Reshaped | None, Matches, list[Fault]]:
+) -> RenamedKeys:
     """Return the flat state dict and its paths under the checkpoint's keys, and what matches.
 
     What becomes rows of a stack stands there once, under the key of the stack, and what becomes
@@ -121,20 +142,16 @@ def rename_keys(
         state_dict: Flat, with this rank's keys.
         mappings: The path of each key in the nested dict.
         rename: Maps this rank's key to the checkpoint's; None changes nothing.
-
-    Returns:
-        The state dict, its paths, the values that become other tensors, if any, and whether each
-        step of the rename matches a key. Last the faults: two keys of this rank that become one, or
-        a key that ``rename`` has no name for.
     """
     if rename is None:
-        return state_dict, mappings, None, {}, []
+        return RenamedKeys(state_dict, mappings, None, {}, [], [])
     its_steps = steps(rename)
     matches = {step.declared: False for step in its_steps if step.declared is not None}
     renamed: dict[str, Any] = {}
     paths: dict[str, Path] = {}
     reshaped = Reshaped()
     taken: dict[str, str] = {}  # by name in the checkpoint or in rules, the key that has it
+    numbered: list[NumberedKey] = []
     faults: list[Fault] = []
     for key, value in state_dict.items():
         path = mappings.get(key)
@@ -152,6 +169,9 @@ def rename_keys(
             faults.append(Fault(key, headline, (raised, "way out:     a name for every key")))
             continue
         name = new if isinstance(new, str) else new.fqn
+        if isinstance(name, NumberedKey) and not isinstance(new, Rows | Parts):
+            numbered.append(name)
+            name = str(name)
         label = new.stacked if isinstance(new, Rows | Parts) else name
         if isinstance(new, Row) and name in reshaped.rows:
             first = reshaped.rows[name][0]
@@ -175,7 +195,7 @@ def rename_keys(
         if path is not None:
             paths[label] = path
     others = reshaped if reshaped.rows or reshaped.wholes else None
-    return renamed, paths, others, matches, faults
+    return RenamedKeys(renamed, paths, others, matches, numbered, faults)
 
 
 def checkpoint_path(key: str, path: Path) -> Path:

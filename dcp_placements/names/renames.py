@@ -8,21 +8,23 @@ that can be pickled. They find their pattern anywhere in a key, so that optimize
 with its parameter.
 
 ``steps`` is how all others see a rename. Of ``Renames(Renumber("pp*.layers.{}", [2, 3], 4),
-Replace("pp*", "model"))`` these begin with ``("Renumber", "model.layers.{}", 4, ...)`` and
-``("Replace", "pp* -> model", None, ...)``: patterns as the checkpoint's keys match them.
+Replace("pp*", "model"))`` these begin with ``("Renumber", "pp*.layers.{}", 4, ...)`` and
+``("Replace", "pp* -> model", None, ...)``: each has its own pattern, which the keys before it
+match. Which numbers the steps give to a key, the key itself has (``names/numbers.py``).
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
 from dcp_placements.errors import CannotPlace, PlacementError
+from dcp_placements.names.numbers import Number, carried, spliced, with_number, without_number
 from dcp_placements.names.stacks_and_parts import Parts, Rename, Renamed, Row, Rows
 from dcp_placements.rules.patterns import compile_pattern
 from dcp_placements.rules.placement import row_numbers
@@ -39,13 +41,14 @@ class NumberIn(NamedTuple):
     """A number that a pattern finds in a key, which is ``head``, the digits, ``tail``.
 
     >>> number_in("layers.{layer}.experts.{}", "layers.3.experts.1.w")
-    NumberIn(head='layers.3.experts.', number=1, tail='.w', by='3')
+    NumberIn(head='layers.3.experts.', number=1, tail='.w', by='3', end=18)
     """
 
     head: str
     number: int
     tail: str
     by: str  # what ``{name}`` stands for; empty for a pattern without
+    end: int  # the position in the key after the text that the pattern matches
 
 
 def number_in(pattern: str, key: str) -> NumberIn | None:
@@ -55,7 +58,7 @@ def number_in(pattern: str, key: str) -> NumberIn | None:
         return None
     start, stop = match.span("number")
     by = match.groupdict().get("by", "")
-    return NumberIn(key[: start - 1], int(match["number"]), key[stop - 1 :], by)
+    return NumberIn(key[: start - 1], int(match["number"]), key[stop - 1 :], by, match.end() - 1)
 
 
 @lru_cache(maxsize=1 << 10)
@@ -182,7 +185,10 @@ class Renumber:
                 f"ids:         {', '.join(map(str, ids)) or 'none'}",
                 "way out:     one id for every local number, in local order",
             )
-        return f"{found.head}{ids[found.number]}{found.tail}"
+        start, stop = len(found.head), len(key) - len(found.tail)
+        step = _text("Renumber", self.pattern, self.total)
+        number = Number(start, stop, found.end, self.total, step)
+        return with_number(key, number, str(ids[found.number]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +218,10 @@ class Replace:
 
 def _replaced(key: str, match: re.Match[str], by: str) -> str:
     """Return a key with other components, or none, for the run matched in ``"." + key``."""
-    start, stop = match.span()
-    return ".".join([part for part in (key[: max(start - 1, 0)], by, key[stop:]) if part])
+    start, stop = max(match.start() - 1, 0), min(match.end(), len(key))
+    before, after = key[:start], key[stop:]
+    joined = ".".join([part for part in (before, by, after) if part])
+    return spliced(key, start, stop, joined[len(before) : len(joined) - len(after)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,10 +263,12 @@ class Stack:
                 "stack",
                 "way out:     total= of the whole model",
             )
-        head, tail = found.head, found.tail
-        if head[-1:] in ("", ".") and tail[:1] in ("", "."):
-            head = head[:-1]  # a component of its own goes with its dot
-        return Row(f"{head}{tail}".removeprefix("."), found.number, self.total, self.dim)
+        start, stop = len(found.head), len(key) - len(found.tail)
+        key = without_number(key, start)
+        if key[:start][-1:] in ("", ".") and key[stop:][:1] in ("", "."):
+            # A component of its own goes with its dot.
+            start, stop = (start - 1, stop) if start else (start, stop + 1)
+        return Row(spliced(key, start, stop, ""), found.number, self.total, self.dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,8 +301,15 @@ class Unstack:
         match = _number_absent(self.pattern).search(dotted)
         if match is None:
             return key
-        at, number = match.start("number"), ".{}" if "{}" in self.pattern.split(".") else "{}"
-        return Rows(f"{dotted[:at]}{number}{dotted[at:]}".removeprefix("."), key, self.dim)
+        at, end = max(match.start("number") - 1, 0), match.end() - 1
+        text = "{}"
+        if "{}" in self.pattern.split("."):
+            text = "{}." if match.start("number") == 0 else ".{}"
+        start = at + text.index("{")
+        step = _text("Unstack", self.pattern, None, self.dim)
+        number = Number(start, start + 2, max(end + len(text), start + 2), None, step)
+        fqn = with_number(spliced(key, at, at, text), number, "{}")
+        return Rows(fqn, key, self.dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,8 +376,8 @@ class Step(NamedTuple):
 
     Attributes:
         kind: Its class; ``FUNCTION`` for any function of a key.
-        pattern: Its pattern as keys of the checkpoint match it: later steps may replace a part. Of
-            a ``Replace`` what it does, of a function its name.
+        pattern: Its own, which the keys before it match. Of a ``Replace`` what it does, of a
+            function its name.
         total: The count of numbers; None where it has none.
         shaping: How it changes the shapes of tensors: ``(dim,)`` of rows; ``(dim, names, sizes,
             groups)`` of parts; empty where shapes stay, and in records of older saves.
@@ -416,13 +433,6 @@ class Renames:
         object.__setattr__(self, "optional", optional)
         flat: list[Step] = []
         for one in chain.from_iterable(map(steps, renames)):
-            if isinstance(one.rename, Replace):
-                flat = [
-                    step
-                    if step.kind in (FUNCTION, "Replace")
-                    else step._replace(pattern=one.rename(step.pattern))
-                    for step in flat
-                ]
             flat.append(one._replace(declared=None) if optional else one)
         object.__setattr__(self, "flat", tuple(flat))
 
@@ -459,6 +469,12 @@ def steps(rename: Any) -> tuple[Step, ...]:
     return (Step(kind, pattern, total, shaping, rename, f"rename={kind}({rename.pattern!r})"),)
 
 
+@lru_cache(maxsize=1 << 8)
+def _text(kind: str, pattern: str, total: int | None, *shaping: Any) -> str:
+    """Return a step that numbers keys as a user writes it, without the numbers of a rank."""
+    return str(Step(kind, pattern, total, shaping))
+
+
 def apply(steps: Iterable[Step], key: str, matches: dict[str, bool]) -> Renamed:
     """Return what steps make of a key, one after the other.
 
@@ -476,12 +492,13 @@ def apply(steps: Iterable[Step], key: str, matches: dict[str, bool]) -> Renamed:
     for step in steps:
         if step.declared is not None and not matches.get(step.declared, True):
             matches[step.declared] = any(_matches(step.rename, fqn) for fqn in fqns_of(name))
-        name = _renamed(step.rename, name)
+        rename = partial(carried, step.rename) if step.kind == FUNCTION else step.rename
+        name = _renamed(rename, name)
     return name
 
 
 def _renamed(step: Rename, name: Renamed) -> Renamed:
-    """Return what a step makes of the name that the steps before it gave."""
+    """Return what a step makes of the name that the steps before it gave, with its numbers."""
     if isinstance(name, str):
         return step(name)
     if isinstance(name, Parts):
@@ -524,45 +541,6 @@ def fqns_of(name: Renamed) -> tuple[str, ...]:
     return (name,) if isinstance(name, str) else (name.fqn,) if isinstance(name, Row) else name.fqns
 
 
-def recorded(
-    rename: Any, local: Collection[str] = (), renamed: Collection[str] = ()
-) -> tuple[Step, ...]:
-    """Return the steps of a rename that a checkpoint keeps, each once.
-
-    Args:
-        rename: The rename.
-        local: This rank's keys. Of a user's function what is kept is where it changes numbers, as
-            far as these show.
-        renamed: The same as the checkpoint's.
-    """
-    kept: dict[Step, None] = {}
-    for step in steps(rename):
-        patterns = {step.pattern}
-        if step.kind == FUNCTION and len(local) == len(renamed):
-            pairs = zip(local, renamed, strict=True)
-            changed = [_renumbered(one, other) for one, other in pairs if one != other]
-            patterns = set(chain.from_iterable(changed)) or patterns
-        kept.update(dict.fromkeys(Step(step.kind, at, *step[2:4]) for at in sorted(patterns)))
-    return tuple(kept)
-
-
-def _renumbered(local: str, renamed: str) -> Iterator[str]:
-    """Yield a pattern for each number that differs between two names of one tensor.
-
-    >>> list(_renumbered("experts.0.w1", "model.experts.4.w1"))
-    ['experts.{}']
-    """
-    one, other = _DIGITS.split(local), _DIGITS.split(renamed)
-    # From the end, as long as the text is the same: a prefix may have been put before it.
-    for at in range(1, min(len(one), len(other)) - 1, 2):
-        component = one[-at - 2].rpartition(".")[2]
-        if one[-at] != other[-at] or component != other[-at - 2].rpartition(".")[2]:
-            return
-        if one[-at - 1] != other[-at - 1]:
-            head = "".join(other[: -at - 1])
-            before, _, stem = head.rpartition(".")
-            pattern = f"{stem}{{}}{other[-at].partition('.')[0]}"
-            yield f"{before.rpartition('.')[2]}.{pattern}" if before and not stem else pattern
-
-
-_DIGITS = re.compile(r"(\d+)")
+def recorded(rename: Any) -> tuple[Step, ...]:
+    """Return the steps of a rename that a checkpoint keeps, each once."""
+    return tuple(dict.fromkeys([Step(*step[:4]) for step in steps(rename)]))

@@ -19,7 +19,6 @@ from typing import ClassVar, NamedTuple
 from dcp_placements.errors import CannotLook, families, format_count, format_ranks
 from dcp_placements.layout.sharding import Kind
 from dcp_placements.names.optimizer_state import OptimizerStates
-from dcp_placements.names.renames import number_in
 from dcp_placements.offline.checkpoint import Checkpoint, ranks_of
 from dcp_placements.offline.texts import ranges, short
 from dcp_placements.rules.mesh import MeshAxes
@@ -36,7 +35,6 @@ _KEY = re.compile(
 _GROUPED = re.compile(r"^(?P<head>.*(?:weight|bias))(?P<index>\d+)(?P<state>\.[^.]+)?$")
 _LAYER_AXIS = re.compile(r"(^|\.)layers\.(?!\d)")
 _ROUTER = re.compile(r"(^|\.)(gate|router)(\.|$)|score_correction_bias|expert_bias")
-_ANY_EXPERT = "123456789"
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,9 +268,7 @@ def _recorded(checkpoint: Checkpoint, fqn: str, family: _Family) -> str | None:
             if cut.dim == family.dim and (cut.axis == EP or cut.kind is Kind.LISTED):
                 return str(cut)
         return None
-    key = fqn.replace("{}", _ANY_EXPERT)
-    for step in record.renames:
-        number = number_in(step.pattern, key) if "{}" in step.pattern else None
-        if number is not None and number.number == int(_ANY_EXPERT):
-            return str(step)
+    for one, numbering in record.numberings.items():
+        if f"{fqn}.".startswith(f"{one}."):
+            return numbering.step
     return None

@@ -36,6 +36,7 @@ from dcp_placements.errors import (
 )
 from dcp_placements.layout.boxes import Ints, apart, tile
 from dcp_placements.layout.sharding import Box, Cuts
+from dcp_placements.names.numbers import Family, Numbering, Numberings
 from dcp_placements.names.renames import Step
 from dcp_placements.report import KeyReport, SaveReport, Shapes
 from dcp_placements.rules.patterns import (
@@ -109,6 +110,7 @@ class Statement:
         stateless: Parameters without optimizer state where others have it.
         notes: Warnings of this rank.
         renames: What the checkpoint is to keep of its rename.
+        numberings: The lists of keys to which its rename gives numbers.
         axis_sizes: Sizes of the named mesh axes that it knows of.
         digest_kind: ``"sampled"``, ``"full"`` or ``"off"``.
         world: Number of ranks, which decides of which groups there are digests.
@@ -123,6 +125,7 @@ class Statement:
     stateless: tuple[str, ...] = ()
     notes: tuple[Fault, ...] = ()
     renames: tuple[Step, ...] = ()
+    numberings: Numberings = field(default_factory=dict)
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
     digest_kind: str = "off"
     world: int = 1
@@ -257,15 +260,14 @@ class Coordinator:
         statements = self.statements.values()
         if len(statements) > 1:
             self._compare_statements()
-        totals: dict[str, dict[int, list[int]]] = {}
+        declared: dict[Family, dict[Numbering, list[int]]] = {}
         for packed, statement in self.statements.items() if self.complete else ():
-            for step in statement.renames:
-                if step.kind == "Renumber" and step.total is not None:
-                    of_pattern = totals.setdefault(step.pattern, {})
-                    of_pattern.setdefault(step.total, []).extend(self._ranks_of[packed])
-        if totals and not self._faults:
+            for family, numbering in statement.numberings.items():
+                of_family = declared.setdefault(family, {})
+                of_family.setdefault(numbering, []).extend(self._ranks_of[packed])
+        if declared and not self._faults:
             waived = [compile_pattern(pattern) for pattern in self.report.waived]
-            self._faults += numbering_faults(self.world, totals, waived)
+            self._faults += numbering_faults(self.world, declared, waived)
         if not self._faults:
             digests = beside_rows(self.world, [plan.digests for plan in self.plans], self._size)
             for piece in self.world.pieces:
@@ -438,8 +440,10 @@ class Coordinator:
             # Nothing is kept of keys that ranks declare in several ways.
             here = numbers.setdefault(cuts.pop() if len(cuts) == 1 else (), len(numbers))
             number_of.update(dict.fromkeys(piece.fqns, here))
-        renames = dict.fromkeys(step for one in self.statements.values() for step in one.renames)
-        return packed_record(list(numbers), number_of, keys, renames)
+        statements = self.statements.values()
+        renames = dict.fromkeys(step for one in statements for step in one.renames)
+        numberings = {key: value for one in statements for key, value in one.numberings.items()}
+        return packed_record(list(numbers), number_of, keys, renames, numberings)
 
     def finish_report(self, *, others_missing: bool, merged_later: bool) -> None:
         """Put into the report what ranks say beside their keys; warn of what may be wrong.

@@ -40,7 +40,7 @@ from dcp_placements._torch import (
 )
 from dcp_placements.bind.lint import dropped_rows, lint
 from dcp_placements.bind.one_tensor import Placed, Placing
-from dcp_placements.bind.state_dict import place
+from dcp_placements.bind.state_dict import numberings, place
 from dcp_placements.errors import (
     Fault,
     PlacementError,
@@ -49,6 +49,7 @@ from dcp_placements.errors import (
     raise_faults_of_ranks,
 )
 from dcp_placements.names.flat import Path, Reshaped, check_texts, checkpoint_path, rename_keys
+from dcp_placements.names.numbers import NumberedKey
 from dcp_placements.names.optimizer_state import stateless_parameters
 from dcp_placements.names.renames import Step, recorded
 from dcp_placements.names.stacks_and_parts import Rename
@@ -134,6 +135,7 @@ class RankSave:
         reshaped: What a rename makes other tensors of.
         rename_matches: What the rename declares by pattern, and whether a key here matches.
         renames: What the checkpoint is to keep of the rename.
+        numbered: The keys in which the rename gave a number.
     """
 
     state_dict: dict[str, Any] = field(default_factory=dict)
@@ -150,6 +152,7 @@ class RankSave:
     reshaped: Reshaped | None = None
     rename_matches: Matches = field(default_factory=dict)
     renames: tuple[Step, ...] = ()
+    numbered: Sequence[NumberedKey] = ()
 
     def own_report(self, waived: Mapping[str, str]) -> SaveReport:
         """Return the report on what this rank holds."""
@@ -299,11 +302,12 @@ class PlacementSavePlanner(DefaultSavePlanner):
             save.directory = os.path.abspath(save.directory)
         if self.rename is None:
             return
-        local = save.state_dict
-        *_, save.refusal = renamed = rename_keys(local, save.mappings, self.rename)
+        renamed = rename_keys(save.state_dict, save.mappings, self.rename)
+        save.refusal = renamed.faults
         if not save.refusal:
-            save.state_dict, save.mappings, save.reshaped, save.rename_matches, _ = renamed
-            save.renames = recorded(self.rename, local, save.state_dict)
+            save.state_dict, save.mappings = renamed.state_dict, renamed.mappings
+            save.reshaped, save.rename_matches = renamed.reshaped, renamed.matches
+            save.renames, save.numbered = recorded(self.rename), renamed.numbered
 
     def create_local_plan(self) -> SavePlan:
         """Return what this rank could write, replicas included. Called on every rank.
@@ -367,6 +371,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             stateless=tuple(stateless_parameters(save.state_dict, groups) if groups else ()),
             notes=tuple(notes),
             renames=save.renames,
+            numberings={} if self.rename is None else numberings(placing, save.numbered),
             axis_sizes={name: size for name, (_, size) in axes.items()},
             digest_kind=self.digests,
             world=world_size(),

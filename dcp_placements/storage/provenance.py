@@ -20,6 +20,7 @@ import xxhash
 
 from dcp_placements import __version__
 from dcp_placements.layout.sharding import Cut, Cuts, FusedPart, Kind
+from dcp_placements.names.numbers import Family, Numbering, Numberings
 from dcp_placements.names.renames import Step
 
 RESERVED_KEY = "dcp_placements"
@@ -136,12 +137,14 @@ class SaveRecord:
         groups: The ways of cutting; the first is that of keys of which nothing is recorded.
         group_of: By key, position in ``groups``.
         renames: What renames were in force on any rank.
+        numberings: The lists of keys to which they gave numbers.
     """
 
     save_id: str
     groups: tuple[Cuts, ...]
     group_of: Mapping[str, int]
     renames: tuple[Step, ...]
+    numberings: Numberings
 
     def cuts(self, fqn: str) -> Cuts:
         """Return how a key was cut; empty where it was not cut, or nothing is recorded."""
@@ -153,12 +156,13 @@ def packed_record(
     group_of: Mapping[str, int],
     keys: Collection[str],
     renames: Iterable[Step],
+    numberings: Numberings,
 ) -> dict[str, Any]:
     """Return a record as plain values; ``record_of`` reads them."""
     ordered = sorted(keys)
     column = np.fromiter(map(group_of.get, ordered, repeat(0)), np.int64, len(ordered))
     kind = np.min_scalar_type(len(groups))
-    return {
+    record: dict[str, Any] = {
         "cuts": {
             "groups": tuple([tuple(map(plain_of_cut, group)) for group in groups]),
             "keys": (len(ordered), _digest(ordered)),
@@ -166,6 +170,9 @@ def packed_record(
         },
         "renames": tuple(map(plain_of_rename, renames)),
     }
+    if numberings:
+        record["numbers"] = plain_of_numberings(numberings)
+    return record
 
 
 def merged_provenance(parts: Sequence[Any], keys: Collection[str]) -> dict[str, Any]:
@@ -185,15 +192,19 @@ def merged_provenance(parts: Sequence[Any], keys: Collection[str]) -> dict[str, 
     numbers: dict[Cuts, int] = {(): 0}
     group_of: dict[str, int] = {}
     renames: dict[Step, None] = {}
+    numberings: dict[Family, Numbering] = {}
     read = [record_of(stored(part), part.state_dict_metadata) for part in parts]
     records = [record for record in read if record is not None]
     for record in records:
         renames.update(dict.fromkeys(record.renames))
+        numberings.update(record.numberings)
         for fqn, group in record.group_of.items():
             number = numbers.setdefault(record.groups[group], len(numbers))
             if group_of.setdefault(fqn, number) != number:
                 group_of[fqn] = 0
-    return merged | (packed_record(list(numbers), group_of, keys, renames) if records else {})
+    if not records:
+        return merged
+    return merged | packed_record(list(numbers), group_of, keys, renames, numberings)
 
 
 def record_of(provenance: Mapping[str, Any] | None, keys: Iterable[str]) -> SaveRecord | None:
@@ -217,11 +228,12 @@ def record_of(provenance: Mapping[str, Any] | None, keys: Iterable[str]) -> Save
         column: list[int] = np.frombuffer(data, kind).tolist()
         group_of = dict(zip(ordered, column, strict=True))
         renames = tuple([rename_of_plain(*step) for step in provenance["renames"]])
+        numberings = numberings_of_plain(provenance.get("numbers", ()))
         if max(column, default=0) >= len(groups):
             return None
     except Exception:  # another version's, or damaged: a checkpoint without a record
         return None
-    return SaveRecord(str(provenance["save_id"]), groups, group_of, renames)
+    return SaveRecord(str(provenance["save_id"]), groups, group_of, renames, numberings)
 
 
 def rename_of_plain(
@@ -240,6 +252,19 @@ def rename_of_plain(
 def plain_of_rename(step: Step) -> tuple[Any, ...]:
     """Return a step as plain values; without a shaping those of older versions."""
     return tuple(step[: 4 if step.shaping else 3])
+
+
+def plain_of_numberings(numberings: Numberings) -> tuple[Any, ...]:
+    """Return families as plain values: head, tail, total and step of each."""
+    return tuple([(*family, *numbering) for family, numbering in numberings.items()])
+
+
+def numberings_of_plain(plain: Iterable[Sequence[Any]]) -> dict[Family, Numbering]:
+    """Return families of plain values."""
+    return {
+        Family(str(head), str(tail)): Numbering(None if total is None else int(total), str(step))
+        for head, tail, total, step in plain
+    }
 
 
 def _digest(ordered: Sequence[str]) -> int:

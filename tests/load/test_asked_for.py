@@ -86,6 +86,12 @@ def by_function(mesh: FakeMesh) -> Callable[[str], str]:
     return rename
 
 
+def wrapped(mesh: FakeMesh) -> Callable[[str], str]:
+    """Return a function that returns what a rename does, with the number in it."""
+    rename = renumber(own)(mesh)
+    return lambda key: rename(key)  # type: ignore[no-any-return]
+
+
 def numbered(ids: RowsOf = own, asked: RowsOf | None = None, **axes: int) -> Side:
     """Return ranks with these experts, whose rename has the same numbers, or those of ``asked``."""
     return Side(axes or EP, local_experts(asked or ids), rename=renumber(ids))
@@ -295,10 +301,21 @@ REFUSED: dict[str, tuple[Side, Side, tuple[str, ...]]] = {
         )
         for kind, rename in (
             ("a Renumber", renumber(own)),
-            ("a function", by_function),
+            ("a function that returns the answer of a Renumber", wrapped),
             ("a Renumber without a total", renumber(own, None)),
         )
     },
+    "m43: the rename forgotten: a function": (
+        replace(BY_NAME, rename=by_function),
+        replace(BY_NAME, rename=None),
+        (
+            "layers: several ranks ask for layers.0-1.experts.0-1.w, and none for "
+            "layers.0-1.experts.2-3.w",
+            "saved with:  rename=function('by_function.<locals>.rename')",
+            "this load:   no rename=",
+            "that function was forgotten",
+        ),
+    ),
     # All numbers are asked for, since a replica of that rank asks for its own.
     "m43: a rank without the rename that its replicas have": (
         BY_NAME,
@@ -328,6 +345,14 @@ REFUSED: dict[str, tuple[Side, Side, tuple[str, ...]]] = {
         of_stages(True),
         of_stages(False),
         ("model.layers.{}: several ranks ask for 0-1 of it, and none for 2-3",),
+    ),
+    "m119: layers of stages, with the Replace of the rename alone": (
+        of_stages(True),
+        replace(of_stages(True), rename=lambda mesh: Replace(f"stage{at(mesh, 'ep')}", "model")),
+        (
+            "model.layers.{}: several ranks ask for 0-1 of it, and none for 2-3",
+            "saved with:  rename=Renumber('layers.{}', total=4)",
+        ),
     ),
     "m43: numbers by the position along edp": (
         SHARDED,
@@ -377,7 +402,8 @@ REFUSED: dict[str, tuple[Side, Side, tuple[str, ...]]] = {
                 rename=renumber(lambda mesh: [at(mesh, "ep")], 2, pattern),
             ),
             (
-                f"{pattern}: this load has another Renumber of it than the save had",
+                "layers.0-1.experts.{}: this load numbers 2 of it, and the save numbered 4",
+                f"this load:   rename=Renumber('{pattern}', total=2)",
                 "saved with:  rename=Renumber('experts.{}', total=4)",
                 "way out:     the rename= of the save",
             ),

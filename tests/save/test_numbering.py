@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,18 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import Shard
 
-from dcp_placements import PlacementSavePlanner, Renames, Renumber, Replace, contiguous
+from dcp_placements import (
+    CheckpointPlacement,
+    MeshCoordinate,
+    PlacementRules,
+    PlacementSavePlanner,
+    Renames,
+    Renumber,
+    Replace,
+    Stack,
+    Unstack,
+    contiguous,
+)
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.testing import World, real_dtensor
 
@@ -86,6 +98,163 @@ def test_ranks_that_do_not_agree_on_the_total_are_told() -> None:
     assert "experts.{}: the ranks do not agree on total=: 4 on rank 0; 5 on rank 1" in message
 
 
+def stage(rank: int, *, first: int = 2) -> dict[str, Any]:
+    return {f"pp{rank}.layers.{i}.w": torch.ones(2) for i in range(first if rank == 0 else 1)}
+
+
+def numbered_stage(*later: Rename, before: Sequence[Rename] = ()) -> Callable[[int], Rename]:
+    """Return renames of two stages, of two layers each, with other steps before and after."""
+
+    def rename(rank: int) -> Renames:
+        number = Renumber("layers.{}", contiguous([2, 2], at=rank), total=4)
+        return Renames(*before, number, *later)
+
+    return rename
+
+
+def own_prefix(rank: int) -> Renames:
+    number = Renumber("pp*.layers.{}", contiguous([2, 2], at=rank), total=4)
+    return Renames(number, Replace(f"pp{rank}", "model"))
+
+
+LATER_STEPS: dict[str, Callable[[int], Rename]] = {
+    "a Replace by the name of the rank": own_prefix,
+    "a Replace of any": numbered_stage(Replace("pp*", "model")),
+    "a Replace of the component of the pattern": numbered_stage(
+        Replace("pp*", "model"), Replace("layers", "blocks"), Replace("blocks", "layers")
+    ),
+    "a Replace before it": numbered_stage(before=[Replace("pp*", "model")]),
+    "a function after it": numbered_stage(lambda key: "model" + key[3:]),
+    "a function by a regular expression": numbered_stage(
+        lambda key: re.sub(r"^pp\d+\.layers\.(\d+)", r"model.layers.\1", key)
+    ),
+    "a function around it": lambda rank: lambda key: own_prefix(rank)(key),
+}
+
+
+@pytest.mark.parametrize("rename", LATER_STEPS.values(), ids=LATER_STEPS)
+def test_m119_a_missing_layer_is_found_whatever_later_steps_do(
+    rename: Callable[[int], Rename],
+) -> None:
+    message = refusal(2, stage, rename)
+    assert "model.layers.{}: no rank holds 3 of 0-3" in message
+    assert "held are:    0-2" in message
+
+
+def test_m119_a_step_that_takes_the_number_away_is_refused_by_name() -> None:
+    def without_number(key: str) -> str:
+        return "model.layers." + "ab"[int(key.split(".")[2]) % 2]
+
+    for step, told in (
+        (Replace("layers.*", "layer"), "is replaced by '"),
+        (without_number, "without_number makes 'model.layers.a' of it"),
+    ):
+        message = refusal(1, lambda rank: stage(rank, first=1), numbered_stage(step))
+        assert (
+            "a later step of the rename takes away number 0, which Renumber('layers.{}'" in message
+        )
+        assert told in message
+
+
+def test_m118_another_list_that_ends_alike_is_refused_with_the_longer_pattern() -> None:
+    def held(rank: int) -> dict[str, Any]:
+        of_model = {f"model.layers.{i}.w": torch.ones(2) for i in range(2)}
+        return of_model | ({"mtp.layers.0.w": torch.ones(2)} if rank else {})
+
+    def rename(pattern: str) -> Callable[[int], Rename]:
+        return lambda rank: Renumber(pattern, contiguous([2, 2], at=rank), total=4)
+
+    message = refusal(2, held, rename("layers.{}"))
+    assert "mtp.layers.{}: no rank holds 0-1, 3 of 0-3" in message
+    assert "it is another list than model.layers.{}, which is whole" in message
+    assert "or:          Renumber('model.layers.{}', ...)" in message
+    assert "\nmodel.layers" not in message
+    planner = World(2).check(
+        held, lambda rank: PlacementSavePlanner(rename=rename("model.layers.{}")(rank))
+    )
+    assert "mtp.layers.0.w" in planner.report.keys  # type: ignore[attr-defined]
+
+
+def test_m118_statistics_of_one_layer_are_another_list_and_can_be_waived() -> None:
+    def held(rank: int) -> dict[str, Any]:
+        layers = {f"model.layers.{i}.w": torch.ones(2) for i in range(2)}
+        return layers | ({"stats.layers.1.tokens": torch.ones(2)} if rank else {})
+
+    def rename(rank: int) -> Renumber:
+        return Renumber("layers.{}", contiguous([2, 2], at=rank), total=4)
+
+    assert "stats.layers.{}: no rank holds 0-2 of 0-3" in refusal(2, held, rename)
+    planner = World(2).check(
+        held, lambda rank: PlacementSavePlanner(rename=rename(rank), waive={"stats": "one layer"})
+    )
+    assert planner.report.warnings == ()  # type: ignore[attr-defined]
+
+
+def experts_of_modules(experts: Sequence[int]) -> dict[str, Any]:
+    """Return experts that are ``nn.Sequential``, whose modules have numbers, too."""
+    return {
+        f"layers.{layer}.experts.{i}.{module}.weight": torch.ones(2)
+        for layer in range(2)
+        for i in range(len(experts))
+        for module in (0, 2)
+    }
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("numbered", ["experts.{}", "layers.{layer}.experts.{}"])
+def test_m140_numbers_of_modules_inside_an_expert_are_no_numbers_of_experts(
+    stacked: bool, numbered: str
+) -> None:
+    def rename(rank: int) -> Rename:
+        ids: Any = contiguous([4, 4], at=rank)
+        if "layer}" in numbered:
+            ids = {0: ids, 1: ids[::-1]}
+        number = Renumber(numbered, ids, total=8)
+        return Renames(number, Stack("experts.{}", 8)) if stacked else number
+
+    planner = World(2).check(
+        lambda rank: experts_of_modules(range(4)),
+        lambda rank: PlacementSavePlanner(rename=rename(rank)),
+    )
+    report = planner.report  # type: ignore[attr-defined]
+    assert report.warnings == ()
+    assert len(report.keys) == (4 if stacked else 32)
+
+
+def test_a_row_that_no_rank_has_is_missed_under_an_unstack() -> None:
+    """Rank 1, which has rows 2 and 3, does not hold this key."""
+    mesh = MeshCoordinate(("ep",), (2,), (0,))
+    message = refusal(
+        2,
+        lambda rank: {"norm": torch.ones(2)} | ({} if rank else {"e.w": torch.ones(2, 3)}),
+        lambda rank: Unstack("e.{}"),
+        rules=PlacementRules({"e.w": CheckpointPlacement(mesh, {"ep": Shard(0)})}),
+    )
+    assert "e.{}: no rank holds 2-3 of 0-3" in message
+
+
+def test_two_lists_that_one_rename_numbers_are_each_whole() -> None:
+    """Layers and, in each, experts; under two patterns, and with another number of experts."""
+
+    def held(rank: int) -> dict[str, Any]:
+        return {
+            f"model.layers.{i}.{name}.{e}.w": torch.ones(2)
+            for i in range(2)
+            for name, count in (("experts", 2), ("shared", 1))
+            for e in range(count)
+        }
+
+    def rename(rank: int) -> Renames:
+        layers = Renumber("layers.{}", contiguous([2, 2], at=rank // 2), total=4)
+        experts = Renumber("experts.{}", contiguous([2, 2], at=rank % 2), total=4)
+        return Renames(experts, layers, Replace("shared", "always"))
+
+    planner = World(4).check(held, lambda rank: PlacementSavePlanner(rename=rename(rank)))
+    report = planner.report  # type: ignore[attr-defined]
+    assert report.warnings == ()
+    assert len(report.keys) == 4 * (4 + 1)
+
+
 @pytest.mark.parametrize(
     ("size", "held", "rename"),
     [
@@ -112,15 +281,6 @@ def test_ranks_that_do_not_agree_on_the_total_are_told() -> None:
             lambda rank: experts(2 - rank),
             lambda rank: Renumber("experts.{}", [[0, 1], [5]][rank], total=None),
             id="some left out on purpose",
-        ),
-        pytest.param(
-            2,
-            lambda rank: {
-                **{f"model.layers.{i}.w": torch.ones(2) for i in range(2)},
-                **({"stats.layers.1.tokens": torch.ones(2)} if rank else {}),
-            },
-            lambda rank: Renumber("layers.{}", contiguous([2, 2], rank), total=4),
-            id="statistics of one layer",
         ),
     ],
 )

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -42,6 +42,8 @@ Steps = tuple[Renames, ...]
 def checkpoint_steps(rename: Any) -> Steps:
     """Return the steps of a rename as they would be without any ``Replace``.
 
+    The pattern of a step is what the later ``Replace`` make of it as a key.
+
     Returns:
         None of them where one is a function of the user's: which keys a rank has does not follow
         from that, so it has all.
@@ -54,19 +56,24 @@ def checkpoint_steps(rename: Any) -> Steps:
         one = step.rename
         if isinstance(one, Replace):
             continue
+        later = [other.rename for other in found[at:] if isinstance(other.rename, Replace)]
+        pattern = _replaced(step.pattern, later)
         ids = one.ids if isinstance(one, Renumber) else ()
-        if isinstance(ids, Mapping) and re.search(r"\{\w+\}", step.pattern) is None:
+        if isinstance(ids, Mapping) and re.search(r"\{\w+\}", pattern) is None:
             # A Replace has taken the selector out of the keys.
-            one = Renumber(step.pattern, sorted({*chain(*ids.values())}), one.total)
-        one = replace(one, pattern=step.pattern)
+            one = Renumber(pattern, sorted({*chain(*ids.values())}), one.total)
+        one = replace(one, pattern=pattern)
         if isinstance(one, Split):
-            names = list(one.names)
-            for other in found[at:]:
-                if isinstance(other.rename, Replace):
-                    names = [other.rename(name) for name in names]
-            one = replace(one, names=names)
+            one = replace(one, names=[_replaced(name, later) for name in one.names])
         made.append(Renames(one, optional=step.declared is None))
     return tuple(made)
+
+
+def _replaced(text: str, steps: Sequence[Replace]) -> str:
+    """Return what steps make of a pattern, or of a name, as a key."""
+    for step in steps:
+        text = step(text)
+    return text
 
 
 class LocalKeys:

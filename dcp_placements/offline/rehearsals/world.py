@@ -26,6 +26,7 @@ from dcp_placements.layout.sharding import Intervals, Position, Sharding
 from dcp_placements.load.compare import AllAsked, LoadMessage
 from dcp_placements.load.missing import Policy
 from dcp_placements.load.planner import PlacementLoadPlanner
+from dcp_placements.names.numbers import Family, Numbering
 from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.names.renames import Renames, Step, recorded
 from dcp_placements.names.stacks_and_parts import Target
@@ -189,6 +190,10 @@ class RehearsedWorld:
     def size(self) -> int:
         """The number of ranks."""
         return prod(self.axes.values())
+
+    def numberings(self) -> dict[Family, Numbering]:
+        """Return the lists of keys to which the renames give numbers."""
+        return {key: value for lot in self.lots for key, value in lot.asked.numberings.items()}
 
     def unmatched(self) -> tuple[str, ...]:
         """Return what is declared by pattern and matches no key on any rank."""

@@ -1,0 +1,233 @@
+"""The numbers that a rename gives to keys, recorded where they are given.
+
+A step that numbers a key returns a ``NumberedKey``: the new key, and where in it the number stands.
+Later steps move the number along as they change the text around it, so that nobody has to look for
+it afterwards. ``Renames(Renumber("pp*.layers.{}", [2, 3], total=4), Replace("pp*", "model"))``
+makes of ``pp1.layers.0.w``::
+
+    after the Renumber   "pp1.layers.2.w"     2 at [11:12]
+    after the Replace    "model.layers.2.w"   2 at [13:14]
+    its family           Family("model.layers.", "")   numbers 0 .. 3 on all ranks together
+
+A family is one list of the checkpoint: keys that are equal up to the number, under one head. Lists
+with different heads (``model.layers.``, ``mtp.layers.``) are different families, also where one
+step numbers both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from dcp_placements.errors import CannotPlace
+
+_STAND_IN = "700000000007"
+"""A number that no list has: what a function makes of it shows where it puts the real one."""
+
+_DIGITS = re.compile(r"\d+")
+
+
+class Number(NamedTuple):
+    """A number that a rename gave, by its place in a key.
+
+    Attributes:
+        start: Position of its first digit.
+        stop: Position after its last digit.
+        end: Position after the text that the pattern of the step matched.
+        total: How many numbers the list has; None if some are left out on purpose, or for the rows
+            of a tensor, whose shape has the count.
+        step: The step that gave it, as text.
+    """
+
+    start: int
+    stop: int
+    end: int
+    total: int | None
+    step: str
+
+
+class NumberedKey(str):
+    """A key, and the numbers in it that a rename gave. It equals the key as plain text.
+
+    Attributes:
+        numbers: By position, ascending.
+    """
+
+    numbers: tuple[Number, ...]
+
+    def __new__(cls, key: str, numbers: Iterable[Number]) -> NumberedKey:
+        self = super().__new__(cls, key)
+        self.numbers = tuple(sorted(numbers))
+        return self
+
+
+def numbers_given(key: str) -> tuple[Number, ...]:
+    """Return the numbers that a rename gave to a key; none of plain text."""
+    return key.numbers if isinstance(key, NumberedKey) else ()
+
+
+class Family(NamedTuple):
+    """A list of the checkpoint: the keys that are ``head``, a number, ``tail`` and what follows.
+
+    >>> str(Family("model.layers.", ""))
+    'model.layers.{}'
+    """
+
+    head: str
+    tail: str
+
+    def __str__(self) -> str:
+        return f"{self.head}{{}}{self.tail}"
+
+
+class Numbering(NamedTuple):
+    """How a family is numbered.
+
+    Attributes:
+        total: How many numbers it has on all ranks together; None if some are left out on purpose.
+        step: The step of the rename that numbers it, as text.
+    """
+
+    total: int | None
+    step: str
+
+
+Numberings = Mapping[Family, Numbering]
+
+
+def spliced(key: str, start: int, stop: int, text: str) -> str:
+    """Return a key with other text in place of ``[start:stop]``; its numbers move along.
+
+    >>> key = NumberedKey("pp1.layers.2.w", [Number(11, 12, 12, 4, "Renumber")])
+    >>> new = spliced(key, 0, 3, "model")
+    >>> new, [new[one.start : one.stop] for one in numbers_given(new)]
+    ('model.layers.2.w', ['2'])
+
+    Raises:
+        CannotPlace: The text that is replaced has a number of a list that must be whole.
+    """
+    new = key[:start] + text + key[stop:]
+    numbers = numbers_given(key)
+    if not numbers:
+        return new
+    shift = len(new) - len(key)
+    moved = []
+    for number in numbers:
+        end = number.end if number.end <= start else max(number.end, stop) + shift
+        if number.stop <= start:
+            moved.append(number._replace(end=end))
+        elif number.start >= stop:
+            moved.append(
+                number._replace(start=number.start + shift, stop=number.stop + shift, end=end)
+            )
+        elif number.total is not None:
+            raise _lost(key, number, f"{key[start:stop]!r} is replaced by {text!r}")
+    return NumberedKey(new, moved)
+
+
+def with_number(key: str, number: Number, text: str) -> str:
+    """Return a key with ``text`` where a step puts a number, which it then has.
+
+    Args:
+        key: The key before the step.
+        number: Positions in ``key``: ``[start:stop]`` is replaced. It takes the place of a number
+            that an earlier step gave there.
+        text: The number in the whole, as text.
+    """
+    others = [one for one in numbers_given(key) if one.start != number.start]
+    moved = spliced(NumberedKey(key, others), number.start, number.stop, text)
+    stop = number.start + len(text)
+    end = stop + max(number.end - number.stop, 0)
+    return NumberedKey(moved, [*numbers_given(moved), number._replace(stop=stop, end=end)])
+
+
+def without_number(key: str, at: int) -> str:
+    """Return a key that no longer has the number that begins at a position, but has its text."""
+    return NumberedKey(key, [one for one in numbers_given(key) if one.start != at])
+
+
+def carried(function: Callable[[str], Any], key: str) -> Any:
+    """Return what a user's function makes of a key that has numbers, with these numbers.
+
+    The function is called a second time with another number: what it returns then has to be the
+    same but for the number. What the function does with numbers of its own is not known.
+
+    Args:
+        function: Maps a key to a key, or to a ``Row``, ``Rows`` or ``Parts``, which have no number
+            of the key.
+        key: A key with numbers.
+
+    Raises:
+        CannotPlace: It does not keep a number of a list that must be whole.
+    """
+    new = function(str(key))
+    if not isinstance(new, str):
+        return new
+    numbers = list(numbers_given(new))
+    for number in numbers_given(key):
+        digits = key[number.start : number.stop]
+        try:
+            other = function(key[: number.start] + _STAND_IN + key[number.stop :])
+        except Exception:  # of any type: the function is the user's
+            other = None
+        start = other.find(_STAND_IN) if isinstance(other, str) else -1
+        stop = start + len(digits)
+        if start < 0 or other != new[:start] + _STAND_IN + new[stop:]:
+            if number.total is not None:
+                name = getattr(function, "__qualname__", type(function).__name__)
+                raise _lost(key, number, f"{name} makes {str(new)!r} of it")
+        elif all(one.start != start for one in numbers):
+            dot = new.find(".", stop)
+            end = len(new) if dot < 0 else dot
+            numbers.append(number._replace(start=start, stop=stop, end=end))
+    return NumberedKey(new, numbers) if numbers else new
+
+
+def _lost(key: str, number: Number, cause: str) -> CannotPlace:
+    return CannotPlace(
+        f"a later step of the rename takes away number {key[number.start : number.stop]}, which "
+        f"{number.step} gave",
+        f"the step:    {cause}",
+        "reason:      whether all numbers are there on all ranks together could not be told",
+        "way out:     that step before the one that numbers; or total=None, which compares nothing",
+    )
+
+
+def families(keys: Iterable[str], totals: Mapping[str, int] | None = None) -> Numberings:
+    """Return the families of the numbers that a rename gave, and how each is numbered.
+
+    Args:
+        keys: Keys of one rank, with their numbers.
+        totals: By key of the rows of a tensor, with ``{}`` for the number of the row, their count.
+    """
+    found: dict[Family, Numbering] = {}
+    for key in keys:
+        for number in numbers_given(key):
+            family = Family(key[: number.start], key[number.stop : number.end])
+            found[family] = Numbering(number.total, number.step)
+    for key, total in (totals or {}).items():
+        for number in numbers_given(key):
+            if key[number.start : number.stop] == "{}":
+                family = Family(key[: number.start], key[number.stop : number.end])
+                found[family] = Numbering(total, number.step)
+    return found
+
+
+def numbers_of(fqns: Iterable[str], wanted: Collection[Family]) -> dict[Family, set[int]]:
+    """Return the numbers that keys of the checkpoint have in each of some families.
+
+    >>> numbers_of(["layers.0.w", "layers.3.w", "mtp.layers.1.w"], [Family("layers.", "")])
+    {Family(head='layers.', tail=''): {0, 3}}
+    """
+    numbers: dict[Family, set[int]] = {family: set() for family in wanted}
+    by_head: dict[str, list[Family]] = {}
+    for family in wanted:
+        by_head.setdefault(family.head, []).append(family)
+    for fqn in fqns:
+        for digits in _DIGITS.finditer(fqn):
+            for family in by_head.get(fqn[: digits.start()], ()):
+                end = digits.end() + len(family.tail)
+                if fqn.startswith(family.tail, digits.end()) and fqn[end : end + 1] in ("", "."):
+                    numbers[family].add(int(digits[0]))
+    return numbers
