@@ -282,7 +282,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             message = replace(
                 message,
                 sent=load.holding().sent,
-                renames=recorded(rename),
+                renames=() if rename is None else recorded(rename),
                 numberings=given,
                 declares=self.rules is not None or rename is not None,
                 shared=tuple(placing.shared),
