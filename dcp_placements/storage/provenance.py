@@ -228,7 +228,8 @@ def record_of(provenance: Mapping[str, Any] | None, keys: Iterable[str]) -> Save
         column: list[int] = np.frombuffer(data, kind).tolist()
         group_of = dict(zip(ordered, column, strict=True))
         renames = tuple([rename_of_plain(*step) for step in provenance["renames"]])
-        numberings = numberings_of_plain(provenance.get("numbers", ()))
+        plain = provenance.get("numbers")
+        numberings = {} if plain is None else numberings_of_plain(plain)
         if max(column, default=0) >= len(groups):
             return None
     except Exception:  # another version's, or damaged: a checkpoint without a record
