@@ -18,6 +18,7 @@ import pickle
 import warnings
 import zlib
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -469,7 +470,8 @@ class Coordinator:
         notes = [*self._notes, *dict.fromkeys(note for one in statements for note in one.notes)]
         size, ranks = self._size, [plan.rank for plan in self.plans]
         if not dist.is_initialized():
-            size = max(size, int(os.environ.get("WORLD_SIZE") or 1))
+            with suppress(ValueError):  # some launchers leave a text there, such as "auto"
+                size = max(size, int(os.environ.get("WORLD_SIZE", "")))
         lacking = len(ranks) < size
         if not self.complete and not others_missing:
             # Rank 0 alone with whole tensors is a complete checkpoint.
