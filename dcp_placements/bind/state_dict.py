@@ -165,9 +165,6 @@ class _Placer:
     locals: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     # Most tensors have the layout of another one: by all arguments of the binding.
     _bound: dict[Any, Place] = field(default_factory=dict)
-    # By the value of a mesh its number; nearly all tensors are on the latest few meshes.
-    _numbers: dict[Any, int] = field(default_factory=dict)
-    _meshes: list[tuple[Any, int]] = field(default_factory=list)
     # By key, the rule that matched and its placement.
     _answers: dict[str, tuple[str, CheckpointPlacement | None]] = field(default_factory=dict)
     # By stack, the rule's axis that shards each dim of its rows, if any.
@@ -184,7 +181,7 @@ class _Placer:
         """Bind a value, if it is a tensor and has a place."""
         if not (isinstance(value, torch.Tensor) or is_dtensor_like(value)):
             return
-        placed, rows_of = self.placing.placed, self.reshaped.rows
+        placed, rows_of, before = self.placing.placed, self.reshaped.rows, len(self.locals)
         try:
             placement, rule = (None, None) if self.rules is None else self._ask(fqn, value)
             if has_hooks(value):
@@ -210,7 +207,7 @@ class _Placer:
                 bound = self._bind(facts, placement, dims)
                 if bound is None:
                     self.placing.absent.add(fqn)
-                    self.locals = [one for one in self.locals if one[0] != fqn]
+                    del self.locals[before:]
                     return
                 if listed is not None:
                     _check_alike(listed, bound)
@@ -255,14 +252,8 @@ class _Placer:
             rows: Of a row of a stack, the dims of the stack that its rows lie along.
         """
         local, mesh, placements, shape = facts
-        for latest in self._meshes:
-            if latest[0] is mesh:
-                break
-        else:
-            state = None if mesh is None else mesh_state(mesh)
-            latest = mesh, self._numbers.setdefault(state, len(self._numbers))
-            self._meshes = [latest, *self._meshes[:3]]
-        key = shape, local.shape, latest[1], placements, placement, rows
+        state = None if mesh is None else mesh_state(mesh)
+        key = shape, local.shape, state, placements, placement, rows
         place = self._bound.get(key)
         if place is None:
             place = bind(shape, tuple(local.shape), placement, mesh, placements, rows)
