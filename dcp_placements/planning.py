@@ -17,12 +17,10 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
-from itertools import repeat
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -128,16 +126,6 @@ class ReadItemOfLoad(ReadItem):
     chunk: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
     __reduce__ = _as_torch_has_it
-
-
-def made(kind: type[T], rows: Sequence[dict[str, Any]]) -> list[T]:
-    """Return frozen dataclasses, of which each row, the values of all fields, becomes the memory.
-
-    Their initialiser takes three times the time, which counts where there are thousands.
-    """
-    records = list(map(object.__new__, repeat(kind, len(rows))))
-    deque(map(object.__setattr__, records, repeat("__dict__"), rows), maxlen=0)
-    return records
 
 
 class ItemsToCome(Sequence[Any]):

@@ -55,7 +55,7 @@ from dcp_placements.load.missing import Policy, is_tensor, reset_note, settle_mi
 from dcp_placements.names.flat import Path, Reshaped, put_at
 from dcp_placements.names.numbers import NumberedKey
 from dcp_placements.names.optimizer_state import OptimizerStates, ParameterNames
-from dcp_placements.planning import ReadItemOfLoad, made
+from dcp_placements.planning import ReadItemOfLoad
 from dcp_placements.report import LoadReport
 from dcp_placements.rules.patterns import Matches
 from dcp_placements.storage.provenance import SaveRecord, record_of, stored
@@ -118,30 +118,26 @@ def read_items(
         load: The state of the load, which the items know.
         held: Of keys whose items know their memory, too: a plain tensor, or one with its place.
     """
-    to, at, items = [], [], []
+    items: list[ReadItem] = []
     for fqn, parts in reads:
         value = held.get(fqn)
         placed = value if isinstance(value, Placed) else None
         plain = value if type(value) in PLAIN else None
         for read in (_OBJECT,) if parts is None else parts:
             dest, source = read.dest_index, read.storage_index
-            to.append({"fqn": fqn, "offset": dest.offset, "index": dest.index})
-            at.append({"fqn": fqn, "offset": source.offset, "index": source.index})
-            values = {
-                "type": read.type,
-                "dest_offsets": read.dest_offsets,
-                "storage_offsets": read.storage_offsets,
-                "lengths": read.lengths,
-                "run": load,
-                "chunk": plain
-                if placed is None
-                else placed.view(placed.place.chunks[dest.index or 0]),
-            }
-            items.append(values)
-    indices = zip(items, made(MetadataIndex, to), made(MetadataIndex, at), strict=True)
-    for values, dest, source in indices:
-        values["dest_index"], values["storage_index"] = dest, source
-    return made(ReadItemOfLoad, items)
+            items.append(
+                ReadItemOfLoad(
+                    read.type,
+                    MetadataIndex(fqn, dest.offset, dest.index),
+                    read.dest_offsets,
+                    MetadataIndex(fqn, source.offset, source.index),
+                    read.storage_offsets,
+                    read.lengths,
+                    load,
+                    plain if placed is None else placed.view(placed.place.chunks[dest.index or 0]),
+                )
+            )
+    return items
 
 
 _stored_at = attrgetter("storage_index.index")

@@ -58,7 +58,6 @@ from dcp_placements.planning import (
     ItemsToCome,
     Runs,
     WriteItemOfSave,
-    made,
     messages_of,
     of_run,
     quiet_gc,
@@ -566,27 +565,29 @@ def assigned_items(
         is_known: Whether they know their tensors, too, where these have a place.
     """
     is_written = iter(assignment.is_written(holding))
-    indices, items = [], []
+    items: list[WriteItem] = []
     for held in holding.groups:
         group = held.group
-        # By box, what the items of all keys say alike.
-        boxes: list[tuple[torch.Size | None, dict[str, Any]]] = []
+        # What the items of all keys say alike, by box.
+        boxes: list[tuple[torch.Size | None, WriteItemType, TensorWriteData | None]] = []
         for box in held.boxes:
-            alike = dict[str, Any](type=WriteItemType.BYTE_IO, bytes_io_data=None, tensor_data=None)
-            offsets = None
-            if group.kind != OBJECT:
-                offsets = torch.Size(box.offsets)
-                chunk = ChunkStorageMetadata(offsets, torch.Size(box.sizes))
-                data = TensorWriteData(chunk, tensor_properties(group), torch.Size(group.shape))
-                kind = WriteItemType.TENSOR if group.kind == PLAIN else WriteItemType.SHARD
-                alike |= {"type": kind, "tensor_data": data}
-            boxes.append((offsets, alike))
+            if group.kind == OBJECT:
+                boxes.append((None, WriteItemType.BYTE_IO, None))
+                continue
+            offsets = torch.Size(box.offsets)
+            chunk = ChunkStorageMetadata(offsets, torch.Size(box.sizes))
+            data = TensorWriteData(chunk, tensor_properties(group), torch.Size(group.shape))
+            kind = WriteItemType.TENSOR if group.kind == PLAIN else WriteItemType.SHARD
+            boxes.append((offsets, kind, data))
         tensors = held.data() if is_known and group.kind == SHARD else repeat(None)
         places = product(held.fqns, boxes)
-        for (fqn, (offsets, alike)), tensor in zip(places, tensors, strict=False):
+        for (fqn, (offsets, kind, data)), tensor in zip(places, tensors, strict=False):
             if copies := next(is_written):
-                indices.append({"fqn": fqn, "offset": offsets, "index": None})
-                items.append({**alike, "run": save, "chunk": tensor, "copied": copies == COPIED})
-    for values, index in zip(items, made(MetadataIndex, indices), strict=True):
-        values["index"] = index
-    return made(WriteItemOfSave, items)
+                index = MetadataIndex(fqn, offsets)
+                copied = copies == COPIED
+                items.append(
+                    WriteItemOfSave(
+                        index, kind, tensor_data=data, run=save, chunk=tensor, copied=copied
+                    )
+                )
+    return items
