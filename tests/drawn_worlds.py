@@ -73,7 +73,27 @@ def draw_pair(seed: int, *, renamed: bool = False) -> Pair:
         load = replace(load, meshes=save.meshes, holds=save.holds)
         if renamed and draw.chance(60):
             load = resized(draw, load)
+    holds = zip(save.holds, load.holds, strict=True)
+    families = tuple(
+        _in_one_form(*each) for each in zip(families, *zip(*holds, strict=True), strict=True)
+    )
     return Pair(seed, prefixes, families, some, save, load)
+
+
+def _in_one_form(family: Family, *holds: Hold) -> Family:
+    """Return a family without the scalars and objects that would be of several tensors.
+
+    A step is that of a tensor, or a row of a stack of steps. A rate is an object, which no
+    rename stacks, unstacks or splits.
+    """
+    is_split = family.split and not all(hold.parts for hold in holds)
+    as_tensor = [{hold.ids[at] is None for hold in holds} for at in range(len(family.levels))]
+    both = list(zip(family.levels, as_tensor, strict=True))
+    has_step = not is_split and not any(
+        len(each) > 1 or (True in each and not level.stacked) for level, each in both
+    )
+    has_rate = has_step and not any(False in each and level.stacked for level, each in both)
+    return replace(family, step=family.step if has_step else None, has_rate=has_rate)
 
 
 def resized(draw: Draw, side: Side) -> Side:

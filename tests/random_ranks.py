@@ -153,7 +153,12 @@ class Rank:
         return state
 
     def objects(self, values: list[Value]) -> dict[str, Any]:
-        states = [v.key.rpartition(".")[0] for v in values if v.of is None or v.of[1]]
+        rated = {f.name for f in self.pair.families if f.optimized}
+        states = [
+            v.key.rpartition(".")[0]
+            for v in values
+            if v.family in rated and (v.of is None or v.of[1])
+        ]
         rates = {f"{state.replace('state.', 'param_groups.', 1)}.lr": RATE for state in states}
         return {**dict(self.pair.objects), **rates}
 

@@ -48,6 +48,7 @@ class Family:
         split: Whether the checkpoint has the parts by name.
         moments: Names of its optimizer state tensors.
         step: Its optimizer step; None for none.
+        has_rate: Whether its optimizer state may have a learning rate, which is an object.
     """
 
     name: str
@@ -60,11 +61,12 @@ class Family:
     split: bool = False
     moments: tuple[str, ...] = ()
     step: float | None = None
+    has_rate: bool = True
 
     @property
     def optimized(self) -> bool:
-        """Whether the optimizer names it in its groups, and has a learning rate for it."""
-        return bool(self.moments) or self.step is not None
+        """Whether the optimizer has a learning rate for it."""
+        return self.has_rate and (bool(self.moments) or self.step is not None)
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -124,9 +124,6 @@ class Placing:
         matched: By rule the number of keys that it matches; 0 of patterns that match none.
         state_dict: The values.
         mappings: The path of each key in the nested dict.
-        copies: Further paths of an object that several local keys have as one.
-        shared: By key of a scalar or an object whose one value here stands for several keys, or
-            for all rows of one, all of these keys.
         totals: The number of rows of each tensor that is unstacked, by their key with ``{}``, which
             has the numbers that the rename gave.
         groups: The parameters in parameter groups.
@@ -138,8 +135,6 @@ class Placing:
     matched: dict[str, int] = field(default_factory=dict)
     state_dict: dict[str, Any] = field(default_factory=dict)
     mappings: dict[str, Path] = field(default_factory=dict)
-    copies: dict[str, list[Path]] = field(default_factory=dict)
-    shared: dict[str, tuple[str, ...]] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=dict)
     groups: Groups = field(default_factory=dict)
 

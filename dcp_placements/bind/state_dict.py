@@ -12,7 +12,6 @@ the dims of the target.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, product, starmap
@@ -21,19 +20,18 @@ from typing import Any
 import torch
 
 from dcp_placements._torch import Facts, facts_of, global_rank, has_hooks, is_dtensor_like
-from dcp_placements.bind.lint import equal_values, tensor_faults
+from dcp_placements.bind.lint import tensor_faults
 from dcp_placements.bind.one_tensor import Place, Placed, Placing, bind, format_own
 from dcp_placements.bind.own_chunks import listed_place, lists_its_chunks, names_its_chunks
 from dcp_placements.errors import CannotPlace, Fault, format_names
 from dcp_placements.layout.boxes import format_boxes
-from dcp_placements.layout.sharding import Chunk, Cut, FusedPart, Kind, Sharding
+from dcp_placements.layout.sharding import Cut, FusedPart, Kind, Sharding
 from dcp_placements.names.flat import Path, RenamedValue, Reshaped
 from dcp_placements.names.numbers import NumberedKey, Numberings, families
 from dcp_placements.names.optimizer_state import (
     OptimizerStates,
     named_lists,
     parameter_groups,
-    possible_parameters,
     unnamed_faults,
 )
 from dcp_placements.names.renames import fqns_of
@@ -174,8 +172,6 @@ class _Placer:
     # Layers have equal stacks: by the place of a tensor and what becomes of it.
     _stacks: dict[Any, Place] = field(default_factory=dict)
     _pieces: dict[Any, list[Piece]] = field(default_factory=dict)
-    # Of each tensor that has become others, those, and how many rows it has.
-    _became: dict[str, tuple[list[Piece], int]] = field(default_factory=dict)
 
     def add(self, fqn: str, value: Any) -> None:
         """Bind a value, if it is a tensor and has a place."""
@@ -310,7 +306,6 @@ class _Placer:
         self._own, placing.placed = placing.placed, {}
         refused = {fault.fqn for fault in placing.faults}
         unbound = refused | placing.absent
-        scalars: list[RenamedValue[Rows | Parts]] = []
         for fqn, value in state_dict.items():
             path, whole = mappings.get(fqn), self.reshaped.wholes.get(fqn)
             rows = sorted(self.reshaped.rows.get(fqn, ()), key=lambda row: row.name.indices)
@@ -318,32 +313,26 @@ class _Placer:
                 placing.add(fqn, rows[0].value if rows else value, path)
             try:
                 if rows and not any(is_tensor(row.value) for row in rows):
-                    self._add_objects(fqn, self.reshaped.rows[fqn])
+                    raise CannotPlace(
+                        f"{rows[0].key} is an object, and rename= makes a row of a stack of it: "
+                        "only tensors are stacked",
+                        _OF_ONE,
+                    )
                 elif rows and fqn not in refused:
                     self._add_stack(fqn, rows)
                 elif whole is not None and not _has_dims(value):
-                    scalars.append(whole)
+                    kind = "a scalar" if is_tensor(value) else "an object"
+                    raise CannotPlace(
+                        f"is {kind}, and rename= makes several tensors of it: it has no rows and "
+                        "no parts",
+                        _OF_ONE,
+                    )
                 elif whole is not None and fqn not in unbound:
                     self._add_pieces(whole)
                 elif whole is None and not rows and fqn in self._own:
                     placing.placed[fqn] = self._own[fqn]
             except CannotPlace as error:
                 placing.faults.append(error.fault(fqn, rule_name(self.rules, fqn)))
-        if scalars:
-            self._share(scalars)
-
-    def _add_objects(self, fqn: str, rows: Sequence[RenamedValue[Row]]) -> None:
-        """Store one object for all rows of a stack; it is loaded into all of them."""
-        first, *others = rows
-        self.placing.copies[fqn] = [row.path for row in others if row.path is not None]
-        for other in others if self.stored is None else ():
-            is_alike = type(first.value) is type(other.value)
-            if not is_alike or not equal_values(first.value, other.value):
-                values = f"{first.key} is {first.value!r}, and {other.key} is {other.value!r}"
-                headline = f"one object cannot be stored for all rows: {values}"
-                way_out = "way out:     make them equal, or leave these keys as they are in rename="
-                self.placing.faults.append(Fault(fqn, headline, (way_out,)))
-                break
 
     def _add_stack(self, fqn: str, rows: Sequence[RenamedValue[Row]]) -> None:
         """Place one stack, of which the rank has some rows."""
@@ -351,14 +340,6 @@ class _Placer:
         if fqn in self.placing.absent:
             return
         own = self._lies(fqn, rows[0].value)
-        stored = None if self.stored is None else self.stored.get(fqn)
-        if not own.place.sharding.global_shape and tuple(getattr(stored, "size", (0,))) == ():
-            # One scalar for all rows, as a stacked parameter's optimizer state has it.
-            chunks = tuple([Chunk((), (), (), part) for part in range(len(rows))])
-            scalar = replace(own.place, chunks=chunks)
-            placed = Placed(fqn, parts[0], scalar, parts=parts, has_own_key=True)
-            self.placing.placed[fqn] = placed
-            return
         names = [row.name for row in rows]
         axes = self._row_axes.get(fqn, (None,) * len(names[0].axes))
         key = own.place, names[0].axes, axes, tuple([name.indices for name in names])
@@ -392,7 +373,6 @@ class _Placer:
         key = own.place, dim, isinstance(name, Parts) and (name.dim, name.sizes, name.groups)
         if key not in self._pieces:
             self._pieces[key] = _pieces_of(own.place, name, dim)
-        self._became[name.stacked] = self._pieces[key], total
         tensor = own.tensor.detach()
         for number, part, at, place in self._pieces[key]:
             fqn = name.fqns[part].replace("{}", str(number))
@@ -401,50 +381,13 @@ class _Placer:
             placing.add(fqn, held[0], whole.path)
             placing.placed[fqn] = Placed(fqn, held[0], place, own.rule, copies, has_own_key=True)
 
-    def _share(self, scalars: Sequence[RenamedValue[Rows | Parts]]) -> None:
-        """Give scalars and objects to every row of their parameters that this rank holds."""
-        # By all names that optimizer state may have for a tensor: what it has become.
-        became_of: dict[str, tuple[list[Piece], int]] = {}
-        for label, became in self._became.items():
-            ends = [label[at + 1 :] for at, character in enumerate(label) if character == "."]
-            if parameters := possible_parameters(label):
-                ends += [_siblings(label), *parameters]
-            for end in ends:
-                became_of.setdefault(end, became)
-        became_of |= self._became
-        for name, _, value, path in scalars:
-            parent = name.stacked.rpartition(".")[0]
-            # Of the state beside it first: another model's parameter may have the same name.
-            ends = [parent[match.end() :] for match in _OF_PARAMETER.finditer(parent)]
-            ends.insert(0, _siblings(name.stacked))
-            found = next(filter(None, map(became_of.get, ends)), None)
-            if found is None:
-                headline = "its rows cannot be determined: no tensor of its parameter is unstacked"
-                way_out = (
-                    "way out:     its parameter beside it; or leave this key as it is in rename="
-                )
-                self.placing.faults.append(Fault(name.stacked, headline, (way_out,)))
-                continue
-            pieces, total = found
-            numbers = list(dict.fromkeys([number for number, _, _, _ in pieces]))
-            if self.stored is not None:
-                # One scalar stands for all rows, whichever this rank holds.
-                numbers = list(range(total)) if is_tensor(value) else numbers or [0][:total]
-            if is_dtensor_like(value):
-                value = facts_of(value)[0]
-            keys = [fqn.replace("{}", str(number)) for number in numbers for fqn in name.fqns]
-            for key in keys:
-                self.placing.add(key, value, path)
-            self.placing.shared.update(dict.fromkeys(keys, tuple(keys)))
-
 
 _ONE_SPEAKS = "way out:     let one of them speak: None for this key in the rules"
-_OF_PARAMETER = re.compile(r"(?<![^.])(?:state|param_groups)\.")
-
-
-def _siblings(fqn: str) -> str:
-    """Return what the keys of one parameter's state have in common, which is no key."""
-    return f"{fqn.rpartition('.')[0]}."
+_OF_ONE = (
+    "way out:     leave it out, or give both sides one form of experts, so that no rename= touches "
+    "optimizer state; offline export_safetensors(optimizer=True, rename=) converts it. Without "
+    "flatten_optimizer_state_dict=True one lr is that of all parameters of a group"
+)
 
 
 def _are_alike(state: Any, parameter: Any) -> bool:

@@ -83,7 +83,6 @@ class LoadMessage:
         numberings: The lists of keys to which they give numbers.
         declares: Whether the rank has rules, or renames. DTensors alone are complete over their
             meshes.
-        shared: Keys of scalars that are one scalar here.
         wish: What it could have from other ranks; None where it does not exchange.
         group: Hash of the ranks of the process group that it exchanges on.
         has_reader: Whether the rank's storage reader calls the exchange after the reads.
@@ -99,7 +98,6 @@ class LoadMessage:
     renames: tuple[Step, ...] = ()
     numberings: Numberings = field(default_factory=dict)
     declares: bool = False
-    shared: tuple[str, ...] = ()
     wish: Sent | None = None
     group: int = 0
     has_reader: bool = False
@@ -495,7 +493,7 @@ class AllAsked:
             )
             for cohort in self.world.cohorts
         ] or [([one.rank for one in self.messages] or [global_rank()], set(state_dict))]
-        found = state_dict.keys() | {fqn for one in self.messages for fqn in one.shared}
+        found = set(state_dict)
         # By level, whether each rank asks for the entry with its own number alone.
         per_rank: dict[str, bool] = {}
         for ranks, fqns in keys_of:

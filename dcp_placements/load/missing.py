@@ -72,7 +72,7 @@ def settle_missing(load: RankLoad, missing: Sequence[str]) -> None:
             reset.
         missing: The keys.
     """
-    states, policy, shared = load.states, load.policy, load.placing.shared
+    states, policy = load.states, load.policy
     of_parameter: dict[str, list[str]] = {}
     for fqn in load.state_dict:
         if (state := states.of(fqn)) is not None:
@@ -83,14 +83,11 @@ def settle_missing(load: RankLoad, missing: Sequence[str]) -> None:
         stateless = _never_stepped(load, missing)
     kept: list[str] = []
     unknown: list[str] = []
-    lacking_rows: dict[tuple[str, ...], list[str]] = {}
     for fqn in missing:
         state = states.of(fqn)
         keys = [] if state is None else of_parameter[state.group]
         is_part = any(key in load.stored for key in keys)
         if state is not None and state.group in stateless:
-            if fqn in shared:
-                lacking_rows.setdefault(shared[fqn], []).append(fqn)
             weights = _weights(load, state.parameter)
             stays = bool(weights) and not any(key in load.stored for key in weights)
             if stays or policy.is_optional(fqn):
@@ -104,8 +101,6 @@ def settle_missing(load: RankLoad, missing: Sequence[str]) -> None:
         else:
             unknown.append(fqn)
     load.faults += _unknown_keys(load, unknown)
-    partial = [(keys, rows) for keys, rows in lacking_rows.items() if len(rows) < len(keys)]
-    load.faults += [_partial_rows(*each) for each in partial]
     load.report.missing = tuple(kept)
     load.report.stateless = tuple(dict.fromkeys(load.to_reset.values()))
     if kept and load.groups:
@@ -229,24 +224,6 @@ def _part_of_state(fqn: str, keys: Sequence[str], stored: Mapping[str, Any]) -> 
             f"missing:     {', '.join(names[key] for key in keys if key not in stored)}",
             "way out:     load with the optimizer that was saved; optional=[pattern] where this "
             "one may be missing",
-        ),
-    )
-
-
-def _partial_rows(fqns: Sequence[str], lacking: Sequence[str]) -> Fault:
-    """Return that one scalar stands for rows of which the checkpoint has only some.
-
-    Args:
-        fqns: Its keys in the checkpoint, one for each row.
-        lacking: Those that the checkpoint has not.
-    """
-    return Fault(
-        folded(fqns)[0],
-        f"the checkpoint has optimizer state of {len(fqns) - len(lacking)} rows, and none of "
-        f"{len(lacking)}, but here one {fqns[0].rpartition('.')[2]} stands for all of them",
-        (
-            f"missing:     {format_names(lacking, 4)}",
-            "way out:     load it into one tensor per row; or leave this state out",
         ),
     )
 

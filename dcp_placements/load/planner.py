@@ -261,7 +261,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         load.plan(placing, policy)
         load.report.waived = dict(self.waive)
         destinations = load.destinations()
-        load.tied = {**tied_keys(destinations), **placing.shared}
+        load.tied = tied_keys(destinations)
         has_whole = self.whole is not None
         message = LoadMessage(global_rank(), load.declared, has_whole=has_whole)
         # A tensor without its place has another shape, which is no fault of its own.
@@ -285,7 +285,6 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
                 renames=() if rename is None else recorded(rename),
                 numberings=given,
                 declares=self.rules is not None or rename is not None,
-                shared=tuple(placing.shared),
                 save=saved_by(load.metadata) if world_size() > 1 else "",
             )
         if world_size() > 1 and self.exchange is not False:

@@ -36,12 +36,10 @@ from dcp_placements._torch import (
     PLAIN,
     ShardedTensor,
     chunk_list,
-    facts_of,
     has_hooks,
     is_dtensor_like,
 )
-from dcp_placements.bind.lint import equal_values
-from dcp_placements.bind.one_tensor import Place, Placed, Placing
+from dcp_placements.bind.one_tensor import Placed, Placing
 from dcp_placements.errors import Fault, format_faults, format_names, raise_faults
 from dcp_placements.layout.boxes import (
     Index,
@@ -49,7 +47,7 @@ from dcp_placements.layout.boxes import (
     format_boxes,
     uncovered,
 )
-from dcp_placements.layout.sharding import Box, Chunk, Sharding, format_cuts
+from dcp_placements.layout.sharding import Box, format_cuts
 from dcp_placements.load.casting import cast_fault, cast_kind, format_cast
 from dcp_placements.load.missing import Policy, is_tensor, reset_note, settle_missing
 from dcp_placements.names.flat import Path, Reshaped, put_at
@@ -250,8 +248,6 @@ class RankLoad:
     buffered: list[tuple[str, torch.Tensor, torch.Tensor]] = field(default_factory=list)
     unread: int = 0
     report: LoadReport = field(default_factory=lambda: LoadReport(planned=False))
-    # By keys of which one object stands for all, the first that was read, and its value.
-    _first_objects: dict[tuple[str, ...], tuple[str, Any]] = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.Lock)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -364,15 +360,8 @@ class RankLoad:
             self.faults.append(Fault(fqn, headline, (_DENSE,)))
             return None
         shape = tuple(value.size()) if placed is None else placed.place.sharding.global_shape
-        size = entry.size
-        if shape == () and len(size) == 1 and self.states.of(fqn) is not None:
-            # One step for a stacked parameter, of which the checkpoint's rows had one each.
-            self.placing.shared[fqn], shape = (fqn,), tuple(size)
-            rows = facts_of(value)[0].detach().expand(shape)
-            place = Place(Sharding(shape), (), (Chunk((0,), (0,), shape),))
-            placed = self.placing.placed[fqn] = Placed(fqn, rows, place)
-        if tuple(size) != shape:
-            self.faults.append(self._other_shape(fqn, tuple(size), shape, placed))
+        if tuple(entry.size) != shape:
+            self.faults.append(self._other_shape(fqn, tuple(entry.size), shape, placed))
             return None
         chunks = chunk_list(value) if placed is None else placed.place.chunks
         destinations = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
@@ -415,6 +404,11 @@ class RankLoad:
             saved, loaded = self.record.cuts(fqn), placed.place.sharding.cuts
             is_alike = bool(saved) and saved == loaded
             details = [f"saved:       {format_cuts(saved)}", f"this load:   {format_cuts(loaded)}"]
+        if () in (stored, needed):
+            details.append(
+                "likely:      one side has one number for all experts, the other one for each: of "
+                "one tensor for all, and of a tensor for each (Stack, Unstack)"
+            )
         differing = [dim for dim, (a, b) in enumerate(zip(stored, needed, strict=False)) if a != b]
         if len(stored) == len(needed) and len(differing) == 1:
             (dim,) = differing
@@ -449,17 +443,13 @@ class RankLoad:
     def holding(self, without: Container[str] = ()) -> Holding:
         """Return the tensors that are read, as other ranks compare and exchange them.
 
-        Not scalars that stand for rows, which ask for no part of them.
-
         Args:
             without: Keys that are left out.
         """
         tables: dict[Any, dict[Any, Held]] = {}
         placed_of = self.placing.placed
         for one in self.groups:
-            fqns = [
-                fqn for fqn in one.fqns if fqn not in self.placing.shared and fqn not in without
-            ]
+            fqns = [fqn for fqn in one.fqns if fqn not in without]
             if one.reads is None or not fqns:
                 continue
             value = self.state_dict[fqns[0]] if one.placed is None else one.placed
@@ -472,15 +462,12 @@ class RankLoad:
         return as_holding([list(table.values()) for table in tables.values()], {})
 
     def destinations(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the tensors that are read into or reset, with their keys; some keys have several.
-
-        Not scalars that stand for several keys.
-        """
+        """Return the tensors that are read into or reset, by key; some keys have several."""
         read = [fqn for group in self.groups if group.reads is not None for fqn in group.fqns]
         found: list[tuple[str, torch.Tensor]] = []
         for fqn in (*read, *self.to_reset):
             placed = self.placing.placed.get(fqn)
-            if fqn in self.placing.shared or (placed is None and has_hooks(self.state_dict[fqn])):
+            if placed is None and has_hooks(self.state_dict[fqn]):
                 continue
             if placed is not None and not placed.parts:
                 found.append((fqn, placed.tensor))
@@ -504,20 +491,9 @@ class RankLoad:
         warnings.warn(format_faults(LOOK, notes, "note"), stacklevel=3)
 
     def take_object(self, fqn: str, value: Any) -> None:
-        """Put an object that was read into all its places, but for names of parameters.
-
-        Raises:
-            PlacementError: It stands for several rows, and they differ.
-        """
-        if isinstance(self.state_dict[fqn], ParameterNames):
-            return
-        if keys := self.placing.shared.get(fqn):
-            first, its_value = self._first_objects.setdefault(keys, (fqn, value))
-            if not equal_values(its_value, value):
-                contents = f"{its_value!r} of {first} and {value!r} of {fqn}"
-                raise_faults(UNLIKE, [unlike_fault(keys, [first], contents, "object")])
-        for path in (self.mappings[fqn], *self.placing.copies.get(fqn, ())):
-            put_at(self.original_state_dict, path, value)
+        """Put an object that was read into its place, but for names of parameters."""
+        if not isinstance(self.state_dict[fqn], ParameterNames):
+            put_at(self.original_state_dict, self.mappings[fqn], value)
 
     def end_read(self) -> None:
         """Take in that an item was read; readers may call from several threads."""
@@ -569,11 +545,8 @@ Buffered = Sequence[tuple[str, torch.Tensor, torch.Tensor]]
 
 
 def land(buffered: Buffered) -> None:
-    """Put what was read into its memory; of rows that are one number there, the first."""
+    """Put what was read into its memory."""
     for _, memory, buffer in buffered:
-        for dim in reversed(range(memory.ndim)):
-            if memory.shape[dim] > 1 and not memory.stride(dim):
-                memory, buffer = memory.select(dim, 0), buffer.select(dim, 0)
         memory.copy_(buffer)
 
 
@@ -596,22 +569,19 @@ def settle_tied(buffered: Buffered, tied: Mapping[str, tuple[str, ...]]) -> None
     raise_faults(UNLIKE, faults)
 
 
-def unlike_fault(
-    keys: tuple[str, ...], lost: Sequence[str], contents: str, kind: str = "memory"
-) -> Fault:
-    """Return that keys have different contents in the checkpoint, and one value here.
+def unlike_fault(keys: tuple[str, ...], lost: Sequence[str], contents: str) -> Fault:
+    """Return that keys have different contents in the checkpoint, and one memory here.
 
     Args:
-        keys: All that have the one value; a single one stands for several rows.
+        keys: All that have the one memory; a single one is a stack, whose rows have it.
         lost: Those whose contents are not there.
         contents: As text, where they begin.
-        kind: What the one value is.
     """
     what = "them" if len(keys) > 1 else "several rows of it"
     # Those that were overwritten first: a long list is cut.
     return Fault(
         format_names([*dict.fromkeys((*lost, *keys))], MAX_KEYS),
-        f"this rank has one {kind} for {what}, but the checkpoint has different contents",
+        f"this rank has one memory for {what}, but the checkpoint has different contents",
         (
             f"overwritten: {format_names(lost, MAX_KEYS)}",
             f"contents:    {contents}",

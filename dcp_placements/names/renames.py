@@ -232,7 +232,7 @@ class Stack:
     Row(fqn='layers.0.experts.w1.weight', index=5, total=8, dim=0, within=())
 
     The numbers are global: ``Renumber`` comes first. Scalars (``step``) become a tensor
-    ``[total]``; objects (``lr``) must be equal and are stored once.
+    ``[total]``; objects are refused.
 
     A ``Stack`` after another stacks the result of that one: a stack of experts, then of layers, is
     a tensor ``[layers, experts, ...]``. A rank may hold different experts of each layer.
@@ -278,8 +278,8 @@ class Unstack:
     >>> Unstack("experts.{}.w*")("layers.0.experts.w1.weight")
     Rows(fqn='layers.0.experts.{}.w1.weight', stacked='layers.0.experts.w1.weight', dim=0)
 
-    The rules name the stacked tensor, by its key on this rank. A scalar or an object of its
-    optimizer state goes to every row.
+    The rules name the stacked tensor, by its key on this rank. A scalar or an object has no rows,
+    and is refused.
 
     Args:
         pattern: Dotted components as in ``PlacementRules``, with ``{}`` at the position of the
@@ -321,7 +321,7 @@ class Split:
 whole='layers.0.mlp.gate_up_proj', dim=0, sizes=(1, 1), groups=1, rows=None)
 
     After an ``Unstack`` it splits every row. The rules name the fused tensor. A scalar or an object
-    of its optimizer state goes to every part.
+    has no parts, and is refused.
 
     Args:
         pattern: Dotted components as in ``PlacementRules``; the first run that matches is replaced.

@@ -574,11 +574,16 @@ def assigned_items(
             if group.kind == OBJECT:
                 boxes.append((None, WriteItemType.BYTE_IO, None))
                 continue
-            offsets = torch.Size(box.offsets)
-            chunk = ChunkStorageMetadata(offsets, torch.Size(box.sizes))
-            data = TensorWriteData(chunk, tensor_properties(group), torch.Size(group.shape))
-            kind = WriteItemType.TENSOR if group.kind == PLAIN else WriteItemType.SHARD
-            boxes.append((offsets, kind, data))
+            first = torch.Size(box.offsets)
+            chunk = ChunkStorageMetadata(first, torch.Size(box.sizes))
+            is_plain = group.kind == PLAIN
+            boxes.append(
+                (
+                    first,
+                    WriteItemType.TENSOR if is_plain else WriteItemType.SHARD,
+                    TensorWriteData(chunk, tensor_properties(group), torch.Size(group.shape)),
+                )
+            )
         tensors = held.data() if is_known and group.kind == SHARD else repeat(None)
         places = product(held.fqns, boxes)
         for (fqn, (offsets, kind, data)), tensor in zip(places, tensors, strict=False):

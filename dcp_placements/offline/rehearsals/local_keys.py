@@ -20,7 +20,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.names.renames import (
     FUNCTION,
     Renames,
@@ -84,7 +83,7 @@ class LocalKeys:
     """
 
     def __init__(self, stored: Wholes) -> None:
-        self._before: dict[Steps, Wholes] = {(): _of_ranks(stored)}
+        self._before: dict[Steps, Wholes] = {(): stored}
         self._numbered: dict[Any, _Numbered] = {}
 
     def before(self, steps: Steps) -> Wholes:
@@ -107,16 +106,8 @@ class LocalKeys:
             else:
                 assert isinstance(step, Split), "checkpoint_steps leaves no other"
                 found = _fused(step, after)
-            self._before[steps] = _of_ranks(found)
+            self._before[steps] = found
         return self._before[steps]
-
-
-def _of_ranks(wholes: Wholes) -> Wholes:
-    """Return tensors as ranks have them: of a stacked parameter, one scalar step for all rows."""
-    rows = [fqn for fqn, one in wholes.items() if len(one.shape) == 1 and fqn.endswith(".step")]
-    states = OptimizerStates(dict.fromkeys(wholes, UNSEEN))
-    scalars = [fqn for fqn in rows if states.of(fqn) is not None]
-    return {**wholes, **{fqn: wholes[fqn]._replace(shape=()) for fqn in scalars}}
 
 
 class _Numbered:
