@@ -57,8 +57,6 @@ class World:
         state_dict: Callable[[int], dict[str, Any]],
         planner: Callable[[int], SavePlanner],
         writer: Callable[[int], StorageWriter] | None = None,
-        *,
-        use_collectives: bool = True,
     ) -> list[SavePlanner]:
         """Save as ``dcp.save`` does on all ranks; return the planners, one per rank.
 
@@ -67,7 +65,6 @@ class World:
             state_dict: What each rank saves.
             planner: Each rank's planner; may be the same object from save to save.
             writer: Each rank's storage writer; a ``FileSystemWriter`` by default.
-            use_collectives: False: every rank plans and finishes for itself.
 
         Raises:
             CheckpointException: An error on any rank.
@@ -82,16 +79,9 @@ class World:
                 storage_meta=writers[rank].storage_meta(),
                 is_coordinator=rank == 0,
             )
-            writers[rank].set_up_storage_writer(
-                rank == 0, rank=rank, use_collectives=use_collectives
-            )
+            writers[rank].set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
             return writers[rank].prepare_local_plan(planners[rank].create_local_plan())
 
-        if not use_collectives:
-            self._on_all(
-                "write", lambda rank: _write_alone(planners[rank], writers[rank], local_step(rank))
-            )
-            return planners
         plans = self._on_all("plan", local_step)
 
         def global_step() -> tuple[list[SavePlan], Metadata]:
@@ -222,12 +212,3 @@ class World:
 def _sent(value: T) -> T:
     """Return what arrives when ``value`` is sent to another rank."""
     return pickle.loads(pickle.dumps(value))  # type: ignore[no-any-return]
-
-
-def _write_alone(planner: SavePlanner, writer: StorageWriter, plan: SavePlan) -> None:
-    """Plan for one rank by itself, and write."""
-    plans, metadata = planner.create_global_plan([plan])
-    final = planner.finish_plan(writer.prepare_global_plan(plans)[0])
-    written = writer.write_data(final, planner)
-    written.wait()
-    writer.finish(metadata, [written.value()])

@@ -51,7 +51,6 @@ def save_sharded(
     step: int = 1,
     add: float = 0.0,
     ep: int = 2,
-    collectives: bool = True,
     stock_metadata: bool = True,
 ) -> dict[str, torch.Tensor]:
     """Save from ``ep`` x 2 ranks: experts over ep and then fsdp, dense weights over fsdp."""
@@ -79,7 +78,7 @@ def save_sharded(
             return dcp.FileSystemWriter(path)
         return PlacementFileSystemWriter(path, stock_metadata=stock_metadata)
 
-    world.save(path, state_dict, planner, writer, use_collectives=collectives)
+    world.save(path, state_dict, planner, writer)
     return whole
 
 

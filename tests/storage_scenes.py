@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.tensor import Shard
 
 from dcp_placements.storage.reader import PlacementFileSystemReader
-from dcp_placements.storage.writer import PlacementFileSystemWriter
 from dcp_placements.testing import World, cut, real_dtensor
 from tests.strategies import arange
 
@@ -176,16 +175,40 @@ def sharded(
     return made
 
 
-def save_alone(path: Path, rank: int, state_dict: dict[str, Any], writer: Any = None) -> None:
-    """Save one rank's part as ``dcp.save(..., use_collectives=False)`` does on that rank."""
-    planner = DefaultSavePlanner()
-    storage = writer or PlacementFileSystemWriter(path)
+def save_alone(
+    path: Path, rank: int, state_dict: dict[str, Any], planner: Any = None, writer: Any = None
+) -> None:
+    """Save one rank's part as ``dcp.save(..., use_collectives=False)`` does on that rank.
+
+    Args:
+        path: The directory.
+        rank: The rank in the process group.
+        state_dict: What it holds.
+        planner: Torch's by default.
+        writer: Torch's by default.
+    """
+    planner = planner or DefaultSavePlanner()
+    storage = writer or dcp.FileSystemWriter(path)
     planner.set_up_planner(state_dict, storage.storage_meta(), rank == 0)
     storage.set_up_storage_writer(rank == 0, rank=rank, use_collectives=False)
     plan = storage.prepare_local_plan(planner.create_local_plan())
     plans, metadata = planner.create_global_plan([plan])
     final = planner.finish_plan(storage.prepare_global_plan(plans)[0])
     storage.finish(metadata, [storage.write_data(final, planner).wait()])
+
+
+def save_no_dist(
+    world: World, rank: int, path: Path, state_dict: dict[str, Any], planner: Any
+) -> None:
+    """Save as ``dcp.save(..., no_dist=True)`` does on a rank of a world."""
+    writer = dcp.FileSystemWriter(path)
+    with world._as(rank):
+        planner.set_up_planner(state_dict, writer.storage_meta(), is_coordinator=True)
+        writer.set_up_storage_writer(True, rank=0, use_collectives=True)
+        plan = writer.prepare_local_plan(planner.create_local_plan())
+        plans, metadata = planner.create_global_plan([plan])
+        final = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+        writer.finish(metadata, [writer.write_data(final, planner).value()])
 
 
 def wholes(count: int = 3, shape: tuple[int, ...] = (12, 8)) -> dict[str, torch.Tensor]:

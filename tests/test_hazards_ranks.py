@@ -66,25 +66,30 @@ def refusal(seen: Seen, key: str = "refused") -> str:
     return str(text)
 
 
-def test_m17_rank_metadata_alone_loads_right_or_not_at_all(outcomes: list[dict[str, Any]]) -> None:
-    seen = Seen(outcomes, "m17")
-    assert "__3.metadata" in seen.all("files")
-    for rank, texts in enumerate(seen.each("refused")):
-        if texts:
-            parts = ("w: nobody stored [", "of (8, 3)", f"on:          rank {rank}", "collectives")
-            assert_says(texts["0"], "ranks 0-3 cannot be loaded from this checkpoint")
-            assert_says(seen.ranks[0]["refused"]["0"], *parts)
-            assert seen.ranks[rank]["untouched"]
-        else:
-            assert seen.ranks[rank]["differing"] == []
-
-
-def test_m17_rank_metadata_loads_into_the_layout_it_was_saved_from(
-    outcomes: list[dict[str, Any]],
+@pytest.mark.parametrize("writer", ["torch", "ours"])
+@pytest.mark.parametrize("how", ["", "_in_a_group", "_in_a_thread"])
+def test_m17_a_save_without_collectives_is_refused_on_every_rank(
+    outcomes: list[dict[str, Any]], writer: str, how: str
 ) -> None:
     seen = Seen(outcomes, "m17")
-    assert seen.all("same_layout_refused") == {}
-    assert seen.all("same_layout_differing") == []
+    for rank, texts in enumerate(seen.each(f"{writer}{how}")):
+        assert list(texts) == [str(rank)]
+        assert_says(texts[str(rank)], "use_collectives=False", "way out:", "drop it")
+    assert seen.all("files") == []
+
+
+def test_m17_metadata_of_single_ranks_are_refused_by_name(outcomes: list[dict[str, Any]]) -> None:
+    seen = Seen(outcomes, "m17")
+    assert "__3.metadata" in seen.all("torch_files")
+    # Torch's reader gives each rank its own.
+    for rank, texts in enumerate(seen.each("by_our_planner")):
+        assert_says(texts["0"], "ranks 0-3 cannot be loaded from this checkpoint")
+        parts = ("w: nobody stored [", "of (8, 3)", f"on:          rank {rank}", "collectives")
+        assert_says(seen.ranks[0]["by_our_planner"]["0"], *parts)
+    for texts in seen.each("by_our_reader"):
+        assert_says(*texts.values(), "metadata is None", "__0.metadata", "its own part alone")
+    assert seen.all("untouched")
+    assert seen.all("by_torch") == []
 
 
 def test_m18_a_save_by_some_of_the_ranks_is_warned_of(outcomes: list[dict[str, Any]]) -> None:

@@ -24,8 +24,8 @@ from dcp_placements.offline import (
     diff,
     export_safetensors,
     import_checkpoint,
-    merge_metadata,
     reshard,
+    stock_metadata,
     verify,
 )
 from dcp_placements.table import digests
@@ -43,7 +43,7 @@ from tests.random_worlds import Pair
 from tests.test_differential import assert_torch_reads, load, save, save_planners
 
 ALTERED, WRITTEN = range(300, 316), range(500, 515)
-LACKING, ALONE = range(600, 660), range(700, 720)
+LACKING = range(600, 660)
 """The worlds of each test."""
 
 
@@ -162,27 +162,6 @@ def test_a_save_without_elements_that_one_rank_alone_holds_is_refused(tmp_path: 
     assert min(seen[True], seen[False]) > 3, seen
 
 
-# Ranks that save alone
-
-
-def test_ranks_that_save_alone_make_the_whole_when_merged(tmp_path: Path) -> None:
-    for seed in ALONE:
-        pair, path = draw_pair(seed), tmp_path / str(seed)
-        whole = wholes(pair)
-        ranks = [Rank(pair, pair.save, rank) for rank in range(pair.save.size)]
-        World(len(ranks)).save(
-            path,
-            lambda rank, of=ranks, whole=whole: of[rank].state_dict(
-                list(of[rank].values(whole)), blank=False
-            ),
-            save_planners(pair).__getitem__,
-            use_collectives=False,
-        )
-        merge_metadata(path)
-        assert_torch_reads(pair, whole, path)
-        load(pair, whole, path)
-
-
 # Commands
 
 
@@ -194,7 +173,7 @@ def test_commands_keep_every_bit(tmp_path: Path) -> None:
         pair = replace(pair, save=replace(pair.save, options=tuple(options.items())))
         whole = wholes(pair)
         save(pair, whole, root / "saved", save_planners(pair))
-        merge_metadata(root / "saved", rewrite=True)
+        stock_metadata(root / "saved")
         assert_torch_reads(pair, whole, root / "saved")
 
         def declared(mesh: MeshCoordinate, pair: Pair = pair) -> Placements:

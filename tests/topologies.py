@@ -34,7 +34,6 @@ from dcp_placements import (
     Renames,
     Renumber,
 )
-from dcp_placements.offline import merge_metadata
 from dcp_placements.testing import FakeDTensor, FakeMesh, World, cut, real_dtensor
 
 MAX_RANKS = 32
@@ -495,11 +494,8 @@ def _rows(
 # A save, a load, and what they are compared with
 
 
-def save_and_check(path: Path, ranks: Ranks, *, use_collectives: bool = True) -> None:
-    """Save on all ranks; assert that stock torch reads the whole tensors, each stored once.
-
-    Without collectives the ranks' metadata are merged first.
-    """
+def save_and_check(path: Path, ranks: Ranks) -> None:
+    """Save on all ranks; assert that stock torch reads the whole tensors, each stored once."""
     planners = [
         PlacementSavePlanner(ranks.rules(rank), rename=ranks.rename(rank))
         for rank in range(ranks.world.size)
@@ -510,13 +506,9 @@ def save_and_check(path: Path, ranks: Ranks, *, use_collectives: bool = True) ->
         lambda rank: ranks.state_dict(rank, pad=-1.0 - rank),
         planners.__getitem__,
         lambda rank: FileSystemWriter(path, sync_files=False),
-        use_collectives=use_collectives,
     )
     truth, report = ranks.wholes, planners[0].report
-    if use_collectives:
-        assert report.unique_nbytes == report.whole_nbytes == sum(t.nbytes for t in truth.values())
-    else:
-        merge_metadata(path)
+    assert report.unique_nbytes == report.whole_nbytes == sum(t.nbytes for t in truth.values())
     stored = FileSystemReader(path).read_metadata().state_dict_metadata
     assert stored.keys() == truth.keys() | OBJECTS.keys()
     read = read_whole(path)

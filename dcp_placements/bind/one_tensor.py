@@ -49,7 +49,6 @@ class Place:
         chunks: The non-empty boxes that this rank holds, in C order of the local tensor. A rank may
             hold a row several times.
         positions: This rank's in each of the cuts.
-        replicating: The axes of the DTensor's own mesh that cut nothing.
         is_exact: Whether ``sharding`` and the rows that are listed determine what each rank holds;
             false for a part of a fused dim that an axis cuts.
         ruled: For how many of the cuts, the first, the rule speaks.
@@ -59,7 +58,6 @@ class Place:
     axes: tuple[Axis, ...]
     chunks: tuple[Chunk, ...]
     positions: tuple[Position, ...] = ()
-    replicating: tuple[Axis, ...] = ()
     is_exact: bool = True
     ruled: int = 0
 
@@ -223,9 +221,7 @@ def bind(
     except CannotPlace as error:
         own = format_own(shape, mesh, placements)
         raise _misfit(error.headline, own, placement, sharding, positions, axes) from None
-    cutting = {*kept, *[at for _, _, at in by_rule]}
-    replicating = [axis for i, axis in enumerate(own_axes) if i not in cutting]
-    return Place(sharding, axes, chunks, positions, tuple(replicating), ruled=len(by_rule))
+    return Place(sharding, axes, chunks, positions, ruled=len(by_rule))
 
 
 def _without_dims(shape: Sequence[int], dims: Collection[int]) -> list[int]:

@@ -40,7 +40,7 @@ PURPOSES: dict[str, tuple[Callable[..., Shown], ...]] = {
     "Check and compare": (
         *(commands.verify_command, commands.diff_command, commands.rehearse_command),
     ),
-    "Repair": (commands.doctor_command, commands.merge_metadata_command),
+    "Repair": (commands.doctor_command, commands.stock_metadata_command),
     "Convert": (commands.import_command, commands.export_command, commands.reshard_command),
 }
 """The commands by purpose; each function returns what is printed, and the exit code."""

@@ -218,16 +218,10 @@ def doctor_command(
     return Shown(diagnosis, 0 if diagnosis.healthy else 1)
 
 
-def merge_metadata_command(
-    ckpt: CheckpointPath,
-    rewrite: Annotated[
-        bool,
-        typer.Option("--rewrite", help="Write the existing .metadata anew, for every torch."),
-    ] = False,
-) -> Shown:
-    """Write .metadata for plain DCP, after a save without collectives or without stock metadata."""
-    with progress("merge-metadata"):
-        metadata = offline.merge_metadata(ckpt, rewrite=rewrite)
+def stock_metadata_command(ckpt: CheckpointPath) -> Shown:
+    """Write .metadata anew for plain DCP, which cannot read an index alone or a later torch's."""
+    with progress("stock-metadata"):
+        metadata = offline.stock_metadata(ckpt)
     keys, chunks = len(metadata.state_dict_metadata), len(metadata.storage_data)
     document = {"path": ckpt, "written": ".metadata", "keys": keys, "chunks": chunks}
     counts = f"{format_count(keys, 'key')} in {format_count(chunks, 'record')}"

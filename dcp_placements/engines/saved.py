@@ -581,13 +581,13 @@ def _proved(
     raise_faults(path, faults)
     plans = [sent[of_rank]._replace(rank=rank) for rank, of_rank in enumerate(ranks)]
     size, waived = len(plans), waive or {}
-    coordinator = Coordinator(plans, size=size, complete=True, waived=waived, strict=strict)
+    coordinator = Coordinator(plans, size=size, waived=waived, strict=strict)
     try:
         coordinator.prove()
     except PlacementError as error:
         raise PlacementError(f"{path}: {error}{note}") from None
     if not strict:
-        coordinator.finish_report(others_missing=False, merged_later=True)  # warns of its notes
+        coordinator.finish_report()  # warns of its notes
     keys = coordinator.metadata([])
     provenance = {"save_id": "", "world_size": size, **coordinator.record(keys)}
     return Metadata(keys, planner_data={RESERVED_KEY: provenance}, storage_data={})

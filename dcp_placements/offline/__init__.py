@@ -19,12 +19,12 @@ _HOMES = {
     "inspect": "dcp_placements.offline.inspection",
     "inspect_tensor": "dcp_placements.offline.inspection",
     "megatron_layout": "dcp_placements.convert.megatron_layout",
-    "merge_metadata": "dcp_placements.offline.merging",
     "rehearse": "dcp_placements.offline.rehearsals.rehearsal",
     "open_source": "dcp_placements.convert.conversion",
     "reshard": "dcp_placements.convert.conversion",
     "save_figure": "dcp_placements.offline.picture",
     "shapes": "dcp_placements.offline.inspection",
+    "stock_metadata": "dcp_placements.offline.rewriting",
     "to_json": "dcp_placements.offline.texts",
     "verify": "dcp_placements.offline.verification",
 }

@@ -38,12 +38,9 @@ from dcp_placements.planning import quiet_gc
 from dcp_placements.storage.index import RowIndex, index_of
 from dcp_placements.storage.metadata_file import read_metadata
 from dcp_placements.storage.provenance import SaveRecord, record_of, stored
-from dcp_placements.storage.rank_files import merge_rank_metadata
 from dcp_placements.storage.safe_pickle import RefusedGlobal
 from dcp_placements.storage.save_ids import (
-    absent_ranks,
     id_records,
-    rank_file_rank,
     writer_of,
 )
 from dcp_placements.storage.saved_file import Records
@@ -175,8 +172,8 @@ class Checkpoint:
     """A checkpoint, opened for examination. No process group is needed, and no data is read yet.
 
     Args:
-        path: A directory, or a URL that fsspec knows: DCP with one ``.metadata`` or with one per
-            rank, Megatron's ``torch_dist``, safetensors, or the items of ``torch_checkpointing``.
+        path: A directory, or a URL that fsspec knows: DCP, Megatron's ``torch_dist``,
+            safetensors, or the items of ``torch_checkpointing``.
         source: The world that saved those without this package, a ``DeclaredWorld``.
         described: Of files of ranks that no file describes: the metadata, and how chunks lie.
 
@@ -196,12 +193,10 @@ class Checkpoint:
         provenance: Facts about its save that it stores; None where it stores none.
         newer: What plain torch of this version, under this Python, fails at in its metadata.
         absent: File by key, of keys that the index of safetensors files names and the file lacks.
-        absent_ranks: Of a checkpoint without ``.metadata``, those whose own metadata are missing.
 
     Raises:
         CannotLook: No such path, no checkpoint in it, or metadata that cannot be read or is
             refused.
-        PlacementError: Metadata of ranks that contradict each other.
     """
 
     def __init__(
@@ -220,7 +215,6 @@ class Checkpoint:
         self._source = source
         with quiet_gc():
             self.absent: dict[str, str] = {}
-            self.absent_ranks: list[int] = []
             self.newer: set[str] = set()
             if described is None:
                 self.format, self.metadata = self._read()
@@ -397,9 +391,6 @@ class Checkpoint:
         if ".metadata" in names:
             kind = TORCH_DIST if is_torch_dist(directory) else DCP
             return kind, read_dcp(directory, ".metadata", self.newer)
-        if parts := read_rank_parts(directory, self.newer):
-            self.absent_ranks = absent_ranks(names)
-            return DCP, merge_rank_metadata(parts, absent=self.absent_ranks)
         if METADATA_FILE in names:
             with reading(directory, METADATA_FILE), directory.open(METADATA_FILE) as stream:
                 items = engine_items(stream)
@@ -428,18 +419,6 @@ def is_torch_dist(directory: Directory) -> bool:
     except (ValueError, OSError, RecursionError):
         return False
     return isinstance(content, dict) and content.get("sharded_backend") == TORCH_DIST
-
-
-def read_rank_parts(
-    directory: Directory, newer: set[str] | None = None
-) -> list[tuple[int, Metadata]]:
-    """Return the metadata of every rank of a save without collectives, by rank.
-
-    Raises:
-        CannotLook: As ``read_dcp``.
-    """
-    ranks = sorted((r, n) for n in directory.names() if (r := rank_file_rank(n)) is not None)
-    return [(rank, read_dcp(directory, name, newer)) for rank, name in ranks]
 
 
 def read_dcp(directory: Directory, name: str, newer: set[str] | None = None) -> Metadata:

@@ -13,6 +13,7 @@ from typing import IO, Any
 
 from dcp_placements.errors import CannotLook, format_name, format_names
 from dcp_placements.storage.file_reads import open_inside, why_barred
+from dcp_placements.storage.rank_metadata import only_of_ranks
 from dcp_placements.storage.remote import RemoteFileSystem, is_url, local_or_url
 
 MARKER = ".unfinished"
@@ -178,6 +179,8 @@ class Directory:
 def no_checkpoint(directory: Directory) -> CannotLook:
     """Return the error of a directory that holds no checkpoint."""
     names = directory.names()
+    if text := only_of_ranks(directory.path, names):
+        return CannotLook(text)
     marks = (".metadata", "model.safetensors.index.json", "model.safetensors")
     inside = [
         name

@@ -380,9 +380,7 @@ def shapes(
             for a key, gives one name twice, or makes a stack of which rows are missing.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
-    if checkpoint.absent or checkpoint.absent_ranks:
-        lost = sorted(set(checkpoint.absent.values()))
-        lost += [f"the metadata of rank {rank}" for rank in checkpoint.absent_ranks]
+    if lost := sorted(set(checkpoint.absent.values())):
         raise CannotLook(f"{checkpoint.path}: it is not whole: {format_names(lost)} missing")
     made = assembled(checkpoint.path, checkpoint.tensors, rename)
     return {fqn: tensor.shape for fqn, tensor in made.items()}

@@ -27,7 +27,6 @@ from dcp_placements.errors import (
     format_error,
     format_names,
     format_nbytes,
-    format_ranks,
     natural_key,
 )
 from dcp_placements.layout.boxes import (
@@ -462,12 +461,10 @@ def _notes(checkpoint: Checkpoint) -> Iterator[str]:
     has_metadata = directory.size(".metadata") is not None
     yield from checkpoint.notes
     if checkpoint.newer:
-        rewrite = " --rewrite" if has_metadata else ""
         yield (
             f"plain torch {version('torch')} cannot read .metadata here: it has "
             f"{' and '.join(sorted(checkpoint.newer))}. PlacementFileSystemReader reads it; "
-            f"dcp-placements merge-metadata {checkpoint.path}{rewrite} writes it as every torch "
-            "reads it"
+            f"dcp-placements stock-metadata {checkpoint.path} writes it as every torch reads it"
         )
     own, _ = checkpoint.id_records
     without = [file for file in checkpoint.files if file not in own and id_in_name(file) is None]
@@ -550,7 +547,7 @@ def stock_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
     if fqns:
         message = (
             "torch reads .metadata without its index, and looks for chunks in other places than "
-            f"the index has: {format_names(fqns, 4)}; merge-metadata --rewrite writes both anew"
+            f"the index has: {format_names(fqns, 4)}; stock-metadata writes both anew"
         )
         yield CheckpointFault("stock_metadata", tuple(fqns), (".metadata",), message)
 
@@ -613,10 +610,6 @@ def _place_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
                     at = "" if offset is None else f" at {offset}"
                     message = f"{file} has a chunk{at} that the tensor's metadata do not list"
                     yield CheckpointFault("unclaimed", (fqn,), (file,), message)
-    if absent := checkpoint.absent_ranks:
-        message = f"no metadata of {format_ranks(absent)}: what no other rank stored is missing"
-        ends = sorted({f"__{absent[0]}.metadata", f"__{absent[-1]}.metadata"})
-        yield CheckpointFault("missing_file", (), tuple(ends), message)
     for file in sorted(set(checkpoint.absent.values())):
         names = tuple(sorted(fqn for fqn, name in checkpoint.absent.items() if name == file))
         if checkpoint.directory.size(file) is None:

@@ -208,13 +208,14 @@ class Coordinator:
     Args:
         plans: One per rank that takes part.
         size: Number of ranks that there are.
-        complete: Whether the plans are all there are.
         waived: As of the planner.
         strict: Whether replicas that differ refuse the save.
         whole: The unsharded model, which the keys and shapes are compared with.
 
     Attributes:
         plans: The same.
+        complete: False of one rank of several that saves by itself (``no_dist=True``), which may
+            hold parts of tensors, and does not see what others hold.
         statements: What ranks send beside their keys, by its packed form.
         world: What the ranks hold.
         report: On all ranks together.
@@ -226,13 +227,12 @@ class Coordinator:
         plans: Sequence[LocalPlan],
         *,
         size: int,
-        complete: bool,
         waived: Mapping[str, str],
         strict: bool,
         whole: WholeModel | None = None,
     ) -> None:
         self.plans = plans
-        self.complete = complete
+        self.complete = len(plans) > 1 or size == 1
         self._size, self._whole = size, whole
         self._ranks_of: dict[bytes, list[int]] = {}
         for plan in plans:
@@ -446,14 +446,8 @@ class Coordinator:
         numberings = {key: value for one in statements for key, value in one.numberings.items()}
         return packed_record(list(numbers), number_of, keys, renames, numberings)
 
-    def finish_report(self, *, others_missing: bool, merged_later: bool) -> None:
-        """Put into the report what ranks say beside their keys; warn of what may be wrong.
-
-        Args:
-            others_missing: Whether the process group of a rank that plans alone lacks ranks.
-            merged_later: Whether a rank that plans alone has file names of its own, as without
-                collectives: each rank then writes its own metadata, to be merged.
-        """
+    def finish_report(self) -> None:
+        """Put into the report what ranks say beside their keys; warn of what may be wrong."""
         rules: dict[str, int] = {}
         shapes: dict[str, dict[Shapes, None]] = {}
         statements = self.statements.values()
@@ -473,10 +467,9 @@ class Coordinator:
             with suppress(ValueError):  # some launchers leave a text there, such as "auto"
                 size = max(size, int(os.environ.get("WORLD_SIZE", "")))
         lacking = len(ranks) < size
-        if not self.complete and not others_missing:
+        if not self.complete:
             # Rank 0 alone with whole tensors is a complete checkpoint.
-            is_part = self.report.unique_nbytes < self.report.whole_nbytes
-            lacking = not merged_later and (ranks[0] > 0 or is_part)
+            lacking = ranks[0] > 0 or self.report.unique_nbytes < self.report.whole_nbytes
         if lacking:
             notes.append(refusals.not_all_ranks(self.report, ranks, size))
         self.report.warnings = tuple(map(str, notes))

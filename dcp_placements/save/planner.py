@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import logging
 import multiprocessing
 import os
 import pickle
-import re
 import threading
 import uuid
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product, repeat
 from typing import Any
@@ -32,6 +30,7 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 from dcp_placements._torch import (
     HUGGING_FACE_DATA,
     ShardedTensor,
+    StoragePrefix,
     global_rank,
     named_axes,
     set_up_by_torch,
@@ -39,7 +38,7 @@ from dcp_placements._torch import (
     world_size,
 )
 from dcp_placements.bind.lint import dropped_rows, lint
-from dcp_placements.bind.one_tensor import Placed, Placing
+from dcp_placements.bind.one_tensor import Placing
 from dcp_placements.bind.state_dict import numberings, place
 from dcp_placements.errors import (
     Fault,
@@ -85,16 +84,13 @@ from dcp_placements.save.coordinator import (
 from dcp_placements.save.refusals import repeat_fault
 from dcp_placements.storage.provenance import (
     COPIES,
-    DIGESTS_OF_RANK,
-    REPLACED,
     RESERVED_KEY,
     identity,
 )
-from dcp_placements.storage.rank_files import saves_before
+from dcp_placements.storage.rank_metadata import without_collectives
 from dcp_placements.storage.save_ids import id_data, id_items, is_named, reserved_faults
 from dcp_placements.table.digests import (
     differing_repeats,
-    digests_by_chunk,
     digests_of,
 )
 from dcp_placements.table.table import (
@@ -112,7 +108,6 @@ DIGESTS = ("sampled", "full", "off")
 ON_CONFLICT = ("error", "warn")
 
 logger = logging.getLogger(__name__)
-_RANK_PREFIX = re.compile(r"__(\d+)_")
 
 
 @dataclass
@@ -333,19 +328,13 @@ class PlacementSavePlanner(DefaultSavePlanner):
             local_plan = LocalPlan(local_plan.rank, faults=packed_faults(save.refusal))
         return SavePlan(ItemsToCome(), planner_data=local_plan)  # type: ignore[arg-type]
 
-    def _local_plan(self, save: RankSave, left: Collection[str] = ()) -> LocalPlan:
-        """Take in what the rank holds, and return what is sent to the coordinator.
-
-        Args:
-            save: The save.
-            left: Keys that are left to other ranks.
-        """
+    def _local_plan(self, save: RankSave) -> LocalPlan:
+        """Take in what the rank holds, and return what is sent to the coordinator."""
         rank, placing, placed = global_rank(), save.placing, save.placing.placed.values()
         paths: Mapping[str, Path] = save.mappings if self.flatten_state_dict else {}
         if self.rename is not None:
             paths = {key: checkpoint_path(key, path) for key, path in paths.items()}
-        without = placing.absent.union(left)
-        save.holding = holding = holding_of(save.state_dict, placing.placed, paths, without)
+        save.holding = holding = holding_of(save.state_dict, placing.placed, paths, placing.absent)
         lookup = self.lookup_object
         sent_digests = digests_of(holding, self.digests, world=world_size(), lookup=lookup)
         several = [tensor for tensor in placed if len(tensor.place.chunks) > 1]
@@ -402,39 +391,35 @@ class PlacementSavePlanner(DefaultSavePlanner):
     def _agree(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Return what ``create_global_plan`` does."""
         save = self._runs.current()
+        if len(all_plans) == 1:
+            # Torch's writer names a rank's files before the global plan only without collectives.
+            # By any writer, a rank that is no coordinator gets here only then: with no_dist=True
+            # each is its own.
+            is_named = isinstance(all_plans[0].storage_data, StoragePrefix)
+            if is_named or (world_size() > 1 and not save.is_coordinator):
+                raise without_collectives()
         with quiet_gc():
-            # One plan where there are more ranks: a save without collectives, nobody sees the rest.
-            alone = len(all_plans) == 1 and world_size() > 1
             sent = messages_of("save", all_plans, LocalPlan)
             if any(plan.faults for plan in sent):
                 raise_faults_of_ranks(REFUSED, {plan.rank: plan.faults for plan in sent})
-            if alone and self.copies != "off":
-                raise PlacementError("copies= needs a save by all ranks together")
-            in_group = _rank_in_group(all_plans[0].storage_data) if alone else None
-            others_missing = in_group not in (None, global_rank())
-            if alone and not save.is_coordinator and not others_missing:
-                # With a coordinator of its own (no_dist=True) a rank saves all that it has.
-                sent = [self._local_plan(save, _left_to_others(save.placing.placed.values()))]
             coordinator = Coordinator(
                 sent,
                 size=world_size(),
-                complete=not alone,
                 waived=self.waive,
                 strict=self.on_conflict == "error",
                 whole=self.whole,
             )
+            if self.copies != "off" and not coordinator.complete:
+                raise PlacementError("copies= needs a save by all ranks together")
             coordinator.prove()
             metadata = coordinator.metadata([] if save.holding is None else save.holding.fqns)
-            coordinator.finish_report(
-                others_missing=others_missing,
-                merged_later=all_plans[0].storage_data is not None,
-            )
+            coordinator.finish_report()
             save.report = coordinator.report
             save_id = uuid.uuid4().bytes
             assignments = coordinator.assign(
                 lowest_rank=self.dedup_save_to_lowest_rank, save_id=save_id, copies=self.copies
             )
-            # What a writer put into a local plan stays in it: without collectives, its file names.
+            # What a writer put into a local plan stays in it.
             save.global_plan = [
                 dataclasses.replace(plan, planner_data=assignment)
                 for plan, assignment in zip(all_plans, assignments, strict=True)
@@ -443,8 +428,6 @@ class PlacementSavePlanner(DefaultSavePlanner):
             provenance |= coordinator.record(metadata)
             if self.copies != "off":
                 provenance[COPIES] = True
-            if alone:
-                provenance |= self._provenance_of_rank(save)
             data: dict[str, Any] = {}
             for table in coordinator.world.tables if self.flatten_state_dict else ():
                 data.update(table.paths())
@@ -512,45 +495,6 @@ class PlacementSavePlanner(DefaultSavePlanner):
             if chunk.offsets == tuple(index.offset or ()):
                 return placed.view(chunk)
         raise PlacementError(f"{index.fqn}: this rank has no chunk at offset {index.offset}")
-
-    def _provenance_of_rank(self, save: RankSave) -> dict[str, Any]:
-        """Return what shows when metadata of ranks that saved alone are merged: their contents."""
-        provenance: dict[str, Any] = {"options": {"on_conflict": self.on_conflict}}
-        older = os.path.join(save.directory, f"__{global_rank()}.metadata")
-        if save.directory and os.path.isfile(older):
-            # A rank that is stopped before it saves again has saved here less often.
-            provenance[REPLACED] = saves_before(lambda: io.BufferedReader(io.FileIO(older)))
-        if self.digests != "off" and save.holding is not None:
-            digests = digests_by_chunk(save.holding, self.digests, self.lookup_object)
-            provenance[DIGESTS_OF_RANK] = digests
-        return provenance
-
-
-def _rank_in_group(storage_data: Any) -> int | None:
-    """Return this rank in the process group of a save without collectives; None if not known.
-
-    Torch's writer, and those made from it, name the files of a rank by it. A process group is not
-    given to a planner.
-
-    Args:
-        storage_data: What the writer put into the local plan.
-    """
-    prefix = getattr(storage_data, "prefix", None)
-    match = _RANK_PREFIX.match(prefix) if isinstance(prefix, str) else None
-    return None if match is None else int(match[1])
-
-
-def _left_to_others(placed: Iterable[Placed]) -> set[str]:
-    """Return the keys of this rank's tensors that another rank writes, by their axes alone.
-
-    It holds where all ranks save: in a process group that lacks some, the first rank along an axis
-    may be one of those.
-
-    A DTensor is on all ranks of its own mesh, so the first along the axes that do not cut it
-    writes. Of other axes, those of a rule or of the mesh that its own was sliced from, nothing is
-    known: along ``pp`` and ``ep`` other ranks may have other keys.
-    """
-    return {one.fqn for one in placed if any(axis.position for axis in one.place.replicating)}
 
 
 def assigned_items(

@@ -373,8 +373,8 @@ def not_all_ranks(report: SaveReport, ranks: Sequence[int], size: int) -> Fault:
         *details,
         "reason:      what only other ranks hold is not saved; and if they save into the same "
         "directory, they overwrite files and .metadata of each other",
-        "way out:     dcp.save on all ranks after init_process_group(), without no_dist=True; "
-        "without communication use_collectives=False; or a directory for each group",
+        "way out:     dcp.save on all ranks after init_process_group(), without no_dist=True; or "
+        "a directory for each group",
     )
 
 

@@ -157,7 +157,7 @@ def read_metadata(
             warnings.warn(
                 f"the index of .metadata cannot be used: {damage}; the pickle before it is read "
                 "in its place\n"
-                "    way out:     dcp-placements merge-metadata PATH --rewrite",
+                "    way out:     dcp-placements stock-metadata PATH",
                 stacklevel=2,
             )
         if metadata is None:

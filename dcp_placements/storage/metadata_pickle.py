@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
 
 from dcp_placements._torch import MemoryFormat, StorageInfo, layout_named
-from dcp_placements.storage.provenance import DIGESTS_OF_RANK, stored
+from dcp_placements.storage.provenance import stored
 from dcp_placements.storage.safe_pickle import (
     DTYPES,
     LARGEST_KEY,
@@ -48,7 +48,7 @@ MEGATRON = "megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"
 
 MAX_DIMS = 64
 _MAX_PATH_CHARS = 1 << 14
-_BY_KEY = ("digests", DIGESTS_OF_RANK, "row_maps", "rules")
+_BY_KEY = ("digests", "row_maps", "rules")
 
 
 def load_metadata_pickle(stream: IO[bytes]) -> Any:

@@ -29,17 +29,8 @@ RESERVED_KEY = "dcp_placements"
 OWN_PREFIX = f"{RESERVED_KEY}."
 """Begins the keys in ``storage_data`` of records beside those of tensors and objects."""
 
-DIGESTS_OF_RANK = "sampled_digests"
-"""The key of the digests in the provenance of a rank that saved alone."""
-
-REPLACED = "replaced"
-"""The key in the provenance of a rank that saved alone: how often it had saved there before."""
-
 COPIES = "copies"
 """The key in the provenance of a save whose ranks write copies of what others write."""
-
-StoredDigests = dict[str, dict[tuple[int, ...] | None, bytes]]
-"""FQN to offset (None for an object) to digest."""
 
 
 def identity(save_id: bytes, *, world_size: int, step: int | None) -> dict[str, Any]:
@@ -71,30 +62,15 @@ def stored(metadata: Any) -> Mapping[str, Any] | None:
 
 
 def saved_by(metadata: Any) -> str:
-    """Return a short text that names the save; empty where nothing tells, or each rank saved alone.
+    """Return a short text that names the save; empty where nothing tells, or a rank saved alone.
 
-    The metadata that a rank wrote without collectives has an id of its own.
+    Ranks that save with ``no_dist=True``, each into a directory of its own, have an id each.
     """
     provenance = stored(metadata)
     if provenance is None or provenance.get("world_size", 1) == 1:
         return ""
     step = f" (step {provenance['step']})" if "step" in provenance else ""
     return f"save {provenance['save_id'][:8]}{step}"
-
-
-def stored_digest(
-    provenance: Mapping[str, Any], fqn: str, offset: Sequence[int] | None
-) -> bytes | None:
-    """Return the digest of a chunk, or of an object, of a rank that saved alone.
-
-    Args:
-        provenance: Of the rank.
-        fqn: The key.
-        offset: Of the chunk; an object has none.
-    """
-    at = None if offset is None else tuple(offset)
-    digest = provenance.get(DIGESTS_OF_RANK, {}).get(fqn, {}).get(at)
-    return digest if isinstance(digest, bytes) else None
 
 
 def cut_of_plain(
@@ -173,38 +149,6 @@ def packed_record(
     if numberings:
         record["numbers"] = plain_of_numberings(numberings)
     return record
-
-
-def merged_provenance(parts: Sequence[Any], keys: Collection[str]) -> dict[str, Any]:
-    """Return the provenance of a checkpoint whose ranks each wrote their own.
-
-    It is that of the lowest rank that has one, with the record of all.
-
-    Args:
-        parts: Torch's ``Metadata`` of each rank.
-        keys: Of the whole checkpoint.
-    """
-    own = [one for one in map(stored, parts) if one is not None]
-    if not own:
-        return {}
-    merged = {k: v for k, v in own[0].items() if k not in (DIGESTS_OF_RANK, REPLACED)}
-    merged["world_size"] = max(len(own), merged.get("world_size", 1))
-    numbers: dict[Cuts, int] = {(): 0}
-    group_of: dict[str, int] = {}
-    renames: dict[Step, None] = {}
-    numberings: dict[Family, Numbering] = {}
-    read = [record_of(stored(part), part.state_dict_metadata) for part in parts]
-    records = [record for record in read if record is not None]
-    for record in records:
-        renames.update(dict.fromkeys(record.renames))
-        numberings.update(record.numberings)
-        for fqn, group in record.group_of.items():
-            number = numbers.setdefault(record.groups[group], len(numbers))
-            if group_of.setdefault(fqn, number) != number:
-                group_of[fqn] = 0
-    if not records:
-        return merged
-    return merged | packed_record(list(numbers), group_of, keys, renames, numberings)
 
 
 def record_of(provenance: Mapping[str, Any] | None, keys: Iterable[str]) -> SaveRecord | None:

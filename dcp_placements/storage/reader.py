@@ -39,11 +39,6 @@ from dcp_placements.report import Traffic
 from dcp_placements.storage.file_reads import CountedFile, Part, open_inside
 from dcp_placements.storage.index import places_of, with_copies
 from dcp_placements.storage.metadata_file import read_metadata
-from dcp_placements.storage.rank_files import (
-    merge_rank_metadata,
-    no_checkpoint,
-    unreadable,
-)
 from dcp_placements.storage.record_reads import (
     DAMAGED,
     IS_DAMAGED,
@@ -66,10 +61,10 @@ from dcp_placements.storage.save_ids import (
     id_item,
     id_records,
     missing,
-    rank_files,
     speaking_for,
 )
 from dcp_placements.storage.torch_metadata import StoredPlace, check_facts, refusing
+from dcp_placements.storage.wrong_path import no_checkpoint, unreadable
 
 
 @runtime_checkable
@@ -103,8 +98,8 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
     """Reads whatever ``FileSystemReader`` reads; takes the same arguments.
 
     ``dcp.load(state_dict, storage_reader=PlacementFileSystemReader(path), planner=...)``, with any
-    planner. A directory without ``.metadata`` in which every rank wrote its own
-    (``dcp.save(..., use_collectives=False)``) is read as one checkpoint, in any topology.
+    planner. A directory that has the metadata of single ranks alone, which
+    ``dcp.save(..., use_collectives=False)`` leaves, is refused.
 
     Args:
         path: A directory, or a URL that fsspec knows (``s3://bucket/checkpoint``).
@@ -156,27 +151,21 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
 
         Raises:
             NoCheckpoint: There are no metadata.
-            PlacementError: Metadata that cannot be read; ranks' own that contradict each other;
-                with ``restricted``, metadata that are refused.
+            PlacementError: Metadata that cannot be read, or, with ``restricted``, are refused;
+                always with ``rank=``, as those of one rank describe its own part alone.
         """
-        rank = kwargs.get("rank")
-        if rank is not None and self._refusal is not None:
-            # Torch asks for this rank's own then; where the metadata of all ranks together are
-            # none, or cannot be read, a part of them is no checkpoint either.
+        if kwargs.get("rank") is not None:
+            # Torch asks for these after those of all ranks were refused.
             raise PlacementError("for the same reason") from self._refusal
         self._refusal = None
         try:
-            path = self._get_metadata_path(rank)
-            if rank is None and not self.fs.exists(path):
-                files, absent = rank_files(self.fs, self.path)
-                if not files:
-                    raise no_checkpoint(self.path)
-                parts = [(number, self._read_metadata(file)) for number, file in files]
-                metadata = merge_rank_metadata(parts, absent=absent)
-            else:
-                metadata = self._read_metadata(path)
+            path = self._get_metadata_path(None)
+            if not self.fs.exists(path):
+                is_remote = isinstance(self.fs, RemoteFileSystem)
+                raise no_checkpoint(self.path, self.fs.entries(self.path) if is_remote else ())
+            metadata = self._read_metadata(path)
         except Exception as error:
-            self._refusal = None if rank is not None else error
+            self._refusal = error
             raise
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()

@@ -15,7 +15,6 @@ import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,15 +34,11 @@ RECORDS = 4
 """Records of a rank. Torch's writer deals objects out over the files of its threads one after the
 other, so up to so many files of a rank have one."""
 
-MOST_RANKS = 1 << 20
-"""More ranks than any save has."""
-
 _RECORD = re.compile(rb"dcp_placements save ([0-9a-f]{32})\n")
 ID_NBYTES = 256
 """No record of an id is longer."""
 
 _NAME = re.compile(r"__(\d+)(?:_([0-9a-f]{8}))?_\d+\.distcp\Z")
-_RANK_FILE = re.compile(r"__(\d+)\.metadata")
 _UNFINISHED = re.compile(r"(?:\.[0-9a-f]{8})?\.tmp")
 _NAMED_PREFIX = re.compile(r"__\d+_([0-9a-f]{8})_")
 
@@ -72,53 +67,6 @@ def is_data_file(name: str) -> bool:
     [True, False, False]
     """
     return _NAME.match(name) is not None
-
-
-def rank_file_rank(name: str) -> int | None:
-    """Return the rank whose own metadata a file is, by its name; None for other files.
-
-    >>> rank_file_rank("__3.metadata"), rank_file_rank("__3_0.distcp")
-    (3, None)
-    """
-    match = _RANK_FILE.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def absent_ranks(names: Iterable[str]) -> list[int]:
-    """Return the ranks whose own metadata are missing in a checkpoint, as far as names show it.
-
-    They have data files, or a smaller number than another rank that has metadata.
-
-    Args:
-        names: Of the files in the checkpoint's directory.
-
-    >>> absent_ranks(["__0.metadata", "__2.metadata", "__2_0.distcp", "__3_0.distcp"])
-    [1, 3]
-    """
-    names = list(names)
-    ranks = {rank for name in names if (rank := rank_file_rank(name)) is not None}
-    writers = {rank for name in names if (rank := writer_of(name)) is not None}
-    return sorted(writers.union(range(min(max(ranks, default=0), MOST_RANKS))) - ranks)
-
-
-def rank_files(fs: Any, path: Any) -> tuple[list[tuple[int, Any]], list[int]]:
-    """Return ``(rank, file)`` of every rank's own metadata in a checkpoint, and absent ranks.
-
-    Args:
-        fs: The checkpoint's file system, torch's or one of its kind.
-        path: The checkpoint.
-    """
-    if hasattr(fs, "ls"):
-        if not fs.exists(path) or (isinstance(path, Path) and not path.is_dir()):
-            return [], []
-        names = [os.path.basename(str(entry)) for entry in fs.ls(path)]
-        ranks = sorted({rank for name in names if (rank := rank_file_rank(name)) is not None})
-        files = [(rank, fs.concat_path(path, f"__{rank}.metadata")) for rank in ranks]
-        return files, absent_ranks(names)
-    probed: list[tuple[int, Any]] = []
-    while fs.exists(file := fs.concat_path(path, f"__{len(probed)}.metadata")):
-        probed.append((len(probed), file))
-    return probed, []
 
 
 def unfinished_name(name: str) -> str:

@@ -30,7 +30,7 @@ from dcp_placements.storage.metadata_pickle import PATHS_OF_3_13
 from dcp_placements.storage.torch_metadata import portable_state
 
 NO_STOCK_METADATA = (
-    "this checkpoint has no stock metadata: run `dcp-placements merge-metadata PATH`"
+    "this checkpoint has no stock metadata: run `dcp-placements stock-metadata PATH`"
 )
 """Plain DCP ends in "No module named ..." and this, so there is no dot in it."""
 

@@ -37,7 +37,7 @@ from dcp_placements._torch import StorageInfo
 from dcp_placements.errors import PlacementError, format_name
 from dcp_placements.layout.boxes import Boxes, Ints, as_array, as_boxes
 from dcp_placements.layout.sharding import Box
-from dcp_placements.storage.provenance import DIGESTS_OF_RANK, stored
+from dcp_placements.storage.provenance import stored
 
 PORTABLE_PROPERTIES = 5
 """The fields of ``TensorProperties`` in a pickle that every torch reads."""
@@ -245,7 +245,7 @@ _ENTRIES = (TensorStorageMetadata, BytesStorageMetadata)
 
 _PROVENANCE: dict[str, Any] = {
     **{"save_id": str, "step": int | str, "world_size": int, "copies": bool},
-    **dict.fromkeys(("rules", DIGESTS_OF_RANK, "axes", "versions", "options", "row_maps"), Mapping),
+    **dict.fromkeys(("rules", "axes", "versions", "row_maps"), Mapping),
 }
 """The types of what is recorded of a save."""
 
@@ -291,10 +291,9 @@ def check_provenance(provenance: Mapping[str, Any]) -> None:
         if name in provenance and not isinstance(value := provenance[name], kind):
             verb = "are" if kind is Mapping else "is"
             raise TypeError(f"its provenance is broken: {name} {verb} a {type(value).__name__}")
-    for name, kind in (("rules", str), (DIGESTS_OF_RANK, Mapping)):
-        items = provenance.get(name, {}).items()
-        if not all(type(key) is str and isinstance(value, kind) for key, value in items):
-            raise TypeError(f"its provenance is broken: {name} are not by key")
+    rules = provenance.get("rules", {}).items()
+    if not all(type(key) is str and isinstance(value, str) for key, value in rules):
+        raise TypeError("its provenance is broken: rules are not by key")
 
 
 @contextmanager

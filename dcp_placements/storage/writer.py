@@ -45,8 +45,8 @@ from dcp_placements.storage.metadata_file import (
     read_file_names,
     write_metadata,
 )
-from dcp_placements.storage.provenance import COPIES, REPLACED, RESERVED_KEY, stored
-from dcp_placements.storage.rank_files import saves_before
+from dcp_placements.storage.provenance import COPIES, stored
+from dcp_placements.storage.rank_metadata import without_collectives
 from dcp_placements.storage.records import errors_of, split_by_chunk, write_items
 from dcp_placements.storage.remote import RemoteFileSystem, UrlPath, is_url, local_or_url
 from dcp_placements.storage.save_ids import (
@@ -57,7 +57,6 @@ from dcp_placements.storage.save_ids import (
     named,
     sync_directory,
     unfinished_name,
-    writer_of,
 )
 from dcp_placements.storage.torch_metadata import StoredPlace, build_entries
 from dcp_placements.storage.written import WriteResults
@@ -90,7 +89,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         path: A directory, or a URL that fsspec knows (``s3://bucket/checkpoint``).
         stock_metadata: Whether ``.metadata`` has what plain DCP reads: 52 bytes for each chunk of
             each rank. Without it only ``PlacementFileSystemReader`` and the command line read the
-            checkpoint, by an index; ``dcp-placements merge-metadata`` adds it later. ``"auto"``
+            checkpoint, by an index; ``dcp-placements stock-metadata`` adds it later. ``"auto"``
             leaves it out above 5 million chunks, where each rank of plain DCP would take minutes
             and gigabytes to read it, and says so.
         storage_options: What fsspec passes to the file system of a URL.
@@ -129,17 +128,21 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         # Torch would sync all file systems of the machine for a file that is on none.
         self.sync_files = self._syncs_local_files and not is_url(path)
 
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin a save. Called on every rank.
+
+        Raises:
+            PlacementError: It is one without collectives.
+        """
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+        if not self.use_collectives:
+            raise without_collectives()
+
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Refuse ranks' own metadata beside a ``.metadata``. Called on every rank."""
+        """Make the path absolute. Called on every rank."""
         if type(self.fs) is FileSystem:
             # The process may change its working directory before all is written.
             self.path = Path(self.path).absolute()
-        if not self.use_collectives and self.fs.exists(self._get_metadata_path(None)):
-            raise PlacementError(
-                f"{self.path}: has a .metadata, which readers take in place of the ranks' own that "
-                "use_collectives=False writes\n"
-                "    way out:     save into another directory, or remove .metadata"
-            )
         return super().prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -148,11 +151,10 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         own = uuid.uuid4().bytes
         prepared = []
         for number, plan in enumerate(plans):
-            given = plan.storage_data
-            prefix = f"__{number}_" if given is None else given.prefix
             # The planner of this package sends an id, the same to all ranks.
             save_id = getattr(plan.planner_data, "save_id", own)
-            prepared.append(replace(plan, storage_data=StoragePrefix(named(prefix, save_id))))
+            name = named(f"__{number}_", save_id)
+            prepared.append(replace(plan, storage_data=StoragePrefix(name)))
         return prepared
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -198,19 +200,16 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         """Write ``.metadata``, which completes the checkpoint. Called on the coordinator.
 
         Then remove the data files of the checkpoint that was there before; other ranks wait for
-        that a few seconds at most. Without collectives it is called on every rank, and writes that
-        rank's own metadata file.
+        that a few seconds at most.
         """
         state = self._metadata_states().get(self._metadata_name)
         older = self._older_files() if state is not None else set()
-        if state is not None and not self.use_collectives and stored(metadata) is not None:
-            metadata.planner_data[RESERVED_KEY][REPLACED] = saves_before(self._opener())
         self._write_metadata(metadata, results)
         # By a copy: this writer may begin another save, elsewhere.
         removal = threading.Thread(target=copy(self)._remove_older, args=(older,))
         removal.start()
         removal.join(REMOVAL_S)
-        if self.use_collectives and state != self._before.get(self._metadata_name):
+        if state != self._before.get(self._metadata_name):
             warnings.warn(
                 f"{self.path}: another save into this directory ended while this one was under "
                 "way, and this one has replaced it: what only the other saved is lost\n"
@@ -221,7 +220,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
 
     @property
     def _metadata_path(self) -> Any:
-        return self._get_metadata_path(None if self.use_collectives else self.rank)
+        return self._get_metadata_path()
 
     @property
     def _metadata_name(self) -> str:
@@ -278,10 +277,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         return {
             name
             for name, written in times.items()
-            if written <= latest
-            and is_data_file(name)
-            and id_in_name(name) is None
-            and (self.use_collectives or writer_of(name) == self.rank)
+            if written <= latest and is_data_file(name) and id_in_name(name) is None
         }
 
     def _remove(self, names: Iterable[str]) -> None:
@@ -361,7 +357,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             warnings.warn(
                 f"{self.path}: {rows:,} chunks: what plain DCP reads is left out of .metadata, as "
                 "each of its ranks would read all of them; PlacementFileSystemReader loads it\n"
-                "    way out:     dcp-placements merge-metadata PATH writes it later; "
+                "    way out:     dcp-placements stock-metadata PATH writes it later; "
                 "PlacementFileSystemWriter(stock_metadata=True) does now, and False says nothing",
                 stacklevel=2,
             )

@@ -32,7 +32,6 @@ from dcp_placements.bind.one_tensor import Placed
 from dcp_placements.layout.boxes import Array, Bools
 from dcp_placements.layout.sharding import Chunk
 from dcp_placements.names.optimizer_state import ParameterNames
-from dcp_placements.storage.provenance import StoredDigests
 from dcp_placements.table.table import OBJECT, Group, Held, Holding
 from dcp_placements.table.world import Cover, Piece, World
 
@@ -79,25 +78,12 @@ def digests_of(
     width = (fitting or WIDTHS[-1:])[0]
     undigested: dict[str, None] = {}
     digests: list[bytes] = []
-    for fqn, _, digest in _each_digest(groups, kind, lookup):
+    for fqn, digest in _each_digest(groups, kind, lookup):
         if digest is None:
             undigested[fqn] = None
         digests.append(bytes(WIDTHS[0]) if digest is None else digest[: WIDTHS[0]])
     packed = _narrowed(np.frombuffer(b"".join(digests), "<u8"), width).tobytes()
     return packed, tuple(undigested)
-
-
-def digests_by_chunk(holding: Holding, kind: str, lookup: Lookup) -> StoredDigests:
-    """Return a digest of each chunk and object, of those that can be read.
-
-    A rank that saves alone stores them, so that they are compared when its metadata are merged with
-    those of other ranks. Arguments are those of ``digests_of``.
-    """
-    found: StoredDigests = {}
-    for fqn, offsets, digest in _each_digest(holding.groups, kind, lookup):
-        if digest is not None:
-            found.setdefault(fqn, {})[offsets] = digest
-    return found
 
 
 def differing_repeats(placed: Iterable[Placed], kind: str) -> Iterator[tuple[Placed, list[Chunk]]]:
@@ -122,8 +108,8 @@ def differing_repeats(placed: Iterable[Placed], kind: str) -> Iterator[tuple[Pla
 
 def _each_digest(
     groups: Sequence[Held], kind: str, lookup: Lookup
-) -> Iterator[tuple[str, tuple[int, ...] | None, bytes | None]]:
-    """Yield key, offsets (None of an object) and digest, by group, key and box."""
+) -> Iterator[tuple[str, bytes | None]]:
+    """Yield key and digest, by group, key and box."""
     tensors: list[torch.Tensor] = []
     for held in groups:
         if held.group.kind != OBJECT:
@@ -136,13 +122,11 @@ def _each_digest(
     for held in groups:
         if held.group.kind == OBJECT:
             for fqn, value in zip(held.fqns, held.values, strict=True):
-                yield fqn, None, object_digest(value)
+                yield fqn, object_digest(value)
         else:
-            places = product(held.fqns, held.boxes)
-            for (fqn, box), digest in zip(
-                places, islice(digests, len(held.fqns) * len(held.boxes)), strict=True
-            ):
-                yield fqn, box.offsets, digest
+            for fqn in held.fqns:
+                for digest in islice(digests, len(held.boxes)):
+                    yield fqn, digest
 
 
 def _narrowed(digests: Digests, width: int) -> Digests:

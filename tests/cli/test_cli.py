@@ -28,6 +28,7 @@ from tests.offline_scenes import (
     save_torch_dist,
     wholes,
 )
+from tests.storage_scenes import save_alone
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ COMMANDS: dict[str, tuple[Any, ...]] = {
     "rehearse": ("it", *RULES),
     "doctor": ("it", "--experts-per-layer", 8),
     "draw": ("it", FQN, "-o", "drawn.svg"),
-    "merge-metadata": ("it",),
+    "stock-metadata": ("it",),
     "megatron": ("it",),
     "import": ("it", "imported"),
     "export": ("it", "exported"),
@@ -79,15 +80,15 @@ def hostile(path: Path) -> None:
 
 EXIT_CODES: dict[str, tuple[Callable[[Path], object], str]] = {
     # by command, in the order of COMMANDS: 0 sound or done, 1 not sound, 2 could not
-    "stock": (lambda path: save_sharded(path, lean=False, digests="off"), "000000 22100"),
-    "ours": (save_sharded, "000000 22100"),
-    "ranks": (lambda path: save_sharded(path, collectives=False), "000000 02100"),
+    "stock": (lambda path: save_sharded(path, lean=False, digests="off"), "000000 02100"),
+    "ours": (save_sharded, "000000 02100"),
+    "ranks": (lambda path: save_alone(path, 0, wholes()), "222222 22222"),
     "torch_dist": (save_torch_dist, "000110 22102"),
     "safetensors": (lambda path: save_hugging_face(path, wholes()), "000000 22000"),
-    "truncated": (damaged(damage.truncate), "011000 22111"),
-    "removed": (damaged(damage.remove_file), "011100 22111"),
-    "hole": (damaged(damage.drop_chunk), "011100 22111"),
-    "overlap": (damaged(damage.overlap_chunk), "011000 22111"),
+    "truncated": (damaged(damage.truncate), "011000 02111"),
+    "removed": (damaged(damage.remove_file), "011100 02111"),
+    "hole": (damaged(damage.drop_chunk), "011100 02111"),
+    "overlap": (damaged(damage.overlap_chunk), "011000 02111"),
     "hostile": (hostile, "222222 22222"),
     "empty": (Path.mkdir, "222222 22222"),
     "file": (Path.touch, "222222 22222"),

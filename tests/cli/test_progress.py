@@ -37,7 +37,7 @@ def test_every_command_has_a_bar_that_ends_at_all_of_it(
     elif command == "import":
         save_hugging_face(Path("it"), wholes())
     else:
-        save_sharded(Path("it"), collectives=command != "merge-metadata")
+        save_sharded(Path("it"))
     monkeypatch.setattr(commands, "progress", recorded)
     assert run(command, *COMMANDS[command]).code == 0
     assert [label for label, _ in bars] == [command]

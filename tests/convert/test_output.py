@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dcp_placements.offline import CannotLook, Checkpoint, draw, merge_metadata, save_figure
+from dcp_placements.offline import CannotLook, Checkpoint, draw, save_figure, stock_metadata
 from dcp_placements.offline.box_reads import BoxReader
 from dcp_placements.offline.output import Output, replaced_file
 from tests.offline_scenes import Run, save_sharded
@@ -146,13 +146,12 @@ def plant(folder: Path, outside: Path, *names: str) -> None:
         (folder / name).symlink_to(outside)
 
 
-def test_merge_metadata_does_not_write_through_links(tmp_path: Path) -> None:
-    """M58: what was in the link's place is replaced; what it points to stays."""
+def test_m58_stock_metadata_does_not_write_through_links(tmp_path: Path) -> None:
+    """What was in the link's place is replaced; what it points to stays."""
     path, outside = tmp_path / "ckpt", tmp_path / "outside"
-    save_sharded(path, collectives=False)
-    plant(path, outside, ".metadata", ".metadata.tmp", ".metadata.partial", "..metadata.partial")
-    os.remove(path / ".metadata")
-    merge_metadata(path)
+    save_sharded(path, stock_metadata=False)
+    plant(path, outside, ".metadata.tmp", ".metadata.partial", "..metadata.partial")
+    stock_metadata(path)
     assert outside.read_text() == "precious"
     assert not (path / ".metadata").is_symlink()
     assert len(Checkpoint(path).tensors) == 5

@@ -11,14 +11,14 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load as load_safetensors
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-from dcp_placements import PlacementFileSystemReader
 from dcp_placements.errors import CannotLook
 from dcp_placements.offline import (
     Checkpoint,
     diff,
     export_safetensors,
-    merge_metadata,
+    stock_metadata,
 )
 from dcp_placements.offline.output import MARKER, RemoteOutput
 from dcp_placements.storage.remote import RemoteFileSystem
@@ -236,15 +236,13 @@ def test_an_interrupted_export_goes_on_beside_no_file_of_others(
     assert contents(out) == before
 
 
-def test_metadata_of_ranks_are_merged_at_a_url(tmp_path: Path, memory: str, run: Run) -> None:
-    save_sharded(tmp_path, collectives=False)
+def test_stock_metadata_are_written_at_a_url(tmp_path: Path, memory: str, run: Run) -> None:
+    save_sharded(tmp_path, stock_metadata=False)
     upload(tmp_path, memory)
-    assert ".metadata" not in names(memory)
-    ran = run("merge-metadata", memory)
+    ran = run("stock-metadata", memory)
     assert ran.code == 0, ran.err
-    assert ".metadata" in names(memory)
-    merge_metadata(memory)  # again, over the first
-    read = load(Path("none"), {"scale": torch.zeros(())}, PlacementFileSystemReader(memory))
+    stock_metadata(memory)  # again, over the first
+    read = load(Path("none"), {"scale": torch.zeros(())}, FsspecReader(memory))
     assert float(read["scale"]) == 3.5
 
 
@@ -258,11 +256,11 @@ def test_a_picture_goes_to_a_url(tmp_path: Path, memory: str, run: Run) -> None:
 def test_no_command_makes_a_folder_of_a_url(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
-    save_sharded(tmp_path / "ckpt", collectives=False)
+    save_sharded(tmp_path / "ckpt")
     monkeypatch.chdir(tmp_path)
     for command in (
         ("verify", "nothing://b/x"),
-        ("merge-metadata", "nothing://b/x"),
+        ("stock-metadata", "nothing://b/x"),
         ("doctor", "nothing://b/x"),
         ("export", "ckpt", "nothing://b/x"),
         ("import", "ckpt", "nothing://b/x"),

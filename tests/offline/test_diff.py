@@ -35,11 +35,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_sharded(path / "ep4", ep=4, lean=False, digests="off")
     dcp.save({**wholes(), "step": 1}, checkpoint_id=path / "plain")
     save_hugging_face(path / "hf", wholes())
-    save_sharded(path / "unmerged", collectives=False)
     return path
 
 
-LAYOUTS = ["ep2", "ep4", "plain", "hf", "unmerged"]
+LAYOUTS = ["ep2", "ep4", "plain", "hf"]
 
 
 @pytest.mark.parametrize(("a", "b"), [*combinations_with_replacement(LAYOUTS, 2)])

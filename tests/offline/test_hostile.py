@@ -415,9 +415,6 @@ WRONG: dict[str, Any] = {
     "a place is a int": lambda m: m.storage_data.update({next(iter(m.storage_data)): 3}),
     f"{BROKEN}world_size is a NoneType": of_record(world_size=None),
     f"{BROKEN}save_id is a NoneType": of_record(save_id=None),
-    f"{BROKEN}sampled_digests are a int": of_record(sampled_digests=3),
-    f"{BROKEN}sampled_digests are a list": of_record(sampled_digests=[1]),
-    f"{BROKEN}sampled_digests are not by key": of_record(sampled_digests={"w": 3}),
     f"{BROKEN}rules": of_record(rules=3),
     f"{BROKEN}rules are not by key": of_record(rules={"w": ["x"]}),
     f"{BROKEN}versions": of_record(versions=3),
@@ -448,7 +445,7 @@ def test_m61_metadata_of_wrong_types_are_one_message(tmp_path: Path, run: Run, f
     text = "the index of a chunk that is no key and offset" if found == PLACE else found
     with pytest.raises(PlacementError, match=re.escape(text)):
         PlacementFileSystemReader(tmp_path, restricted=True).read_metadata()
-    for command in (["inspect"], ["verify"], ["merge-metadata", "--rewrite"]):
+    for command in (["inspect"], ["verify"], ["stock-metadata"]):
         err = run.fails(command[0], tmp_path, *command[1:])
         assert text in err
         assert "DCP_PLACEMENTS_DEBUG" not in err

@@ -175,15 +175,6 @@ def test_a_planner_gets_the_object_that_was_checked_and_not_the_bytes_in_the_fil
     assert not marker.exists()
 
 
-def test_m101_absent_ranks_are_one_fault(tmp_path: Path) -> None:
-    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
-    (tmp_path / ".metadata").rename(tmp_path / "__0.metadata")
-    (tmp_path / "__1048577.metadata").write_bytes((tmp_path / "__0.metadata").read_bytes())
-    with pytest.warns(UserWarning, match=r"ranks 1-1048575"):
-        (fault,) = [one for one in verify(tmp_path).faults if one.kind == "missing_file"]
-    assert "ranks 1-1048575" in fault.message
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of memory")
 def test_m101_a_command_that_takes_more_memory_than_it_may_ends_with_one_message(
     tmp_path: Path,

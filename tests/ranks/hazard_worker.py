@@ -35,6 +35,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dcp_placements import (
     CheckpointPlacement,
+    PlacementFileSystemReader,
+    PlacementFileSystemWriter,
     PlacementLoadPlanner,
     PlacementRules,
     PlacementSavePlanner,
@@ -44,6 +46,7 @@ from tests.ranks.scenes import (
     Scenarios,
     arange,
     differing,
+    errors_of,
     files,
     heard,
     local,
@@ -75,26 +78,46 @@ def by_ep(mesh: DeviceMesh, *patterns: str) -> PlacementRules:
 
 @scenario
 def m17(path: Path) -> Facts:
-    """Rank metadata only: a load of the whole is right, or refused."""
+    """Without collectives: no save by our planner or writer, and no load of the whole."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
     whole = arange(8, 3)
     state = {"w": distribute_tensor(whole, mesh, [Shard(0)]), "norm": arange(3)}
-    planner = PlacementSavePlanner()
-    dcp.save(state, checkpoint_id=path, planner=planner, use_collectives=False)
-    outcome: Facts = {"files": files(path)}
+    half = dist.new_group([0, 1]), dist.new_group([2, 3])
+    mine = half[dist.get_rank() // 2]
+    outcome: Facts = {}
+    for name, writer in (("torch", dcp.FileSystemWriter), ("ours", PlacementFileSystemWriter)):
 
+        def save(call: Any = dcp.save, writer: Any = writer, **options: Any) -> Any:
+            return call(
+                state,
+                storage_writer=writer(path),
+                planner=PlacementSavePlanner(),
+                use_collectives=False,
+                **options,
+            )
+
+        outcome[name] = refusal(save)
+        outcome[f"{name}_in_a_group"] = refusal(lambda save=save: save(process_group=mine))
+        outcome[f"{name}_in_a_thread"] = refusal(lambda save=save: save(dcp.async_save).result())
+    outcome["files"] = files(path)
+
+    torchs = path / "torch"
+    dcp.save(state, checkpoint_id=torchs, use_collectives=False)
+    outcome["torch_files"] = files(torchs)
     target = {"w": torch.full((8, 3), 77.0), "norm": torch.zeros(3)}
-    outcome["refused"] = refusal(
-        lambda: dcp.load(target, checkpoint_id=path, planner=PlacementLoadPlanner())
+    outcome["by_our_planner"] = refusal(
+        lambda: dcp.load(target, checkpoint_id=torchs, planner=PlacementLoadPlanner())
     )
-    outcome["differing"] = differing(target, {"w": whole, "norm": arange(3)})
+    reader = PlacementFileSystemReader(torchs)
+    try:
+        dcp.load(target, storage_reader=reader, planner=PlacementLoadPlanner())
+    except (AssertionError, dcp.CheckpointException) as error:
+        outcome["by_our_reader"] = errors_of(error)
     outcome["untouched"] = same(target["w"], torch.full((8, 3), 77.0))
-
     again = {"w": DTensor.from_local(torch.zeros(2, 3), mesh, [Shard(0)]), "norm": torch.zeros(3)}
-    outcome["same_layout_refused"] = refusal(
-        lambda: dcp.load(again, checkpoint_id=path, planner=PlacementLoadPlanner())
-    )
-    outcome["same_layout_differing"] = differing({"w": local(again["w"])}, {"w": local(state["w"])})
+    dcp.load(again, checkpoint_id=torchs)
+    found = {"w": local(again["w"]), "norm": again["norm"]}
+    outcome["by_torch"] = differing(found, {"w": local(state["w"]), "norm": arange(3)})
     return outcome
 
 

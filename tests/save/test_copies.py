@@ -168,7 +168,7 @@ def test_an_overwrite_removes_all_copies(tmp_path: Path) -> None:
 
 def test_copies_survive_a_rewrite_of_the_metadata(tmp_path: Path, run: Any) -> None:
     save_copies(tmp_path, 1 << 20)
-    assert run("merge-metadata", tmp_path, "--rewrite").code == 0
+    assert run("stock-metadata", tmp_path).code == 0
     assert written_by(tmp_path, "embed") == [0, 1]
     assert_whole(load_on(tmp_path, 1))
 

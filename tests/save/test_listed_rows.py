@@ -10,20 +10,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hazard_scenes import read_whole, refusal
 from torch.distributed.tensor import Shard
 
 from dcp_placements import (
     CheckpointPlacement,
     IndexShard,
+    PlacementError,
     PlacementRules,
     PlacementSavePlanner,
     Renames,
     Renumber,
     Stack,
 )
-from dcp_placements.offline import merge_metadata
 from dcp_placements.testing import FakeDTensor, FakeMesh, World
+from tests.storage_scenes import save_alone, save_no_dist
 
 COLUMNS = 5
 
@@ -45,16 +47,19 @@ def test_a_key_of_which_every_rank_names_no_row_is_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_m39_a_rank_that_plans_alone_may_hold_no_row(tmp_path: Path, dim: int) -> None:
-    whole, rows = torch.arange(20.0).reshape([(4, 5), (5, 4)][dim]), [(2, 0, 3, 1), ()]
-    World(2).save(
-        tmp_path,
-        lambda rank: {"w": whole.index_select(dim, torch.tensor(rows[rank], dtype=torch.long))},
-        lambda rank: listed(rank, rows, dim),
-        use_collectives=False,
-    )
-    merge_metadata(tmp_path)
-    assert torch.equal(read_whole(tmp_path)["w"], whole)
+def test_m39_a_rank_that_saves_by_itself_may_hold_no_row(tmp_path: Path, dim: int) -> None:
+    """With ``no_dist=True``; without collectives it is refused, as every rank is."""
+    whole, world = torch.arange(20.0).reshape([(4, 5), (5, 4)][dim]), World(2)
+    for rank, rows in enumerate([(2, 0, 3, 1), ()]):
+        held = {"w": whole.index_select(dim, torch.tensor(rows, dtype=torch.long))}
+        planner = listed(rank, [(2, 0, 3, 1), ()], dim)
+        with warnings.catch_warnings(action="ignore"):
+            save_no_dist(world, rank, tmp_path / f"{rank}", held, planner)
+        with world._as(rank), pytest.raises(PlacementError, match="use_collectives=False"):
+            save_alone(tmp_path / "refused", rank, held, planner)
+    assert torch.equal(read_whole(tmp_path / "0")["w"], whole)
+    stored = dcp.FileSystemReader(tmp_path / "1").read_metadata().state_dict_metadata["w"]
+    assert (tuple(stored.size), stored.chunks) == (tuple(whole.shape), [])
 
 
 def test_rows_of_an_axis_of_one_rank_may_be_named_where_a_dtensor_shards_it(

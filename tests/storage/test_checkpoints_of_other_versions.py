@@ -27,7 +27,7 @@ from dcp_placements import (
     PlacementFileSystemWriter,
     PlacementLoadPlanner,
 )
-from dcp_placements.offline import CannotLook, inspect, merge_metadata, verify
+from dcp_placements.offline import CannotLook, inspect, stock_metadata, verify
 from dcp_placements.storage.metadata_file import read_metadata
 from tests.offline_scenes import Run
 from tests.storage.checkpoints.write import HERE, STEP, WHOLE
@@ -124,8 +124,8 @@ def test_they_are_sound_and_plain_torch_reads_all_once_they_are_rewritten(
         version = re.escape(torch.__version__.partition("+")[0])
         assert re.search(rf"torch {version}(\+\w+)? cannot read \.metadata", ran.out)
         assert "a TensorProperties of 6 fields (torch 2.15 or newer)" in ran.out
-        assert f"dcp-placements merge-metadata {copy} --rewrite" in ran.out
-    assert run("merge-metadata", copy, "--rewrite").code == 0
+        assert f"dcp-placements stock-metadata {copy}" in ran.out
+    assert run("stock-metadata", copy).code == 0
     assert inspect(copy).tensors == before.tensors
     found = verify(copy, contents=True)
     assert found.faults == ()
@@ -180,7 +180,7 @@ def test_our_reader_reads_a_later_torch_s(tmp_path: Path, restricted: bool) -> N
 def assert_whole_after_a_rewrite(path: Path, opener: Any) -> None:
     """A rewrite keeps everything but later fields."""
     before = read_metadata(opener)
-    merge_metadata(path, rewrite=True)
+    stock_metadata(path)
     after = read_metadata(opener)
     assert dict(after.storage_data) == dict(before.storage_data)
     assert after.planner_data == before.planner_data
@@ -188,5 +188,5 @@ def assert_whole_after_a_rewrite(path: Path, opener: Any) -> None:
     assert str(after.storage_meta.checkpoint_id) == str(before.storage_meta.checkpoint_id)
     assert list(after.state_dict_metadata) == list(before.state_dict_metadata)
     assert fields_of_properties(path) == {5}
-    with pytest.raises(CannotLook, match="nothing to rewrite"):
-        merge_metadata(path.parent, rewrite=True)
+    with pytest.raises(CannotLook, match="no checkpoint in it"):
+        stock_metadata(path.parent)

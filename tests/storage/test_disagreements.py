@@ -80,7 +80,7 @@ def test_verify_compares_the_places_of_the_pickle_with_those_of_the_index(tmp_pa
     (fault,) = [one for one in faults if one.kind == "stock_metadata"]
     assert fault.tensors == ("norm0", "norm1")
     assert fault.files == (".metadata",)
-    assert "merge-metadata --rewrite" in fault.message
+    assert "stock-metadata" in fault.message
 
 
 @pytest.mark.parametrize("rows", [9, 3000])

@@ -45,7 +45,7 @@ from tests.storage_scenes import (
 )
 from tests.versions import passes_on_errors
 
-SENTENCE = "this checkpoint has no stock metadata: run `dcp-placements merge-metadata PATH`"
+SENTENCE = "this checkpoint has no stock metadata: run `dcp-placements stock-metadata PATH`"
 
 
 def save(path: Path, *, ranks: int = 3, **options: Any) -> dict[str, torch.Tensor]:
@@ -145,7 +145,7 @@ def test_without_stock_metadata_our_reader_loads_and_plain_dcp_is_refused(tmp_pa
         i.length for i in full.storage_data.values()
     ]
     assert_resharded_load(tmp_path / "lean", whole)
-    with pytest.raises(CheckpointException, match="run `dcp-placements merge-metadata PATH`"):
+    with pytest.raises(CheckpointException, match="run `dcp-placements stock-metadata PATH`"):
         dcp.load({"lr": 0.0}, checkpoint_id=tmp_path / "lean", no_dist=True)
     assert "." not in SENTENCE
     code = f"import pickle; pickle.load(open({str(tmp_path / 'lean/.metadata')!r}, 'rb'))"
@@ -194,11 +194,11 @@ def test_a_new_index_is_made_of_the_pickle(tmp_path: Path, run: Run) -> None:
     save(tmp_path)
     data = (tmp_path / ".metadata").read_bytes()
     edit(tmp_path, len(data) - 90, bytes([data[-90] ^ 1]))
-    with pytest.warns(UserWarning, match="merge-metadata PATH --rewrite"):
+    with pytest.warns(UserWarning, match="stock-metadata PATH"):
         read(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        ran = run("merge-metadata", tmp_path, "--rewrite")
+        ran = run("stock-metadata", tmp_path)
     assert ran.code == 0
     assert "cannot be used" in ran.err
     assert_index_agrees(tmp_path)
@@ -303,10 +303,10 @@ def test_above_a_number_of_chunks_stock_metadata_are_left_out_and_said(
     monkeypatch.setattr(writer, "MOST_STOCK_ROWS", 18)
     with pytest.warns(UserWarning, match=r"19 chunks: what plain DCP reads is left out"):
         whole = save(tmp_path / "auto")
-    with pytest.raises(CheckpointException, match="run `dcp-placements merge-metadata PATH`"):
+    with pytest.raises(CheckpointException, match="run `dcp-placements stock-metadata PATH`"):
         dcp.load({"lr": 0.0}, checkpoint_id=tmp_path / "auto", no_dist=True)
     assert_resharded_load(tmp_path / "auto", whole)
-    assert run("merge-metadata", tmp_path / "auto").code == 0
+    assert run("stock-metadata", tmp_path / "auto").code == 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         save(tmp_path / "always", stock_metadata=True)

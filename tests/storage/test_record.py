@@ -13,11 +13,8 @@ from torch.distributed.tensor import Replicate, Shard
 from dcp_placements import (
     CheckpointPlacement,
     FusedShard,
-    PlacementFileSystemReader,
     PlacementRules,
-    PlacementSavePlanner,
 )
-from dcp_placements.offline import inspect
 from dcp_placements.storage.provenance import SaveRecord, record_of, stored
 from dcp_placements.testing import FakeDTensor, World
 
@@ -65,17 +62,6 @@ def test_every_save_keeps_how_axes_cut_each_key_those_of_size_one_too(tmp_path: 
     assert [str(cut) for cut in record.cuts("down")] == ["Shard(1) over 'tp' of size 2"]
     assert record.cuts("norm") == record.cuts("step") == record.cuts("no such key") == ()
     assert record.renames == ()
-
-
-def test_ranks_without_collectives_keep_it_together(tmp_path: Path) -> None:
-    WORLD.save(
-        tmp_path, state, lambda rank: PlacementSavePlanner(rules(rank)), use_collectives=False
-    )
-    metadata = PlacementFileSystemReader(tmp_path).read_metadata()
-    record = record_of(stored(metadata), metadata.state_dict_metadata)
-    assert record is not None
-    assert [cut.kind for cut in record.cuts("gate_up")] == ["plain", "fused", "plain"]
-    assert len(inspect(tmp_path).cuts) == 2
 
 
 def test_nothing_is_kept_of_a_key_that_ranks_declare_in_several_ways(tmp_path: Path) -> None:

@@ -313,12 +313,11 @@ def test_options_reach_the_file_system(memory: str) -> None:
     assert fsspec.config.conf == before
 
 
-def test_ranks_own_metadata_are_read_from_a_url(memory: str) -> None:
-    writer = PlacementFileSystemWriter(memory)
-    dcp.save({"w": torch.arange(6.0)}, storage_writer=writer, use_collectives=False)
+def test_metadata_of_single_ranks_at_a_url_are_refused(memory: str) -> None:
+    dcp.save({"w": torch.arange(6.0)}, storage_writer=FsspecWriter(memory), use_collectives=False)
     assert names(memory)[0] == "__0.metadata"
-    read = load(Path("none"), {"w": torch.zeros(6)}, PlacementFileSystemReader(memory))
-    assert torch.equal(read["w"], torch.arange(6.0))
+    with pytest.raises(FileNotFoundError, match=r"(?s)describes its own part alone.*__0\.metadata"):
+        PlacementFileSystemReader(memory).read_metadata()
 
 
 @pytest.mark.parametrize("older", [PlacementFileSystemWriter, FsspecWriter])

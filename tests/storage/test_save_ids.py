@@ -26,7 +26,7 @@ from dcp_placements import (
     PlacementLoadPlanner,
     PlacementSavePlanner,
 )
-from dcp_placements.offline import merge_metadata, verify
+from dcp_placements.offline import verify
 from dcp_placements.testing import FakeDTensor, World
 from tests.remote_scenes import FsspecReader, FsspecWriter
 from tests.storage_scenes import Flipped, flipped_registry
@@ -58,17 +58,9 @@ def save(
     path: Path,
     whole: torch.Tensor,
     writer: Callable[[int], Any],
-    *,
-    use_collectives: bool = True,
     **options: Any,
 ) -> None:
-    WORLD.save(
-        path,
-        state(whole),
-        lambda rank: PlacementSavePlanner(**options),
-        writer,
-        use_collectives=use_collectives,
-    )
+    WORLD.save(path, state(whole), lambda rank: PlacementSavePlanner(**options), writer)
 
 
 def failing(make: Any, path: Path, when: str, **options: Any) -> Callable[[int], Any]:
@@ -346,35 +338,6 @@ def test_checkpoints_without_ids_are_quiet(tmp_path: Path, writer: str, reader: 
     found = verify(tmp_path)
     assert found.sound
     assert not found.notes
-
-
-@by_reader
-def test_ranks_own_metadata_merged_know_the_ids_of_all(tmp_path: Path, reader: str) -> None:
-    one = tmp_path / "one"
-    save(one, OLD, lambda rank: dcp.FileSystemWriter(one), use_collectives=False, step=1)
-    merge_metadata(one)
-    assert verify(one).sound
-    assert loaded(one, World(3), READERS[reader]) is None
-    two = tmp_path / "two"
-    save(two, NEW, lambda rank: dcp.FileSystemWriter(two), use_collectives=False, step=1)
-    (two / "__1_0.distcp").replace(one / "__1_0.distcp")
-    assert not verify(one).sound
-    result = loaded(one, World(3), READERS[reader])
-    assert result is not None
-    assert "__1_0.distcp: was written by save" in result
-
-
-def test_without_collectives_each_rank_removes_what_it_replaced(tmp_path: Path) -> None:
-    for whole in (NEW, OLD):
-        save(
-            tmp_path,
-            whole,
-            lambda rank: PlacementFileSystemWriter(tmp_path),
-            use_collectives=False,
-            step=1,
-        )
-    assert len(list(tmp_path.glob("*.distcp"))) == 2
-    assert loaded(tmp_path, World(3), PlacementFileSystemReader) is None
 
 
 def test_a_writer_may_send_its_items_elsewhere(tmp_path: Path) -> None:

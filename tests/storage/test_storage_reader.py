@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from dcp_placements import PlacementError, PlacementLoadPlanner
+from dcp_placements import PlacementError
 from dcp_placements.storage.reader import PlacementFileSystemReader
 from dcp_placements.storage.record_reads import BUFFER_NBYTES
 from dcp_placements.storage.tensor_record import parse_record
@@ -34,10 +34,8 @@ from tests.storage_scenes import (
     load,
     raw,
     same,
-    save_alone,
     sharded,
     stock_metadata,
-    wholes,
 )
 from tests.strategies import examples
 from tests.versions import passes_on_errors
@@ -354,47 +352,6 @@ def test_elements_beyond_the_end_of_a_record_are_not_read(tmp_path: Path) -> Non
         f"\nc: the record at byte {infos['c'].offset} of __0_0.distcp is not what was"
         in failure(tmp_path, blank(saved))
     )
-
-
-# Ranks that described their parts each for itself.
-
-
-@pytest.mark.parametrize("maker", [dcp.FileSystemWriter, PlacementFileSystemWriter])
-def test_ranks_own_metadata_is_read_as_one(tmp_path: Path, maker: Any) -> None:
-    four, three = World(4), World(3)
-    whole = wholes(3, (10, 7))
-    for rank in range(4):
-        state_dict = {**sharded(four, rank, whole, 0), "norm": torch.ones(3), "lr": 0.1}
-        save_alone(tmp_path, rank, state_dict, maker(tmp_path))
-    readers = [PlacementFileSystemReader(tmp_path) for _ in range(3)]
-    # Torch's planner stores no digests.
-    with pytest.warns(UserWarning, match="lr, norm: stored by ranks 0-3 and not compared"):
-        loaded = three.load(
-            tmp_path,
-            lambda rank: {
-                **sharded(three, rank, whole, 1, empty=True),
-                "norm": torch.zeros(3),
-                "lr": 0.0,
-            },
-            lambda rank: PlacementLoadPlanner(),
-            lambda rank: readers[rank],
-        )
-    for rank, found in enumerate(loaded):
-        for key, wanted in sharded(three, rank, whole, 1).items():
-            assert same(found[key].to_local(), wanted.to_local())
-        assert same(found["norm"], torch.ones(3))
-        assert found["lr"] == 0.1
-
-
-def test_ranks_of_two_saves_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for size in (4, 3):
-        for rank in range(size):
-            state_dict = sharded(World(size), rank, wholes(1, (12, 2)), 0)
-            save_alone(tmp_path, rank, state_dict)
-    with pytest.raises(dcp.api.CheckpointException) as caught:
-        load(tmp_path, blank(wholes(1, (12, 2))), PlacementFileSystemReader(tmp_path))
-    # Torch 2.10 drops the message, which is logged then.
-    assert "older save of more ranks" in f"{caught.value}{caplog.text}"
 
 
 def test_without_any_metadata_the_error_is_of_torchs_type(tmp_path: Path) -> None:

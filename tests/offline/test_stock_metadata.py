@@ -1,4 +1,4 @@
-"""``merge-metadata`` of a checkpoint that was saved with ``stock_metadata=False``."""
+"""``stock-metadata``: of an index alone, and of a ``.metadata`` that is there already."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import pickle
 import tracemalloc
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from dcp_placements import (
     PlacementFileSystemWriter,
     PlacementSavePlanner,
 )
-from dcp_placements.offline import CannotLook, diff, inspect, merge_metadata, merging, verify
+from dcp_placements.offline import CannotLook, diff, inspect, rewriting, stock_metadata, verify
 from dcp_placements.storage import metadata_file
 from dcp_placements.storage.index import build_index
 from dcp_placements.storage.metadata_file import write_metadata
@@ -35,7 +34,6 @@ from dcp_placements.storage.written import WriteResults
 from dcp_placements.testing import World
 from tests.offline_scenes import Run
 from tests.storage_scenes import blank, load, same, sharded, wholes
-from tests.storage_scenes import save_alone as save_rank_alone
 from tests.versions import passes_on_errors
 
 
@@ -70,25 +68,26 @@ def assert_torch_loads(path: Path, saved: dict[str, Any]) -> None:
 def test_torch_refuses_before_and_loads_after(tmp_path: Path, run: Run) -> None:
     saved = save(tmp_path)
     data = {file.name: file.read_bytes() for file in tmp_path.glob("*.distcp")}
-    with pytest.raises(CheckpointException, match="dcp-placements merge-metadata PATH"):
+    with pytest.raises(CheckpointException, match="dcp-placements stock-metadata PATH"):
         load(tmp_path, blank(saved), dcp.FileSystemReader(tmp_path))
-    ran = run("merge-metadata", tmp_path)
+    ran = run("stock-metadata", tmp_path)
     assert (ran.code, ran.err) == (0, "")
     assert_torch_loads(tmp_path, saved)
     loaded = load(tmp_path, blank(saved), PlacementFileSystemReader(tmp_path))
     assert all(same(saved[key], loaded[key]) for key in saved)
     assert {file.name: file.read_bytes() for file in tmp_path.glob("*.distcp")} == data
     assert verify(tmp_path).sound
-    with pytest.raises(CannotLook, match=r"there is a \.metadata of all ranks.* nothing to merge"):
-        merge_metadata(tmp_path)
+    before = (tmp_path / ".metadata").read_bytes()
+    stock_metadata(tmp_path)
+    assert (tmp_path / ".metadata").read_bytes() == before
 
 
 def test_the_rows_are_those_of_a_save_with_stock_metadata(tmp_path: Path) -> None:
-    for name, stock_metadata in (("stock", True), ("merged", False)):
-        save(tmp_path / name, stock_metadata=stock_metadata)
-    merged = merge_metadata(tmp_path / "merged")
+    save(tmp_path / "stock", stock_metadata=True)
+    save(tmp_path / "index", stock_metadata=False)
+    written = stock_metadata(tmp_path / "index")
     tables = []
-    for name in ("stock", "merged"):
+    for name in ("stock", "index"):
         metadata = pickle.loads((tmp_path / name / ".metadata").read_bytes())
         places = {
             (index.fqn, index.offset): (info.relative_path.split("_")[2], info.offset, info.length)
@@ -96,87 +95,50 @@ def test_the_rows_are_those_of_a_save_with_stock_metadata(tmp_path: Path) -> Non
         }
         tables.append((metadata.state_dict_metadata, places))
     assert tables[0] == tables[1]
-    assert len(merged.storage_data) == len(tables[0][1])
-    assert diff(tmp_path / "stock", tmp_path / "merged").same
+    assert len(written.storage_data) == len(tables[0][1])
+    assert diff(tmp_path / "stock", tmp_path / "index").same
 
 
-def save_alone(path: Path, value: float, *, use_collectives: bool) -> None:
-    """Save one tensor of one rank, by torch's planner."""
+def save_one(path: Path, value: float) -> None:
+    """Save one tensor of one rank."""
     World(1).save(
         path,
         lambda rank: {"w": torch.full((4,), value)},
-        lambda rank: dcp.DefaultSavePlanner(),
+        lambda rank: PlacementSavePlanner(),
         lambda rank: PlacementFileSystemWriter(path),
-        use_collectives=use_collectives,
     )
 
 
-@pytest.mark.parametrize("planner", [PlacementSavePlanner, dcp.DefaultSavePlanner])
-def test_metadata_of_a_later_save_into_files_of_the_same_names_are_not_replaced(
-    tmp_path: Path, planner: Any
-) -> None:
-    """Torch's writer names the files of every save alike."""
-    world = World(2)
-
-    def state(rank: int, value: float) -> dict[str, Any]:
-        return {f"w{rank}": torch.full((3,), value + rank), "b": torch.full((2,), value)}
-
-    world.save(tmp_path, lambda rank: state(rank, 1), lambda rank: planner(), use_collectives=False)
-    world.save(tmp_path, lambda rank: state(rank, 10), lambda rank: planner())
-    before = (tmp_path / ".metadata").read_bytes()
-    with warnings.catch_warnings():
-        # Torch's planner stores no digests of b.
-        warnings.filterwarnings("ignore", "look at this checkpoint")
-        with pytest.raises(CannotLook, match="are of different saves"):
-            merge_metadata(tmp_path)
-    assert (tmp_path / ".metadata").read_bytes() == before
-    read = {"w0": torch.zeros(3), "w1": torch.zeros(3), "b": torch.zeros(2)}
-    dcp.load(read, checkpoint_id=tmp_path, planner=DefaultLoadPlanner(), no_dist=True)
-    assert {key: value[0].item() for key, value in read.items()} == {"w0": 10, "w1": 11, "b": 10}
-
-
-@pytest.mark.parametrize("scene", ["rewritten", "merged", "merged again", "one more rank"])
 def test_metadata_that_a_save_wrote_meanwhile_are_not_replaced(
-    tmp_path: Path, scene: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A save ends when ``.metadata`` is read, and the new one is being written."""
-    is_merged = scene != "rewritten"
-    save_alone(tmp_path, 0.0, use_collectives=not is_merged)
+    save_one(tmp_path, 0.0)
 
     def finish(metadata: Any, stream: Any) -> None:
-        if scene == "one more rank":
-            save_rank_alone(tmp_path, 1, {"v": torch.ones(2)})
-        else:
-            save_alone(tmp_path, 1.0, use_collectives=scene != "merged again")
+        save_one(tmp_path, 1.0)
         files.update({path.name: path.read_bytes() for path in tmp_path.glob("*metadata")})
         write_metadata(metadata, stream)
 
     files: dict[str, bytes] = {}
-    monkeypatch.setattr(merging, "write_metadata", finish)
+    monkeypatch.setattr(rewriting, "write_metadata", finish)
     with pytest.raises(CannotLook, match="overwritten while it was read") as refused:
-        merge_metadata(tmp_path, rewrite=not is_merged)
-    changed = {"merged again": "__0.metadata", "one more rank": "__1.metadata"}
-    assert f"found:       {changed.get(scene, '.metadata')}: other contents" in str(refused.value)
+        stock_metadata(tmp_path)
+    assert "found:       .metadata: other contents" in str(refused.value)
     assert {path.name: path.read_bytes() for path in tmp_path.glob("*metadata")} == files
     assert not list(tmp_path.glob("*.partial"))
     assert not list(tmp_path.glob("*.lock"))
     monkeypatch.undo()
-    if scene != "merged":
-        merge_metadata(tmp_path, rewrite=not is_merged)
-    value = 0.0 if scene == "one more rank" else 1.0
+    stock_metadata(tmp_path)
     read = {"w": torch.full((4,), 7.0)}
     dcp.load(read, checkpoint_id=tmp_path, planner=DefaultLoadPlanner(), no_dist=True)
-    assert read["w"].tolist() == [value] * 4
+    assert read["w"].tolist() == [1.0] * 4
 
 
-def test_ranks_do_not_write_their_own_beside_metadata_that_readers_take_first(
-    tmp_path: Path,
-) -> None:
-    save_alone(tmp_path, 0.0, use_collectives=True)
-    before = sorted(tmp_path.iterdir())
-    with pytest.raises(CheckpointException, match="save into another directory, or remove"):
-        save_alone(tmp_path, 1.0, use_collectives=False)
-    assert sorted(tmp_path.iterdir()) == before
+def test_a_directory_without_metadata_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CannotLook, match="no checkpoint in it"):
+        stock_metadata(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def _killed_in_the_middle(path: Path) -> None:
@@ -186,7 +148,7 @@ def _killed_in_the_middle(path: Path) -> None:
         os._exit(9)
 
     vars(metadata_file)["stock_pickle"] = pieces
-    merge_metadata(path)
+    stock_metadata(path)
 
 
 def test_killed_in_the_middle_it_leaves_the_index_and_can_be_repeated(tmp_path: Path) -> None:
@@ -201,7 +163,7 @@ def test_killed_in_the_middle_it_leaves_the_index_and_can_be_repeated(tmp_path: 
     assert (tmp_path / ".metadata").read_bytes() == before
     loaded = load(tmp_path, blank(saved), PlacementFileSystemReader(tmp_path))
     assert all(same(saved[key], loaded[key]) for key in saved)
-    merge_metadata(tmp_path)
+    stock_metadata(tmp_path)
     assert_torch_loads(tmp_path, saved)
 
 
@@ -211,7 +173,7 @@ def test_a_damaged_index_is_refused_and_left(tmp_path: Path) -> None:
     data[len(data) // 2] ^= 0xFF
     (tmp_path / ".metadata").write_bytes(data)
     with pytest.raises(CannotLook, match=r"the index of \.metadata cannot be used"):
-        merge_metadata(tmp_path)
+        stock_metadata(tmp_path)
     assert (tmp_path / ".metadata").read_bytes() == data
     assert not list(tmp_path.glob("*.partial"))
 
@@ -243,7 +205,7 @@ def test_memory_does_not_grow_with_the_rows(tmp_path: Path) -> None:
     save_index(tmp_path, ranks=ranks, keys=keys)
     tracemalloc.start()
     try:
-        merge_metadata(tmp_path)
+        stock_metadata(tmp_path)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -269,7 +231,7 @@ def test_inspect_makes_no_object_of_a_row(tmp_path: Path) -> None:
     assert peak < 4 << 23
 
 
-@pytest.mark.parametrize("command", [merge_metadata, verify])
+@pytest.mark.parametrize("command", [stock_metadata, verify])
 def test_more_rows_than_can_be_handled_one_by_one_are_refused(tmp_path: Path, command: Any) -> None:
     save_index(tmp_path, ranks=1 << 13, keys=1 << 14)
     before = (tmp_path / ".metadata").read_bytes()

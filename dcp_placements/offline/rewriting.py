@@ -1,0 +1,58 @@
+"""A ``.metadata`` that torch reads: of an index alone, or of what only a later torch reads."""
+
+from __future__ import annotations
+
+import os
+
+from torch.distributed.checkpoint import Metadata
+
+from dcp_placements.errors import CannotLook
+from dcp_placements.offline.checkpoint import check_count, is_torch_dist, read_dcp
+from dcp_placements.offline.directory import Directory, no_checkpoint
+from dcp_placements.offline.output import replaced_file
+from dcp_placements.planning import quiet_gc
+from dcp_placements.storage.metadata_file import write_metadata
+
+
+@quiet_gc()
+def stock_metadata(path: str | os.PathLike[str]) -> Metadata:
+    """Write the ``.metadata`` of a checkpoint anew, with all that torch's reader needs.
+
+    ``PlacementFileSystemWriter(stock_metadata=False)`` writes an index alone, which torch refuses.
+    Torch 2.15 and Python 3.13 write fields and paths that older ones do not read. What this writes
+    has the form that every torch from 2.10 on reads, and an index. It replaces the older file when
+    it is complete; data files are left as they are.
+
+    Memory is needed for the index and for some hundred thousand rows at a time.
+
+    Args:
+        path: The checkpoint's directory or URL.
+
+    Returns:
+        The metadata written.
+
+    Raises:
+        CannotLook: There is no ``.metadata``, or it is Megatron's, cannot be read or is refused; a
+            save has written another one meanwhile; or another process is writing it.
+    """
+    directory = Directory(path)
+    if ".metadata" not in directory.names():
+        raise no_checkpoint(directory)
+    if is_torch_dist(directory):
+        raise CannotLook(
+            f"{directory.path}: .metadata is Megatron's, of a class of its own: not written anew"
+        )
+    versions = directory.versions(())
+    metadata = read_dcp(directory, ".metadata")
+    check_count(directory.path, len(metadata.storage_data or ()))
+    is_local = directory.local(".metadata") is not None
+    if not is_local:
+        # At a URL the output may be there as soon as it is opened.
+        directory.check_versions(versions)
+    with replaced_file(os.path.join(directory.path, ".metadata")) as stream:
+        write_metadata(metadata, stream)
+        stream.flush()
+        if is_local:
+            os.fsync(stream.fileno())
+            directory.check_versions(versions)  # the last step before the rename
+    return metadata
