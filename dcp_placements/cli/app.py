@@ -138,10 +138,6 @@ def _print_version(is_asked: bool) -> None:
         raise typer.Exit
 
 
-MAPPING = ("import", "megatron")
-"""Commands that map files, which the limit of memory would count."""
-
-
 @app.callback()
 def _main(
     context: typer.Context,
@@ -151,17 +147,14 @@ def _main(
     ] = False,
     most_memory: Annotated[
         Any,
-        size(
-            "The most memory that a command may take; by default half of this machine's, "
-            f"but for {' and '.join(MAPPING)}."
-        ),
+        size("The most memory that a command may take; by default half of this machine's."),
     ] = None,
 ) -> None:
     # Without a docstring: the help is that of the application.
     if most_memory is not None:
         # What its import takes, more of a build for CUDA, is not counted.
         import torch  # noqa: F401
-    elif context.invoked_subcommand not in MAPPING:
+    else:
         most_memory = default_limit()
     context.with_resource(limited_memory(most_memory))
 

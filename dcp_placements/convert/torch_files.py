@@ -7,6 +7,7 @@ those of the training stack is refused. The torch that wrote a DTensor may be an
 
 from __future__ import annotations
 
+import errno
 import pickle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from dcp_placements.errors import (
     format_name,
     format_names,
 )
-from dcp_placements.storage.file_reads import why_barred
+from dcp_placements.storage.file_reads import read_only_mapping, why_barred
 from dcp_placements.storage.safe_pickle import Made
 from dcp_placements.storage.saved_file import SavedFile, saved_tensor
 from dcp_placements.storage.tensor_record import TensorRecord
@@ -67,10 +68,11 @@ def load_torch_file(path: Path) -> Any:
     Raises:
         RefusedFile: It needs a class or function that is not admitted.
         UnreadableFile: It is missing, truncated, or of another format.
+        MemoryError: There is no room for its pickle.
     """
 
     def value(own: Any, tensor: TensorRecord, dtensor: Made | None) -> Any:
-        local = file.mapped(tensor, mapping)
+        local = file.mapped(tensor, storage)
         return local if dtensor is None else SavedDTensor(local, dtensor)
 
     why = why_barred(path.parent, path.name)
@@ -84,8 +86,14 @@ def load_torch_file(path: Path) -> Any:
             refused = [name for name in others if name not in _INERT_NAMES]
             if not refused:
                 nbytes = path.stat().st_size
-                mapping: Any = torch.UntypedStorage.from_file(str(path), False, nbytes)
+                storage = read_only_mapping(stream.fileno(), nbytes).untyped_storage()
                 return file.state(value)
+    except MemoryError:
+        raise
+    except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise MemoryError(f"{path}: {error.strerror}") from None
+        raise UnreadableFile(f"{path}: cannot be read: {format_error(error)}") from None
     except Exception as error:
         # A broken or hostile pickle can raise anything.
         reason = (isinstance(error, PlacementError) and error.__cause__) or error

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import io
+import mmap
 import os
 import stat
 import sys
@@ -20,6 +21,7 @@ from math import prod
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from dcp_placements._torch import PLAIN
@@ -315,6 +317,34 @@ def memory_of(tensor: torch.Tensor) -> memoryview | None:
         return None
     # A tensor of one element is contiguous with any stride; a row of bytes needs stride 1.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
+class _Mapping:
+    """Lends a mapping to numpy as if it could be written: torch warns of memory that cannot be."""
+
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self._mapping = mapping
+        address = np.frombuffer(mapping, np.uint8).ctypes.data
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (len(mapping),),
+            "typestr": "|u1",
+            "data": (address, False),
+        }
+
+
+def read_only_mapping(descriptor: int, nbytes: int) -> torch.Tensor:
+    """Return bytes of an open file, or zeros, that take no memory: to write to them is a crash.
+
+    Memory that could be written counts where the memory of a process is limited
+    (``RLIMIT_DATA``), so also what ``UntypedStorage.from_file`` or ``numpy.zeros`` give.
+
+    Args:
+        descriptor: Of the file; -1 for zeros.
+        nbytes: How many, at least one.
+    """
+    mapping = mmap.mmap(descriptor, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ)
+    return torch.from_numpy(np.asarray(_Mapping(mapping)))
 
 
 def part_of(data: bytes | memoryview) -> Part:

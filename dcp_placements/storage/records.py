@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from dcp_placements._torch import cpu_tensors, global_rank
 from dcp_placements.errors import PlacementError
-from dcp_placements.storage.file_reads import BLOCK_NBYTES, crc32, memory_of
+from dcp_placements.storage.file_reads import BLOCK_NBYTES, crc32, memory_of, read_only_mapping
 from dcp_placements.storage.tensor_record import DESCRIPTOR
 from dcp_placements.storage.written import is_whole
 
@@ -214,15 +214,15 @@ class RecordTemplate:
 
     def __init__(self, dtype: torch.dtype, shape: Sequence[int]) -> None:
         self._nbytes = prod(shape) * dtype.itemsize
-        # Pages of zeros that nothing writes to take no memory.
-        zeros = torch.from_numpy(np.zeros(self._nbytes, np.uint8))
-        around: Any = _AroundElements(zeros)
         self._crc_at: list[int] = []
         if not self._nbytes:
+            around: Any = _AroundElements(torch.empty(0, dtype=torch.uint8, device="cpu"))
             torch.save(torch.empty(tuple(shape), dtype=dtype, device="cpu"), around)
             self._head, self._tail = b"".join(around.parts), np.zeros(0, np.uint8)
             self.length = len(self._head)
             return
+        zeros = read_only_mapping(-1, self._nbytes)
+        around = _AroundElements(zeros)
         torch.save(zeros.view(dtype).view(tuple(shape)), around)
         if len(around.parts) != 2:
             raise ValueError("torch.save writes elements in another way than one call")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from dcp_placements import (
     Placements,
 )
 from dcp_placements.bind.rank_shard import RankShard
+from dcp_placements.cli.memory import limited_memory
 from dcp_placements.convert.rank_tensors import RankTensors, rank_files
 from dcp_placements.offline import (
     CannotLook,
@@ -393,3 +395,59 @@ def test_tensors_without_elements_and_ranks_without_rows_are_imported(tmp_path: 
     import_checkpoint(open_source(source, rules=rules, axes={"ep": 2}), tmp_path / "out")
     wholes = {"empty": torch.ones(0, 3), "scalar": torch.tensor(3.0), "w": torch.ones(3, 2)}
     assert_holds(tmp_path / "out", wholes)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of memory")
+@pytest.mark.parametrize("command", ["export", "import", "reshard"])
+def test_m151_files_larger_than_the_limit_of_memory_are_mapped(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Of any command, under the limit that holds by default: a mapping takes no memory."""
+    (tmp_path / "ranks").mkdir()
+    parts = [torch.arange(24 << 20, dtype=torch.int32).view(-1, 1024) + rank for rank in range(2)]
+    for rank, part in enumerate(parts):
+        torch.save({"w": part, "b": torch.ones(3)}, tmp_path / "ranks" / f"m_rank_{rank}.pt")
+    monkeypatch.setattr("dcp_placements.cli.app.default_limit", lambda: 72 << 20)
+    rules = ["--rules", f"{__name__}:by_rows", "--mesh", "rank=2"]
+    if command == "reshard":  # which has the rules of the world to come
+        with limited_memory(72 << 20):
+            source = open_source(tmp_path / "ranks", rules=by_rows, axes={"rank": 2})
+            reshard(source, tmp_path / "out", by_rows, {"rank": 2})
+    else:
+        ran = run(command, tmp_path / "ranks", tmp_path / "out", *rules, "--memory", "8MiB")
+        assert ran.code == 0, ran
+    if command == "export":
+        assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], torch.cat(parts))
+        return
+    target = {"w": torch.zeros(48 << 10, 1024, dtype=torch.int32)}
+    dcp.load(target, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert torch.equal(target["w"], torch.cat(parts))
+
+
+def by_rows(mesh: MeshCoordinate) -> Placements:
+    return Placements({"w": CheckpointPlacement(mesh, {"rank": Shard(0)}), "b": None})
+
+
+def test_m151_a_lack_of_memory_or_of_rights_is_not_called_truncated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "m_rank_0.pt")
+
+    def fail(error: BaseException) -> Callable[..., Any]:
+        def read(*_: Any) -> Any:
+            raise error
+
+        return read
+
+    lack = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    monkeypatch.setattr("dcp_placements.convert.torch_files.SavedFile", fail(lack))
+    with pytest.raises(MemoryError, match="m_rank_0"):
+        rank_files(tmp_path)
+    monkeypatch.setattr("dcp_placements.convert.torch_files.SavedFile", fail(MemoryError()))
+    with pytest.raises(MemoryError):
+        rank_files(tmp_path)
+    denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    monkeypatch.setattr("dcp_placements.convert.torch_files.SavedFile", fail(denied))
+    with pytest.raises(CannotLook, match="Permission denied") as refused:
+        rank_files(tmp_path)
+    assert "truncated" not in str(refused.value)
