@@ -60,11 +60,12 @@ class Placements:
             rename: As for ``PlacementSavePlanner``.
             waive: As for the planners, each of which takes more.
             whole: The unsharded model: ``{key: shape}`` by the checkpoint's keys, or the model
-                made under ``torch.device("meta")``. Every save and load is compared with it: a
+                made under ``torch.device("meta")``; of several models in one state dict each by its
+                level, ``{"model": ..., "ema": ...}``. Every save and load is compared with it: a
                 key that it has and no rank, one that it lacks, or another whole shape is refused.
-                The keys may stand under a level of the state dict, such as ``model.``; what is
-                beside it is left alone. A value may be a shape, a tensor, whose shape counts, or a
-                pair of shape and dtype.
+                Without levels the keys may stand under any, such as ``model.``; one that may be
+                another model is named in a warning (``table.whole.WholeModel`` has the rules). A
+                value may be a shape, a tensor, whose shape counts, or a pair of shape and dtype.
 
         Raises:
             PlacementError: Rules or a rename that cannot be called, a waiver without a reason, or

@@ -46,7 +46,8 @@ def check(
         state_dict: As for ``dcp.save``.
         rules: ``Placements``, or rules as for ``PlacementSavePlanner``.
         process_group: As for ``dcp.save``.
-        whole: The unsharded model, as for ``Placements``, in place of that of ``rules``.
+        whole: The unsharded model, or that of each level, as for ``Placements``, in place of that
+            of ``rules``.
         options: Further options of ``PlacementSavePlanner``; with ``Placements``, of its
             ``save_planner``.
 

@@ -41,7 +41,7 @@ from dcp_placements.rules.patterns import (
 )
 from dcp_placements.rules.placement import CheckpointPlacement, FusedShard, cut_of, format_placement
 from dcp_placements.table.digests import sampled_digests
-from dcp_placements.table.whole import Shape, WholeModel
+from dcp_placements.table.whole import ModelKeys, Shape, WholeModel
 
 _JOINED = re.compile(r"(?:^|[._])(?:w?kv(?:_proj)?(?=\.|$)|w\d_?w\d)")
 """Names of tensors that join others along a dim, perhaps: shapes and contents fit a plain shard."""
@@ -274,19 +274,19 @@ def decide(whole: WholeModel, facts: Sequence[RankFacts], sizes: Mapping[str, in
         PlacementError: No rank has a key of the model.
     """
     keys = list(dict.fromkeys(fqn for one in facts for fqn in one.tensors))
-    levels = whole.levels(keys)
-    if not levels:
-        text = (
-            f"whole= has {format_names(list(whole.shapes), 3)}, the ranks {format_names(keys, 3)}"
-        )
+    level = whole.main_level(keys)
+    model = None if level is None else whole.model_at(level)
+    if level is None or model is None:
+        expected = [key for one in whole.models.values() for key in one.shapes]
+        text = f"whole= has {format_names(expected, 3)}, the ranks {format_names(keys, 3)}"
         raise PlacementError(f"no rank has a key of whole=\n    found:       {text}")
     ranks = [
         RankFacts(
             one.position,
             {
-                fqn.removeprefix(levels[0]): tensor
+                fqn.removeprefix(level): tensor
                 for fqn, tensor in one.tensors.items()
-                if fqn.startswith(levels[0])
+                if fqn.startswith(level)
             },
         )
         for one in facts
@@ -294,15 +294,15 @@ def decide(whole: WholeModel, facts: Sequence[RankFacts], sizes: Mapping[str, in
     ]
     axes = {name: size for name, size in sizes.items() if size > 1}
     decision = Proposal()
-    ranks, unnumbered = _renumbered(whole, ranks, axes, decision)
+    ranks, unnumbered = _renumbered(model, ranks, axes, decision)
     # By name without numbers, the keys that lie alike.
     kinds: dict[str, dict[Any, list[str]]] = {}
     held: dict[str, list[tuple[dict[str, int], TensorFacts]]] = {}
-    for key, shape in whole.shapes.items():
+    for key, shape in model.shapes.items():
         if any(without_numbers(head) in unnumbered for head, *_ in numbers_in(key)):
             continue
         held[key] = [(one.position, one.tensors[key]) for one in ranks if key in one.tensors]
-        if not held[key] and whole.names.get(key, (key,))[0] != key:
+        if not held[key] and model.names.get(key, (key,))[0] != key:
             continue
         shapes = tuple([(part.shape, tuple(at.items())) for at, part in held[key]])
         kinds.setdefault(without_numbers(key), {}).setdefault((shape, shapes), []).append(key)
@@ -508,12 +508,12 @@ def along(
 
 
 def _renumbered(
-    whole: WholeModel, ranks: list[RankFacts], axes: Mapping[str, int], decision: Proposal
+    model: ModelKeys, ranks: list[RankFacts], axes: Mapping[str, int], decision: Proposal
 ) -> tuple[list[RankFacts], set[str]]:
     """Return the ranks with the model's numbers in their keys, and what stays without them.
 
     Args:
-        whole: The unsharded model.
+        model: The unsharded model.
         ranks: With the model's keys that they have.
         axes: Those of the mesh, of more than one rank.
         decision: Takes in the renames, and what is open.
@@ -523,7 +523,7 @@ def _renumbered(
         numbers.
     """
     unnumbered = set()
-    for head, numbers in _numbers(whole.shapes).items():
+    for head, numbers in _numbers(model.shapes).items():
         of_ranks = [_numbers(one.tensors).get(head, set()) for one in ranks]
         union, total = set().union(*of_ranks), len(numbers)
         if not union or len(union) >= total or numbers != set(range(total)):

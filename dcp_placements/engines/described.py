@@ -214,7 +214,9 @@ def rank_parts(
         found.notes += dropped_rows(placed_all, waived=waived)
     if whole is not None:
         holding = holding_of(placing.state_dict, placing.placed, {}, placing.absent)
-        found.faults, *_ = compare_with_whole(whole, World([holding.sent]), waived, complete=False)
+        world = World([holding.sent])
+        found.faults, notes, _ = compare_with_whole(whole, world, waived, complete=False)
+        found.notes += notes
     views: dict[str, tuple[Group, HeldBoxes, list[Any]]] = {}
     contents: dict[str, list[torch.Tensor]] = {}
     for fqn, one in placing.state_dict.items():

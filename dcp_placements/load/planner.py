@@ -348,6 +348,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
                 asked.world,
                 [*policy.waived, *policy.optional],
                 complete=complete and not policy.partial,
+                may_lack_levels=True,
             )
             mistakes += notes_of_whole
         faults += asked.faults()

@@ -4,8 +4,8 @@ A wrong dim, a factor too many, a layer or a row that is lost: each makes a tens
 does not have. What all ranks have is in their tables, so the comparison needs nothing more from a
 rank. A router of shape (16, 6) that two tp ranks hold whole, declared ``Shard(0)`` over ``tp``::
 
-    WholeModel({"router": (16, 6)})
-    table       router: (32, 6), cut by Shard(0) over 'tp' of size 2
+    WholeModel({"": ModelKeys({"router": (16, 6)})}, is_flat=True)
+    table       model.router: (32, 6), cut by Shard(0) over 'tp' of size 2
     fault       model.router: is (32, 6), where the whole model has (16, 6)
 """
 
@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -29,23 +30,26 @@ from dcp_placements.errors import (
     format_names,
 )
 from dcp_placements.layout.sharding import format_cuts
-from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
+from dcp_placements.names.optimizer_state import followed_dims, possible_parameters
 from dcp_placements.rules.patterns import matches_any
 from dcp_placements.table.table import OBJECT, Group
 from dcp_placements.table.world import World
 
 Shape = tuple[int, ...]
 
-_AVERAGE = re.compile(r"(?:^|[._])(?:ema|swa|avg|average|averaged|shadow)", re.I)
-_BESIDE_WEIGHTS = re.compile(rf"{_AVERAGE.pattern}|(?:^|[._])optim", re.I)
-"""Levels whose keys are those of the weights, too."""
-
 PROPOSE = "propose_placements(whole, state_dict, mesh) prints a declaration that fits"
+
+MAX_DIFFERENCES = 3
+"""Kinds of differences that the note on a level shows."""
+
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_AVERAGES = frozenset({"ema", "swa", "avg", "average", "averaged", "shadow"})
+_OPTIMIZERS = frozenset({"optim", "optimizer", "optimizers"})
 
 
 @dataclass(frozen=True)
-class WholeModel:
-    """The keys of the unsharded model, and the shape of each.
+class ModelKeys:
+    """The keys of one unsharded model, and the shape of each.
 
     Attributes:
         shapes: By key.
@@ -58,29 +62,20 @@ class WholeModel:
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @staticmethod
-    def of(whole: Any) -> WholeModel:
-        """Return what a user gives as ``whole=``.
-
-        >>> WholeModel.of({"w": torch.empty(4, 3, device="meta"), "b": (4,)}).shapes
-        {'w': (4, 3), 'b': (4,)}
-
-        Args:
-            whole: A mapping from keys to shapes, tensors (whose shapes count), or pairs of shape
-                and dtype; or a module, which is best made on ``meta``.
+    def of(model: Any) -> ModelKeys:
+        """Return the keys of a module, or of a mapping to shapes, as ``WholeModel.of`` has it.
 
         Raises:
             PlacementError: It is something else, has no keys, or is sharded itself.
         """
-        if isinstance(whole, WholeModel):
-            return whole
-        values: Any = whole
-        if isinstance(whole, torch.nn.Module):
-            state = whole.state_dict(keep_vars=True)
+        values: Any = model
+        if isinstance(model, torch.nn.Module):
+            state = model.state_dict(keep_vars=True)
             # Extra states may be objects.
             values = {key: one for key, one in state.items() if isinstance(one, torch.Tensor)}
         if not isinstance(values, Mapping):
             raise PlacementError(
-                f"whole= is a {type(whole).__name__}: give {{key: shape}} of the unsharded model, "
+                f"whole= is a {type(model).__name__}: give {{key: shape}} of the unsharded model, "
                 "or the model itself, made under torch.device('meta')"
             )
         if not values:
@@ -96,35 +91,165 @@ class WholeModel:
             if isinstance(value, torch.Tensor):
                 keys_of.setdefault(value, []).append(key)
         tied = [tuple(keys) for keys in keys_of.values() if len(keys) > 1]
-        return WholeModel(shapes, dtypes, {key: keys for keys in tied for key in keys})
+        return ModelKeys(shapes, dtypes, {key: keys for keys in tied for key in keys})
 
-    def levels(self, fqns: Sequence[str]) -> list[str]:
-        """Return the levels of a nested state dict, with their dots, under which the keys stand.
+    @property
+    def heads(self) -> set[str]:
+        """What the keys begin with: ``{"embed", "layers"}``."""
+        return {key.partition(".")[0] for key in self.shapes}
 
-        >>> WholeModel({"w": (), "b": ()}).levels(["step", "ema.w", "ema.b", "model.w"])
-        ['model.']
+
+@dataclass(frozen=True)
+class WholeModel:
+    """What is given as ``whole=``: the unsharded model, or the model of each level.
+
+    *By level*, ``{"model": {"w": (4, 3)}, "ema": {"w": (4, 3)}}``: what stands under ``model.`` in
+    the checkpoint is the first, what stands under ``ema.`` the second. Each is refused for whatever
+    it differs in. Another level with keys of these models is named in a warning. A load may ask for
+    no key of a level; a save may not leave one out.
+
+    *Flat*, ``{"w": (4, 3)}``: the model's keys may stand under a level of the checkpoint's keys, as
+    ``model.w``, or under several. Each level that has a key of the model is compared:
+
+    - A level that lacks keys, and is right but for that, is refused, whatever it lacks.
+    - One that has other keys or other shapes is refused, unless another level is just the model:
+      then it is another model, as the larger teacher of a student, and is named in a warning with
+      what differs.
+    - An average of the weights may have other dtypes, and is named in a warning with what it lacks
+      and what differs in shape. The name of its level has the word ``ema``, ``swa``, ``avg``,
+      ``average``, ``averaged`` or ``shadow``: ``model_ema``, not ``emanet``. The same holds of what
+      an optimizer keeps by the model's keys (``optimizer.master``), which may lack some.
+
+    In both forms a tensor of floating-point numbers is named in a warning if it is under no level,
+    and state of no parameter there.
+
+    Optimizer state (``optim.state.w.exp_avg``) follows its parameter dim by dim: a dim may be
+    reduced to size 1, and a factored moment lacks one. Three kinds follow none, and are not
+    compared: one element; a matrix of equal sizes (a preconditioner); and what no cut applies to
+    and has another number of dims (blocks of 8-bit state).
+
+    Attributes:
+        models: By level, with its dot; the flat form's at the empty one.
+        is_flat: Whether it is the flat form.
+    """
+
+    models: Mapping[str, ModelKeys]
+    is_flat: bool = False
+
+    @staticmethod
+    def of(whole: Any) -> WholeModel:
+        """Return what a user gives as ``whole=``.
+
+        >>> WholeModel.of({"w": torch.empty(4, 3, device="meta"), "b": (4,)}).models[""].shapes
+        {'w': (4, 3), 'b': (4,)}
+        >>> list(WholeModel.of({"model": {"w": (4, 3)}, "ema": {"w": (4, 3)}}).models)
+        ['model.', 'ema.']
 
         Args:
-            fqns: All keys of a checkpoint.
+            whole: A mapping from keys to shapes, tensors (whose shapes count), or pairs of shape
+                and dtype; or a module, which is best made on ``meta``. Or a mapping from levels of
+                the state dict to these.
 
-        Returns:
-            Those with at least half as many of the model's keys as the fullest, without those named
-            as a moving average or as optimizer state, if there are others. The empty level is that
-            of keys which stand in none.
+        Raises:
+            PlacementError: It is something else, has no keys, or is sharded itself; or it has keys
+                beside levels.
         """
-        counts = Counter([level for level in map(self.level_of, fqns) if level is not None])
-        weights = {one: n for one, n in counts.items() if not _BESIDE_WEIGHTS.search(one)} or counts
-        most = max(weights.values(), default=0)
-        return [level for level, count in weights.items() if 2 * count >= most]
+        if isinstance(whole, WholeModel):
+            return whole
+        values = whole if isinstance(whole, Mapping) else {}
+        kinds = Mapping, torch.nn.Module
+        levels = [level for level, model in values.items() if isinstance(model, kinds)]
+        if not levels:
+            return WholeModel({"": ModelKeys.of(whole)}, is_flat=True)
+        for key in values:
+            if key not in levels or not isinstance(key, str):
+                raise PlacementError(
+                    f"whole=: {levels[0]!r:.80} is a level with keys of its own, and {key!r:.80} "
+                    "is no name of one\n"
+                    '    way out:     {"model": {key: shape}, "ema": {key: shape}}'
+                )
+        return WholeModel({f"{key}." if key else "": ModelKeys.of(values[key]) for key in levels})
 
-    def level_of(self, fqn: str) -> str | None:
-        """Return the level under which a key is one of the model's; None where it is none."""
-        at = 0
-        while fqn[at:] not in self.shapes:
-            at = fqn.find(".", at) + 1
-            if not at:
-                return None
-        return fqn[:at]
+    def model_at(self, level: str) -> ModelKeys | None:
+        """Return the model that stands under a level; None where none is declared."""
+        return self.models.get("" if self.is_flat else level)
+
+    def main_level(self, fqns: Sequence[str]) -> str | None:
+        """Return the level with most keys, averages last; None where no key is under any."""
+        levels = Levels(self, fqns)
+        counts = Counter([levels.of(fqn) for fqn in fqns])
+        names = [name for name in levels.names if self.model_at(name) and counts[name]]
+        return max(names, key=lambda one: (not is_beside_weights(one), counts[one]), default=None)
+
+
+class Levels:
+    """The levels of a nested state dict, each with its dot, and what is under each.
+
+    They are those that are declared, and those that have a key of a model. An inner level is one of
+    its own only if no key of the outer model begins like it: in a layer too many the model's
+    ``norm`` seems to stand under ``layers.7.``.
+
+    >>> levels = Levels(WholeModel.of({"w": (), "b": ()}), ["step", "ema.w", "model.w", "model.b"])
+    >>> levels.names, levels.of("model.v"), levels.of("step")
+    (['ema.', 'model.'], 'model.', None)
+
+    Args:
+        whole: The models.
+        fqns: The keys of a checkpoint, but for those of optimizer state.
+
+    Attributes:
+        names: The levels; those that are declared first.
+    """
+
+    def __init__(self, whole: WholeModel, fqns: Iterable[str]) -> None:
+        models = whole.models
+        keys = {key for model in models.values() for key in model.shapes}
+        heads = {head for model in models.values() for head in model.heads}
+        declared = [] if whole.is_flat else list(models)
+        self._heads = models[""].heads if "" in models else heads
+        self._found = set(declared)
+        levels = dict.fromkeys([_level_above_key(fqn, keys) for fqn in fqns])
+        for level in sorted([one for one in levels if one is not None], key=len):
+            outer = self.of(level)
+            inner = level[len(outer or "") :].partition(".")[0]
+            if outer is None or (outer not in declared and inner not in heads):
+                self._found.add(level)
+        names = dict.fromkeys([*declared, *levels])
+        self.names = [level for level in names if level is not None and level in self._found]
+
+    def of(self, fqn: str) -> str | None:
+        """Return the innermost level that a key is under; None where it is under none.
+
+        The empty level has what begins like a key of the model.
+        """
+        end = len(fqn)
+        while (end := fqn.rfind(".", 0, end)) >= 0:
+            if fqn[: end + 1] in self._found:
+                return fqn[: end + 1]
+        return "" if "" in self._found and fqn.partition(".")[0] in self._heads else None
+
+
+def is_beside_weights(level: str, words: frozenset[str] = _AVERAGES | _OPTIMIZERS) -> bool:
+    """Return whether a level is named as an average of weights, or as an optimizer's.
+
+    >>> [*map(is_beside_weights, ["model_ema.", "modelEMA.", "emanet.", "swarm."])]
+    [True, True, False, False]
+
+    Args:
+        level: Its name.
+        words: One of which is in it, as a word.
+    """
+    return not words.isdisjoint([word.lower() for word in _WORD.findall(level)])
+
+
+def _level_above_key(fqn: str, keys: Container[str]) -> str | None:
+    """Return what stands before a model's key in a key; None where that ends in none of these."""
+    at = 0
+    while fqn[at:] not in keys:
+        at = fqn.find(".", at) + 1
+        if not at:
+            return None
+    return fqn[:at]
 
 
 def _shape_and_dtype(key: Any, value: Any) -> tuple[Shape, torch.dtype | None]:
@@ -152,84 +277,243 @@ def _shape_and_dtype(key: Any, value: Any) -> tuple[Shape, torch.dtype | None]:
     return tuple(shape), dtype
 
 
+@dataclass
+class Compared:
+    """How a level differs from its model, but for what is excused.
+
+    Attributes:
+        level: Its name, with its dot.
+        model: Its model; None where it has keys of a model, and none is declared for it.
+        fqns: The keys under it.
+        faults: Of what is there.
+        missing: By key that no rank has, its shape in the model.
+        lacking: How many keys no rank has, with those that are excused.
+        is_seen: Whether any key of the model is as it should be.
+        is_other: Whether it may be something else than its model.
+    """
+
+    level: str
+    model: ModelKeys | None
+    fqns: list[str] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
+    missing: dict[str, Shape] = field(default_factory=dict)
+    lacking: int = 0
+    is_seen: bool = False
+    is_other: bool = False
+
+    @property
+    def is_the_model(self) -> bool:
+        """Whether it is its model, as far as it is compared."""
+        return self.is_seen and not self.missing and not self.faults
+
+    def all_faults(self) -> list[Fault]:
+        """Return the faults of what is there, and of what is missing."""
+        return self.faults + [_missing_fault(*each) for each in self.missing.items()]
+
+    def note(self, why: str) -> Fault:
+        """Return the note that a level is not its model, for a reason."""
+        fqns_of = {f"no rank has {format_count(len(self.missing), 'key')} of it": [*self.missing]}
+        fqns_of = {headline: fqns for headline, fqns in fqns_of.items() if fqns}
+        for fault in self.faults:
+            fqns_of.setdefault(fault.headline, []).append(fault.fqn)
+        differs = [
+            f"differs:     {format_names(folded(fqns), 2)}: {headline}"
+            for headline, fqns in list(fqns_of.items())[:MAX_DIFFERENCES]
+        ]
+        return _level_note(self.level, f"is not the whole model: {why}", *differs)
+
+
 def compare_with_whole(
     whole: WholeModel,
     world: World,
     excused: Sequence[re.Pattern[str]] = (),
     *,
     complete: bool = True,
+    may_lack_levels: bool = False,
 ) -> tuple[list[Fault], list[Fault], str]:
     """Return where all ranks together have something else than the whole model, and the result.
 
-    Optimizer state has the shape of its parameter. That of fewer dims, as the rows and columns of a
-    factored moment, is not compared, nor is one element.
+    ``WholeModel`` says what is compared with which.
 
     Args:
-        whole: The model.
+        whole: The model, or the models.
         world: What the ranks have, or ask for.
         excused: Patterns of keys that are not compared.
         complete: Whether these are all ranks, so that what none of them has is missing.
+        may_lack_levels: Whether a level of which no rank has any key is left out on purpose.
 
     Returns:
-        The faults; a note for each tensor of an average whose shape is not the weight's; and how
-        many keys were compared, and which tensors were not: an average of the weights, or state
-        that names its parameter by a number.
+        The faults; notes on levels that are not their models, or not compared, and on tensors under
+        no level; and how many keys were compared, and which tensors were not.
     """
-    pieces = {fqn: (piece, at) for piece in world.pieces for at, fqn in enumerate(piece.fqns)}
-    levels = whole.levels(list(pieces))
-    if not levels:
-        details = (
-            f"whole model: {format_count(len(whole.shapes), 'key')}, as {next(iter(whole.shapes))}",
-            "likely:      names that rename= does not make those of the whole model; or a state "
-            "dict without weights, as of adapters alone",
-            "way out:     whole= with the keys of what is saved, or a Placements without whole=",
-        )
-        return [Fault("this state dict", "has no key of whole=", details)], [], "no key"
-    missing = {
-        level: [
-            key
-            for key in whole.shapes
-            if not any(level + one in pieces for one in whole.names.get(key, (key,)))
-            and not matches_any(excused, level + key)
+    comparison = _Comparison(whole, world, excused)
+    comparison.compare_keys()
+    comparison.find_missing(complete=complete, may_lack_levels=may_lack_levels)
+    counts = [
+        format_count(count, "key") + (f" under {one.level!r}" if one.level else "")
+        for one in comparison.levels.values()
+        if one.model is not None and (count := len(one.model.shapes) - one.lacking)
+    ]
+    if not counts and whole.is_flat:
+        return [_nothing_alike(whole)], [], "no key"
+    faults, notes = comparison.judged()
+    faults += comparison.state_faults()
+    notes += comparison.beside_notes()
+    text = ", ".join(counts) or "no key"
+    if names := comparison.not_compared:
+        text += f"; {format_count(len(names), 'tensor')} not compared"
+        text += f" ({format_names(folded(names), 2)})"
+    return faults, notes, text
+
+
+class _Comparison:
+    """What all ranks have, by levels.
+
+    Args:
+        whole: The model, or the models.
+        world: What the ranks have.
+        excused: Patterns of keys that are not compared.
+
+    Attributes:
+        levels: By name.
+        not_compared: Tensors that are not compared.
+    """
+
+    def __init__(self, whole: WholeModel, world: World, excused: Sequence[re.Pattern[str]]) -> None:
+        self._whole, self._world, self._excused = whole, world, excused
+        self._pieces = {
+            fqn: (piece, at) for piece in world.pieces for at, fqn in enumerate(piece.fqns)
+        }
+        keys = {key for model in whole.models.values() for key in model.shapes}
+        self._parameter_of = {
+            fqn: name
+            for fqn, (piece, _) in self._pieces.items()
+            if piece.group.kind != OBJECT and "state." in fqn
+            for name in possible_parameters(fqn)
+            if _level_above_key(name, keys) is not None
+        }
+        levels = Levels(whole, [fqn for fqn in self._pieces if fqn not in self._parameter_of])
+        self._level_of = levels.of
+        self.levels = {one: Compared(one, whole.model_at(one)) for one in levels.names}
+        self.not_compared: list[str] = []
+        self._beside: list[str] = []
+
+    def _is_excused(self, fqn: str) -> bool:
+        return matches_any(self._excused, fqn)
+
+    def _faults(self, fqn: str, headline: str, likely: str) -> list[Fault]:
+        """Return the fault of a key; none where it is excused."""
+        if self._is_excused(fqn):
+            return []
+        piece, at = self._pieces[fqn]
+        declared = f"{format_cuts(piece.group.cuts)}; by rule {self._world.rules(piece, at)}"
+        return [Fault(fqn, headline, (f"declared:    {declared}", likely, _WAY_OUT))]
+
+    def compare_keys(self) -> None:
+        """Compare what is under levels, but for optimizer state."""
+        for fqn, (piece, _) in self._pieces.items():
+            level, group = self._level_of(fqn), piece.group
+            one = None if level is None else self.levels[level]
+            model, key = None if one is None else one.model, fqn[len(level or "") :]
+            is_key = model is not None and key in model.shapes
+            if is_key:
+                self._parameter_of.pop(fqn, None)  # of a module named ``state``
+            elif fqn in self._parameter_of:
+                continue
+            if one is None:
+                self._beside += [fqn] if group.shape else []
+                continue
+            one.fqns.append(fqn)
+            if model is None:
+                self.not_compared.append(fqn)
+            elif is_key:
+                may_cast = self._whole.is_flat and is_beside_weights(one.level)
+                headline = _unlike(model, key, group, may_cast=may_cast)
+                one.faults += self._faults(fqn, headline, _OTHER_SHAPE) if headline else []
+                one.is_seen = one.is_seen or not (headline or self._is_excused(fqn))
+            elif group.kind != OBJECT:
+                one.faults += self._faults(fqn, "the whole model has no such key", _UNKNOWN)
+
+    def find_missing(self, *, complete: bool, may_lack_levels: bool) -> None:
+        """Find the keys that no rank has."""
+        for level, one in self.levels.items():
+            model = ModelKeys({}) if one.model is None else one.model
+            is_expected = complete and (bool(one.fqns) or not may_lack_levels)
+            for key, shape in model.shapes.items():
+                names = model.names.get(key, (key,))
+                if any(level + name in self._pieces for name in names):
+                    continue
+                one.lacking += 1
+                if is_expected and not self._is_excused(level + key):
+                    one.missing[level + key] = shape
+
+    def judged(self) -> tuple[list[Fault], list[Fault]]:
+        """Return what is refused, and notes on levels that may be something else."""
+        faults: list[Fault] = []
+        notes: list[Fault] = []
+        weights = [one for one in self.levels.values() if not is_beside_weights(one.level)]
+        exact = next((one.level for one in weights if one.is_the_model), None)
+        for one in self.levels.values():
+            if one.model is None:
+                if not all(map(self._is_excused, one.fqns)):
+                    count = format_count(len(one.fqns), "key")
+                    headline = f"is no level of whole=, and not compared: {count}, as the model's"
+                    notes.append(_level_note(one.level, headline))
+            elif self._whole.is_flat and is_beside_weights(one.level) and weights:
+                if is_beside_weights(one.level, _OPTIMIZERS):
+                    one.missing.clear()
+                if one.faults or one.missing:
+                    notes.append(one.note("an average may be of other weights"))
+            elif self._whole.is_flat and one.faults and exact is not None:
+                notes.append(one.note(f"it is taken for another one, since {exact!r} is"))
+            else:
+                faults += one.all_faults()
+                continue
+            one.is_other = True
+        return faults, notes
+
+    def state_faults(self) -> list[Fault]:
+        """Return the faults of optimizer state."""
+        faults: list[Fault] = []
+        for fqn, parameter in self._parameter_of.items():
+            group = self._pieces[fqn][0].group
+            shapes = self._shapes_of(parameter)
+            if not shapes:
+                self._beside += [fqn] if group.shape else []
+            elif headline := _unlike_parameter(group, shapes):
+                faults += self._faults(fqn, headline, _OTHER_SHAPE)
+        return faults
+
+    def _shapes_of(self, parameter: str) -> list[Shape]:
+        """Return the shapes that a parameter has, by its name with or without a level."""
+        shapes: dict[Shape, None] = {}
+        for level, one in self.levels.items():
+            for name in (parameter, parameter.removeprefix(level)):
+                if one.model is not None and name in one.model.shapes:
+                    shapes[one.model.shapes[name]] = None
+                if one.is_other and level + name in self._pieces:
+                    shapes[self._pieces[level + name][0].group.shape] = None
+        return list(shapes)
+
+    def beside_notes(self) -> list[Fault]:
+        """Return the note on tensors of numbers that nothing is compared with."""
+        self.not_compared += self._beside
+        names = [
+            fqn
+            for fqn in self._beside
+            if (dtype := self._pieces[fqn][0].group.dtype) is not None
+            and dtype.is_floating_point
+            and not self._is_excused(fqn)
         ]
-        for level in levels
-    }
-    faults: list[Fault] = []
-    notes: list[Fault] = []
-    beside: list[str] = []
-    heads = {key.partition(".")[0] for key in whole.shapes}
-    states = OptimizerStates(dict.fromkeys(pieces, UNSEEN))
-    for fqn, (piece, at) in pieces.items():
-        group, is_tensor = piece.group, piece.group.kind != OBJECT
-        under = [level for level in levels if fqn.startswith(level)]
-        key = _first_of(whole, [fqn.removeprefix(level) for level in under])
-        state = states.of(fqn) if key is None and is_tensor else None
-        names = [state.parameter.removeprefix(level) for level in levels] if state else []
-        headline, likely = "", _OTHER_SHAPE
-        if key is not None:
-            headline = _unlike(whole, key, group)
-        elif parameter := _first_of(whole, names):
-            shape = whole.shapes[parameter]
-            if group.shape not in (shape, (1,)) and len(group.shape) == len(shape):
-                headline = f"is {group.shape}, where its parameter has {shape} in the whole model"
-        elif is_tensor and any(level or fqn.partition(".")[0] in heads for level in under):
-            headline, likely = "the whole model has no such key", _UNKNOWN
-        elif group.shape:
-            beside.append(fqn)
-            notes += [] if matches_any(excused, fqn) else _average_notes(whole, fqn, group)
-        if headline and not matches_any(excused, fqn):
-            declared = f"{format_cuts(group.cuts)}; by rule {world.rules(piece, at)}"
-            faults.append(Fault(fqn, headline, (f"declared:    {declared}", likely, _WAY_OUT)))
-    texts = []
-    for level, keys in missing.items():
-        if complete:
-            faults += [_missing_fault(level + key, whole.shapes[key]) for key in keys]
-        count = format_count(len(whole.shapes) - len(keys), "key")
-        texts.append(count + (f" under {level!r}" if level else ""))
-    if beside:
-        texts[-1] += f"; {format_count(len(beside), 'tensor')} not compared"
-        texts[-1] += f" ({format_names(folded(beside), 2)})"
-    return faults, notes, ", ".join(texts)
+        if not names:
+            return []
+        headline = "under no level of whole=, and state of no parameter there: not compared"
+        details = (
+            "likely:      names that rename= does not make the whole model's; or what is beside it",
+            'way out:     whole={"model": ..., level: {key: shape}} has it compared; '
+            "waive={pattern: reason} where it is right",
+        )
+        return [Fault(format_names(folded(names), 3), headline, details)]
 
 
 _OTHER_SHAPE = (
@@ -245,20 +529,52 @@ _UNKNOWN = (
 _WAY_OUT = f"way out:     {PROPOSE}; waive={{pattern: reason}} where it is right"
 
 
-def _first_of(whole: WholeModel, names: Iterable[str]) -> str | None:
-    """Return the first name that is a key of the model."""
-    return next((name for name in names if name in whole.shapes), None)
-
-
-def _unlike(whole: WholeModel, key: str, group: Group) -> str:
+def _unlike(model: ModelKeys, key: str, group: Group, *, may_cast: bool) -> str:
     """Return in what a key is not as in the model; empty where it is."""
-    shape, dtype = whole.shapes[key], whole.dtypes.get(key, group.dtype)
+    shape, dtype = model.shapes[key], model.dtypes.get(key, group.dtype)
     if group.kind == OBJECT:
         return f"is an object, where the whole model has a {shape} tensor"
     if group.shape != shape:
         return f"is {group.shape}, where the whole model has {shape}"
-    is_other = group.dtype != dtype
-    return f"is of {group.dtype}, where the whole model has {dtype}" if is_other else ""
+    if group.dtype == dtype or may_cast:
+        return ""
+    return f"is of {group.dtype}, where the whole model has {dtype}"
+
+
+def _unlike_parameter(group: Group, shapes: Sequence[Shape]) -> str:
+    """Return in what optimizer state does not fit its parameter; empty where it does.
+
+    Args:
+        group: The state's.
+        shapes: Those that its parameter may have.
+    """
+    shape, ndims = group.shape, {len(of_parameter) for of_parameter in shapes}
+    follows = any(followed_dims(shape, of_parameter) for of_parameter in shapes)
+    is_square = len(shape) > 1 and len(set(shape)) == 1  # a preconditioner
+    is_cut = any(cut.size > 1 for cut in group.cuts)
+    if follows or prod(shape) == 1 or is_square or (len(shape) not in ndims and not is_cut):
+        return ""
+    return f"is {shape}, where its parameter has {shapes[0]} in the whole model"
+
+
+def _level_note(level: str, headline: str, *details: str) -> Fault:
+    name = level.rstrip(".")
+    way_out = (
+        f'way out:     whole={{"{name}": {{key: shape}}, ...}} says what each level is; '
+        "waive={pattern: reason} where it is right"
+    )
+    return Fault(name or "keys under no level", headline, (*details, way_out))
+
+
+def _nothing_alike(whole: WholeModel) -> Fault:
+    keys = [level + key for level, model in whole.models.items() for key in model.shapes]
+    details = (
+        f"whole model: {format_count(len(keys), 'key')}, as {keys[0]}",
+        "likely:      names that rename= does not make those of the whole model; or a state dict "
+        "without weights, as of adapters alone",
+        "way out:     whole= with the keys of what is saved, or a Placements without whole=",
+    )
+    return Fault("this state dict", "has no key of whole=", details)
 
 
 def _missing_fault(fqn: str, shape: Shape) -> Fault:
@@ -269,21 +585,3 @@ def _missing_fault(fqn: str, shape: Shape) -> Fault:
     )
     headline = "no rank has this key of the whole model"
     return Fault(fqn, headline, details, (f"whole model: {shape}",))
-
-
-def _average_notes(whole: WholeModel, fqn: str, group: Group) -> Iterator[Fault]:
-    """Yield a note where a tensor of an average, which is not compared, is no weight's shape."""
-    level = whole.level_of(fqn)
-    if level is None or not _AVERAGE.search(level):
-        return
-    shape, found = whole.shapes[fqn[len(level) :]], group.shape
-    if found != shape and len(found) == len(shape):
-        yield Fault(
-            fqn,
-            f"is {found}, where the weight of its name has {shape} in the whole model",
-            (
-                f"declared:    {format_cuts(group.cuts)}",
-                f"way out:     the rule of the weight; whole= with its keys ({level}...) as well, "
-                "to have averages compared; waive={pattern: reason} where it is right",
-            ),
-        )

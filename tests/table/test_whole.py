@@ -11,18 +11,20 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.tensor import Shard
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements import (
     CheckpointPlacement,
     PlacementError,
+    PlacementRules,
     Placements,
     PlacementSavePlanner,
     Renumber,
     check,
     contiguous,
 )
-from dcp_placements.table.whole import WholeModel
+from dcp_placements.table.whole import Levels, WholeModel
 from dcp_placements.testing import FakeDTensor, World
 
 WORLD = World(4)
@@ -132,7 +134,7 @@ def test_it_is_compared_without_a_level_and_under_several() -> None:
     for state in (
         weights,
         {"app": {"model": weights}, "epoch": 1},
-        {"model": weights, "ema": {"embed": torch.zeros(3)}},  # of some parameters alone
+        {"model": weights, "ema": {key: value.half() for key, value in weights.items()}},
         {"step": torch.tensor(1.0), **weights},
     ):
         assert check(state, None, whole=WHOLE).whole.startswith(f"{len(WHOLE)} keys")
@@ -145,7 +147,7 @@ def test_an_average_of_another_shape_is_warned_of() -> None:
     weights = {key: values(key) for key in WHOLE}
     average = {**weights, "embed": torch.zeros(2 * len(weights["embed"]), 6)}
     with pytest.warns(
-        UserWarning, match=r"ema\.embed: is \(122, 6\), where the weight of its name"
+        UserWarning, match=r"ema\.embed: is \(122, 6\), where the whole model has \(61, 6\)"
     ):
         check({"model": weights, "ema": average}, None, whole=WHOLE)
     waived = check(
@@ -160,7 +162,8 @@ def test_state_that_names_its_parameter_by_a_number_is_not_compared_and_said() -
     model(torch.ones(3)).sum().backward()
     optimizer.step()
     state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
-    report = check(state, None, whole={"weight": (2, 3), "bias": (2,)})
+    with pytest.warns(UserWarning, match=r"optim\.state\.0-1\.exp_avg.*: under no level of whole="):
+        report = check(state, None, whole={"weight": (2, 3), "bias": (2,)})
     assert report.whole.endswith(
         "; 4 tensors not compared (optim.state.0-1.exp_avg, optim.state.0-1.exp_avg_sq)"
     )
@@ -177,9 +180,12 @@ def test_the_weights_are_compared_where_their_average_or_moments_stand_before(be
         first = {f"{beside}.{key}": value for key, value in of_average.items()}
         return first | {f"model.{key}": value for key, value in of_model.items()}
 
-    compared = check(flat(less, weights), None, whole=WHOLE).whole
-    assert "under 'model.'; 14 tensors not compared" in compared
-    assert f"({beside}." in compared
+    if beside.startswith("optimizer"):  # which need not have all
+        compared = check(flat(less, weights), None, whole=WHOLE).whole
+    else:
+        with pytest.warns(UserWarning, match=rf"{beside}\.layers\.1\.norm: no rank has 1 key"):
+            compared = check(flat(less, weights), None, whole=WHOLE).whole
+    assert compared == f"14 keys under '{beside}.', 15 keys under 'model.'"
     with pytest.raises(PlacementError, match=r"model\.layers\.1\.norm: no rank has this key"):
         check(flat(weights, less), None, whole=WHOLE)
 
@@ -272,6 +278,117 @@ def test_state_of_another_shape_than_its_parameter_is_refused(tmp_path: Path) ->
     assert "(1 fault)" in message
 
 
+@pytest.mark.parametrize(
+    ("shape", "cut_by", "is_right"),
+    [
+        ((8, 1), None, True),  # torch's Adafactor
+        ((1, 6), None, True),
+        ((8,), None, True),  # Adafactor of transformers
+        ((6,), None, True),
+        ((1, 1), None, True),
+        ((8, 8), None, True),  # a preconditioner
+        ((3, 5), None, False),
+        ((9,), None, True),  # scales of blocks
+        ((4,), Shard(0), True),  # makes (8,)
+        ((8,), Shard(0), False),  # makes (16,)
+        ((8, 1), Shard(0), False),  # makes (16, 1)
+        ((4, 6), Shard(0), True),
+        ((8, 6), Shard(0), False),
+    ],
+)
+def test_m117_state_follows_its_parameter_dim_by_dim(
+    tmp_path: Path, shape: tuple[int, ...], cut_by: Any, is_right: bool
+) -> None:
+    world = World(2)
+
+    def planner(rank: int) -> PlacementSavePlanner:
+        placement = CheckpointPlacement(world.mesh(rank, ep=2), {"ep": cut_by or Replicate()})
+        rules = PlacementRules({"row": placement})
+        return PlacementSavePlanner(rules, whole={"w": (8, 6)})
+
+    def state(rank: int) -> dict[str, Any]:
+        row = torch.zeros(shape)
+        return {"model": {"w": torch.ones(8, 6)}, "optim": {"state": {"w": {"row": row}}}}
+
+    if is_right:
+        world.save(tmp_path, state, planner)
+        return
+    with pytest.raises(
+        CheckpointException, match=r"optim\.state\.w\.row: is .* parameter has \(8, 6"
+    ):
+        world.save(tmp_path, state, planner)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        torch.optim.Adafactor,
+        torch.optim.AdamW,
+        torch.optim.SGD,
+        torch.optim.Rprop,
+        torch.optim.ASGD,
+    ],
+)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_m117_optimizers_of_torch_pass(optimizer: Any, steps: int) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(1, 3, 2), nn.LayerNorm(5)
+            self.lin, self.scale = nn.Linear(5, 4), nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            features = self.conv(x).flatten()[:5]
+            out: torch.Tensor = self.lin(self.norm(features)) * self.scale
+            return out
+
+    model = Model()
+    optim = optimizer(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.randn(1, 1, 4, 4)).sum().backward()
+        optim.step()
+    with torch.device("meta"):
+        whole = Model()
+    for flatten in (False, True):
+        options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+        state = get_optimizer_state_dict(model, optim, options=options)
+        report = check({"model": model.state_dict(), "optim": state}, None, whole=whole)
+        assert report.whole == "7 keys under 'model.'"
+        assert not report.warnings
+
+
+@pytest.mark.parametrize("of_expert", [(4, 5, 1), (4, 1, 6), (4, 5), (4, 6), (4, 1, 1), (4,)])
+def test_m117_state_of_stacked_experts_is_reduced_in_any_dim(of_expert: tuple[int, ...]) -> None:
+    state = {"model.w": torch.ones(4, 5, 6), "optim.state.w.second": torch.zeros(of_expert)}
+    check(state, None, whole={"w": (4, 5, 6)})
+
+
+@pytest.mark.parametrize("blocks", [2, 3])
+def test_m126_scales_of_blocks_that_do_not_divide_the_shard_are_refused(
+    tmp_path: Path, blocks: int
+) -> None:
+    """Rows of one scale are on two tp ranks: each has a scale, and the whole has one too few."""
+    rows, block = 2 * (8 * blocks + 4), 8
+    weight = torch.arange(float(rows)).view(rows, 1).expand(rows, 3)
+    scales = torch.stack([part.abs().amax() for part in weight.split(block)])[:, None]
+    whole = {"w": tuple(weight.shape), "w_scale_inv": tuple(scales.shape)}
+    world = World(2)
+
+    def state(rank: int) -> dict[str, Any]:
+        part = weight.chunk(2)[rank]
+        own = torch.stack([piece.abs().amax() for piece in part.split(block)])[:, None]
+        return {"w": part.contiguous(), "w_scale_inv": own}
+
+    def planner(rank: int) -> PlacementSavePlanner:
+        placement = CheckpointPlacement(world.mesh(rank, tp=2), {"tp": Shard(0)})
+        return PlacementSavePlanner(PlacementRules({"w*": placement}), whole=whole)
+
+    with pytest.raises(
+        CheckpointException, match=rf"w_scale_inv: is \({len(scales) + 1}, 1\), where"
+    ):
+        world.save(tmp_path, state, planner)
+
+
 def test_waived_keys_are_not_compared(tmp_path: Path) -> None:
     def edit(state: dict[str, Any]) -> None:
         del state["model"]["layers.1.norm"]
@@ -335,16 +452,25 @@ def test_a_model_that_is_sharded_already_is_refused() -> None:
         WholeModel.of({"w": sharded})
 
 
-def test_levels_that_have_most_of_it_count() -> None:
-    whole = WholeModel({"w": (), "0.w": (), "1.w": ()})
-    assert whole.levels(["w", "0.w", "1.w"]) == [""]
-    assert whole.levels(["ema.w", "model.w", "model.0.w", "model.1.w"]) == ["model."]
-    both = ["ema.w", "ema.0.w", "ema.1.w", "model.0.w"]
-    assert whole.levels(both) == ["model."]
-    assert whole.levels(["ema.w", "step"]) == ["ema."]
-    both = ["teacher.w", "teacher.0.w", "teacher.1.w", "student.w", "student.0.w"]
-    assert whole.levels(both) == ["teacher.", "student."]
-    assert whole.levels(["step"]) == []
+def test_levels_are_those_that_have_a_key_and_inner_ones_by_chance_are_none() -> None:
+    def levels(whole: dict[str, Any], *fqns: str) -> list[str]:
+        return Levels(WholeModel.of(whole), fqns).names
+
+    numbered = {"w": (), "0.w": (), "1.w": ()}
+    assert levels(numbered, "w", "0.w", "1.w") == [""]
+    assert levels(numbered, "ema.w", "model.w", "model.0.w") == ["ema.", "model."]
+    assert levels(numbered, "ema.w", "ema.0.w", "model.0.w", "step") == ["ema.", "model."]
+    assert levels(numbered, "step") == []
+    layers = {"norm": (), "layers.0.norm": ()}
+    assert levels(layers, "model.layers.7.norm", "model.norm") == ["model."]
+    assert levels(layers, "layers.7.norm", "norm", "ema.norm") == ["", "ema."]
+    assert levels(layers, "model.norm", "model.ema.norm") == ["model.", "model.ema."]
+    by_level = {"model": layers, "model.ema": layers}
+    assert levels(by_level, "model.ema.norm", "teacher.norm") == [
+        "model.",
+        "model.ema.",
+        "teacher.",
+    ]
 
 
 def test_weights_are_compared_at_save_and_load_whatever_their_average_has(tmp_path: Path) -> None:
@@ -359,19 +485,21 @@ def test_weights_are_compared_at_save_and_load_whatever_their_average_has(tmp_pa
 
     planner = placements.save_planner()
     dcp.save(state(4, 4), checkpoint_id=tmp_path, planner=planner, no_dist=True)
-    assert planner.report.whole == (
-        "4 keys under 'model.'; 4 tensors not compared (ema.layers.0-3.w)"
-    )
+    assert planner.report.whole == "4 keys under 'model.', 4 keys under 'ema.'"
     for few in (state(3, 4), state(1, 4)):
         with pytest.raises(PlacementError, match="no rank has this key"):
             check(few, placements)
         with pytest.raises(CheckpointException, match="no rank has this key"):
             dcp.load(few, checkpoint_id=tmp_path, planner=placements.load_planner(), no_dist=True)
-    check(state(4, 3), placements)
-    # Where its level is named, the average is compared, too.
-    names = {f"{level}.layers.{n}.w": (2,) for level in ("model", "ema") for n in range(4)}
-    with pytest.raises(PlacementError, match=r"ema\.layers\.3\.w: no rank has this key"):
-        check(state(4, 3), None, whole=names)
+    with pytest.warns(UserWarning, match=r"ema\.layers\.3\.w: no rank has 1 key of it"):
+        check(state(4, 3), placements)
+    assert not check(state(4, 3), placements, waive={"ema": "of three layers"}).warnings
+    # Where its level is named, it is refused.
+    model = {f"layers.{n}.w": (2,) for n in range(4)}
+    names = {f"{level}.{key}": (2,) for level in ("model", "ema") for key in model}
+    for whole in (names, {"model": model, "ema": model}):
+        with pytest.raises(PlacementError, match=r"ema\.layers\.3\.w: no rank has this key"):
+            check(state(4, 3), None, whole=whole)
 
 
 def test_two_models_beside_each_other_are_both_compared() -> None:
@@ -383,6 +511,116 @@ def test_two_models_beside_each_other_are_both_compared() -> None:
     del both["student"]["layers.3.w"]
     with pytest.raises(PlacementError, match=r"student\.layers\.3\.w: no rank has this key"):
         check(both, None, whole=whole)
+
+
+LAYERS = {f"layers.{n}.w": (2,) for n in range(10)}
+
+
+def layers(*numbers: int, size: int = 2) -> dict[str, torch.Tensor]:
+    return {f"layers.{n}.w": torch.arange(float(size)) + n for n in numbers}
+
+
+@pytest.mark.parametrize("beside", ["teacher", "ema", "swarm", "emanet", "other.model"])
+@pytest.mark.parametrize("left", [range(4), range(1), range(9), range(6, 10)])
+def test_m124_a_level_that_lost_most_is_refused_beside_a_complete_one(
+    tmp_path: Path, beside: str, left: range
+) -> None:
+    """At save and at load, whichever stands first."""
+    placements = Placements(None, whole=LAYERS)
+    lost = {"model": layers(*left), beside: layers(*range(10))}
+    for state in (lost, dict(reversed(lost.items()))):
+        with pytest.raises(PlacementError, match="no rank has this key of the whole model") as no:
+            check(state, placements)
+        assert "model.layers." in str(no.value)
+        assert f"{beside}.layers" not in str(no.value)
+    dcp.save(lost, checkpoint_id=tmp_path, no_dist=True)
+    planner = placements.load_planner()
+    with pytest.raises(CheckpointException, match="no rank has this key"):
+        dcp.load(lost, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+
+
+@pytest.mark.parametrize("name", ["swarm", "emanet", "shadowless", "averages_of", "optimal"])
+def test_m124_names_that_only_begin_like_an_average_are_compared(name: str) -> None:
+    state = {"model": layers(*range(10)), name: layers(*range(9))}
+    with pytest.raises(PlacementError, match=rf"{name}\.layers\.9\.w: no rank has this key"):
+        check(state, None, whole=LAYERS)
+
+
+@pytest.mark.parametrize("name", ["ema", "model_ema", "modelEMA", "EMAModel", "ema_0", "swa.model"])
+def test_m124_an_average_that_lacks_keys_is_named_in_a_warning(name: str) -> None:
+    state = {"model": layers(*range(10)), **{f"{name}.{k}": v for k, v in layers(0, 1).items()}}
+    with pytest.warns(UserWarning, match=rf"{name}: is not the whole model: an average"):
+        check(state, None, whole=LAYERS)
+
+
+@pytest.mark.parametrize(
+    "teacher",
+    [layers(*range(12)), layers(*range(10), size=5), layers(*range(20), size=5), layers(3, 70)],
+    ids=["more layers", "wider", "both", "some of other numbers"],
+)
+def test_m124_the_teacher_of_a_student_is_named_in_a_warning_or_declared(
+    tmp_path: Path, teacher: dict[str, torch.Tensor]
+) -> None:
+    state = {"teacher": teacher, "student": layers(*range(10))}
+    with pytest.warns(UserWarning, match=r"teacher: is not the whole model: .* 'student\.' is"):
+        check(state, None, whole=LAYERS)
+    assert not check(state, None, whole=LAYERS, waive={"teacher": "is larger"}).warnings
+    of_teacher = {key: value.shape for key, value in teacher.items()}
+    whole = {"student": LAYERS, "teacher": of_teacher}
+    report = check(state, None, whole=whole)
+    assert report.whole == f"10 keys under 'student.', {len(teacher)} keys under 'teacher.'"
+    # A load of the student alone is no loss; a save without the teacher is.
+    placements = Placements(None, whole=whole)
+    dcp.save(state, checkpoint_id=tmp_path, planner=placements.save_planner(), no_dist=True)
+    alone, planner = {"student": layers(*range(10))}, placements.load_planner()
+    dcp.load(alone, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    assert planner.report.whole == "10 keys under 'student.'"
+    with pytest.raises(PlacementError, match=r"teacher\.layers.*no rank has this key"):
+        check(alone, placements)
+    with pytest.raises(PlacementError, match=r"student\.layers\.9\.w: no rank has this key"):
+        check({**state, "student": layers(*range(9))}, placements)
+
+
+def test_m124_without_a_level_that_is_the_model_all_differences_are_refused() -> None:
+    state = {"a": layers(*range(10), size=4), "b": layers(*range(11))}
+    with pytest.raises(PlacementError, match=r"a\.layers\.0-9\.w: is \(4,\)") as refused:
+        check(state, None, whole=LAYERS)
+    assert "b.layers.10.w: the whole model has no such key" in str(refused.value)
+
+
+def test_m124_what_stands_under_no_level_is_named_in_a_warning() -> None:
+    """The weights under names that are not the model's, beside a teacher that is right."""
+    state = {"model": {"blocks.0.w": torch.ones(2)}, "teacher": layers(*range(10)), "step": 3}
+    with pytest.warns(UserWarning, match=r"model\.blocks\.0\.w: under no level of whole="):
+        check(state, None, whole=LAYERS)
+    state["model"] = {"seed": torch.ones(4, dtype=torch.uint8), "loss": torch.tensor(3.0)}
+    assert not check(state, None, whole=LAYERS).warnings
+
+
+def test_m124_a_level_that_is_not_declared_is_named_in_a_warning() -> None:
+    state = {"model": layers(*range(10)), "ema": layers(*range(10)), "head": torch.ones(3)}
+    with pytest.warns(UserWarning, match="ema: is no level of whole=") as warned:
+        check(state, None, whole={"model": LAYERS})
+    text = str(warned[0].message)
+    assert "head: under no level of whole=" in text
+    waive = {"ema": "not compared", "head": "beside it"}
+    assert not check(state, None, whole={"model": LAYERS}, waive=waive).warnings
+    for whole in ({"model": LAYERS, "w": (3,)}, {"model": LAYERS, 3: LAYERS}):
+        with pytest.raises(PlacementError, match="is no name of one"):
+            WholeModel.of(whole)
+    with pytest.raises(PlacementError, match="has no keys"):
+        WholeModel.of({"model": {}})
+
+
+def test_by_level_a_level_is_a_module_or_shapes_with_dtypes_and_may_be_none() -> None:
+    with torch.device("meta"):
+        tied = Tied()
+    state = {"model": Tied().state_dict(), **layers(*range(10))}
+    report = check(state, None, whole={"model": tied, "": LAYERS})
+    assert report.whole == "2 keys under 'model.', 10 keys"
+    typed = {key: (shape, torch.bfloat16) for key, shape in LAYERS.items()}
+    with pytest.raises(PlacementError, match=r"is of torch\.float32, where the whole model has"):
+        check(state, None, whole={"model": tied, "": typed})
 
 
 def test_a_load_is_compared_too(tmp_path: Path) -> None:
