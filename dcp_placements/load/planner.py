@@ -79,7 +79,7 @@ from dcp_placements.storage.save_ids import (
     speaking_for,
 )
 from dcp_placements.storage.torch_metadata import check_fields, refusing
-from dcp_placements.table.whole import WholeModel, compare_with_whole
+from dcp_placements.table.whole import WholeModel, compare_with_whole, only_some_have_whole
 
 logger = logging.getLogger(__name__)
 
@@ -332,9 +332,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             warnings.warn(format_faults(LOOK, notes, "note"), stacklevel=3)
         given = [message.rank for message in messages if message.has_whole]
         if 0 < len(given) < len(messages):
-            headline = f"the ranks do not agree on whole=: it was given on {format_ranks(given)}"
-            way_out = "way out:     the same declaration on all ranks"
-            raise_faults("nothing can be loaded", [Fault("this load", headline, (way_out,))])
+            raise_faults("nothing can be loaded", [only_some_have_whole(given)])
         if complete and len({message.save for message in messages}) > 1:
             raise_faults("nothing can be loaded", [_mixed_checkpoints(messages)])
         if not complete and load.record is not None:

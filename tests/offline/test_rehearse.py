@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 from dcp_placements import (
     CheckpointPlacement,
     FusedShard,
+    PlacementError,
     PlacementFileSystemReader,
     PlacementLoadPlanner,
     PlacementRules,
@@ -24,7 +25,7 @@ from dcp_placements import (
     Renumber,
     Stack,
 )
-from dcp_placements.offline import CannotLook, Checkpoint, rehearse
+from dcp_placements.offline import CannotLook, Checkpoint, diff, rehearse, reshard
 from dcp_placements.testing import FakeDTensor, FakeMesh, World, cut, damage
 from tests.offline_scenes import Run, rules_by_ep, save_sharded, wholes
 from tests.storage_scenes import data_file
@@ -432,3 +433,79 @@ def test_commands(saved: Path, run: Run, tmp_path: Path, monkeypatch: pytest.Mon
 def test_an_unknown_fsdp_axis_is_refused(saved: Path) -> None:
     with pytest.raises(CannotLook, match="no axis tp for FSDP"):
         rehearse(saved, rules_by_ep, {"ep": 2}, fsdp=["tp"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({}, None),
+        ({"w": (8, 4)}, "is (8, 3), where the whole model has (8, 4)"),
+        ({"lost": (2,)}, "lost: no rank has this key of the whole model"),
+        ({"b": None}, "the whole model has no such key"),
+    ],
+    ids=["right", "shape", "missing", "unknown"],
+)
+@pytest.mark.parametrize("axes", [{"ep": 2}, {"ep": 4}, {"ep": 1}])
+@pytest.mark.parametrize("by_level", [False, True])
+def test_m129_the_whole_model_of_the_rules_decides_as_in_the_load(
+    tmp_path: Path,
+    run: Run,
+    axes: dict[str, int],
+    changed: dict[str, Any],
+    text: str | None,
+    by_level: bool,
+) -> None:
+    stored = {"model": {"w": torch.arange(24.0).view(8, 3), "b": torch.ones(2)}, "step": 1}
+    dcp.save(stored, checkpoint_id=tmp_path / "saved", no_dist=True)
+    shapes = {"w": (8, 3), "b": (2,), **changed}
+    model = {key: shape for key, shape in shapes.items() if shape is not None}
+
+    def rules(mesh: Any) -> Placements:
+        whole = {"model": model} if by_level else model
+        return Placements({"w": CheckpointPlacement(mesh, {"ep": Shard(0)})}, whole=whole)
+
+    world = World(axes["ep"])
+
+    def state(rank: int) -> dict[str, Any]:
+        part = torch.zeros(8, 3).chunk(world.size)[rank]
+        return {"model": {"w": part, "b": torch.zeros(2)}, "step": 0}
+
+    rehearsal = rehearse(tmp_path / "saved", rules, axes)
+    assert rehearsal.loads == (text is None)
+    paths = tmp_path / "saved", tmp_path / "out"
+
+    def load() -> None:
+        world.load(paths[0], state, lambda rank: rules(world.mesh(rank, **axes)).load_planner())
+
+    if text is None:
+        load()
+        reshard(*paths, rules, axes)
+        assert diff(*paths).same
+        return
+    assert text in str(rehearsal)
+    with pytest.raises(dcp.CheckpointException, match=re.escape(text)):
+        load()
+    with pytest.raises(PlacementError, match=re.escape(text)):
+        reshard(*paths, rules, axes)
+    assert not paths[1].exists()
+
+
+def test_m129_ranks_that_lack_the_whole_model_and_levels_that_differ_are_named(
+    tmp_path: Path,
+) -> None:
+    layers = {f"layers.{n}.w": torch.ones(2) for n in range(3)}
+    stored = {"model": layers, "ema": {"layers.0.w": torch.ones(2)}}
+    dcp.save(stored, checkpoint_id=tmp_path, no_dist=True)
+    whole = {key: (2,) for key in layers}
+    some = rehearse(
+        tmp_path,
+        lambda mesh: Placements({}, whole=whole if mesh.get_coordinate()[0] else None),
+        {"ep": 3},
+    )
+    assert "the ranks do not agree on whole=: it was given on ranks 1-2" in str(some)
+    assert not some.loads
+    with_note = rehearse(tmp_path, lambda mesh: Placements({}, whole=whole), {"ep": 3})
+    assert with_note.loads
+    assert "ema: is not the whole model: an average" in str(with_note)
+    waived = Placements({}, whole=whole, waive={"ema": "of one layer"})
+    assert not rehearse(tmp_path, lambda mesh: waived, {"ep": 3}).notes

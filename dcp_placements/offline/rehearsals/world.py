@@ -60,6 +60,7 @@ from dcp_placements.rules.patterns import (
 from dcp_placements.rules.placement import CheckpointPlacement
 from dcp_placements.storage.provenance import record_of
 from dcp_placements.table.table import Sent, holding_of, packed_ints
+from dcp_placements.table.whole import WholeModel, compare_with_whole, only_some_have_whole
 from dcp_placements.table.world import Piece, World
 
 
@@ -176,6 +177,7 @@ class RehearsedWorld:
         self._damaged = {fqn for fault in tiling_faults(checkpoint) for fqn in fault.tensors}
         self._faults: dict[Fault, list[int]] = {}
         self._notes: dict[Fault, None] = {}
+        self._wholes: list[WholeModel | None] = []  # by rank
         self.renames: dict[Step, None] = {}
         self.lots: list[Lot] = []
         done = 0
@@ -209,24 +211,38 @@ class RehearsedWorld:
         faults = [
             replace(fault, ranks=tuple(sorted(set(ranks)))) for fault, ranks in self._faults.items()
         ]
-        if not faults and self.size > 1:
-            metadata = self.checkpoint.metadata
-            keys = metadata.state_dict_metadata
-            record = record_of(self.checkpoint.provenance, keys)
-            policy = Policy(waived=[*map(compile_pattern, self.lots[0].waive)])
-            sent = {
-                rank: replace(lot.asked, rank=rank, sent=one)
-                for lot in self.lots
-                for rank, one in _sent(lot, lot.asked.sent or Sent()).items()
-            }
-            messages = [sent[rank] for rank in sorted(sent)]
-            with rehearsed(0, self.size):
-                faults = AllAsked(messages, record, keys, policy, complete=True).faults()
+        faults = faults or self._judged[0]
         return tuple(sorted(faults, key=lambda fault: astuple(fault)[:2]))
 
     def notes(self) -> tuple[Fault, ...]:
         """Return what a load would warn about, sorted by key."""
-        return tuple(sorted(self._notes, key=lambda note: (note.fqn, note.headline)))
+        notes = [*self._notes, *([] if self._faults else self._judged[1])]
+        return tuple(sorted(notes, key=lambda note: (note.fqn, note.headline)))
+
+    @cached_property
+    def _judged(self) -> tuple[list[Fault], list[Fault]]:
+        """The faults and notes of all ranks together, of which none is refused by itself."""
+        keys, whole = self.checkpoint.metadata.state_dict_metadata, self._wholes[0]
+        given = [rank for rank, one in enumerate(self._wholes) if one is not None]
+        if 0 < len(given) < self.size:
+            return [only_some_have_whole(given)], []
+        policy = Policy(waived=[*map(compile_pattern, self.lots[0].waive)])
+        sent = {
+            rank: replace(lot.asked, rank=rank, sent=one)
+            for lot in self.lots
+            for rank, one in _sent(lot, lot.asked.sent or Sent()).items()
+        }
+        messages = [sent[rank] for rank in sorted(sent)]
+        record = record_of(self.checkpoint.provenance, keys)
+        with rehearsed(0, self.size):
+            asked = AllAsked(messages, record, keys, policy, complete=True)
+            faults = asked.faults() if self.size > 1 else []
+        if whole is None:
+            return faults, []
+        unlike, notes, _ = compare_with_whole(
+            whole, asked.world, policy.waived, may_lack_levels=True
+        )
+        return faults + unlike, notes
 
     def add_fault(self, fault: Fault, ranks: Iterable[int]) -> None:
         """Add a fault of some ranks."""
@@ -239,6 +255,7 @@ class RehearsedWorld:
             declared = self._declared.placements(rank)
             rules = PlacementRules({}) if declared.rules is None else declared.rules
             waive = declared.waive
+            self._wholes.append(declared.whole)
             self.renames.update(dict.fromkeys(recorded(declared.rename)))
             steps = checkpoint_steps(declared.rename)
             patterns = rules.patterns if isinstance(rules, PlacementRules) else rank
@@ -340,7 +357,8 @@ class RehearsedWorld:
                 continue
             state.update({one.key: _value(one, cutting) for one in kind.tensors})
         metadata = self.checkpoint.metadata
-        planner = PlacementLoadPlanner(lot.rules, rename=lot.rename, waive=lot.waive)
+        whole = self._wholes[rank]
+        planner = PlacementLoadPlanner(lot.rules, rename=lot.rename, waive=lot.waive, whole=whole)
         with rehearsed(rank, self.size), warnings.catch_warnings(action="ignore"):
             load = planner.begin(state, {}, metadata)
             lot.asked = planner.create_local_plan().planner_data
