@@ -33,10 +33,13 @@ from dcp_placements.errors import (
     Fault,
     PlacementError,
     format_faults,
+    format_name,
     format_names,
     raise_faults,
+    without_numbers,
 )
 from dcp_placements.names.renames import Unstack, number_in, steps
+from dcp_placements.names.scales import scale_of
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.offline.assembly import AssembledTensor, assemble
 from dcp_placements.offline.box_reads import BoxReader, pieces
@@ -55,6 +58,7 @@ from dcp_placements.offline.model_keys import model_tensors
 from dcp_placements.offline.output import output_at
 from dcp_placements.offline.rehearsals.holding import Fsdp
 from dcp_placements.offline.rehearsals.world import RehearsedWorld
+from dcp_placements.offline.safetensors_files import renamed_by_export
 from dcp_placements.offline.texts import Progress
 from dcp_placements.offline.verification import structural_faults
 from dcp_placements.placements import DeclaredWorld
@@ -63,6 +67,9 @@ from dcp_placements.rules.patterns import unmatched_faults
 
 SHARD_NBYTES = 5 << 30
 MEMORY_NBYTES = 1 << 30
+
+MAX_NAMES_BEFORE = 32
+"""Families of names that an export notes in its files."""
 
 _RANKS = "a torch file per rank (files=, --files NAME_{rank}.pt)"
 _MEGATRON = "Megatron's mp_rank_* files"
@@ -201,9 +208,10 @@ def export_safetensors(
     made, unchanged = _renamed(tensors, rename, "the checkpoint cannot be exported")
     if dtype is not None:
         made |= {f: replace(one, dtype=dtype) for f, one in made.items() if one.dtype in _CAST}
+    raise_faults("the checkpoint cannot be exported", _scale_faults(source, made, dtype))
     _check_tied(source, made, tied, memory)
     written = {fqn: tensor for fqn, tensor in made.items() if fqn not in tied}
-    writer = SafetensorsOut(source, written, max_shard_size)
+    writer = SafetensorsOut(source, written, max_shard_size, _names_before(tensors, written))
     converted = write_output(output, source, writer, memory, dry_run, progress)
     return replace(converted, prefix=head, left_out=left_out, unchanged=unchanged, tied=tuple(tied))
 
@@ -255,7 +263,10 @@ def import_checkpoint(
         if number_in(step.pattern, name) and step(name) != name
     ]
     raise_faults(opening, numbered)
+    if rename is not None and opened.format == SAFETENSORS:
+        raise_faults(opening, _applied_already(opened, rename))
     made, _ = _renamed(opened.tensors, rename, opening)
+    raise_faults(opening, _scale_faults(opened, made))
     writer = DcpOut(opened, made, whole_files(made))
     return write_output(output, opened, writer, memory, dry_run, progress)
 
@@ -394,6 +405,73 @@ def _renamed(
         faults.append(Fault("rename=", f"matches none of the {len(tensors)} tensors", details))
     raise_faults(opening, faults)
     return made, unchanged
+
+
+def _names_before(
+    tensors: Mapping[str, StoredTensor], made: Mapping[str, AssembledTensor]
+) -> dict[str, str]:
+    """Return the names of some tensors before a rename by those after it: one of each family.
+
+    >>> _names_before({"model.w": one}, {"net.w": of_one})  # doctest: +SKIP
+    {'net.w': 'model.w'}
+    """
+    names = {tensor.fqn: name for name, tensor in tensors.items()}
+    families: dict[str, tuple[str, str]] = {}
+    for fqn, tensor in made.items():
+        before = names[tensor.blocks[0].source.fqn] if len(tensor.blocks) == 1 else fqn
+        if before != fqn and tensor.blocks[0].source.shape == tensor.shape:
+            families.setdefault(without_numbers(fqn), (fqn, before))
+    return dict(list(families.values())[:MAX_NAMES_BEFORE])
+
+
+def _applied_already(source: Checkpoint, rename: Rename) -> list[Fault]:
+    """Return the fault of the rename of the export that wrote these files."""
+    names = renamed_by_export(source.directory, next(iter(source.files)))
+    try:
+        is_of_export = all(rename(before) == name for name, before in names.items())
+        wrong = {name: rename(name) for name, before in names.items() if rename(name) != before}
+    except Exception:  # whatever a function of the user's raises of names that it does not take
+        return []
+    if not (names and is_of_export and wrong):
+        return []
+    name, again = next(iter(wrong.items()))
+    details = (
+        f"exported:    {format_name(names[name])} as {format_name(name)}",
+        f"now:         {format_name(name)} as {format_name(again)}",
+        "way out:     a rename= from the names of the files; or none, as the planners of the model "
+        "load such a checkpoint with the rename of the export",
+    )
+    return [
+        Fault("rename=", "is that of the export of these files, applied a second time", details)
+    ]
+
+
+def _scale_faults(
+    source: Checkpoint, made: Mapping[str, AssembledTensor], dtype: torch.dtype | None = None
+) -> list[Fault]:
+    """Return the faults of quantized tensors that would be written without their scales.
+
+    Args:
+        source: Of the tensors.
+        made: Those to write.
+        dtype: What floating-point numbers are cast to, which quantized ones are not.
+    """
+    faults = []
+    for fqn, tensor in made.items():
+        scales = [scale_of(b.source.fqn, b.source.dtype, source.tensors) for b in tensor.blocks]
+        scale = next(filter(None, scales), None)
+        if scale is None or (dtype is None and scale_of(fqn, tensor.dtype, made)):
+            continue
+        headline = f"is quantized ({tensor.dtype_name}), and would be written without its scales"
+        way_out = "way out:     a rename= that has both names alike; or neither of them"
+        if dtype is not None:
+            headline = f"is quantized, so that dtype={dtype} does not apply to it"
+            way_out = "way out:     no dtype=, and both are written as they are"
+        details = (
+            f"{way_out}; torch's QuantizedHuggingFaceStorageReader loads such files as numbers",
+        )
+        faults.append(Fault(fqn, headline, details, (f"its scales:  {scale}",)))
+    return faults
 
 
 _CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -43,7 +43,7 @@ from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import Checkpoint, LeftOut, StoredRecord
 from dcp_placements.offline.output import AnyOutput
 from dcp_placements.offline.rehearsals.world import RehearsedWorld
-from dcp_placements.offline.safetensors_files import DTYPES, write_header
+from dcp_placements.offline.safetensors_files import DTYPES, RENAMED, write_header
 from dcp_placements.offline.texts import Progress
 from dcp_placements.offline.verification import box_faults
 from dcp_placements.planning import quiet_gc
@@ -297,14 +297,27 @@ class SafetensorsOut(Writer):
 
     The last file is the index, if there are several.
 
+    Args:
+        source: Of the tensors.
+        tensors: By key.
+        max_shard_size: Bytes of tensors in a file.
+        renamed: Names before the rename by those after it, which the files keep.
+
     Raises:
         PlacementError: The format has no such dtype.
     """
 
     def __init__(
-        self, source: Checkpoint, tensors: dict[str, AssembledTensor], max_shard_size: int
+        self,
+        source: Checkpoint,
+        tensors: dict[str, AssembledTensor],
+        max_shard_size: int,
+        renamed: Mapping[str, str],
     ) -> None:
-        super().__init__(source, tensors, [max_shard_size])
+        super().__init__(source, tensors, [max_shard_size, *renamed.items()])
+        self._notes = {"format": "pt"}
+        if renamed:
+            self._notes[RENAMED] = json.dumps(renamed)
         unknown = [tensor for tensor in tensors.values() if tensor.dtype not in DTYPES.values()]
         faults = [Fault(t.fqn, f"safetensors files have no dtype {t.dtype}") for t in unknown]
         raise_faults("the checkpoint cannot be exported", faults)
@@ -335,7 +348,7 @@ class SafetensorsOut(Writer):
             return
         tensors = sorted(self._shards[name], key=lambda tensor: -tensor.dtype.itemsize)
         entries = [(tensor.fqn, tensor.dtype, tensor.shape) for tensor in tensors]
-        stream.write(write_header(entries, {"format": "pt"}))
+        stream.write(write_header(entries, self._notes))
         for tensor in tensors:
             for block in elements.of(tensor, tensor.whole):
                 stream.write(block)

@@ -59,6 +59,26 @@ def cast_fault(fqn: str, stored: torch.dtype, needed: torch.dtype) -> Fault:
     return Fault(fqn, f"loading {format_cast(stored, needed)} {effect}", (way_out,))
 
 
+def quantized_fault(fqn: str, stored: torch.dtype, needed: torch.dtype, scale: str) -> Fault:
+    """Return the refusal of quantized elements that would be read without their scales.
+
+    Args:
+        fqn: The key.
+        stored: The dtype of the elements.
+        needed: That of the tensor to fill.
+        scale: The key of the scales.
+    """
+    return Fault(
+        fqn,
+        f"is quantized: loading {format_cast(stored, needed)} leaves out its scales",
+        (
+            "way out:     torch's QuantizedHuggingFaceStorageReader multiplies by them; with it "
+            "waive={pattern: reason}; or read both into tensors of their own dtypes",
+        ),
+        (f"its scales:  {scale}",),
+    )
+
+
 def check_quantizer(fqn: str, target: torch.Tensor, read: torch.Tensor) -> None:
     """Refuse quantized values that were read into a tensor of another scale.
 

@@ -48,11 +48,12 @@ from dcp_placements.layout.boxes import (
     uncovered,
 )
 from dcp_placements.layout.sharding import Box, format_cuts
-from dcp_placements.load.casting import cast_fault, cast_kind, format_cast
+from dcp_placements.load.casting import cast_fault, cast_kind, format_cast, quantized_fault
 from dcp_placements.load.missing import Policy, is_tensor, reset_note, settle_missing
 from dcp_placements.names.flat import Path, Reshaped, put_at
 from dcp_placements.names.numbers import NumberedKey
 from dcp_placements.names.optimizer_state import OptimizerStates, ParameterNames
+from dcp_placements.names.scales import scale_of
 from dcp_placements.planning import ReadItemOfLoad
 from dcp_placements.report import LoadReport
 from dcp_placements.rules.patterns import Matches
@@ -384,6 +385,11 @@ class RankLoad:
         kind = "same" if stored_dtype == dtype else cast_kind(stored_dtype, dtype)
         if kind == "wrong" or (kind == "narrowing" and self.policy.cast == "error"):
             self.faults.append(cast_fault(fqn, stored_dtype, dtype))
+        scale = scale_of(fqn, stored_dtype, self.stored)
+        is_float = dtype.is_floating_point and dtype.itemsize > 1
+        # Whoever asks for the scales, too, may multiply by them.
+        if scale and is_float and scale not in self.state_dict and not self.policy.waives(fqn):
+            self.faults.append(quantized_fault(fqn, stored_dtype, dtype, scale))
         return ReadGroup(
             entry,
             placed,

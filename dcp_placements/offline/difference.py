@@ -27,6 +27,7 @@ from dcp_placements.errors import (
     format_nbytes,
 )
 from dcp_placements.layout.sharding import Box
+from dcp_placements.names.scales import scale_of
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.offline.assembly import AssembledTensor, assembled
 from dcp_placements.offline.box_reads import BoxReader, pieces
@@ -278,6 +279,8 @@ class _Comparison:
         for side, tensor in [*[("first", source) for source in _sources(a)], ("second", b)]:
             if message := self._box_message(tensor):
                 return Difference("incomplete", key, f"in the {side} {message}")
+        if message := self._quantized_message(a, b):
+            return Difference("dtype", key, message)
         tally = Tally()
         done = self.nbytes
         try:
@@ -305,6 +308,18 @@ class _Comparison:
             boxes = source.boxes if is_as_stored else [block.box for block in a.blocks]
         for box in boxes:
             yield from pieces(box, limit)
+
+    def _quantized_message(self, a: AssembledTensor, b: StoredTensor) -> str:
+        """Return that numbers are not compared with quantized elements; empty where none are."""
+        sides = ("first", _sources(a), b.dtype), ("second", [b], a.dtype)
+        for (side, tensors, other), checkpoint in zip(sides, self.checkpoints, strict=True):
+            for one in tensors if other.is_floating_point and other.itemsize > 1 else ():
+                if scale := scale_of(one.fqn, one.dtype, checkpoint.tensors):
+                    dtypes = f"{a.dtype_name} in the first, {b.dtype_name} in the second"
+                    return (
+                        f"{dtypes}: not compared, the {side} is quantized, its scales are {scale}"
+                    )
+        return ""
 
     def _box_message(self, tensor: StoredTensor) -> str:
         """Return which holes and overlaps a tensor has; empty for none."""

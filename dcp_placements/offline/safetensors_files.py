@@ -26,6 +26,9 @@ from dcp_placements.storage.torch_metadata import (
     counts,
 )
 
+RENAMED = "dcp_placements.renamed"
+"""The note in an export's files: names before its rename, by some of those after it."""
+
 _HEADER_LIMIT_NBYTES = 100 << 20
 """What the safetensors library allows."""
 
@@ -71,6 +74,7 @@ class _Entry(NamedTuple):
     # Its place in the whole tensor: at the origin, unless torch's ``HuggingFaceStorageWriter`` cut
     # it and recorded the offsets
     box: Box
+    is_placed: bool  # whether the file says where in the whole tensor it is
     start: int  # where its bytes begin in the file
     nbytes: int  # how many they are
 
@@ -91,12 +95,15 @@ def read_safetensors_metadata(
     Raises:
         CannotLook: The index or a header is broken, files disagree about a tensor, or the export to
             the directory has not finished. There are several indices; or, without one, the files of
-            a whole model or adapter beside files of other names, or some parts of a model. A file
-            leads out of the directory, nowhere, or is no plain file. There is no tensor.
+            a whole model or adapter beside files of other names, or some parts of a model. Files
+            are those of ranks, each with its part of one tensor, or some of them. A file leads out
+            of the directory, nowhere, or is no plain file. There is no tensor.
     """
     index = _read_index(directory)
     if index is None:
         _check_one_model(directory, files)
+    else:
+        _check_none_left_out(directory, files, set(index.values()))
     entries_of: dict[str, list[_Entry]] = {}
     for file in files if index is None else sorted(set(index.values())):
         size = directory.size(file)
@@ -128,6 +135,11 @@ def _tensor(directory: Directory, fqn: str, entries: Sequence[_Entry]) -> Tensor
     if len({(entry.dtype, len(entry.box.sizes)) for entry in entries}) > 1:
         raise CannotLook(
             f"{directory.path}: {name} differs in dtype or dims between its files: {files}"
+        )
+    if sum([not entry.is_placed for entry in entries]) > 1:
+        raise CannotLook(
+            f"{directory.path}: {len(entries)} files have {name}, and none says which part of it: "
+            f"{files}\n{_OF_RANKS}"
         )
     boxes = [entry.box for entry in entries]
     ends = zip(*(map(sum, zip(*box, strict=True)) for box in boxes), strict=True)
@@ -198,6 +210,41 @@ def _check_one_model(directory: Directory, files: Sequence[str]) -> None:
             )
 
 
+def _check_none_left_out(directory: Directory, files: Sequence[str], named: set[str]) -> None:
+    """Refuse an index that names some of several files which differ in a number alone."""
+    kinds = {_without_numbers(file) for file in named}
+    left_out = []
+    for file in files:
+        if file in named or _without_numbers(file) not in kinds:
+            continue
+        if (size := directory.size(file)) is None:
+            continue
+        with directory.open(file) as stream:
+            if _read_header(stream, directory, file, size):
+                left_out.append(file)
+    if left_out:
+        raise CannotLook(
+            f"{directory.path}: the index names {format_names(sorted(named), 2)}, and leaves out "
+            f"{format_names(left_out, 4)}\n{_OF_RANKS}"
+        )
+
+
+_OF_RANKS = (
+    "    likely:      files of the ranks of an engine, each with its part of every tensor\n"
+    "    way out:     the model's own files, from before it was cut; where some of the files are "
+    "left of an older save, a directory without them"
+)
+
+
+def _without_numbers(file: str) -> str:
+    """Return a file's name without its numbers, but for the count of parts.
+
+    >>> _without_numbers("model-TP-003.safetensors"), _without_numbers("m-00001-of-00003.bin")
+    ('model-TP-{}.safetensors', 'm-{}-of-00003.bin')
+    """
+    return re.sub(r"(?<!-of-)(?<!\d)\d+", "{}", file)
+
+
 def _not_opened(directory: Directory, file: str) -> CannotLook:
     """Return the error of a file that is in the directory and may not be opened."""
     why = directory.why_barred(file)
@@ -221,13 +268,9 @@ def _read_header(
         CannotLook: Its header is not sound.
     """
     try:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        if not 2 <= length <= min(_HEADER_LIMIT_NBYTES, max(size - 8, 0)):
-            raise ValueError(f"a header of {length} bytes in a file of {size}")
-        header = json.loads(stream.read(length))
+        header, base = _header(stream, size)
         sharding = (header.pop("__metadata__", None) or {}).get("DCP_SHARDING_INFO", "{}")
         offsets = {fqn: entry["saved_offsets"] for fqn, entry in json.loads(sharding).items()}
-        base = 8 + length
         entries = {f: _entry(file, entry, offsets.get(f), base) for f, entry in header.items()}
         _check_ranges(entries, base, size)
         return entries
@@ -236,6 +279,30 @@ def _read_header(
             f"{directory.path}/{file}: this is no sound safetensors file\n"
             f"    found:       {format_name(error)}"
         ) from error
+
+
+def _header(stream: IO[bytes], size: int) -> tuple[Any, int]:
+    """Return the header of a file of a size, and where its elements begin."""
+    (length,) = struct.unpack("<Q", stream.read(8))
+    if not 2 <= length <= min(_HEADER_LIMIT_NBYTES, max(size - 8, 0)):
+        raise ValueError(f"a header of {length} bytes in a file of {size}")
+    return json.loads(stream.read(length)), 8 + length
+
+
+def renamed_by_export(directory: Directory, file: str) -> dict[str, str]:
+    """Return the names before an export's rename by those in the file, as it says itself.
+
+    Args:
+        directory: The file's.
+        file: Its name; its header is sound.
+    """
+    try:
+        with directory.open(file) as stream:
+            header, _ = _header(stream, directory.size(file) or 0)
+        names = json.loads(header["__metadata__"][RENAMED])
+        return {str(name): str(before) for name, before in names.items()}
+    except (struct.error, *_UNSOUND):  # most files do not
+        return {}
 
 
 def _entry(file: str, entry: Any, offsets: Any, base: int) -> _Entry:
@@ -251,7 +318,7 @@ def _entry(file: str, entry: Any, offsets: Any, base: int) -> _Entry:
         raise ValueError(f"{len(at)} offsets of a tensor of {len(shape)} dims")
     if any(offset + size >= LARGEST for offset, size in zip(at, shape, strict=True)):
         raise ValueError("a part of a tensor that is larger than any")
-    return _Entry(file, dtype, Box(at, shape), base + start, stop - start)
+    return _Entry(file, dtype, Box(at, shape), offsets is not None, base + start, stop - start)
 
 
 def _check_ranges(entries: Mapping[str, _Entry], base: int, size: int) -> None:

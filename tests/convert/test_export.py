@@ -111,7 +111,7 @@ def read(out: Path) -> dict[str, torch.Tensor]:
     found = {}
     for name, file in result["weight_map"].items():
         with safe_open(out / file, "pt") as opened:
-            assert opened.metadata() == {"format": "pt"}
+            assert opened.metadata()["format"] == "pt"
             found[name] = opened.get_tensor(name)
     nbytes = sum(tensor.nbytes for tensor in found.values())
     assert result["metadata"]["total_size"] == nbytes

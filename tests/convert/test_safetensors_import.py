@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from dcp_placements import (
     PlacementError,
     PlacementLoadPlanner,
     PlacementRules,
+    Renames,
     Replace,
     Split,
     Stack,
@@ -136,6 +138,57 @@ def test_m86_the_rename_of_an_export_is_not_applied_to_its_own_names(
     for part in parts:
         assert part in str(refused.value), refused.value
     assert not (tmp_path / "ckpt").exists()
+
+
+def deeper(name: str) -> str:
+    return f"net.{name}"
+
+
+def swapped(name: str) -> str:
+    return {"a.w": "b.w", "b.w": "a.w"}.get(name, name)
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        Replace("layers", "model.layers"),
+        Replace("layers.*", "layers.0"),
+        Renames(Replace("norm", "net.norm"), optional=True),
+        deeper,
+        lambda name: name.replace("layers", "layers.layers"),
+    ],
+)
+def test_m131_the_rename_of_an_export_is_not_applied_again(
+    tmp_path: Path, run: Run, rename: Any
+) -> None:
+    held = {"layers.3.w": arange((3, 2)), "norm.w": arange((2,)), "head": arange((2, 2))}
+    dcp.save(held, checkpoint_id=tmp_path / "saved", no_dist=True)
+    for size in (1 << 20, 24):  # one file, and several with an index
+        out = tmp_path / f"hf{size}"
+        export_safetensors(tmp_path / "saved", out, rename=rename, max_shard_size=size)
+        with pytest.raises(PlacementError, match=r"is that of the export of these files|none of"):
+            import_checkpoint(out, tmp_path / "again", rename=rename)
+        assert not (tmp_path / "again").exists()
+        import_checkpoint(out, tmp_path / f"plain{size}")
+        back = {rename(key): key for key in held}
+        result = tmp_path / f"back{size}"
+        import_checkpoint(out, result, rename=lambda name, back=back: back[name])
+        assert_holds(result, held)
+
+
+def test_m131_other_renames_and_one_that_undoes_itself_are_applied(tmp_path: Path) -> None:
+    held = {"a.w": arange((3, 2)), "b.w": arange((3, 2)) + 9}
+    dcp.save(held, checkpoint_id=tmp_path / "saved", no_dist=True)
+    export_safetensors(tmp_path / "saved", tmp_path / "swapped", rename=swapped)
+    import_checkpoint(tmp_path / "swapped", tmp_path / "undone", rename=swapped)
+    assert_holds(tmp_path / "undone", held)
+    export_safetensors(tmp_path / "saved", tmp_path / "named", rename=Replace("a", "x"))
+    import_checkpoint(tmp_path / "named", tmp_path / "out", rename=Replace("b", "x.y"))
+    assert_holds(tmp_path / "out", {"x.w": held["a.w"], "x.y.w": held["b.w"]})
+    # Notes of another form, as of any file, are none.
+    for number, note in enumerate(("{", "[]", "3", '{"x.w": {}}')):
+        save_file(held, tmp_path / "model.safetensors", {"dcp_placements.renamed": note})
+        import_checkpoint(tmp_path, tmp_path / f"of{number}", rename=Replace("a", "x"))
 
 
 def test_stacked_experts_of_files_are_unstacked_by_a_rename(tmp_path: Path) -> None:
@@ -276,3 +329,63 @@ def test_m87_where_there_is_an_index_other_files_do_not_count(tmp_path: Path) ->
     save_hugging_face(tmp_path, {"w": torch.ones(3), "v": torch.ones(2)})
     save_file({"w": torch.zeros(3), "u": torch.ones(2)}, tmp_path / "consolidated.safetensors")
     assert set(Checkpoint(tmp_path).tensors) == {"w", "v"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model-TP-00{}.safetensors",
+        "model-0000{}-TP-000.safetensors",
+        "model-rank-{}-part-0.safetensors",
+        "rank{}.safetensors",
+        "tp{}_sharded_checkpoint.safetensors",
+        "ep_rank_{}.safetensors",
+    ],
+)
+@pytest.mark.parametrize("indexed", ["none", "one", "spread", "all but one"])
+def test_m130_files_of_an_engines_ranks_are_refused(
+    tmp_path: Path, run: Run, name: str, indexed: str
+) -> None:
+    """Each has a quarter of every tensor under its name, and says nothing of it."""
+    whole = {"q.weight": arange((8, 4)), "o.weight": arange((8, 4)) + 100}
+    path = tmp_path / "hf"
+    path.mkdir()
+    names = [name.format(rank) for rank in range(4)]
+    for rank, file in enumerate(names):
+        save_file({key: v.chunk(4)[rank].contiguous() for key, v in whole.items()}, path / file)
+    index = {
+        "one": dict.fromkeys(whole, names[0]),
+        "spread": dict(zip(whole, names, strict=False)),
+        "all but one": dict(zip("abc", names, strict=False)) | dict.fromkeys(whole, names[0]),
+    }
+    if indexed in index:
+        document = json.dumps({"weight_map": index[indexed]})
+        (path / "model.safetensors.index.json").write_text(document)
+    for command in (
+        ["import", path, tmp_path / "out"],
+        ["verify", path],
+        ["diff", path, path],
+        ["export", path, tmp_path / "out"],
+        ["inspect", path],
+    ):
+        err = run.fails(*command)
+        assert "way out:     the model's own files" in err
+        assert any(file in err for file in names[1:])
+    assert not (tmp_path / "out").exists()
+
+
+def test_m130_files_of_other_names_and_parts_that_say_where_are_beside_an_index(
+    tmp_path: Path,
+) -> None:
+    whole = {"q.weight": arange((8, 4)), "o.weight": arange((8, 4)) + 100}
+    save_hugging_face(tmp_path / "hf", whole)
+    for beside in ("consolidated-00001-of-00004", "model-00001-of-00003", "optimizer-1"):
+        save_file(whole, tmp_path / "hf" / f"{beside}.safetensors")
+    import_checkpoint(tmp_path / "hf", tmp_path / "out")
+    assert_holds(tmp_path / "out", whole)
+    # Ranks of which each has other keys, as stages have.
+    (tmp_path / "stages").mkdir()
+    for rank, (key, value) in enumerate(whole.items()):
+        save_file({key: value}, tmp_path / "stages" / f"rank{rank}.safetensors")
+    import_checkpoint(tmp_path / "stages", tmp_path / "joined")
+    assert_holds(tmp_path / "joined", whole)
