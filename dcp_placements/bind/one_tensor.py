@@ -169,14 +169,53 @@ def bind(
     Args:
         shape: The tensor's over its own mesh; a plain tensor's own shape.
         local_shape: The shape of this rank's local tensor, in elements.
+        placement: As of ``declared_place``.
+        mesh: Likewise.
+        placements: Likewise.
+        rows: Likewise.
+
+    Raises:
+        CannotPlace: The two sources contradict each other, or do not yield ``local_shape``.
+    """
+    declared = declared_place(shape, placement, mesh, placements, rows)
+    if declared is None:
+        return None
+    place, expected = declared
+    # FSDP may leave (0, 0) of a parameter of shape (0, 8): neither has an element to place.
+    is_empty = len(local_shape) == len(shape) and not prod(expected) and not prod(local_shape)
+    if expected != local_shape and not is_empty:
+        headline = f"holds a {local_shape} tensor where {expected} was declared"
+        own = format_own(shape, mesh, placements)
+        raise _misfit(headline, own, placement, place.sharding, place.positions, place.axes)
+    return place
+
+
+def declared_place(
+    shape: tuple[int, ...],
+    placement: CheckpointPlacement | None = None,
+    mesh: Mesh | None = None,
+    placements: Sequence[Any] = (),
+    rows: Collection[int] = (),
+    *,
+    is_whole: bool = False,
+) -> tuple[Place, tuple[int, ...]] | None:
+    """Return where a rank holds its part of a tensor, and the local shape that it has there.
+
+    The rule's cuts come first, then those of the tensor's own DTensor. None on a rank that is not
+    in the DTensor's mesh, and so holds no part.
+
+    Args:
+        shape: The tensor's over its own mesh; a plain tensor's own shape.
         placement: The placement of its rule; None keeps the tensor's own mesh and placements.
         mesh: The DTensor's mesh; None for a plain tensor.
         placements: The DTensor's, one per axis of ``mesh``.
         rows: Of a row of a stack, the dims of the stack, of which the rule speaks, that the rows
             lie along: ranks along an axis that shards them hold other rows.
+        is_whole: Whether ``shape`` is that of the whole tensor, where no rank runs whose tensor
+            has one. A ``global_shape`` of the rule still decides.
 
     Raises:
-        CannotPlace: The two contradict each other, or do not yield ``local_shape``.
+        CannotPlace: The two sources contradict each other, or do not fit the shape.
     """
     own_axes = () if mesh is None else mesh_axes(mesh)
     if own_axes is None:
@@ -196,7 +235,7 @@ def bind(
     whole, padded = list(shape), None
     replaced = {at for cut, _, at in by_rule if cut.kind is Kind.FUSED and at in own_cuts}
     for cut, _, at in by_rule:
-        if cut.kind is not Kind.LISTED and at not in replaced:
+        if cut.kind is not Kind.LISTED and at not in replaced and not is_whole:
             whole[cut.dim] *= cut.size
     if placement is not None and placement.global_shape is not None:
         whole, padded = list(placement.global_shape), placement.padded_shape
@@ -213,15 +252,11 @@ def bind(
         if len(whole) != len(shape):
             given = f"global_shape={tuple(whole)} has {len(whole)}"
             raise CannotPlace(f"the tensor has {len(shape)} dims, but {given}")
-        expected, chunks = sharding.shard(positions)
-        # FSDP may leave (0, 0) of a parameter of shape (0, 8): neither has an element to place.
-        is_empty = len(local_shape) == len(shape) and not prod(expected) and not prod(local_shape)
-        if expected != local_shape and not is_empty:
-            raise CannotPlace(f"holds a {local_shape} tensor where {expected} was declared")
+        local_shape, chunks = sharding.shard(positions)
     except CannotPlace as error:
         own = format_own(shape, mesh, placements)
         raise _misfit(error.headline, own, placement, sharding, positions, axes) from None
-    return Place(sharding, axes, chunks, positions, ruled=len(by_rule))
+    return Place(sharding, axes, chunks, positions, ruled=len(by_rule)), local_shape
 
 
 def _without_dims(shape: Sequence[int], dims: Collection[int]) -> list[int]:

@@ -56,7 +56,7 @@ from dcp_placements.offline.directory import Directory
 from dcp_placements.offline.key_patterns import matcher
 from dcp_placements.offline.model_keys import model_tensors
 from dcp_placements.offline.output import output_at
-from dcp_placements.offline.rehearsals.holding import Fsdp
+from dcp_placements.offline.rehearsals.fsdp_axes import Fsdp
 from dcp_placements.offline.rehearsals.world import RehearsedWorld
 from dcp_placements.offline.safetensors_files import renamed_by_export
 from dcp_placements.offline.texts import Progress

@@ -157,15 +157,11 @@ class Target:
             shared = common(chunk.box, source)
             if shared is None:
                 continue
-            local = [0] * len(self.dims)
-            offsets, sizes = list(target.offsets), [1] * len(self.dims)
-            for dim, origin in enumerate(self.dims):
-                if origin is not None:
-                    first = shared.offsets[origin]
-                    local[dim] = chunk.local_offsets[origin] + first - chunk.offsets[origin]
-                    offsets[dim] += first - source.offsets[origin]
-                    sizes[dim] = shared.sizes[origin]
-            moved.append(Chunk(tuple(local), tuple(offsets), tuple(sizes), part))
+            starts = zip(chunk.local_offsets, shared.offsets, chunk.offsets, strict=True)
+            inside = [local + first - start for local, first, start in starts]
+            local_offsets = tuple([0 if dim is None else inside[dim] for dim in self.dims])
+            box = moved_box(shared, source, target, self.dims)
+            moved.append(Chunk(local_offsets, *box, part))
         return tuple(moved)
 
     def of_row(self, number: int, dim: int) -> Target:
@@ -182,6 +178,29 @@ class Target:
         dims = [None if origin is None else origin + (origin >= dim) for origin in self.dims]
         fqn = self.fqn.replace("{}", str(number))
         return Target(fqn, self.shape, tuple(dims), tuple(boxes))
+
+
+def moved_box(box: Box, source: Box, target: Box, dims: Sequence[int | None]) -> Box:
+    """Return where a part of one box is in another box of the same elements.
+
+    Rows 1 and 2 of expert 2 of 8, each of shape ``(4, 3)``, in the stack of them:
+
+    >>> moved_box(Box((1, 0), (2, 3)), Box((0, 0), (4, 3)), Box((2, 0, 0), (1, 4, 3)), (None, 0, 1))
+    Box(offsets=(2, 1, 0), sizes=(1, 2, 3))
+
+    Args:
+        box: The part, in the coordinates of ``source``.
+        source: A box of one tensor.
+        target: The box of another tensor that has the same elements.
+        dims: For each dim of the target that of the source; None where the source lacks it, and
+            the target has one index.
+    """
+    offsets, sizes = list(target.offsets), [1] * len(dims)
+    for dim, origin in enumerate(dims):
+        if origin is not None:
+            offsets[dim] += box.offsets[origin] - source.offsets[origin]
+            sizes[dim] = box.sizes[origin]
+    return Box(tuple(offsets), tuple(sizes))
 
 
 def renamed_boxes(name: Renamed, shape: Shape, *, rows: int = 1) -> list[Target]:

@@ -26,6 +26,7 @@ from dcp_placements.names.stacks_and_parts import (
     Row,
     Rows,
     Target,
+    moved_box,
     renamed_boxes,
 )
 from dcp_placements.offline.box_reads import BoxReader, Run, is_run, position
@@ -39,18 +40,13 @@ class Block:
     box: Box  # the box in the tensor
     source: StoredTensor  # the stored tensor
     at: Box  # the box in the stored tensor
-    # For each dim of the tensor the source's, ascending; None for one that the source lacks. The
-    # source's other dims have one element in ``at``
+    # For each dim of the source the tensor's; None for one that the tensor lacks, along which the
+    # source has one element in ``at``
     dims: tuple[int | None, ...]
 
     def source_box(self, piece: Box) -> Box:
         """Return the box of the source for a piece of ``box``."""
-        offsets, sizes = list(self.at.offsets), [1] * len(self.at.sizes)
-        for dim, origin in enumerate(self.dims):
-            if origin is not None:
-                offsets[origin] += piece.offsets[dim] - self.box.offsets[dim]
-                sizes[origin] = piece.sizes[dim]
-        return Box(tuple(offsets), tuple(sizes))
+        return moved_box(piece, self.box, self.at, self.dims)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +236,9 @@ def _joined(fqn: str, entries: list[_Entry], faults: list[Fault]) -> AssembledTe
         headline = f"of {count} rows these are missing: {format_names(missing)}"
         faults.append(Fault(fqn, headline))
         return None
-    blocks = [
-        Block(box, e.tensor, at, e.target.dims) for e in entries for at, box in e.target.boxes
-    ]
+    blocks = []
+    for e in entries:
+        of_target = {origin: dim for dim, origin in enumerate(e.target.dims)}
+        dims = tuple([of_target.get(dim) for dim in range(len(e.tensor.shape))])
+        blocks += [Block(box, e.tensor, at, dims) for at, box in e.target.boxes]
     return AssembledTensor(fqn, entries[0].target.shape, dtype, tuple(blocks))

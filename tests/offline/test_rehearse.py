@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 from dcp_placements import (
     CheckpointPlacement,
     FusedShard,
+    MeshCoordinate,
     PlacementError,
     PlacementFileSystemReader,
     PlacementLoadPlanner,
@@ -316,6 +317,40 @@ def test_a_rule_that_does_not_fit_is_a_fault(tmp_path: Path) -> None:
     assert "dim 1" in message["layers.0.norm"]
     assert "(12, 10) is needed" in message["layers.1.attention"]
     assert "add up to 7" in message["layers.0.experts.w1"]
+
+
+class MeshOfOthers(MeshCoordinate):
+    """A mesh that this rank is no part of."""
+
+    def get_coordinate(self) -> Any:
+        return None
+
+
+@pytest.mark.parametrize("fsdp", [[], ["edp"]], ids=["plain", "fsdp"])
+def test_what_does_not_fit_is_said_as_a_load_says_it(tmp_path: Path, fsdp: list[str]) -> None:
+    """A rule on a mesh of other ranks; and parts that are not those of the dim."""
+    save_sharded(tmp_path)
+
+    def rules(mesh: Any) -> PlacementRules:
+        others = MeshOfOthers(mesh.names, mesh.sizes, mesh.coordinate)
+        own = others if mesh.get_local_rank("ep") else mesh
+        parts = CheckpointPlacement(mesh, {"ep": FusedShard(0, (3, 4))})
+        return PlacementRules({"norm": CheckpointPlacement(own, {"ep": Shard(0)}), "w1": parts})
+
+    faults = rehearse(tmp_path, rules, {"ep": 2, "edp": 2}, fsdp=fsdp).faults
+    by_key = {fault.fqn: str(fault) for fault in faults}
+    assert set(by_key) == {"layers.0.norm", "layers.0.experts.w1"}
+    norm = by_key["layers.0.norm"]
+    assert "the rank is not part of the rule's mesh" in norm
+    assert "ranks 2-3" in norm
+    parts = by_key["layers.0.experts.w1"]
+    for text in (
+        "add up to 7",
+        "ranks 0-3",
+        "declared:    [FusedShard(0, (3, 4))",
+        "by rule:     'w1'",
+    ):
+        assert text in parts
 
 
 def test_m54_uneven_parts_without_global_shape_do_not_load(tmp_path: Path) -> None:

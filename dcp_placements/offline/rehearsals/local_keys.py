@@ -32,7 +32,7 @@ from dcp_placements.names.renames import (
     steps,
 )
 from dcp_placements.names.stacks_and_parts import Parts, Row, Rows, inserted, removed, replaced
-from dcp_placements.offline.rehearsals.holding import Whole
+from dcp_placements.offline.rehearsals.tensor_names import Whole
 
 Wholes = Mapping[str, Whole]
 Steps = tuple[Renames, ...]

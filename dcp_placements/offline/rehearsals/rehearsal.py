@@ -33,7 +33,7 @@ from dcp_placements.layout.boxes import (
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
 from dcp_placements.offline.key_patterns import matching_keys
-from dcp_placements.offline.rehearsals.holding import Fsdp
+from dcp_placements.offline.rehearsals.fsdp_axes import Fsdp
 from dcp_placements.offline.rehearsals.world import RehearsedWorld
 from dcp_placements.offline.texts import Progress, format_table, ranges, short
 from dcp_placements.rules.mesh import MeshAxes, MeshCoordinate, format_mesh_axes

@@ -19,10 +19,11 @@ import torch
 from torch.distributed.tensor import Shard
 
 from dcp_placements._torch import rehearsed
+from dcp_placements.bind.one_tensor import Place, declared_place
 from dcp_placements.bind.rank_shard import RankShard
-from dcp_placements.errors import Fault, PlacementError, unpacked_faults
-from dcp_placements.layout.boxes import Boxes, as_boxes, unique
-from dcp_placements.layout.sharding import Intervals, Position, Sharding
+from dcp_placements.errors import CannotPlace, Fault, PlacementError, unpacked_faults
+from dcp_placements.layout.boxes import Boxes, as_array, as_boxes
+from dcp_placements.layout.sharding import Box
 from dcp_placements.load.compare import AllAsked, LoadMessage
 from dcp_placements.load.missing import Policy
 from dcp_placements.load.planner import PlacementLoadPlanner
@@ -31,21 +32,9 @@ from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.names.renames import Renames, Step, recorded
 from dcp_placements.names.stacks_and_parts import Target
 from dcp_placements.offline.checkpoint import Checkpoint
-from dcp_placements.offline.rehearsals.holding import (
-    Fsdp,
-    FsdpAxes,
-    Named,
-    RankCuts,
-    Whole,
-    as_common,
-    cut_signature,
-    held_boxes,
-    named_tensors,
-    placed_ranks,
-    rank_cuts,
-    rule_label,
-)
+from dcp_placements.offline.rehearsals.fsdp_axes import Fsdp, FsdpAxes
 from dcp_placements.offline.rehearsals.local_keys import LocalKeys, Steps, checkpoint_steps
+from dcp_placements.offline.rehearsals.tensor_names import Named, Whole, named_tensors
 from dcp_placements.offline.verification import tiling_faults
 from dcp_placements.placements import DeclaredWorld
 from dcp_placements.rules.mesh import MeshAxes, MeshCoordinate
@@ -53,6 +42,7 @@ from dcp_placements.rules.patterns import (
     Matches,
     PlacementRules,
     Rules,
+    asked,
     compile_pattern,
     matched_nowhere,
     rule_name,
@@ -85,11 +75,22 @@ class Cutting(NamedTuple):
     """How one rank has the tensors of a kind."""
 
     signature: Hashable  # equal for ranks that are planned together
-    sharding: Sharding | None = None  # None where it has none of them
-    axis: str = ""  # the axis of FSDP, flattened; empty without one
-    positions: tuple[Position, ...] = ()  # in the cuts of ``sharding``, of which FSDP's is the last
-    local: tuple[int, ...] = ()  # shape of the local tensor
-    unsharded: tuple[int, ...] = ()  # the same before FSDP cuts it
+    place: Place  # where each of them lies as what it is on the rank
+    local_shape: tuple[int, ...]  # of the local tensor
+    mesh: MeshCoordinate | None  # the axis of FSDP, flattened; None without one
+    shape: tuple[int, ...]  # over that mesh
+
+
+class Refused(NamedTuple):
+    """Why one rank cannot have the tensors of a kind."""
+
+    headline: str
+    details: tuple[str, ...]
+
+    @property
+    def signature(self) -> Hashable:
+        """Equal for ranks that are refused alike."""
+        return self
 
 
 @dataclass
@@ -113,7 +114,7 @@ class Lot:
     rules: Rules
     rename: Renames | None
     waive: dict[str, str]
-    cuttings: dict[int, list[Cutting]] = field(default_factory=dict)
+    cuttings: dict[int, list[Cutting | Refused]] = field(default_factory=dict)
     held: Sent = field(default_factory=Sent)
     asked: LoadMessage = field(default_factory=lambda: LoadMessage(0))
     objects: list[str] = field(default_factory=list)
@@ -282,63 +283,46 @@ class RehearsedWorld:
         """Return what a rank has, by what is cut alike."""
         wholes = self._local.before(steps)
         faults: list[Fault] = []
-        tensors = {key: whole for key, whole in wholes.items() if whole.dtype is not None}
-        named = named_tensors(tensors, Renames(*steps), faults)
+        named = named_tensors(wholes, Renames(*steps), faults)
         by_name = {one.rule_name: one for one in named}
         states = OptimizerStates(dict.fromkeys(by_name, UNSEEN))
         kinds: dict[Hashable, Kind] = {}
         for one in named:
             state = states.of(one.rule_name)
-            rule_key, label = one.rule_name, rule_label(rules, one)
+            rule_key, label = one.rule_name, _rule_label(rules, one)
             if label is None and state is not None and one.shape:
                 # It follows its parameter.
                 for fqn in states.keys_of(state.parameter):
                     if fqn in by_name and by_name[fqn].shape == one.shape:
-                        rule_key, label = fqn, rule_label(rules, by_name[fqn])
+                        rule_key, label = fqn, _rule_label(rules, by_name[fqn])
                         break
             dims = one.targets[0].dims if one.targets else ()
             row_dims = sorted(set(range(len(one.shape))) - set(dims))
             is_damaged = any(target.fqn in self._damaged for target in one.targets)
-            lies = one.shape, one.dtype, one.rule_shape, one.rule_dims, self._fsdp.of(rule_key)
+            lies = one.shape, one.dtype, one.rule_shape, one.stack_dims, self._fsdp.of(rule_key)
             kind = Kind([], rule_key, row_dims[0] if row_dims else None, is_damaged)
             kinds.setdefault((lies, tuple(row_dims), label, is_damaged), kind).tensors.append(one)
         objects = [key for key, whole in wholes.items() if whole.dtype is None]
         return Keys(list(kinds.values()), objects, faults)
 
-    def _cuttings(self, kind: Kind, ranks: Mapping[int, Rules]) -> dict[int, Cutting]:
+    def _cuttings(self, kind: Kind, ranks: Mapping[int, Rules]) -> dict[int, Cutting | Refused]:
         """Return how each of some ranks has the tensors of a kind."""
-        first, fsdp = kind.tensors[0], self._fsdp.of(kind.rule_key)
-        rule = rule_name(next(iter(ranks.values())), kind.rule_key)
-        found = dict.fromkeys(ranks, Cutting("no part of the mesh"))
-        try:
-            placed = placed_ranks(ranks.items(), first, kind.rule_key)
-        except PlacementError as error:
-            return dict.fromkeys(ranks, Cutting((str(error), rule)))
-        for one in placed:
+        tensor, fsdp = kind.tensors[0], self._fsdp.of(kind.rule_key)
+        probe = tensor.probe()
+        cuttings: dict[int, Cutting | Refused] = {}
+        for rank, rules in ranks.items():
+            placement, mesh = None, None
             try:
-                held = rank_cuts(_as_declared(first, one.placement), one, self.axes, fsdp)
-                cuttings = {
-                    place: self._cutting(kind, cut_signature(one.placement), held, place)
-                    for place in set(held.places.values())
-                }
-                found |= {rank: cuttings[place] for rank, place in held.places.items()}
-            except PlacementError as error:
-                found |= dict.fromkeys(one.coordinates, Cutting((str(error), rule)))
-        return found
-
-    def _cutting(
-        self, kind: Kind, cuts: Hashable, held: RankCuts, place: tuple[Position, ...]
-    ) -> Cutting:
-        """Return how ranks at a place in the cuts have the tensors of a kind."""
-        sharding, dims = held.sharding, kind.tensors[0].rule_dims
-        intervals = [sharding.dim_at(dim, place) for dim in dims]
-        local = unsharded = _shape(intervals)
-        if held.fsdp:
-            inner = replace(sharding, cuts=sharding.cuts[:-1])
-            unsharded = _shape([inner.dim_at(dim, place[:-1]) for dim in dims])
-        rows = None if kind.row_dim is None else intervals[kind.row_dim]
-        signature = cuts, local, unsharded, rows, place if kind.is_damaged else None
-        return Cutting(signature, sharding, held.fsdp, place, local, unsharded)
+                if tensor.shape:
+                    placement = asked(rules, kind.rule_key, probe)
+                    mesh = self._fsdp.mesh(fsdp, rank, placement)
+                cuttings[rank] = _cutting(kind, placement, mesh)
+            except CannotPlace as error:
+                fault = error.fault(kind.rule_key, rule_name(rules, kind.rule_key))
+                cuttings[rank] = Refused(fault.headline, fault.details)
+            except PlacementError as error:  # a function of the user's raises another error
+                cuttings[rank] = Refused(str(error), ())
+        return cuttings
 
     def _planned(self, lot: Lot) -> list[Lot]:
         """Plan the first of some ranks; all of them one by one where their boxes do not follow."""
@@ -347,15 +331,13 @@ class RehearsedWorld:
             self.add_fault(fault, lot.ranks)
         state: dict[str, Any] = dict.fromkeys(lot.keys.objects)
         for kind, cutting in zip(lot.keys.kinds, cuttings, strict=True):
-            nbytes = prod(cutting.local) * kind.tensors[0].dtype.itemsize
-            lot.memory += nbytes * len(kind.tensors) if cutting.sharding is not None else 0
-            if isinstance(cutting.signature, tuple) and cutting.sharding is None:
-                headline, rule = cutting.signature
+            if isinstance(cutting, Refused):
                 for one in kind.tensors:
-                    fault = Fault(one.rule_name, headline, (f"by rule:     {rule}",))
-                    self.add_fault(fault, lot.ranks)
+                    self.add_fault(Fault(one.rule_name, *cutting), lot.ranks)
                 continue
-            state.update({one.key: _value(one, cutting) for one in kind.tensors})
+            nbytes = prod(cutting.local_shape) * kind.tensors[0].dtype.itemsize
+            lot.memory += nbytes * len(kind.tensors)
+            state.update({one.key: _value(one.dtype, cutting) for one in kind.tensors})
         metadata = self.checkpoint.metadata
         whole = self._wholes[rank]
         planner = PlacementLoadPlanner(lot.rules, rename=lot.rename, waive=lot.waive, whole=whole)
@@ -391,23 +373,18 @@ class RehearsedWorld:
 
 def _boxes(lot: Lot, piece: Piece) -> list[Boxes] | None:
     """Return what each rank of a lot holds of a piece of the first; None where all hold it."""
-    if not piece.group.cuts or 0 in piece.group.shape:
+    shape, targets = piece.group.shape, lot.targets[piece.fqns[0]]
+    if not piece.group.cuts or 0 in shape:
         return None
-    found = []
-    for at, target in lot.targets[piece.fqns[0]]:
-        of_kind = [one[at] for one in lot.cuttings.values()]
-        sharding = of_kind[0].sharding
-        assert sharding is not None, "it is planned"
-        places = dict(enumerate([one.positions for one in of_kind]))
-        held = held_boxes(lot.keys.kinds[at].tensors[0], RankCuts(sharding, "", places))
-        found.append(as_common(held, target))
-    ranks = np.concatenate([one.ranks for one in found])
-    boxes = np.concatenate([one.boxes for one in found])
-    # A row that a rank lists twice counts once.
-    columns = np.column_stack([ranks, boxes.reshape(len(boxes), 2 * boxes.shape[2])])
-    different, _ = unique(columns)
-    ends = np.searchsorted(ranks[different], np.arange(1, len(lot.cuttings)))
-    return np.split(boxes[different], ends)
+    boxes = []
+    for cuttings in lot.cuttings.values():
+        held: set[Box] = set()  # a row that a rank lists twice counts once
+        for number, target in targets:
+            cutting = cuttings[number]
+            assert isinstance(cutting, Cutting), "it is planned"
+            held |= {chunk.box for chunk in target.chunks(cutting.place.chunks)}
+        boxes.append(as_array(sorted(held), len(shape)))
+    return boxes
 
 
 def _sent(lot: Lot, first: Sent) -> dict[int, Sent]:
@@ -424,26 +401,60 @@ def _sent(lot: Lot, first: Sent) -> dict[int, Sent]:
     return sent
 
 
-def _as_declared(tensor: Named, placement: CheckpointPlacement | None) -> Named:
-    """Return a tensor with the shape that its rule declares: what a rank of that world has."""
-    shape = None if placement is None else placement.global_shape
-    if shape is None or len(shape) != len(tensor.rule_shape):
-        return tensor
-    return replace(tensor, rule_shape=shape, shape=tuple([shape[dim] for dim in tensor.rule_dims]))
+def _cutting(
+    kind: Kind, placement: CheckpointPlacement | None, mesh: MeshCoordinate | None
+) -> Cutting:
+    """Return how a rank has the tensors of a kind.
+
+    Args:
+        kind: The kind.
+        placement: That of the rank's rule.
+        mesh: The axis of FSDP, seen from the rank; None without one.
+
+    Raises:
+        CannotPlace: The rule does not fit the tensors.
+    """
+    tensor, own = kind.tensors[0], () if mesh is None else (Shard(0),)
+    declared = declared_place(tensor.shape, placement, mesh, own, tensor.stack_dims, is_whole=True)
+    assert declared is not None, "every rank is in its mesh"
+    place, local_shape = declared
+    sharding, positions, shape = place.sharding, place.positions, local_shape
+    if mesh is not None:  # its cut is the last, and of dim 0
+        unsharded = replace(sharding, cuts=sharding.cuts[:-1]).dim_at(0, positions[:-1])
+        shape = (sum([stop - start for start, stop in unsharded]), *local_shape[1:])
+    rows = None if kind.row_dim is None else sharding.dim_at(kind.row_dim, positions)
+    own_chunks = positions if kind.is_damaged else None
+    signature = _cut_signature(placement), local_shape, shape, rows, own_chunks
+    return Cutting(signature, place, local_shape, mesh, shape)
 
 
-def _shape(intervals: Iterable[Intervals]) -> tuple[int, ...]:
-    return tuple([sum([stop - start for start, stop in dim]) for dim in intervals])
+def _cut_signature(placement: CheckpointPlacement | None) -> Hashable:
+    """Return what decides how a placement cuts, whatever its rank."""
+    if placement is None:
+        return None
+    mesh = placement.mesh
+    shapes = placement.global_shape, placement.padded_shape
+    return placement.placements, tuple(mesh.shape), mesh.mesh_dim_names, shapes
 
 
-def _value(tensor: Named, cutting: Cutting) -> Any:
+def _rule_label(rules: Rules, tensor: Named) -> Hashable:
+    """Return what tensors of one shape have in common if a rank's rules cut them alike.
+
+    None: no rule matches.
+    """
+    if not tensor.shape:
+        return None
+    if isinstance(rules, PlacementRules):
+        return rules.pattern_of(tensor.rule_name)
+    placement = asked(rules, tensor.rule_name, tensor.probe())
+    coordinate = None if placement is None else placement.mesh.get_coordinate()
+    place = None if coordinate is None else tuple(coordinate)
+    return placement and (_cut_signature(placement), place)
+
+
+def _value(dtype: torch.dtype, cutting: Cutting) -> Any:
     """Return the value of a tensor in a rank's state dict."""
-    if cutting.sharding is None:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    local = torch.empty(cutting.local, dtype=tensor.dtype, device="meta")
-    if not cutting.axis:
+    local = torch.empty(cutting.local_shape, dtype=dtype, device="meta")
+    if cutting.mesh is None:
         return local
-    size, position = cutting.sharding.cuts[-1].size, cutting.positions[-1]
-    assert isinstance(position, int), "FSDP lists no rows"
-    mesh = MeshCoordinate((cutting.axis,), (size,), (position,))
-    return RankShard(local, mesh, (Shard(0),), torch.Size(cutting.unsharded))
+    return RankShard(local, cutting.mesh, (Shard(0),), torch.Size(cutting.shape))
