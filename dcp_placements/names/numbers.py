@@ -56,7 +56,7 @@ class NumberedKey(str):
 
     numbers: tuple[Number, ...]
 
-    def __new__(cls, key: str, numbers: Iterable[Number]) -> NumberedKey:
+    def __new__(cls, key: str, numbers: Iterable[Number] = ()) -> NumberedKey:
         self = super().__new__(cls, key)
         self.numbers = tuple(sorted(numbers))
         return self
