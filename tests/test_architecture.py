@@ -162,7 +162,7 @@ def test_the_check_for_private_names_finds_those_that_are_there() -> None:
     assert any(name.endswith("_local_tensor") for name in found)
 
 
-@pytest.mark.parametrize("library", ["typer", "rich", "matplotlib", "torch_checkpointing"])
+@pytest.mark.parametrize("library", ["click", "rich", "matplotlib", "torch_checkpointing"])
 def test_libraries_of_extras_are_imported_where_they_are_asked_for(library: str) -> None:
     for file in FILES:
         is_picture = library == "matplotlib" and file.endswith("picture.py")
@@ -174,7 +174,8 @@ def test_libraries_of_extras_are_imported_where_they_are_asked_for(library: str)
 
 def test_presets_and_matplotlib_are_imported_by_those_who_ask_for_them() -> None:
     program = """
-import sys, dcp_placements, dcp_placements.save.planner
+import sys, dcp_placements, dcp_placements.save.planner, dcp_placements.load.planner
+assert not {"click", "rich"} & set(sys.modules)
 assert not any(name.startswith("dcp_placements.presets") for name in sys.modules)
 from dcp_placements import presets
 assert presets.megatron_lite.__module__ == "dcp_placements.presets.megatron_lite"

@@ -17,7 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from dcp_placements.cli.app import run
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich", "click"):
+        if error.name not in ("click", "rich"):
             raise
         need = f"dcp-placements: the command line needs {error.name}"
         print(f"{need}: pip install 'dcp-placements[cli]'", file=sys.stderr)

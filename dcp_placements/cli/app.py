@@ -5,7 +5,6 @@ What needs torch is imported where something is called: help and completion need
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 import warnings
@@ -14,16 +13,21 @@ from contextlib import suppress
 from functools import wraps
 from importlib.metadata import version
 from itertools import chain
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from typer.core import TyperGroup
+import click
 
 from dcp_placements import __version__
 from dcp_placements.cli import commands
 from dcp_placements.cli.memory import default_limit, limited_memory
 from dcp_placements.cli.printing import Shown, print_error, print_json_error, readers_may_stop
-from dcp_placements.cli.shared_options import default_options, parse_storage_option, size
+from dcp_placements.cli.shared_options import (
+    Argument,
+    Parsed,
+    default_options,
+    parse_storage_option,
+    size_option,
+)
 from dcp_placements.errors import CannotLook, PlacementError, format_name
 
 PROGRAM = "dcp-placements"
@@ -52,10 +56,21 @@ PRESETS = {
 """Names of presets by module: rules for a mesh or a model; and renames to the names of the hub."""
 
 
-class CommandGroup(TyperGroup):
+class Command(click.Command):
+    """A command whose help says what its arguments are."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the lists of arguments and options."""
+        arguments = [one for one in self.params if isinstance(one, Argument)]
+        with formatter.section("Arguments"):
+            formatter.write_dl([(one.metavar or "", one.text) for one in arguments])
+        super().format_options(ctx, formatter)
+
+
+class CommandGroup(click.Group):
     """The commands by purpose."""
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the lists of commands and presets."""
         for purpose, held in PURPOSES.items():
             with formatter.section(purpose):
@@ -70,46 +85,18 @@ def _name(command: Callable[..., Shown]) -> str:
     return command.__name__.removesuffix("_command").replace("_", "-")
 
 
-app = typer.Typer(
-    name=PROGRAM,
-    cls=CommandGroup,
-    help="Inspect, check, compare, convert and repair checkpoints. The exit code is 0 for sound or "
-    "equal, 1 for faults or differences, and 2 if a command could not read or write.",
-    no_args_is_help=True,
-    # Panels cut long names of options at 80 columns.
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
-
-
-def _given(
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
-    storage_option: Annotated[
-        list[Any] | None,
-        typer.Option(
-            parser=parse_storage_option,
-            metavar="KEY=VALUE",
-            help="An option of the URL's file system, for fsspec. May be repeated.",
-        ),
-    ] = None,
-) -> None:
-    """Take the options of every command."""
-
-
-def _exiting(function: Callable[..., Shown]) -> Callable[..., None]:
-    """Return a command that takes those options, too, prints, and exits with its code."""
+def _command(function: Callable[..., Shown]) -> click.Command:
+    """Return a command that prints what a function returns, and exits with its code."""
 
     @wraps(function)
-    def command(json: bool, storage_option: list[Any] | None, **kwargs: Any) -> None:
+    def command(*, json: bool, storage_option: tuple[tuple[str, Any], ...], **given: Any) -> None:
         from dcp_placements.storage.remote import is_url  # which imports torch
 
-        urls = [str(value) for value in kwargs.values() if isinstance(value, str) and is_url(value)]
+        urls = [str(value) for value in given.values() if isinstance(value, str) and is_url(value)]
         try:
-            with warnings.catch_warnings(), default_options(urls, dict(storage_option or ())):
+            with warnings.catch_warnings(), default_options(urls, dict(storage_option)):
                 warnings.showwarning = _print_warning  # type: ignore[assignment]
-                code = function(**kwargs).show(json=json)
-        except typer.BadParameter:
-            raise  # ``run`` prints it, with the command's usage
+                code = function(**given).show(json=json)
         except Exception as error:
             code, message = _explained(error)
             if json:
@@ -117,46 +104,59 @@ def _exiting(function: Callable[..., Shown]) -> Callable[..., None]:
                 with suppress(OSError):
                     print_json_error(type(error).__name__, message)
             print_error(message)
-        raise typer.Exit(code)
+        raise click.exceptions.Exit(code)
 
-    signature, added = (inspect.signature(one, eval_str=True) for one in (function, _given))
-    parameters = [*signature.parameters.values(), *added.parameters.values()]
-    command.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=parameters, return_annotation=None
-    )
-    return command
+    made = click.command(_name(function), cls=Command)(command)
+    made.params += [
+        click.Option(["--json"], is_flag=True, help="Print one JSON document."),
+        click.Option(
+            ["--storage-option"],
+            metavar="KEY=VALUE",
+            type=Parsed(parse_storage_option),
+            multiple=True,
+            help="An option of the URL's file system, for fsspec. May be repeated.",
+        ),
+    ]
+    return made
 
 
-for _function in chain.from_iterable(PURPOSES.values()):
-    app.command(_name(_function))(_exiting(_function))
-
-
-def _print_version(is_asked: bool) -> None:
+def _print_version(context: click.Context, option: click.Parameter, is_asked: bool) -> None:
     if is_asked:
         # Without an import of torch, which takes seconds.
         print(f"{PROGRAM} {__version__}, torch {version('torch')}")
-        raise typer.Exit
+        raise click.exceptions.Exit
 
 
-@app.callback()
-def _main(
-    context: typer.Context,
-    is_asked: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions."),
-    ] = False,
-    most_memory: Annotated[
-        Any,
-        size("The most memory that a command may take; by default half of this machine's."),
-    ] = None,
-) -> None:
-    # Without a docstring: the help is that of the application.
+@click.group(PROGRAM, cls=CommandGroup, context_settings={"show_default": True})
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Print versions.",
+)
+@size_option(
+    "--most-memory",
+    "The most memory that a command may take; by default half of this machine's.",
+)
+@click.pass_context
+def app(context: click.Context, most_memory: int | None) -> None:
+    """Inspect, check, compare, convert and repair checkpoints.
+
+    The exit code is 0 for sound or equal, 1 for faults or differences, and 2 if a command could not
+    read or write.
+    """
     if most_memory is not None:
         # What its import takes, more of a build for CUDA, is not counted.
         import torch  # noqa: F401
     else:
         most_memory = default_limit()
     context.with_resource(limited_memory(most_memory))
+
+
+for _function in chain.from_iterable(PURPOSES.values()):
+    app.add_command(_command(_function))
 
 
 def _print_warning(message: Warning | str, category: type[Warning], *place: Any) -> None:
@@ -188,16 +188,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         with readers_may_stop():
             code = app(given, prog_name=PROGRAM, standalone_mode=False)
-    except SystemExit as stopped:
+    except SystemExit as stopped:  # completion has printed what it found
         return stopped.code if isinstance(stopped.code, int) else 0
-    except Exception as error:
-        # typer has no public name for the class of its errors of usage.
-        show_usage = getattr(error, "show", None)
-        if show_usage is None:
-            raise
+    except click.ClickException as error:
         if "--json" in given:
-            print_json_error("UsageError", getattr(error, "format_message", error.__str__)())
+            print_json_error("UsageError", error.format_message())
         with readers_may_stop():
-            show_usage()
-        return 2
+            error.show()
+        return error.exit_code
     return code if isinstance(code, int) else 0

@@ -6,45 +6,42 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from dcp_placements import offline
 from dcp_placements.cli.printing import BYTES, Shown, progress
 from dcp_placements.cli.shared_options import (
-    MESH,
-    RULES,
-    CheckpointPath,
-    DryRun,
-    Files,
-    Fqn,
-    Fsdp,
-    Memory,
-    Mesh,
-    Out,
-    fsdp_of,
+    Parsed,
+    argument,
+    checkpoint_argument,
+    dry_run_option,
+    files_option,
+    fqn_option,
+    fsdp_option,
     function_option,
-    number,
+    memory_option,
+    mesh_option,
+    number_option,
+    out_argument,
     parse_dtype,
     parse_pair,
-    size,
+    rules_option,
+    size_option,
 )
 from dcp_placements.errors import CannotLook, format_count, format_name
 from dcp_placements.rules.mesh import MeshAxes
 
+if TYPE_CHECKING:
+    import torch
 
-def inspect_command(
-    ckpt: CheckpointPath,
-    tensor: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[FQN]", help="A tensor's key: list its chunks, and where they are."
-        ),
-    ] = None,
-    fqn: Fqn = None,
-    keys: Annotated[bool, typer.Option("--keys", help="List every key and every file.")] = False,
-) -> Shown:
+
+@checkpoint_argument
+@argument("tensor", "[FQN]", "A tensor's key: list its chunks, and where they are.", required=False)
+@fqn_option
+@click.option("--keys", is_flag=True, help="List every key and every file.")
+def inspect_command(*, ckpt: str, tensor: str | None, fqn: str | None, keys: bool) -> Shown:
     """Sum up tensors, small objects with their values, and the record of the save."""
     with progress("inspect"):
         if tensor is not None:
@@ -53,18 +50,18 @@ def inspect_command(
     return Shown(inspection, text=partial(inspection.text, keys=keys))
 
 
-def draw_command(
-    ckpt: CheckpointPath,
-    fqn: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[FQN]", help="The tensor's key; without it, draw the bytes of each rank."
-        ),
-    ] = None,
-    output: Annotated[
-        str, typer.Option("-o", "--output", metavar="FILE", help="The .png or .svg file to write.")
-    ] = "checkpoint.png",
-) -> Shown:
+@checkpoint_argument
+@argument(
+    "fqn", "[FQN]", "The tensor's key; without it, draw the bytes of each rank.", required=False
+)
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    default="checkpoint.png",
+    help="The .png or .svg file to write.",
+)
+def draw_command(*, ckpt: str, fqn: str | None, output: str) -> Shown:
     """Draw a tensor's chunks by writer rank, or the bytes that each rank wrote."""
     with progress("draw"):
         offline.check_picture_name(output)
@@ -73,16 +70,16 @@ def draw_command(
     return Shown(document, text=lambda: format_name(f"{output}: written"))
 
 
+@argument("path", "PATH", "The directory of an iteration, or of all of them.")
+@number_option("--expert-parallel-size", "Of the run that will load the files. It decides.")
+@number_option("--tensor-parallel-size", "Of the same run.")
+@number_option("--pipeline-parallel-size", "Of the same run.")
 def megatron_command(
-    path: Annotated[
-        str,
-        typer.Argument(metavar="PATH", help="The directory of an iteration, or of all of them."),
-    ],
-    expert_parallel_size: Annotated[
-        int | None, number("Of the run that will load the files. It decides.")
-    ] = None,
-    tensor_parallel_size: Annotated[int | None, number("Of the same run.")] = None,
-    pipeline_parallel_size: Annotated[int | None, number("Of the same run.")] = None,
+    *,
+    path: str,
+    expert_parallel_size: int | None,
+    tensor_parallel_size: int | None,
+    pipeline_parallel_size: int | None,
 ) -> Shown:
     """Report which ranks wrote mp_rank_* files, and what is missing or does not fit."""
     with progress("megatron", "files") as step:
@@ -96,15 +93,13 @@ def megatron_command(
     return Shown(layout, 0 if layout.fits else 1)
 
 
-def verify_command(
-    ckpt: CheckpointPath,
-    contents: Annotated[
-        bool,
-        typer.Option("--contents", help="Read all contents; compare the checksums of torch.save."),
-    ] = False,
-    all_faults: Annotated[bool, typer.Option("--all", help="Print every fault.")] = False,
-    memory: Memory = "2GiB",
-) -> Shown:
+@checkpoint_argument
+@click.option(
+    "--contents", is_flag=True, help="Read all contents; compare the checksums of torch.save."
+)
+@click.option("--all", "all_faults", is_flag=True, help="Print every fault.")
+@memory_option("2GiB")
+def verify_command(*, ckpt: str, contents: bool, all_faults: bool, memory: int) -> Shown:
     """Find holes, overlaps, missing and damaged files, mixed saves."""
     with progress("verify", BYTES) as step:
         result = offline.verify(ckpt, contents=contents, memory=memory, progress=step)
@@ -112,19 +107,28 @@ def verify_command(
     return Shown(result, 0 if result.sound else 1, text)
 
 
+@argument("a", "A", "A checkpoint.")
+@argument("b", "B", "Another one, of any layout and format.")
+@fqn_option
+@click.option("--rtol", type=click.FloatRange(min=0.0), default=0.0, help="Relative tolerance.")
+@click.option("--atol", type=click.FloatRange(min=0.0), default=0.0, help="Absolute tolerance.")
+@function_option("--rename", "A function from A's keys to B's.")
+@click.option(
+    "--prefix", metavar="NAME", help="Of A's keys, where B is an export, as export has it."
+)
+@click.option("--all", "all_families", is_flag=True, help="Print every difference.")
+@memory_option("2GiB")
 def diff_command(
-    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another one, of any layout and format.")],
-    fqn: Fqn = None,
-    rtol: Annotated[float, typer.Option(min=0.0, help="Relative tolerance.")] = 0.0,
-    atol: Annotated[float, typer.Option(min=0.0, help="Absolute tolerance.")] = 0.0,
-    rename: Annotated[Any, function_option("--rename", "A function from A's keys to B's.")] = None,
-    prefix: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Of A's keys, where B is an export, as export has it."),
-    ] = None,
-    all_families: Annotated[bool, typer.Option("--all", help="Print every difference.")] = False,
-    memory: Memory = "2GiB",
+    *,
+    a: str,
+    b: str,
+    fqn: str | None,
+    rtol: float,
+    atol: float,
+    rename: Any,
+    prefix: str | None,
+    all_families: bool,
+    memory: int,
 ) -> Shown:
     """Compare two checkpoints element by element; --rename maps A's keys to B's."""
     with progress("diff", BYTES) as step:
@@ -143,16 +147,25 @@ def diff_command(
     return Shown(diff, 0 if diff.same else 1, text)
 
 
+@checkpoint_argument
+@rules_option(required=True)
+@mesh_option(required=True)
+@fsdp_option
+@click.option(
+    "--expect",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="The model's keys: a JSON list, or one per line.",
+)
+@fqn_option
 def rehearse_command(
-    ckpt: CheckpointPath,
-    rules: Annotated[Any, RULES],
-    mesh: Annotated[MeshAxes, MESH],
-    fsdp: Fsdp = None,
-    expect: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The model's keys: a JSON list, or one per line."),
-    ] = None,
-    fqn: Fqn = None,
+    *,
+    ckpt: str,
+    rules: Any,
+    mesh: MeshAxes,
+    fsdp: dict[str, list[str]],
+    expect: Path | None,
+    fqn: str | None,
 ) -> Shown:
     """Plan a load on every rank of a mesh that need not exist. No data is read."""
     keys = None if expect is None else _keys(expect)
@@ -161,7 +174,7 @@ def rehearse_command(
             ckpt,
             rules,
             mesh,
-            fsdp=fsdp_of(fsdp),
+            fsdp=fsdp,
             expect=keys,
             fqn=fqn,
             progress=step,
@@ -170,13 +183,20 @@ def rehearse_command(
     return Shown(rehearsal, code)
 
 
+@argument("src", "SRC", "The checkpoint to rewrite.")
+@out_argument
+@rules_option(required=True)
+@mesh_option(required=True)
+@fsdp_option
+@dry_run_option
 def reshard_command(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="The checkpoint to rewrite.")],
-    out: Out,
-    rules: Annotated[Any, RULES],
-    mesh: Annotated[MeshAxes, MESH],
-    fsdp: Fsdp = None,
-    dry_run: DryRun = False,
+    *,
+    src: str,
+    out: str,
+    rules: Any,
+    mesh: MeshAxes,
+    fsdp: dict[str, list[str]],
+    dry_run: bool,
 ) -> Shown:
     """Rewrite a checkpoint for the mesh that will load it: each rank's bytes in one file.
 
@@ -184,9 +204,7 @@ def reshard_command(
     are not copied.
     """
     with progress("reshard", BYTES) as step:
-        result = offline.reshard(
-            src, out, rules, mesh, fsdp=fsdp_of(fsdp), dry_run=dry_run, progress=step
-        )
+        result = offline.reshard(src, out, rules, mesh, fsdp=fsdp, dry_run=dry_run, progress=step)
     return Shown(result)
 
 
@@ -203,11 +221,10 @@ def _keys(path: Path) -> list[str]:
     return list(keys)
 
 
-def doctor_command(
-    ckpt: CheckpointPath,
-    experts_per_layer: Annotated[int | None, number("The number of experts in a layer.")] = None,
-    mesh: Mesh = None,
-) -> Shown:
+@checkpoint_argument
+@number_option("--experts-per-layer", "The number of experts in a layer.")
+@mesh_option()
+def doctor_command(*, ckpt: str, experts_per_layer: int | None, mesh: MeshAxes | None) -> Shown:
     """Report tensors whose experts were taken for replicas, so that only a part is stored.
 
     --mesh is the mesh of the run that saved. One of its axes must be ep. It is used where neither
@@ -218,7 +235,8 @@ def doctor_command(
     return Shown(diagnosis, 0 if diagnosis.healthy else 1)
 
 
-def stock_metadata_command(ckpt: CheckpointPath) -> Shown:
+@checkpoint_argument
+def stock_metadata_command(*, ckpt: str) -> Shown:
     """Write .metadata anew for plain DCP, which cannot read an index alone or a later torch's."""
     with progress("stock-metadata"):
         metadata = offline.stock_metadata(ckpt)
@@ -229,26 +247,30 @@ def stock_metadata_command(ckpt: CheckpointPath) -> Shown:
     return Shown(document, text=lambda: format_name(line))
 
 
+@argument("src", "SRC", "The directory to import.")
+@out_argument
+@function_option("--rename", "From the files' names to the checkpoint's.")
+@files_option
+@rules_option()
+@mesh_option()
+@number_option("--vocab-size", "Megatron: rows without padding, if the files lack the number.")
+@number_option("--expert-parallel-size", "Megatron: if the files leave it open.")
+@number_option("--expert-tensor-parallel-size", "Megatron: if the files hold no arguments.")
+@memory_option("1GiB")
+@dry_run_option
 def import_command(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="The directory to import.")],
-    out: Out,
-    rename: Annotated[
-        Any, function_option("--rename", "From the files' names to the checkpoint's.")
-    ] = None,
-    files: Files = None,
-    rules: Annotated[Any, RULES] = None,
-    mesh: Mesh = None,
-    vocab_size: Annotated[
-        int | None, number("Megatron: rows without padding, if the files lack the number.")
-    ] = None,
-    expert_parallel_size: Annotated[
-        int | None, number("Megatron: if the files leave it open.")
-    ] = None,
-    expert_tensor_parallel_size: Annotated[
-        int | None, number("Megatron: if the files hold no arguments.")
-    ] = None,
-    memory: Memory = "1GiB",
-    dry_run: DryRun = False,
+    *,
+    src: str,
+    out: str,
+    rename: Any,
+    files: str | None,
+    rules: Any,
+    mesh: MeshAxes | None,
+    vocab_size: int | None,
+    expert_parallel_size: int | None,
+    expert_tensor_parallel_size: int | None,
+    memory: int,
+    dry_run: bool,
 ) -> Shown:
     """Turn safetensors, Megatron's mp_rank_*, torch_checkpointing's or ranks' files into DCP's.
 
@@ -270,56 +292,62 @@ def import_command(
     return Shown(result)
 
 
+@checkpoint_argument
+@argument("out", "OUT", "The directory to write; must not exist.")
+@size_option("--max-shard-size", "The most bytes in one file.", "5GiB")
+@click.option(
+    "--dtype", metavar="DTYPE", type=Parsed(parse_dtype), help="Cast to it, such as bfloat16."
+)
+@function_option("--rename", "From the model's names to the files'.")
+@click.option(
+    "--prefix",
+    metavar="NAME",
+    help="The prefix of the model's keys, which is removed; by default that of the dict that was "
+    "saved.",
+)
+@click.option(
+    "--tied",
+    metavar="NAME=NAME",
+    type=Parsed(parse_pair),
+    multiple=True,
+    help="Leave out the first; it equals the second.",
+)
+@click.option("--optimizer", is_flag=True, help="Also optimizer state.")
+@click.option("--exclude", metavar="PATTERN", multiple=True, help="Leave out keys that match.")
+@files_option
+@rules_option()
+@mesh_option()
+@memory_option("1GiB")
+@dry_run_option
 def export_command(
-    checkpoint: CheckpointPath,
-    out: Annotated[
-        str, typer.Argument(metavar="OUT", help="The directory to write; must not exist.")
-    ],
-    max_shard_size: Annotated[Any, size("The most bytes in one file.")] = "5GiB",
-    dtype: Annotated[
-        Any, typer.Option(parser=parse_dtype, metavar="DTYPE", help="Cast to it, such as bfloat16.")
-    ] = None,
-    rename: Annotated[
-        Any, function_option("--rename", "From the model's names to the files'.")
-    ] = None,
-    prefix: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="The prefix of the model's keys, which is removed; by default that of the dict "
-            "that was saved.",
-        ),
-    ] = None,
-    tied: Annotated[
-        list[Any] | None,
-        typer.Option(
-            parser=parse_pair,
-            metavar="NAME=NAME",
-            help="Leave out the first; it equals the second.",
-        ),
-    ] = None,
-    optimizer: Annotated[bool, typer.Option("--optimizer", help="Also optimizer state.")] = False,
-    exclude: Annotated[
-        list[str] | None, typer.Option(metavar="PATTERN", help="Leave out keys that match.")
-    ] = None,
-    files: Files = None,
-    rules: Annotated[Any, RULES] = None,
-    mesh: Mesh = None,
-    memory: Memory = "1GiB",
-    dry_run: DryRun = False,
+    *,
+    ckpt: str,
+    out: str,
+    max_shard_size: int,
+    dtype: torch.dtype | None,
+    rename: Any,
+    prefix: str | None,
+    tied: tuple[tuple[str, str], ...],
+    optimizer: bool,
+    exclude: tuple[str, ...],
+    files: str | None,
+    rules: Any,
+    mesh: MeshAxes | None,
+    memory: int,
+    dry_run: bool,
 ) -> Shown:
     """Write a checkpoint, or a torch file per rank, as the files that from_pretrained reads."""
     with progress("export", BYTES) as step:
         exported = offline.export_safetensors(
-            offline.open_source(checkpoint, files=files, rules=rules, axes=mesh),
+            offline.open_source(ckpt, files=files, rules=rules, axes=mesh),
             out,
             max_shard_size=max_shard_size,
             dtype=dtype,
             rename=rename,
             prefix=prefix,
-            tied=dict(tied or ()),
+            tied=dict(tied),
             optimizer=optimizer,
-            exclude=exclude or (),
+            exclude=exclude,
             memory=memory,
             dry_run=dry_run,
             progress=step,

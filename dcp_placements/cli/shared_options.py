@@ -6,13 +6,13 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from dcp_placements.errors import CannotLook, PlacementError
 from dcp_placements.rules.mesh import MeshAxes
@@ -21,48 +21,32 @@ from dcp_placements.rules.patterns import EVERY
 if TYPE_CHECKING:
     import torch
 
-CheckpointPath = Annotated[
-    str, typer.Argument(metavar="CKPT", help="The checkpoint's directory or URL.")
-]
-Fqn = Annotated[
-    str | None,
-    typer.Option(
-        metavar="PATTERN",
-        help="Only keys that match: dotted names, * for one name, ** for any number of them.",
-    ),
-]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")
-]
-Files = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="A torch file per rank: their name, with {rank} for the number. Verl's are found.",
-    ),
-]
-Out = Annotated[str, typer.Argument(metavar="OUT", help="The checkpoint to write; must not exist.")]
+Option = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""A decorator that gives a command an option, or an argument."""
 
 
-def number(help_text: str) -> Any:
-    """Return an option that is a number from 1 up."""
-    return typer.Option(metavar="N", min=1, help=help_text)
+class Parsed(click.ParamType):  # type: ignore[type-arg]  # older versions have none
+    """What a function makes of the text of an option."""
+
+    name = "text"
+
+    def __init__(self, parse: Callable[[str], Any]) -> None:
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the value of a text; its errors are those of the option."""
+        try:
+            return self._parse(value) if isinstance(value, str) else value
+        except PlacementError as error:
+            self.fail(str(error), param, ctx)
 
 
 def parse_nbytes(text: str) -> int:
     """Return the bytes of ``512MiB``; units are binary, however they are spelled."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
-        raise typer.BadParameter(f"{text!r} is no size: write for instance 512MiB or 2GiB")
+        raise CannotLook(f"{text!r} is no size: write for instance 512MiB or 2GiB")
     return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
-
-
-def size(help_text: str) -> Any:
-    """Return an option that is a number of bytes."""
-    return typer.Option(parser=parse_nbytes, metavar="SIZE", help=help_text)
-
-
-Memory = Annotated[Any, size("The most memory for data, such as 512MiB.")]
 
 
 def parse_dtype(text: str) -> torch.dtype:
@@ -71,7 +55,7 @@ def parse_dtype(text: str) -> torch.dtype:
 
     dtype = getattr(torch, text, None)
     if not isinstance(dtype, torch.dtype):
-        raise typer.BadParameter(f"{text!r} is no dtype: write for instance bfloat16")
+        raise CannotLook(f"{text!r} is no dtype: write for instance bfloat16")
     return dtype
 
 
@@ -79,7 +63,7 @@ def parse_pair(text: str) -> tuple[str, str]:
     """Return the two names of ``NAME=NAME``."""
     first, _, second = text.partition("=")
     if not first or not second:
-        raise typer.BadParameter(f"{text!r}: write NAME=NAME, as in lm_head.weight=embed.weight")
+        raise CannotLook(f"{text!r}: write NAME=NAME, as in lm_head.weight=embed.weight")
     return first, second
 
 
@@ -91,7 +75,7 @@ def parse_storage_option(text: str) -> tuple[str, Any]:
     """
     name, _, value = text.partition("=")
     if not name or not value:
-        raise typer.BadParameter(f"{text!r}: write KEY=VALUE, as in endpoint_url=http://host:9000")
+        raise CannotLook(f"{text!r}: write KEY=VALUE, as in endpoint_url=http://host:9000")
     try:
         return name, json.loads(value)
     except ValueError:
@@ -155,33 +139,6 @@ def parse_mesh(text: str) -> MeshAxes:
     return axes
 
 
-def _parser(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return ``parse`` with its errors as those of an argument."""
-
-    def parsed(text: str) -> Any:
-        try:
-            return parse(text)
-        except PlacementError as error:
-            raise typer.BadParameter(str(error)) from error
-
-    return parsed
-
-
-def function_option(name: str, help_text: str) -> Any:
-    """Return an option that names a function."""
-    return typer.Option(name, metavar="MODULE:FUNC", parser=_parser(resolve), help=help_text)
-
-
-RULES = function_option("--rules", "A function mesh -> Placements.")
-MESH = typer.Option(
-    "--mesh",
-    metavar="AXIS=SIZE,...",
-    parser=_parser(parse_mesh),
-    help="Outermost axis first: ep=8,edp=2.",
-)
-Mesh = Annotated[MeshAxes | None, MESH]
-
-
 def parse_fsdp(text: str) -> tuple[str, list[str]]:
     """Return the pattern of keys and the axes of ``experts=edp``, or of ``edp,ep`` for all keys.
 
@@ -192,21 +149,86 @@ def parse_fsdp(text: str) -> tuple[str, list[str]]:
     return pattern or EVERY, [name.strip() for name in axes.split(",") if name.strip()]
 
 
-def fsdp_of(given: list[Any] | None) -> dict[str, list[str]]:
+def fsdp_of(given: Iterable[tuple[str, list[str]]]) -> dict[str, list[str]]:
     """Return the axes of FSDP by pattern; those of all other keys are the last."""
-    return dict(sorted(given or [], key=lambda one: one[0] == EVERY))
+    return dict(sorted(given, key=lambda one: one[0] == EVERY))
 
 
-Fsdp = Annotated[
-    list[Any] | None,
-    typer.Option(
-        "--fsdp",
-        metavar="[PATTERN=]AXIS,...",
-        parser=parse_fsdp,
-        help="The axes over which FSDP shards dim 0: of all tensors, or of those that match. May "
-        "be repeated.",
-    ),
-]
+class Argument(click.Argument):
+    """An argument with a text for the help, which only newer versions of click show."""
+
+    def __init__(self, *args: Any, text: str, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.text = f"{text}  [required]" if self.required else text
+
+
+def argument(name: str, metavar: str, text: str, *, required: bool = True) -> Option:
+    """Return an argument."""
+    return click.argument(name, cls=Argument, metavar=metavar, text=text, required=required)
+
+
+checkpoint_argument = argument("ckpt", "CKPT", "The checkpoint's directory or URL.")
+out_argument = argument("out", "OUT", "The checkpoint to write; must not exist.")
+fqn_option = click.option(
+    "--fqn",
+    metavar="PATTERN",
+    help="Only keys that match: dotted names, * for one name, ** for any number of them.",
+)
+dry_run_option = click.option(
+    "--dry-run", is_flag=True, help="Say what would be written, and write nothing."
+)
+files_option = click.option(
+    "--files",
+    metavar="NAME",
+    help="A torch file per rank: their name, with {rank} for the number. Verl's are found.",
+)
+fsdp_option = click.option(
+    "--fsdp",
+    metavar="[PATTERN=]AXIS,...",
+    type=Parsed(parse_fsdp),
+    multiple=True,
+    callback=lambda context, option, given: fsdp_of(given),
+    help="The axes over which FSDP shards dim 0: of all tensors, or of those that match. May be "
+    "repeated.",
+)
+
+
+def number_option(name: str, help_text: str) -> Option:
+    """Return an option that is a number from 1 up."""
+    return click.option(name, metavar="N", type=click.IntRange(min=1), help=help_text)
+
+
+def size_option(name: str, help_text: str, default: str | None = None) -> Option:
+    """Return an option that is a number of bytes."""
+    kind = Parsed(parse_nbytes)
+    return click.option(name, metavar="SIZE", type=kind, default=default, help=help_text)
+
+
+def memory_option(default: str) -> Option:
+    """Return the option that bounds the memory of data."""
+    return size_option("--memory", "The most memory for data, such as 512MiB.", default)
+
+
+def function_option(name: str, help_text: str, *, required: bool = False) -> Option:
+    """Return an option that names a function."""
+    kind = Parsed(resolve)
+    return click.option(name, metavar="MODULE:FUNC", type=kind, required=required, help=help_text)
+
+
+def rules_option(*, required: bool = False) -> Option:
+    """Return the option for what each rank declares."""
+    return function_option("--rules", "A function mesh -> Placements.", required=required)
+
+
+def mesh_option(*, required: bool = False) -> Option:
+    """Return the option for the mesh of a world."""
+    return click.option(
+        "--mesh",
+        metavar="AXIS=SIZE,...",
+        type=Parsed(parse_mesh),
+        required=required,
+        help="Outermost axis first: ep=8,edp=2.",
+    )
 
 
 @contextmanager

@@ -141,7 +141,7 @@ def test_help_version_and_completion_of_commands_need_no_torch() -> None:
         "assert not {'torch', 'numpy', 'rich'} & set(sys.modules)\n"
     )
     completing = {
-        "_DCP_PLACEMENTS_COMPLETE": "complete_bash",
+        "_DCP_PLACEMENTS_COMPLETE": "bash_complete",
         "COMP_WORDS": "dcp-placements ve",
         "COMP_CWORD": "1",
     }
@@ -159,7 +159,7 @@ def test_help_version_and_completion_of_commands_need_no_torch() -> None:
         text=True,
         check=False,
     )
-    assert done.stdout.split() == ["verify"], done.stderr
+    assert done.stdout.split() == ["plain,verify"], done.stderr
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_parent_of_checkpoints_names_them(tmp_path: Path, run: Run) -> None:
 
 def test_without_the_extra_one_line_says_how_to_install_it(sound: Path) -> None:
     program = (
-        "import sys; sys.modules['typer'] = None\n"
+        "import sys; sys.modules['click'] = None\n"
         "from dcp_placements.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     done = subprocess.run(
