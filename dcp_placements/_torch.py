@@ -147,6 +147,13 @@ def has_hooks(value: Any) -> bool:
     return own or (type(value) not in PLAIN and isinstance(value, ShardedTensor))
 
 
+def is_on_meta(value: Any) -> bool:
+    """Whether a value is a tensor without memory; of a ``ShardedTensor``, any of its shards."""
+    if type(value) not in PLAIN and isinstance(value, ShardedTensor):
+        return any([shard.tensor.is_meta for shard in value.local_shards()])
+    return bool(getattr(value, "is_meta", False))
+
+
 Facts = tuple[torch.Tensor, Any, tuple[Any, ...], torch.Size]
 """Of a DTensor the local tensor, mesh, placements and shape; a plain tensor has no mesh."""
 

@@ -117,7 +117,8 @@ class Placing:
     Attributes:
         placed: By key, the tensors that have a place. Keys that are neither here nor in
             ``absent`` are left to torch's default planner.
-        absent: Keys whose DTensor mesh does not include this rank: nothing to save or load here.
+        absent: Keys of which this rank has nothing to save or load: their DTensor's mesh does not
+            include it, or torch's hooks name no chunk here.
         faults: Of tensors that do not fit.
         matched: By rule the number of keys that it matches; 0 of patterns that match none.
         state_dict: The values.

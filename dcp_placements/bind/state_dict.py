@@ -19,7 +19,14 @@ from typing import Any
 
 import torch
 
-from dcp_placements._torch import Facts, facts_of, global_rank, has_hooks, is_dtensor_like
+from dcp_placements._torch import (
+    Facts,
+    default_write_items,
+    facts_of,
+    global_rank,
+    has_hooks,
+    is_dtensor_like,
+)
 from dcp_placements.bind.lint import tensor_faults
 from dcp_placements.bind.one_tensor import Place, Placed, Placing, bind, format_own
 from dcp_placements.bind.own_chunks import listed_place, lists_its_chunks, names_its_chunks
@@ -178,6 +185,9 @@ class _Placer:
         if not (isinstance(value, torch.Tensor) or is_dtensor_like(value)):
             return
         placed, rows_of, before = self.placing.placed, self.reshaped.rows, len(self.locals)
+        if has_hooks(value) and not default_write_items(fqn, value):
+            self.placing.absent.add(fqn)  # as to torch's planners, other ranks have it
+            return
         try:
             placement, rule = (None, None) if self.rules is None else self._ask(fqn, value)
             if has_hooks(value):

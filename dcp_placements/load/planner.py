@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
-from dcp_placements._torch import global_rank, set_up_by_torch, world_size
+from dcp_placements._torch import global_rank, is_on_meta, set_up_by_torch, world_size
 from dcp_placements.bind.lint import lint, memory_faults, tied_keys
 from dcp_placements.bind.state_dict import numberings, place
 from dcp_placements.errors import (
@@ -208,7 +208,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         stock = set_up_by_torch(DefaultSavePlanner, self, state_dict)
         flat = stock.state_dict
         mappings = stock.mappings or {key: (key,) for key in flat}
-        if meta := {k: v for k, v in flat.items() if getattr(v, "is_meta", False)}:
+        if meta := {key: value for key, value in flat.items() if is_on_meta(value)}:
             # It gives them memory, where a tensor is put into the dict.
             DefaultLoadPlanner(flatten_sharded_tensors=False).set_up_planner(meta)
             flat |= meta

@@ -304,9 +304,9 @@ class RankLoad:
             group = latest.get(key)
             if group is None or not group.fills(entry):
                 faults = len(self.faults)
-                if isinstance(entry, TensorStorageMetadata) and (
-                    placed is not None or (is_tensor(value) and not is_dtensor_like(value))
-                ):
+                # What has no place has chunks of its own, or a fault already.
+                is_own = has_hooks(value) or (is_tensor(value) and not is_dtensor_like(value))
+                if isinstance(entry, TensorStorageMetadata) and (placed is not None or is_own):
                     group = self._tensor_group(fqn, value, placed, entry)
                 else:
                     group = self._object_group(fqn, value, placed, entry)
@@ -344,7 +344,8 @@ class RankLoad:
             shape = tuple(value.size()) if placed is None else placed.place.sharding.global_shape
             one, other = "an object", f"a tensor of shape {shape}"
         else:
-            return None  # a tensor without a place has its fault already
+            assert self.placing.faults  # its own is among them
+            return None
         headline = f"the checkpoint holds {one}, but the state dict {other}"
         way_out = "way out:     a value of that kind under this key; or give this one another name"
         self.faults.append(Fault(fqn, headline, (way_out,)))
