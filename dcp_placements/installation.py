@@ -9,6 +9,7 @@ imported ``save``, and an ``async_save`` has its planner before the context is l
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from threading import RLock, current_thread, get_ident
@@ -35,7 +36,8 @@ class installed:
     options of torch's instance are carried over. An ``async_save`` is planned by ours even if its
     thread or process plans after the context is left.
 
-    It is a context manager: ``with installed(placements): ...``. Contexts nest: the innermost
+    It is a context manager: ``with installed(placements): ...``; without ``with`` it does nothing,
+    which is warned of. Contexts nest: the innermost
     counts. They hold for all threads of the process, since frameworks save from threads of their
     own; so a thread cannot enter one of another declaration while another thread is inside.
 
@@ -73,11 +75,23 @@ class installed:
                 self._planner(call, None)
             except TypeError as error:
                 raise PlacementError(f"installed({call}={options}): {error}") from None
+        self._was_entered = False
+
+    def __del__(self) -> None:
+        # Not where a constructor refused its arguments, nor where the process ends.
+        if not getattr(self, "_was_entered", True) and not sys.is_finalizing():
+            warnings.warn(
+                "installed(placements) was called and never entered: no save or load used it\n"
+                "    way out:     with installed(placements): around the saves and loads; an "
+                "ExitStack's enter_context() where they are in other functions",
+                stacklevel=2,
+            )
 
     def _declares(self) -> tuple[Any, ...]:
         return self._placements, self._options, self._strict
 
     def __enter__(self) -> None:
+        self._was_entered = True
         with _lock:
             for other, thread in _entered:
                 if thread != get_ident() and other._declares() != self._declares():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import warnings
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -425,3 +428,38 @@ def test_m81_a_trainer_that_is_not_edited_resumes_in_other_topologies(tmp_path: 
     done = forked(tmp_path / "trainer.py", ranks=4, cwd=tmp_path)
     resumed = [line for line in done.stdout.splitlines() if line.startswith("RESUMED")]
     assert resumed == ["RESUMED 1 80", "RESUMED 2 48", "RESUMED 4 32"], tail(done)
+
+
+def test_a_context_that_is_never_entered_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match="never entered"):
+        installed(PLACEMENTS)
+
+    def install_in_vain() -> None:
+        context = installed(PLACEMENTS, strict=True)
+        assert context is not None
+
+    with pytest.warns(UserWarning, match="never entered"):
+        install_in_vain()
+
+
+def test_a_context_that_is_entered_in_any_way_is_not_warned_of() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with ExitStack() as stack:
+            stack.enter_context(installed(PLACEMENTS))
+        with installed(PLACEMENTS), pytest.raises(PlacementError):
+            installed(PLACEMENTS, save={"digest": "full"})  # refused, so that none is there
+        context = installed(PLACEMENTS)
+        context.__enter__()
+        context.__exit__(None, None, None)
+        del context
+
+
+def test_a_context_that_is_left_over_at_the_end_of_a_process_says_nothing() -> None:
+    program = (
+        "from dcp_placements import Placements, installed\nkept = installed(Placements(None))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=True
+    )
+    assert run.stderr == ""
