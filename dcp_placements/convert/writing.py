@@ -50,7 +50,13 @@ from dcp_placements.planning import quiet_gc
 from dcp_placements.storage.file_reads import memory_of
 from dcp_placements.storage.index import index_of_places
 from dcp_placements.storage.metadata_file import write_metadata
-from dcp_placements.storage.provenance import RESERVED_KEY, identity, packed_record
+from dcp_placements.storage.provenance import (
+    RESERVED_KEY,
+    doubts_of,
+    identity,
+    packed_doubts,
+    packed_record,
+)
 from dcp_placements.storage.records import RecordTemplate
 from dcp_placements.storage.save_ids import named
 from dcp_placements.storage.torch_load import zip_problem
@@ -545,6 +551,7 @@ class DcpOut(Writer):
         }
         provenance = identity(self._save_id, world_size=layout.world_size, step=old.get("step"))
         provenance |= packed_record(list(numbers), group_of, keys, renames, numberings)
+        provenance |= packed_doubts(doubts_of(old, self._source.metadata.state_dict_metadata), keys)
         if "save_id" in old:
             provenance["resharded_from"] = old["save_id"]
         return provenance

@@ -56,7 +56,13 @@ from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
 from dcp_placements.names.renames import FUNCTION, Step, recorded
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.rules.patterns import Matches
-from dcp_placements.storage.provenance import SaveRecord
+from dcp_placements.storage.provenance import (
+    DIFFERED,
+    UNCOMPARED,
+    SaveRecord,
+    doubts_of,
+    stored,
+)
 from dcp_placements.table.families import Held, held_numbers
 from dcp_placements.table.table import PLAIN, Group, Sent
 from dcp_placements.table.world import Piece, World, cover_of, repeated
@@ -152,6 +158,39 @@ def check_load(load: RankLoad, rename: Rename | None, given: Numberings) -> tupl
         text += f": {format_count(compared - waived, 'key')}"
     return faults, text + (f"; {waived} differ, waived" if waived else "")
 
+
+def doubt_notes(load: RankLoad) -> list[Fault]:
+    """Return a note for each key that the rank reads whose replicas the save let through."""
+    doubts = doubts_of(stored(load.metadata), load.stored)
+    if not doubts:
+        return []
+    read = {fqn for group in load.groups for fqn in group.fqns if not load.policy.waives(fqn)}
+    return [
+        Fault(fqn, *_DOUBTED[reason])
+        for reason, fqns in doubts.items()
+        for fqn in sorted(read & fqns)
+    ]
+
+
+_DOUBTED = {
+    DIFFERED: (
+        "the ranks had different contents of it when it was saved, and those of one are here",
+        (
+            'reason:      on_conflict="warn" let them through',
+            "likely:      a rule was missing in the save, or replicas had drifted apart",
+            "way out:     a checkpoint of a save without that warning; waive={pattern: reason} "
+            "where any of them will do",
+        ),
+    ),
+    UNCOMPARED: (
+        "several ranks had it when it was saved, without a rule, and it was not compared",
+        (
+            'reason:      digests="off": that of one rank is here, whatever the others had',
+            'way out:     digests="sampled" in the next save; waive={pattern: reason} where it '
+            "was replicated",
+        ),
+    ),
+}
 
 _Difference = tuple[Iterable[str], str, str, str]
 """A cut that a load declares in another way: axes, as saved, as loaded, and what to declare."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import logging
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
 from typing import Any, cast
@@ -44,6 +44,7 @@ from dcp_placements.load.compare import (
     AllAsked,
     LoadMessage,
     check_load,
+    doubt_notes,
     unasked_notes,
     unnumbered_rows,
 )
@@ -68,6 +69,7 @@ from dcp_placements.rules.patterns import (
     compile_pattern,
     matched_nowhere,
     unmatched_faults,
+    waiver_matches,
 )
 from dcp_placements.storage.index import places_of
 from dcp_placements.storage.provenance import saved_by, stored
@@ -257,8 +259,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         policy, rename, keys = self._policy, self.rename, load.metadata.state_dict_metadata
         placing = place(load.state_dict, self.rules, load.mappings, load.reshaped, keys, rename)
         load.state_dict, load.mappings = placing.state_dict, placing.mappings
-        load.declared = {**placing.matched, **(load.declared or {})}
         load.plan(placing, policy)
+        waivers = waiver_matches(self.waive, self._waivable(load)) if self.waive else {}
+        load.declared = {**placing.matched, **(load.declared or {}), **waivers}
         load.report.waived = dict(self.waive)
         destinations = load.destinations()
         load.tied = tied_keys(destinations)
@@ -276,6 +279,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         if load.notes:
             load.warn(load.notes)
         notes = [*lint(placing.placed.values(), renamed=rename is not None, waived=policy.waived)]
+        notes += doubt_notes(load)
         load.report.warnings += tuple(map(str, notes))
         message = replace(message, notes=packed_faults(notes) if notes else b"")
         if world_size() > 1 or has_whole:
@@ -292,6 +296,18 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             wish, group = load.exchange.wish(load), hash(load.exchange.ranks)
             message = replace(message, wish=wish, group=group)
         return message
+
+    def _waivable(self, load: RankLoad) -> Iterator[str]:
+        """Yield what a waiver may name: a key of this rank, the checkpoint or ``whole=``, a step.
+
+        A load of weights alone may have the waivers of a declaration for the optimizer as well.
+        """
+        yield from load.state_dict
+        yield from load.stored
+        steps = () if self.rename is None else recorded(self.rename)
+        yield from [one.pattern for one in (*steps, *(load.record.renames if load.record else ()))]
+        if self.whole is not None:
+            yield from self.whole.keys_under(load.state_dict)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Return the plans with the answer on what each rank exchanges.

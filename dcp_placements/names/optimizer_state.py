@@ -255,8 +255,8 @@ def stateless_parameters(state_dict: Mapping[str, Any], groups: Groups) -> list[
 class ParameterNames(list[str]):
     """The parameters that a parameter group lists, by the checkpoint's names.
 
-    Ranks list other parameters in one group, so these lists are not compared, and a load leaves a
-    rank's own as it is. Pickled it is a list.
+    Ranks list other parameters in one group, so these lists are not compared: a save stores those
+    of all ranks as one list, and a load leaves a rank's own as it is. Pickled it is a list.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -297,6 +297,15 @@ def named_lists(
     return {fqn: ParameterNames(names) for fqn, names in lists.items()}, faults
 
 
+def is_by_position(fqn: str) -> bool:
+    """Whether a key is an option of a parameter group that has a number for its name.
+
+    >>> is_by_position("optim.param_groups.0.lr"), is_by_position("optim.param_groups.0.weight.lr")
+    (True, False)
+    """
+    return _BY_POSITION.search(fqn) is not None
+
+
 def unnamed_faults(state_dict: Mapping[str, Any], groups: Groups) -> list[Fault]:
     """Return the faults of optimizer state that has the positions of its parameters."""
     found: dict[str, None] = {}
@@ -312,6 +321,7 @@ def unnamed_faults(state_dict: Mapping[str, Any], groups: Groups) -> list[Fault]
 _STATE = re.compile(r"(?<![^.])state\.")
 _POSSIBLE = re.compile(r"(?<![^.])state\.[^.]+\.")
 _GROUPS = re.compile(r"(?<![^.])param_groups(?:\.|$)(.*)", re.DOTALL)
+_BY_POSITION = re.compile(r"(?<![^.])param_groups\.\d+\.[^.]+\Z")
 _LIST = re.compile(r"param_groups\.(?:\d+\.)?params")
 
 FLATTEN = (

@@ -6,7 +6,8 @@ pattern names a parameter and everything that is keyed by it: ``experts.w1`` mat
 ``optim.state.layers.0.experts.w1.exp_avg``, and never ``shared_experts.w1``.
 
 A pattern with a typing error declares nothing, so one that matches no key on any rank is reported,
-named as in messages: ``'experts'`` of the rules, ``rename=Replace('module')`` of a rename.
+named as in messages: ``'experts'`` of the rules, ``rename=Replace('module')`` of a rename,
+``waive={'experts': ...}`` of the waivers.
 """
 
 from __future__ import annotations
@@ -183,6 +184,20 @@ def check_declaration(
     return dict(waive or {})
 
 
+def waiver_matches(waive: Iterable[str], names: Iterable[str]) -> Matches:
+    """Return by waiver, named as in messages, whether it names one of some keys or patterns.
+
+    >>> waiver_matches(["lm_head", "typo"], ["model.lm_head.weight"])
+    {"waive={'lm_head': ...}": True, "waive={'typo': ...}": False}
+    """
+    patterns = {pattern: compile_pattern(pattern) for pattern in waive}
+    dotted = [f".{name}" for name in names] if patterns else []
+    return {
+        f"waive={{{pattern!r}: ...}}": any(map(regex.search, dotted))
+        for pattern, regex in patterns.items()
+    }
+
+
 def asked(
     rules: Rules,
     fqn: str,
@@ -245,7 +260,8 @@ def unmatched_faults(unmatched: Sequence[str], keys: Sequence[str]) -> list[Faul
         return []
     details = [f"the keys are {format_names(keys, 4)}"] if keys else []
     known = {component for key in keys for component in key.split(".")}
-    declared = " ".join([name.rpartition("(")[2] for name in unmatched])
+    # Of rename=Replace('module') and waive={'module': ...} the pattern alone.
+    declared = " ".join(re.findall(r"'([^']*)'", " ".join(unmatched)))
     for word in dict.fromkeys(re.findall(r"\w+", declared)):
         if word not in known and (near := get_close_matches(word, known, 1)):
             details.append(f"likely:      {word!r} is no component of any key; {near[0]!r} is")

@@ -38,6 +38,7 @@ from dcp_placements.errors import (
 from dcp_placements.layout.boxes import Ints, apart, tile
 from dcp_placements.layout.sharding import Box, Cuts
 from dcp_placements.names.numbers import Family, Numbering, Numberings
+from dcp_placements.names.optimizer_state import is_by_position
 from dcp_placements.names.renames import Step
 from dcp_placements.report import KeyReport, SaveReport, Shapes
 from dcp_placements.rules.patterns import (
@@ -47,7 +48,12 @@ from dcp_placements.rules.patterns import (
     unmatched_faults,
 )
 from dcp_placements.save import refusals
-from dcp_placements.storage.provenance import packed_record
+from dcp_placements.storage.provenance import (
+    DIFFERED,
+    UNCOMPARED,
+    packed_doubts,
+    packed_record,
+)
 from dcp_placements.storage.torch_metadata import (
     PORTABLE_PROPERTIES,
     PROPERTIES,
@@ -63,7 +69,7 @@ from dcp_placements.table.families import numbering_faults
 from dcp_placements.table.owners import runs_of
 from dcp_placements.table.table import OBJECT, Group, Holding, Sent
 from dcp_placements.table.whole import WholeModel, compare_with_whole
-from dcp_placements.table.world import Piece, World, cover_of
+from dcp_placements.table.world import NO_RULE, Piece, World, cover_of
 
 COPIED = 2
 """Of ``Assignment.is_written``."""
@@ -108,8 +114,11 @@ class Statement:
         matched: By rule the number of keys here; 0 of patterns that match none.
         shapes: As in ``SaveReport``, of what this rank holds.
         rename_matches: By step of its rename, whether a key here matches.
+        waiver_matches: By waiver, whether a key here matches, or one of the unsharded model.
         stateless: Parameters without optimizer state where others have it.
         notes: Warnings of this rank.
+        unequal: Keys of which the rank has copies that differ, and are let through.
+        lists: The parameters that a parameter group lists, by its key.
         renames: What the checkpoint is to keep of its rename.
         numberings: The lists of keys to which its rename gives numbers.
         axis_sizes: Sizes of the named mesh axes that it knows of.
@@ -123,8 +132,11 @@ class Statement:
     matched: Matches = field(default_factory=dict)
     shapes: Mapping[str, tuple[Shapes, ...]] = field(default_factory=dict)
     rename_matches: Matches = field(default_factory=dict)
+    waiver_matches: Matches = field(default_factory=dict)
     stateless: tuple[str, ...] = ()
     notes: tuple[Fault, ...] = ()
+    unequal: tuple[str, ...] = ()
+    lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     renames: tuple[Step, ...] = ()
     numberings: Numberings = field(default_factory=dict)
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
@@ -143,11 +155,13 @@ class Assignment(NamedTuple):
             each.
         save_id: Names the save.
         copied: Likewise, what every rank writes that holds it. Empty where there is no such.
+        lists: Keys of parameter groups with the parameters of all ranks, where others list others.
     """
 
     written: bytes
     save_id: bytes = b""
     copied: bytes = b""
+    lists: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def is_written(self, holding: Holding) -> list[int]:
         """Return for each box of each key of each group of ``holding`` if the rank writes it.
@@ -247,6 +261,8 @@ class Coordinator:
         self._notes: list[Fault] = []
         # What takes in replicas that differ.
         self._conflicts = self._faults if strict else self._notes
+        # Keys of replicas that are let through.
+        self._doubts: dict[str, set[str]] = {DIFFERED: set(), UNCOMPARED: set()}
         self._undigested: dict[str, list[int]] = {}
         for at, plan in enumerate(plans):
             for fqn in plan.undigested:
@@ -282,7 +298,11 @@ class Coordinator:
             )
             self._faults += faults
             self._notes += notes
-        matches = [one for each in statements for one in (each.matched, each.rename_matches)]
+        matches = [
+            one
+            for each in statements
+            for one in (each.matched, each.rename_matches, each.waiver_matches)
+        ]
         # A rank that plans alone cannot see what the patterns match on others.
         if self.complete and (unmatched := matched_nowhere(matches)):
             self.report.unmatched = unmatched
@@ -297,8 +317,7 @@ class Coordinator:
         for name, faults, what, *details in _ALIKE:
             ranks: dict[Any, list[int]] = {}
             for packed, statement in self.statements.items():
-                if (value := getattr(statement, name)) is not None:
-                    ranks.setdefault(value, []).extend(self._ranks_of[packed])
+                ranks.setdefault(getattr(statement, name), []).extend(self._ranks_of[packed])
             # What is said of steps and directories is said of ranks with the same options.
             if len(ranks) > 1 and not self._faults:
                 found = self._faults if faults else self._notes
@@ -321,13 +340,47 @@ class Coordinator:
         if has_own and 0 not in group.shape:
             self._faults += refusals.same_coordinate(self, piece)
             return
+        self._doubts[UNCOMPARED].update(self._uncompared(piece))
         for fqn in piece.fqns if self._undigested else ():
             if fqn in self._undigested:
                 self._notes.append(refusals.undigested(self, fqn, self._undigested[fqn]))
         positions, of_keys = differing(piece, digests)
-        if positions:
-            conflicts = self._notes if group.kind == OBJECT else self._conflicts
-            conflicts += refusals.conflicts(self, piece, positions, of_keys)
+        if not positions:
+            return
+        for fault in refusals.conflicts(self, piece, positions, of_keys):
+            # An object of each rank's own is kept of one rank; groups decide on the parameters.
+            if group.kind != OBJECT or is_by_position(fault.fqn):
+                self._conflicts.append(fault)
+                self._doubts[DIFFERED].add(fault.fqn)
+            else:
+                self._notes.append(fault)
+
+    def _uncompared(self, piece: Piece) -> list[str]:
+        """Return the keys of a piece with replicas that no rank compares and no rule declares.
+
+        The rules are never asked about scalars.
+        """
+        group = piece.group
+        is_compared = any(one.digest_kind != "off" for one in self.statements.values())
+        if is_compared or group.kind == OBJECT or not prod(group.shape) or not group.shape:
+            return []
+        rules = [self.world.rules(piece, at) for at in range(len(piece.fqns))]
+        return [fqn for fqn, rule in zip(piece.fqns, rules, strict=True) if rule == NO_RULE]
+
+    def _joined_lists(self) -> dict[int, tuple[tuple[str, tuple[str, ...]], ...]]:
+        """Return by rank the lists of parameters that it writes where other ranks list others."""
+        writer: dict[str, bytes] = {}
+        joined: dict[str, dict[str, None]] = {}
+        for packed, statement in self.statements.items():  # by the lowest rank of each
+            for fqn, listed in statement.lists.items():
+                writer.setdefault(fqn, packed)
+                joined.setdefault(fqn, {}).update(dict.fromkeys(listed))
+        lists: dict[int, tuple[tuple[str, tuple[str, ...]], ...]] = {}
+        for fqn, names in joined.items():
+            if len(names) > len(self.statements[writer[fqn]].lists[fqn]):
+                rank = self._ranks_of[writer[fqn]][0]
+                lists[rank] = (*lists.get(rank, ()), (fqn, tuple(names)))
+        return lists
 
     def metadata(self, first: Sequence[str]) -> dict[str, Any]:
         """Return what ``.metadata`` has of each key, and fill the report on all keys.
@@ -388,13 +441,15 @@ class Coordinator:
             keys, (start, stop) = np.arange(len(piece.fqns)), of_piece.T[:, :, None]
             kinds.append(((start <= keys) & (keys < stop)).astype(np.uint8))
             kinds[-1][:, copied.get(number, [])] = COPIED
+        lists = self._joined_lists()
         return [
             Assignment(
                 np.packbits(of_rank > 0).tobytes(),
                 save_id,
                 np.packbits(of_rank == COPIED).tobytes() if copied else b"",
+                lists.get(plan.rank, ()),
             )
-            for of_rank in world.by_rank(kinds)
+            for plan, of_rank in zip(self.plans, world.by_rank(kinds), strict=True)
         ]
 
     def _copied(self, copies: Copies) -> dict[int, list[int]]:
@@ -444,7 +499,10 @@ class Coordinator:
         statements = self.statements.values()
         renames = dict.fromkeys(step for one in statements for step in one.renames)
         numberings = {key: value for one in statements for key, value in one.numberings.items()}
-        return packed_record(list(numbers), number_of, keys, renames, numberings)
+        for statement in statements:
+            self._doubts[DIFFERED].update(statement.unequal)
+        record = packed_record(list(numbers), number_of, keys, renames, numberings)
+        return record | packed_doubts(self._doubts, keys)
 
     def finish_report(self) -> None:
         """Put into the report what ranks say beside their keys; warn of what may be wrong."""

@@ -10,7 +10,7 @@ import pickle
 import threading
 import uuid
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product, repeat
 from typing import Any
@@ -49,7 +49,7 @@ from dcp_placements.errors import (
 )
 from dcp_placements.names.flat import Path, Reshaped, check_texts, checkpoint_path, rename_keys
 from dcp_placements.names.numbers import NumberedKey
-from dcp_placements.names.optimizer_state import stateless_parameters
+from dcp_placements.names.optimizer_state import ParameterNames, stateless_parameters
 from dcp_placements.names.renames import Step, recorded
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.planning import (
@@ -69,6 +69,7 @@ from dcp_placements.rules.patterns import (
     Rules,
     check_declaration,
     compile_pattern,
+    waiver_matches,
 )
 from dcp_placements.save.coordinator import (
     COPIED,
@@ -356,8 +357,15 @@ class PlacementSavePlanner(DefaultSavePlanner):
             matched=placing.matched,
             shapes=placing.shapes(),
             rename_matches=save.rename_matches,
+            waiver_matches=waiver_matches(self.waive, self._waivable(save)),
             stateless=tuple(stateless_parameters(save.state_dict, groups) if groups else ()),
             notes=tuple(notes),
+            unequal=tuple([repeat.fqn for repeat in repeats]),
+            lists={
+                fqn: tuple(value)
+                for fqn, value in save.state_dict.items()
+                if type(value) is ParameterNames
+            },
             renames=save.renames,
             numberings={} if self.rename is None else numberings(placing, save.numbered),
             axis_sizes={name: size for name, (_, size) in axes.items()},
@@ -370,6 +378,13 @@ class PlacementSavePlanner(DefaultSavePlanner):
         coordinate = tuple([position for position, _ in axes.values()])
         packed = zlib.compress(pickle.dumps(statement, protocol=5), 6)
         return LocalPlan(rank, holding.sent, coordinate, *sent_digests, packed)
+
+    def _waivable(self, save: RankSave) -> Iterator[str]:
+        """Yield what a waiver may name: a key, a pattern of the rename, a key of ``whole=``."""
+        yield from save.state_dict
+        yield from [step.pattern for step in save.renames]
+        if self.whole is not None:
+            yield from self.whole.keys_under(save.state_dict)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Return the plans with each element once, and the metadata. Called on the coordinator.
@@ -458,6 +473,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 "dcp-placements export"
             )
         with quiet_gc():
+            save.state_dict = {**save.state_dict, **{k: list(v) for k, v in assignment.lists}}
             # Not where a subclass, or a user, has another hook in its place.
             own = getattr(self.lookup_object, "__func__", None)
             is_known = own is PlacementSavePlanner.lookup_object
@@ -478,6 +494,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
         value = getattr(write_item, "chunk", None)
         if value is None:
             value = self._runs.inside(save, self.lookup_object, write_item.index)
+        if type(value) is ParameterNames:
+            value = [*value]  # which weights_only=True reads
         data = self.transform_object(write_item, value)
         return data if type(data) is torch.Tensor else without_class(data)
 

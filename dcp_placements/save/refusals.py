@@ -33,6 +33,7 @@ from dcp_placements.layout.boxes import (
     within,
 )
 from dcp_placements.layout.sharding import Box, Chunk, format_cuts
+from dcp_placements.names.optimizer_state import FLATTEN, is_by_position
 from dcp_placements.report import SaveReport
 from dcp_placements.table.digests import Digests
 from dcp_placements.table.table import OBJECT, Group
@@ -45,6 +46,16 @@ T = TypeVar("T")
 
 _MOST_SHOWN = 4
 _FEW = 8
+_RANKS_OWN = (
+    "likely:      a state of each rank's own (random numbers, a data loader), or one that has "
+    "drifted apart",
+    "way out:     a name per rank (f'rng.{rank}') for a state of each rank's own",
+)
+_GROUPS = (
+    "likely:      the ranks have other parameter groups at this position, as stages of a pipeline "
+    "do: a load would give all of them the options of one",
+    FLATTEN,
+)
 _ANYWAY = 'on_conflict="warn" saves one of the copies anyway, and loses the others'
 
 
@@ -147,7 +158,12 @@ def conflicts(
         fault, differs = known[key]
         if len(differs) == 1 and _is_dense(save, piece, position):
             save.drifted.setdefault(differs[0], []).append(piece.fqns[position])
-        yield from _of_keys(save, piece, fault.headline, fault.details, fault.place, [position])
+        headline, details = fault.headline, fault.details
+        if piece.group.kind == OBJECT and is_by_position(piece.fqns[position]):
+            details += _GROUPS
+        elif piece.group.kind == OBJECT:
+            headline, details = f"{headline}; that of the lowest is kept", details + _RANKS_OWN
+        yield from _of_keys(save, piece, headline, details, fault.place, [position])
 
 
 def drift(save: Coordinator) -> dict[str, Fault]:
@@ -208,12 +224,7 @@ def _conflict(save: Coordinator, piece: Piece, digests: Digests) -> tuple[Fault,
     count = len({rank for members in contents.values() for rank in members})
     headline = f"{len(contents)} different contents on {count} ranks that claim to be replicas"
     if piece.group.kind == OBJECT:
-        details += [
-            "likely:      a state of each rank's own (random numbers, a data loader), or one "
-            "that has drifted apart",
-            "way out:     a name per rank (f'rng.{rank}') for a state of each rank's own",
-        ]
-        return Fault("", f"{headline}; that of the lowest is kept", tuple(details)), differs
+        return Fault("", headline, tuple(details)), differs
     along = f" over {_quoted(differs, ' or ')}" if differs else ""
     details += [
         f"likely:      it is sharded{along}: it needs a rule with Shard; or every rank counts "

@@ -9,7 +9,7 @@ any unpickler admits.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -31,6 +31,12 @@ OWN_PREFIX = f"{RESERVED_KEY}."
 
 COPIES = "copies"
 """The key in the provenance of a save whose ranks write copies of what others write."""
+
+DOUBTS = "doubts"
+"""The key in the provenance of a save that let replicas through: by reason the keys of these."""
+
+DIFFERED, UNCOMPARED = "differed", "uncompared"
+"""Replicas that were not equal, and those that were not compared and that no rule declares."""
 
 
 def identity(save_id: bytes, *, world_size: int, step: int | None) -> dict[str, Any]:
@@ -149,6 +155,51 @@ def packed_record(
     if numberings:
         record["numbers"] = plain_of_numberings(numberings)
     return record
+
+
+def packed_doubts(doubts: Mapping[str, Set[str]], keys: Collection[str]) -> dict[str, Any]:
+    """Return what a checkpoint keeps of replicas that were let through; ``doubts_of`` reads it.
+
+    Args:
+        doubts: By reason the keys. There is a bit for each key of the checkpoint.
+        keys: All keys of the checkpoint.
+    """
+    ordered = sorted(keys)
+    bits = {
+        reason: zlib.compress(np.packbits([fqn in of_reason for fqn in ordered]).tobytes())
+        for reason, of_reason in doubts.items()
+        if not of_reason.isdisjoint(ordered)
+    }
+    return {DOUBTS: {"keys": (len(ordered), _digest(ordered)), **bits}} if bits else {}
+
+
+def doubts_of(
+    provenance: Mapping[str, Any] | None, keys: Iterable[str]
+) -> dict[str, frozenset[str]]:
+    """Return by reason the keys whose replicas a save let through; none where nothing is known.
+
+    Args:
+        provenance: Of the checkpoint.
+        keys: All keys of the checkpoint.
+    """
+    kept = (provenance or {}).get(DOUBTS)
+    if kept is None:
+        return {}
+    ordered = sorted(keys)
+    nbytes = (len(ordered) + 7) // 8
+    doubts: dict[str, frozenset[str]] = {}
+    try:
+        if tuple(kept["keys"]) != (len(ordered), _digest(ordered)):
+            return {}
+        for reason in kept.keys() & {DIFFERED, UNCOMPARED}:
+            data = zlib.decompressobj().decompress(kept[reason], nbytes)
+            if len(data) != nbytes:
+                return {}
+            bits = np.unpackbits(np.frombuffer(data, np.uint8), count=len(ordered))
+            doubts[reason] = frozenset([ordered[at] for at in np.flatnonzero(bits)])
+    except Exception:  # damaged: a checkpoint without a record
+        return {}
+    return doubts
 
 
 def record_of(provenance: Mapping[str, Any] | None, keys: Iterable[str]) -> SaveRecord | None:

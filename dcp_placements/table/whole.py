@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -174,6 +174,17 @@ class WholeModel:
     def model_at(self, level: str) -> ModelKeys | None:
         """Return the model that stands under a level; None where none is declared."""
         return self.models.get("" if self.is_flat else level)
+
+    def keys_under(self, fqns: Iterable[str]) -> Iterator[str]:
+        """Yield the keys of all models at their levels, in the flat form at any of some keys, too.
+
+        >>> [*WholeModel.of({"w": ()}).keys_under(["model.a", "model.b"])]
+        ['w', 'model.w']
+        """
+        heads = dict.fromkeys([f"{fqn.partition('.')[0]}." for fqn in fqns if self.is_flat])
+        for level, model in self.models.items():
+            for head in ("", *heads):
+                yield from [head + level + key for key in model.shapes]
 
     def main_level(self, fqns: Sequence[str]) -> str | None:
         """Return the level with most keys, averages last; None where no key is under any."""

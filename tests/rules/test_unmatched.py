@@ -146,12 +146,11 @@ def test_a_rank_that_saves_by_itself_does_not_judge_a_rename(tmp_path: Path) -> 
     assert not any(NOWHERE in text for text in texts)
 
 
-def test_waivers_and_optional_patterns_may_name_no_key(tmp_path: Path) -> None:
-    """One declaration serves models with and without the keys; what it does not excuse is told."""
+def test_optional_patterns_may_name_no_key(tmp_path: Path) -> None:
+    """One declaration serves models with and without the keys."""
     with without_warning():
-        report = save(tmp_path, experts, rename=numbers, waive={"lm_head": "no cut"})
-        options: Any = {"waive": {"lm_head": "no cut"}, "optional": ["rng.*"]}
-        loaded = load(tmp_path, lambda rank: {"norm": torch.zeros(3)}, **options)
+        report = save(tmp_path, experts, rename=numbers)
+        loaded = load(tmp_path, lambda rank: {"norm": torch.zeros(3)}, optional=["rng.*"])
     assert report.unmatched == ()
     assert torch.equal(loaded[1]["norm"], torch.ones(3))
 
@@ -183,3 +182,34 @@ def test_a_rule_for_a_scalar_or_an_object_applies_to_nothing(tmp_path: Path) -> 
             lambda rank: PlacementSavePlanner(rules),
         )
     assert f"'step': {NOWHERE}" in texts[0]
+
+
+def test_a_waiver_that_names_nothing_on_any_rank_is_named(tmp_path: Path) -> None:
+    with warned() as texts:
+        save(tmp_path / "a", experts, rename=numbers, waive={"nrm": "mine", "norm": "mine"})
+    (text,) = texts
+    assert f"waive={{'nrm': ...}}: {NOWHERE}" in text
+    assert "'norm' is" in text
+    with warned() as texts:
+        load(tmp_path / "a", experts, rename=numbers, waive={"experts.7.*": "frozen"})
+    assert any(f"waive={{'experts.7.*': ...}}: {NOWHERE}" in text for text in texts)
+
+
+def test_a_waiver_that_nothing_needs_is_no_mistake(tmp_path: Path) -> None:
+    """Not one of a key of another rank, of ``whole=``, of a rename, or of what is not loaded."""
+    waive = {"embed": "only on the first", "head": "only on the last", "layers.*": "both"}
+    whole = {"embed": (2,), "head": (2,), "layers.0.w": (3,), "missing.w": (3,)}
+    same = {"layers.0.w": arange(3), "embed": torch.ones(2), "head": torch.ones(2)}
+    with without_warning():
+        save(tmp_path / "a", lambda _: same, waive=waive)
+        load(tmp_path / "a", lambda _: {"head": torch.zeros(2)}, waive=waive)
+        save(
+            tmp_path / "b", lambda _: same, whole=whole, waive={**waive, "missing.w": "never made"}
+        )
+
+    def numbered(rank: int) -> Any:
+        return Renumber("experts.{}", [2 * rank, 2 * rank + 1], total=8)
+
+    with without_warning():
+        save(tmp_path / "c", experts, rename=numbered, waive={"experts.*": "the others are frozen"})
+        load(tmp_path / "c", experts, rename=numbered, waive={"experts.{}": "the others"})
