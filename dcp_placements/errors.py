@@ -13,6 +13,7 @@ import sys
 import zlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from itertools import chain, product
 from typing import Any, ClassVar, NamedTuple
 
@@ -25,6 +26,12 @@ MAX_SENT = 1000
 MAX_NAMES = 8
 """Keys that a message lists for one fault."""
 
+MAX_LINES = 40
+"""Lines below the headline of one fault."""
+
+MAX_NAME, MAX_LINE, MAX_TEXT = 500, 2_000, 60_000
+"""Characters of a name, of a line and of a whole message; what is longer lacks its middle."""
+
 
 class PlacementError(ValueError):
     """The root of all errors of this package.
@@ -34,9 +41,19 @@ class PlacementError(ValueError):
     coordinator, which says them: what it sends to higher ranks is one line.
     """
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*[_bounded(one) if isinstance(one, str) else one for one in args])
+
     def __reduce__(self) -> tuple[Any, ...]:
         kind = PlacementError if "__init__" in vars(type(self)) else type(self)
         return _received, (kind, str(self), _rank())
+
+
+def _bounded(text: str) -> str:
+    """Return a message with lines, and a length, that a person can read."""
+    if len(text) > MAX_LINE:
+        text = "\n".join([shortened(line, MAX_LINE) for line in text.split("\n")])
+    return shortened(text, MAX_TEXT)
 
 
 def _rank() -> int:
@@ -141,7 +158,7 @@ def format_faults(
     lines += [_format_entry(group, ranks) for group in groups[:MAX_FAULTS]]
     if rest := dict.fromkeys(fault.fqn for group in groups[MAX_FAULTS:] for fault in group):
         lines.append(f"... and {len(rest)} more, at: {format_names(folded(rest))}")
-    return "\n".join(lines)
+    return shortened("\n".join(lines), MAX_TEXT)
 
 
 def _format_entry(alike: Sequence[Fault], ranks: tuple[int, ...] = ()) -> str:
@@ -160,8 +177,12 @@ def _format_entry(alike: Sequence[Fault], ranks: tuple[int, ...] = ()) -> str:
     if everywhere and (fewer or everywhere != set(ranks)):
         some = ", some of the keys on fewer" if fewer else ""
         on = [f"on:          {format_ranks(everywhere)}{some}"]
+    lines = [first.headline, *on, *place, *first.details]
+    if len(lines) > MAX_LINES:  # the last ones are the way out
+        left = f"... {len(lines) - MAX_LINES} more lines"
+        lines = [*lines[: MAX_LINES // 2], left, *lines[-MAX_LINES // 2 :]]
     # Any line may contain names of files or keys, so all of them are escaped.
-    headline, *details = map(format_name, [first.headline, *on, *place, *first.details])
+    headline, *details = [format_name(line, MAX_LINE) for line in lines]
     names = format_names(folded(of_key), MAX_NAMES)
     return "\n    ".join([f"{names}: {headline}", *details])
 
@@ -237,7 +258,7 @@ def natural_key(name: str) -> tuple[tuple[int, str, int], ...]:
     >>> sorted(["layers.10.w", "layers.2.w", "embed"], key=natural_key)
     ['embed', 'layers.2.w', 'layers.10.w']
     """
-    parts = [part for part in _DIGITS.split(name) if part]
+    parts = [part for part in _DIGITS.split(name[:MAX_NAME]) if part]
     return tuple([(0, "", int(part)) if part.isdecimal() else (1, part, 0) for part in parts])
 
 
@@ -253,7 +274,7 @@ def families(keys: Iterable[str] | Mapping[str, Hashable]) -> list[KeyFamily]:
     values: Mapping[str, Hashable] = keys if isinstance(keys, Mapping) else dict.fromkeys(keys)
     by_text: dict[tuple[tuple[str, ...], Hashable], dict[_Numbers, str]] = {}
     for key, value in values.items():
-        parts = _NUMBER.split(key)  # texts and numbers alternate
+        parts = _NUMBER.split(key) if len(key) <= MAX_NAME else [key]  # texts, numbers between
         numbers = tuple(map(int, parts[1::2]))
         by_text.setdefault((tuple(parts[::2]), value), {})[numbers] = key
     result = []
@@ -307,8 +328,9 @@ _Numbers = tuple[int, ...]
 
 _DIGITS = re.compile(r"(\d+)")
 # A whole component, or the expert in Megatron's weight3; the digit of w1 belongs to the name.
-# That it begins with a digit is tested first: the search is twice as fast.
-_NUMBER = re.compile(r"(?=[0-9])(?:^|(?<=\.)|(?<=\.weight)|(?<=\.bias))(0|[1-9]\d*)(?=\.|$)")
+# That it begins with a digit is tested first: the search is twice as fast. Python reads no number
+# of thousands of digits.
+_NUMBER = re.compile(r"(?=[0-9])(?:^|(?<=\.)|(?<=\.weight)|(?<=\.bias))(0|[1-9]\d{0,17})(?=\.|$)")
 
 
 def format_numbers(numbers: Iterable[int]) -> str:
@@ -355,7 +377,35 @@ def format_names(names: Sequence[str], limit: int = 8) -> str:
     return text if len(names) <= limit else f"{text} and {len(names) - limit} more"
 
 
-def format_name(name: object) -> str:
+def shortened(text: str, limit: int) -> str:
+    """Return a text of at most about ``limit`` characters: a longer one lacks its middle.
+
+    >>> shortened("layers.0.w", 10), shortened("a" * 50 + "b" * 50, 10)
+    ('layers.0.w', 'aaaaa... (90 more characters) ...bbbbb')
+    """
+    if len(text) <= limit:
+        return text
+    left = f"... ({len(text) - limit // 2 * 2:,} more characters) ..."
+    return f"{text[: limit // 2]}{left}{text[-(limit // 2) :]}"
+
+
+def near_names(name: str, names: Iterable[str], count: int = 1) -> list[str]:
+    """Return up to ``count`` names that are spelled nearly as one; none where that takes long.
+
+    >>> near_names("lm_hed", ["lm_head", "embed"])
+    ['lm_head']
+    """
+    if len(name) > _MAX_COMPARED:
+        return []
+    short = [other for other in names if len(other) <= _MAX_COMPARED]
+    return get_close_matches(name, short, count) if len(short) <= _MAX_NEAR else []
+
+
+_MAX_COMPARED, _MAX_NEAR = 200, 5_000
+"""Characters of a name, and names, that are compared by their spelling."""
+
+
+def format_name(name: object, limit: int = MAX_NAME) -> str:
     """Return a name, or any text from a file, as one line that is safe to print.
 
     Line breaks, terminal control sequences and other unprintable characters are escaped.
@@ -363,7 +413,7 @@ def format_name(name: object) -> str:
     >>> print(format_name("layers.0.w"), format_name("w\\nall sound\\x1b[2K"))
     layers.0.w w\\nall sound\\x1b[2K
     """
-    text = str(name)
+    text = shortened(str(name), limit)
     if text.isprintable():
         return text
     return "".join([c if c.isprintable() else ascii(c)[1:-1] for c in text])
@@ -379,7 +429,7 @@ def format_error(error: BaseException) -> str:
     """
     if isinstance(error, MemoryError):
         return "it asks for more memory than there is"
-    return format_name(error) or f"{type(error).__name__} without a message"
+    return format_name(error, MAX_LINE) or f"{type(error).__name__} without a message"
 
 
 def format_count(count: int, noun: str) -> str:

@@ -17,14 +17,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint import TensorStorageMetadata
 
 from dcp_placements._torch import has_hooks, is_dtensor_like
-from dcp_placements.errors import Fault, folded, format_names
+from dcp_placements.errors import Fault, folded, format_names, near_names
 from dcp_placements.names.optimizer_state import possible_parameters
 from dcp_placements.rules.patterns import matches_any
 
@@ -210,7 +209,7 @@ def _without_one(fqn: str) -> list[str]:
     ['_orig_mod.layers.0.w', 'model.layers.0.w', 'model._orig_mod.0.w']
     """
     parts = fqn.split(".")
-    words = [word for word in dict.fromkeys(parts[:-1]) if not word.isdigit()]
+    words = [word for word in dict.fromkeys(parts[:-1][:_MAX_PARTS]) if not word.isdigit()]
     return [".".join([part for part in parts if part != word]) for word in words]
 
 
@@ -229,8 +228,10 @@ def _part_of_state(fqn: str, keys: Sequence[str], stored: Mapping[str, Any]) -> 
 
 
 MAX_COMPARED_NAMES = 10
-MAX_COMPARED_KEYS = 5000
-"""Comparing one name with so many keys is slow, and a few examples show what is wrong."""
+"""Comparing names with all keys is slow, and a few examples show what is wrong."""
+
+_MAX_PARTS = 50
+"""Components of a key that are left out one by one."""
 
 
 def _unknown_keys(load: RankLoad, missing: Sequence[str]) -> Iterator[Fault]:
@@ -293,11 +294,11 @@ def _alike(fqn: str, stored: Sequence[str]) -> list[str]:
     ['model.w.norm', 'ema.w.norm']
     """
     parts = fqn.split(".")
-    for start in range(max(len(parts) - 1, 1)):
+    for start in range(min(max(len(parts) - 1, 1), _MAX_PARTS)):
         tail = "." + ".".join(parts[start:])
         if found := [key for key in stored if f".{key}".endswith(tail)]:
             return found
-    return get_close_matches(fqn, stored, 2) if len(stored) < MAX_COMPARED_KEYS else []
+    return near_names(fqn, stored, 2)
 
 
 def _prefix_details(asked: Sequence[str], stored: Sequence[str]) -> tuple[str, ...]:

@@ -12,7 +12,6 @@ import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ from dcp_placements.errors import (
     format_error,
     format_name,
     format_names,
+    near_names,
 )
 from dcp_placements.layout.boxes import Index, as_boxes
 from dcp_placements.layout.sharding import Box
@@ -280,7 +280,7 @@ class Checkpoint:
         if fqn in self.objects:
             raise CannotLook(f"{fqn} is an object and no tensor")
         near = [key for key in self.tensors if key.endswith("." + fqn)]
-        near = near or get_close_matches(fqn, list(self.tensors), 4)
+        near = near or near_names(fqn, self.tensors, 4)
         likely = f"likely:      {format_names(near, 4)}"
         hint = likely if near else "way out:     inspect lists its keys"
         raise CannotLook(f"{self.path}: no tensor {format_name(fqn)}\n    {hint}")

@@ -24,6 +24,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import IO
 from uuid import uuid4
@@ -93,9 +94,8 @@ class Output(AbstractContextManager["Output"]):
             )
         self.path = Path(path)
         self._check_absent()
-        hidden = f".{self.path.name.lstrip('.')}"
-        self.partial = self.path.with_name(f"{hidden}.partial")
-        self._lock_path = self.path.with_name(f"{hidden}.lock")
+        self.partial = _hidden_beside(self.path, ".partial")
+        self._lock_path = _hidden_beside(self.path, ".lock")
         self._lock: BaseFileLock | None = None
 
     def __enter__(self) -> Output:
@@ -149,7 +149,7 @@ class Output(AbstractContextManager["Output"]):
     @contextmanager
     def file(self, name: str) -> Iterator[IO[bytes]]:
         """Yield a new file; it gets its name when it is whole."""
-        partial = self.partial / f".{name}.partial"
+        partial = _hidden_beside(self.partial / name, ".partial")
         _remove(partial)
         with _new_file(partial) as stream:
             yield stream
@@ -201,7 +201,7 @@ class Output(AbstractContextManager["Output"]):
                 if error.errno not in _NO_LOCKS:
                     raise
                 self._lock_path.unlink(missing_ok=True)  # it is no lock of anybody
-                self._lock_path = self._lock_path.with_name(f"{self._lock_path.name}.soft")
+                self._lock_path = _hidden_beside(self.path, ".lock.soft")
                 lock = SoftFileLock(self._lock_path, timeout=0)
                 lock.acquire()
         except Timeout:
@@ -339,7 +339,7 @@ def replaced_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             yield stream
         return
     target = Path(path)
-    partial = target.with_name(f".{target.name.lstrip('.')}.{uuid4().hex}.partial")
+    partial = _hidden_beside(target, f".{uuid4().hex}.partial")
     try:
         with _new_file(partial) as written:
             yield written
@@ -347,6 +347,22 @@ def replaced_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     finally:
         partial.unlink(missing_ok=True)
     _sync_directory(target.parent)
+
+
+def _hidden_beside(path: Path, ending: str) -> Path:
+    """Return the path of a hidden file beside another; a name that is too long gets a digest.
+
+    >>> _hidden_beside(Path("a/out"), ".lock")
+    PosixPath('a/.out.lock')
+    """
+    name = f".{path.name.lstrip('.')}{ending}"
+    if len(os.fsencode(name)) > _NAME_MAX:
+        name = f".{sha256(os.fsencode(path.name)).hexdigest()}{ending}"
+    return path.with_name(name)
+
+
+_NAME_MAX = 255
+"""Bytes of a file's name, on all common file systems."""
 
 
 def _is_there(out: str | os.PathLike[str]) -> CannotLook:

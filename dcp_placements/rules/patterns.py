@@ -14,12 +14,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from functools import lru_cache
 from traceback import extract_tb
 from typing import Any
 
-from dcp_placements.errors import CannotPlace, Fault, PlacementError, format_names
+from dcp_placements.errors import (
+    CannotPlace,
+    Fault,
+    PlacementError,
+    format_names,
+    near_names,
+)
 from dcp_placements.rules.placement import CheckpointPlacement
 
 Rules = Callable[[str, Any], CheckpointPlacement | None]
@@ -263,7 +268,7 @@ def unmatched_faults(unmatched: Sequence[str], keys: Sequence[str]) -> list[Faul
     # Of rename=Replace('module') and waive={'module': ...} the pattern alone.
     declared = " ".join(re.findall(r"'([^']*)'", " ".join(unmatched)))
     for word in dict.fromkeys(re.findall(r"\w+", declared)):
-        if word not in known and (near := get_close_matches(word, known, 1)):
+        if word not in known and (near := near_names(word, known)):
             details.append(f"likely:      {word!r} is no component of any key; {near[0]!r} is")
     way_out = "correct the pattern, or drop it; optional=True of rules and Renames allows it"
     details.append(f"way out:     {way_out}")

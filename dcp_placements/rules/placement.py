@@ -147,7 +147,8 @@ class CheckpointPlacement:
         for entry in checked:
             if whole is None and isinstance(entry, IndexShard):
                 raise PlacementError(
-                    f"{entry} needs global_shape=: one rank does not have the rows of the others"
+                    f"{format_placement(entry)} needs global_shape=: one rank does not have the "
+                    "rows of the others"
                 )
             if whole is not None and kind_of(entry):
                 shard_dim(entry, len(whole))
@@ -263,6 +264,9 @@ def format_placement(placement: Any) -> str:
     if kind is Kind.LISTED:
         rows, count = ", ".join(map(str, placement.indices[:8])), len(placement.indices)
         value = f", [{rows}{'' if count <= 8 else f', ... ({count} rows)'}]"
+    elif kind is Kind.FUSED and not isinstance(placement.parts, int) and len(placement.parts) > 8:
+        sizes = ", ".join(map(str, placement.parts[:8]))
+        value = f", ({sizes}, ... ({len(placement.parts)} parts))"
     elif kind is Kind.STRIDED:
         value = f", split_factor={placement.split_factor}"
     return f"{type(placement).__name__}({placement.dim}{value})"

@@ -51,7 +51,6 @@ from dcp_placements.storage.remote import (
     RemoteFileSystem,
     UrlPath,
     is_url,
-    local_or_url,
 )
 from dcp_placements.storage.save_ids import (
     ID_NBYTES,
@@ -132,7 +131,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         storage_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        path = local_or_url(path)
+        path = self._place(path)
         super().__init__(path, *args, **kwargs)
         self.check_crc = check_crc
         self.restricted = restricted
@@ -349,7 +348,8 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
             raise
         except Exception as error:
             # A broken or hostile pickle can raise anything.
-            raise unreadable(path, error) from error
+            # What is untrusted is not printed as it is, as a traceback prints a cause.
+            raise unreadable(path, error) from (None if self.restricted else error)
 
 
 PART_NBYTES = 1 << 20

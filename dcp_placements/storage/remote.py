@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
 from dcp_placements.errors import CannotLook, format_name
@@ -404,7 +405,7 @@ class UrlPath:
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another save or load, at this path if one is given. Called on every rank."""
         if checkpoint_id:
-            checkpoint_id = local_or_url(checkpoint_id)
+            checkpoint_id = self._place(checkpoint_id)
             if is_url(checkpoint_id) != isinstance(self.fs, RemoteFileSystem):
                 self._use(checkpoint_id)
         super().reset(checkpoint_id)  # type: ignore[misc]
@@ -416,6 +417,18 @@ class UrlPath:
         if is_url(checkpoint_id):
             return True
         return bool(super().validate_checkpoint_id(checkpoint_id))  # type: ignore[misc]
+
+    def _place(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+        """Return a URL as it is, and a local path as an absolute one.
+
+        A relative path stays what it was at first: the process may change its working directory
+        while an ``async_save`` is under way, in whose thread torch gives it again.
+        """
+        path = local_or_url(path)
+        if is_url(path):
+            return path
+        places: dict[str, Path] = vars(self).setdefault("_places", {})
+        return places.setdefault(os.fspath(path), Path(path).absolute())
 
     def _use(self, path: str | os.PathLike[str]) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystem

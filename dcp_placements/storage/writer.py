@@ -21,7 +21,6 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 from io import BytesIO, UnsupportedOperation
-from pathlib import Path
 from typing import Any, Literal
 
 from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, SavePlanner
@@ -48,7 +47,7 @@ from dcp_placements.storage.metadata_file import (
 from dcp_placements.storage.provenance import COPIES, stored
 from dcp_placements.storage.rank_metadata import without_collectives
 from dcp_placements.storage.records import errors_of, split_by_chunk, write_items
-from dcp_placements.storage.remote import RemoteFileSystem, UrlPath, is_url, local_or_url
+from dcp_placements.storage.remote import RemoteFileSystem, UrlPath, is_url
 from dcp_placements.storage.save_ids import (
     file_states,
     id_in_name,
@@ -108,7 +107,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         storage_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        path = local_or_url(path)
+        path = self._place(path)
         super().__init__(path, *args, **kwargs)
         if self.serialization_format != SerializationFormat.TORCH_SAVE:
             raise PlacementError(
@@ -137,13 +136,6 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if not self.use_collectives:
             raise without_collectives()
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Make the path absolute. Called on every rank."""
-        if type(self.fs) is FileSystem:
-            # The process may change its working directory before all is written.
-            self.path = Path(self.path).absolute()
-        return super().prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Name the files of every rank. Called on the coordinator."""
@@ -334,22 +326,41 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
                 raise
             SentMetadata.of(metadata, sent)
         if type(self.fs) is FileSystem:
-            # Atomic: a job that is killed here leaves the older checkpoint or the new one.
-            try:
-                os.replace(new, path)
-            except FileNotFoundError as error:
-                raise PlacementError(
-                    f"{path}: another save into this directory ended meanwhile, and removed what "
-                    "this one had written under another name\n"
-                    "    way out:     a directory for each job"
-                ) from error
-            if self.sync_files:
-                # What the older .metadata names is removed next, and may be gone first otherwise.
-                sync_directory(self.path)
+            self._replace(new, path)
             return
-        if self.fs.exists(path):
+        is_other = self.fs.exists(path)
+        if is_other:
             self.fs.rm_file(path)
-        self.fs.rename(new, path)
+        try:
+            self.fs.rename(new, path)
+        except BaseException:
+            if not is_other:  # else it is all that there is
+                self._remove([name])
+            raise
+
+    def _replace(self, new: Any, path: Any) -> None:
+        """Give a local file the name of another one, or remove it."""
+        try:
+            # Atomic: a job that is killed here leaves the older checkpoint or the new one.
+            os.replace(new, path)
+        except FileNotFoundError as error:
+            if not os.path.isdir(self.path):
+                raise PlacementError(
+                    f"{self.path}: the directory was removed while this save wrote into it\n"
+                    "    likely:      a job that removes older checkpoints took it for one\n"
+                    "    way out:     save again; keep what has no .metadata yet"
+                ) from error
+            raise PlacementError(
+                f"{path}: another save into this directory ended meanwhile, and removed what "
+                "this one had written under another name\n"
+                "    way out:     a directory for each job"
+            ) from error
+        except BaseException:
+            self._remove([os.path.basename(new)])
+            raise
+        if self.sync_files:
+            # What the older .metadata names is removed next, and may be gone first otherwise.
+            sync_directory(self.path)
 
     def _has_stock(self, rows: int) -> bool:
         """Whether to write what plain DCP reads."""
