@@ -16,7 +16,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, ClassVar
@@ -34,6 +34,7 @@ MAX_KEY_VALUES = 128
 
 _COPIES = 4
 _SPARE = 1 << 16
+_SPARE_OF_CALL = 1 << 12
 
 
 class RefusedGlobal(pickle.UnpicklingError):
@@ -87,12 +88,14 @@ class Made:
         by: What is called for it, as ``module.name``; empty for what has no name.
         args: With what.
         state: What it is given then; None for nothing.
+        elements: How many it has when all of it is looked at.
     """
 
-    def __init__(self, by: str = "", args: tuple[Any, ...] = ()) -> None:
+    def __init__(self, by: str = "", args: tuple[Any, ...] = (), elements: int = 1) -> None:
         self.by = by
         self.args = args
         self.state: Any = None
+        self.elements = elements
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -151,6 +154,7 @@ class SafeUnpickler(pickle._Unpickler):
         self._stream, self._nbytes = io.BytesIO(data), len(data)
         self._fields: set[tuple[str, ...]] = set()
         self._unseen = most_elements(data)
+        self._most_of_call = _COPIES * len(data) + _SPARE_OF_CALL
         super().__init__(self._stream)
 
     def load(self) -> Any:
@@ -253,7 +257,7 @@ class SafeUnpickler(pickle._Unpickler):
         for key in keys:
             self.check_key(key)
 
-    def look_at(self, values: Sequence[Any]) -> None:
+    def look_at(self, values: Sized) -> None:
         """Refuse a file that has values looked at again and again: it can name them in few bytes.
 
         Args:
@@ -262,6 +266,34 @@ class SafeUnpickler(pickle._Unpickler):
         self._unseen -= len(values)
         if self._unseen < 0:
             raise refusal("it makes far more of itself than its size")
+
+    def elements_of(self, *values: Any) -> int:
+        """Return how many elements values have when all of them is looked at.
+
+        A file can refer to one value again and again: ``t = (t, t)`` sixty times is a text, or a
+        hash, of 2**60 parts.
+
+        Raises:
+            pickle.UnpicklingError: They have far more than the file has bytes.
+        """
+        todo, count = list(values), 0
+        while todo:
+            value = todo.pop()
+            if isinstance(value, Made):
+                count += value.elements
+            elif isinstance(value, str | bytes):
+                count += len(value)
+            elif isinstance(value, tuple | list | set | frozenset | dict):
+                self.look_at(value)
+                todo.extend(value)
+                if isinstance(value, dict):
+                    todo.extend(value.values())
+            if count > self._most_of_call:
+                break
+            count += 1
+        if count > self._most_of_call:
+            raise refusal("it makes far more of itself than its size")
+        return count
 
     def check_key(self, key: Any) -> None:
         """Refuse one such key."""

@@ -21,7 +21,14 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from dcp_placements.storage.file_reads import Part, crc32, is_contiguous
-from dcp_placements.storage.safe_pickle import DTYPES, Call, Made, SafeUnpickler, refusal
+from dcp_placements.storage.safe_pickle import (
+    DTYPES,
+    Call,
+    Made,
+    SafeUnpickler,
+    describe,
+    refusal,
+)
 
 LOCAL = b"PK\x03\x04"
 DESCRIPTOR = b"PK\x07\x08"
@@ -268,9 +275,14 @@ class TorchUnpickler(SafeUnpickler):
         """Return what stands for the result of a call, or for an instance; dicts are made."""
         if type(args) is not tuple:
             raise TypeError
+        # Whatever is called may show its arguments in an error, or hash them.
+        elements = self.elements_of(args)
         if type(called) is not Call:
-            return Made()
+            if type(called) is not Made or called.by != "functools.partial":
+                raise refusal(f"it calls {describe(called)}")
+            return Made(elements=elements + called.elements)
         module, _, name = called.name.rpartition(".")
+        _check_shown(name, args)
         if module in _TORCH and called.name not in _OF_TORCH:
             raise refusal(f"it calls {called.name}, which allocates by a number")
         if name == "bytearray":
@@ -283,7 +295,7 @@ class TorchUnpickler(SafeUnpickler):
                 self.look_at(keys)
                 self.check_keys(keys)
         is_dict = called.name == "collections.OrderedDict" and not args
-        return {} if is_dict or name == "defaultdict" else Made(called.name, args)
+        return {} if is_dict or name == "defaultdict" else Made(called.name, args, elements)
 
     def new(self, kind: Any, args: Any) -> Any:
         return self.call(kind, args)
@@ -291,11 +303,13 @@ class TorchUnpickler(SafeUnpickler):
     def fill(self, instance: Any, state: Any) -> Any:
         """Return what is not made, with its state."""
         if type(instance) is Made:
+            instance.elements += self.elements_of(state)
             instance.state = state
         return instance
 
     def add_items(self, held: Any, items: Sequence[Any]) -> Any:
         if type(held) is Made and held.by == "collections.deque":  # which is no list
+            held.elements += self.elements_of(items)
             held.state = held.state, items
             return held
         return super().add_items([] if type(held) is Made else held, items)
@@ -303,6 +317,23 @@ class TorchUnpickler(SafeUnpickler):
     def set_items(self, held: Any, items: Sequence[Any]) -> Any:
         # A dict of a class of its own is not known before its first items.
         return super().set_items({} if type(held) is Made else held, items)
+
+
+def _check_shown(name: str, args: Sequence[Any]) -> None:
+    """Refuse arguments that torch would refuse with a text of them: that of a tensor is long."""
+    if name == "_rebuild_sparse_tensor":
+        (layout,) = args[:1]
+        is_short = type(layout) is Made and layout.by == "torch.serialization._get_layout"
+    elif name == "_rebuild_qtensor":
+        size, quantizer = args[2], args[4]
+        is_short = type(size) is tuple and set(map(type, size)) <= {int}
+        is_short = is_short and type(quantizer) is tuple and type(quantizer[0]) is Call
+    elif name in {"_rebuild_parameter_with_state", "_rebuild_from_type_v2"}:
+        is_short = type(args[3]) is not tuple or len(args[3]) == 2
+    else:
+        return
+    if not is_short:
+        raise refusal(f"it calls {name} with other arguments than it takes")
 
 
 def strided_tensor(made: Any) -> TensorRecord | None:
