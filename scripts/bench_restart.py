@@ -249,7 +249,10 @@ def load(workload: Workload, path: Path) -> dict[str, Any]:
     memory, before = PeakMemory(), _read_bytes()
     read, metadata = cpu_ms(reader.read_metadata)
     planner.set_up_planner(state_dict, metadata, False)
-    planned, plan = cpu_ms(lambda: planner.finish_plan(planner.create_local_plan()))
+    planned, local = cpu_ms(planner.create_local_plan)
+    # The coordinator's answer, without what it compares with other ranks.
+    (answer,) = planner.create_global_plan([pickle.loads(pickle.dumps(local))])
+    finished, plan = cpu_ms(lambda: planner.finish_plan(answer))
 
     def look_up() -> list[Any]:
         reader.set_up_storage_reader(metadata, False, rank=rank)
@@ -257,7 +260,7 @@ def load(workload: Workload, path: Path) -> dict[str, Any]:
             return places_of(plan.items, reader.storage_data)
 
     looked_up, found = cpu_ms(look_up)
-    costs = _load_costs(read, planned, looked_up, memory, before)
+    costs = _load_costs(read, planned + finished, looked_up, memory, before)
     places = {
         (item.storage_index.fqn, item.storage_index.offset): place_of(place.info())
         for item, place in zip(plan.items, found, strict=True)
