@@ -28,6 +28,19 @@ _STAND_IN = "700000000007"
 _DIGITS = re.compile(r"\d+")
 
 
+class Numbering(NamedTuple):
+    """How a list of keys is numbered.
+
+    Attributes:
+        total: How many numbers it has on all ranks together; None if some are left out on purpose,
+            or for the rows of a tensor, whose shape has the count.
+        step: The step of the rename that gives the numbers, as text.
+    """
+
+    total: int | None
+    step: str
+
+
 class Number(NamedTuple):
     """A number that a rename gave, by its place in a key.
 
@@ -35,30 +48,27 @@ class Number(NamedTuple):
         start: Position of its first digit.
         stop: Position after its last digit.
         end: Position after the text that the pattern of the step matched.
-        total: How many numbers the list has; None if some are left out on purpose, or for the rows
-            of a tensor, whose shape has the count.
-        step: The step that gave it, as text.
+        numbering: How the list is numbered that it is of.
     """
 
     start: int
     stop: int
     end: int
-    total: int | None
-    step: str
+    numbering: Numbering
 
 
 class NumberedKey(str):
     """A key, and the numbers in it that a rename gave. It equals the key as plain text.
 
     Attributes:
-        numbers: By position, ascending.
+        numbers: In the order in which they were given.
     """
 
     numbers: tuple[Number, ...]
 
     def __new__(cls, key: str, numbers: Iterable[Number] = ()) -> NumberedKey:
         self = super().__new__(cls, key)
-        self.numbers = tuple(sorted(numbers))
+        self.numbers = tuple(numbers)
         return self
 
 
@@ -81,25 +91,13 @@ class Family(NamedTuple):
         return f"{self.head}{{}}{self.tail}"
 
 
-class Numbering(NamedTuple):
-    """How a family is numbered.
-
-    Attributes:
-        total: How many numbers it has on all ranks together; None if some are left out on purpose.
-        step: The step of the rename that numbers it, as text.
-    """
-
-    total: int | None
-    step: str
-
-
 Numberings = Mapping[Family, Numbering]
 
 
 def spliced(key: str, start: int, stop: int, text: str) -> str:
     """Return a key with other text in place of ``[start:stop]``; its numbers move along.
 
-    >>> key = NumberedKey("pp1.layers.2.w", [Number(11, 12, 12, 4, "Renumber")])
+    >>> key = NumberedKey("pp1.layers.2.w", [Number(11, 12, 12, Numbering(4, "Renumber"))])
     >>> new = spliced(key, 0, 3, "model")
     >>> new, [new[one.start : one.stop] for one in numbers_given(new)]
     ('model.layers.2.w', ['2'])
@@ -108,22 +106,25 @@ def spliced(key: str, start: int, stop: int, text: str) -> str:
         CannotPlace: The text that is replaced has a number of a list that must be whole.
     """
     new = key[:start] + text + key[stop:]
-    numbers = numbers_given(key)
-    if not numbers:
-        return new
-    shift = len(new) - len(key)
+    moved = _moved(key, start, stop, text)
+    return NumberedKey(new, moved) if moved else new
+
+
+def _moved(key: str, start: int, stop: int, text: str) -> list[Number]:
+    """Return the numbers of a key where ``text`` has taken the place of ``[start:stop]``."""
     moved = []
-    for number in numbers:
-        end = number.end if number.end <= start else max(number.end, stop) + shift
-        if number.stop <= start:
-            moved.append(number._replace(end=end))
-        elif number.start >= stop:
-            moved.append(
-                number._replace(start=number.start + shift, stop=number.stop + shift, end=end)
-            )
-        elif number.total is not None:
+    shift = len(text) - (stop - start)
+    for number in numbers_given(key):
+        first, last, end, numbering = number
+        if end > start:
+            end = max(end, stop) + shift
+        if last <= start:
+            moved.append(Number(first, last, end, numbering))
+        elif first >= stop:
+            moved.append(Number(first + shift, last + shift, end, numbering))
+        elif numbering.total is not None:
             raise _lost(key, number, f"{key[start:stop]!r} is replaced by {text!r}")
-    return NumberedKey(new, moved)
+    return moved
 
 
 def with_number(key: str, number: Number, text: str) -> str:
@@ -135,16 +136,18 @@ def with_number(key: str, number: Number, text: str) -> str:
             that an earlier step gave there.
         text: The number in the whole, as text.
     """
-    others = [one for one in numbers_given(key) if one.start != number.start]
-    moved = spliced(NumberedKey(key, others), number.start, number.stop, text)
-    stop = number.start + len(text)
-    end = stop + max(number.end - number.stop, 0)
-    return NumberedKey(moved, [*numbers_given(moved), number._replace(stop=stop, end=end)])
+    start, stop, end, numbering = number
+    moved = _moved(without_number(key, start), start, stop, text) if numbers_given(key) else []
+    new_stop = start + len(text)
+    moved.append(Number(start, new_stop, new_stop + max(end - stop, 0), numbering))
+    return NumberedKey(key[:start] + text + key[stop:], moved)
 
 
 def without_number(key: str, at: int) -> str:
     """Return a key that no longer has the number that begins at a position, but has its text."""
-    return NumberedKey(key, [one for one in numbers_given(key) if one.start != at])
+    numbers = numbers_given(key)
+    kept = [number for number in numbers if number.start != at]
+    return key if len(kept) == len(numbers) else NumberedKey(key, kept)
 
 
 def carried(function: Callable[[str], Any], key: str) -> Any:
@@ -174,7 +177,7 @@ def carried(function: Callable[[str], Any], key: str) -> Any:
         start = other.find(_STAND_IN) if isinstance(other, str) else -1
         stop = start + len(digits)
         if start < 0 or other != new[:start] + _STAND_IN + new[stop:]:
-            if number.total is not None:
+            if number.numbering.total is not None:
                 name = getattr(function, "__qualname__", type(function).__name__)
                 raise _lost(key, number, f"{name} makes {str(new)!r} of it")
         elif all(one.start != start for one in numbers):
@@ -187,7 +190,7 @@ def carried(function: Callable[[str], Any], key: str) -> Any:
 def _lost(key: str, number: Number, cause: str) -> CannotPlace:
     return CannotPlace(
         f"a later step of the rename takes away number {key[number.start : number.stop]}, which "
-        f"{number.step} gave",
+        f"{number.numbering.step} gave",
         f"the step:    {cause}",
         "reason:      whether all numbers are there on all ranks together could not be told",
         "way out:     that step before the one that numbers; or total=None, which compares nothing",
@@ -205,12 +208,12 @@ def families(keys: Iterable[str], totals: Mapping[str, int] | None = None) -> Nu
     for key in keys:
         for number in numbers_given(key):
             family = Family(key[: number.start], key[number.stop : number.end])
-            found[family] = Numbering(number.total, number.step)
+            found[family] = number.numbering
     for key, total in (totals or {}).items():
         for number in numbers_given(key):
             if key[number.start : number.stop] == "{}":
                 family = Family(key[: number.start], key[number.stop : number.end])
-                found[family] = Numbering(total, number.step)
+                found[family] = Numbering(total, number.numbering.step)
     return found
 
 

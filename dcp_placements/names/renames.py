@@ -24,7 +24,14 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from dcp_placements.errors import CannotPlace, PlacementError
-from dcp_placements.names.numbers import Number, carried, spliced, with_number, without_number
+from dcp_placements.names.numbers import (
+    Number,
+    Numbering,
+    carried,
+    spliced,
+    with_number,
+    without_number,
+)
 from dcp_placements.names.stacks_and_parts import Parts, Rename, Renamed, Row, Rows
 from dcp_placements.rules.patterns import compile_pattern
 from dcp_placements.rules.placement import row_numbers
@@ -143,6 +150,7 @@ class Renumber:
     ids: Ids | Mapping[int | str, Ids] = field(hash=False)
     total: int | None
     by_selector: dict[str, Ids] = field(init=False, repr=False, compare=False)
+    numbering: Numbering = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         pattern, total, ids = self.pattern, self.total, self.ids
@@ -167,6 +175,7 @@ class Renumber:
                 raise PlacementError(f"number {number} of {pattern!r} is not among {among}")
         object.__setattr__(self, "ids", by if selectors else by[""])
         object.__setattr__(self, "by_selector", by)
+        object.__setattr__(self, "numbering", Numbering(total, str(steps(self)[0])))
 
     def __call__(self, key: str) -> str:
         found = number_in(self.pattern, key)
@@ -186,8 +195,7 @@ class Renumber:
                 "way out:     one id for every local number, in local order",
             )
         start, stop = len(found.head), len(key) - len(found.tail)
-        step = _text("Renumber", self.pattern, self.total)
-        number = Number(start, stop, found.end, self.total, step)
+        number = Number(start, stop, found.end, self.numbering)
         return with_number(key, number, str(ids[found.number]))
 
 
@@ -220,8 +228,8 @@ def _replaced(key: str, match: re.Match[str], by: str) -> str:
     """Return a key with other components, or none, for the run matched in ``"." + key``."""
     start, stop = max(match.start() - 1, 0), min(match.end(), len(key))
     before, after = key[:start], key[stop:]
-    joined = ".".join([part for part in (before, by, after) if part])
-    return spliced(key, start, stop, joined[len(before) : len(joined) - len(after)])
+    dots = "." if before and (by or after) else "", "." if by and after else ""
+    return spliced(key, start, stop, by.join(dots))
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,8 +314,8 @@ class Unstack:
         if "{}" in self.pattern.split("."):
             text = "{}." if match.start("number") == 0 else ".{}"
         start = at + text.index("{")
-        step = _text("Unstack", self.pattern, None, self.dim)
-        number = Number(start, start + 2, max(end + len(text), start + 2), None, step)
+        numbering = Numbering(None, str(steps(self)[0]))
+        number = Number(start, start + 2, max(end + len(text), start + 2), numbering)
         fqn = with_number(spliced(key, at, at, text), number, "{}")
         return Rows(fqn, key, self.dim)
 
@@ -467,12 +475,6 @@ def steps(rename: Any) -> tuple[Step, ...]:
         shaping = (rename.dim,)
     total = getattr(rename, "total", None)
     return (Step(kind, pattern, total, shaping, rename, f"rename={kind}({rename.pattern!r})"),)
-
-
-@lru_cache(maxsize=1 << 8)
-def _text(kind: str, pattern: str, total: int | None, *shaping: Any) -> str:
-    """Return a step that numbers keys as a user writes it, without the numbers of a rank."""
-    return str(Step(kind, pattern, total, shaping))
 
 
 def apply(steps: Iterable[Step], key: str, matches: dict[str, bool]) -> Renamed:
