@@ -32,7 +32,7 @@ WORLDS = {
 SAVES = [f"save:{kind}:{SAVED}" for kind in ("ours", "theirs", "conflict", "no_rule", "bad_shape")]
 REFUSED = {
     f"load:ours:{SAVED}:theirs": "2 different contents on 2 ranks that claim to be replicas",
-    f"load:source_of_8:{SAVED}:theirs": "was saved by 4 ranks, and source= is a world of 8",
+    f"load:source_of_8:{SAVED}:theirs": "was saved by 4 ranks, and axes= is a mesh of 8",
     "load:no_rule:ep=4,fsdp=1:ours": "does this load lack a rule for it, on an axis of size 4?",
     "load:no_rename:ep=4,fsdp=1:ours": "rename= was forgotten in this load",
     "load:other_rule:ep=4,fsdp=1:ours": "cuts it by 'ep' in another way than the save did",
