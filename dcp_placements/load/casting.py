@@ -6,6 +6,8 @@ A load that changes what a number means is refused; one that only loses digits i
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from dcp_placements.errors import Fault, raise_faults
@@ -14,8 +16,77 @@ from dcp_placements.table.digests import quantizer
 CASTS = ("error", "warn", "allow")
 
 
+class Values(NamedTuple):
+    """Which values a dtype has; of a complex one its real parts.
+
+    All multiples of ``2**step`` from ``low`` to ``high`` of at most ``digits`` binary digits.
+
+    Attributes:
+        digits: Significant binary digits.
+        step: Exponent of the smallest positive value.
+        low: The smallest value, which is positive where 0 is none.
+        high: The largest value.
+        has_inf: Whether infinities are among them.
+    """
+
+    digits: int
+    step: int
+    low: float
+    high: float
+    has_inf: bool = False
+
+    def include(self, other: Values) -> bool:
+        """Whether all values of another dtype are among these."""
+        return (
+            self.digits >= other.digits
+            and self.step <= other.step
+            and self.low <= other.low
+            and self.high >= other.high
+            and self.has_inf >= other.has_inf
+        )
+
+
+def _float(digits: int, step: int, high: float, *, has_inf: bool = True) -> Values:
+    return Values(digits, step, -high, high, has_inf)
+
+
+def _int(dtype: torch.dtype) -> Values:
+    info = torch.iinfo(dtype)
+    return Values(info.max.bit_length(), 0, info.min, info.max)
+
+
+_HALF = _float(11, -24, 65504)
+_SINGLE = _float(24, -149, (2 - 2.0**-23) * 2.0**127)
+_DOUBLE = _float(53, -1074, (2 - 2.0**-52) * 2.0**1023)
+_INTS = (
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+)
+
+VALUES = {
+    torch.bool: Values(1, 0, 0, 1),
+    **{dtype: _int(dtype) for dtype in _INTS},
+    torch.float8_e8m0fnu: Values(1, -127, 2.0**-127, 2.0**127),
+    torch.float8_e4m3fn: _float(4, -9, 448, has_inf=False),
+    torch.float8_e4m3fnuz: _float(4, -10, 240, has_inf=False),
+    torch.float8_e5m2: _float(3, -16, 57344),
+    torch.float8_e5m2fnuz: _float(3, -17, 57344, has_inf=False),
+    torch.float16: _HALF,
+    torch.bfloat16: _float(8, -133, (2 - 2.0**-7) * 2.0**127),
+    torch.float32: _SINGLE,
+    torch.float64: _DOUBLE,
+    torch.complex32: _HALF,
+    torch.complex64: _SINGLE,
+    torch.complex128: _DOUBLE,
+}
+"""The dtypes between which a load casts. Those of several numbers per element, quantized ones and
+ones of bits are not among them: their elements are no numbers for a cast."""
+
+
 def cast_kind(stored: torch.dtype, needed: torch.dtype) -> str:
     """Return ``"same"``, ``"widening"``, ``"narrowing"`` or ``"wrong"``.
+
+    What widens is what keeps every value.
 
     >>> cast_kind(torch.float32, torch.bfloat16), cast_kind(torch.bfloat16, torch.float32)
     ('narrowing', 'widening')
@@ -25,20 +96,9 @@ def cast_kind(stored: torch.dtype, needed: torch.dtype) -> str:
     if stored == needed:
         return "same"
     # Never from complex to real, from float to int, nor from a number to bool.
-    if not torch.can_cast(stored, needed):
+    if not {stored, needed} <= VALUES.keys() or not torch.can_cast(stored, needed):
         return "wrong"
-    if stored == torch.bool:
-        return "widening"
-    if stored.is_floating_point or stored.is_complex:
-        low, high = torch.finfo(stored), torch.finfo(needed)
-        fits = high.max >= low.max and high.eps <= low.eps
-    elif needed.is_floating_point or needed.is_complex:
-        # eps is the distance from 1 to the next value, so integers are exact up to 2 / eps.
-        fits = torch.iinfo(stored).max <= 2 / torch.finfo(needed).eps
-    else:
-        one, other = torch.iinfo(stored), torch.iinfo(needed)
-        fits = other.min <= one.min and one.max <= other.max
-    return "widening" if fits else "narrowing"
+    return "widening" if VALUES[needed].include(VALUES[stored]) else "narrowing"
 
 
 def format_cast(stored: torch.dtype, needed: torch.dtype) -> str:
