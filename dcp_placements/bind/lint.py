@@ -475,7 +475,7 @@ def _findings(
             and not is_numbered
         ):
             yield _OTHER_DIM, facts
-        if is_numbered and cut in placed.place.sharding.cuts[: placed.place.ruled]:
+        if is_numbered and cut is not None and cut.by_rule:
             yield _GLUED, facts
     elif cut is not None and placed.rule and not _OF_EXPERT.search(fqn) and _COPIED.search(fqn):
         yield _NO_EXPERTS, facts

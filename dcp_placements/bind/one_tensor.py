@@ -28,7 +28,6 @@ from dcp_placements.rules.placement import (
     format_placement,
     format_placements,
     kind_of,
-    strided_cut,
 )
 
 
@@ -51,7 +50,6 @@ class Place:
         positions: This rank's in each of the cuts.
         is_exact: Whether ``sharding`` and the rows that are listed determine what each rank holds;
             false for a part of a fused dim that an axis cuts.
-        ruled: For how many of the cuts, the first, the rule speaks.
     """
 
     sharding: Sharding
@@ -59,7 +57,6 @@ class Place:
     chunks: tuple[Chunk, ...]
     positions: tuple[Position, ...] = ()
     is_exact: bool = True
-    ruled: int = 0
 
 
 @dataclass(slots=True)
@@ -234,10 +231,10 @@ def declared_place(
     if placement is not None:
         by_rule = list(_rule_cuts(len(shape), rows, placement, rule_axes, own_axes, own_cuts))
     whole, padded = list(shape), None
-    replaced = {at for cut, _, at in by_rule if cut.kind is Kind.FUSED and at in own_cuts}
+    replaced = {at for _, _, at in by_rule if at in own_cuts}
     for cut, _, at in by_rule:
-        if cut.kind is not Kind.LISTED and at not in replaced and not is_whole:
-            whole[cut.dim] *= cut.size
+        if at not in replaced and not is_whole:
+            whole[cut.dim] *= cut.size  # of listed rows global_shape= says it
     if placement is not None and placement.global_shape is not None:
         whole, padded = list(placement.global_shape), placement.padded_shape
         if rows:
@@ -257,7 +254,7 @@ def declared_place(
     except CannotPlace as error:
         own = format_own(shape, mesh, placements)
         raise _misfit(error.headline, own, placement, sharding, positions, axes) from None
-    return Place(sharding, axes, chunks, positions, ruled=len(by_rule)), local_shape
+    return Place(sharding, axes, chunks, positions), local_shape
 
 
 def _without_dims(shape: Sequence[int], dims: Collection[int]) -> list[int]:
@@ -293,7 +290,8 @@ def _rule_cuts(
 ) -> Iterator[tuple[Cut, Position, int | None]]:
     """Yield the cuts for which the rule speaks: not those that the DTensor describes as exactly.
 
-    Each with this rank's position in it, and the number of the DTensor's axis that it is over.
+    Each with this rank's position in it, and the number of the DTensor's axis that it is over. If
+    the DTensor cuts along that axis, too, the rule's cut replaces its cut.
     """
     ndim += len(rows)
     for axis, entry in zip(axes, placement.placements, strict=True):
@@ -316,25 +314,39 @@ def _rule_cuts(
             )
         cut = cut_of(entry, ndim, axis.name, axis.size)
         cut = cut._replace(dim=cut.dim - sum([dim < cut.dim for dim in rows])) if rows else cut
-        is_other = own_cut is not None and own_cut.dim != cut.dim
-        match cut.kind:
-            case Kind.LISTED:
-                speaks, fits = True, own_cut is None
-            case Kind.FUSED:
-                speaks, fits = not is_other, not is_other
-            case Kind.PLAIN | Kind.STRIDED:
-                speaks, fits = own_cut is None, not is_other
-            case _:
-                raise unknown_kind(cut.kind)
-        if own_cut is not None and not fits and axis.size > 1:
-            raise _contradiction(
-                axis, f"sharded on dim {own_cut.dim}", f"as {format_placement(entry)}"
-            )
-        if speaks:
-            yield cut, entry.indices if cut.kind is Kind.LISTED else axis.position, at
+        if own_cut is None or axis.size == 1 or _is_finer(cut, own_cut, entry):
+            position = entry.indices if cut.kind is Kind.LISTED else axis.position
+            yield cut._replace(by_rule=True), position, at
 
 
-def _contradiction(axis: Axis, own: str, declared: str) -> CannotPlace:
+def _is_finer(cut: Cut, own_cut: Cut, entry: Any) -> bool:
+    """Whether a rule's cut says more than that of the DTensor over the same axis.
+
+    Args:
+        cut: The rule's.
+        own_cut: The DTensor's.
+        entry: The rule's placement.
+
+    Raises:
+        CannotPlace: The two contradict each other.
+    """
+    match cut.kind:
+        case Kind.FUSED:
+            fits, is_finer = cut.dim == own_cut.dim, True
+        case Kind.PLAIN | Kind.STRIDED:
+            fits, is_finer = cut.dim == own_cut.dim, False
+        case Kind.LISTED:
+            fits = is_finer = False
+        case _:
+            raise unknown_kind(cut.kind)
+    if not fits:
+        axis = cut.axis if cut.axis is not None else f"of size {cut.size}"
+        own, declared = f"sharded on dim {own_cut.dim}", f"as {format_placement(entry)}"
+        raise _contradiction(axis, own, declared)
+    return is_finer
+
+
+def _contradiction(axis: Axis | str, own: str, declared: str) -> CannotPlace:
     """Return the refusal of an axis that the tensor's own DTensor has otherwise than its rule."""
     return CannotPlace(
         f"has axis {axis} {own} by its own DTensor, but {declared} by the rule",
@@ -360,7 +372,7 @@ def _without(own_cuts: Mapping[int, Cut], replaced: Container[int | None]) -> di
                 is_first = j in replaced and j > i and other.dim == cut.dim
                 if is_first and factor % other.size == 0:
                     factor //= other.size
-            kept[i] = strided_cut(cut, factor)
+            kept[i] = cut._replace(parts=factor)
     return kept
 
 

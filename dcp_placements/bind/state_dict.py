@@ -519,7 +519,9 @@ def _stack_place(own: Place, rows: Sequence[Row], axes: Sequence[Axis | None]) -
     """
     shape = own.sharding.global_shape
     listed = [
-        Cut(dim, *((None, 1) if axis is None else (axis.name, axis.size)), Kind.LISTED)
+        Cut(
+            dim, *((None, 1) if axis is None else (axis.name, axis.size)), Kind.LISTED, by_rule=True
+        )
         for dim, axis in zip(stack_dims(rows[0], shape), axes, strict=True)
     ]
     sharding = _moved(own.sharding, row_target(rows[0], shape))
@@ -529,7 +531,7 @@ def _stack_place(own: Place, rows: Sequence[Row], axes: Sequence[Axis | None]) -
         for chunk in row_target(row, shape).chunks(own.chunks, part)
     ]
     sharding = replace(sharding, cuts=(*listed, *sharding.cuts))
-    return Place(sharding, own.axes, tuple(chunks), ruled=len(listed) + own.ruled)
+    return Place(sharding, own.axes, tuple(chunks))
 
 
 def _pieces_of(whole: Place, name: Rows | Parts, dim: int | None) -> list[Piece]:
@@ -572,7 +574,7 @@ def _pieces_of(whole: Place, name: Rows | Parts, dim: int | None) -> list[Piece]
         # Where no axis cuts a fused dim, one run of the whole is the same run on every rank.
         is_cut = any(cut.dim in split for cut in sharding.cuts)
         is_exact = not split or (len(boxes) == 1 and not is_cut)
-        place = Place(sharding, whole.axes, tuple(chunks), is_exact=is_exact, ruled=whole.ruled)
+        place = Place(sharding, whole.axes, tuple(chunks), is_exact=is_exact)
         pieces.append((number, part, at, place))
     return pieces
 

@@ -3,7 +3,9 @@
 Several declarations leave the same rows at every coordinate: torch declares FSDP over shards of
 ``tp`` as a ``_StridedShard`` that stands first, a rule as a plain cut that stands last. Both are
 brought into one form, of plain and fused cuts, in which kinds, parts and the order of the axes are
-compared. An axis may have another size on each side: what is equal cuts alike for any size.
+compared. An axis may have another size on each side: what is equal cuts alike for any size. So an
+axis of size 1 counts where a rule declares it, and it cuts on the other side; one that no rule
+declares is left alone.
 
 The parts of a fused tensor may be tensors of their own on one side; their cuts follow from those of
 the fused tensor. Of ``up``, the second half of a tensor of 8 rows::
@@ -44,7 +46,8 @@ def canonical(cuts: Sequence[Cut]) -> list[Cut]:
     """Return the cuts of one dim as plain, fused and listed ones.
 
     ``_StridedShard(dim, split_factor=k)`` before plain cuts into ``k`` pieces is a plain cut after
-    them, where the pieces are of one size. Otherwise it is a fused cut of ``k`` parts.
+    them, and after the axes of size 1 that follow, where the pieces are of one size. Otherwise it
+    is a fused cut of ``k`` parts.
 
     Raises:
         CannotPlace: A kind that is not known.
@@ -54,10 +57,12 @@ def canonical(cuts: Sequence[Cut]) -> list[Cut]:
         at = 0
         match cut.kind:
             case Kind.STRIDED:
+                assert isinstance(cut.parts, int)
                 pieces = 1
-                while pieces != cut.parts and at < len(ordered) and ordered[at].kind is Kind.PLAIN:
-                    pieces *= ordered[at].size
-                    at += 1
+                for after in ordered:
+                    if after.kind is not Kind.PLAIN or cut.parts % (pieces * after.size):
+                        break
+                    pieces, at = pieces * after.size, at + 1
                 if pieces == cut.parts:
                     cut = cut._replace(kind=Kind.PLAIN, parts=1)
                 else:
@@ -123,35 +128,43 @@ def cuts_of_part(cuts: Sequence[Cut], size: int) -> list[Cut]:
 
 
 def differences(first: Sequence[Cut], second: Sequence[Cut], size: int) -> Iterator[Difference]:
-    """Yield the cuts of one dim, over axes that both sides have, that are not one declaration.
+    """Yield the cuts of one dim, over axes that both sides declare, that are not one declaration.
 
     Args:
         first: Of one dim, in their canonical form.
         second: Those of the other side.
         size: Of the dim, without padding.
     """
-    one = {cut.axis: cut for cut in first if cut.axis is not None}
-    other = {cut.axis: cut for cut in second if cut.axis is not None}
+    one, other = declared(first), declared(second)
     common = [axis for axis in one if axis in other]
-    differing = [axis for axis in common if not _may_be_equal(one[axis], other[axis], size)]
-    for axis in differing:
-        yield Difference((one[axis],), (other[axis],))
-    # An axis of size 1 cuts nothing, so its place in the order does not matter.
-    cutting = {axis for axis in common if one[axis].size > 1 and other[axis].size > 1}
-    ours, theirs = (
-        tuple([cut for axis, cut in side.items() if axis in cutting]) for side in (one, other)
-    )
-    if [cut.axis for cut in ours] != [cut.axis for cut in theirs] and not differing:
-        yield Difference(ours, theirs)
+    differing = []
+    for axis in common:
+        cuts = one[axis], other[axis]
+        is_same = same_parts(_parts(one[axis]), _parts(other[axis]), size)
+        if not is_same and _has_effect([cuts[:1], cuts[1:]], 1):
+            differing.append(axis)
+            yield Difference(cuts[:1], cuts[1:])
+    if differing:
+        return
+    # The place of an axis of size 1 is what a rule says, and none where a DTensor has it.
+    cutting = [axis for axis in common if min(one[axis].size, other[axis].size) > 1]
+    ruled = [axis for axis in common if one[axis].by_rule and other[axis].by_rule]
+    for axes in (cutting, ruled):
+        reordered = [axis for axis in other if axis in axes]
+        sides = tuple([one[axis] for axis in axes]), tuple([other[axis] for axis in reordered])
+        if axes != reordered and _has_effect(sides, 2):
+            yield Difference(*sides)
+            return
 
 
-def _may_be_equal(one: Cut, other: Cut, size: int) -> bool:
-    """Whether two cuts by axes of one name may be the same declaration."""
-    first, second = _parts(one), _parts(other)
-    if one.kind != other.kind:
-        plain = one if one.kind is Kind.PLAIN else other
-        return plain.size == 1  # a whole tensor
-    return same_parts(first, second, size)
+def declared(cuts: Sequence[Cut]) -> dict[str, Cut]:
+    """Return by axis the cuts that cut something, or that a rule declares."""
+    return {cut.axis: cut for cut in cuts if cut.axis is not None and (cut.size > 1 or cut.by_rule)}
+
+
+def _has_effect(sides: Sequence[Cuts], count: int) -> bool:
+    """Whether on some side at least ``count`` of the axes cut: else no row depends on them."""
+    return any(sum([cut.size > 1 for cut in cuts]) >= count for cuts in sides)
 
 
 def _parts(cut: Cut) -> int | tuple[int, ...]:

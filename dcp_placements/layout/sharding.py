@@ -73,10 +73,18 @@ class Kind(StrEnum):
     LISTED = "rows"
     """Each rank lists the rows that it holds."""
 
+    @classmethod
+    def _missing_(cls, value: object) -> Never:
+        raise _unknown_kind(value)  # as of a later version's record
+
 
 def unknown_kind(kind: Never) -> CannotPlace:
     """Return the refusal of a cut whose kind is not handled at some place."""
-    return CannotPlace(f"a cut of kind {kind!s} is not supported here")
+    return _unknown_kind(kind)
+
+
+def _unknown_kind(value: object) -> CannotPlace:
+    return CannotPlace(f"a cut of kind {value!s:.40} is not supported here")
 
 
 class FusedPart(NamedTuple):
@@ -110,6 +118,8 @@ class Cut(NamedTuple):
         parts: What a fused or strided cut cuts inside of: the number of parts (split as by
             ``torch.chunk``) or their sizes. 1 of any other.
         of: Where it is the fused tensor that is cut, the part of it that this tensor is.
+        by_rule: Whether a rule declares it, which may be wrong; what a DTensor says of itself is
+            so.
     """
 
     dim: int
@@ -118,6 +128,7 @@ class Cut(NamedTuple):
     kind: Kind = Kind.PLAIN
     parts: int | tuple[int, ...] = 1
     of: FusedPart | None = None
+    by_rule: bool = False
 
     @property
     def placement(self) -> str:

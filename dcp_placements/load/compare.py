@@ -31,7 +31,7 @@ from collections.abc import (
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, count, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint import TensorStorageMetadata
 
@@ -47,7 +47,7 @@ from dcp_placements.errors import (
     numbers_in,
 )
 from dcp_placements.layout.boxes import Boxes, as_array, format_box, tile, uncovered
-from dcp_placements.layout.equal_cuts import canonical, cuts_of_part, differences
+from dcp_placements.layout.equal_cuts import canonical, cuts_of_part, declared, differences
 from dcp_placements.layout.sharding import Box, Cut, Cuts, Kind, format_cuts
 from dcp_placements.load.missing import Policy
 from dcp_placements.load.reads import RankLoad
@@ -192,22 +192,68 @@ _DOUBTED = {
     ),
 }
 
-_Difference = tuple[Iterable[str], str, str, str]
-"""A cut that a load declares in another way: axes, as saved, as loaded, and what to declare."""
+class _Difference(NamedTuple):
+    """Cuts that a load declares in another way than the save did.
+
+    Attributes:
+        axes: Whose cuts they are.
+        saved: As they were saved.
+        loaded: As this load has them.
+        way_out: What to declare.
+        causes: Which of both may be wrong, and how to tell; details of the message.
+    """
+
+    axes: Sequence[str]
+    saved: str
+    loaded: str
+    way_out: str
+    causes: Sequence[str] = (
+        "or:          the save declared it wrongly: its file is right in that topology alone; "
+        "load it there as it was saved, and save it again by the right rule",
+    )
+
+
+_HOW_TO_TELL = (
+    "to tell:     FusedShard is right where a rank has a piece of each part, as in a layer that "
+    "chunks its own output; Shard where its rows follow each other in the unsharded model"
+)
+
+
+def _causes(saved: Cuts, loaded: Cuts) -> tuple[str, ...]:
+    """Return which of two declarations may be wrong; nothing where both have an effect."""
+    count = len(saved)
+    saves_whole, loads_whole = (
+        sum([cut.size > 1 for cut in cuts]) < count for cuts in (saved, loaded)
+    )
+    if loads_whole:
+        which = (
+            "one of:      the rule of the save: it permuted the rows of its file, which is right "
+            "in that topology alone",
+            "or:          the rule of this load: the file is right, and so is what this load reads "
+            "of it",
+        )
+    elif saves_whole:
+        which = (
+            "one of:      the rule of the save: its file is right all the same",
+            "or:          the rule of this load: its ranks get rows of other ranks",
+        )
+    else:
+        return ()
+    return which if count > 1 else (*which, _HOW_TO_TELL)
 
 
 def _cut_fault(fqn: str, rule: str | None, difference: _Difference) -> Fault:
-    axes, saved, loaded, way_out = difference
+    *axes, last = map(repr, difference.axes)
     return Fault(
         fqn,
-        f"this load cuts it by {' and '.join(map(repr, axes))} in another way than the save did",
+        f"this load cuts it by {', '.join(axes)}{' and ' if axes else ''}{last} in another way "
+        "than the save did",
         (
-            f"saved:       {saved}",
-            f"this load:   {loaded}",
+            f"saved:       {difference.saved}",
+            f"this load:   {difference.loaded}",
             f"by rule:     {rule or 'no rule, its own DTensor'}",
-            f"way out:     {way_out}; or waive={{pattern: reason}} where both are right",
-            "or:          the save declared it wrongly: its file is right in that topology alone; "
-            "load it there as it was saved, and save it again by the right rule",
+            f"way out:     {difference.way_out}; or waive={{pattern: reason}} where both are right",
+            *difference.causes,
         ),
     )
 
@@ -215,7 +261,7 @@ def _cut_fault(fqn: str, rule: str | None, difference: _Difference) -> Fault:
 def _differences(saved: Cuts, placed: Placed, record: SaveRecord) -> Iterator[_Difference]:
     """Yield the cuts that a load declares in another way than the save did."""
     loaded, shape = placed.place.sharding.cuts, placed.place.sharding.global_shape
-    ruled = {cut.axis for cut in loaded[: placed.place.ruled]}
+    ruled = {cut.axis for cut in loaded if cut.by_rule}
     for dim in sorted({cut.dim for cut in saved} & {cut.dim for cut in loaded}):
         one, other = ([cut for cut in cuts if cut.dim == dim] for cuts in (saved, loaded))
         if 0 in shape or any(cut.kind is Kind.LISTED for cut in (*one, *other)):
@@ -235,10 +281,27 @@ def _differences(saved: Cuts, placed: Placed, record: SaveRecord) -> Iterator[_D
         before, now = ({cut.axis: cut for cut in cuts} for cuts in (one, other))
         for axis in [cut.axis for cut in one if cut.axis in unlike & now.keys() & ruled]:
             way_out = "the fused tensor by FusedShard, so that each part is cut as a tensor is"
-            yield (str(axis),), str(before[axis]), str(now[axis]), way_out
+            yield _Difference((str(axis),), str(before[axis]), str(now[axis]), way_out)
         yield from _dim_differences(first, second, size)
+    yield from _swapped_dims(declared(saved), declared(loaded))
     if placed.rule is not None:
         yield from _differences_by_rule(_cutting(saved), _cutting(loaded), placed, ruled, record)
+
+
+def _swapped_dims(saved: Mapping[str, Cut], loaded: Mapping[str, Cut]) -> Iterator[_Difference]:
+    """Yield the axes that cut other dims than in the save, where a rule declares one of them.
+
+    Where one axis alone cuts another dim the shape of the local tensor proves the declaration: a
+    checkpoint is loaded into another topology.
+    """
+    axes = [
+        axis
+        for axis in sorted(saved.keys() & loaded.keys())
+        if saved[axis].dim != loaded[axis].dim and min(saved[axis].dim, loaded[axis].dim) >= 0
+    ]
+    if len(axes) > 1 and any(side[axis].by_rule for side in (saved, loaded) for axis in axes):
+        before, now = (format_cuts([side[axis] for axis in axes]) for side in (saved, loaded))
+        yield _Difference(axes, before, now, "these axes on the dims of the save")
 
 
 def _differences_by_rule(
@@ -248,11 +311,10 @@ def _differences_by_rule(
     ruled: Container[str | None],
     record: SaveRecord,
 ) -> Iterator[_Difference]:
-    """Yield differences that shapes cannot show, of a tensor that a rule declares.
+    """Yield cuts by other axes that shapes cannot show, of a tensor that a rule declares.
 
-    Where one axis alone cuts another dim, or has another size, the shape of the local tensor
-    proves the rule: a checkpoint is loaded into another topology. What a DTensor says of itself is
-    so.
+    Where an axis has another size, the shape of the local tensor proves the rule: a checkpoint is
+    loaded into another topology. What a DTensor says of itself is so.
 
     Args:
         one: By axis, the cut of the save.
@@ -261,25 +323,18 @@ def _differences_by_rule(
         ruled: The axes for which a rule of the load speaks.
         record: How the checkpoint was saved.
     """
-    swapped = [
-        axis
-        for axis in sorted(one.keys() & other.keys())
-        if one[axis].dim != other[axis].dim and min(one[axis].dim, other[axis].dim) >= 0
-    ]
-    if len(swapped) > 1:
-        before, now = (format_cuts([of[axis] for axis in swapped]) for of in (one, other))
-        yield swapped, before, now, "these axes on the dims of the save"
     # Rows of a stack are numbered by names, and a stack may be one tensor in another model.
     is_stacked = any(step.kind == "Stack" for step in record.renames)
     here = {axis.name: axis.size for axis in placed.place.axes}
     for axis, cut in one.items():
-        if cut.kind is Kind.LISTED and other.get(axis) == Cut(cut.dim, axis, cut.size, of=cut.of):
-            if not is_stacked:
+        if cut.kind is Kind.LISTED and axis in other:
+            plain = cut._replace(kind=Kind.PLAIN, by_rule=other[axis].by_rule)
+            if other[axis] == plain and not is_stacked:
                 # Of a tensor that is a row, the dim of the rows is one of the tensor unstacked.
                 dim = cut.dim if cut.dim >= 0 else "dim"
                 rows = f"IndexShard({dim}, this rank's rows)"
                 way_out = f'{{"{axis}": {rows}}} in the rules of this load'
-                yield (axis,), str(cut), str(other[axis]), way_out
+                yield _Difference((axis,), str(cut), str(other[axis]), way_out)
         elif axis not in other and here.get(axis) == cut.size:
             # The axis of the save is here, too: its ranks ask for the same, and those along an
             # axis that cut nothing then ask for the parts.
@@ -288,7 +343,7 @@ def _differences_by_rule(
                 is_other = name in ruled and name not in one
                 if is_other and is_alike and another.size == cut.size:
                     way_out = f'the tensor cut by "{axis}" in the rules of this load'
-                    yield (axis, name), str(cut), str(another), way_out
+                    yield _Difference((axis, name), str(cut), str(another), way_out)
 
 
 def _cutting(cuts: Cuts) -> dict[str, Cut]:
@@ -313,7 +368,9 @@ def _dim_differences(
                 "what the others have left is a _StridedShard where it stands left of them in the "
                 "mesh"
             )
-        yield sorted(axes), format_cuts(before), format_cuts(now), way_out
+        difference = _Difference(sorted(axes), format_cuts(before), format_cuts(now), way_out)
+        causes = _causes(before, now)
+        yield difference._replace(causes=causes) if causes else difference
 
 
 def _rename_faults(record: SaveRecord, renames: Iterable[Step], load: RankLoad) -> Iterator[Fault]:

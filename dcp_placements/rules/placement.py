@@ -216,7 +216,7 @@ def cut_of(placement: Any, ndim: int, axis: str | None, size: int) -> Cut:
     """Return how a placement that splits a dim cuts it.
 
     >>> cut_of(FusedShard(-2, 2), 2, "tp", 4)
-    Cut(dim=0, axis='tp', size=4, kind=<Kind.FUSED: 'fused'>, parts=2, of=None)
+    Cut(dim=0, axis='tp', size=4, kind=<Kind.FUSED: 'fused'>, parts=2, of=None, by_rule=False)
 
     Args:
         placement: The placement.
@@ -240,36 +240,32 @@ def cut_of(placement: Any, ndim: int, axis: str | None, size: int) -> Cut:
         case Kind.FUSED:
             return cut._replace(parts=placement.parts)
         case Kind.STRIDED:
-            return strided_cut(cut, int(placement.split_factor))
+            return cut._replace(parts=int(placement.split_factor))
         case _:
             raise unknown_kind(kind)
-
-
-def strided_cut(cut: Cut, split_factor: int) -> Cut:
-    """Return ``cut`` as that of a ``_StridedShard``, which is a plain one where its factor is 1."""
-    kind = Kind.PLAIN if split_factor == 1 else Kind.STRIDED
-    return cut._replace(kind=kind, parts=split_factor)
-
-
-_OPTION = {Kind.FUSED: "parts", Kind.STRIDED: "split_factor", Kind.LISTED: "indices"}
 
 
 def format_placement(placement: Any) -> str:
     """Return one placement as its user would write it."""
     kind = kind_of(placement)
-    if kind is None:
-        return repr(placement) if placement.is_partial() else "Replicate()"
-    option = _OPTION.get(kind)
-    value = "" if option is None else f", {getattr(placement, option)}"
-    if kind is Kind.LISTED:
-        rows, count = ", ".join(map(str, placement.indices[:8])), len(placement.indices)
-        value = f", [{rows}{'' if count <= 8 else f', ... ({count} rows)'}]"
-    elif kind is Kind.FUSED and not isinstance(placement.parts, int) and len(placement.parts) > 8:
-        sizes = ", ".join(map(str, placement.parts[:8]))
-        value = f", ({sizes}, ... ({len(placement.parts)} parts))"
-    elif kind is Kind.STRIDED:
-        value = f", split_factor={placement.split_factor}"
-    return f"{type(placement).__name__}({placement.dim}{value})"
+    match kind:
+        case None:
+            return repr(placement) if placement.is_partial() else "Replicate()"
+        case Kind.PLAIN:
+            option = ""
+        case Kind.FUSED:
+            option = f", {placement.parts}"
+            if not isinstance(placement.parts, int) and len(placement.parts) > 8:
+                sizes = ", ".join(map(str, placement.parts[:8]))
+                option = f", ({sizes}, ... ({len(placement.parts)} parts))"
+        case Kind.STRIDED:
+            option = f", split_factor={placement.split_factor}"
+        case Kind.LISTED:
+            rows, count = ", ".join(map(str, placement.indices[:8])), len(placement.indices)
+            option = f", [{rows}{'' if count <= 8 else f', ... ({count} rows)'}]"
+        case _:
+            raise unknown_kind(kind)
+    return f"{type(placement).__name__}({placement.dim}{option})"
 
 
 def format_placements(placements: Sequence[Any]) -> str:

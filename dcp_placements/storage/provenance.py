@@ -87,6 +87,7 @@ def cut_of_plain(
     parts: int | tuple[int, ...] = 1,
     alternate: bool = False,
     of: Sequence[Any] | None = None,
+    by_rule: bool = False,
 ) -> Cut:
     """Return the cut of plain values.
 
@@ -101,13 +102,14 @@ def cut_of_plain(
     if of is not None:
         number, sizes, groups = of
         part = FusedPart(int(number), tuple(map(int, sizes)), int(groups))
-    return Cut(int(dim), None if axis is None else str(axis), int(size), Kind(kind), parts, part)
+    named = None if axis is None else str(axis)
+    return Cut(int(dim), named, int(size), Kind(kind), parts, part, bool(by_rule))
 
 
 def plain_of_cut(cut: Cut) -> tuple[Any, ...]:
-    """Return a cut as plain values, those of older saves where it is of the tensor itself."""
-    of = () if cut.of is None else (False, tuple(cut.of))
-    return (cut.axis, cut.size, cut.dim, cut.kind.value, cut.parts, *of)
+    """Return a cut as plain values."""
+    of = None if cut.of is None else tuple(cut.of)
+    return (cut.axis, cut.size, cut.dim, cut.kind.value, cut.parts, False, of, cut.by_rule)
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,9 +78,12 @@ def declarations(draw: st.DrawFn, kinds: Sequence[Kind], *, min_size: int = 1) -
 
 @st.composite
 def pairs(draw: st.DrawFn) -> tuple[list[Cut], list[Cut]]:
-    """Draw two declarations by the same axes, that are equal, or nearly so."""
+    """Draw two declarations by the same axes, that are equal, or nearly so.
+
+    All axes cut on one side; on the other some may have size 1, where a rule declares them.
+    """
     first = draw(declarations((Kind.PLAIN, Kind.FUSED), min_size=2))
-    second = [cut._replace(size=draw(st.integers(2, 3))) for cut in first]
+    second = [cut._replace(size=draw(st.integers(1, 3))) for cut in first]
     match draw(st.sampled_from(["size", "order", "kind", "parts", "any"])):
         case "order":
             second = draw(st.permutations(second))
@@ -95,7 +98,9 @@ def pairs(draw: st.DrawFn) -> tuple[list[Cut], list[Cut]]:
             drawn = draw(declarations((Kind.PLAIN, Kind.FUSED), min_size=2))
             if {cut.axis for cut in drawn} == {cut.axis for cut in first}:
                 second = drawn
-    return first, second
+    return [cut._replace(by_rule=True) for cut in first], [
+        cut._replace(by_rule=True) for cut in second
+    ]
 
 
 @given(pairs())
@@ -116,6 +121,20 @@ def test_equal_declarations_are_those_that_leave_the_same_rows_for_any_sizes(
         assert (not list(differences(one, other, len(rows)))) == same
 
 
+@given(pairs(), st.data())
+@examples(40)
+def test_what_cuts_nothing_is_compared_where_a_rule_declares_it(
+    pair: tuple[list[Cut], list[Cut]], data: st.DataObject
+) -> None:
+    first, second = pair
+    own = {cut.axis for cut in second if cut.size == 1 and data.draw(st.booleans())}
+    said = [cut._replace(by_rule=cut.axis not in own) for cut in second]
+    left = [[cut for cut in cuts if cut.axis not in own] for cuts in pair]
+    assert list(differences(first, said, 96)) == list(differences(left[0], left[1], 96))
+    nowhere = [[cut._replace(size=1) for cut in cuts] for cuts in pair]
+    assert not list(differences(nowhere[0], nowhere[1], 96))  # no row depends on them
+
+
 @given(declarations((Kind.PLAIN, Kind.FUSED, Kind.STRIDED, Kind.STRIDED)))
 @examples(40)
 def test_the_canonical_form_leaves_the_same_rows(cuts: list[Cut]) -> None:
@@ -125,6 +144,17 @@ def test_the_canonical_form_leaves_the_same_rows(cuts: list[Cut]) -> None:
     rows = np.arange(rows_for(cuts))
     sizes = declared_sizes(cuts)
     assert held(ordered, rows, sizes) == held(cuts, rows, sizes)
+
+
+@pytest.mark.parametrize("sizes", [(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 4, 1), (1, 2, 2)])
+def test_torchs_strided_shard_stands_after_the_axes_that_it_strides_over(
+    sizes: tuple[int, int, int],
+) -> None:
+    fsdp, ep, tp = sizes
+    strided = Cut(0, "fsdp", fsdp, Kind.STRIDED, ep * tp)
+    cuts = canonical([strided, Cut(0, "ep", ep), Cut(0, "tp", tp)])
+    assert [cut.axis for cut in cuts] == ["ep", "tp", "fsdp"]
+    assert {cut.kind for cut in cuts} == {Kind.PLAIN}
 
 
 @st.composite
@@ -204,6 +234,7 @@ def test_a_kind_that_is_not_known_is_refused() -> None:
         lambda: canonical([cyclic]),
         lambda: cuts_of_part([cyclic], 4),
         lambda: list(differences([cyclic], [Cut(0, "ep", 2, of=of)], 8)),
+        lambda: list(differences([Cut(0, "ep", 2, of=of)], [cyclic], 8)),
     ):
         with pytest.raises(CannotPlace, match="kind cyclic"):
             ask()

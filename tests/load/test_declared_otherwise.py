@@ -19,6 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dcp_placements import FusedShard, IndexShard, Split, Stack, Unstack
+from dcp_placements.testing import FakeMesh
 from tests.load.sides import Held, Side, at, distributed, dtensor, parts_of, rows
 
 WHOLE = arange(8, 3)
@@ -67,6 +68,39 @@ SQUARE = Side(
     lambda mesh: {"w": arange(4, 4).chunk(2)[at(mesh, "ep")].chunk(2, 1)[at(mesh, "tp")].clone()},
     {"ep": Shard(0), "tp": Shard(1)},
 )
+
+
+def square(ep: int, tp: int, dims: tuple[int, int] = (0, 1)) -> Side:
+    """Return ranks that hold (4, 4) cut by ep along dim 0 and tp along dim 1, declared as given."""
+
+    def held(mesh: FakeMesh) -> dict[str, Any]:
+        return {"w": arange(4, 4).chunk(ep)[at(mesh, "ep")].chunk(tp, 1)[at(mesh, "tp")].clone()}
+
+    return Side({"ep": ep, "tp": tp}, held, {"ep": Shard(dims[0]), "tp": Shard(dims[1])})
+
+
+CUBE = arange(2, 2, 2)
+
+
+def cube(sizes: tuple[int, int, int], dims: tuple[int, int, int]) -> Side:
+    """Return ranks that hold (2, 2, 2) cut by three axes along one dim each, declared as given."""
+
+    def held(mesh: FakeMesh) -> dict[str, Any]:
+        local = CUBE
+        for dim, axis in enumerate("abc"):
+            local = local.chunk(sizes[dim], dim)[at(mesh, axis)]
+        return {"w": local.clone()}
+
+    placements = {axis: Shard(dim) for axis, dim in zip("abc", dims, strict=True)}
+    return Side(dict(zip("abc", sizes, strict=True)), held, placements)
+
+
+def rows_over(**axes: int) -> Side:
+    """Return ranks that hold rows over several axes, in the order of their mesh."""
+    return Side(axes, rows(WHOLE, *axes), dict.fromkeys(axes, Shard(0)))
+
+
+WHOLE_RANK = Side({"tp": 1}, lambda mesh: {"w": WHOLE}, {"tp": Shard(0)})
 SPLIT = Split("w", ["gate", "up"])
 WHOLES = {"gate": GATE, "up": UP}
 APART = Side(
@@ -195,6 +229,84 @@ REFUSED: dict[str, tuple[Side, Side, tuple[str, ...]]] = {
         )
         for kind in ("plain", "fused", "listed")
     },
+    "m121: saved with two dims swapped, where both axes cut": (
+        square(2, 2, (1, 0)),
+        square(4, 1),
+        (
+            "w: this load cuts it by 'ep' and 'tp' in another way than the save did",
+            "saved:       Shard(1) over 'ep' of size 2, then Shard(0) over 'tp' of size 2",
+            "this load:   Shard(0) over 'ep' of size 4, then Shard(1) over 'tp' of size 1",
+        ),
+    ),
+    "m121: loaded with two dims swapped, of which one was not cut": (
+        square(4, 1),
+        square(2, 2, (1, 0)),
+        ("Shard(1) over 'tp' of size 1", "Shard(1) over 'ep' of size 2"),
+    ),
+    "m121: loaded with two dims swapped, of which none was cut": (
+        square(1, 1),
+        square(2, 2, (1, 0)),
+        ("'ep' and 'tp' in another way",),
+    ),
+    "m121: three dims in turn": (
+        cube((2, 2, 1), (0, 1, 2)),
+        cube((2, 2, 2), (1, 2, 0)),
+        ("'a', 'b' and 'c' in another way",),
+    ),
+    "m121: saved with two dims swapped, loaded as DTensors": (
+        square(2, 2, (1, 0)),
+        Side(EP_TP, distributed(Shard(0), Shard(1), w=arange(4, 4))),
+        ("by rule:     no rule, its own DTensor", "or:          the save declared it wrongly"),
+    ),
+    "m121: another order of two axes, of which one cuts nothing": (
+        rows_over(ep=2, tp=2),
+        rows_over(tp=1, ep=4),
+        ("saved:       Shard(0) over 'ep' of size 2, then Shard(0) over 'tp' of size 2",),
+    ),
+    "m121: another order of two axes, of which one cut nothing": (
+        rows_over(tp=1, ep=4),
+        rows_over(ep=2, tp=2),
+        ("saved:       Shard(0) over 'tp' of size 1, then Shard(0) over 'ep' of size 4",),
+    ),
+    "m156: fused in the save, plain where one rank has all": (
+        FUSED,
+        WHOLE_RANK,
+        (
+            "saved:       FusedShard(0, 2) over 'tp' of size 2",
+            "this load:   Shard(0) over 'tp' of size 1",
+            "the rule of the save: it permuted the rows of its file",
+            "the rule of this load: the file is right, and so is what this load reads of it",
+        ),
+    ),
+    "m156: plain in the save, fused where one rank has all": (
+        PLAIN,
+        ONE,
+        ("the rule of the save", "FusedShard(0, 2) over 'tp' of size 1"),
+    ),
+    "m156: plain where one rank had all, fused in this load": (
+        WHOLE_RANK,
+        FUSED,
+        (
+            "saved:       Shard(0) over 'tp' of size 1",
+            "the rule of the save: its file is right all the same",
+            "the rule of this load: its ranks get rows of other ranks",
+        ),
+    ),
+    "m156: fused in the save, plain beside a DTensor of one rank": (
+        FUSED,
+        Side({"tp": 1}, distributed(Shard(0), w=WHOLE), {"tp": Shard(0)}),
+        ("Shard(0) over 'tp' of size 1",),
+    ),
+    "m156: other parts, where one rank has all": (
+        FUSED,
+        replace(ONE, placements={"tp": FusedShard(0, (2, 6))}),
+        ("FusedShard(0, (2, 6)) over 'tp' of size 1",),
+    ),
+    "m156: a part of a fused tensor, plain where one rank has all": (
+        replace(FUSED, rename=SPLIT),
+        replace(WHOLE_RANK, rename=SPLIT),
+        ("of the fused tensor over 'tp' of size 1",),
+    ),
     "parts of a fused tensor by a plain cut": (
         replace(FUSED, rename=SPLIT),
         replace(PLAIN, rename=SPLIT),
@@ -250,10 +362,12 @@ def test_a_load_that_is_declared_otherwise_is_refused(
     saved.loads_right(tmp_path)
 
 
-def torchtitan(ep: int) -> Side:
-    """Return experts cut by ``ep`` and then by FSDP, as DTensors over both axes say it."""
+def torchtitan(ep: int, *, ruled: bool = False) -> Side:
+    """Return experts cut by ``ep`` and then by FSDP, as DTensors or a rule over both axes say."""
     held = rows(WHOLE, "ep", "efsdp")
     placements = _StridedShard(0, split_factor=ep), Shard(0)
+    if ruled:
+        return Side({"efsdp": 4 // ep, "ep": ep}, held, placements)
     return Side({"efsdp": 4 // ep, "ep": ep}, dtensor(held, WHOLE, *placements))
 
 
@@ -315,6 +429,35 @@ QUIET: dict[str, tuple[Side, Side]] = {
     "groups that an axis leaves whole, each part by itself": (
         Side(TP, rows(QKV, "tp"), {"tp": Shard(0)}, rename=GROUPED),
         Q_K_V_OF_TP,
+    ),
+}
+# The same declaration in other words, where an axis cuts nothing on one side.
+QUIET |= {
+    f"strided shards that a rule declares, of ep {one}, by ep {other}": (
+        torchtitan(one, ruled=True),
+        torchtitan(other, ruled=True),
+    )
+    for one in (4, 2, 1)
+    for other in (4, 2, 1)
+}
+QUIET |= {
+    "an axis that this topology lacks": (
+        FUSED,
+        Side({"dp": 1}, lambda mesh: {"w": WHOLE}, {"tp": Shard(0)}, shapes={"absent": ("tp",)}),
+    ),
+    "a DTensor of one rank that no rule declares, into fused parts": (
+        Side({"tp": 1}, distributed(Shard(0), w=WHOLE)),
+        FUSED,
+    ),
+    "a DTensor of one rank along another dim, by a rule": (
+        Side({"ep": 1, "tp": 2}, distributed(Shard(1), Shard(0), w=arange(4, 4))),
+        square(2, 2),
+    ),
+    "dims as saved, where an axis cuts nothing": (square(2, 2), square(4, 1)),
+    "dims as saved, where no axis cut": (square(1, 1), square(1, 4)),
+    "an order as saved, where an axis cuts nothing": (
+        rows_over(ep=2, tp=2),
+        rows_over(ep=1, tp=4),
     ),
 }
 # FSDP cuts what there is: the fused tensor plainly, and each part plainly where it is one.
