@@ -234,12 +234,16 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def root_mesh(mesh: Any) -> Any:
+    """Return the mesh that a mesh was sliced from; of one that does not say so, itself."""
+    return mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+
+
 def named_axes(meshes: Iterable[Any]) -> dict[str, tuple[int, int]]:
     """Return ``{name: (position, size)}`` of the axes of meshes and of their root meshes."""
     axes: dict[str, tuple[int, int]] = {}
     meshes = list(meshes)
-    roots = [mesh._get_root_mesh() for mesh in meshes if hasattr(mesh, "_get_root_mesh")]
-    for each in (*roots, *meshes):
+    for each in (*map(root_mesh, meshes), *meshes):
         coordinate = each.get_coordinate()
         if coordinate is not None and each.mesh_dim_names:
             axes.update(

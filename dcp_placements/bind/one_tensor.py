@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
+from dcp_placements._torch import root_mesh
 from dcp_placements.errors import CannotPlace, Fault, PlacementError
 from dcp_placements.layout.sharding import Chunk, Cut, Kind, Position, Sharding, unknown_kind
 from dcp_placements.names.flat import Path
 from dcp_placements.names.optimizer_state import Groups
-from dcp_placements.rules.mesh import Axis, Mesh, format_mesh, mesh_axes
+from dcp_placements.rules.mesh import Axis, Mesh, format_mesh, format_ranks_of, mesh_axes
 from dcp_placements.rules.placement import (
     CheckpointPlacement,
     cut_of,
@@ -227,6 +228,11 @@ def declared_place(
             "ranks give another rule, or None",
         )
     own_cuts = _own_cuts(len(shape), own_axes, placements)
+    if placement is not None and mesh is not None:
+        of_rule = zip(rule_axes, placement.placements, strict=True)
+        names = {axis.name for axis, entry in of_rule if kind_of(entry)}
+        names |= {own_axes[number].name for number in own_cuts}
+        _check_tables([axis for axis in rule_axes if axis.name in names], mesh)
     by_rule: list[tuple[Cut, Position, int | None]] = []
     if placement is not None:
         by_rule = list(_rule_cuts(len(shape), rows, placement, rule_axes, own_axes, own_cuts))
@@ -344,6 +350,39 @@ def _is_finer(cut: Cut, own_cut: Cut, entry: Any) -> bool:
         own, declared = f"sharded on dim {own_cut.dim}", f"as {format_placement(entry)}"
         raise _contradiction(axis, own, declared)
     return is_finer
+
+
+def _check_tables(axes: Sequence[Axis], mesh: Mesh) -> None:
+    """Refuse axes of a rule that are along other ranks than those of the DTensor's meshes.
+
+    Each rank compares its own line of each table; all ranks together compare the tables.
+
+    Args:
+        axes: Those along which the rule or the DTensor cuts.
+        mesh: The DTensor's.
+
+    Raises:
+        CannotPlace: An axis of the same name, of that mesh or of the one that it was sliced from,
+            has other ranks.
+    """
+    root = root_mesh(mesh)
+    if not axes or root is root_mesh(axes[0].mesh):
+        return
+    by_name = {axis.name: axis for each in (mesh, root) for axis in mesh_axes(each) or ()}
+    for axis in axes:
+        own = None if axis.name is None else by_name.get(axis.name)
+        if own is None or own.size != axis.size or None in (own.ranks, axis.ranks):
+            continue
+        if own.ranks != axis.ranks:
+            raise CannotPlace(
+                f"has axis {axis} along other ranks by its own DTensor than by the rule",
+                f"its mesh:    {format_ranks_of(own.mesh)}",
+                f"the rule's:  {format_ranks_of(axis.mesh)}",
+                "likely:      two meshes of the same axis names that lay out the ranks otherwise, "
+                "as two calls with the axes in another order make them",
+                "way out:     one mesh for both: the rule's is the one that the tensor's was "
+                "sliced from; or other names, where the two axes are not the same",
+            )
 
 
 def _contradiction(axis: Axis | str, own: str, declared: str) -> CannotPlace:

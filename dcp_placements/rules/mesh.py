@@ -25,6 +25,10 @@ class Mesh(Protocol):
     def get_coordinate(self) -> Sequence[int] | None: ...
 
 
+_MAX_TABLE = 32
+"""Ranks of a mesh that a message lists."""
+
+
 @dataclass(frozen=True, slots=True)
 class MeshCoordinate:
     """A mesh seen from one coordinate, without a process group.
@@ -177,6 +181,18 @@ def mesh_state(mesh: Mesh) -> Hashable:
         ranks = tuple(listed.flatten().tolist())
     sizes, named = tuple(mesh.shape), None if names is None else tuple(names)
     return named, sizes, None if coordinate is None else tuple(coordinate), ranks
+
+
+def format_ranks_of(mesh: Any) -> str:
+    """Return a mesh with the table of its ranks, or the first of many.
+
+    Of a ``DeviceMesh``: ``(ep=2, edp=2) of ranks [[0, 2], [1, 3]]``.
+    """
+    table = mesh.mesh
+    if table.numel() <= _MAX_TABLE:
+        return f"{format_mesh(mesh)} of ranks {table.tolist()}"
+    first = ", ".join(map(str, table.flatten()[:_MAX_TABLE].tolist()))
+    return f"{format_mesh(mesh)} of ranks {first}, ... (in order, {table.numel()} of them)"
 
 
 def format_mesh(mesh: Mesh) -> str:

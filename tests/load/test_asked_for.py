@@ -181,8 +181,9 @@ def rows_over_edp(*order: str) -> Side:
             for fqn, whole in STACKED.items()
         }
 
-    def mesh_of(mesh: FakeMesh) -> FakeMesh:
-        return FakeMesh((2, 2), order, rank=mesh.rank)
+    def mesh_of(mesh: FakeMesh) -> MeshCoordinate:
+        position = FakeMesh((2, 2), order, rank=mesh.rank).get_coordinate()
+        return MeshCoordinate(order, (2, 2), position or ())  # which has no table of its ranks
 
     return Side(EP_EDP, held, {"ep": Shard(0)}, key="experts", mesh=mesh_of)
 
