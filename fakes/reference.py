@@ -26,21 +26,33 @@ def cut(
             ``IndexShard``.
         sizes: Ranks along each axis.
         coordinate: The position along each axis.
+
+    Raises:
+        ValueError: A placement of another class, also of a subclass of these.
     """
     held = whole
     for placement, size, position in zip(placements, sizes, coordinate, strict=True):
-        if hasattr(placement, "indices"):
-            rows = torch.tensor(placement.indices, dtype=torch.long)
-            held = held.index_select(placement.dim, rows)
-        elif hasattr(placement, "parts"):
-            held = _fused(held, placement, size, position)
-        elif hasattr(placement, "split_factor"):
-            parts = _pieces(held, placement.split_factor, placement.dim)
-            held = torch.cat(
-                [_pieces(p, size, placement.dim)[position] for p in parts], placement.dim
-            )
-        elif hasattr(placement, "dim"):
-            held = _pieces(held, size, placement.dim)[position]
+        cls = type(placement)
+        match cls.__module__.partition(".")[0], cls.__name__:
+            case "dcp_placements", "IndexShard":
+                rows = torch.tensor(placement.indices, dtype=torch.long)
+                held = held.index_select(placement.dim, rows)
+            case "dcp_placements", "FusedShard":
+                held = _fused(held, placement, size, position)
+            case "torch", "_StridedShard":
+                parts = _pieces(held, placement.split_factor, placement.dim)
+                held = torch.cat(
+                    [_pieces(p, size, placement.dim)[position] for p in parts], placement.dim
+                )
+            case "torch", "Shard":
+                held = _pieces(held, size, placement.dim)[position]
+            case "torch", "Replicate" | "Partial":
+                pass
+            case _:
+                raise ValueError(
+                    f"{placement!r} is a {cls.__module__}.{cls.__qualname__}: how that cuts a "
+                    "tensor is not known here"
+                )
     return held.clone()
 
 

@@ -35,9 +35,11 @@ from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint import TensorStorageMetadata
 
+from dcp_placements import __version__
 from dcp_placements._torch import global_rank
 from dcp_placements.bind.one_tensor import Placed
 from dcp_placements.errors import (
+    CannotPlace,
     Fault,
     folded,
     format_count,
@@ -146,7 +148,11 @@ def check_load(load: RankLoad, rename: Rename | None, given: Numberings) -> tupl
             if not saved or not loaded:
                 continue
             compared += len(fqns)
-            found = [*_differences(saved, group.placed, record)] if saved != loaded else []
+            try:
+                found = [*_differences(saved, group.placed, record)] if saved != loaded else []
+            except CannotPlace as error:  # a kind of cut that cannot be compared
+                faults += [error.fault(fqn, rule) for fqn in fqns if not policy.waives(fqn)]
+                continue
             refused = [fqn for fqn in fqns if found and not policy.waives(fqn)]
             waived += len(fqns) - len(refused) if found else 0
             faults += [_cut_fault(fqn, rule, one) for fqn in refused for one in found]
@@ -191,6 +197,31 @@ _DOUBTED = {
         ),
     ),
 }
+
+def unknown_notes(load: RankLoad) -> list[Fault]:
+    """Return a note of the keys that this rank asks for whose cuts the record has in vain."""
+    record = load.record
+    if record is None or not record.unknown:
+        return []
+    by_cause: dict[str, list[str]] = {}
+    for fqn in load.state_dict:
+        number = record.group_of.get(fqn, 0)
+        if number in record.unknown and not load.policy.waives(fqn):
+            by_cause.setdefault(record.unknown[number], []).append(fqn)
+    versions = (stored(load.metadata) or {}).get("versions", {})
+    return [
+        Fault(
+            format_names(folded(fqns), _MAX_PARTS),
+            "the save cut it in a way that is not known here, so it is not compared with the save",
+            (
+                f"the record:  {cause:.200}",
+                f"likely:      a save of a later version: {versions!s:.200}, this is {__version__}",
+                "way out:     that version; or waive={pattern: reason}",
+            ),
+        )
+        for cause, fqns in by_cause.items()
+    ]
+
 
 class _Difference(NamedTuple):
     """Cuts that a load declares in another way than the save did.

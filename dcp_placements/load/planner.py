@@ -46,6 +46,7 @@ from dcp_placements.load.compare import (
     check_load,
     doubt_notes,
     unasked_notes,
+    unknown_notes,
     unnumbered_rows,
 )
 from dcp_placements.load.exchange import Answer, Exchange, answers
@@ -280,6 +281,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             load.warn(load.notes)
         notes = [*lint(placing.placed.values(), renamed=rename is not None, waived=policy.waived)]
         notes += doubt_notes(load)
+        notes += unknown_notes(load)
         load.report.warnings += tuple(map(str, notes))
         message = replace(message, notes=packed_faults(notes) if notes else b"")
         if world_size() > 1 or has_whole:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
 
@@ -93,6 +93,9 @@ def cut_of_plain(
 
     In records of older saves ``alternate`` says that parts alternate row by row, which is a plain
     cut. ``of`` is the part of a fused tensor, where that is cut: number, sizes and groups.
+
+    Raises:
+        CannotPlace: A kind that is not known, as of a later version.
     """
     if alternate:
         kind, parts = Kind.PLAIN, 1
@@ -122,6 +125,8 @@ class SaveRecord:
         group_of: By key, position in ``groups``.
         renames: What renames were in force on any rank.
         numberings: The lists of keys to which they gave numbers.
+        unknown: By position in ``groups``, why a way of cutting is not known here; it is empty
+            there.
     """
 
     save_id: str
@@ -129,6 +134,7 @@ class SaveRecord:
     group_of: Mapping[str, int]
     renames: tuple[Step, ...]
     numberings: Numberings
+    unknown: Mapping[int, str] = field(default_factory=dict)
 
     def cuts(self, fqn: str) -> Cuts:
         """Return how a key was cut; empty where it was not cut, or nothing is recorded."""
@@ -216,7 +222,7 @@ def record_of(provenance: Mapping[str, Any] | None, keys: Iterable[str]) -> Save
     ordered = sorted(keys)
     try:
         cuts = provenance["cuts"]
-        groups = tuple([tuple([cut_of_plain(*cut) for cut in group]) for group in cuts["groups"]])
+        groups, unknown = _known_groups(cuts["groups"])
         kind, packed = cuts["group_of"]
         if tuple(cuts["keys"]) != (len(ordered), _digest(ordered)) or kind not in tuple("BHIL"):
             return None
@@ -231,7 +237,20 @@ def record_of(provenance: Mapping[str, Any] | None, keys: Iterable[str]) -> Save
             return None
     except Exception:  # another version's, or damaged: a checkpoint without a record
         return None
-    return SaveRecord(str(provenance["save_id"]), groups, group_of, renames, numberings)
+    return SaveRecord(str(provenance["save_id"]), groups, group_of, renames, numberings, unknown)
+
+
+def _known_groups(plain: Iterable[Any]) -> tuple[tuple[Cuts, ...], dict[int, str]]:
+    """Return ways of cutting of plain values; by position, why one is not known, and empty."""
+    groups: list[Cuts] = []
+    unknown = {}
+    for number, group in enumerate(plain):
+        try:
+            groups.append(tuple([cut_of_plain(*cut) for cut in group]))
+        except (TypeError, ValueError) as error:  # a later version's
+            unknown[number] = str(error)
+            groups.append(())
+    return tuple(groups), unknown
 
 
 def rename_of_plain(
