@@ -198,6 +198,7 @@ _DOUBTED = {
     ),
 }
 
+
 def unknown_notes(load: RankLoad) -> list[Fault]:
     """Return a note of the keys that this rank asks for whose cuts the record has in vain."""
     record = load.record
