@@ -38,6 +38,7 @@ from dcp_placements import (
     CheckpointPlacement,
     FusedShard,
     IndexShard,
+    MeshCoordinate,
     PlacementError,
     PlacementRules,
     PlacementSavePlanner,
@@ -530,6 +531,21 @@ SCENES: dict[str, Scene] = {
     "one axis in two places": Scene(
         sharded("fsdp", 4, 6, fsdp=2, ep=2),
         ruled("w", {"ep": Shard(0)}, ep=2, fsdp=2),
+        refused=(
+            "w: has axis ep along other ranks by its own DTensor than by the rule",
+            "its mesh:    (fsdp=2, ep=2) of ranks [[0, 1], [2, 3]]",
+            "the rule's:  (ep=2, fsdp=2) of ranks [[0, 1], [2, 3]]",
+        ),
+    ),
+    "one axis in two places, where no mesh has a table": Scene(
+        sharded("fsdp", 4, 6, fsdp=2, ep=2),
+        lambda rank: PlacementRules(
+            {
+                "w": CheckpointPlacement(
+                    MeshCoordinate(("ep", "fsdp"), (2, 2), divmod(rank, 2)), {"ep": Shard(0)}
+                )
+            }
+        ),
         refused=("w: has axis fsdp with this rank at 0 by its own DTensor, but at 1 by the rule",),
     ),
     "axes that need more ranks than there are": Scene(

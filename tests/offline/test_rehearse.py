@@ -76,10 +76,8 @@ def load_for_real(
                 held = cut(held, [Shard(0)], (axes["ep"],), mesh["ep"].get_coordinate())
                 own = [name for name in fsdp if name != "ep"]
             if own:
-                flat = FakeMesh([axes[name] for name in own], rank=0)
-                at = mesh[own].get_coordinate()
-                position = int(flat.mesh[tuple(at)])
-                one = FakeMesh((flat.size(),), ("+".join(own),), rank=position)
+                ranks = mesh[own].mesh.flatten()
+                one = FakeMesh((len(ranks),), ("+".join(own),), rank=rank, ranks=ranks)
                 made[fqn] = FakeDTensor.distribute(held, one, [Shard(0)])
                 held = made[fqn].to_local()
             else:
