@@ -142,7 +142,7 @@ class LoadReport:
         items: Number of read items.
         missing: Keys that the checkpoint lacks; their values are left unchanged.
         stateless: Parameters that are read, without any optimizer state in the checkpoint; theirs
-            is reset to 0 when the load ends.
+            is reset to its beginning when the load ends.
         unread: Keys of the checkpoint that this rank does not request; other ranks may
             (pipeline stages, experts).
         unasked: Tensors of the checkpoint that no rank requests; on the coordinator only.

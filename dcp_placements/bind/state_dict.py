@@ -36,7 +36,9 @@ from dcp_placements.layout.sharding import Cut, FusedPart, Kind, Sharding
 from dcp_placements.names.flat import Path, RenamedValue, Reshaped
 from dcp_placements.names.numbers import NumberedKey, Numberings, families
 from dcp_placements.names.optimizer_state import (
+    Dims,
     OptimizerStates,
+    followed_dims,
     named_lists,
     parameter_groups,
     unnamed_faults,
@@ -56,7 +58,13 @@ from dcp_placements.names.stacks_and_parts import (
 )
 from dcp_placements.rules.mesh import Axis, mesh_axes, mesh_state
 from dcp_placements.rules.patterns import PlacementRules, Rules, asked, rule_name
-from dcp_placements.rules.placement import CheckpointPlacement, IndexShard, kind_of, shard_dim
+from dcp_placements.rules.placement import (
+    CheckpointPlacement,
+    IndexShard,
+    kind_of,
+    moved_placements,
+    shard_dim,
+)
 
 Piece = tuple[int, int, Sequence[int], Place]
 """A tensor that a rename makes of another one: the number of its row, which replaces ``{}`` in its
@@ -76,8 +84,8 @@ def place(
 ) -> Placing:
     """Bind every tensor of a flat state dict to its place in the checkpoint.
 
-    The rules are never asked about 0-d tensors and non-tensors. Optimizer state with the layout of
-    its parameter takes the parameter's place, unless a rule of its own matches.
+    The rules are never asked about 0-d tensors and non-tensors. Optimizer state follows its
+    parameter dim by dim, unless a rule of its own matches; state of another shape is a replica.
 
     Args:
         state_dict: Flat, as ``rename_keys`` returns it.
@@ -90,6 +98,7 @@ def place(
         has_contents: Whether a save refuses meta tensors.
     """
     faults: list[Fault] = []
+    parameters = _parameters(state_dict, mappings or {}, reshaped)
     # Of flattened state, whose groups name one parameter each, there are no lists to look for.
     if any(fqn.endswith(".params") for fqn in state_dict):
         names_of = None if rename is None else lambda key: fqns_of(rename(key))
@@ -98,11 +107,12 @@ def place(
     # The pattern of a None rule counts as matched, too.
     declared = rules.declared if isinstance(rules, PlacementRules) else ()
     placing = Placing(matched=dict.fromkeys(declared, 0), faults=faults)
-    placer = _Placer(placing, rules, reshaped or Reshaped(), stored)
-    for fqn, value in state_dict.items():
-        placer.add(fqn, value)
-    if any("state." in fqn for fqn in state_dict):
-        placer.let_states_follow(state_dict)
+    placer = _Placer(placing, rules, reshaped or Reshaped(), stored, state_dict)
+    for fqn in state_dict:
+        if fqn not in parameters:
+            placer.add(fqn)
+    for fqn, names in parameters.items():
+        placer.add(fqn, names)
     is_save = stored is None and has_contents
     placing.faults += tensor_faults(placer.locals, placing.placed, is_save=is_save)
     if reshaped:
@@ -134,6 +144,37 @@ def numberings(placing: Placing, numbered: Sequence[NumberedKey]) -> Numberings:
     return families(filter(is_listed, numbered), rows)
 
 
+def _parameters(
+    state_dict: Mapping[str, Any], mappings: Mapping[str, Path], reshaped: Reshaped | None
+) -> dict[str, list[str]]:
+    """Map each tensor of optimizer state to the tensors that its parameter may be.
+
+    A rank's own names say which belong together: a rename may change one and not the other.
+
+    Args:
+        state_dict: Flat, with the names in rules.
+        mappings: The path of each key in the nested dict, which has the rank's own names.
+        reshaped: The values that a rename makes other tensors of; stacks have several names.
+    """
+    if not any("param_groups" in fqn for fqn in state_dict):
+        return {}
+    names, own = {}, {}
+    for fqn, value in state_dict.items():
+        key = ".".join(map(str, mappings[fqn])) if fqn in mappings else fqn
+        names[key], own[key] = fqn, value
+    for fqn, rows in reshaped.rows.items() if reshaped else ():
+        names.update({row.key: fqn for row in rows})
+        own.update({row.key: row.value for row in rows})
+    states = OptimizerStates(own)
+    tensors = [key for key, value in own.items() if _has_dims(value)]
+    owners = {key: state.owner for key in tensors if (state := states.of(key)) is not None}
+    weights = states.weights_of(dict.fromkeys(owners.values()), tensors)
+    found: dict[str, list[str]] = {}
+    for key, owner in owners.items():
+        found.setdefault(names[key], [*dict.fromkeys([names[one] for one in weights[owner]])])
+    return found
+
+
 def _optimizer_faults(placing: Placing, rename: Rename | None) -> list[Fault]:
     """Return the faults of optimizer state that has to follow its parameters, and cannot.
 
@@ -160,6 +201,7 @@ class _Placer:
         rules: The user's.
         reshaped: The values that a rename makes other tensors of.
         stored: The checkpoint's metadata by key on a load; None on a save.
+        values: The state dict, with the names in rules.
         locals: Local tensors by the key of the rules; a stack has several.
     """
 
@@ -167,11 +209,14 @@ class _Placer:
     rules: Rules | None
     reshaped: Reshaped
     stored: Mapping[str, Any] | None
+    values: Mapping[str, Any]
     locals: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     # Most tensors have the layout of another one: by all arguments of the binding.
     _bound: dict[Any, Place] = field(default_factory=dict)
     # By key, the rule that matched and its placement.
     _answers: dict[str, tuple[str, CheckpointPlacement | None]] = field(default_factory=dict)
+    # Of moments of most layers the placement is the same: by that of the parameter and its dims.
+    _of_dims: dict[Any, CheckpointPlacement] = field(default_factory=dict)
     # By stack, the rule's axis that shards each dim of its rows, if any.
     _row_axes: dict[str, tuple[Axis | None, ...]] = field(default_factory=dict)
     # What lies as what it is on this rank, before it becomes something else.
@@ -180,18 +225,23 @@ class _Placer:
     _stacks: dict[Any, Place] = field(default_factory=dict)
     _pieces: dict[Any, list[Piece]] = field(default_factory=dict)
 
-    def add(self, fqn: str, value: Any) -> None:
-        """Bind a value, if it is a tensor and has a place."""
+    def add(self, fqn: str, parameters: Sequence[str] = ()) -> None:
+        """Bind a value, if it is a tensor and has a place.
+
+        Args:
+            fqn: Its name in rules.
+            parameters: The tensors that its parameter may be, if it is optimizer state.
+        """
+        value = self.values[fqn]
         if not (isinstance(value, torch.Tensor) or is_dtensor_like(value)):
             return
         placed, rows_of, before = self.placing.placed, self.reshaped.rows, len(self.locals)
-        if has_hooks(value) and not default_write_items(fqn, value):
-            self.placing.absent.add(fqn)  # as to torch's planners, other ranks have it
-            return
         try:
             placement, rule = (None, None) if self.rules is None else self._ask(fqn, value)
             if has_hooks(value):
                 if placement is None:
+                    if not default_write_items(fqn, value):
+                        self.placing.absent.add(fqn)  # as to torch's planners, other ranks have it
                     return
                 kind = type(value).__name__
                 headline = f"holds a {kind}, which names its chunks itself, and has a rule"
@@ -202,6 +252,14 @@ class _Placer:
                 if is_tensor(row.value) and not has_hooks(row.value):
                     self.locals.append((fqn, facts_of(row.value)[0]))
             listed = listed_place(value) if facts[1] is None and lists_its_chunks(value) else None
+            parameter = None if names_its_chunks(value) else self._leads(fqn, parameters)
+            if parameter is not None:
+                follower = self._following(fqn, facts, parameter)
+                if follower is not None:
+                    placed[fqn] = follower
+                    return
+                # The rule is the parameter's, and a tensor of another shape has none of its dims.
+                placement = rule = None
             if listed is not None and (placement is None or not _declares(placement, listed)):
                 placed[fqn] = Placed(fqn, value, listed)
             elif facts[1] is not None or placement is not None:
@@ -267,48 +325,107 @@ class _Placer:
                 self._bound[key] = place
         return place
 
-    def let_states_follow(self, state_dict: Mapping[str, Any]) -> None:
-        """Give optimizer state with the layout of its parameter the parameter's place.
+    def _leads(self, fqn: str, parameters: Sequence[str]) -> Placed | None:
+        """Return the parameter that optimizer state follows; None where it has its own place.
 
-        If a rule matches the state's own key, the state follows only if the same rule matches the
-        parameter. A plain tensor has its parameter's layout if it has the local shape; a DTensor
-        if it has the shape, mesh and placements.
+        That is so where a rule matches the state's own key and not the parameter: the same rule is
+        the same pattern or, for a callable, an equal placement. Rows follow rows of a stack that
+        has as many, along the same dims.
         """
-        placed = self.placing.placed
-        ruled = any(one.rule is not None for one in placed.values())
-        names = [row.key for rows in self.reshaped.rows.values() for row in rows]
-        states = OptimizerStates(state_dict, names=names)
-        for fqn, value in state_dict.items():
-            if is_dtensor_like(value) and not (ruled and fqn in placed and not placed[fqn].rule):
-                continue
-            state = states.of(fqn) if getattr(value, "shape", ()) else None
-            if state is None or names_its_chunks(value):
-                continue
-            # Of several tensors that the optimizer may call so, the place is not known.
-            places = {
-                one and (one.place.sharding, one.place.chunks): one
-                for one in map(placed.get, states.keys_of(state.parameter))
-            }
-            first = next(iter(places.values()), None)
-            if first is None or len(places) > 1 or not self._may_follow(fqn, first.fqn):
-                continue
-            if _are_alike(value, state_dict[first.fqn]):
-                placed[fqn] = Placed(fqn, facts_of(value)[0], first.place, first.rule)
-                if first.fqn in self._row_axes:
-                    self._row_axes[fqn] = self._row_axes[first.fqn]
-                faults = self.placing.faults
-                self.placing.faults = [fault for fault in faults if fault.fqn != fqn]
+        # Of several tensors that the optimizer may call so, the place is not known.
+        places = {
+            one and (one.place.sharding, one.place.chunks): one
+            for one in map(self.placing.placed.get, parameters)
+        }
+        parameter = next(iter(places.values()), None)
+        if parameter is None or len(places) > 1:
+            return None
+        rows_of, own = self.reshaped.rows, self._answers.get(fqn)
+        names = fqn, parameter.fqn
+        axes = {rows_of[one][0].name.axes if one in rows_of else () for one in names}
+        is_ruled = own is not None and own != self._answers.get(parameter.fqn)
+        return None if is_ruled or len(axes) > 1 else parameter
 
-    def _may_follow(self, fqn: str, parameter: str) -> bool:
-        """Whether no rule matches optimizer state itself, or the rule of its parameter does.
+    def _following(self, fqn: str, facts: Facts, parameter: Placed) -> Placed | None:
+        """Return where optimizer state lies that follows its parameter dim by dim.
 
-        The same rule is the same pattern or, for a callable, an equal placement. Rows follow rows
-        of a stack that has as many, along the same dims.
+        A plain tensor follows the parameter's DTensor, too; a DTensor says itself how it is cut.
+
+        Returns:
+            None where its shape is none of those that follow.
+
+        Raises:
+            CannotPlace: Its shape fits in several ways, which lie differently.
         """
-        rows_of = self.reshaped.rows
-        axes = {rows_of[one][0].name.axes if one in rows_of else () for one in (fqn, parameter)}
-        own = self._answers.get(fqn)
-        return len(axes) == 1 and (own is None or own == self._answers.get(parameter))
+        local, mesh, placements, shape = facts
+        first, other, others, whole = facts_of(self.values[parameter.fqn])
+        is_plain = mesh is None
+        of_parameter = tuple(first.shape if is_plain else whole)
+        ways = followed_dims(tuple(local.shape if is_plain else shape), of_parameter)
+        if lists_its_chunks(self.values[parameter.fqn]):
+            is_same = is_plain and local.shape == first.shape
+            return Placed(fqn, local, parameter.place, parameter.rule) if is_same else None
+        _, placement = self._answers.get(parameter.fqn, ("", None))
+        found: list[tuple[Place | None, tuple[Axis | None, ...]]] = []
+        for dims in ways:
+            if is_plain:
+                mesh, placements = other, others
+                if dims != tuple(range(len(whole))):
+                    placements = moved_placements(others, dims, len(whole))
+                sizes = zip(dims, local.shape, strict=True)
+                shape = torch.Size([n if dim is None else whole[dim] for dim, n in sizes])
+            found.append(self._way(fqn, (local, mesh, placements, shape), placement, dims, whole))
+        places = {place and (place.sharding, place.chunks) for place, _ in found}
+        if len(places) > 1:
+            lost = [set(range(len(whole))).difference(dims).pop() for dims in ways]
+            raise CannotPlace(
+                f"its shape {tuple(shape)} may be that of its parameter, {tuple(whole)}, without "
+                f"dim {' or '.join(map(str, sorted(lost)))}, which are cut differently",
+                "way out:     a rule for this key itself, above that of its parameter",
+            )
+        place, axes = found[0] if found else (None, ())
+        if place is None:
+            return None
+        if fqn in self.reshaped.rows:
+            self._row_axes[fqn] = axes
+        return Placed(fqn, local, place, parameter.rule)
+
+    def _way(
+        self,
+        fqn: str,
+        facts: Facts,
+        placement: CheckpointPlacement | None,
+        dims: Dims,
+        whole: Sequence[int],
+    ) -> tuple[Place | None, tuple[Axis | None, ...]]:
+        """Return where state lies, and the axes of its rows, that follows some dims.
+
+        Args:
+            fqn: Its name in rules.
+            facts: What it says of itself, or its parameter for it.
+            placement: That of the parameter's rule.
+            dims: By dim of the state, the parameter's.
+            whole: The shape of the parameter over its own mesh.
+        """
+        rows: tuple[int, ...] = ()
+        origins, ndim = dims, len(whole)
+        if fqn in self.reshaped.rows:
+            name = self.reshaped.rows[fqn][0].name
+            rows, rows_there = stack_dims(name, facts[3]), stack_dims(name, tuple(whole))
+            ndim += len(rows)
+            rest = [dim for dim in range(ndim) if dim not in rows_there]
+            own = iter([None if dim is None else rest[dim] for dim in dims])
+            at = dict(zip(rows, rows_there, strict=True))
+            origins = tuple([at[i] if i in at else next(own) for i in range(len(dims) + len(at))])
+        if placement is None:
+            return self._bind(facts, None), ()
+        if origins != tuple(range(ndim)):
+            key = placement, origins, ndim
+            if key not in self._of_dims:
+                self._of_dims[key] = placement.of_dims(origins, ndim)
+            placement = self._of_dims[key]
+        axes = _axes_of_rows(placement, name, rows, len(dims)) if rows else ()
+        return self._bind(facts, placement, rows), axes
 
     def reshape(self, state_dict: Mapping[str, Any], mappings: Mapping[str, Path]) -> None:
         """Put what a rename makes of the bound tensors in their place."""
@@ -398,19 +515,6 @@ _OF_ONE = (
     "optimizer state; offline export_safetensors(optimizer=True, rename=) converts it. Without "
     "flatten_optimizer_state_dict=True one lr is that of all parameters of a group"
 )
-
-
-def _are_alike(state: Any, parameter: Any) -> bool:
-    """Whether optimizer state has the layout of its parameter."""
-    local, mesh, placements, shape = facts_of(state)
-    first, other, others, whole = facts_of(parameter)
-    if mesh is None:
-        return local.shape == first.shape
-    is_other = mesh is not other and (other is None or mesh_state(mesh) != mesh_state(other))
-    if shape != whole or is_other:
-        return False
-    # In some versions of torch a _StridedShard equals the Shard of its dim.
-    return [*map(type, placements)] == [*map(type, others)] and placements == others
 
 
 def _has_dims(value: Any) -> bool:

@@ -30,7 +30,7 @@ from collections.abc import (
 )
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, count, takewhile
+from itertools import accumulate, chain, count, takewhile
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint import TensorStorageMetadata
@@ -46,6 +46,7 @@ from dcp_placements.errors import (
     format_names,
     format_numbers,
     format_ranks,
+    near_names,
     numbers_in,
 )
 from dcp_placements.layout.boxes import Boxes, as_array, format_box, tile, uncovered
@@ -54,7 +55,7 @@ from dcp_placements.layout.sharding import Box, Cut, Cuts, Kind, format_cuts
 from dcp_placements.load.missing import Policy
 from dcp_placements.load.reads import RankLoad
 from dcp_placements.names.numbers import Family, Numberings, numbers_of
-from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
+from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.names.renames import FUNCTION, Step, recorded
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.rules.patterns import Matches
@@ -97,6 +98,7 @@ class LoadMessage:
         notes: Declarations that are probably wrong, packed.
         save: Which save wrote the checkpoint that this rank reads; empty where nothing tells.
         has_whole: Whether its planner was given the unsharded model.
+        reset: The optimizers and names of the parameters whose state it resets.
         faults: Why it cannot load, packed; it has no plan then.
     """
 
@@ -112,6 +114,7 @@ class LoadMessage:
     notes: bytes = b""
     save: str = ""
     has_whole: bool = False
+    reset: tuple[tuple[str, str], ...] = ()
     faults: bytes = b""
 
     def with_reader(self) -> LoadMessage:
@@ -553,6 +556,60 @@ def unasked_notes(fqns: Sequence[str], load: RankLoad) -> list[Fault]:
     ]
 
 
+def _renamed_fault(head: str, resets: Mapping[str, Sequence[int]], lost: Sequence[str]) -> Fault:
+    """Return the fault of an optimizer that has state under other names than are asked for.
+
+    Args:
+        head: Its key, with a dot.
+        resets: The parameters whose state is reset, and the ranks that do so.
+        lost: Those whose state no rank asks for.
+    """
+    asked, ranks = next(iter(resets.items()))
+    stored = next(iter(near_names(asked, lost)), lost[0])
+    longer, shorter = sorted((asked.split("."), stored.split(".")), key=len, reverse=True)
+    words = [one for one in longer if [part for part in longer if part != one] == shorter]
+    numbers = [
+        part
+        for at, part in enumerate(longer)
+        if part.isdigit() and longer[:at] + longer[at + 1 :] == shorter
+    ]
+    likely, out = _OTHER_NAMES
+    if numbers:
+        likely, out = _STACKED_WEIGHTS
+    elif words:
+        likely = f"likely:      {words[0]!r}, the name of a wrapper, is in one of them alone"
+        out = f'way out:     rename=Replace("{words[0]}", "") in this load'
+        if len(asked) < len(stored):
+            out = (
+                f"way out:     a rename= that puts {words[0]!r} into this rank's keys of optimizer "
+                "state; or a state dict from get_optimizer_state_dict, which leaves it out, for "
+                "both the save and the load"
+            )
+    return Fault(
+        f"{head}state",
+        "the checkpoint has optimizer state that no rank asks for, and lacks what they ask for: "
+        "it would be reset",
+        (
+            f"asked for:   {format_names([f'{head}state.{one}' for one in resets], _MAX_PARTS)}, "
+            f"first by {format_ranks(ranks)}",
+            f"there are:   {format_names([f'{head}state.{one}' for one in lost], _MAX_PARTS)}",
+            likely,
+            f"{out}; waive={{pattern: reason}}, of the keys that are there, where they are of "
+            "other parameters",
+        ),
+    )
+
+
+_OTHER_NAMES = (
+    "likely:      a rename= that changes the names of weights, and not those of their state",
+    "way out:     a rename= under which the keys of state become those that are there",
+)
+_STACKED_WEIGHTS = (
+    "likely:      one of the two stacked weights and their state, and the other the weights alone",
+    'way out:     a pattern that both match, without the level, as Stack("experts.{}")',
+)
+
+
 def _tensors(stored: Mapping[str, Any], fqns: Collection[str]) -> list[str]:
     """Return those keys of a checkpoint that are tensors."""
     return [fqn for fqn in fqns if isinstance(stored.get(fqn), TensorStorageMetadata)]
@@ -584,7 +641,7 @@ class AllAsked:
     @cached_property
     def states(self) -> OptimizerStates:
         """Which keys of the checkpoint are optimizer state."""
-        return OptimizerStates(dict.fromkeys(self.stored, UNSEEN))
+        return OptimizerStates(self.stored)
 
     def faults(self) -> list[Fault]:
         """Return the parts of wholes that several ranks ask for while no rank asks for others."""
@@ -633,6 +690,55 @@ class AllAsked:
         return [
             fqn for fqn in rest if not (per_rank.get(_level(fqn)[0]) and _level(fqn)[1].isdecimal())
         ]
+
+    def renamed_states(
+        self, resets: Mapping[tuple[str, str], Sequence[int]], unasked: Sequence[str]
+    ) -> Iterator[Fault]:
+        """Yield the optimizers of which ranks reset state, and that have some under other names.
+
+        State that no rank asks for is that of a layer which no rank has. It has lost its parameter
+        where the checkpoint has no weight of that name, or where the ranks do read the weight.
+
+        Args:
+            resets: Head and parameter of the state that is reset, and the ranks that do so.
+            unasked: The tensors of the checkpoint that no rank asks for.
+        """
+        rest, states = set(unasked), self.states
+        heads = {head for head, _ in resets}
+        tensors = _tensors(self.stored, self.stored)
+        of_heads = [
+            (fqn, state)
+            for fqn in tensors
+            if (state := states.of(fqn)) is not None and state.head in heads
+        ]
+        # Of nested state the name of the parameter is a beginning.
+        names = {
+            state.owner: [*accumulate(state.parameter.split("."), "{}.{}".format)][::-1]
+            for _, state in of_heads
+        }
+        owners = {(head, name) for (head, _), some in names.items() for name in some}
+        weights = states.weights_of(owners, [fqn for fqn in tensors if states.of(fqn) is None])
+        keys_of = {
+            (head, of): next(filter(None, [weights[head, name] for name in some]), [])
+            for (head, of), some in names.items()
+        }
+        for head in sorted(heads):
+            mine = [(fqn, state.owner) for fqn, state in of_heads if state.head == head]
+            # Without its weights, an optimizer's state is all asked for, or has other names; of
+            # some ranks it may be that of others.
+            is_alone = all(rest.issuperset(keys_of[owner]) for _, owner in mine)
+            if is_alone and not self.complete and any(fqn not in rest for fqn, _ in mine):
+                continue
+            lost = dict.fromkeys(
+                owner[1]
+                for fqn, owner in mine
+                if fqn in rest
+                and not self.policy.excuses(fqn)
+                and (is_alone or not keys_of[owner] or not rest.issuperset(keys_of[owner]))
+            )
+            if lost:
+                reset = {name: ranks for (one, name), ranks in resets.items() if one == head}
+                yield _renamed_fault(head, reset, list(lost))
 
     def _renames_on(self, parts: Mapping[frozenset[int], Sequence[int]]) -> str:
         """Return the renames that are in force on the ranks with some parts, as text."""

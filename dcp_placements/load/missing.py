@@ -1,22 +1,23 @@
 """Keys that the checkpoint lacks: which a load accepts, what refuses the others, what is reset.
 
-A parameter that was never stepped before the save has no optimizer state in the checkpoint. Where
-the optimizer of the load has stepped it since (a rollback in the same process), its moments are of
-another history than its weights: none of its state may stay, neither a moment nor a step count. It
-is 0 once all that is read has been read; a load that fails has reset nothing.
+A parameter that was never stepped before the save has no optimizer state in the checkpoint. What
+the state dict has of it is of another history than the weights, or of the dummy step by which torch
+makes a state dict: neither a moment nor a step count may stay. All optimizer state that is not read
+becomes what it is before a first step, once all that is read has been read; a load that fails has
+reset nothing.
 
 A rank asks for ``w`` and its moments, ``new`` and ``rng.3``, of which the checkpoint has ``w``::
 
     missing  ("rng.3",)                    optional=["rng.*"]
-    reset    {"exp_avg.w": "w", ...}       no state of w at all
+    reset    {"exp_avg.w": Reset("w")}     no state of w at all
     faults   new: the checkpoint lacks this key
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,8 @@ from torch.distributed.checkpoint import TensorStorageMetadata
 
 from dcp_placements._torch import has_hooks, is_dtensor_like
 from dcp_placements.errors import Fault, folded, format_names, near_names
-from dcp_placements.names.optimizer_state import possible_parameters
+from dcp_placements.load.birth import reset_of
+from dcp_placements.names.optimizer_state import parameter_groups, possible_parameters
 from dcp_placements.rules.patterns import matches_any
 
 if TYPE_CHECKING:
@@ -64,46 +66,52 @@ class Policy:
 def settle_missing(load: RankLoad, missing: Sequence[str]) -> None:
     """Accept or refuse every key that the checkpoint lacks.
 
-    State must not outlive the weights that it belongs to, but weights that stay keep theirs.
-
     Args:
         load: What the rank reads; takes in faults, notes, what keeps its value and what is
             reset.
         missing: The keys.
     """
     states, policy = load.states, load.policy
-    of_parameter: dict[str, list[str]] = {}
+    keys_of: dict[tuple[str, str], list[str]] = {}
     for fqn in load.state_dict:
         if (state := states.of(fqn)) is not None:
-            of_parameter.setdefault(state.group, []).append(fqn)
-    lacking = set(missing)
-    stateless = {group for group, keys in of_parameter.items() if lacking.issuperset(keys)}
-    if stateless and len(stateless) == len(of_parameter):
-        stateless = _never_stepped(load, missing)
+            keys_of.setdefault(state.owner, []).append(fqn)
+    weights = states.weights_of(
+        keys_of, [fqn for fqn, value in load.state_dict.items() if is_tensor(value)]
+    )
+    saved = parameter_groups(load.stored)
     kept: list[str] = []
     unknown: list[str] = []
+    unborn: list[str] = []
     for fqn in missing:
         state = states.of(fqn)
-        keys = [] if state is None else of_parameter[state.group]
+        if state is None:
+            (kept if policy.is_optional(fqn) or policy.partial else unknown).append(fqn)
+            continue
+        keys, parameters = keys_of[state.owner], weights[state.owner]
         is_part = any(key in load.stored for key in keys)
-        if state is not None and state.group in stateless:
-            weights = _weights(load, state.parameter)
-            stays = bool(weights) and not any(key in load.stored for key in weights)
-            if stays or policy.is_optional(fqn):
-                kept.append(fqn)
-            else:
-                load.to_reset[fqn] = state.parameter
-        elif policy.is_optional(fqn) or (policy.partial and not is_part):
-            kept.append(fqn)
-        elif is_part:
+        stays = bool(parameters) and not any(key in load.stored for key in parameters)
+        is_left = policy.is_optional(fqn) or stays
+        if is_part and not policy.is_optional(fqn):
             load.faults.append(_part_of_state(fqn, keys, load.stored))
-        else:
+        elif not is_left and not policy.partial and state.head not in saved:
             unknown.append(fqn)
-    load.faults += _unknown_keys(load, unknown)
+        else:
+            value = load.state_dict[fqn]
+            groups = load.placing.groups
+            reset = reset_of(state, value, load.state_dict, groups, parameters, load.tensors)
+            if reset is not None:
+                load.to_reset[fqn] = replace(reset, stays_if_stepped=stays)
+            elif not is_left:
+                unborn.append(fqn)
+            if is_left:
+                kept.append(fqn)
+    load.faults += [*_unknown_keys(load, unknown), *map(_unborn_fault, unborn)]
     load.report.missing = tuple(kept)
-    load.report.stateless = tuple(dict.fromkeys(load.to_reset.values()))
+    of_weights = [one.parameter for one in load.to_reset.values() if not one.stays_if_stepped]
+    load.report.stateless = tuple(dict.fromkeys(of_weights))
     if kept and load.groups:
-        load.notes += _no_tensor(load) or _namesakes(load, kept)
+        load.notes += _no_tensor(load) or [*_namesakes(load, kept), *_left_weights(load, kept)]
     elif kept and not load.faults:
         count = len(load.state_dict)
         headline = f"none of the {count} keys is in the checkpoint: nothing would be loaded"
@@ -111,33 +119,54 @@ def settle_missing(load: RankLoad, missing: Sequence[str]) -> None:
         load.faults.append(Fault("state dict", headline, details))
 
 
-def _never_stepped(load: RankLoad, missing: Sequence[str]) -> set[str]:
-    """Return the state that is missing for lack of a step, on a rank that finds none at all.
+def _unborn_fault(fqn: str) -> Fault:
+    return Fault(
+        fqn,
+        "the checkpoint has no optimizer state of this parameter, and what this state is before a "
+        "first step is not known",
+        (
+            "reason:      what the state dict has here is of another history than the weights, or "
+            "of a step that torch makes for a state dict",
+            "way out:     optional=[pattern] keeps what the state dict has, as where the optimizer "
+            "is new and has not stepped; or leave the key out, and let the optimizer make it",
+        ),
+    )
 
-    The weights are read, and the checkpoint has state of the same optimizer, all of other ranks'
-    parameters: so the names are right, and it was saved. State of a parameter that this rank asks
-    for has another name here; so has that of a parameter that the checkpoint lacks.
+
+def _left_weights(load: RankLoad, kept: Sequence[str]) -> list[Fault]:
+    """Return the note that weights which ``optional=`` allows to be missing are as they were.
+
+    Declared twice, by a partial load as well, or waived, it is on purpose; and so is a level of the
+    nested state dict that is left as a whole, as that of an average.
     """
-    states = load.states
-    is_of_others: dict[str, bool] = {}
-    for state in filter(None, map(states.of, load.stored)):
-        keys, head = states.keys_of(state.parameter), state.group.removesuffix(state.parameter)
-        is_other = bool(keys) and load.state_dict.keys().isdisjoint(keys)
-        is_of_others[head] = is_of_others.get(head, True) and is_other
-    return {
-        state.group
-        for state in filter(None, map(states.of, missing))
-        if is_of_others.get(state.group.removesuffix(state.parameter))
-        and any(key in load.stored for key in _weights(load, state.parameter))
-    }
+    policy, levels = load.policy, load.original_state_dict
 
+    def level_of(fqn: str) -> str:
+        first = str(load.mappings.get(fqn, (fqn,))[0])
+        return first if isinstance(levels.get(first), Mapping) else ""
 
-def _weights(load: RankLoad, parameter: str) -> list[str]:
-    """Return the keys of a parameter that are asked for; none by an optimizer loaded alone."""
-    asked = [key for key in load.states.keys_of(parameter) if key in load.state_dict]
-    # Of a parameter ``w``, ``model.w`` is a key, and ``model.block.w`` that of another one.
-    depth = min((key.count(".") for key in asked), default=0)
-    return [key for key in asked if key.count(".") == depth]
+    def weights(fqns: Iterable[str]) -> list[str]:
+        return [
+            fqn for fqn in fqns if is_weight(load.state_dict[fqn]) and load.states.of(fqn) is None
+        ]
+
+    left = weights([fqn for fqn in kept if policy.is_optional(fqn) and not policy.waives(fqn)])
+    if left and not policy.partial:
+        read = set(map(level_of, weights(filter(load.stored.__contains__, load.state_dict))))
+        left = [fqn for fqn in left if level_of(fqn) in read]
+    if not left or policy.partial:
+        return []
+    return [
+        Fault(
+            format_names(folded(left), 6),
+            "not in the checkpoint: left as it was, as optional= allows",
+            (
+                "likely:      new weights; or a head that the checkpoint ties to its embedding, "
+                "with random numbers here",
+                "way out:     waive={pattern: reason} where they are new on purpose",
+            ),
+        )
+    ]
 
 
 def _no_tensor(load: RankLoad) -> list[Fault]:
@@ -269,7 +298,7 @@ def _unknown_keys(load: RankLoad, missing: Sequence[str]) -> Iterator[Fault]:
 
 _STATE_NOTE = (
     "note:        of optimizer state, that of some parameters may be missing, but not of all; it "
-    "is known by its parameter, or by param_groups. Both sides need the same "
+    "is known by param_groups. Both sides need the same "
     "flatten_optimizer_state_dict= in get_state_dict"
 )
 _NEW_PARAMETER = (
@@ -316,13 +345,19 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or has_hooks(value) or is_dtensor_like(value)
 
 
+def is_weight(value: Any) -> bool:
+    """Whether a value may be a weight: a tensor of fractions, with dims."""
+    dtype = getattr(value, "dtype", None)
+    return is_tensor(value) and len(value.shape) > 0 and bool(dtype and dtype.is_floating_point)
+
+
 def reset_note(parameters: Sequence[str]) -> Fault:
-    """Return the note of parameters whose state was other than 0, and is 0 now."""
+    """Return the note of parameters that were stepped, and whose state was reset."""
     count = len(parameters)
     return Fault(
         "optimizer state",
-        f"that of {count} parameter{'' if count == 1 else 's'} was reset to 0: the checkpoint has "
-        "none",
+        f"that of {count} parameter{'' if count == 1 else 's'} was reset to its beginning: the "
+        "checkpoint has none",
         (
             f"parameters:  {format_names(parameters, 6)}",
             "likely:      they were stepped for the first time after the checkpoint was saved",

@@ -120,8 +120,8 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             and the like, or any function of a key, which may return a ``Row``, ``Rows`` or
             ``Parts``.
         optional: Patterns of keys that the checkpoint may lack; they keep their values. All
-            optimizer state of a parameter may always be missing (it was never stepped): it is
-            reset to 0 once all is read, unless the parameter is missing, too.
+            optimizer state of a parameter may always be missing (it was never stepped): once all is
+            read, it is reset to what it is before a first step.
         cast: What to do where the checkpoint's dtype is wider than the tensor's: ``"error"``,
             ``"warn"`` or ``"allow"``. Float into int is always an error.
         waive: ``{pattern: reason}`` of keys whose lint warnings, or differences from the save, are
@@ -226,7 +226,6 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         """Return a new load of a flat state dict, of which this rank's keys are renamed."""
         load = self._runs.begin()
         load.state_dict, load.mappings, load.metadata = state_dict, mappings, metadata
-        load.local_keys = list(state_dict)
         if self.rename is not None:
             renamed = rename_keys(state_dict, mappings, self.rename)
             load.refusal = renamed.faults
@@ -283,7 +282,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         notes += doubt_notes(load)
         notes += unknown_notes(load)
         load.report.warnings += tuple(map(str, notes))
-        message = replace(message, notes=packed_faults(notes) if notes else b"")
+        message = replace(
+            message, notes=packed_faults(notes) if notes else b"", reset=load.unexcused_resets()
+        )
         if world_size() > 1 or has_whole:
             message = replace(
                 message,
@@ -370,11 +371,18 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         faults += asked.faults()
         if not complete:
             faults += unnumbered_rows(load, self.rename)
+        resets: dict[tuple[str, str], list[int]] = {}
+        for message in messages:
+            for owner in message.reset:
+                resets.setdefault(owner, []).append(message.rank)
+        unasked = asked.unasked(load.state_dict) if resets or load.report.unread else []
+        if resets:
+            faults += asked.renamed_states(resets, unasked)
         if faults:
             raise_faults("the ranks do not ask for what was saved", [*faults, *mistakes])
         # Of what a rank asks for that is alone, it knows all.
         if report.unread and complete:
-            report.unasked = tuple(asked.unasked(load.state_dict))
+            report.unasked = tuple(unasked)
             mistakes += unasked_notes(report.unasked, load)
         if mistakes:
             load.warn(mistakes)
@@ -429,10 +437,10 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         # That reader, which an exchange needs, tells when it has compared the files, too: later
         # than the last item.
         is_told = type(files) is not dict or load.exchange is not None
-        if not is_told and (load.tied or load.to_reset):
+        if not is_told and (load.tied or load.to_reset or load.numbers):
             load.unread = len(final)
             if not final:
-                load.reset()
+                load.end()
         return final
 
     def _with_ids(self, load: RankLoad, items: list[ReadItem]) -> list[ReadItem]:
@@ -571,4 +579,4 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             load.exchange.finish(error, lookup, load.report)
         elif error is not None:
             raise error
-        load.reset()
+        load.end()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -48,9 +48,10 @@ from dcp_placements.layout.boxes import (
     uncovered,
 )
 from dcp_placements.layout.sharding import Box, format_cuts
+from dcp_placements.load.birth import STEP, Reset, as_number, copy_of
 from dcp_placements.load.casting import cast_fault, cast_kind, format_cast, quantized_fault
 from dcp_placements.load.missing import Policy, is_tensor, reset_note, settle_missing
-from dcp_placements.names.flat import Path, Reshaped, put_at
+from dcp_placements.names.flat import Path, Reshaped, put_at, value_at
 from dcp_placements.names.numbers import NumberedKey
 from dcp_placements.names.optimizer_state import OptimizerStates, ParameterNames
 from dcp_placements.names.scales import scale_of
@@ -188,6 +189,11 @@ class ReadGroup:
         )
 
 
+def _is_scalar(value: Any) -> bool:
+    """Whether a value is a tensor without dims."""
+    return is_tensor(value) and not has_hooks(value) and not value.shape
+
+
 LOOK = "look at this load"
 """Begins a warning."""
 
@@ -202,7 +208,6 @@ class RankLoad:
         mappings: Where each key stands in the nested dict.
         metadata: The checkpoint's.
         stored: Of that, what it has of each key.
-        local_keys: The rank's own keys.
         is_coordinator: Whether this rank is the coordinator.
         refusal: Why the rank cannot load; the coordinator raises it for all ranks.
         reshaped: What a rename makes other tensors of.
@@ -213,8 +218,8 @@ class RankLoad:
         policy: What is accepted.
         record: How the checkpoint was saved; None where it has no record of that.
         groups: The keys that the checkpoint has, by what fills them.
-        to_reset: By optimizer state key that is reset when all is read, the parameter, which has no
-            state in the checkpoint at all.
+        to_reset: By key of optimizer state that is reset when all is read, to what.
+        numbers: By key of a number that is read as a tensor, the number that it is here.
         faults: What cannot be filled, or would be filled wrongly.
         notes: What is accepted with a warning.
         tied: The keys that overlap in memory, each with all that it overlaps.
@@ -230,7 +235,6 @@ class RankLoad:
     mappings: dict[str, Path] = field(default_factory=dict)
     metadata: Metadata = field(default_factory=lambda: Metadata({}))
     stored: Mapping[str, Any] = field(default_factory=dict)
-    local_keys: list[str] = field(default_factory=list)
     is_coordinator: bool = False
     refusal: Sequence[Fault] = ()
     reshaped: Reshaped | None = None
@@ -240,7 +244,8 @@ class RankLoad:
     policy: Policy = field(default_factory=Policy)
     record: SaveRecord | None = None
     groups: list[ReadGroup] = field(default_factory=list)
-    to_reset: dict[str, str] = field(default_factory=dict)
+    to_reset: dict[str, Reset] = field(default_factory=dict)
+    numbers: dict[str, int | float] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     notes: list[Fault] = field(default_factory=list)
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -257,7 +262,7 @@ class RankLoad:
     @cached_property
     def states(self) -> OptimizerStates:
         """Which keys are optimizer state; asked once all keys have their names."""
-        return OptimizerStates(self.state_dict, self.stored, names=self.local_keys)
+        return OptimizerStates(self.state_dict, self.stored)
 
     def plan(self, placing: Placing, policy: Policy) -> None:
         """Plan what is read of the tensors that have places, and of all other values.
@@ -282,7 +287,7 @@ class RankLoad:
         """Put the keys into groups; return those that are missing, and those that lose digits."""
         missing: list[str] = []
         narrowed: list[str] = []
-        report, casts, padded = self.report, {}, {}
+        report, casts, padded = self.report, self._number_casts(), {}
         placed_of, absent = self.placing.placed, self.placing.absent
         # Most tensors are filled as the last one of their place and dtype.
         latest: dict[Any, ReadGroup] = {}
@@ -331,11 +336,31 @@ class RankLoad:
             report.unread = tuple([fqn for fqn in self.stored if fqn not in self.state_dict])
         return missing, narrowed
 
+    def _number_casts(self) -> dict[str, str]:
+        """Return how numbers are read that are tensors without dims on one side alone.
+
+        As an optimizer's ``lr`` and ``step`` are, by its options. A number is read as a tensor, and
+        put in its place at the end.
+        """
+        casts = {}
+        for fqn, value in self.state_dict.items():
+            entry, kind = self.stored.get(fqn), type(value)
+            if not isinstance(entry, TensorStorageMetadata):
+                if entry is not None and _is_scalar(value):
+                    casts[fqn] = f"number -> {value.dtype} tensor".replace("torch.", "")
+            elif kind in (int, float) and not entry.size:
+                dtype = entry.properties.dtype
+                self.numbers[fqn], self.state_dict[fqn] = value, torch.empty((), dtype=dtype)
+                casts[fqn] = f"{dtype} tensor -> {kind.__name__}".removeprefix("torch.")
+        return casts
+
     def _object_group(
         self, fqn: str, value: Any, placed: Placed | None, entry: Any
     ) -> ReadGroup | None:
         """Return the group of an object; None where one side has a tensor, which is a fault."""
         has_tensor = placed is not None or is_tensor(value)
+        if _is_scalar(value) and not isinstance(entry, TensorStorageMetadata):
+            return ReadGroup(entry)
         if not has_tensor and not isinstance(entry, TensorStorageMetadata):
             return ReadGroup(entry)
         if not has_tensor:
@@ -468,6 +493,16 @@ class RankLoad:
             held.values += map(placed_of.get, fqns)
         return as_holding([list(table.values()) for table in tables.values()], {})
 
+    def unexcused_resets(self) -> tuple[tuple[str, str], ...]:
+        """Return optimizer and name of the parameters that are read, and whose state is reset."""
+        fqns = [
+            fqn
+            for fqn, reset in self.to_reset.items()
+            if not (reset.stays_if_stepped or self.policy.excuses(fqn))
+        ]
+        states = filter(None, map(self.states.of, fqns))
+        return tuple(dict.fromkeys([state.owner for state in states]))
+
     def destinations(self) -> list[tuple[str, torch.Tensor]]:
         """Return the tensors that are read into or reset, by key; some keys have several."""
         read = [fqn for group in self.groups if group.reads is not None for fqn in group.fqns]
@@ -499,8 +534,30 @@ class RankLoad:
 
     def take_object(self, fqn: str, value: Any) -> None:
         """Put an object that was read into its place, but for names of parameters."""
-        if not isinstance(self.state_dict[fqn], ParameterNames):
+        if isinstance(self.state_dict[fqn], ParameterNames):
+            return
+        if _is_scalar(self.state_dict[fqn]):
+            self._fill(fqn, value)
+        else:
             put_at(self.original_state_dict, self.mappings[fqn], value)
+
+    def _fill(self, fqn: str, value: Any) -> None:
+        """Put a number that was read as an object into a tensor without dims.
+
+        Raises:
+            PlacementError: It is no number, or a fraction where the tensor has integers.
+        """
+        dtype = self.state_dict[fqn].dtype
+        is_number = type(value) in (int, float)
+        is_whole = is_number and float(value).is_integer()
+        if not is_number or not (is_whole or dtype.is_floating_point or dtype.is_complex):
+            headline = f"the checkpoint holds {value!r:.80}, but the state dict a {dtype} tensor"
+            way_out = (
+                "way out:     a value of that kind under this key; or another name for this one"
+            )
+            raise_faults("a number cannot be loaded", [Fault(fqn, headline, (way_out,))])
+        for tensor in self.tensors(fqn):
+            tensor.detach().fill_(value)
 
     def end_read(self) -> None:
         """Take in that an item was read; readers may call from several threads."""
@@ -509,34 +566,80 @@ class RankLoad:
             is_last = not self.unread
         if is_last:
             settle_tied(self.buffered, self.tied)
-            self.reset()
+            self.end()
 
-    def reset(self) -> None:
-        """Reset the optimizer state that the checkpoint lacks of parameters that were read.
+    def end(self) -> None:
+        """Put numbers that were read as tensors in their place, and reset what was not read.
 
         Memory that was read under another key, as that of tied parameters or of one ``step`` for
         all, keeps what was read.
         """
-        reset, self.to_reset = self.to_reset, {}
-        used: dict[str, None] = {}
-        shared: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        for fqn, parameter in reset.items():
-            value = self.state_dict[fqn]
-            if isinstance(value, int | float):
-                put_at(self.original_state_dict, self.mappings.get(fqn, (fqn,)), type(value)(0))
-            for tensor in map(torch.Tensor.detach, self.tensors(fqn)):
-                # A fresh optimizer may have counted a step, and has moments of 0.
-                if fqn.rpartition(".")[2] != "step":
-                    if fqn in self.tied:
-                        shared.append((parameter, tensor, tensor.clone()))
-                    elif tensor.any():
-                        used[parameter] = None
-                tensor.zero_()
-        if reset:
-            land(self.buffered)
-        used |= {one: None for one, tensor, before in shared if not torch.equal(tensor, before)}
+        numbers, self.numbers = self.numbers, {}
+        for fqn, like in numbers.items():
+            number = as_number(self.state_dict[fqn].item(), like)
+            put_at(self.original_state_dict, self.mappings.get(fqn, (fqn,)), number)
+        resets, self.to_reset = self.to_reset, {}
+        if not resets:
+            return
+        stepped = dict.fromkeys(self._stepped(resets))
+        resets = {
+            fqn: one
+            for fqn, one in resets.items()
+            if not (one.stays_if_stepped and one.parameter in stepped)
+        }
+        used = {one.parameter: None for one in resets.values() if one.parameter in stepped}
+        tied = [fqn for fqn in resets if fqn in self.tied]
+        before = {fqn: [one.clone() for one in self.tensors(fqn)] for fqn in tied}
+        for fqn, reset in resets.items():
+            self._reset(fqn, reset)
+        land(self.buffered)
+        for fqn, values in before.items():
+            if not all(map(torch.equal, values, self.tensors(fqn))):
+                used[resets[fqn].parameter] = None
         if used:
             self.warn([reset_note(list(used))])
+
+    def _stepped(self, resets: Mapping[str, Reset]) -> Iterator[str]:
+        """Yield the parameters that were stepped on this rank, so that a reset loses something.
+
+        A fresh optimizer may have counted a step, by which its moments are no longer 0 where
+        weights decay; one that counts none has moments of 0.
+        """
+        fqns_of: dict[str, list[str]] = {}
+        for fqn, reset in resets.items():
+            if fqn not in self.tied:
+                fqns_of.setdefault(reset.parameter, []).append(fqn)
+        for parameter, fqns in fqns_of.items():
+            counts = [fqn for fqn in fqns if fqn.endswith(f".{STEP}")]
+            moments = [fqn for fqn in fqns if resets[fqn].is_zero and not counts]
+            held = [self.state_dict[fqn] for fqn in counts]
+            steps = [torch.tensor(one) for one in held if isinstance(one, int | float)]
+            steps += [one for fqn in counts for one in self.tensors(fqn)]
+            values = [one for fqn in moments for one in self.tensors(fqn)]
+            if any(bool(((one != 0) & (one != 1)).any()) for one in steps) or any(
+                bool(one.any()) for one in values
+            ):
+                yield parameter
+
+    def _reset(self, fqn: str, reset: Reset) -> None:
+        """Set optimizer state to what it is before a first step."""
+        value, number = self.state_dict[fqn], reset.value
+        if reset.option is not None:
+            held = self.state_dict[reset.option]
+            if not isinstance(held, torch.Tensor):
+                held = value_at(self.original_state_dict, self.mappings[reset.option])
+            number = float(held)
+        if isinstance(value, int | float):
+            path = self.mappings.get(fqn, (fqn,))
+            put_at(self.original_state_dict, path, as_number(number, value))
+        for at, tensor in enumerate(map(torch.Tensor.detach, self.tensors(fqn))):
+            if reset.weight is not None:
+                weight = self.tensors(reset.weight)[at].detach()
+                tensor.copy_(copy_of(weight, tensor, reset.stride))
+            elif reset.option is not None and tensor.is_complex():
+                tensor.fill_(complex(number, number))
+            else:
+                tensor.fill_(number)
 
 
 MAX_KEYS = 6

@@ -1,20 +1,22 @@
-"""Which keys are optimizer state, and of which parameter.
+"""Which keys are optimizer state, of which parameter, and which of its dims a state follows.
 
-Every form that torch produces is ``<head>.state.<parameter>.<name>``, nested or flattened, with
-hyperparameters in ``<head>.param_groups.<parameter>.<name>`` or, nested, in
-``<head>.param_groups.<number>.<name>``, of which ``params`` lists the parameters. But a model may
-have the key ``state`` as well, or a module of that name, so the word alone proves nothing: a key is
-optimizer state if its parameter is among the keys, or if there are parameter groups of the same
-head.
+Optimizer state is what ``param_groups`` names, in both of torch's forms: nested, where the list
+``<head>.param_groups.<number>.params`` has the parameters, and flattened, where the key
+``<head>.param_groups.<parameter>.<option>`` has one of them. State is ``<head>.state.<parameter>.``
+and a name. A model may have a module ``state`` as well: without parameter groups of the same head,
+or where they do not name the parameter, a key is no state.
+
+Two ep ranks with an expert of (4, 3) each, trained by torch's Adafactor::
+
+    optim.param_groups.0.params    ["experts.w"]
+    optim.state.experts.w.step     State("optim.", "experts.w", "step")
+    optim.state.experts.w.row_var  (4, 1): dim 0 follows dim 0 of the weight, dim 1 is reduced
 """
 
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dcp_placements.errors import Fault
@@ -57,10 +59,6 @@ def followed_dims(state: Shape, parameter: Shape) -> tuple[Dims, ...]:
     return tuple([one for one in kept if state == tuple([parameter[dim] for dim in one])])
 
 
-UNSEEN: Any = object()
-"""A tensor of unknown shape."""
-
-
 def possible_parameters(fqn: str) -> list[str]:
     """Return the parameters that a key may belong to if it is optimizer state.
 
@@ -76,143 +74,27 @@ def possible_parameters(fqn: str) -> list[str]:
 
 
 class State(NamedTuple):
-    """The parameter of an optimizer state key.
+    """What a key of optimizer state says.
 
     Attributes:
-        parameter: Its name in the optimizer.
-        group: The common prefix of the keys of its state, up to and with the parameter.
+        head: The key of its optimizer, with a dot; empty where it stands in no level.
+        parameter: The name of its parameter in the optimizer.
+        name: What it is, as ``exp_avg``.
     """
 
+    head: str
     parameter: str
-    group: str
+    name: str
 
+    @property
+    def owner(self) -> tuple[str, str]:
+        """The parameter, of this optimizer."""
+        return self.head, self.parameter
 
-class OptimizerStates:
-    """Which keys are optimizer state, by the other keys.
-
-    ``<head>.state.<parameter>.<name>`` is state if a tensor's key is ``<parameter>`` or ends in
-    it, and the group can be state of that tensor: it has a tensor of as many dims (of the same
-    shape, if both are whole or both are local), or a ``step``, or nothing with dims. Without such a
-    tensor (an optimizer that is saved alone), it is state if there is ``<head>.param_groups`` that
-    names the parameter or names none.
-
-    >>> held = {"model.w": UNSEEN, "optim.state.w.exp_avg": UNSEEN}
-    >>> OptimizerStates(held).of("optim.state.w.exp_avg")
-    State(parameter='w', group='optim.state.w')
-    >>> OptimizerStates({"state.model.0.w": UNSEEN}).of("state.model.0.w")
-
-    Args:
-        held: Flat state dicts, or the metadata of a checkpoint: values by key.
-        names: Further names of parameters, such as this rank's own if keys are renamed.
-    """
-
-    def __init__(self, *held: Mapping[str, Any], names: Iterable[str] = ()) -> None:
-        self._held = held
-        self._names = names
-        self._states: dict[str, State | None] = {}
-
-    def of(self, fqn: str) -> State | None:
-        """Return the parameter that a key is optimizer state of; None if it is not state."""
-        parent = fqn.rpartition(".")[0]
-        if "state." not in parent:
-            return None
-        if parent not in self._states:
-            self._states[parent] = self._state(parent, self._parameters)
-        return self._states[parent]
-
-    def keys_of(self, parameter: str) -> list[str]:
-        """Return the keys of the tensors that an optimizer may call ``parameter``."""
-        return [key for key in _ending_in(self._parameters, parameter) if key in self._values]
-
-    # What is searched; not needed where no key has ``state`` in it.
-
-    @cached_property
-    def _values(self) -> dict[str, Any]:
-        return {fqn: value for held in reversed(self._held) for fqn, value in held.items()}
-
-    @cached_property
-    def _possible(self) -> list[str]:
-        """Keys that may be state, sorted."""
-        return sorted([fqn for fqn in self._values if "state." in fqn and _POSSIBLE.search(fqn)])
-
-    @cached_property
-    def _groups(self) -> dict[str, set[str]]:
-        groups = parameter_groups(self._values)
-        return {head: set(map(str, names)) for head, names in groups.items()}
-
-    @cached_property
-    def _parameters(self) -> list[str]:
-        """Names of tensors that may have state, reversed: those with one ending are adjacent."""
-        tensors = {fqn for fqn, value in self._values.items() if _is_tensor(value)}
-        parameters = {*self._names, *tensors.difference(self._possible)}
-        others = tensors.intersection(self._possible)
-        # A key that is not state of these is a parameter: of a model under a key ``state``.
-        first = _reversed(parameters)
-        parents = {fqn.rpartition(".")[0] for fqn in others}
-        states = {parent for parent in parents if self._state(parent, first)}
-        parameters.update(fqn for fqn in others if fqn.rpartition(".")[0] not in states)
-        return _reversed(parameters)
-
-    def _state(self, parent: str, parameters: list[str]) -> State | None:
-        """Return the parameter of a key of optimizer state without its last component."""
-        for match in _STATE.finditer(parent):
-            named = self._groups.get(parent[: match.start()])
-            runs = list(accumulate(parent[match.end() :].split("."), "{}.{}".format))[::-1]
-            for run in runs:
-                group = parent[: match.end()] + run
-                keys = _ending_in(parameters, run)
-                if (named and run in named) or (keys and self._can_be_of(group, keys)):
-                    return State(run, group)
-            if named is not None and not named:
-                return State(runs[0], parent)
-        return None
-
-    def _can_be_of(self, group: str, keys: list[str]) -> bool:
-        """Whether the state in a group can be that of one of some parameters."""
-        members = [self._values[fqn] for fqn in _below(self._possible, group)]
-        tensors = [value for value in members if _is_tensor(value) and _shape(value) != ()]
-        step = f"{group}.step"
-        if not tensors or (step in self._values and not _shape(self._values[step])):
-            return True
-        parameters = [self._values.get(key, UNSEEN) for key in keys]
-        return any(_may_be_of(one, other) for other in parameters for one in tensors)
-
-
-def _reversed(names: Iterable[str]) -> list[str]:
-    return sorted([f".{name}"[::-1] for name in names])
-
-
-def _ending_in(reversed_names: list[str], parameter: str) -> list[str]:
-    """Return the names that equal this one or end in it."""
-    return [name[-2::-1] for name in _below(reversed_names, parameter[::-1])]
-
-
-def _below(names: list[str], head: str) -> list[str]:
-    """Return the names of a sorted list that begin with ``head.``."""
-    # "/" is the character after ".".
-    return names[bisect_left(names, f"{head}.") : bisect_left(names, f"{head}/")]
-
-
-def _is_tensor(value: Any) -> bool:
-    """Whether a value is a tensor, or the metadata of one."""
-    return value is UNSEEN or hasattr(value, "shape") or hasattr(value, "chunks")
-
-
-def _shape(value: Any) -> tuple[int, ...] | None:
-    """Return the shape of a tensor or of its metadata; None if unknown."""
-    shape = getattr(value, "size" if hasattr(value, "chunks") else "shape", None)
-    return None if shape is None else tuple(shape)
-
-
-def _may_be_of(tensor: Any, parameter: Any) -> bool:
-    """Whether a tensor can be state of a parameter, by its shape."""
-    one, other = _shape(tensor), _shape(parameter)
-    if one is None or other is None:
-        return True
-    # Two shapes are comparable if both are whole, or both local.
-    if all(hasattr(tensor, kind) == hasattr(parameter, kind) for kind in ("chunks", "placements")):
-        return one == other
-    return len(one) == len(other)
+    @property
+    def key(self) -> str:
+        """The key that says so."""
+        return f"{self.head}state.{self.parameter}.{self.name}"
 
 
 Groups = dict[str, dict[str | int, str]]
@@ -225,6 +107,9 @@ def parameter_groups(values: Mapping[str, Any]) -> Groups:
 
     >>> parameter_groups({"optim.param_groups.0.params": ["w"], "optim.param_groups.b.lr": 0.1})
     {'optim.': {'w': 'optim.param_groups.0.params', 'b': 'optim.param_groups.b.lr'}}
+
+    Args:
+        values: A flat state dict; or the metadata of a checkpoint, which does not have the lists.
     """
     groups: Groups = {}
     for fqn, value in values.items():
@@ -240,6 +125,119 @@ def parameter_groups(values: Mapping[str, Any]) -> Groups:
     return groups
 
 
+def option_key(groups: Groups, state: State, option: str) -> str | None:
+    """Return the key of an option of a parameter's group; None of a parameter without a group.
+
+    >>> groups = {"optim.": {"w": "optim.param_groups.0.params", "b": "optim.param_groups.b.lr"}}
+    >>> option_key(groups, State("optim.", "w", "step"), "lr")
+    'optim.param_groups.0.lr'
+    >>> option_key(groups, State("optim.", "b", "step"), "betas")
+    'optim.param_groups.b.betas'
+    """
+    named = {str(name): key for name, key in groups.get(state.head, {}).items()}
+    key = named.get(state.parameter)
+    if key is None:  # a row of a stack
+        forms = {_form(name): key for name, key in named.items() if "{}" in name}
+        key = forms.get(_form(state.parameter))
+    return None if key is None else f"{key.rpartition('.')[0]}.{option}"
+
+
+class OptimizerStates:
+    """Which keys are optimizer state, by the parameter groups among some keys.
+
+    >>> states = OptimizerStates({"optim.param_groups.0.params": ["w"], "state.norm.weight": 1})
+    >>> states.of("optim.state.w.exp_avg")
+    State(head='optim.', parameter='w', name='exp_avg')
+    >>> states.of("state.norm.weight")
+
+    Where the groups of a head name no parameter, as in metadata of the nested form, all but the
+    last component of a key is the parameter.
+
+    Args:
+        held: Flat state dicts, or the metadata of a checkpoint: values by key. The first that
+            names parameters of a head has all that are looked for.
+    """
+
+    def __init__(self, *held: Mapping[str, Any]) -> None:
+        self._names: dict[str, set[str]] = {}
+        for groups in map(parameter_groups, held):
+            for head, named in groups.items():
+                if not self._names.get(head):
+                    self._names[head] = set(map(str, named))
+        # Rows that are unstacked have ``{}`` for their number.
+        self._forms = {
+            head: {_form(name) for name in names if "{}" in name}
+            for head, names in self._names.items()
+        }
+        self._parents: dict[str, State | None] = {}
+
+    def of(self, fqn: str) -> State | None:
+        """Return what a key of optimizer state says; None of any other key."""
+        parent, _, last = fqn.rpartition(".")
+        if not self._names or "state." not in parent:
+            return None
+        if parent not in self._parents:
+            self._parents[parent] = self._of(parent)
+        state = self._parents[parent]
+        return state and state._replace(name=f"{state.name}{last}")
+
+    def _of(self, parent: str) -> State | None:
+        """Return the state of a key without its last component; its name lacks that, too."""
+        for match in _STATE.finditer(parent):
+            head, rest = parent[: match.start()], parent[match.end() :]
+            if head not in self._names:
+                continue
+            if not self._names[head]:
+                return State(head, rest, "")
+            parameter = rest
+            while parameter:
+                if parameter in self._names[head] or _form(parameter) in self._forms[head]:
+                    return State(head, parameter, f"{rest}."[len(parameter) + 1 :])
+                parameter = parameter.rpartition(".")[0]
+        return None
+
+    def weights_of(
+        self, parameters: Iterable[tuple[str, str]], keys: Iterable[str]
+    ) -> dict[tuple[str, str], list[str]]:
+        """Return the keys of the tensors that parameters of optimizers may be.
+
+        A parameter ``w`` is the tensor ``model.w``, and not ``model.block.w`` where the optimizer
+        has a ``block.w`` as well. Of several, as ``generator.w`` and ``critic.w``, it is those that
+        stand nearest to the optimizer.
+
+        Args:
+            parameters: Head and name of each.
+            keys: Those of the tensors.
+        """
+        wanted: dict[str, list[str]] = {name: [] for _, name in parameters}
+        for key in keys if wanted else ():
+            end = key
+            while end:
+                if end in wanted:
+                    wanted[end].append(key)
+                end = end.partition(".")[2]
+        return {(head, name): self._nearest(head, name, wanted[name]) for head, name in parameters}
+
+    def _nearest(self, head: str, parameter: str, keys: Sequence[str]) -> list[str]:
+        """Return those keys, of some that end in a parameter's name, that it may be."""
+        names = self._names.get(head, set())
+        ranked: dict[tuple[int, int], list[str]] = {}
+        for key in keys:
+            level = key[: len(key) - len(parameter)]
+            parts = level.split(".")[:-1]
+            longer = [".".join([*parts[at:], parameter]) for at in range(len(parts))]
+            if self.of(key) is None and names.isdisjoint(longer):
+                shared = [a == b for a, b in zip(parts, head.split("."), strict=False)]
+                near = [*shared, False].index(False)
+                ranked.setdefault((-near, len(parts)), []).append(key)
+        return ranked[min(ranked)] if ranked else []
+
+
+def _form(name: str) -> str:
+    """Return a name with the same text for every number, and for ``{}``."""
+    return _NUMBER.sub("#", name)
+
+
 def stateless_parameters(state_dict: Mapping[str, Any], groups: Groups) -> list[str]:
     """Return parameters of an optimizer that have no state while others have some.
 
@@ -249,7 +247,12 @@ def stateless_parameters(state_dict: Mapping[str, Any], groups: Groups) -> list[
     named = [str(name) for names in groups.values() for name in names]
     states = OptimizerStates(state_dict)
     with_state = {state.parameter for fqn in state_dict if (state := states.of(fqn)) is not None}
-    return [name for name in dict.fromkeys(named) if name not in with_state] if with_state else []
+    forms = set(map(_form, with_state))
+    return [
+        name
+        for name in (dict.fromkeys(named) if with_state else ())
+        if name not in with_state and not ("{}" in name and _form(name) in forms)
+    ]
 
 
 class ParameterNames(list[str]):
@@ -318,8 +321,8 @@ def unnamed_faults(state_dict: Mapping[str, Any], groups: Groups) -> list[Fault]
     return [Fault(fqn, headline, (FLATTEN,)) for fqn in found]
 
 
+_NUMBER = re.compile(r"\d+|\{\}")
 _STATE = re.compile(r"(?<![^.])state\.")
-_POSSIBLE = re.compile(r"(?<![^.])state\.[^.]+\.")
 _GROUPS = re.compile(r"(?<![^.])param_groups(?:\.|$)(.*)", re.DOTALL)
 _BY_POSITION = re.compile(r"(?<![^.])param_groups\.\d+\.[^.]+\Z")
 _LIST = re.compile(r"param_groups\.(?:\d+\.)?params")

@@ -18,7 +18,6 @@ import torch
 from dcp_placements.errors import CannotLook, CannotPlace, Fault, format_faults, format_names
 from dcp_placements.layout.boxes import common
 from dcp_placements.layout.sharding import Box
-from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.names.stacks_and_parts import (
     Parts,
     Rename,
@@ -137,21 +136,19 @@ def assemble(
             faults.append(answer)
         else:
             answers.append((name, tensor, answer))
-    # Scalars of optimizer state come last: they need the number of rows of their parameter.
+    # Scalars of optimizer state come last: they have as many rows as the state beside them.
     answers.sort(key=lambda one: isinstance(one[2], Rows | Parts) and not one[1].shape)
-    states = OptimizerStates(tensors)
     rows: dict[str, int] = {}
     entries: dict[str, list[_Entry]] = {}
     for name, tensor, answer in answers:
-        state = states.of(name)
-        parameter = name if state is None else state.parameter
+        parent = name.rpartition(".")[0]
         try:
-            targets = renamed_boxes(answer, tensor.shape, rows=rows.get(parameter, 1))
+            targets = renamed_boxes(answer, tensor.shape, rows=rows.get(parent, 1))
         except CannotPlace as error:
             faults.append(error.fault(name))
             continue
         if isinstance(answer, Rows | Parts) and tensor.shape:
-            rows[parameter] = len(targets) // len(answer.fqns)
+            rows[parent] = len(targets) // len(answer.fqns)
         for target in targets:
             if "{}" in target.fqn and "{}" not in name:
                 headline = f"rename= makes {target.fqn} of it, and it is no stack of numbered rows"

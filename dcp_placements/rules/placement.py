@@ -9,7 +9,7 @@ other rows than its attributes say, so ``kind_of`` refuses it.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
 from typing import Any
 
@@ -165,6 +165,23 @@ class CheckpointPlacement:
         names = [each.name for each in fields(self) if each.compare]
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
+    def of_dims(self, origins: Sequence[int | None], ndim: int) -> CheckpointPlacement:
+        """Return the placement of a tensor that follows this one dim by dim.
+
+        Args:
+            origins: By dim of the tensor, the dim of this one that it follows; None of one that is
+                of size 1 in its place.
+            ndim: Dims of this one.
+        """
+        shapes = [
+            shape and tuple([1 if dim is None else shape[dim] for dim in origins])
+            for shape in (self.global_shape, self.padded_shape)
+        ]
+        placements = moved_placements(self.placements, origins, ndim)
+        return CheckpointPlacement(
+            self.mesh, placements, global_shape=shapes[0], padded_shape=shapes[1]
+        )
+
     def format(self) -> str:
         """Return the placements and the mesh as short text."""
         return format_placements(self.placements) + f" on mesh {format_mesh(self.mesh)}"
@@ -243,6 +260,45 @@ def cut_of(placement: Any, ndim: int, axis: str | None, size: int) -> Cut:
             return cut._replace(parts=int(placement.split_factor))
         case _:
             raise unknown_kind(kind)
+
+
+def moved_placements(
+    placements: Sequence[Any], origins: Sequence[int | None], ndim: int
+) -> tuple[Any, ...]:
+    """Return the placements of a tensor whose dims are those of another one, or are none of them.
+
+    An axis that shards a dim which the tensor does not have holds replicas of it.
+
+    >>> moved_placements([FusedShard(1, 2)], [None, 1, 0], 2)
+    (FusedShard(dim=1, parts=2),)
+
+    Args:
+        placements: Those of the other tensor.
+        origins: By dim of the tensor, the dim of the other one; None where it has none.
+        ndim: Dims of the other one.
+    """
+    from torch.distributed.tensor import Replicate  # others that declare need no torch
+
+    moved = []
+    for entry in placements:
+        kind, dim = kind_of(entry), None
+        if kind is not None:
+            at = shard_dim(entry, ndim)
+            dim = origins.index(at) if at in origins else None
+        match kind:
+            case None:
+                moved.append(entry)
+            case _ if dim is None:
+                moved.append(Replicate())
+            case Kind.PLAIN:
+                moved.append(type(entry)(dim))
+            case Kind.STRIDED:
+                moved.append(type(entry)(dim, split_factor=entry.split_factor))
+            case Kind.FUSED | Kind.LISTED:
+                moved.append(replace(entry, dim=dim))
+            case _:
+                raise unknown_kind(kind)
+    return tuple(moved)
 
 
 def format_placement(placement: Any) -> str:

@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -267,6 +268,11 @@ class Coordinator:
         for at, plan in enumerate(plans):
             for fqn in plan.undigested:
                 self._undigested.setdefault(fqn, []).append(at)
+
+    @cached_property
+    def reduced(self) -> dict[str, tuple[str, ...]]:
+        """By key of optimizer state, the axes that cut its parameter alone."""
+        return refusals.reduced_axes(self.world)
 
     def prove(self) -> None:
         """Prove that the plans make a checkpoint, and compare replicas.

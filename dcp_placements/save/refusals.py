@@ -33,11 +33,11 @@ from dcp_placements.layout.boxes import (
     within,
 )
 from dcp_placements.layout.sharding import Box, Chunk, format_cuts
-from dcp_placements.names.optimizer_state import FLATTEN, is_by_position
+from dcp_placements.names.optimizer_state import FLATTEN, OptimizerStates, is_by_position
 from dcp_placements.report import SaveReport
 from dcp_placements.table.digests import Digests
 from dcp_placements.table.table import OBJECT, Group
-from dcp_placements.table.world import NO_RULE, Piece
+from dcp_placements.table.world import NO_RULE, Piece, World
 
 if TYPE_CHECKING:
     from dcp_placements.save.coordinator import Coordinator
@@ -148,13 +148,14 @@ def conflicts(
         digests: Theirs, by row and key.
     """
     # Most keys that differ do so between the same ranks.
-    known: dict[bytes, tuple[Fault, list[str]]] = {}
+    known: dict[Any, tuple[Fault, list[str]]] = {}
     for position, column in zip(positions, digests.T, strict=True):
         _, first, content = np.unique(column, return_index=True, return_inverse=True)
         # By rank, the first rank with the same content: whatever the digests are.
-        key = first[content].tobytes() + (column == 0).tobytes()
+        axes = save.reduced.get(piece.fqns[position], ())
+        key = first[content].tobytes() + (column == 0).tobytes(), axes
         if key not in known:
-            known[key] = _conflict(save, piece, column)
+            known[key] = _conflict(save, piece, column, axes)
         fault, differs = known[key]
         if len(differs) == 1 and _is_dense(save, piece, position):
             save.drifted.setdefault(differs[0], []).append(piece.fqns[position])
@@ -199,8 +200,35 @@ def _is_dense(save: Coordinator, piece: Piece, position: int) -> bool:
     return is_tensor and not is_expert and save.world.rules(piece, position) == NO_RULE
 
 
-def _conflict(save: Coordinator, piece: Piece, digests: Digests) -> tuple[Fault, list[str]]:
-    """Return what is said of all keys with such digests by row, and along what they differ."""
+def reduced_axes(world: World) -> dict[str, tuple[str, ...]]:
+    """Map keys of optimizer state to the axes that cut their parameter, and not them.
+
+    Along these axes the state is reduced, as the means of rows and columns are.
+    """
+    groups = {fqn: piece.group for piece in world.pieces for fqn in piece.fqns}
+    states = OptimizerStates(dict.fromkeys(groups))
+    owners = {fqn: state.owner for fqn in groups if (state := states.of(fqn)) is not None}
+    weights = states.weights_of(set(owners.values()), groups)
+    reduced = {}
+    for fqn, owner in owners.items():
+        own = {cut.axis for cut in groups[fqn].cuts}
+        cuts = [cut for key in weights[owner] for cut in groups[key].cuts if cut.size > 1]
+        axes = [cut.axis for cut in cuts if cut.axis is not None and cut.axis not in own]
+        reduced[fqn] = tuple(dict.fromkeys(axes))
+    return reduced
+
+
+def _conflict(
+    save: Coordinator, piece: Piece, digests: Digests, reduced: Sequence[str] = ()
+) -> tuple[Fault, list[str]]:
+    """Return what is said of all keys with such digests by row, and along what they differ.
+
+    Args:
+        save: The save.
+        piece: Theirs.
+        digests: By row.
+        reduced: As ``reduced_axes`` returns it.
+    """
     cover = piece.cover
     ordered, ranks = digests[cover.order].tolist(), cover.ranks[cover.order].tolist()
     differing = []
@@ -225,6 +253,16 @@ def _conflict(save: Coordinator, piece: Piece, digests: Digests) -> tuple[Fault,
     headline = f"{len(contents)} different contents on {count} ranks that claim to be replicas"
     if piece.group.kind == OBJECT:
         return Fault("", headline, tuple(details)), differs
+    if reduced and (not differs or not set(differs).isdisjoint(reduced)):
+        details += [
+            f"likely:      statistics of a part: its parameter is cut over {_quoted(reduced)}, and "
+            f"this state of shape {piece.group.shape} is not: each rank has reduced its own part",
+            "way out:     reduce them over these ranks in the optimizer, so that they are those of "
+            "the whole; or a name per rank, or a rule for this key itself",
+            f"             {_ANYWAY}",
+        ]
+        place = f"place:       {_box(save, piece, box)} of {piece.group.shape}{more}"
+        return Fault("", headline, tuple(details), (place,)), differs
     along = f" over {_quoted(differs, ' or ')}" if differs else ""
     details += [
         f"likely:      it is sharded{along}: it needs a rule with Shard; or every rank counts "

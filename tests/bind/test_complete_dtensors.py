@@ -125,8 +125,8 @@ def test_state_that_is_cut_otherwise_than_its_parameter_keeps_its_own_place(
     assert_same(read_whole(tmp_path), dict.fromkeys(names, whole))
 
 
-def test_a_factored_moment_does_not_take_the_place_of_its_parameter(tmp_path: Path) -> None:
-    """It is a DTensor over the same mesh with the same placements, of another shape."""
+def test_a_factored_moment_is_cut_as_the_dims_are_that_it_has(tmp_path: Path) -> None:
+    """It is a DTensor over the same mesh with the same placements, of one dim less."""
     whole, axes = torch.arange(24.0).reshape(8, 3), {"ep": 2, "fsdp": 2}
     world, row = World(4), torch.arange(4.0)
 
@@ -138,7 +138,8 @@ def test_a_factored_moment_does_not_take_the_place_of_its_parameter(tmp_path: Pa
             return FakeDTensor.distribute(value, mesh["fsdp"], [Shard(0)])
 
         moments = {"exp_avg": over_fsdp(-part), "row": over_fsdp(row)}
-        return {"model": {"w": over_fsdp(part)}, "optim": {"state": {"w": moments}}}
+        optim = {"state": {"w": moments}, "param_groups": [{"params": ["w"]}]}
+        return {"model": {"w": over_fsdp(part)}, "optim": optim}
 
     def placements(rank: int) -> Placements:
         placement = CheckpointPlacement(world.mesh(rank, **axes), {"ep": Shard(0)})
@@ -148,7 +149,7 @@ def test_a_factored_moment_does_not_take_the_place_of_its_parameter(tmp_path: Pa
     stored = read_whole(tmp_path)
     assert torch.equal(stored["model.w"], whole)
     assert torch.equal(stored["optim.state.w.exp_avg"], -whole)
-    assert torch.equal(stored["optim.state.w.row"], row)
+    assert torch.equal(stored["optim.state.w.row"], torch.cat([row, row]))
 
 
 def test_a_tensor_that_makes_its_own_items_is_refused_a_rule(tmp_path: Path) -> None:

@@ -134,15 +134,16 @@ def test_state_a_tensor_per_row_beside_stacked_parameters_may_lack(tmp_path: Pat
     def rename(key: str) -> str | Row | Rows:
         return key if ".state." in key else stacked(key)
 
+    groups = {"optim.param_groups.0.params": [f"experts.{i}.w1" for i in range(3)]}
     saved = adam([0, 1, 2], steps=[4, 4])
-    save_alone(tmp_path, saved, rename)
+    save_alone(tmp_path, saved | groups, rename)
     read = read_whole(tmp_path)
     assert torch.equal(
         read["experts.w1"], torch.stack([saved[f"experts.{i}.w1"] for i in range(3)])
     )
     assert "optim.state.experts.2.w1.exp_avg" not in read
-    held = adam([0, 1, 2], sign=-1, steps=[9, 9, 9])
-    with pytest.warns(UserWarning, match="was reset to 0"):
+    held = adam([0, 1, 2], sign=-1, steps=[9, 9, 9]) | groups
+    with pytest.warns(UserWarning, match="was reset to its beginning"):
         load_alone(tmp_path, held, rename)
     assert not held["optim.state.experts.2.w1.exp_avg"].any()
     assert held["optim.state.experts.2.w1.step"] == 0

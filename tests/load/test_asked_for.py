@@ -573,7 +573,8 @@ QUIET: dict[str, tuple[Side, Side]] = {
                 state := lambda mesh: {
                     "model": {"experts.0.w": arange(2, start=at(mesh, "ep"))},
                     "optim": {
-                        "state": {} if at(mesh, "ep") else {"experts.0.w.step": torch.tensor(3.0)}
+                        "state": {} if at(mesh, "ep") else {"experts.0.w.step": torch.tensor(3.0)},
+                        "param_groups": {"experts.0.w": {"lr": 0.1}},
                     },
                 }
             ),

@@ -48,11 +48,13 @@ def filled(value: Any, number: float) -> Any:
     """Return the same with one number in all tensors."""
     if isinstance(value, dict):
         return {key: filled(entry, number) for key, entry in value.items()}
-    return torch.full_like(value, number)
+    return torch.full_like(value, number) if isinstance(value, torch.Tensor) else value
 
 
-def trained(model: State, state: State, **groups: Any) -> State:
-    return {"model": model, "optim": {"state": state, **groups}}
+def trained(model: State, state: State, *names: str) -> State:
+    """Return a model and its optimizer, which has the model's parameters, or ``names``."""
+    groups = [{"lr": 0.1, "params": [*(names or model)]}]
+    return {"model": model, "optim": {"state": state, "param_groups": groups}}
 
 
 def fresh(*names: str, number: float = FILL) -> State:
@@ -65,14 +67,13 @@ def flattened(state_dict: State) -> State:
     optim = state_dict["optim"]
     entries = optim["state"].items()
     flat = {f"state.{name}.{key}": one for name, held in entries for key, one in held.items()}
-    for group in optim.get("param_groups", ()):
+    for group in optim["param_groups"]:
         flat |= {f"param_groups.{name}.lr": group["lr"] for name in group["params"]}
     return {**state_dict, "optim": flat}
 
 
 BOTH = ("embed", "head")
-GROUPS = [{"lr": 0.1, "params": [*BOTH]}]
-SAVED = trained(weights(*BOTH), states("embed"), param_groups=GROUPS)
+SAVED = trained(weights(*BOTH), states("embed"))
 """What most checkpoints here hold: two parameters, of which the first one has state."""
 
 
@@ -120,7 +121,7 @@ def with_a_number() -> State:
 
 
 def tied() -> State:
-    made = fresh("embed")
+    made = fresh(*BOTH)
     for part in (made["model"], made["optim"]["state"]):
         part["head"] = part["embed"]
     return made
@@ -149,13 +150,8 @@ def with_nested_state(*stepped: str) -> State:
 
 
 KEPT = trained(weights("embed"), states("embed"))
-LORA = {
-    part: {**KEPT[part], "lora": fresh("embed", "lora", number=7)[part]["lora"]}
-    for part in ("model",)
-}
-LORA["optim"] = {
-    "state": {**states("embed"), "lora": fresh("lora", number=7)["optim"]["state"]["lora"]}
-}
+WARM = fresh("lora", number=7)
+LORA = trained({**weights("embed"), **WARM["model"]}, {**states("embed"), **WARM["optim"]["state"]})
 ROLLBACKS: dict[str, Rollback] = {
     "m78: state that was stepped": Rollback(left(**ZERO)),
     "m22: state that was just made": Rollback(left(**ZERO), asked=just_made, quiet=True),
@@ -201,14 +197,22 @@ ROLLBACKS: dict[str, Rollback] = {
         )
         for options in (
             {"allow_partial_load": True},
-            {"optional": ["*lora*"]},
-            {"optional": ["model"]},
+            {"optional": ["*lora*"], "waive": {"model.lora": "new"}},
+            {"optional": ["model", "param_groups.lora"], "waive": {"model": "new"}},
         )
     },
-    "m78: optional state of a parameter that is read": Rollback(
-        left(**fresh("head")["optim"]["state"]),
+    "m123: optional state of a parameter that is read": Rollback(
+        left(**ZERO), options={"optional": ["optim.state.head"]}
+    ),
+    "m123: a parameter that keeps its weight, and torch's dummy step": Rollback(
+        trained(
+            {**weights("embed"), **just_made()["model"]} | {"embed": weights("embed")["embed"]},
+            {**states("embed"), **ZERO},
+        ),
         (),
-        options={"optional": ["optim.state.head"]},
+        just_made,
+        KEPT,
+        {"allow_partial_load": True},
         quiet=True,
     ),
     # ``model.block.embed`` is read, and ``model.embed`` stays.
@@ -223,25 +227,42 @@ ROLLBACKS: dict[str, Rollback] = {
         {"allow_partial_load": True},
         quiet=True,
     ),
-    "m22: no optimizer state at all, which is optional": Rollback(
-        trained(weights(*BOTH), fresh(*BOTH)["optim"]["state"]),
-        (),
+    "m123: no optimizer state at all, which is optional": Rollback(
+        trained(weights(*BOTH), filled(states(*BOTH), 0)),
+        BOTH,
         saved={"model": weights(*BOTH)},
         options={"optional": ["optim"]},
+    ),
+    "m123: no optimizer state at all, in a partial load": Rollback(
+        trained(weights(*BOTH), filled(states(*BOTH), 0)),
+        BOTH,
+        just_made,
+        {"model": weights(*BOTH)},
+        {"allow_partial_load": True},
         quiet=True,
     ),
-    "nested state, as a whole": Rollback(
-        {
-            **with_nested_state("embed"),
-            "optim": {
-                "state": {
-                    **with_nested_state("embed")["optim"]["state"],
-                    "head": filled(with_nested_state("head")["optim"]["state"]["head"], 0),
-                }
+    "an optimizer that was saved before its first step": Rollback(
+        trained(weights(*BOTH), filled(states(*BOTH), 0)),
+        BOTH,
+        just_made,
+        trained(weights(*BOTH), {}),
+        quiet=True,
+    ),
+    # Whatever it is before a first step: nested state is nothing that is known.
+    "nested state, as a whole, which is optional": Rollback(
+        trained(
+            weights(*BOTH),
+            {
+                "embed": with_nested_state("embed")["optim"]["state"]["embed"],
+                "head": {
+                    **with_nested_state("head")["optim"]["state"]["head"],
+                    "step": torch.tensor(0.0),
+                },
             },
-        },
+        ),
         asked=partial(with_nested_state, *BOTH),
         saved=with_nested_state("embed"),
+        options={"optional": ["optim.state.head"]},
     ),
 }
 
@@ -256,7 +277,10 @@ def test_state_that_the_checkpoint_lacks(
     saver = PlacementSavePlanner()
     saved = form(scene.saved) if "optim" in scene.saved else scene.saved
     dcp.save(saved, checkpoint_id=tmp_path, planner=saver, no_dist=True)
-    assert saver.report.stateless == (("head",) if scene.saved is SAVED else ())
+    held = scene.saved.get("optim", {"state": {}, "param_groups": []})
+    names = [name for group in held["param_groups"] for name in group["params"]]
+    lacking = [name for name in names if name not in held["state"]]
+    assert saver.report.stateless == tuple(lacking if held["state"] else ())
     state, planner = form(scene.asked()), PlacementLoadPlanner(**scene.options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -265,7 +289,8 @@ def test_state_that_the_checkpoint_lacks(
     texts = [str(one.message) for one in caught if "optimizer" in str(one.message)]
     assert len(texts) == (not scene.quiet)
     for text in (*texts, *planner.report.warnings):
-        assert f"that of {len(scene.reset)} parameter was reset to 0: the checkpoint has" in text
+        plural = "s" if len(scene.reset) > 1 else ""
+        assert f"that of {len(scene.reset)} parameter{plural} was reset to its beginning" in text
         assert scene.reset[0] in text
     assert planner.report.stateless == scene.reset
 
@@ -277,14 +302,8 @@ def without(state_dict: State, name: str, key: str) -> State:
 
 def named(name: str, *, number: float | None = None) -> State:
     """Return two parameters of which the first one has state, under a name of its own."""
-    made = trained(weights("w", "v"), {name: states("w")["w"]})
+    made = trained(weights("w", "v"), {name: states("w")["w"]}, name, "v")
     return made if number is None else filled(made, number)
-
-
-def in_groups(name: str) -> State:
-    made = named(name)
-    made["optim"]["param_groups"] = {name: {"lr": 0.1}}
-    return made
 
 
 def partly_nested() -> State:
@@ -313,25 +332,21 @@ REFUSED: dict[str, tuple[State, State, tuple[str, ...]]] = {
     ),
     **{
         f"state under the name {there} that is asked for as {here}": (
-            in_groups(there),
+            named(there),
             named(here, number=FILL),
-            (f"optim.state.{here}.exp_avg", LACKS),
+            (f"asked for:   optim.state.{here}, ", f"there are:   optim.state.{there}\n"),
         )
         for there, here in (("w", "_orig_mod.w"), ("_orig_mod.w", "w"))
     },
     # Whether its parameters were never stepped or have other names, nothing tells.
     "an optimizer alone": (
         trained(weights("a"), states("a")),
-        {"optim": {"state": states("b")}},
-        (f"optim.state.b.step: {LACKS}",),
+        {"optim": trained({}, states("b"), "b")["optim"]},
+        ("asked for:   optim.state.b, ", "there are:   optim.state.a\n"),
     ),
     "options of a parameter that the save had frozen": (
-        flattened(
-            trained(
-                weights(*BOTH), states("embed"), param_groups=[{"lr": 0.1, "params": ["embed"]}]
-            )
-        ),
-        flattened(trained(weights(*BOTH), states(*BOTH), param_groups=GROUPS)),
+        flattened(trained(weights(*BOTH), states("embed"), "embed")),
+        flattened(trained(weights(*BOTH), states(*BOTH))),
         (
             f"optim.param_groups.head.lr: {LACKS}",
             "the optimizer that was saved had no such parameter",
@@ -346,13 +361,19 @@ REFUSED: dict[str, tuple[State, State, tuple[str, ...]]] = {
         },
         (f"optim.param_groups.head.betas: {LACKS}", "saved by another optimizer"),
     ),
+    # What is not named in groups is no optimizer state.
     "an optimizer that was saved alone, without its groups": (
         {"state": states("embed")},
         {"state": states(*BOTH)},
         (
             f"state.head.exp_avg, state.head.exp_avg_sq, state.head.step: {LACKS}",
-            "it is known by its parameter, or by param_groups",
+            "it is known by param_groups",
         ),
+    ),
+    "m115: state of which nobody knows how it begins": (
+        with_nested_state("embed"),
+        with_nested_state(*BOTH),
+        ("optim.state.head.blocks.0.left", "before a first step is not known", "optional="),
     ),
 }
 
@@ -371,15 +392,11 @@ def test_state_that_is_missing_is_refused(tmp_path: Path, name: str, partly: boo
 
 
 @pytest.mark.parametrize(
-    "saved",
-    [{"optim": {"state": states("embed"), "param_groups": GROUPS}}, SAVED],
-    ids=["its parameter groups", "the parameters of the checkpoint"],
+    "saved", [{"optim": SAVED["optim"]}, SAVED], ids=["saved alone", "saved with its model"]
 )
-def test_an_optimizer_that_is_loaded_alone_is_known_by(tmp_path: Path, saved: State) -> None:
+def test_an_optimizer_that_is_loaded_alone_is_reset_as_well(tmp_path: Path, saved: State) -> None:
     dcp.save(saved, checkpoint_id=tmp_path, planner=PlacementSavePlanner(), no_dist=True)
     asked = {"optim": fresh(*BOTH)["optim"]}
-    if "model" not in saved:
-        asked["optim"]["param_groups"] = GROUPS
     with warned():
         _, (report,) = load(World(1), tmp_path, lambda rank: asked)
     assert report.stateless == ("head",)
@@ -418,7 +435,7 @@ def test_m78_sharded_state_is_reset_on_every_rank(tmp_path: Path) -> None:
         assert optim["b"]["step"] == 0
         assert not optim["b"]["exp_avg"].to_local().any()
         assert same_bits(optim["a"]["exp_avg"].to_local(), arange(8, 3, start=5).chunk(4)[rank])
-        assert any("reset to 0" in warning for warning in reports[rank].warnings)
+        assert any("was reset" in warning for warning in reports[rank].warnings)
 
 
 @pytest.mark.parametrize("partly", [False, True])
@@ -438,7 +455,7 @@ def test_m78_a_rank_none_of_whose_parameters_was_stepped_resets_their_state(
     assert_same(loaded[0], saved(0))
     assert_same(loaded[1], trained(weights("b"), filled(states("b"), 0)))
     assert (reports[1].stateless, reports[1].missing) == (("b",), ())
-    assert "was reset to 0" in texts[0]
+    assert "was reset to its beginning" in texts[0]
 
 
 @by_reader
@@ -469,7 +486,7 @@ def test_m99_a_load_that_is_refused_after_its_last_item_has_reset_nothing(
     tmp_path: Path, name: str
 ) -> None:
     """Another save begins in the file, and its id is there, when the last item was read."""
-    saved = trained(weights("a"), states("a"))
+    saved = flattened(trained(weights("a"), states("a"), "a", "b"))
     saved["model"]["b"] = torch.arange(30_000)  # more than a reader holds in its buffer
     save(World(1), tmp_path, lambda rank: saved)
     (file,) = tmp_path.glob("*.distcp")
@@ -487,9 +504,12 @@ def test_m99_a_load_that_is_refused_after_its_last_item_has_reset_nothing(
                     stream.seek(0)
                     stream.write(held)
 
-    state = fresh("a", "b")
+    state = flattened(fresh("a", "b"))
     state["model"]["b"] = torch.zeros(30_000, dtype=torch.int64)
     reader: Any = READERS.get(name) or partial(PlacementFileSystemReader, restricted=True)
     with pytest.raises(CheckpointException, match="was written by save"):
         dcp.load(state, storage_reader=reader(tmp_path), planner=Interrupted(), no_dist=True)
-    assert_same(state["optim"]["state"]["b"], fresh("b")["optim"]["state"]["b"])
+    held = {key: one for key, one in state["optim"].items() if "state.b" in key}
+    assert_same(
+        held, {f"state.b.{key}": one for key, one in filled(states("b")["b"], FILL).items()}
+    )

@@ -92,7 +92,10 @@ def in_lists(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     whole = get_optimizer_state_dict(model, optimizer)
     return {
         "app": {"model": get_model_state_dict(model)},
-        "optimizers": [{"state": {k: v}} for k, v in whole["state"].items()],
+        "optimizers": [
+            {"state": {k: v}, "param_groups": [{"lr": 0.01, "params": [k]}]}
+            for k, v in whole["state"].items()
+        ],
     }
 
 
@@ -253,6 +256,7 @@ def test_m34_a_module_called_state_has_weights_and_no_optimizer_state(tmp_path: 
         "model.mixer.state.norm.weight": torch.arange(3.0),
         "model.other.proj": torch.arange(24.0).reshape(2, 3, 4),
         "optim.state.other.proj.exp_avg": torch.arange(24.0).reshape(2, 3, 4),
+        "optim.param_groups.other.proj.lr": 0.1,
     }
     lacking = {k: v for k, v in whole.items() if "state.proj" not in k}
     dcp.save(lacking, checkpoint_id=tmp_path, planner=PlacementSavePlanner(), no_dist=True)
@@ -260,7 +264,7 @@ def test_m34_a_module_called_state_has_weights_and_no_optimizer_state(tmp_path: 
         dcp.load(blank(whole), checkpoint_id=tmp_path, planner=PlacementLoadPlanner(), no_dist=True)
 
 
-@pytest.mark.filterwarnings("ignore:(?s).*was reset to 0")
+@pytest.mark.filterwarnings("ignore:(?s).*was reset")
 def test_m34_a_partial_load_resets_no_step_but_an_optimizer_s(tmp_path: Path) -> None:
     dropped = [key for key in under_state() if "bias" in key and "optim" in key]
     dropped += ["state.trainer.step", "train_state.state.loop.step"]
@@ -328,7 +332,8 @@ def moment_state(rank: int, moment: Callable[[int], Any]) -> dict[str, Any]:
     mesh = EP_FSDP.mesh(rank, ep=2, fsdp=2)
     part = cut(torch.arange(24.0).reshape(8, 3), [Shard(0)], [2], [mesh.get_coordinate()[0]])
     weight = FakeDTensor.distribute(part, mesh["fsdp"], [Shard(0)])
-    return {"model": {"w": weight}, "optim": {"state": {"w": {"m": moment(rank)}}}}
+    optim = {"state": {"w": {"m": moment(rank)}}, "param_groups": [{"params": ["w"]}]}
+    return {"model": {"w": weight}, "optim": optim}
 
 
 def by_ep(rank: int) -> CheckpointPlacement:
@@ -448,6 +453,7 @@ def test_m33_a_stack_s_state_has_the_place_that_its_own_rule_says(
             moment = moments[2 * ep + i].chunk(2, dim)[tp].clone()
             made[f"model.experts.{i}.w"] = sharded(rank, weight)
             made[f"optim.state.experts.{i}.w.m"] = sharded(rank, moment)
+        made["optim.param_groups.0.params"] = ["experts.0.w", "experts.1.w"]
         return made
 
     def sharded(rank: int, part: torch.Tensor) -> Any:
@@ -496,10 +502,11 @@ def test_m52_dtensor_moments_follow_a_rule_that_names_the_parameter_only(
 
 
 @pytest.mark.parametrize(
-    ("rules", "placement"), [(none_rule, Shard(0)), (parameter_only, Replicate())]
+    ("rules", "placement", "count"),
+    [(none_rule, Shard(0), 1), (parameter_only, Replicate(), 2), (parameter_only, Shard(1), 2)],
 )
-def test_m52_dtensor_moments_of_a_none_or_that_lie_otherwise_do_not_follow(
-    rules: Callable[[int], Any], placement: Any, tmp_path: Path
+def test_m52_dtensor_moments_say_themselves_how_fsdp_cuts_them_and_follow_what_rules_say(
+    rules: Callable[[int], Any], placement: Any, count: int, tmp_path: Path
 ) -> None:
     part = torch.arange(12.0).reshape(4, 3)
 
@@ -507,4 +514,4 @@ def test_m52_dtensor_moments_of_a_none_or_that_lie_otherwise_do_not_follow(
         mesh = EP_FSDP.mesh(rank, ep=2, fsdp=2)["fsdp"]
         return FakeDTensor.distribute(part, mesh, [placement])
 
-    assert torch.equal(saved_moment(tmp_path, rules, moment), part)
+    assert torch.equal(saved_moment(tmp_path, rules, moment), torch.cat([part] * count))

@@ -155,7 +155,8 @@ def test_m38_equal_copies_of_many_ranks_rows_and_moments_do_not_warn(
         return {
             "model": made,
             "optim": {
-                "state": {key: {"step": torch.zeros(()), "exp_avg": whole(2, 3)} for key in made}
+                "state": {key: {"step": torch.zeros(()), "exp_avg": whole(2, 3)} for key in made},
+                "param_groups": [{"params": [*made]}],
             },
         }
 

@@ -88,7 +88,11 @@ class Job:
             name: {"step": torch.tensor(3.0), "exp_avg": value + 1}
             for name, value in weights.items()
         }
-        state = {"model": weights, "optim": {"state": moments}, "step": 3}
+        state = {
+            "model": weights,
+            "optim": {"state": moments, "param_groups": [{"params": [*moments]}]},
+            "step": 3,
+        }
         edit: Callable[[dict[str, Any]], Any] = self.changes.get("edit", lambda state: None)
         edit(state)
         return state

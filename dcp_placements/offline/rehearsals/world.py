@@ -28,7 +28,7 @@ from dcp_placements.load.compare import AllAsked, LoadMessage
 from dcp_placements.load.missing import Policy
 from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.names.numbers import Family, Numbering
-from dcp_placements.names.optimizer_state import UNSEEN, OptimizerStates
+from dcp_placements.names.optimizer_state import Dims, OptimizerStates, followed_dims
 from dcp_placements.names.renames import Renames, Step, recorded
 from dcp_placements.names.stacks_and_parts import Target
 from dcp_placements.offline.checkpoint import Checkpoint
@@ -61,6 +61,15 @@ class Kind(NamedTuple):
     rule_key: str  # the key by which the rules are asked
     row_dim: int | None  # the dim whose rows are tensors in the checkpoint
     is_damaged: bool  # whether chunks of some of them are missing in the checkpoint
+    asked: Named  # the tensor of that key
+    dims: Dims | None  # of optimizer state, the dims of that tensor; none of another shape
+
+    def placement(self, rules: Rules) -> CheckpointPlacement | None:
+        """Return the placement by the rules of a rank."""
+        placement = asked(rules, self.rule_key, self.asked.probe())
+        if placement is None or self.dims is None:
+            return placement
+        return placement.of_dims(self.dims, len(self.asked.rule_shape)) if self.dims else None
 
 
 class Keys(NamedTuple):
@@ -285,37 +294,41 @@ class RehearsedWorld:
         faults: list[Fault] = []
         named = named_tensors(wholes, Renames(*steps), faults)
         by_name = {one.rule_name: one for one in named}
-        states = OptimizerStates(dict.fromkeys(by_name, UNSEEN))
+        states = OptimizerStates(dict.fromkeys([*by_name, *wholes]))
+        owners = {name: state.owner for name in by_name if (state := states.of(name)) is not None}
+        weights = states.weights_of(set(owners.values()), by_name)
         kinds: dict[Hashable, Kind] = {}
         for one in named:
-            state = states.of(one.rule_name)
-            rule_key, label = one.rule_name, _rule_label(rules, one)
-            if label is None and state is not None and one.shape:
-                # It follows its parameter.
-                for fqn in states.keys_of(state.parameter):
-                    if fqn in by_name and by_name[fqn].shape == one.shape:
-                        rule_key, label = fqn, _rule_label(rules, by_name[fqn])
-                        break
-            dims = one.targets[0].dims if one.targets else ()
-            row_dims = sorted(set(range(len(one.shape))) - set(dims))
+            rule_key, label, dims = one.rule_name, _rule_label(rules, one), None
+            of_state = weights[owners[rule_key]] if rule_key in owners and one.shape else ()
+            # State follows its parameter, unless a rule matches it alone.
+            if of_state and label in (None, of := _rule_label(rules, by_name[of_state[0]])):
+                rule_key, label = of_state[0], of
+                ways = followed_dims(one.rule_shape, by_name[rule_key].rule_shape)
+                dims = ways[0] if ways else ()
+            target_dims = one.targets[0].dims if one.targets else ()
+            row_dims = sorted(set(range(len(one.shape))) - set(target_dims))
             is_damaged = any(target.fqn in self._damaged for target in one.targets)
             lies = one.shape, one.dtype, one.rule_shape, one.stack_dims, self._fsdp.of(rule_key)
-            kind = Kind([], rule_key, row_dims[0] if row_dims else None, is_damaged)
-            kinds.setdefault((lies, tuple(row_dims), label, is_damaged), kind).tensors.append(one)
+            row_dim = row_dims[0] if row_dims else None
+            kind = Kind([], rule_key, row_dim, is_damaged, by_name[rule_key], dims)
+            kinds.setdefault((lies, tuple(row_dims), label, is_damaged, dims), kind).tensors.append(
+                one
+            )
         objects = [key for key, whole in wholes.items() if whole.dtype is None]
         return Keys(list(kinds.values()), objects, faults)
 
     def _cuttings(self, kind: Kind, ranks: Mapping[int, Rules]) -> dict[int, Cutting | Refused]:
         """Return how each of some ranks has the tensors of a kind."""
         tensor, fsdp = kind.tensors[0], self._fsdp.of(kind.rule_key)
-        probe = tensor.probe()
+        has_rows = kind.dims is None or 0 in kind.dims
         cuttings: dict[int, Cutting | Refused] = {}
         for rank, rules in ranks.items():
             placement, mesh = None, None
             try:
                 if tensor.shape:
-                    placement = asked(rules, kind.rule_key, probe)
-                    mesh = self._fsdp.mesh(fsdp, rank, placement)
+                    placement = kind.placement(rules)
+                    mesh = self._fsdp.mesh(fsdp, rank, placement) if has_rows else None
                 cuttings[rank] = _cutting(kind, placement, mesh)
             except CannotPlace as error:
                 fault = error.fault(kind.rule_key, rule_name(rules, kind.rule_key))
