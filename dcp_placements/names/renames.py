@@ -28,6 +28,7 @@ from dcp_placements.names.numbers import (
     Number,
     Numbering,
     carried,
+    numbers_given,
     spliced,
     with_number,
     without_number,
@@ -496,7 +497,21 @@ def apply(steps: Iterable[Step], key: str, matches: dict[str, bool]) -> Renamed:
             matches[step.declared] = any(_matches(step.rename, fqn) for fqn in fqns_of(name))
         rename = partial(carried, step.rename) if step.kind == FUNCTION else step.rename
         name = _renamed(rename, name)
+    check_braces(key, name)
     return name
+
+
+def check_braces(key: str, name: Renamed) -> None:
+    """Refuse a key with ``{}`` that a rename numbers, stacks or splits: ``{}`` is a number there.
+
+    Raises:
+        CannotPlace: It is such a key.
+    """
+    if "{}" in key and not (isinstance(name, str) and not numbers_given(name)):
+        raise CannotPlace(
+            "has {} in its name, where a rename that numbers, stacks or splits has a number",
+            "way out:     another name for it on all ranks; or a rename that leaves this key alone",
+        )
 
 
 def _renamed(step: Rename, name: Renamed) -> Renamed:

@@ -18,6 +18,7 @@ import torch
 from dcp_placements.errors import CannotLook, CannotPlace, Fault, format_faults, format_names
 from dcp_placements.layout.boxes import common
 from dcp_placements.layout.sharding import Box
+from dcp_placements.names.renames import check_braces
 from dcp_placements.names.stacks_and_parts import (
     Parts,
     Rename,
@@ -191,6 +192,7 @@ def _answer(rename: Rename, name: str) -> Renamed | Fault:
     """Return the answer of a rename, or the fault that it has none."""
     try:
         new = rename(name)
+        check_braces(name, new)
     except CannotPlace as error:
         return error.fault(name)
     except (LookupError, ValueError) as error:
