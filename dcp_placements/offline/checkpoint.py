@@ -294,7 +294,7 @@ class Checkpoint:
         for keys in self.alike:
             number = int(rows.class_of[keys[0]])
             for some, table in rows.pieces(number, np.array(keys)) if number >= 0 else ():
-                for key, files in zip(some.tolist(), table[0], strict=True):
+                for key, files in zip(some.tolist(), table.file, strict=True):
                     content = files.tobytes()
                     if content not in known:
                         names = {rows.files[file] for file in files.tolist()}
@@ -336,7 +336,7 @@ class Checkpoint:
             if not chunks:
                 continue
             for some, table in rows.pieces(int(rows.class_of[keys[0]]), np.array(keys)):
-                by_key = np.moveaxis(table, 0, 2).tolist()
+                by_key = np.stack(table, axis=2).tolist()
                 for key, places in zip(some.tolist(), by_key, strict=True):
                     for at, box in chunks:
                         file, step, start, length = places[at]

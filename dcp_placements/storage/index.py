@@ -19,8 +19,9 @@ ranks of ``ep`` with half of ``experts`` and a key of its own each, ``rng.0`` an
     places:      experts: chunk (0, 0): writer 0, slot 0; chunk (2, 0): writer 1, slot 0
                  rng.0 and rng.1: the object: writer 2, slot 0
 
-In a file the index is an archive as ``numpy.savez_compressed`` writes it. It is read whole,
-compared with one digest, and checked before anything is looked up.
+In a file the index is an archive as ``numpy.savez_compressed`` writes it: an array for each table,
+a row for each of its columns, as differences. It is read whole, compared with one digest, and
+checked before anything is looked up.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
 from math import prod
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 import xxhash
@@ -44,17 +45,15 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from dcp_placements._torch import StorageInfo
 from dcp_placements.errors import Fault, format_names, raise_faults
 from dcp_placements.layout.boxes import Ints, expanded, unique
-from dcp_placements.storage.packing import (
+from dcp_placements.storage.columns import (
     LARGEST,
-    MOST_NUMBERS,
-    Column,
     IndexDamage,
     check_below,
-    packed_columns,
-    packed_texts,
+    components,
+    differences,
+    joined,
     split,
-    unpacked_columns,
-    unpacked_texts,
+    summed,
 )
 from dcp_placements.storage.save_ids import writer_of
 from dcp_placements.storage.torch_metadata import (
@@ -67,27 +66,84 @@ from dcp_placements.storage.torch_metadata import (
     build_entries,
     check_files,
 )
-from dcp_placements.storage.written import (
-    Template,
-    WriteResults,
-    from_ends,
-    to_starts,
-)
+from dcp_placements.storage.written import Template, TemplateRows, WriteResults
 
 NOWHERE = -2
 """In place of the number of a class: of a key without rows."""
 
-_MAGIC = b"dcp_placements/6"
+_MAGIC = b"dcp_placements/7"
 _TRAILER = struct.Struct(f"<Q16s{len(_MAGIC)}s")
 """The comment of the archive, at the end of a file: its bytes, its digest, and ``_MAGIC``."""
 
-_INFLATED_RATIO, _SPARE_NBYTES = 256, 1 << 26
+_INFLATED_RATIO, _SPARE_NBYTES = 1 << 10, 1 << 26
 """The archive inflates to at most so many times its bytes, and some more."""
 
-_COLUMNS = {"keys", "files", "templates", "places", "chunks"}
-"""The members of the archive that are columns."""
+MOST_NUMBERS = 1 << 27
+"""Integers that an archive may have."""
+
+_TABLES = {
+    **{"keys": 2, "writers": 2, "rows": 7, "classes": 2, "places": 3, "forms": 1},
+    **{"lists": 2, "boxes": 1},
+}
+"""By member of the archive that is a table, how many columns it has."""
+
+_NONE = np.zeros(0, np.int64)
 
 _PIECE_ROWS = 1 << 16
+
+
+class Writers(NamedTuple):
+    """Columns by writer.
+
+    Attributes:
+        files: How many files it has.
+        template: The number of its template.
+    """
+
+    files: Ints
+    template: Ints
+
+
+class Classes(NamedTuple):
+    """Columns by class of keys.
+
+    Attributes:
+        listed: The number of the list that has its offsets, in order; -1 of an object.
+        places: How many places it has.
+    """
+
+    listed: Ints
+    places: Ints
+
+
+class Places(NamedTuple):
+    """Columns by place, class by class.
+
+    Attributes:
+        chunk: Number of the chunk, ascending from 0.
+        writer: Number of the writer, ascending for a chunk.
+        slot: Number of the slot among the offsets of the writer.
+    """
+
+    chunk: Ints
+    writer: Ints
+    slot: Ints
+
+
+class FileRows(NamedTuple):
+    """Where bytes are: columns, or numbers, of any shape.
+
+    Attributes:
+        file: Number among the files of all writers; -1 for nowhere.
+        transforms: Number of the list of transforms.
+        start: First byte in the file.
+        length: Bytes.
+    """
+
+    file: Ints
+    transforms: Ints
+    start: Ints
+    length: Ints
 
 
 @dataclass(eq=False, repr=False)
@@ -99,30 +155,34 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
         fqns: Keys, those of the state dict first.
         transforms: Each list of transforms once; None for none.
         files: Names of the files of all writers, one writer after another.
-        file_counts: By writer, the number of its files.
-        template_of: By writer, the number of its template.
-        rows: ``(7, rows)``, template by template: its number, key, slot, number of the file among
-            those of the writer, transforms, start, length.
+        writers: What each writer has.
+        template_of: By row, the number of its template.
+        rows: Those of the templates, one template after another; keys and transforms by their
+            numbers here.
         class_of: By key, the number of its class; ``NOWHERE`` of one without rows.
         lists: Of chunks: those of ``entries``, then others of which the offsets alone count.
-        listed: By class, the number of the list that has its offsets, in order; -1 of an object.
-        counts: By class, the number of its places.
-        places: ``(3, places)``, class by class: number of the chunk, ascending from 0; writer,
-            ascending for a chunk; slot among the offsets of the writer.
+        classes: What the keys of each class have alike.
+        places: Of the chunks of all classes.
+
+    A chunk is looked up by its class and writer. Of the example above, ``experts`` at (2, 0)::
+
+        class_of[0] = 0                     classes.listed[0]: a list with offsets (0, 0), (2, 0)
+        place 1 of class 0                  chunk 1, writer 1, slot 0
+        writers.template[1] = 0             the row of template 0, key 0, slot 0: byte 0, 64 bytes
+        files before those of writer 1: 1   and file 0 among its own: files[1]
     """
 
     entries: Entries
     fqns: Sequence[str]
     transforms: Sequence[Transforms]
     files: Sequence[str]
-    file_counts: Ints
+    writers: Writers
     template_of: Ints
-    rows: Ints
+    rows: TemplateRows
     class_of: Ints
     lists: Sequence[ChunkList]
-    listed: Ints
-    counts: Ints
-    places: Ints
+    classes: Classes
+    places: Places
 
     @cached_property
     def numbers(self) -> dict[str, int]:
@@ -132,30 +192,30 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
     @cached_property
     def has_copies(self) -> bool:
         """Whether any chunk has several places."""
-        return bool((self._chunk_counts < self.counts).any())
+        return bool((self._chunk_counts < self.classes.places).any())
 
     @cached_property
     def _chunk_counts(self) -> Ints:
-        return np.asarray(self.places[0, np.cumsum(self.counts) - 1] + 1)
+        return np.asarray(self.places.chunk[np.cumsum(self.classes.places) - 1] + 1)
 
     @cached_property
     def _first_files(self) -> Ints:
-        return np.cumsum(self.file_counts) - self.file_counts
+        return np.cumsum(self.writers.files) - self.writers.files
 
     @cached_property
     def _first_places(self) -> Ints:
-        return np.cumsum(self.counts) - self.counts
+        return np.cumsum(self.classes.places) - self.classes.places
 
     @cached_property
     def _order(self) -> tuple[Ints, Ints]:
         """The codes of ``rows``, sorted, and their order."""
-        codes = self._codes(*self.rows[:3])
+        codes = self._codes(self.template_of, self.rows.key, self.rows.slot)
         order = np.argsort(codes, kind="stable")
         return codes[order], order
 
     @cached_property
     def _slots(self) -> int:
-        return int(self.rows[2].max(initial=0)) + 1
+        return int(self.rows.slot.max(initial=0)) + 1
 
     def _codes(self, template: Ints, key: Ints, slot: Ints) -> Ints:
         return (template * len(self.fqns) + key) * self._slots + slot
@@ -163,11 +223,11 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
     @cached_property
     def _rank_of(self) -> Ints:
         """By writer, the rank whose number its first file has; -1 where there is none."""
-        has_files = self.file_counts > 0
+        has_files = self.writers.files > 0
         ranks = [writer_of(self.files[at]) for at in self._first_files[has_files].tolist()]
-        found = np.full(len(has_files), -1)
-        found[has_files] = [-1 if rank is None else rank for rank in ranks]
-        return found
+        rank_of = np.full(len(has_files), -1)
+        rank_of[has_files] = [-1 if rank is None else rank for rank in ranks]
+        return rank_of
 
     @cached_property
     def _chunk_of(self) -> dict[int, dict[Offset, int]]:
@@ -176,7 +236,7 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
 
     def offsets(self, number: int) -> Sequence[Offset]:
         """Return the offsets of all chunks of a class, in order."""
-        listed = int(self.listed[number])
+        listed = int(self.classes.listed[number])
         return [None] if listed < 0 else list(map(tuple, self.lists[listed].offsets.tolist()))
 
     def offsets_of(self, fqn: str) -> Sequence[Offset]:
@@ -191,8 +251,8 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
             return []
         at = self._places_of(number, copies=copies)
         offsets = self.offsets(number)
-        names = [(fqn, offsets[chunk]) for chunk in self.places[0, at].tolist()]
-        places = self._stored(names, self._rows_at(self.numbers[fqn], at))
+        names = [(fqn, offsets[chunk]) for chunk in self.places.chunk[at].tolist()]
+        places = self._stored(names, self._rows_at(np.array(self.numbers[fqn]), at))
         return [place for place in places if place is not None]
 
     def find(
@@ -212,18 +272,22 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
             of_class = np.flatnonzero(numbers == number)
             wanted = [indices[one] for one in of_class.tolist()]
             at[of_class] = self._nearest(number, self._chunks(number, wanted), rank)
-        found = np.full((4, len(keys)), -1)
-        found[:, at >= 0] = self._rows_at(keys[at >= 0], at[at >= 0])
-        return self._stored([(one.fqn, one.offset) for one in indices], found)
+        rows = FileRows(*np.full((4, len(keys)), -1))
+        for column, values in zip(rows, self._rows_at(keys[at >= 0], at[at >= 0]), strict=True):
+            column[at >= 0] = values
+        return self._stored([(one.fqn, one.offset) for one in indices], rows)
 
-    def _stored(self, names: Iterable[tuple[str, Offset]], rows: Ints) -> list[StoredPlace | None]:
+    def _stored(
+        self, names: Iterable[tuple[str, Offset]], rows: FileRows
+    ) -> list[StoredPlace | None]:
         """Return the places of chunks by key and offset, and by rows as of ``_rows_at``."""
         files, transforms = self.files, self.transforms
+        columns = [column.tolist() for column in rows]
         return [
             None
             if file < 0
             else StoredPlace(fqn, offset, files[file], start, length, transforms[steps])
-            for (fqn, offset), file, steps, start, length in zip(names, *rows.tolist(), strict=True)
+            for (fqn, offset), file, steps, start, length in zip(names, *columns, strict=True)
         ]
 
     def _class_of(self, fqn: str) -> int:
@@ -232,7 +296,7 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
 
     def _chunks(self, number: int, indices: Sequence[MetadataIndex]) -> Ints:
         """Return which chunk of a class each index means; -1 for none."""
-        listed = int(self.listed[number])
+        listed = int(self.classes.listed[number])
         offsets: Any = self.lists[listed].offsets if listed >= 0 else ()
         wanted = [(one.index or 0, one.offset) for one in indices]
         chunk_of = dict.fromkeys(wanted, -1)
@@ -248,26 +312,26 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
 
     def _places_of(self, number: int, *, copies: bool = False) -> Ints:
         """Return the places of a class; the first of each chunk, or all with ``copies``."""
-        at: Ints = np.arange(self.counts[number]) + self._first_places[number]
-        return at if copies else at[np.diff(self.places[0, at], prepend=-1) != 0]
+        at: Ints = np.arange(self.classes.places[number]) + self._first_places[number]
+        return at if copies else at[np.diff(self.places.chunk[at], prepend=-1) != 0]
 
     def _nearest(self, number: int, chunks: Ints, rank: int | None) -> Ints:
         """Return the place that counts of each chunk: of ``rank``, or else the first."""
         nearest = self._places_of(number)
         if rank is not None and self.has_copies:
             every = self._places_of(number, copies=True)
-            own = every[self._rank_of[self.places[1, every]] == rank]
-            nearest[self.places[0, own]] = own
+            own = every[self._rank_of[self.places.writer[every]] == rank]
+            nearest[self.places.chunk[own]] = own
         return np.where(chunks < 0, -1, nearest[chunks])
 
-    def _rows_at(self, keys: Ints | int, at: Ints) -> Ints:
-        """Return rows of keys at places: position in ``files``, transforms, start and length."""
-        _, writers, slots = self.places[:, at]
+    def _rows_at(self, keys: Ints, at: Ints) -> FileRows:
+        """Return where the bytes of keys at places are; keys and places are broadcast."""
+        writers = self.places.writer[at]
         codes, order = self._order
-        wanted = self._codes(self.template_of[writers], np.asarray(keys), slots)
-        rows: Ints = self.rows[3:, order[codes.searchsorted(wanted)]]
-        rows[0] += self._first_files[writers]
-        return rows
+        wanted = self._codes(self.writers.template[writers], keys, self.places.slot[at])
+        row, rows = order[codes.searchsorted(wanted)], self.rows
+        file = rows.file[row] + self._first_files[writers]
+        return FileRows(file, rows.transforms[row], rows.start[row], rows.length[row])
 
     def beginning(self, prefix: str) -> list[StoredPlace]:
         """Return the places of keys that begin with ``prefix``."""
@@ -279,12 +343,12 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
         for fqn in self.fqns:
             yield from self.rows_of(fqn, copies=True)
 
-    def pieces(self, number: int, keys: Ints) -> Iterator[tuple[Ints, Ints]]:
+    def pieces(self, number: int, keys: Ints) -> Iterator[tuple[Ints, FileRows]]:
         """Yield the rows of some keys of a class, those of copies aside, in bounded pieces.
 
         Yields:
-            The numbers of some of the keys; and for each of them and each chunk, ``(4, keys,
-            chunks)``: position in ``files``, transforms, start, length.
+            The numbers of some of the keys; and for each of them and each chunk the row, in
+            columns of ``(keys, chunks)``.
         """
         at = self._places_of(number)
         step = max(_PIECE_ROWS // len(at), 1)
@@ -298,19 +362,26 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
         Raises:
             IndexDamage: One does not.
         """
-        keys, writers, classes = len(self.fqns), len(self.template_of), len(self.counts)
-        check_below(self.file_counts, LARGEST)
-        if len(self.file_counts) != writers or sum(self.file_counts.tolist()) != len(self.files):
+        keys, writers, classes = len(self.fqns), len(self.writers.files), len(self.classes.places)
+        check_below(self.writers.files, LARGEST)
+        if sum(self.writers.files.tolist()) != len(self.files):
             raise IndexDamage("other files than its writers have")
-        check_below(self.template_of, writers)
-        below = writers, keys, LARGEST, LARGEST, len(self.transforms), LARGEST, LARGEST
-        for column, most in zip(self.rows, below, strict=True):
+        for column, most in (
+            (self.writers.template, writers),
+            (self.template_of, writers),
+            (self.rows.key, keys),
+            (self.rows.slot, LARGEST),
+            (self.rows.file, LARGEST),
+            (self.rows.transforms, len(self.transforms)),
+            (self.rows.start, LARGEST),
+            (self.rows.length, LARGEST),
+        ):
             check_below(column, most)
         if writers * keys * self._slots >= LARGEST:
             raise IndexDamage("more writers, keys and slots than there can be")
         fewest = np.full(writers, LARGEST)
-        np.minimum.at(fewest, self.template_of, self.file_counts)
-        if (self.rows[3] >= fewest[self.rows[0]]).any():
+        np.minimum.at(fewest, self.writers.template, self.writers.files)
+        if (self.rows.file >= fewest[self.template_of]).any():
             raise IndexDamage("a file that its writer does not have")
         check_below(self.class_of, classes, NOWHERE)
         if (self.class_of == -1).any() or len(self.class_of) != keys:
@@ -318,28 +389,29 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
         self._check_places(writers, classes)
 
     def _check_places(self, writers: int, classes: int) -> None:
-        check_below(self.counts, LARGEST, 1)
-        check_below(self.listed, len(self.lists), -1)
-        if sum(self.counts.tolist()) != self.places.shape[1]:
+        counts, (chunk, writer, slot) = self.classes.places, self.places
+        check_below(counts, LARGEST, 1)
+        check_below(self.classes.listed, len(self.lists), -1)
+        if sum(counts.tolist()) != len(chunk):
             raise IndexDamage("other places than its classes have")
-        for column, most in zip(self.places, (LARGEST, writers, self._slots), strict=True):
-            check_below(column, most)
-        chunk, writer, slot = self.places
-        of_class = np.repeat(np.arange(classes), self.counts)
+        check_below(chunk, LARGEST)
+        check_below(writer, writers)
+        check_below(slot, self._slots)
+        of_class = np.repeat(np.arange(classes), counts)
         is_first = np.diff(of_class, prepend=-1) != 0
         step = np.where(is_first, chunk + 1, np.diff(chunk, prepend=0))
         is_copy = (step == 0) & (np.diff(writer, prepend=0) > 0)
         if not ((step == 1) | is_copy).all():
             raise IndexDamage("places in another order than that of their chunks")
-        chunks = np.array([*map(len, self.lists), 1])[self.listed]  # the last of an object
+        chunks = np.array([*map(len, self.lists), 1])[self.classes.listed]  # the last of an object
         if not np.array_equal(self._chunk_counts, chunks):
             raise IndexDamage("places of other chunks than there are")
         # Each key of a class has a row in each slot of a template that any of its places is of.
-        kinds = np.stack([of_class, self.template_of[writer], slot], axis=1)
+        kinds = np.stack([of_class, self.writers.template[writer], slot], axis=1)
         kind_class, template, slot = kinds[unique(kinds)[0]].T
         order = np.argsort(self.class_of, kind="stable")
         first, last = [self.class_of[order].searchsorted(kind_class, s) for s in ("left", "right")]
-        if sum((last - first).tolist()) > self.rows.shape[1]:
+        if sum((last - first).tolist()) > len(self.rows.key):
             raise IndexDamage("more chunks than its writers wrote")
         kind, at = expanded(first, last - first)
         wanted = self._codes(template[kind], order[at], slot[kind])
@@ -354,7 +426,7 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
         return place.info()
 
     def __len__(self) -> int:
-        counts = np.bincount(self.class_of[self.class_of >= 0], minlength=len(self.counts))
+        counts = np.bincount(self.class_of[self.class_of >= 0], minlength=len(self._chunk_counts))
         return int((counts * self._chunk_counts).sum())
 
     def __iter__(self) -> Iterator[MetadataIndex]:
@@ -423,36 +495,43 @@ def build_index(
     template_of = np.zeros(len(written), np.int64)
     numbers = {fqn: number for number, fqn in enumerate(entries.fqns)}
     transforms: dict[Transforms, int] = {}
-    tables = [np.zeros((7, 0), np.int64)]
+    templates = [TemplateRows(*np.zeros((len(TemplateRows._fields), 0), np.int64))]
     slots: list[list[Sequence[tuple[int, Offset]]]] = []
     for number, writers in enumerate(groups.values()):
         template_of[writers] = number
         template = Template.unpacked(written[writers[0]].template)
         keys = [numbers.setdefault(fqn, len(numbers)) for fqn in template.fqns]
         steps = [transforms.setdefault(one, len(transforms)) for one in template.transforms]
-        key, slot, file, step, start, length = template.table
-        key, step = np.array(keys, np.int64)[key], np.array(steps, np.int64)[step]
-        tables.append(np.stack([np.full_like(key, number), key, slot, file, step, start, length]))
+        templates.append(
+            template.rows._replace(
+                key=np.array(keys, np.int64)[template.rows.key],
+                transforms=np.array(steps, np.int64)[template.rows.transforms],
+            )
+        )
         slots.append(
             _slots(template.dims, writers, [written[writer].offsets for writer in writers])
         )
-    rows = np.concatenate(tables, axis=1)
-    class_of, kinds = _classes(rows, entries, len(numbers))
+    rows = TemplateRows(*map(np.concatenate, zip(*templates, strict=True)))
+    of_rows = np.repeat(np.arange(len(groups)), [len(one.key) for one in templates[1:]])
+    class_of, kinds = _classes(of_rows, rows, entries, len(numbers))
     lists = list(entries.lists)
     classes = [_places(kind, slots, lists, copies=copies) for kind in kinds]
+    places = [np.zeros((len(Places._fields), 0), np.int64), *[places for _, places in classes]]
     return RowIndex(
         entries,
         tuple(numbers),
         tuple(transforms),
         list(chain.from_iterable(one.paths for one in written)),
-        np.array([len(one.paths) for one in written], np.int64),
-        template_of,
+        Writers(np.array([len(one.paths) for one in written], np.int64), template_of),
+        of_rows,
         rows,
         class_of,
         lists,
-        np.array([listed for listed, _ in classes], np.int64),
-        np.array([places.shape[1] for _, places in classes], np.int64),
-        np.concatenate([np.zeros((3, 0), np.int64), *[places for _, places in classes]], axis=1),
+        Classes(
+            np.array([listed for listed, _ in classes], np.int64),
+            np.array([places.shape[1] for _, places in classes], np.int64),
+        ),
+        Places(*np.concatenate(places, axis=1)),
     )
 
 
@@ -472,14 +551,17 @@ def _slots(
     return slots
 
 
-def _classes(rows: Ints, entries: Entries, keys: int) -> tuple[Ints, list[Ints]]:
+def _classes(
+    template_of: Ints, rows: TemplateRows, entries: Entries, keys: int
+) -> tuple[Ints, list[Ints]]:
     """Return by key the number of its class; and by class ``(slots, 3)``, what its keys have alike.
 
     That is the number of their list of chunks, -1 for none; and a template and a slot of it each.
     """
     lists = np.full(keys, -1)
     lists[: len(entries.fqns)] = np.array([*entries.list_of, -1])[entries.form_of]
-    template, key, slot = rows[:3, np.lexsort((rows[2], rows[0], rows[1]))]
+    order = np.lexsort((rows.slot, template_of, rows.key))
+    template, key, slot = template_of[order], rows.key[order], rows.slot[order]
     starts = np.flatnonzero(np.diff(key, prepend=-1))
     table = np.stack([lists[key], template, slot], axis=1)
     content, nbytes = table.tobytes(), table.itemsize * 3
@@ -540,31 +622,26 @@ def packed_index(index: RowIndex, values: bytes) -> tuple[bytes, bytes]:
         values: The pickle of what is neither a row nor a list of chunks.
     """
     entries, lists = index.entries, [chunks.array for chunks in index.lists]
-    keys, of_keys = packed_texts(index.fqns)
-    files, of_files = packed_texts(index.files)
-    *rows, starts, lengths = index.rows
-    columns: dict[str, Sequence[Column]] = {
-        "keys": [*of_keys, entries.form_of, index.class_of],
-        "files": [*of_files, index.file_counts, index.template_of],
-        "templates": [*rows, from_ends(starts, lengths), lengths],
-        "places": [index.listed, index.counts, *index.places],
-        "chunks": [
-            entries.list_of,
-            [array.shape[0] for array in lists],
-            [array.shape[2] for array in lists],
-            np.concatenate([np.zeros(0, np.int64), *[array.T.ravel() for array in lists]]),
-        ],
+    names = {
+        "keys": components(index.fqns),
+        "files": index.files,
+        "transforms": index.transforms,
     }
-    names = {"keys": keys, "files": files, "transforms": index.transforms}
+    # Keys that are none of the state dict have no form.
+    form_of = np.full(len(index.fqns), -1)
+    form_of[: len(entries.form_of)] = entries.form_of
     arrays: dict[str, Any] = {
         "names": np.frombuffer(json.dumps(names, separators=(",", ":")).encode(), np.uint8),
         "values": np.frombuffer(values, np.uint8),
+        "keys": differences([form_of, index.class_of]),
+        "writers": differences(index.writers),
+        "rows": index.rows.packed(index.template_of),
+        "classes": differences(index.classes),
+        "places": differences(index.places),
+        "forms": differences([entries.list_of]),
+        "lists": differences([[len(one) for one in lists], [one.shape[2] for one in lists]]),
+        "boxes": differences([np.concatenate([_NONE, *[one.T.ravel() for one in lists]])]),
     }
-    for name, some in columns.items():
-        packed = packed_columns(some)
-        # The narrowest type of integers that has a sign.
-        kind = np.min_scalar_type(min(int(packed.min()), -1 - int(packed.max())))
-        arrays[name] = packed.astype(kind)
     stream = io.BytesIO()
     np.savez_compressed(stream, **arrays)
     data = stream.getvalue()[:-2] + struct.pack("<H", _TRAILER.size)
@@ -606,12 +683,16 @@ def unpacked_archive(data: bytes) -> dict[str, Any]:
             arrays = {name: held[name] for name in held.files}
         members: dict[str, Any] = {"values": arrays.pop("values").tobytes()}
         members["names"] = json.loads(arrays.pop("names").tobytes())
-        if arrays.keys() != _COLUMNS:
+        if arrays.keys() != _TABLES.keys():
             raise IndexDamage(f"members {format_names(sorted(arrays))}, where an index has others")
-        left = MOST_NUMBERS
+        if (count := sum(array.size for array in arrays.values())) > MOST_NUMBERS:
+            raise IndexDamage(f"it has {count:,} numbers, and at most {MOST_NUMBERS:,} are read")
         for name, array in arrays.items():
-            members[name] = unpacked_columns(array.astype(np.int64, casting="safe"), left)
-            left -= sum(map(len, members[name]))
+            if array.ndim != 2 or len(array) != _TABLES[name]:
+                raise IndexDamage(
+                    f"{array.shape} {name}, where an index has {_TABLES[name]} columns"
+                )
+            members[name] = summed(array.astype(np.int64, casting="safe"))
     except IndexDamage:
         raise
     except Exception as error:
@@ -641,35 +722,32 @@ def unpacked_index(members: Mapping[str, Any], forms: Sequence[Any]) -> RowIndex
 
 
 def _unpacked(members: Mapping[str, Any], forms: Sequence[Any]) -> RowIndex:
-    *of_keys, form_of, class_of = members["keys"]
-    *of_files, file_counts, template_of = members["files"]
-    *rows, gaps, lengths = members["templates"]
-    listed, counts, *places = members["places"]
-    list_of, *chunks = members["chunks"]
+    form_of, class_of = members["keys"]
+    (list_of,), (boxes,), (counts, dims) = members["forms"], members["boxes"], members["lists"]
+    template_of, *rows = members["rows"]
     names = members["names"]
-    fqns = unpacked_texts(names["keys"], *of_keys)
-    files = unpacked_texts(names["files"], *of_files)
+    fqns, files = joined(names["keys"]), list(map(str, names["files"]))
     check_files(files)
-    lists = _lists(*chunks)
-    if len(form_of) > len(fqns):
+    lists = _lists(counts, dims, boxes)
+    with_form = int((form_of >= 0).sum())
+    if len(fqns) != len(form_of) or (form_of[:with_form] < 0).any():
         raise IndexDamage("other keys than there are")
-    check_below(form_of, len(forms))
+    check_below(form_of, len(forms), -1)
     check_below(list_of, len(lists), -1)
     own, numbers = lists[: int(list_of.max(initial=-1)) + 1], list_of.tolist()
-    made = [with_chunks(form, at, lists) for form, at in zip(forms, numbers, strict=True)]
+    whole = [with_chunks(form, at, lists) for form, at in zip(forms, numbers, strict=True)]
     return RowIndex(
-        Entries(fqns[: len(form_of)], form_of.tolist(), made, own, numbers),
+        Entries(fqns[:with_form], form_of[:with_form].tolist(), whole, own, numbers),
         fqns,
         [None if one is None else tuple(map(str, one)) for one in names["transforms"]],
         files,
-        file_counts,
+        Writers(*members["writers"]),
         template_of,
-        np.stack([*rows, to_starts(gaps, lengths), lengths]),
+        TemplateRows.unpacked(rows),
         class_of,
         lists,
-        listed,
-        counts,
-        np.stack(places),
+        Classes(*members["classes"]),
+        Places(*members["places"]),
     )
 
 

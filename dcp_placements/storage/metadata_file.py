@@ -11,10 +11,13 @@ later torch added are left out. What is read may have been written by any of the
 from __future__ import annotations
 
 import io
+import pickle
 import warnings
+import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cached_property, partial
+from dataclasses import fields, replace
+from functools import partial
 from itertools import chain
 from typing import IO, Any
 
@@ -22,6 +25,7 @@ from torch.distributed.checkpoint import Metadata
 
 from dcp_placements.errors import PlacementError
 from dcp_placements.planning import quiet_gc
+from dcp_placements.storage.columns import IndexDamage, components, joined
 from dcp_placements.storage.index import (
     RowIndex,
     archive_in,
@@ -32,8 +36,6 @@ from dcp_placements.storage.index import (
     unpacked_index,
 )
 from dcp_placements.storage.metadata_pickle import load_metadata_pickle, load_safely
-from dcp_placements.storage.older_index import has_older_index, read_older_index
-from dcp_placements.storage.packing import IndexDamage
 from dcp_placements.storage.stock_pickle import (
     is_refusing,
     marked_digest,
@@ -42,6 +44,9 @@ from dcp_placements.storage.stock_pickle import (
     values_pickle,
 )
 from dcp_placements.storage.torch_metadata import (
+    ChunkList,
+    Entries,
+    build_entries,
     check_count,
     check_entries,
     check_facts,
@@ -58,16 +63,13 @@ Load = Callable[[IO[bytes]], Any]
 _HEAD_NBYTES = 1 << 10
 
 
-def write_metadata(metadata: Metadata, stream: IO[bytes], *, stock_metadata: bool = True) -> bytes:
+def write_metadata(metadata: Metadata, stream: IO[bytes], *, stock_metadata: bool = True) -> None:
     """Write a ``.metadata`` file.
 
     Args:
         metadata: With entries and rows.
         stream: The file.
         stock_metadata: Whether to write what plain DCP reads; otherwise it is refused.
-
-    Returns:
-        The index in the file, without the pickle before it.
     """
     with quiet_gc():
         index = index_of(metadata)
@@ -77,47 +79,63 @@ def write_metadata(metadata: Metadata, stream: IO[bytes], *, stock_metadata: boo
         )
         for piece in chain(pieces, [packed]):
             stream.write(piece)
-        return packed
 
 
-class SentMetadata(Metadata):
-    """Metadata that are sent to other ranks as the index that was written.
+class SentRows(RowIndex):
+    """Rows that are pickled as the archive that a file has.
 
-    Torch sends the metadata to all ranks after a save, where they are mostly not used. Their
-    objects are many times as large as the index, and take as long to make as a rank's plan: they
-    are made when one is used.
+    Torch sends the metadata of a save to all ranks, where they are mostly not used. As torch's
+    objects the rows are many times as large, and take as long to make as a rank's plan.
     """
 
-    _packed: bytes | None = None
-
-    @staticmethod
-    def of(metadata: Metadata, packed: bytes) -> None:
-        """Let metadata be sent as an index, which ``write_metadata`` returned."""
-        metadata.__class__ = SentMetadata
-        vars(metadata)["_packed"] = packed
-
-    @cached_property
-    def _read(self) -> Metadata:
-        assert self._packed is not None
+    def __reduce__(self) -> Any:
         with quiet_gc():
-            return _indexed(self._packed, load_metadata_pickle)
-
-    state_dict_metadata = cached_property[Any](lambda self: self._read.state_dict_metadata)
-    planner_data = cached_property[Any](lambda self: self._read.planner_data)
-    storage_data = cached_property[Any](lambda self: self._read.storage_data)
-    storage_meta = cached_property[Any](lambda self: self._read.storage_meta)
-    version = cached_property[Any](lambda self: self._read.version)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if self._packed is None:
-            return super().__reduce_ex__(protocol)
-        return _arrived, (self._packed,)
+            packed, _ = packed_index(self, values_pickle(Metadata({}), ()))
+        return _received_rows, (packed,)
 
 
-def _arrived(packed: bytes) -> SentMetadata:
-    metadata = object.__new__(SentMetadata)
-    vars(metadata)["_packed"] = packed
-    return metadata
+class SentEntries(dict[str, Any]):
+    """``Metadata.state_dict_metadata`` that is pickled by what its keys have in common."""
+
+    def __reduce__(self) -> Any:
+        with quiet_gc():
+            try:
+                entries = build_entries(self)
+            except (AttributeError, TypeError, ValueError):
+                return dict, (dict(self),)  # a user has put into it what no checkpoint has
+            forms = [
+                form if at < 0 else replace(form, chunks=entries.lists[at].array)
+                for form, at in zip(entries.forms, entries.list_of, strict=True)
+            ]
+            parts = components(entries.fqns), entries.form_of, forms, entries.list_of
+            return _received_entries, (zlib.compress(pickle.dumps(parts), 1),)
+
+
+def _received_rows(packed: bytes) -> SentRows:
+    with quiet_gc():
+        return _sent_rows(_indexed(packed, load_metadata_pickle).storage_data)
+
+
+def _sent_rows(rows: Any) -> SentRows:
+    """Return rows without the entries of their keys, which are sent beside them."""
+    values = {one.name: getattr(rows, one.name) for one in fields(RowIndex)}
+    return SentRows(**{**values, "entries": Entries([], [], [], [], [])})
+
+
+def _received_entries(packed: bytes) -> SentEntries:
+    with quiet_gc():
+        fqns, form_of, forms, list_of = pickle.loads(zlib.decompress(packed))
+        whole = [
+            form if at < 0 else replace(form, chunks=ChunkList(form.chunks))
+            for form, at in zip(forms, list_of, strict=True)
+        ]
+        return SentEntries(Entries(joined(fqns), form_of, whole, [], list_of).stored())
+
+
+def send_compactly(metadata: Metadata) -> None:
+    """Let the entries and rows of metadata, with rows in columns, take few bytes in a pickle."""
+    metadata.state_dict_metadata = SentEntries(metadata.state_dict_metadata)
+    metadata.storage_data = _sent_rows(metadata.storage_data)
 
 
 def read_metadata(
@@ -176,9 +194,6 @@ def read_file_names(opener: Opener) -> set[str]:
         Exception: The index is damaged, or names other files than those of a checkpoint.
     """
     with opener() as stream:
-        if has_older_index(stream):
-            return set(read_older_index(stream, load_safely)[1].files)
-        stream.seek(0)
         metadata = _by_index(stream, stream.read(_HEAD_NBYTES), load_safely)
         return set() if metadata is None else paths_of(metadata.storage_data or {})
 
@@ -233,10 +248,7 @@ def with_columns(metadata: Metadata, rows: RowIndex) -> Metadata:
 
 def _by_index(stream: IO[bytes], head: bytes, load: Load) -> Metadata | None:
     """Return the metadata by the index in a file, which begins with ``head``; None without one."""
-    archive, has_older = archive_in(stream), has_older_index(stream)
-    if archive is None and has_older:
-        older = is_refusing(head)  # otherwise the pickle is read
-        return with_columns(*read_older_index(stream, load)) if older else None
+    archive = archive_in(stream)
     if archive is None:
         if marked_digest(head) is not None:
             raise IndexDamage("it is missing")

@@ -137,7 +137,7 @@ def _rows(index: RowIndex, memo: Mapping[Any, int], steps: Ints) -> Iterator[byt
     """
     words = {name: b"h" + bytes([memo[name]]) for name in (*_CLASSES, *_NAMES)}
     integer, code = "<i4", b"J"
-    if index.rows[5:].max(initial=0) >= _I32:
+    if max(column.max(initial=0) for column in (index.rows.start, index.rows.length)) >= _I32:
         integer, code = "<i8", b"\x8a\x08"
     # NEWOBJ of the class, then BUILD with a dict of its attributes; "j" gets a shared value.
     parts = [
@@ -160,14 +160,15 @@ def _rows(index: RowIndex, memo: Mapping[Any, int], steps: Ints) -> Iterator[byt
     fqns = np.array([memo[fqn] for fqn in index.fqns], np.int64)
     paths = np.array([memo[path] for path in index.files], np.int64)
     order = np.argsort(index.class_of, kind="stable")
-    starts = index.class_of[order].searchsorted(np.arange(len(index.counts) + 1))
+    starts = index.class_of[order].searchsorted(np.arange(len(index.classes.places) + 1))
     for number, (begin, end) in enumerate(pairwise(starts.tolist())):
         offsets = np.array([memo[offset] for offset in index.offsets(number)])
         keys = order[begin:end]
-        for some, (file, step, start, length) in index.pieces(number, keys):
-            data = bytearray(record) * file.size
-            rows = np.frombuffer(data, dtype).reshape(file.shape)
-            columns = [fqns[some][:, None], offsets, paths[file], start, length, steps[step]]
+        for some, found in index.pieces(number, keys):
+            data = bytearray(record) * found.file.size
+            rows = np.frombuffer(data, dtype).reshape(found.file.shape)
+            columns = [fqns[some][:, None], offsets, paths[found.file]]
+            columns += [found.start, found.length, steps[found.transforms]]
             for (name, _, _), column in zip(fields, columns, strict=False):
                 rows[name] = column
             yield data

@@ -40,8 +40,8 @@ from dcp_placements.errors import PlacementError
 from dcp_placements.planning import quiet_gc
 from dcp_placements.storage.index import build_index, index_of_places
 from dcp_placements.storage.metadata_file import (
-    SentMetadata,
     read_file_names,
+    send_compactly,
     write_metadata,
 )
 from dcp_placements.storage.provenance import COPIES, stored
@@ -310,21 +310,21 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             path = self._metadata_path
             if isinstance(self.fs, RemoteFileSystem) and self.fs.is_object_store:
                 upload = BytesIO()
-                sent = write(upload)
+                write(upload)
                 self.fs.put(os.fspath(path), upload.getvalue())
-                SentMetadata.of(metadata, sent)
+                send_compactly(metadata)
                 return
             # Another save into this directory has a name of its own.
             name = unfinished_name(os.path.basename(path))
             new = self.fs.concat_path(self.path, name)
             try:
                 with errors_of(new), self.fs.create_stream(new, "wb") as stream:
-                    sent = write(stream)
+                    write(stream)
                     self._sync(stream)
             except BaseException:
                 self._remove([name])
                 raise
-            SentMetadata.of(metadata, sent)
+            send_compactly(metadata)
         if type(self.fs) is FileSystem:
             self._replace(new, path)
             return

@@ -7,6 +7,7 @@ keys of which one rank has all: random states, positions in the data. So a rank 
 
 from __future__ import annotations
 
+import json
 import pickle
 import zlib
 from collections.abc import Collection, Iterable, Sequence
@@ -21,15 +22,42 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_placements.layout.boxes import Ints
-from dcp_placements.storage.packing import (
-    packed_columns,
-    packed_texts,
-    unpacked_columns,
-    unpacked_texts,
-)
+from dcp_placements.storage.columns import components, differences, joined, summed
 from dcp_placements.storage.torch_metadata import StoredPlace, Transforms
 
 T = TypeVar("T")
+
+
+class TemplateRows(NamedTuple):
+    """Columns of the rows of a template, in the order in which a writer wrote them.
+
+    Attributes:
+        key: Number of the key.
+        slot: Number of the slot that has the offset.
+        file: Number of the file among those of the writer.
+        transforms: Number of the list of transforms.
+        start: First byte in the file.
+        length: Bytes.
+    """
+
+    key: Ints
+    slot: Ints
+    file: Ints
+    transforms: Ints
+    start: Ints
+    length: Ints
+
+    def packed(self, *before: Ints) -> Any:
+        """Return all columns as one array, behind others of as many rows; see ``differences``."""
+        # Records mostly follow one another: counted from the end of the one before, starts are 0.
+        ends = np.concatenate([[0], (self.start + self.length)[:-1]])[: len(self.start)]
+        return differences([*before, *self._replace(start=self.start - ends)])
+
+    @staticmethod
+    def unpacked(columns: Ints) -> TemplateRows:
+        """Return the columns of an array, which ``packed`` returned."""
+        rows = TemplateRows(*columns)
+        return rows._replace(start=np.cumsum(rows.start) + np.cumsum(rows.length) - rows.length)
 
 
 class Template(NamedTuple):
@@ -39,13 +67,13 @@ class Template(NamedTuple):
         fqns: Keys, each once.
         dims: By slot, the number of dims of its offset; -1 of objects.
         transforms: The transforms that wrote the bytes, each list once; None for none.
-        table: ``(6, rows)``: positions of key, slot, file and transforms; start and length.
+        rows: By row, which of these.
     """
 
     fqns: Sequence[str]
     dims: Sequence[int]
     transforms: Sequence[Transforms]
-    table: Ints
+    rows: TemplateRows
 
     @staticmethod
     def of(places: Iterable[StoredPlace], paths: Iterable[str]) -> tuple[Template, Ints]:
@@ -59,32 +87,30 @@ class Template(NamedTuple):
         file = [number[path] for path in files]
         dims = tuple([-1 if offset is None else len(offset) for offset in different])
         held = np.array(list(chain.from_iterable(filter(None, different))), np.int64)
-        table = np.array([key, slot, file, step, starts, lengths], np.int64)
-        return Template(keys, dims, every, table), held
+        rows = np.array([key, slot, file, step, starts, lengths], np.int64)
+        return Template(keys, dims, every, TemplateRows(*rows)), held
 
     @property
     def content(self) -> tuple[Any, ...]:
         """What equal templates have in common, and no others."""
-        return self.fqns, self.dims, self.transforms, self.table.tobytes()
+        return self.fqns, self.dims, self.transforms, np.stack(self.rows).tobytes()
 
     def packed(self) -> bytes:
-        """Return it as it is sent."""
-        *table, starts, lengths = self.table
-        forms, texts = packed_texts(self.fqns)
-        columns = packed_columns([self.dims, *texts, *table, from_ends(starts, lengths), lengths])
-        return zlib.compress(pickle.dumps((forms, self.transforms, columns.tobytes())), 6)
+        """Return it as it is sent; equal templates give equal bytes."""
+        rows = self.rows.packed()
+        texts = json.dumps([components(self.fqns), self.dims, self.transforms])
+        return zlib.compress(pickle.dumps((texts, rows.dtype.char, rows.tobytes())), 6)
 
     @staticmethod
     def unpacked(packed: Template | bytes) -> Template:
         """Return a template that may have been sent."""
         if isinstance(packed, Template):
             return packed
-        forms, transforms, columns = pickle.loads(zlib.decompress(packed))
-        dims, form_of, numbers, *rows, gaps, lengths = unpacked_columns(
-            np.frombuffer(columns, np.int64)
-        )
-        table = np.stack([*rows, to_starts(gaps, lengths), lengths])
-        return Template(unpacked_texts(forms, form_of, numbers), dims.tolist(), transforms, table)
+        texts, kind, data = pickle.loads(zlib.decompress(packed))
+        fqns, dims, transforms = json.loads(texts)
+        columns = np.frombuffer(data, kind).reshape(len(TemplateRows._fields), -1)
+        steps = [None if one is None else tuple(one) for one in transforms]
+        return Template(joined(fqns), dims, steps, TemplateRows.unpacked(summed(columns)))
 
 
 def _numbered(column: Sequence[T]) -> tuple[tuple[T, ...], list[int]]:
@@ -163,7 +189,7 @@ class WriteResults(Sequence[WriteResult]):
         template, numbers = Template.unpacked(self.template), iter(self.offsets.tolist())
         slots = [None if n < 0 else tuple(islice(numbers, n)) for n in template.dims]
         found = []
-        for key, slot, file, steps, start, length in template.table.T.tolist():
+        for key, slot, file, steps, start, length in np.stack(template.rows, axis=1).tolist():
             names = template.fqns[key], slots[slot], self.paths[file]
             found.append(StoredPlace(*names, start, length, template.transforms[steps]))
         return [*found, *self.apart]
@@ -191,18 +217,6 @@ def _arrived(template: bytes, packed: bytes) -> WriteResults:
 def _result(place: StoredPlace) -> WriteResult:
     offset = None if place.offset is None else torch.Size(place.offset)
     return WriteResult(MetadataIndex(place.fqn, offset), place.length, place.info())
-
-
-def from_ends(starts: Ints, lengths: Ints) -> Ints:
-    """Return starts counted from the ends of the records before: most are 0."""
-    found: Ints = np.diff(starts, prepend=0) - np.concatenate([[0], lengths])[: len(lengths)]
-    return found
-
-
-def to_starts(from_ends: Ints, lengths: Ints) -> Ints:
-    """Return the starts again."""
-    starts: Ints = np.cumsum(from_ends) + np.cumsum(lengths) - lengths
-    return starts
 
 
 def is_whole(item: WriteItem) -> bool:

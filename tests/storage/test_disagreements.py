@@ -49,7 +49,7 @@ def test_of_an_index_that_is_wrong_behind_right_checksums_nothing_is_used(tmp_pa
     saved = saved_norms(tmp_path)
 
     def change(rows: Any) -> None:
-        rows.rows[5, :2] = rows.rows[5, 1::-1].tolist()
+        rows.rows.start[:2] = rows.rows.start[1::-1].tolist()
         rows.class_of[4] = -1
 
     with_other_index(tmp_path, change)
@@ -73,7 +73,7 @@ def test_verify_compares_the_places_of_the_pickle_with_those_of_the_index(tmp_pa
     assert verify(tmp_path, contents=True).sound
 
     def change(rows: Any) -> None:
-        rows.rows[5, :2] = rows.rows[5, 1::-1].tolist()
+        rows.rows.start[:2] = rows.rows.start[1::-1].tolist()
 
     with_other_index(tmp_path, change)
     faults = verify(tmp_path, contents=True).faults

@@ -29,9 +29,9 @@ from dcp_placements import (
 )
 from dcp_placements.offline import CannotLook, Checkpoint, inspect, verify
 from dcp_placements.storage import writer
-from dcp_placements.storage.index import RowIndex, paths_of, unpacked_archive
+from dcp_placements.storage.columns import IndexDamage
+from dcp_placements.storage.index import MOST_NUMBERS, RowIndex, paths_of, unpacked_archive
 from dcp_placements.storage.metadata_file import read_metadata, write_metadata
-from dcp_placements.storage.packing import IndexDamage, packed_columns
 from dcp_placements.storage.stock_pickle import MARKER_NBYTES
 from dcp_placements.testing import World
 from tests.offline_scenes import Run
@@ -262,21 +262,48 @@ def test_of_every_flipped_byte_comes_the_same_or_an_error(tmp_path: Path) -> Non
 def test_places_of_chunks_before_the_first_are_damage(tmp_path: Path) -> None:
     save(tmp_path)
     rows = read(tmp_path).storage_data
-    rows.places[0, :3] -= 2
+    rows.places.chunk[:3] -= 2
     with pytest.raises(IndexDamage, match="a number out of"):
         rows.check()
 
 
+COLUMNS = {"keys": 2, "writers": 2, "rows": 7, "classes": 2, "places": 3, "forms": 1} | {
+    "lists": 2,
+    "boxes": 1,
+}
+TEXTS = {"values": np.zeros(0, np.uint8), "names": np.frombuffer(b"{}", np.uint8)}
+
+
+def archive(**other: Any) -> bytes:
+    """Return an archive of columns of 0 whose members are an index's but for some."""
+    stream = io.BytesIO()
+    tables = {name: np.zeros((count, 9), np.int8) for name, count in COLUMNS.items()}
+    np.savez_compressed(stream, **{**TEXTS, **tables, **other})
+    return stream.getvalue()
+
+
 def test_members_that_no_index_has_are_not_unpacked() -> None:
-    packed = packed_columns([np.zeros(1 << 20)])
-    text = {"values": np.zeros(0, np.uint8), "names": np.frombuffer(b"{}", np.uint8)}
-    columns = dict.fromkeys(("keys", "files", "templates", "places", "chunks"), packed)
-    whole, other = io.BytesIO(), io.BytesIO()
-    np.savez_compressed(whole, **text, **columns)
-    assert len(unpacked_archive(whole.getvalue())["places"][0]) == 1 << 20
-    np.savez_compressed(other, **text, **columns, more=packed)
+    assert unpacked_archive(archive())["places"].tolist() == [[0] * 9] * 3
     with pytest.raises(IndexDamage, match=r"members .*more, .*where an index has others"):
-        unpacked_archive(other.getvalue())
+        unpacked_archive(archive(more=np.zeros(3)))
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        (np.zeros((2, 9), np.int8), "3 columns"),
+        (np.zeros(9, np.int8), "3 columns"),
+        (np.zeros((3, 3, 3), np.int8), "3 columns"),
+        (np.zeros((3, 9)), "not of its kind"),
+        (np.zeros((3, 9), np.uint64), "not of its kind"),
+        (np.zeros((3, 9), "S5"), "not of its kind"),
+        (np.zeros((3, MOST_NUMBERS // 3), np.int8), "and at most 134,217,728 are read"),
+    ],
+    ids=["one fewer", "one dim", "three dims", "floats", "unsigned", "texts", "too many"],
+)
+def test_a_member_that_is_no_table_of_its_columns_is_damage(table: Any, text: str) -> None:
+    with pytest.raises(IndexDamage, match=text):
+        unpacked_archive(archive(places=table))
 
 
 @pytest.mark.parametrize(("planner", "what"), [(None, "w: it"), (PlacementSavePlanner(), "its id")])
