@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from math import isfinite
 from typing import Any, ClassVar
 
@@ -281,6 +282,8 @@ class _Comparison:
                 return Difference("incomplete", key, f"in the {side} {message}")
         if message := self._quantized_message(a, b):
             return Difference("dtype", key, message)
+        if message := _numberless_message(a, b):
+            return Difference("dtype", key, message)
         tally = Tally()
         done = self.nbytes
         try:
@@ -442,7 +445,11 @@ class Tally:
         if same_bits(one, other):
             return
         shape = one.shape
-        flat, flat_other = one.reshape(-1), other.reshape(-1)
+        is_number = has_numbers(one.dtype) and has_numbers(other.dtype)
+        if is_number:
+            flat, flat_other = one.reshape(-1), other.reshape(-1)
+        else:
+            flat, flat_other, same_dtype = _bits(one), _bits(other), True
         for start in range(0, flat.numel(), STEP):
             a, b = flat[start : start + STEP], flat_other[start : start + STEP]
             differs = _differs(a, b, same_dtype=same_dtype)
@@ -450,7 +457,9 @@ class Tally:
                 continue
             positions = differs.nonzero().reshape(-1)
             gap, numbers, other_numbers = _gap(a[positions], b[positions])
-            if rtol or atol:
+            if not is_number:
+                gap = gap[:0]
+            elif rtol or atol:
                 # An infinite number is near to nothing but itself.
                 near = gap.isfinite() & (gap <= atol + rtol * other_numbers.abs())
                 near |= numbers.isinf() & (numbers == other_numbers)
@@ -471,7 +480,8 @@ class Tally:
             )
             index = tuple(int(i) + o for i, o in zip(local, offsets, strict=True))
             if self.first is None or index < self.first[0]:
-                self.first = index, _value(a[first]), _value(b[first])
+                value = _value if is_number else _hexadecimal
+                self.first = index, value(a[first]), value(b[first])
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -486,6 +496,29 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
     kind = _INTEGERS.get(tensor.itemsize)
     return flat.view(torch.int64 if kind is None else kind)
+
+
+@cache
+def has_numbers(dtype: torch.dtype) -> bool:
+    """Whether torch makes numbers of elements; not of those that pack several (float4)."""
+    try:
+        torch.zeros(dtype.itemsize, dtype=torch.uint8, device="cpu").view(dtype).to(torch.float64)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
+def _numberless_message(a: AssembledTensor, b: StoredTensor) -> str:
+    """Return why elements cannot be compared as bits; empty where they can, or are numbers."""
+    kinds = {one.dtype for one in (a, b) if not has_numbers(one.dtype)}
+    if not kinds or a.dtype.itemsize == b.dtype.itemsize:
+        return ""
+    dtypes = f"{a.dtype_name} in the first, {b.dtype_name} in the second"
+    return f"{dtypes}: not compared, torch makes no numbers of {kinds.pop()}"
+
+
+def _hexadecimal(element: torch.Tensor) -> str:
+    return f"0x{element.item() & (1 << 8 * element.itemsize) - 1:0{2 * element.itemsize}x}"
 
 
 def _differs(a: torch.Tensor, b: torch.Tensor, *, same_dtype: bool) -> torch.Tensor:

@@ -361,3 +361,44 @@ def test_numbered_families_are_one_line(tmp_path: Path, run: Run) -> None:
     assert [(f.name, f.kind, f.keys) for f in families] == [
         (f"layers.0-11.experts.2.{weight}", "missing", 12) for weight in ("w1", "w2")
     ]
+
+
+def packed(*values: int, dtype: torch.dtype = torch.float4_e2m1fn_x2) -> torch.Tensor:
+    return torch.tensor([values] * 2, dtype=torch.uint8).view(dtype)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (packed(1, 42, 0), packed(1, 42, 0), None),
+        (packed(1, 42, 0), packed(1, 43, 255), "4 of 6 elements differ; the first at (0, 1): 0x2a"),
+        (packed(1, 42, 0), packed(1, 42, 0, dtype=torch.uint8), "the values are the same"),
+        (
+            packed(1, 42, 0),
+            packed(1, 40, 0, dtype=torch.uint8),
+            "2 of 6 elements differ; the first",
+        ),
+        (packed(1, 42, 0), torch.ones(2, 3), "not compared, torch makes no numbers of"),
+    ],
+    ids=["same", "other bits", "as bytes", "other bytes", "numbers"],
+)
+@pytest.mark.parametrize("atol", [0.0, 1.0])
+def test_m155_packed_elements_are_compared_bit_by_bit(
+    one: torch.Tensor,
+    other: torch.Tensor,
+    expected: str | None,
+    atol: float,
+    tmp_path: Path,
+    run: Run,
+) -> None:
+    for name, value in (("a", one), ("b", other)):
+        dcp.save({"w": value, "v": torch.ones(2)}, checkpoint_id=tmp_path / name, no_dist=True)
+    found = diff(tmp_path / "a", tmp_path / "b", atol=atol)
+    assert found.same == (expected is None)
+    if expected is not None:
+        (difference,) = found.differences
+        assert (difference.fqn, difference.max_abs, difference.nans) == ("w", None, 0)
+        assert expected in difference.message
+    ran = run("diff", tmp_path / "a", tmp_path / "b", "--json")
+    assert ran.code == (0 if expected is None else 1)
+    assert json.loads(ran.out)["same"] == (expected is None)
