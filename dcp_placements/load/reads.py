@@ -411,10 +411,10 @@ class RankLoad:
         kind = "same" if stored_dtype == dtype else cast_kind(stored_dtype, dtype)
         if kind == "wrong" or (kind == "narrowing" and self.policy.cast == "error"):
             self.faults.append(cast_fault(fqn, stored_dtype, dtype))
-        scale = scale_of(fqn, stored_dtype, self.stored)
-        is_float = dtype.is_floating_point and dtype.itemsize > 1
+        is_float = kind != "same" and dtype.is_floating_point and dtype.itemsize > 1
+        scale = scale_of(fqn, stored_dtype, self.stored) if is_float else None
         # Whoever asks for the scales, too, may multiply by them.
-        if scale and is_float and scale not in self.state_dict and not self.policy.waives(fqn):
+        if scale and scale not in self.state_dict and not self.policy.waives(fqn):
             self.faults.append(quantized_fault(fqn, stored_dtype, dtype, scale))
         return ReadGroup(
             entry,
