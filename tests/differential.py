@@ -17,7 +17,7 @@ from dcp_placements.testing.reference import numbered, part
 from tests.random_worlds import Family, Pair
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-RATE, STEP, BLANK = 0.5, "step", -7.0
+RATE, BLANK = 0.5, -7.0
 NO_DETOUR: Mapping[str, str] = {}
 
 
@@ -117,7 +117,7 @@ def key_of(pair: Pair, name: str, state: str) -> str:
     model, optim = pair.prefixes
     if state == "":
         return f"{model}.{name}" if model else name
-    return f"{optim}.{'param_groups' if state == 'lr' else 'state'}.{name}.{state}"
+    return f"{optim}.state.{name}.{state}"
 
 
 Rows = dict[str, Callable[[dict[str, int]], Any]]
@@ -126,23 +126,29 @@ Rows = dict[str, Callable[[dict[str, int]], Any]]
 
 def units(
     family: Family, rows: Rows, *, by_parts: bool
-) -> Iterator[tuple[dict[str, int], int, torch.Tensor]]:
-    """Yield each tensor of its own: its row of each level in ``rows``, its part, its elements."""
+) -> Iterator[tuple[dict[str, int], int, dict[str, torch.Tensor]]]:
+    """Yield each tensor of its own: its row of each level in ``rows``, its part, its elements.
+
+    These by state: of the parameter and of each of its moments.
+    """
     chosen: list[dict[str, int]] = [{}]
     for level in reversed(family.levels):
         if level.word in rows:
             chosen = [{**c, level.word: n} for c in chosen for n in rows[level.word](c)]
     for row in chosen:
-        labels, numbers = list(family.labels), numbered(family.shape)
+        labels = list(family.labels)
+        states = {state: numbered(family.shape_of(state)) for state in ("", *family.moments)}
         for word, number in row.items():
-            numbers = numbers.select(labels.index(word), number)
+            dim = labels.index(word)
+            states = {state: numbers.select(dim, number) for state, numbers in states.items()}
             labels.remove(word)
         if not by_parts:
-            yield row, 0, numbers
+            yield row, 0, states
             continue
         dim = labels.index(f"r{family.part_dim}")
         for at in range(len(family.parts)):
-            yield row, at, part(numbers, at, dim, family.parts, family.groups)
+            parts = (family.parts, family.groups)
+            yield row, at, {s: part(numbers, at, dim, *parts) for s, numbers in states.items()}
 
 
 Wholes = dict[tuple[str, str], torch.Tensor]
@@ -153,7 +159,7 @@ def wholes(pair: Pair) -> Wholes:
     """Return the contents of a model, random bits."""
     return {
         (family.name, state): drawn(
-            family.shape,
+            family.shape_of(state),
             torch.float32 if state else family.dtype,
             f"{pair.seed}/{family.name}/{state}/",
         )
@@ -165,6 +171,7 @@ def wholes(pair: Pair) -> Wholes:
 def checkpoint(pair: Pair, whole: Wholes) -> dict[str, Any]:
     """Return what the file holds after a save, by key: tensors and objects."""
     found: dict[str, Any] = dict(pair.objects)
+    optimized: list[str] = []
     for family, hold in zip(pair.families, pair.save.holds, strict=True):
         rows: Rows = {
             level.word: (lambda outside, total=level.total: range(total))
@@ -175,13 +182,21 @@ def checkpoint(pair: Pair, whole: Wholes) -> dict[str, Any]:
         # Of steps that the ranks have one per row, a stack has as many.
         steps = [level.total for level, ids in reversed(both) if level.stacked and ids is not None]
         names = middles(family, by_parts=family.split)
-        for row, at, numbers in units(family, rows, by_parts=family.split):
+        for row, at, states in units(family, rows, by_parts=family.split):
             name = name_of(family, row, names[at])
-            for state in ("", *family.moments):
+            for state, numbers in states.items():
                 key = key_of(pair, name, state)
                 found[key] = elements(whole[family.name, state], numbers, 0)
-            if family.step is not None:
-                found[key_of(pair, name, STEP)] = torch.full(steps, family.step)
+            for scalar, number in family.numbers.items():
+                found[key_of(pair, name, scalar)] = torch.full(steps, number)
             if family.optimized:
-                found[key_of(pair, name, "lr")] = RATE
-    return found
+                optimized.append(name)
+    return {**found, **groups_of(pair, optimized)}
+
+
+def groups_of(pair: Pair, names: list[str]) -> dict[str, Any]:
+    """Return the parameter groups of an optimizer of these parameters: each its own, or one."""
+    groups = f"{pair.prefixes[1]}.param_groups"
+    if pair.flat:
+        return {f"{groups}.{name}.lr": RATE for name in names}
+    return {f"{groups}.0.params": names, f"{groups}.0.lr": RATE} if names else {}

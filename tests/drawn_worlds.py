@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -52,18 +53,21 @@ class Draw(random.Random):
         return tuple(sorted(self.sample(range(count), number)))
 
 
-def draw_pair(seed: int, *, renamed: bool = False) -> Pair:
+def draw_pair(seed: int, *, renamed: bool = False, optimizers: bool = False) -> Pair:
     """Return the worlds of a seed.
 
     Args:
         seed: Of all that is drawn.
         renamed: Whether every family has rows by name, and names that two steps or more make the
             checkpoint's. Then a load is oftener the save's world, with axes of other sizes.
+        optimizers: Whether the state is that of any of torch's optimizers.
     """
     draw = Draw(seed)
     families = tuple(
         draw_family(draw, number, renamed=renamed) for number in range(draw.randint(1, 3))
     )
+    if optimizers:
+        families = tuple(with_state(draw, family) for family in families)
     objects: list[tuple[str, Any]] = [("train.step", 7), ("train.rng", b"\0\1"), ("epochs", [1, 2])]
     prefixes = draw.choice(PREFIXES)
     some = tuple(draw.sample(objects, draw.randint(0, 3)))
@@ -93,7 +97,57 @@ def _in_one_form(family: Family, *holds: Hold) -> Family:
         len(each) > 1 or (True in each and not level.stacked) for level, each in both
     )
     has_rate = has_step and not any(False in each and level.stacked for level, each in both)
-    return replace(family, step=family.step if has_step else None, has_rate=has_rate)
+    if not has_step:
+        family = replace(family, step=None, scalars=())
+    return replace(family, has_rate=has_rate)
+
+
+def with_state(draw: Draw, family: Family) -> Family:
+    """Return a family with the state that an optimizer of torch has of one row."""
+    # Moments that have size 1 have elements also where a parameter has none.
+    row = tuple(max(size, 1) for size in family.row)
+    suitable = [
+        name
+        for name in ("Adafactor", "Adafactor", "Adafactor", *OPTIMIZERS)
+        if not (name == "Adafactor" and family.parts) and not (name == "Muon" and len(row) != 2)
+    ]
+    parameter = torch.nn.Parameter(torch.zeros(row))
+    optimizer = OPTIMIZERS[draw.choice(suitable)]([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    shapes = {name: value.shape for name, value in optimizer.state[parameter].items()}
+    moments = [name for name, shape in shapes.items() if shape] if row else []
+    scalars = [name for name, shape in shapes.items() if not shape]
+    # Numbers of a stack of stacks are not read into one for all rows.
+    scalars *= sum(level.stacked for level in family.levels) < 2
+    return replace(
+        family,
+        row=row,
+        moments=tuple(moments),
+        step=None,
+        scalars=tuple((name, draw.randrange(999) / 8) for name in scalars),
+        reduced=tuple(
+            (moment, dim)
+            for moment in moments
+            for dim, size in enumerate(shapes[moment])
+            if size != row[dim]
+        ),
+    )
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "Adadelta": torch.optim.Adadelta,
+    "Adafactor": torch.optim.Adafactor,
+    "Adagrad": torch.optim.Adagrad,
+    "Adamax": torch.optim.Adamax,
+    "ASGD": torch.optim.ASGD,
+    "Muon": torch.optim.Muon,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "RMSprop": partial(torch.optim.RMSprop, momentum=0.9, centered=True),
+    "Rprop": torch.optim.Rprop,
+    "SGD": partial(torch.optim.SGD, momentum=0.9),
+}
 
 
 def resized(draw: Draw, side: Side) -> Side:
@@ -256,8 +310,12 @@ def draw_hold(draw: Draw, family: Family, meshes: tuple[Mesh, ...], *, renamed: 
     # The rows that padding adds would have no name.
     may_pad = not unstacked and (by_parts or not family.split)
     # A tensor that lists its chunks is neither stacked nor divided by names.
-    may_list = may_pad and not any(
-        level.stacked and on is not None for level, on in zip(family.levels, ids, strict=True)
+    may_list = (
+        may_pad
+        and not family.reduced
+        and not any(
+            level.stacked and on is not None for level, on in zip(family.levels, ids, strict=True)
+        )
     )
     cuts = tuple(
         draw_listed(draw, shape, mesh, left)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,11 +27,10 @@ from dcp_placements import (
 from dcp_placements.testing import FakeDTensor, FakeMesh, cut, real_dtensor
 from dcp_placements.testing.reference import numbered
 from tests.differential import (
-    RATE,
-    STEP,
     Rows,
     Wholes,
     elements,
+    groups_of,
     in_memory,
     key_of,
     middles,
@@ -55,6 +54,8 @@ class Value:
         padding: What is where there is no number.
         family: Of which.
         row: The numbers by level that its name in the checkpoint has.
+        ambiguous: Whether it is a moment of size 1 where its parameter has one row of several, and
+            nothing but their shapes says how it is cut.
     """
 
     key: str
@@ -65,6 +66,7 @@ class Value:
     padding: int
     family: str = ""
     row: Mapping[str, int] = field(default_factory=dict)
+    ambiguous: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,43 +126,47 @@ class Rank:
                 continue
             rows, mesh = self.rows(family, hold), self.mesh(hold)
             names = middles(family, by_parts=hold.parts)
-            for row, at, part_of_it in units(family, rows, by_parts=hold.parts):
+            for row, at, states in units(family, rows, by_parts=hold.parts):
                 own = dict(row)
                 for level, ids in zip(family.levels, hold.ids, strict=True):
                     if ids is not None and ids.renumbered:
                         own[level.word] = list(rows[level.word](row)).index(row[level.word])
                 name = name_of(family, own, names[at], self.words(family, hold))
-                held = _Held(part_of_it, hold.cuts[at], mesh)
-                for state in ("", *family.moments):
+                for state, part_of_it in states.items():
+                    cutting = reduced(hold.cuts[at], states[""].shape, part_of_it.shape)
+                    held = _Held(part_of_it, cutting, mesh)
                     key = key_of(self.pair, name, state)
                     padding = zlib.crc32(key.encode()) + self.rank
                     value = held.value(key, whole, (family.name, state), padding)
-                    if held.cutting.kind == "listed" and not (state and hold.follows):
+                    if cutting.kind == "listed" and not (state and hold.follows):
                         annotate(value.value, held.whole_shape, held.chunks)
-                    yield replace(value, family=family.name, row=row)
-                if family.step is not None:
-                    scalar = torch.tensor(family.step if step is None else step)
-                    key = key_of(self.pair, name, STEP)
-                    yield Value(key, scalar, scalar, None, None, 0, family.name, row)
+                    if not state:
+                        left = held.shape
+                    ambiguous = any(
+                        left[dim] == 1 and part_of_it.shape[dim] != size
+                        for dim, size in enumerate(states[""].shape)
+                    )
+                    yield replace(value, family=family.name, row=row, ambiguous=ambiguous)
+                for scalar, number in family.numbers.items():
+                    tensor = torch.tensor(number if step is None else step)
+                    key = key_of(self.pair, name, scalar)
+                    yield Value(key, tensor, tensor, None, None, 0, family.name, row)
 
     def state_dict(self, values: list[Value], *, blank: bool) -> dict[str, Any]:
         """Return tensors and objects, nested as the side has them."""
         state: dict[str, Any] = {}
         for key, value in self.objects(values).items():
-            put(state, self.path(key), None if blank else value)
+            # The parameters of a group are those of this rank, also before a load.
+            put(state, self.path(key), None if blank and not key.endswith(".params") else value)
         for value in values:
             put(state, self.path(value.key), value.value)
         return state
 
     def objects(self, values: list[Value]) -> dict[str, Any]:
-        rated = {f.name for f in self.pair.families if f.optimized}
-        states = [
-            v.key.rpartition(".")[0]
-            for v in values
-            if v.family in rated and (v.of is None or v.of[1])
-        ]
-        rates = {f"{state.replace('state.', 'param_groups.', 1)}.lr": RATE for state in states}
-        return {**dict(self.pair.objects), **rates}
+        state = f"{self.pair.prefixes[1]}.state."
+        named = [v.key.rpartition(".")[0] for v in values if v.of is None or v.of[1]]
+        names = [name.removeprefix(state) for name in dict.fromkeys(named)]
+        return {**dict(self.pair.objects), **groups_of(self.pair, names)}
 
     def path(self, key: str) -> list[str]:
         """Return where a key stands in the side's nested dict."""
@@ -319,6 +325,29 @@ class Rank:
         return CheckpointPlacement(mesh, declared, global_shape=shape, padded_shape=padded)
 
 
+def reduced(cutting: Cutting, shape: Sequence[int], state: Sequence[int]) -> Cutting:
+    """Return how ranks cut optimizer state of a parameter: nothing where it alone has size 1."""
+    dims = {dim for dim, size in enumerate(state) if size != shape[dim]}
+    if not dims:
+        return cutting
+    rule = tuple((axis, placement) for axis, placement in cutting.rule if placement.dim not in dims)
+    own = tuple(
+        (axis, Replicate() if getattr(placement, "dim", None) in dims else placement)
+        for axis, placement in cutting.own
+    )
+    lost = [axis for axis, placement in cutting.rule if placement.dim in dims]
+    padded = cutting.padded and tuple(
+        1 if dim in dims else size for dim, size in enumerate(cutting.padded)
+    )
+    return replace(
+        cutting,
+        rule=rule,
+        own=own + tuple((axis, Replicate()) for axis in cutting.repeated if axis in lost),
+        repeated=tuple(axis for axis in cutting.repeated if axis not in lost),
+        padded=padded,
+    )
+
+
 class _Held:
     """One tensor of its own on a rank: which elements of the whole it is, and how it is wrapped."""
 
@@ -341,6 +370,7 @@ class _Held:
                 position = position * sizes[axis] + at[axis]
             self.chunks = cutting.tiles[position]
             where = tiled(where, self.chunks)
+            self.shape = list(where.shape)
         else:
             where = cut_by(where, cutting.rule)
             self.shape = list(where.shape)

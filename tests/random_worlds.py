@@ -48,7 +48,9 @@ class Family:
         split: Whether the checkpoint has the parts by name.
         moments: Names of its optimizer state tensors.
         step: Its optimizer step; None for none.
-        has_rate: Whether its optimizer state may have a learning rate, which is an object.
+        has_rate: Whether it may have a learning rate of its own, which is an object.
+        scalars: Further numbers of its optimizer state, by name.
+        reduced: Of moments that have size 1 along a dim of a row: which one.
     """
 
     name: str
@@ -62,11 +64,18 @@ class Family:
     moments: tuple[str, ...] = ()
     step: float | None = None
     has_rate: bool = True
+    scalars: tuple[tuple[str, float], ...] = ()
+    reduced: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Its scalars, the step among them."""
+        return {**({} if self.step is None else {"step": self.step}), **dict(self.scalars)}
 
     @property
     def optimized(self) -> bool:
-        """Whether the optimizer has a learning rate for it."""
-        return self.has_rate and (bool(self.moments) or self.step is not None)
+        """Whether the optimizer has state of it."""
+        return bool(self.moments or self.numbers)
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -79,7 +88,12 @@ class Family:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole family in one tensor."""
+        return self.shape_of("")
+
+    def shape_of(self, state: str) -> tuple[int, ...]:
+        """Return the shape of a moment of the whole family in one tensor."""
         sizes = {f"r{dim}": size for dim, size in enumerate(self.row)}
+        sizes |= {f"r{dim}": 1 for moment, dim in self.reduced if moment == state}
         sizes |= {level.word: level.total for level in self.levels}
         return tuple(sizes[label] for label in self.labels)
 
@@ -259,3 +273,8 @@ class Pair:
     objects: tuple[tuple[str, Any], ...]
     save: Side
     load: Side
+
+    @property
+    def flat(self) -> bool:
+        """Whether the optimizer has a rate per parameter, as torch flattens it; or one for all."""
+        return all(family.has_rate for family in self.families if family.optimized)
