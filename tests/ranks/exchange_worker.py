@@ -378,21 +378,22 @@ def damaged(path: Path, damage: Callable[[Path], None], **options: Any) -> Facts
         name: distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
         for name, whole in wholes.items()
     }
-    moments = {name: {"step": torch.ones(()), "m": torch.ones(3)} for name in ("w0", "w1")}
-    old = {"model": old, "optim": {"state": {"w1": moments["w1"]}}}
+    moments = {name: {"step": torch.ones(()), "exp_avg": torch.ones(3)} for name in ("w0", "w1")}
+    groups = [{"params": ["w0", "w1"], "lr": 0.1}]
+    old = {"model": old, "optim": {"state": {"w1": moments["w1"]}, "param_groups": groups}}
     dcp.save(old, checkpoint_id=path, planner=dcp.DefaultSavePlanner())
     dist.barrier()
     if dist.get_rank() == 0:
         damage(path / "__2_0.distcp")
     dist.barrier()
     model = {name: torch.full((1024, 900), 77.0) for name in wholes}
-    state = {"model": model, "optim": {"state": moments}}
+    state = {"model": model, "optim": {"state": moments, "param_groups": groups}}
     planner = PlacementLoadPlanner(exchange=True, **options)
     reader = PlacementFileSystemReader(path)
     started = time.monotonic()
     refused = refusal(lambda: dcp.load(state, storage_reader=reader, planner=planner))
     late = time.monotonic() - started > 20
-    return {"refused": refused, "late": late, "reset": not moments["w0"]["m"].any().item()}
+    return {"refused": refused, "late": late, "reset": not moments["w0"]["exp_avg"].any().item()}
 
 
 @scenario
