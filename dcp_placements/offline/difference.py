@@ -518,7 +518,7 @@ def _numberless_message(a: AssembledTensor, b: StoredTensor) -> str:
 
 
 def _hexadecimal(element: torch.Tensor) -> str:
-    return f"0x{element.item() & (1 << 8 * element.itemsize) - 1:0{2 * element.itemsize}x}"
+    return f"0x{int(element.item()) & (1 << 8 * element.itemsize) - 1:0{2 * element.itemsize}x}"
 
 
 def _differs(a: torch.Tensor, b: torch.Tensor, *, same_dtype: bool) -> torch.Tensor:
