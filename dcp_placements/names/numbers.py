@@ -25,6 +25,9 @@ from dcp_placements.errors import CannotPlace
 _STAND_IN = "700000000007"
 """A number that no list has: what a function makes of it shows where it puts the real one."""
 
+ROW = "{}"
+"""What stands in a key for the number of each row of a tensor."""
+
 _DIGITS = re.compile(r"\d+")
 
 
@@ -122,7 +125,7 @@ def _moved(key: str, start: int, stop: int, text: str) -> list[Number]:
             moved.append(Number(first, last, end, numbering))
         elif first >= stop:
             moved.append(Number(first + shift, last + shift, end, numbering))
-        elif numbering.total is not None:
+        elif _must_stay(key, number):
             raise _lost(key, number, f"{key[start:stop]!r} is replaced by {text!r}")
     return moved
 
@@ -177,7 +180,7 @@ def carried(function: Callable[[str], Any], key: str) -> Any:
         start = other.find(_STAND_IN) if isinstance(other, str) else -1
         stop = start + len(digits)
         if start < 0 or other != new[:start] + _STAND_IN + new[stop:]:
-            if number.numbering.total is not None:
+            if _must_stay(key, number):
                 name = getattr(function, "__qualname__", type(function).__name__)
                 raise _lost(key, number, f"{name} makes {str(new)!r} of it")
         elif all(one.start != start for one in numbers):
@@ -187,18 +190,26 @@ def carried(function: Callable[[str], Any], key: str) -> Any:
     return NumberedKey(new, numbers) if numbers else new
 
 
+def _must_stay(key: str, number: Number) -> bool:
+    """Whether a number is of a list that must be whole, as the rows of a tensor must."""
+    return number.numbering.total is not None or key[number.start : number.stop] == ROW
+
+
 def _lost(key: str, number: Number, cause: str) -> CannotPlace:
     return CannotPlace(
         f"a later step of the rename takes away number {key[number.start : number.stop]}, which "
         f"{number.numbering.step} gave",
         f"the step:    {cause}",
         "reason:      whether all numbers are there on all ranks together could not be told",
-        "way out:     that step before the one that numbers; or total=None, which compares nothing",
+        "way out:     that step before the one that numbers, or one that keeps what stands there; "
+        "or total=None of a Renumber, which compares nothing",
     )
 
 
 def families(keys: Iterable[str], totals: Mapping[str, int] | None = None) -> Numberings:
     """Return the families of the numbers that a rename gave, and how each is numbered.
+
+    Of several steps that number one list, the one with the largest total says how long it is.
 
     Args:
         keys: Keys of one rank, with their numbers.
@@ -208,10 +219,12 @@ def families(keys: Iterable[str], totals: Mapping[str, int] | None = None) -> Nu
     for key in keys:
         for number in numbers_given(key):
             family = Family(key[: number.start], key[number.stop : number.end])
-            found[family] = number.numbering
+            longest = found.setdefault(family, number.numbering)
+            if (longest.total or 0) < (number.numbering.total or 0):
+                found[family] = number.numbering
     for key, total in (totals or {}).items():
         for number in numbers_given(key):
-            if key[number.start : number.stop] == "{}":
+            if key[number.start : number.stop] == ROW:
                 family = Family(key[: number.start], key[number.stop : number.end])
                 found[family] = Numbering(total, number.numbering.step)
     return found

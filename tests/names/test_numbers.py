@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -147,3 +148,30 @@ def test_numbers_of_lists_are_those_that_counting_finds(seed: int) -> None:
     ]
     wanted = [Family("layers.", ""), Family("layers.1.", ""), Family("w", ""), Family("", ".w1")]
     assert numbers_of(fqns, wanted) == {one: numbers_by_hand(fqns, one) for one in wanted}
+
+
+def of_digits(key: str) -> str:
+    return re.sub(r"experts\.(\d+)\.w", r"experts.\1.gate", key)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [of_digits, Replace("experts.*", "expert"), lambda key: key.replace("experts.{}", "expert")],
+    ids=["a function of digits", "a Replace", "a function"],
+)
+def test_a_step_that_loses_the_number_of_rows_is_refused(step: Rename) -> None:
+    """A row that no rank holds would not be missed, and that function renames no row."""
+    with pytest.raises(PlacementError, match=r"takes away number {}, which Unstack\('experts.{}'"):
+        Renames(Unstack("experts.{}"), step)("layers.0.experts.w")
+
+
+@pytest.mark.parametrize("totals", [(8, None), (None, 8), (8, 4), (4, 8)])
+def test_a_list_of_several_steps_is_as_long_as_the_longest_says(
+    totals: tuple[int | None, int | None],
+) -> None:
+    first, second = (Renumber(f"c{i}.layers.{{}}", [2 * i], totals[i]) for i in range(2))
+    rename = Renames(first, second, Replace("c*", "model"))
+    names = [rename(f"c{i}.layers.0.w") for i in range(2)]
+    assert names == ["model.layers.0.w", "model.layers.2.w"]
+    for order in (names, names[::-1]):
+        assert [one.total for one in families(order).values()] == [8]  # type: ignore[arg-type]
