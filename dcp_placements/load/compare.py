@@ -313,14 +313,18 @@ def _differences(saved: Cuts, placed: Placed, record: SaveRecord) -> Iterator[_D
         first, second = (cuts_of_part(cuts, size) for cuts in (one, other))
         # FSDP cuts a fused tensor and its parts each plainly; of what a rule says, one is wrong.
         unlike = {cut.axis for cut in (*one[len(first) :], *other[len(second) :]) if cut.size > 1}
-        before, now = ({cut.axis: cut for cut in cuts} for cuts in (one, other))
+        was, now = ({cut.axis: cut for cut in cuts} for cuts in (one, other))
         for axis in [cut.axis for cut in one if cut.axis in unlike & now.keys() & ruled]:
             way_out = "the fused tensor by FusedShard, so that each part is cut as a tensor is"
-            yield _Difference((str(axis),), str(before[axis]), str(now[axis]), way_out)
+            yield _Difference((str(axis),), str(was[axis]), str(now[axis]), way_out)
         yield from _dim_differences(first, second, size)
-    yield from _swapped_dims(declared(saved), declared(loaded))
+    before = declared(saved)
+    yield from _swapped_dims(before, declared(loaded))
     if placed.rule is not None:
-        yield from _differences_by_rule(_cutting(saved), _cutting(loaded), placed, ruled, record)
+        # Of an axis that the save declared so, it may have had one rank.
+        of_dims = {(cut.axis, cut.dim) for cut in loaded}
+        new = ruled - {axis for axis, cut in before.items() if (axis, cut.dim) in of_dims}
+        yield from _differences_by_rule(_cutting(saved), _cutting(loaded), placed, new, record)
 
 
 def _swapped_dims(saved: Mapping[str, Cut], loaded: Mapping[str, Cut]) -> Iterator[_Difference]:
@@ -343,7 +347,7 @@ def _differences_by_rule(
     one: Mapping[str, Cut],
     other: Mapping[str, Cut],
     placed: Placed,
-    ruled: Container[str | None],
+    new: Container[str | None],
     record: SaveRecord,
 ) -> Iterator[_Difference]:
     """Yield cuts by other axes that shapes cannot show, of a tensor that a rule declares.
@@ -355,7 +359,7 @@ def _differences_by_rule(
         one: By axis, the cut of the save.
         other: That of the load.
         placed: The tensor.
-        ruled: The axes for which a rule of the load speaks.
+        new: The axes for which a rule of the load speaks otherwise than the save, if it did.
         record: How the checkpoint was saved.
     """
     # Rows of a stack are numbered by names, and a stack may be one tensor in another model.
@@ -375,7 +379,7 @@ def _differences_by_rule(
             # axis that cut nothing then ask for the parts.
             for name, another in other.items():
                 is_alike = another.dim == cut.dim or max(another.dim, cut.dim) < 0
-                is_other = name in ruled and name not in one
+                is_other = name in new and name not in one
                 if is_other and is_alike and another.size == cut.size:
                     way_out = f'the tensor cut by "{axis}" in the rules of this load'
                     yield _Difference((axis, name), str(cut), str(another), way_out)

@@ -384,6 +384,16 @@ def over(axis: str, **axes: int) -> Side:
     return Side(axes, rows(arange(4, 3), axis), {axis: Shard(0)})
 
 
+def both(whole: torch.Tensor) -> Held:
+    """Return rows over ep, of which FSDP over edp has rows."""
+
+    def held(mesh: Any) -> dict[str, Any]:
+        return distributed(Shard(0), over="edp", w=whole.chunk(2)[at(mesh, "ep")])(mesh)
+
+    return held
+
+
+BY_EP = {"ep": Shard(0)}
 COLUMNS = arange(8, 4)
 OVER_EP = over("ep", ep=4)
 QUIET: dict[str, tuple[Side, Side]] = {
@@ -414,6 +424,14 @@ QUIET: dict[str, tuple[Side, Side]] = {
         cut_over("ep", "plain"),
         Side(EP_EDP, distributed(Shard(0), over="edp", w=arange(4, 3)), {"ep": Replicate()}),
     ),
+    # The save declared ep as this load does, with one rank along it.
+    **{
+        f"of FSDP, by an ep that had one rank, and {'now cut' if held is None else 'on'} all": (
+            Side({"ep": 1, "edp": 2}, distributed(Shard(0), over="edp", w=arange(4, 3)), BY_EP),
+            Side(EP_EDP, held or both(arange(4, 3)), BY_EP),
+        )
+        for held in (rows(arange(4, 3), "ep"), None)
+    },
     # A DTensor is what it says; only a rule may be wrong.
     "DTensors that swap their dims": (
         Side(EP_TP, distributed(Shard(0), Shard(1), w=arange(4, 4))),
