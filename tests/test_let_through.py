@@ -10,6 +10,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hazard_scenes import (
@@ -187,6 +188,29 @@ def test_a_group_lists_the_parameters_of_all_ranks_as_plain_values(tmp_path: Pat
     assert [one["optim"]["param_groups"][0]["params"] for one in loaded] == [
         ["layers.0.w"],
         ["layers.1.w"],
+    ]
+
+
+@pytest.mark.parametrize("empty", [0, 1])
+def test_a_group_without_parameters_on_one_rank_is_joined_and_stays_empty_there(
+    tmp_path: Path, empty: int
+) -> None:
+    """As where a stage has no bias, which does not decay."""
+
+    def held(rank: int) -> dict[str, Any]:
+        state = stage(rank)
+        listed = [] if rank == empty else ["head.w"]
+        state["optim"]["param_groups"][1:] = [{"lr": 0.5, "params": listed}]
+        return state
+
+    with without_warning():
+        save(WORLD, tmp_path, held)
+        loaded, _ = load(WORLD, tmp_path, held)
+    state: Any = {"optim": {"param_groups": [{"params": None}, {"params": None}]}}
+    dcp.load(state, checkpoint_id=tmp_path, planner=dcp.DefaultLoadPlanner(), no_dist=True)
+    assert state["optim"]["param_groups"][1]["params"] == ["head.w"]
+    assert [one["optim"]["param_groups"][1]["params"] for one in loaded] == [
+        held(rank)["optim"]["param_groups"][1]["params"] for rank in range(2)
     ]
 
 

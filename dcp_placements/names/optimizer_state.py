@@ -284,6 +284,15 @@ def named_lists(
     faults = []
     for head, named in parameter_groups(state_dict).items():
         state = f"{head}state."
+        # A group may have no parameter on this rank, and some on others.
+        lists |= {
+            fqn: {}
+            for fqn, value in state_dict.items()
+            if fqn.startswith(head)
+            and _LIST.fullmatch(fqn, len(head))
+            and isinstance(value, list)
+            and not value
+        }
         for name, fqn in named.items():
             if not isinstance(name, str) or not _LIST.fullmatch(fqn, len(head)):
                 continue
