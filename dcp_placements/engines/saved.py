@@ -47,6 +47,7 @@ from dcp_placements.storage.file_reads import Part
 from dcp_placements.storage.index import index_of_places
 from dcp_placements.storage.metadata_file import with_columns
 from dcp_placements.storage.provenance import (
+    DOUBTS,
     RESERVED_KEY,
     numberings_of_plain,
     rename_of_plain,
@@ -590,4 +591,5 @@ def _proved(
         coordinator.finish_report()  # warns of its notes
     keys = coordinator.metadata([])
     provenance = {"save_id": "", "world_size": size, **coordinator.record(keys)}
+    provenance.pop(DOUBTS, None)  # this load has told them
     return Metadata(keys, planner_data={RESERVED_KEY: provenance}, storage_data={})
