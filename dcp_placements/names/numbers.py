@@ -192,7 +192,7 @@ def carried(function: Callable[[str], Any], key: str) -> Any:
 
 def _must_stay(key: str, number: Number) -> bool:
     """Whether a number is of a list that must be whole, as the rows of a tensor must."""
-    return number.numbering.total is not None or key[number.start : number.stop] == ROW
+    return number.numbering.total is not None
 
 
 def _lost(key: str, number: Number, cause: str) -> CannotPlace:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import random
-import re
 from collections.abc import Sequence
 
 import pytest
@@ -148,21 +147,6 @@ def test_numbers_of_lists_are_those_that_counting_finds(seed: int) -> None:
     ]
     wanted = [Family("layers.", ""), Family("layers.1.", ""), Family("w", ""), Family("", ".w1")]
     assert numbers_of(fqns, wanted) == {one: numbers_by_hand(fqns, one) for one in wanted}
-
-
-def of_digits(key: str) -> str:
-    return re.sub(r"experts\.(\d+)\.w", r"experts.\1.gate", key)
-
-
-@pytest.mark.parametrize(
-    "step",
-    [of_digits, Replace("experts.*", "expert"), lambda key: key.replace("experts.{}", "expert")],
-    ids=["a function of digits", "a Replace", "a function"],
-)
-def test_a_step_that_loses_the_number_of_rows_is_refused(step: Rename) -> None:
-    """A row that no rank holds would not be missed, and that function renames no row."""
-    with pytest.raises(PlacementError, match=r"takes away number {}, which Unstack\('experts.{}'"):
-        Renames(Unstack("experts.{}"), step)("layers.0.experts.w")
 
 
 @pytest.mark.parametrize("totals", [(8, None), (None, 8), (8, 4), (4, 8)])
