@@ -118,9 +118,12 @@ def parameter_groups(values: Mapping[str, Any]) -> Groups:
             continue
         named = groups.setdefault(fqn[: match.start()], {})
         name, _, last = match[1].rpartition(".")
-        if name and not name.isdigit():
+        first = name.partition(".")[0]
+        # A numbered group has a list of parameters; its options may be dicts.
+        is_numbered = first.isdigit() and f"{fqn[: match.start(1)]}{first}.params" in values
+        if name and not name.isdigit() and not is_numbered:
             named[name] = fqn
-        elif last == "params" and isinstance(value, list):
+        elif (not name or name.isdigit()) and last == "params" and isinstance(value, list):
             named.update({one: fqn for one in value if isinstance(one, str | int)})
     return groups
 

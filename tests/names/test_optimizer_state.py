@@ -32,6 +32,7 @@ from dcp_placements import (
     Stack,
     contiguous,
 )
+from dcp_placements.names.optimizer_state import OptimizerStates, parameter_groups
 from dcp_placements.testing import FakeDTensor, FakeMesh, World, cut
 
 EXPERTS, RANKS = 4, 4
@@ -515,3 +516,21 @@ def test_m52_dtensor_moments_say_themselves_how_fsdp_cuts_them_and_follow_what_r
         return FakeDTensor.distribute(part, mesh, [placement])
 
     assert torch.equal(saved_moment(tmp_path, rules, moment), torch.cat([part] * count))
+
+
+@pytest.mark.parametrize("has_lists", [True, False], ids=["a state dict", "metadata"])
+def test_an_option_that_is_a_dict_names_no_parameter_of_a_numbered_group(has_lists: bool) -> None:
+    """As some optimizers have; module 0 of a ``Sequential`` has a name of its own."""
+    values = {
+        "optim.param_groups.0.params": ["w"] if has_lists else object(),
+        "optim.param_groups.0.cfg.rank": 4,
+        "optim.param_groups.0.cfg.params": ["a"] if has_lists else object(),
+        "flat.param_groups.0.weight.lr": 0.1,
+    }
+    assert parameter_groups(values) == {
+        "optim.": {"w": "optim.param_groups.0.params"} if has_lists else {},
+        "flat.": {"0.weight": "flat.param_groups.0.weight.lr"},
+    }
+    state = OptimizerStates(values).of("optim.state.w.exp_avg")
+    assert state is not None
+    assert state.parameter == "w"
