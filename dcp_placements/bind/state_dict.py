@@ -38,6 +38,7 @@ from dcp_placements.names.numbers import NumberedKey, Numberings, families
 from dcp_placements.names.optimizer_state import (
     Dims,
     OptimizerStates,
+    ParameterNames,
     followed_dims,
     named_lists,
     parameter_groups,
@@ -98,6 +99,7 @@ def place(
         has_contents: Whether a save refuses meta tensors.
     """
     faults: list[Fault] = []
+    lists: dict[str, ParameterNames] = {}
     parameters = _parameters(state_dict, mappings or {}, reshaped)
     # Of flattened state, whose groups name one parameter each, there are no lists to look for.
     if any(fqn.endswith(".params") for fqn in state_dict):
@@ -117,6 +119,8 @@ def place(
     placing.faults += tensor_faults(placer.locals, placing.placed, is_save=is_save)
     if reshaped:
         placer.reshape(state_dict, mappings or {})
+        for fqn, listed in lists.items():
+            placing.state_dict[fqn] = listed.numbered(placing.totals)
     else:
         placing.state_dict, placing.mappings = state_dict, mappings or {}
     if any("param_groups" in fqn for fqn in placing.state_dict):
@@ -386,7 +390,7 @@ class _Placer:
         place, axes = found[0] if found else (None, ())
         if place is None:
             return None
-        if fqn in self.reshaped.rows:
+        if axes:
             self._row_axes[fqn] = axes
         return Placed(fqn, local, place, parameter.rule)
 

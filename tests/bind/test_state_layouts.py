@@ -209,6 +209,24 @@ def test_state_of_a_padded_parameter_of_unequal_experts(tmp_path: Path) -> None:
     assert_stored(tmp_path, wholes)
 
 
+@pytest.mark.parametrize("rules", [None, lambda fqn, tensor: None])
+def test_state_of_a_stack_of_which_no_rule_speaks_is_stacked(tmp_path: Path, rules: Any) -> None:
+    w, row = arange(2, 8, 12), arange(2, 8, 1, start=500)
+    names = ["experts.0.w", "experts.1.w"]
+    states = {name: {"row": row[at], "m": w[at]} for at, name in enumerate(names)}
+    fsdp = World(1).mesh(0, fsdp=1)
+    held = {
+        "model": {
+            name: FakeDTensor.distribute(w[at], fsdp, [Shard(0)]) for at, name in enumerate(names)
+        },
+        "optim": {"state": states, "param_groups": [{"params": names}]},
+    }
+    planner = PlacementSavePlanner(rules, rename=Stack("experts.{}", total=2))
+    World(1).save(tmp_path, lambda rank: held, lambda rank: planner)
+    shapes = {key.rpartition(".")[2]: stored.shape for key, stored in planner.report.keys.items()}
+    assert shapes == {"w": (2, 8, 12), "row": (2, 8, 1), "m": (2, 8, 12)}
+
+
 @pytest.mark.parametrize("stacked", [True, False])
 def test_state_of_numbered_experts_follows_with_and_without_a_stack(
     tmp_path: Path, stacked: bool
