@@ -268,6 +268,22 @@ class ParameterNames(list[str]):
     def __reduce__(self) -> tuple[Any, ...]:
         return list, ([*self],)
 
+    def numbered(self, totals: Mapping[str, int]) -> ParameterNames:
+        """Return the names of rows in place of each that has ``{}`` for their number.
+
+        Args:
+            totals: The number of rows by key with ``{}``, of parameters and of their state.
+        """
+        names: list[str] = []
+        for name in self:
+            # The shortest key is that of this name, and not of one that ends in it.
+            own = min([key for key in totals if f".{name}." in f".{key}."], key=len, default=None)
+            rows = (
+                [name] if own is None else [name.replace("{}", str(n)) for n in range(totals[own])]
+            )
+            names += rows
+        return ParameterNames(names)
+
 
 def named_lists(
     state_dict: Mapping[str, Any], fqns_of: Callable[[str], tuple[str, ...]] | None

@@ -327,6 +327,25 @@ def test_m81_parameter_groups_that_list_renamed_parameters(tmp_path: Path) -> No
     assert_equal(stock, nested(range(4), 1.0))
 
 
+def test_a_group_lists_every_row_of_a_parameter_that_is_unstacked(tmp_path: Path) -> None:
+    """Also of one that has no state; a tensor that is fused has two names per row."""
+    names = ["layers.0.experts.w", "layers.0.experts.gate_up", "experts.w"]
+    optim = {
+        "state": {name: {"momentum_buffer": torch.ones(3, 2, 4)} for name in names[:2]},
+        "param_groups": [{"lr": 0.1, "params": [*names]}],
+    }
+    model = {name: torch.ones(2 if name == names[2] else 3, 2, 4) for name in names}
+    rename = Renames(Unstack("experts.{}"), Split("gate_up", ("gate", "up")))
+    planner = PlacementSavePlanner(rename=rename)
+    state_dict = {"model": model, "optim": optim}
+    dcp.save(state_dict, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    stored: dict[str, Any] = {"optim.param_groups.0.params": None}
+    dcp.load(stored, checkpoint_id=tmp_path, planner=DefaultLoadPlanner(), no_dist=True)
+    kept = {key.removeprefix("model.") for key in planner.report.keys if key.startswith("model.")}
+    assert set(stored["optim.param_groups.0.params"]) == kept
+    assert optim["param_groups"][0]["params"] == names
+
+
 def assert_equal(one: Any, other: Any) -> None:
     for pair in zip(facts_of(one), facts_of(other), strict=True):
         torch.testing.assert_close(*pair, rtol=0, atol=0)
