@@ -100,7 +100,7 @@ def place(
     """
     faults: list[Fault] = []
     lists: dict[str, ParameterNames] = {}
-    parameters = _parameters(state_dict, mappings or {}, reshaped)
+    parameters, alone = _parameters(state_dict, mappings or {}, reshaped)
     # Of flattened state, whose groups name one parameter each, there are no lists to look for.
     if any(fqn.endswith(".params") for fqn in state_dict):
         names_of = None if rename is None else lambda key: fqns_of(rename(key))
@@ -109,7 +109,7 @@ def place(
     # The pattern of a None rule counts as matched, too.
     declared = rules.declared if isinstance(rules, PlacementRules) else ()
     placing = Placing(matched=dict.fromkeys(declared, 0), faults=faults)
-    placer = _Placer(placing, rules, reshaped or Reshaped(), stored, state_dict)
+    placer = _Placer(placing, rules, reshaped or Reshaped(), stored, state_dict, alone)
     for fqn in state_dict:
         if fqn not in parameters:
             placer.add(fqn)
@@ -150,18 +150,24 @@ def numberings(placing: Placing, numbered: Sequence[NumberedKey]) -> Numberings:
 
 def _parameters(
     state_dict: Mapping[str, Any], mappings: Mapping[str, Path], reshaped: Reshaped | None
-) -> dict[str, list[str]]:
+) -> tuple[dict[str, list[str]], dict[str, tuple[int, ...]]]:
     """Map each tensor of optimizer state to the tensors that its parameter may be.
 
-    A rank's own names say which belong together: a rename may change one and not the other.
+    A rank's own names say which belong together: a rename may change one and not the other. Of an
+    optimizer that is saved alone the largest sizes of a parameter's state are those of the
+    parameter, unless one has others: then nothing is known of it.
 
     Args:
         state_dict: Flat, with the names in rules.
         mappings: The path of each key in the nested dict, which has the rank's own names.
         reshaped: The values that a rename makes other tensors of; stacks have several names.
+
+    Returns:
+        The tensors, by the state's name in rules; and without them the shape that the parameter
+        must have.
     """
     if not any("param_groups" in fqn for fqn in state_dict):
-        return {}
+        return {}, {}
     names, own = {}, {}
     for fqn, value in state_dict.items():
         key = ".".join(map(str, mappings[fqn])) if fqn in mappings else fqn
@@ -172,11 +178,23 @@ def _parameters(
     states = OptimizerStates(own)
     tensors = [key for key, value in own.items() if _has_dims(value)]
     owners = {key: state.owner for key in tensors if (state := states.of(key)) is not None}
-    weights = states.weights_of(dict.fromkeys(owners.values()), tensors)
+    others = [key for key in tensors if key not in owners]
+    weights = states.weights_of(dict.fromkeys(owners.values()), others)
     found: dict[str, list[str]] = {}
     for key, owner in owners.items():
         found.setdefault(names[key], [*dict.fromkeys([names[one] for one in weights[owner]])])
-    return found
+    shapes: dict[tuple[str, str], list[tuple[int, ...]]] = {}
+    for key, owner in owners.items():
+        if not weights[owner]:
+            shapes.setdefault(owner, []).append(tuple(own[key].shape))
+    largest = {}
+    for owner, held in shapes.items():
+        ndim = max(map(len, held))
+        sizes = tuple(map(max, zip(*[one for one in held if len(one) == ndim], strict=True)))
+        if all(followed_dims(one, sizes) for one in held):
+            largest[owner] = sizes
+    alone = {names[key]: largest[owner] for key, owner in owners.items() if owner in largest}
+    return found, alone
 
 
 def _optimizer_faults(placing: Placing, rename: Rename | None) -> list[Fault]:
@@ -206,6 +224,7 @@ class _Placer:
         reshaped: The values that a rename makes other tensors of.
         stored: The checkpoint's metadata by key on a load; None on a save.
         values: The state dict, with the names in rules.
+        alone: The shapes of parameters that are not there, by the names of their state.
         locals: Local tensors by the key of the rules; a stack has several.
     """
 
@@ -214,6 +233,7 @@ class _Placer:
     reshaped: Reshaped
     stored: Mapping[str, Any] | None
     values: Mapping[str, Any]
+    alone: Mapping[str, tuple[int, ...]]
     locals: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     # Most tensors have the layout of another one: by all arguments of the binding.
     _bound: dict[Any, Place] = field(default_factory=dict)
@@ -307,6 +327,9 @@ class _Placer:
                 )
         self.placing.matched[name] = self.placing.matched.get(name, 0) + 1
         self._answers[fqn] = name, placement
+        if placement is not None and fqn in self.alone and fqn not in self.reshaped.rows:
+            dims, *others = followed_dims(tuple(value.shape), self.alone[fqn])
+            placement = placement if others else self._moved(placement, dims, self.alone[fqn])
         return (None, None) if placement is None else (placement, name)
 
     def _bind(
@@ -364,18 +387,19 @@ class _Placer:
         local, mesh, placements, shape = facts
         first, other, others, whole = facts_of(self.values[parameter.fqn])
         is_plain = mesh is None
+        if is_plain and local.shape == first.shape:  # moments, most of all
+            if fqn in self.reshaped.rows and parameter.fqn in self._row_axes:
+                self._row_axes[fqn] = self._row_axes[parameter.fqn]
+            return Placed(fqn, local, parameter.place, parameter.rule)
+        if lists_its_chunks(self.values[parameter.fqn]):
+            return None
         of_parameter = tuple(first.shape if is_plain else whole)
         ways = followed_dims(tuple(local.shape if is_plain else shape), of_parameter)
-        if lists_its_chunks(self.values[parameter.fqn]):
-            is_same = is_plain and local.shape == first.shape
-            return Placed(fqn, local, parameter.place, parameter.rule) if is_same else None
         _, placement = self._answers.get(parameter.fqn, ("", None))
         found: list[tuple[Place | None, tuple[Axis | None, ...]]] = []
         for dims in ways:
             if is_plain:
-                mesh, placements = other, others
-                if dims != tuple(range(len(whole))):
-                    placements = moved_placements(others, dims, len(whole))
+                mesh, placements = other, moved_placements(others, dims, len(whole))
                 sizes = zip(dims, local.shape, strict=True)
                 shape = torch.Size([n if dim is None else whole[dim] for dim, n in sizes])
             found.append(self._way(fqn, (local, mesh, placements, shape), placement, dims, whole))
@@ -423,13 +447,26 @@ class _Placer:
             origins = tuple([at[i] if i in at else next(own) for i in range(len(dims) + len(at))])
         if placement is None:
             return self._bind(facts, None), ()
-        if origins != tuple(range(ndim)):
-            key = placement, origins, ndim
-            if key not in self._of_dims:
-                self._of_dims[key] = placement.of_dims(origins, ndim)
-            placement = self._of_dims[key]
+        placement = self._moved(placement, origins, range(ndim))
         axes = _axes_of_rows(placement, name, rows, len(dims)) if rows else ()
         return self._bind(facts, placement, rows), axes
+
+    def _moved(
+        self, placement: CheckpointPlacement, origins: Dims, whole: Sequence[int]
+    ) -> CheckpointPlacement:
+        """Return the placement of state of which the dims are some of a parameter's.
+
+        Args:
+            placement: The parameter's.
+            origins: By dim of the state, the parameter's; None of one that is reduced.
+            whole: One value for each dim of the parameter.
+        """
+        if origins == tuple(range(len(whole))):
+            return placement
+        key = placement, origins, len(whole)
+        if key not in self._of_dims:
+            self._of_dims[key] = placement.of_dims(origins, len(whole))
+        return self._of_dims[key]
 
     def reshape(self, state_dict: Mapping[str, Any], mappings: Mapping[str, Path]) -> None:
         """Put what a rename makes of the bound tensors in their place."""

@@ -353,6 +353,39 @@ def test_a_factored_moment_fits_in_two_ways_that_lie_alike(tmp_path: Path) -> No
     )
 
 
+@pytest.mark.parametrize("name", ["torch's Adafactor, 3-d", "NorMuon", "adam"])
+def test_an_optimizer_that_is_saved_alone_is_cut_as_with_its_weights(
+    tmp_path: Path, name: str
+) -> None:
+    """Its state shows the sizes of the parameters that the pattern means."""
+    parameter, shapes = SHAPES[name]
+    cuts = {"ep": 0, "tp": 1}
+    wholes = {one: arange(*shape, start=1000 * i) for i, (one, shape) in enumerate(shapes.items())}
+
+    def local(one: str, rank: int) -> torch.Tensor:
+        dims = dims_of(tuple(wholes[one].shape), parameter)
+        return part(wholes[one], {axis: dims[dim] for axis, dim in cuts.items()}, rank)
+
+    def held(rank: int) -> dict[str, Any]:
+        made = state(w=None, **{one: local(one, rank) for one in wholes})
+        return {"optim": made["optim"]}
+
+    assert_saved_and_loaded(tmp_path, wholes, held, lambda rank: ruled(rank, cuts, "w"))
+
+
+def test_preconditioners_of_an_optimizer_that_is_saved_alone_have_the_rule_that_matches(
+    tmp_path: Path,
+) -> None:
+    """Nothing shows which of the shapes is the parameter's."""
+    wholes = {"exp_avg": arange(8, 6), "left": arange(8, 4, start=300)}
+
+    def held(rank: int) -> dict[str, Any]:
+        made = state(w=None, **{n: part(one, {"ep": 0}, rank) for n, one in wholes.items()})
+        return {"optim": made["optim"]}
+
+    assert_saved_and_loaded(tmp_path, wholes, held, lambda rank: ruled(rank, {"ep": 0}, "w"))
+
+
 def test_state_of_any_other_shape_is_a_replica_or_has_a_rule_of_its_own(tmp_path: Path) -> None:
     """Preconditioners and blocks, under a pattern that matches them as well as their parameter."""
     w = arange(8, 6)
