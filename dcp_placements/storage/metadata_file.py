@@ -14,15 +14,17 @@ import io
 import pickle
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import fields, replace
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 from itertools import chain
 from typing import IO, Any
 
 from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from dcp_placements._torch import StorageInfo
 from dcp_placements.errors import PlacementError
 from dcp_placements.planning import quiet_gc
 from dcp_placements.storage.columns import IndexDamage, components, joined
@@ -63,13 +65,16 @@ Load = Callable[[IO[bytes]], Any]
 _HEAD_NBYTES = 1 << 10
 
 
-def write_metadata(metadata: Metadata, stream: IO[bytes], *, stock_metadata: bool = True) -> None:
+def write_metadata(metadata: Metadata, stream: IO[bytes], *, stock_metadata: bool = True) -> bytes:
     """Write a ``.metadata`` file.
 
     Args:
         metadata: With entries and rows.
         stream: The file.
         stock_metadata: Whether to write what plain DCP reads; otherwise it is refused.
+
+    Returns:
+        The index in the file, without the pickle before it.
     """
     with quiet_gc():
         index = index_of(metadata)
@@ -79,19 +84,39 @@ def write_metadata(metadata: Metadata, stream: IO[bytes], *, stock_metadata: boo
         )
         for piece in chain(pieces, [packed]):
             stream.write(piece)
+        return packed
 
 
-class SentRows(RowIndex):
-    """Rows that are pickled as the archive that a file has.
+class SentRows(Mapping[MetadataIndex, StorageInfo]):
+    """``Metadata.storage_data`` of a save as the index that was written, read when it is used.
 
     Torch sends the metadata of a save to all ranks, where they are mostly not used. As torch's
     objects the rows are many times as large, and take as long to make as a rank's plan.
+
+    Args:
+        packed: The index, as ``write_metadata`` returned it.
     """
 
-    def __reduce__(self) -> Any:
+    def __init__(self, packed: bytes) -> None:
+        self._packed = packed
+
+    @cached_property
+    def _rows(self) -> Any:
         with quiet_gc():
-            packed, _ = packed_index(self, values_pickle(Metadata({}), ()))
-        return _received_rows, (packed,)
+            return _indexed(self._packed, load_metadata_pickle).storage_data
+
+    def __getitem__(self, index: MetadataIndex) -> StorageInfo:
+        place: StorageInfo = self._rows[index]
+        return place
+
+    def __iter__(self) -> Iterator[MetadataIndex]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __reduce__(self) -> Any:
+        return SentRows, (self._packed,)
 
 
 class SentEntries(dict[str, Any]):
@@ -111,17 +136,6 @@ class SentEntries(dict[str, Any]):
             return _received_entries, (zlib.compress(pickle.dumps(parts), 1),)
 
 
-def _received_rows(packed: bytes) -> SentRows:
-    with quiet_gc():
-        return _sent_rows(_indexed(packed, load_metadata_pickle).storage_data)
-
-
-def _sent_rows(rows: Any) -> SentRows:
-    """Return rows without the entries of their keys, which are sent beside them."""
-    values = {one.name: getattr(rows, one.name) for one in fields(RowIndex)}
-    return SentRows(**{**values, "entries": Entries([], [], [], [], [])})
-
-
 def _received_entries(packed: bytes) -> SentEntries:
     with quiet_gc():
         fqns, form_of, forms, list_of = pickle.loads(zlib.decompress(packed))
@@ -132,10 +146,15 @@ def _received_entries(packed: bytes) -> SentEntries:
         return SentEntries(Entries(joined(fqns), form_of, whole, [], list_of).stored())
 
 
-def send_compactly(metadata: Metadata) -> None:
-    """Let the entries and rows of metadata, with rows in columns, take few bytes in a pickle."""
+def send_compactly(metadata: Metadata, packed: bytes) -> None:
+    """Let the entries and rows of metadata take few bytes in a pickle.
+
+    Args:
+        metadata: Those of a save.
+        packed: Their index, as ``write_metadata`` returned it.
+    """
     metadata.state_dict_metadata = SentEntries(metadata.state_dict_metadata)
-    metadata.storage_data = _sent_rows(metadata.storage_data)
+    metadata.storage_data = SentRows(packed)
 
 
 def read_metadata(

@@ -310,21 +310,21 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             path = self._metadata_path
             if isinstance(self.fs, RemoteFileSystem) and self.fs.is_object_store:
                 upload = BytesIO()
-                write(upload)
+                packed = write(upload)
                 self.fs.put(os.fspath(path), upload.getvalue())
-                send_compactly(metadata)
+                send_compactly(metadata, packed)
                 return
             # Another save into this directory has a name of its own.
             name = unfinished_name(os.path.basename(path))
             new = self.fs.concat_path(self.path, name)
             try:
                 with errors_of(new), self.fs.create_stream(new, "wb") as stream:
-                    write(stream)
+                    packed = write(stream)
                     self._sync(stream)
             except BaseException:
                 self._remove([name])
                 raise
-            send_compactly(metadata)
+            send_compactly(metadata, packed)
         if type(self.fs) is FileSystem:
             self._replace(new, path)
             return
