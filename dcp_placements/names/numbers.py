@@ -125,6 +125,10 @@ def _moved(key: str, start: int, stop: int, text: str) -> list[Number]:
             moved.append(Number(first, last, end, numbering))
         elif first >= stop:
             moved.append(Number(first + shift, last + shift, end, numbering))
+        elif key[first:last] == ROW and ROW in text:
+            at = start + text.index(ROW)
+            after = at + len(ROW)
+            moved.append(Number(at, after, after if number.end == last else end, numbering))
         elif _must_stay(key, number):
             raise _lost(key, number, f"{key[start:stop]!r} is replaced by {text!r}")
     return moved
@@ -180,6 +184,10 @@ def carried(function: Callable[[str], Any], key: str) -> Any:
         start = other.find(_STAND_IN) if isinstance(other, str) else -1
         stop = start + len(digits)
         if start < 0 or other != new[:start] + _STAND_IN + new[stop:]:
+            # What it makes of ROW is the name of each row of a tensor.
+            start = new.find(ROW) if digits == ROW else -1
+            stop = start + len(ROW)
+        if start < 0:
             if _must_stay(key, number):
                 name = getattr(function, "__qualname__", type(function).__name__)
                 raise _lost(key, number, f"{name} makes {str(new)!r} of it")
@@ -192,7 +200,7 @@ def carried(function: Callable[[str], Any], key: str) -> Any:
 
 def _must_stay(key: str, number: Number) -> bool:
     """Whether a number is of a list that must be whole, as the rows of a tensor must."""
-    return number.numbering.total is not None
+    return number.numbering.total is not None or key[number.start : number.stop] == ROW
 
 
 def _lost(key: str, number: Number, cause: str) -> CannotPlace:

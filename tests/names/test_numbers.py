@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import pickle
 import random
+import re
 from collections.abc import Sequence
 
 import pytest
 
-from dcp_placements import PlacementError, Renames, Renumber, Replace, Row, Stack, Unstack
+from dcp_placements import (
+    Parts,
+    PlacementError,
+    Renames,
+    Renumber,
+    Replace,
+    Row,
+    Split,
+    Stack,
+    Unstack,
+)
 from dcp_placements.names.numbers import Family, families, numbers_given, numbers_of
 from dcp_placements.names.stacks_and_parts import Rename, Rows
 
@@ -159,3 +170,44 @@ def test_a_list_of_several_steps_is_as_long_as_the_longest_says(
     assert names == ["model.layers.0.w", "model.layers.2.w"]
     for order in (names, names[::-1]):
         assert [one.total for one in families(order).values()] == [8]  # type: ignore[arg-type]
+
+
+def of_digits(key: str) -> str:
+    return re.sub(r"experts\.(\d+)\.w", r"experts.\1.gate", key)
+
+
+@pytest.mark.parametrize(
+    ("step", "fqns"),
+    [
+        (Replace("experts.*.w", "block.{}.gate"), ["layers.0.block.{}.gate"]),
+        (
+            Split("experts.*.w", ["block.{}.gate", "{}.up"]),
+            ["layers.0.block.{}.gate", "layers.0.{}.up"],
+        ),
+        (lambda key: key.replace("experts.{}", "block.{}"), ["layers.0.block.{}.w"]),
+        (of_digits, ["layers.0.experts.{}.w"]),
+    ],
+    ids=["a Replace", "a Split", "a function of rows", "a function of digits"],
+)
+def test_rows_keep_their_number_where_a_step_puts_other_text_around_it(
+    step: Rename, fqns: list[str]
+) -> None:
+    rows = Renames(Unstack("experts.{}"), step)("layers.0.experts.w")
+    assert isinstance(rows, Rows | Parts)
+    names = rows.fqns
+    assert [*names] == fqns
+    assert [texts_of(name) for name in names] == [["{}"] for _ in names]
+    found = families([], dict.fromkeys(names, 4))
+    assert [family.head for family in found] == [name[: name.index("{}")] for name in fqns]
+    rows_held = [name.replace("{}", "3") for name in names]
+    assert [*numbers_of(rows_held, found).values()] == [{3}] * len(found)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [Replace("experts.*", "expert"), lambda key: key.replace("experts.{}", "expert")],
+    ids=["a Replace", "a function"],
+)
+def test_a_step_that_loses_the_number_of_rows_is_refused(step: Rename) -> None:
+    with pytest.raises(PlacementError, match=r"takes away number {}, which Unstack\('experts.{}'"):
+        Renames(Unstack("experts.{}"), step)("layers.0.experts.w")

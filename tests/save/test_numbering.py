@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 
 from dcp_placements import (
     CheckpointPlacement,
+    IndexShard,
     MeshCoordinate,
     PlacementRules,
     PlacementSavePlanner,
@@ -27,6 +28,7 @@ from dcp_placements import (
     contiguous,
 )
 from dcp_placements.names.stacks_and_parts import Rename
+from dcp_placements.presets import hub
 from dcp_placements.testing import World, real_dtensor
 from tests.storage_scenes import save_no_dist
 
@@ -390,3 +392,20 @@ def test_m76_numbers_of_nested_renames_are_checked_as_those_of_flat_ones(
     held = {f"layers.{i}.w": torch.ones(2) for i in range(2)}
     message = refusal(2, lambda rank: held, lambda rank: rename)
     assert "blocks.{}: no rank holds 2-3 of 0-3" in message
+
+
+@pytest.mark.parametrize("tensor", ["gate_up_proj", "down_proj"])
+def test_a_row_that_no_rank_holds_is_found_under_the_hub_s_names(tensor: str) -> None:
+    rows, key = ([0, 1], [1, 2]), f"layers.0.mlp.experts.{tensor}"
+
+    def planner(rank: int) -> PlacementSavePlanner:
+        mesh = MeshCoordinate(["ep"], [2], [rank])
+        listed = {"ep": IndexShard(0, rows[rank])}
+        rule = CheckpointPlacement(mesh, listed, global_shape=(4, 6, 2))
+        return PlacementSavePlanner(PlacementRules({key: rule}), rename=hub.qwen3_moe)
+
+    whole = torch.arange(48.0).reshape(4, 6, 2)
+    with pytest.raises(CheckpointException) as refused:
+        World(2).check(lambda rank: {key: whole[rows[rank]]}, planner)
+    assert "layers.0.mlp.experts.{}" in str(refused.value.failures[0][0])
+    assert "no rank holds 3 of 0-3" in str(refused.value.failures[0][0])
