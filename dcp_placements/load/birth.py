@@ -21,9 +21,11 @@ The values come from where the optimizers make their state:
 | Adafactor of Transformers and fairseq, CAME | rows, columns and ``RMS`` 0 |
 | AdEMAMix, NorMuon | 0 |
 
-Any other name is not known, and is not reset. Weights are those that the load leaves. Options are
-those of the parameter's group once the load has read them: the checkpoint's where the state dict
-asks for them, else this rank's own.
+What is not 0 is known by all that an optimizer keeps of a parameter, not by one name: ``mu`` beside
+``step`` alone is not ASGD's. Any other state is not known, and is not reset.
+
+Weights are those that the load leaves. Options are those of the parameter's group once the load has
+read them: the checkpoint's where the state dict asks for them, else this rank's own.
 
 A checkpoint without any state of ``w``, which ASGD has trained on this rank::
 
@@ -34,7 +36,7 @@ A checkpoint without any state of ``w``, which ASGD has trained on this rank::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import ceil
 from typing import Any, NamedTuple
@@ -58,22 +60,66 @@ class _Copy(NamedTuple):
     stride: str = "slice_p"
 
 
-_BORN: dict[str, float | _Option | _Copy] = {
-    **dict.fromkeys((STEP, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf"), 0.0),
-    **dict.fromkeys(("square_avg", "acc_delta", "grad_avg", "momentum_buffer"), 0.0),
-    **dict.fromkeys(("ax", "prev", "row_var", "col_var", "variance"), 0.0),
-    "mu_product": 1.0,
-    "mu": 1.0,
-    "eta": _Option("lr"),
-    "step_size": _Option("lr"),
-    "sum": _Option("initial_accumulator_value"),
-    **dict.fromkeys(("exp_avg_sq_row", "exp_avg_sq_col", "RMS"), 0.0),
-    **dict.fromkeys(("exp_avg_res_row", "exp_avg_res_col"), 0.0),
-    **dict.fromkeys(("exp_avg_fast", "exp_avg_slow", "second_momentum_buffer"), 0.0),
-    **dict.fromkeys(("s", "sk"), 0.0),
-    "alphak": 1e-6,
-    **dict.fromkeys(("z", "x0", "p0", "master_param"), _Copy()),
-}
+_ZERO = frozenset(
+    [
+        "step",
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "exp_inf",
+        "square_avg",
+        "acc_delta",
+        "grad_avg",
+        "momentum_buffer",
+        "ax",
+        "prev",
+        "row_var",
+        "col_var",
+        "variance",
+        "exp_avg_sq_row",
+        "exp_avg_sq_col",
+        "RMS",
+        "exp_avg_res_row",
+        "exp_avg_res_col",
+        "exp_avg_fast",
+        "exp_avg_slow",
+        "second_momentum_buffer",
+        "s",
+        "sk",
+    ]
+)
+"""State that is 0 at birth, of whatever optimizer."""
+
+
+class _Kept(NamedTuple):
+    """What an optimizer keeps of a parameter of which not all is 0 at birth.
+
+    Attributes:
+        born: What is not 0.
+        zeros: The names of what is.
+        seldom: Those of what some of its options keep in addition.
+    """
+
+    born: Mapping[str, float | _Option | _Copy]
+    zeros: frozenset[str] = frozenset()
+    seldom: frozenset[str] = frozenset()
+
+    def is_all(self, names: Set[str]) -> bool:
+        """Whether names are those of one parameter's state."""
+        return names - self.seldom == self.born.keys() | self.zeros
+
+
+_KEPT = (
+    _Kept({"mu_product": 1.0}, frozenset({STEP, "exp_avg", "exp_avg_sq"})),  # NAdam
+    _Kept({"mu": 1.0, "eta": _Option("lr")}, frozenset({STEP, "ax"})),  # ASGD
+    _Kept({"step_size": _Option("lr")}, frozenset({STEP, "prev"})),  # Rprop
+    _Kept({"sum": _Option("initial_accumulator_value")}, frozenset({STEP})),  # Adagrad
+    _Kept({"z": _Copy()}, seldom=frozenset({"exp_avg_sq"})),  # Schedule-Free
+    _Kept({"p0": _Copy()}, frozenset({STEP, "s", "exp_avg_sq"}), frozenset({"exp_avg"})),  # Prodigy
+    _Kept({"x0": _Copy(), "z": _Copy()}, frozenset({"s"})),  # D-Adaptation by SGD
+    _Kept({"x0": _Copy(), "alphak": 1e-6}, frozenset({"sk"})),  # by Adagrad
+    _Kept({"master_param": _Copy()}, frozenset({"exp_avg", "exp_avg_sq"})),  # FusedAdam
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +151,7 @@ class Reset:
 
 def reset_of(
     state: State,
+    names: Set[str],
     value: Any,
     values: Mapping[str, Any],
     groups: Groups,
@@ -115,15 +162,17 @@ def reset_of(
 
     Args:
         state: What its key says.
+        names: Those of all state that the rank has of its parameter.
         value: What the rank has under it.
         values: All that the rank has, by key.
         groups: The parameters in parameter groups.
         weights: The keys on this rank that its parameter may have.
         tensors: Returns the local tensors of a key.
     """
-    born = _BORN.get(state.name)
-    if born is None or isinstance(value, bool | str | list | tuple):
+    kept = next((one for one in _KEPT if state.name in one.born and one.is_all(names)), None)
+    if not (kept or state.name in _ZERO) or isinstance(value, bool | str | list | tuple):
         return None
+    born = kept.born[state.name] if kept else 0.0
 
     def option(name: str) -> tuple[str | None, Any]:
         key = option_key(groups, state, name)

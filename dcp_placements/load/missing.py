@@ -72,10 +72,10 @@ def settle_missing(load: RankLoad, missing: Sequence[str]) -> None:
         missing: The keys.
     """
     states, policy = load.states, load.policy
-    keys_of: dict[tuple[str, str], list[str]] = {}
+    keys_of: dict[tuple[str, str], dict[str, str]] = {}
     for fqn in load.state_dict:
         if (state := states.of(fqn)) is not None:
-            keys_of.setdefault(state.owner, []).append(fqn)
+            keys_of.setdefault(state.owner, {})[fqn] = state.name
     weights = states.weights_of(
         keys_of, [fqn for fqn, value in load.state_dict.items() if is_tensor(value)]
     )
@@ -93,13 +93,14 @@ def settle_missing(load: RankLoad, missing: Sequence[str]) -> None:
         stays = bool(parameters) and not any(key in load.stored for key in parameters)
         is_left = policy.is_optional(fqn) or stays
         if is_part and not policy.is_optional(fqn):
-            load.faults.append(_part_of_state(fqn, keys, load.stored))
+            load.faults.append(_part_of_state(fqn, [*keys], load.stored))
         elif not is_left and not policy.partial and state.head not in saved:
             unknown.append(fqn)
         else:
             value = load.state_dict[fqn]
             groups = load.placing.groups
-            reset = reset_of(state, value, load.state_dict, groups, parameters, load.tensors)
+            names = set(keys.values())
+            reset = reset_of(state, names, value, load.state_dict, groups, parameters, load.tensors)
             if reset is not None:
                 load.to_reset[fqn] = replace(reset, stays_if_stepped=stays)
             elif not is_left:

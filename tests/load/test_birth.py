@@ -186,24 +186,51 @@ def known_state(**state: Any) -> dict[str, Any]:
 
 
 WEIGHT = arange(4, 3, start=1)
-OTHERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "z": (torch.full((4, 3), 9.0), WEIGHT, {"train_mode": True}),
-    "x0": (torch.full((4, 3), 9.0), WEIGHT, {"d0": 1e-6}),
-    "p0": (torch.full((4,), 9.0), WEIGHT.flatten()[::3], {"slice_p": 3}),
-    "s": (torch.full((4,), 9.0), torch.zeros(4), {"slice_p": 3}),
-    "alphak": (torch.full((4, 3), 9.0), torch.full((4, 3), 1e-6), {}),
-    "master_param": (torch.full((4, 3), 9.0, dtype=torch.float64), WEIGHT.double(), {}),
-    "exp_avg_sq_row": (torch.full((4,), 9.0), torch.zeros(4), {}),
-    "RMS": (9.0, 0.0, {}),
-    "eta": (9.0, 0.02, {"lr": 0.02}),
-    "step_size": (
-        torch.full((4, 3), 9.0, dtype=torch.complex64),
-        torch.full((4, 3), 0.02 + 0.02j),
+MOMENT = torch.full((4, 3), 9.0)
+Kept = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
+"""What an optimizer keeps of a parameter, what of it is not 0 at birth, and options."""
+OTHERS: dict[str, Kept] = {
+    "Schedule-Free": (
+        {"z": MOMENT, "exp_avg_sq": MOMENT},
+        {"z": WEIGHT},
+        {"train_mode": True},
+    ),
+    "Schedule-Free by SGD": ({"z": MOMENT}, {"z": WEIGHT}, {}),
+    "D-Adaptation by SGD": (
+        {"z": MOMENT, "s": MOMENT, "x0": MOMENT},
+        {"z": WEIGHT, "x0": WEIGHT},
+        {"d0": 1e-6},
+    ),
+    "D-Adaptation by Adagrad": (
+        {"alphak": MOMENT, "sk": MOMENT, "x0": MOMENT},
+        {"alphak": torch.full((4, 3), 1e-6), "x0": WEIGHT},
+        {},
+    ),
+    "Prodigy": (
+        {"step": 1, "p0": MOMENT[:, 0], "s": MOMENT[:, 0], "exp_avg_sq": MOMENT},
+        {"p0": WEIGHT.flatten()[::3]},
+        {"slice_p": 3},
+    ),
+    "FusedAdam": (
+        {"exp_avg": MOMENT, "exp_avg_sq": MOMENT, "master_param": MOMENT.double()},
+        {"master_param": WEIGHT.double()},
+        {},
+    ),
+    "Adafactor": ({"step": 1, "exp_avg_sq_row": MOMENT[:, 0], "RMS": 9.0}, {}, {}),
+    "ASGD": (
+        {"step": 1, "ax": MOMENT, "mu": 9.0, "eta": 9.0},
+        {"mu": 1.0, "eta": 0.02},
+        {"lr": 0.02},
+    ),
+    "Rprop of complex numbers": (
+        {"step": 1, "prev": MOMENT, "step_size": MOMENT.to(torch.complex64)},
+        {"step_size": torch.full((4, 3), 0.02 + 0.02j)},
         {"lr": 0.02},
     ),
 }
 
 
+@pytest.mark.filterwarnings("ignore:look at this load")
 @pytest.mark.parametrize("name", OTHERS)
 def test_m115_state_of_other_optimizers(tmp_path: Path, name: str) -> None:
     held, wanted, options = OTHERS[name]
@@ -211,48 +238,58 @@ def test_m115_state_of_other_optimizers(tmp_path: Path, name: str) -> None:
     dcp.save(saved, checkpoint_id=tmp_path, planner=PlacementSavePlanner(), no_dist=True)
     found = known_state(
         v={"step": 0},
-        w={"step": 1, name: held},
+        w={key: one.clone() if isinstance(one, torch.Tensor) else one for key, one in held.items()},
         options={key: one if key == "slice_p" else 7 for key, one in options.items()},
     )
     found["model"]["w"].fill_(-1)
     dcp.load(found, checkpoint_id=tmp_path, planner=PlacementLoadPlanner(), no_dist=True)
     state = found["optim"]["state"]
-    assert state["w"]["step"] == 0
+    zeros = {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else 0 for k, v in held.items()}
+    assert_same(state["w"], zeros | wanted)
     assert state["v"]["step"] == 3
-    if isinstance(wanted, torch.Tensor):
-        assert torch.equal(state["w"][name], wanted)
-    else:
-        assert state["w"][name] == wanted
 
 
 def unknown_name() -> dict[str, Any]:
-    return {"state1": torch.ones(4, 3)}
+    return {"state1": torch.ones(4, 3), "exp_avg": torch.ones(4, 3)}
 
 
 def another_shape() -> dict[str, Any]:
-    return {"p0": torch.tensor(0.0)}
+    return {"p0": torch.tensor(0.0), "step": 1, "s": MOMENT.clone(), "exp_avg_sq": MOMENT.clone()}
 
 
 def no_lr() -> dict[str, Any]:
-    return {"eta": torch.tensor(0.5)}
+    return {"eta": torch.tensor(0.5), "step": 1, "ax": MOMENT.clone(), "mu": 1.0}
+
+
+def mu_alone() -> dict[str, Any]:
+    return {"mu": torch.tensor(0.5)}
+
+
+def mu_and_step() -> dict[str, Any]:
+    return {"mu": torch.tensor(0.5), "step": 1}
+
+
+def a_z_of_another_optimizer() -> dict[str, Any]:
+    return {"z": torch.ones(4, 3), "step": 1}
 
 
 def a_text() -> dict[str, Any]:
     return {"step": "three"}
 
 
-@pytest.mark.parametrize("make", [unknown_name, another_shape, no_lr, a_text])
+@pytest.mark.parametrize(
+    "make",
+    [unknown_name, another_shape, no_lr, a_text, mu_alone, mu_and_step, a_z_of_another_optimizer],
+)
 def test_m115_what_is_not_known_is_refused_and_stays_where_it_is_optional(
     tmp_path: Path, make: Callable[[], dict[str, Any]]
 ) -> None:
     saved = known_state(v={"exp_avg": arange(4, 3)})
     dcp.save(saved, checkpoint_id=tmp_path, planner=PlacementSavePlanner(), no_dist=True)
-    (name,) = make()
+    name = next(iter(make()))
 
     def found() -> dict[str, Any]:
-        return known_state(
-            v={"exp_avg": torch.zeros(4, 3)}, w={**make(), "exp_avg": torch.ones(4, 3)}
-        )
+        return known_state(v={"exp_avg": torch.zeros(4, 3)}, w=make())
 
     def loaded(**options: Any) -> dict[str, Any]:
         state = found()
@@ -266,7 +303,9 @@ def test_m115_what_is_not_known_is_refused_and_stays_where_it_is_optional(
     assert f"optim.state.w.{name}: " in message
     assert "before a first step is not known" in message
     state = loaded(optional=[f"optim.state.w.{name}"])["optim"]["state"]
-    assert_same(state["w"], {**make(), "exp_avg": torch.zeros(4, 3)})
+    assert_same(state["w"][name], make()[name])
+    others = {"exp_avg", "step", "ax"} & make().keys() - {name}
+    assert not any(torch.as_tensor(state["w"][key]).any() for key in others)
     assert_same(state["v"], saved["optim"]["state"]["v"])
 
 
