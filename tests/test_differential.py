@@ -369,7 +369,6 @@ def draw_lost(draw: Draw, pair: Pair) -> tuple[str, dict[str, int]] | None:
         for family, hold in zip(pair.families, pair.save.holds, strict=True)
         for at, (level, ids) in enumerate(zip(family.levels, hold.ids, strict=True))
         if ids is not None and ids.renumbered and ids.total and level.total > 1
-        if not any(detour.last and detour.how == "function" for detour in hold.detours)
     ]
     if pair.save.wrapped or not known:
         return None  # nothing says how many there are

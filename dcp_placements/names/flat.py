@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from dcp_placements.errors import CannotPlace, Fault, raise_faults
 from dcp_placements.names.numbers import NumberedKey
-from dcp_placements.names.renames import apply, steps
+from dcp_placements.names.renames import apply, fqns_of, steps
 from dcp_placements.names.stacks_and_parts import Parts, Rename, Row, Rows
 from dcp_placements.rules.patterns import Matches
 
@@ -118,7 +118,8 @@ class RenamedKeys(NamedTuple):
         mappings: The path of each key in the nested dict.
         reshaped: The values that become other tensors; None where there are none.
         matches: Whether each step of the rename matches a key.
-        numbered: The keys in which the rename gave a number; of a stack that of the stack.
+        numbered: The keys in which the rename gave a number; of a stack that of the stack, of the
+            rows of a tensor the one with ``{}``.
         faults: Two keys of this rank that become one, or a key that the rename has no name for.
     """
 
@@ -168,10 +169,8 @@ def rename_keys(
             raised = f"raised:      {at.filename}:{at.lineno}, in {at.name}"
             faults.append(Fault(key, headline, (raised, "way out:     a name for every key")))
             continue
-        name = new if isinstance(new, str) else new.fqn
-        if isinstance(name, NumberedKey) and not isinstance(new, Rows | Parts):
-            numbered.append(name)
-            name = str(name)
+        numbered += [fqn for fqn in fqns_of(new) if isinstance(fqn, NumberedKey)]
+        name = str(new if isinstance(new, str) else new.fqn)
         label = new.stacked if isinstance(new, Rows | Parts) else name
         if isinstance(new, Row) and name in reshaped.rows:
             first = reshaped.rows[name][0]

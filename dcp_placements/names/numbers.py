@@ -226,7 +226,11 @@ def families(keys: Iterable[str], totals: Mapping[str, int] | None = None) -> Nu
     found: dict[Family, Numbering] = {}
     for key in keys:
         for number in numbers_given(key):
-            family = Family(key[: number.start], key[number.stop : number.end])
+            if key[number.start : number.stop] == ROW:
+                continue
+            # What rows have in common is asked of the first of them.
+            head = key[: number.start].replace(ROW, "0")
+            family = Family(head, key[number.stop : number.end].replace(ROW, "0"))
             longest = found.setdefault(family, number.numbering)
             if (longest.total or 0) < (number.numbering.total or 0):
                 found[family] = number.numbering
