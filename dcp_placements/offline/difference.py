@@ -501,8 +501,9 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 @cache
 def has_numbers(dtype: torch.dtype) -> bool:
     """Whether torch makes numbers of elements; not of those that pack several (float4)."""
+    wide = torch.complex128 if dtype.is_complex else torch.float64
     try:
-        torch.zeros(dtype.itemsize, dtype=torch.uint8, device="cpu").view(dtype).to(torch.float64)
+        torch.zeros(dtype.itemsize, dtype=torch.uint8, device="cpu").view(dtype).to(wide)
     except (NotImplementedError, RuntimeError):
         return False
     return True
