@@ -278,7 +278,7 @@ class TorchUnpickler(SafeUnpickler):
         # Whatever is called may show its arguments in an error, or hash them.
         elements = self.elements_of(args)
         if type(called) is not Call:
-            if type(called) is not Made or called.by != "functools.partial":
+            if type(called) is not Made or called.by not in _CALLABLE:
                 raise refusal(f"it calls {describe(called)}")
             return Made(elements=elements + called.elements)
         module, _, name = called.name.rpartition(".")
@@ -369,6 +369,8 @@ STORAGES = {
 """The dtypes of elements, by the names of storages."""
 
 _HASHING = {"set", "frozenset", "dict", "OrderedDict", "Counter", "defaultdict"}
+_CALLABLE = {"functools.partial", "builtins.getattr", "__builtin__.getattr"}
+"""What is called for something that a pickle calls in its turn; torch.load refuses it by name."""
 _TORCH = ("torch", "torch.storage")
 _OF_TORCH = {"torch.Size", "torch.device"}
 """What pickles call of ``torch`` itself; its storages and tensors allocate by a number."""
