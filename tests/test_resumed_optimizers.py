@@ -333,4 +333,5 @@ def test_a_resumed_training_takes_the_steps_that_it_would_have_taken(
     for seed in seeds:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
             resume(seed, tmp_path / str(seed))

@@ -251,7 +251,8 @@ def test_a_missing_key_is_refused_or_told_to_the_engine(saved: Path) -> None:
         load(saved, found, Placements(None))
     with pytest.raises(PlacementError, match="nothing_such"):
         load(saved, found, Placements({"nothing_such": None}))
-    assert load(saved, found, Placements(None), optional=["new"]) == [("new",)]
+    with pytest.warns(UserWarning, match=r"model\.new: not in the checkpoint: left as it was"):
+        assert load(saved, found, Placements(None), optional=["new"]) == [("new",)]
     assert found["new"].tolist() == [1.0, 1.0]
 
 
