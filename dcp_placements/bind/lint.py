@@ -466,7 +466,7 @@ def _findings(
         # Rows that no axis shards are those of a stack, whose names are distinct.
         if any(one.axis is None for one in placed.place.sharding.cuts):
             return
-        if cut is None and not (renamed and is_numbered):
+        if cut is None and not (renamed and is_numbered) and not placed.is_reduced:
             yield _REPLICAS, facts
         if (
             cut is not None

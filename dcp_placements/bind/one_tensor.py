@@ -74,6 +74,8 @@ class Placed:
             ``tensor`` is all.
         has_own_key: Whether other ranks of its mesh may not have the key at all: a row, or a part
             of a row, of a local tensor.
+        is_reduced: Whether it is optimizer state without some dims of its parameter, as a factored
+            moment is. What cuts these alone leaves it equal on all ranks.
     """
 
     fqn: str
@@ -82,6 +84,7 @@ class Placed:
     rule: str | None = None
     parts: Sequence[torch.Tensor] = ()
     has_own_key: bool = False
+    is_reduced: bool = False
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:

@@ -299,7 +299,8 @@ class _Placer:
                     return
                 if listed is not None:
                     _check_alike(listed, bound)
-                placed[fqn] = Placed(fqn, facts[0], bound, rule)
+                is_reduced = fqn in self.alone and tuple(facts[3]) != self.alone[fqn]
+                placed[fqn] = Placed(fqn, facts[0], bound, rule, is_reduced=is_reduced)
         except CannotPlace as error:
             self.placing.faults.append(error.fault(fqn, rule_name(self.rules, fqn)))
 
@@ -320,11 +321,6 @@ class _Placer:
             if placement is None:
                 return None, None
             name = rule_name(self.rules, fqn) or ""
-            if not isinstance(placement, CheckpointPlacement):
-                raise CannotPlace(
-                    f"was given {placement!r} by the rules, which is no CheckpointPlacement",
-                    "way out:     return a CheckpointPlacement, or None to keep the tensor's own",
-                )
         self.placing.matched[name] = self.placing.matched.get(name, 0) + 1
         self._answers[fqn] = name, placement
         if placement is not None and fqn in self.alone and fqn not in self.reshaped.rows:
@@ -407,8 +403,9 @@ class _Placer:
         if len(places) > 1:
             lost = [set(range(len(whole))).difference(dims).pop() for dims in ways]
             raise CannotPlace(
-                f"its shape {tuple(shape)} may be that of its parameter, {tuple(whole)}, without "
-                f"dim {' or '.join(map(str, sorted(lost)))}, which are cut differently",
+                f"its local shape {tuple(local.shape)} may be that of its parameter, "
+                f"{tuple(of_parameter)}, without dim {' or '.join(map(str, sorted(lost)))}, which "
+                "are cut differently",
                 "way out:     a rule for this key itself, above that of its parameter",
             )
         place, axes = found[0] if found else (None, ())
@@ -416,7 +413,7 @@ class _Placer:
             return None
         if axes:
             self._row_axes[fqn] = axes
-        return Placed(fqn, local, place, parameter.rule)
+        return Placed(fqn, local, place, parameter.rule, is_reduced=True)
 
     def _way(
         self,

@@ -373,6 +373,31 @@ def test_an_optimizer_that_is_saved_alone_is_cut_as_with_its_weights(
     assert_saved_and_loaded(tmp_path, wholes, held, lambda rank: ruled(rank, cuts, "w"))
 
 
+@pytest.mark.parametrize("alone", [False, True], ids=["with weights", "alone"])
+def test_reduced_state_of_experts_is_equal_along_ep_without_a_note(
+    tmp_path: Path, alone: bool
+) -> None:
+    """The mean over the experts of a bias: its name says expert, and no cut of its own is left."""
+    wholes = {"experts.w": arange(4, 6), "row_var": arange(4, 1), "col_var": arange(1, 6)}
+
+    def held(rank: int) -> dict[str, Any]:
+        local = {one: part(whole, {"ep": 0}, rank) for one, whole in wholes.items()}
+        local["col_var"] = wholes["col_var"].clone()
+        w = local.pop("experts.w")
+        optim = {
+            "state": {"experts.w": {**local, **({"exp_avg": w.clone()} if alone else {})}},
+            "param_groups": [{"params": ["experts.w"]}],
+        }
+        return {"optim": optim} if alone else {"model": {"experts.w": w}, "optim": optim}
+
+    with without_warning():
+        WORLD.save(
+            tmp_path,
+            held,
+            lambda rank: PlacementSavePlanner(ruled(rank, {"ep": 0}, "experts.w")),
+        )
+
+
 def test_preconditioners_of_an_optimizer_that_is_saved_alone_have_the_rule_that_matches(
     tmp_path: Path,
 ) -> None:
