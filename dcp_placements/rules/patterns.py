@@ -220,9 +220,10 @@ def asked(
 
     Raises:
         PlacementError: The function of the user's raises an error, which is its cause.
+        CannotPlace: It returns something else.
     """
     try:
-        return rules(fqn, tensor)
+        placement = rules(fqn, tensor)
     except CannotPlace:  # by which rules refuse a tensor
         raise
     except Exception as error:
@@ -235,6 +236,12 @@ def asked(
             "    way out:     a CheckpointPlacement for this tensor, or None where it keeps its "
             "own mesh and placements"
         ) from error
+    if placement is None or isinstance(placement, CheckpointPlacement):
+        return placement
+    raise CannotPlace(
+        f"was given {placement!r} by the rules, which is no CheckpointPlacement",
+        "way out:     return a CheckpointPlacement, or None to keep the tensor's own",
+    )
 
 
 def rule_name(rules: Rules | None, fqn: str) -> str | None:

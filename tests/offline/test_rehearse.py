@@ -317,6 +317,13 @@ def test_a_rule_that_does_not_fit_is_a_fault(tmp_path: Path) -> None:
     assert "add up to 7" in message["layers.0.experts.w1"]
 
 
+def test_a_function_that_returns_no_placement_is_a_fault(tmp_path: Path) -> None:
+    save_sharded(tmp_path)
+    found = rehearse(tmp_path, lambda mesh: lambda fqn, tensor: "norm" in fqn and 3, {"ep": 2})
+    assert {fault.fqn for fault in found.faults} >= {"layers.0.norm", "layers.1.attention"}
+    assert "was given 3 by the rules, which is no CheckpointPlacement" in str(found)
+
+
 class MeshOfOthers(MeshCoordinate):
     """A mesh that this rank is no part of."""
 

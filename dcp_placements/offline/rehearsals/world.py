@@ -459,7 +459,10 @@ def _rule_label(rules: Rules, tensor: Named) -> Hashable:
         return None
     if isinstance(rules, PlacementRules):
         return rules.pattern_of(tensor.rule_name)
-    placement = asked(rules, tensor.rule_name, tensor.probe())
+    try:
+        placement = asked(rules, tensor.rule_name, tensor.probe())
+    except CannotPlace:  # said where each rank's cutting is made
+        return CannotPlace
     coordinate = None if placement is None else placement.mesh.get_coordinate()
     place = None if coordinate is None else tuple(coordinate)
     return placement and (_cut_signature(placement), place)
