@@ -162,6 +162,18 @@ def test_parameter_groups_that_differ_by_stage_are_refused(tmp_path: Path) -> No
     assert "betas" not in caught.text
 
 
+def test_options_that_are_dicts_and_differ_by_stage_are_refused(tmp_path: Path) -> None:
+    def held(rank: int) -> dict[str, Any]:
+        made = stage(rank)
+        made["optim"]["param_groups"][0]["schedule"] = {"warmup": {"steps": 10 * rank}, "kind": "x"}
+        return made
+
+    with refused_save(tmp_path) as caught:
+        save(WORLD, tmp_path, held)
+    caught.says("optim.param_groups.0.schedule.warmup.steps", "rank 0", "rank 1")
+    assert "kind" not in caught.text
+
+
 def test_parameter_groups_that_differ_by_stage_and_are_let_through_are_warned_of(
     tmp_path: Path,
 ) -> None:

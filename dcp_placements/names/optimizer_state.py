@@ -16,7 +16,7 @@ Two ep ranks with an expert of (4, 3) each, trained by torch's Adafactor::
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dcp_placements.errors import Fault
@@ -328,13 +328,23 @@ def named_lists(
     return {fqn: ParameterNames(names) for fqn, names in lists.items()}, faults
 
 
-def is_by_position(fqn: str) -> bool:
+def is_by_position(fqn: str, lists: Collection[str]) -> bool:
     """Whether a key is an option of a parameter group that has a number for its name.
 
-    >>> is_by_position("optim.param_groups.0.lr"), is_by_position("optim.param_groups.0.weight.lr")
-    (True, False)
+    >>> is_by_position("optim.param_groups.0.lr", [])
+    True
+    >>> is_by_position("optim.param_groups.0.weight.lr", [])  # of the parameter 0.weight
+    False
+    >>> is_by_position("optim.param_groups.0.schedule.lr", ["optim.param_groups.0.params"])
+    True
+
+    Args:
+        fqn: The key.
+        lists: The keys of the lists of parameters. A numbered group has one, and its options may be
+            dicts.
     """
-    return _BY_POSITION.search(fqn) is not None
+    match = _BY_POSITION.fullmatch(fqn)
+    return match is not None and (not match[2] or f"{match[1]}params" in lists)
 
 
 def unnamed_faults(state_dict: Mapping[str, Any], groups: Groups) -> list[Fault]:
@@ -352,7 +362,7 @@ def unnamed_faults(state_dict: Mapping[str, Any], groups: Groups) -> list[Fault]
 _NUMBER = re.compile(r"\d+|\{\}")
 _STATE = re.compile(r"(?<![^.])state\.")
 _GROUPS = re.compile(r"(?<![^.])param_groups(?:\.|$)(.*)", re.DOTALL)
-_BY_POSITION = re.compile(r"(?<![^.])param_groups\.\d+\.[^.]+\Z")
+_BY_POSITION = re.compile(r"((?:.*\.)?param_groups\.\d+\.)[^.]+(\..*)?", re.DOTALL)
 _LIST = re.compile(r"param_groups\.(?:\d+\.)?params")
 
 FLATTEN = (

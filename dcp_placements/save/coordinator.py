@@ -274,6 +274,11 @@ class Coordinator:
         """By key of optimizer state, the axes that cut its parameter alone."""
         return refusals.reduced_axes(self.world)
 
+    @cached_property
+    def lists(self) -> set[str]:
+        """The keys of all lists of parameters in parameter groups."""
+        return {fqn for statement in self.statements.values() for fqn in statement.lists}
+
     def prove(self) -> None:
         """Prove that the plans make a checkpoint, and compare replicas.
 
@@ -355,7 +360,7 @@ class Coordinator:
             return
         for fault in refusals.conflicts(self, piece, positions, of_keys):
             # An object of each rank's own is kept of one rank; groups decide on the parameters.
-            if group.kind != OBJECT or is_by_position(fault.fqn):
+            if group.kind != OBJECT or is_by_position(fault.fqn, self.lists):
                 self._conflicts.append(fault)
                 self._doubts[DIFFERED].add(fault.fqn)
             else:

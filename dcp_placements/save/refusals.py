@@ -160,7 +160,7 @@ def conflicts(
         if len(differs) == 1 and _is_dense(save, piece, position):
             save.drifted.setdefault(differs[0], []).append(piece.fqns[position])
         headline, details = fault.headline, fault.details
-        if piece.group.kind == OBJECT and is_by_position(piece.fqns[position]):
+        if piece.group.kind == OBJECT and is_by_position(piece.fqns[position], save.lists):
             details += _GROUPS
         elif piece.group.kind == OBJECT:
             headline, details = f"{headline}; that of the lowest is kept", details + _RANKS_OWN
