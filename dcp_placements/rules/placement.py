@@ -107,7 +107,8 @@ class CheckpointPlacement:
         padded_shape: The shape that was split, where it is larger (a padded vocabulary). Rows
             beyond ``global_shape`` are not stored, and keep what they have on load.
         absent: Names of axes in ``placements`` that the mesh of this topology may lack, as ``ep``
-            where there is one expert-parallel rank; nothing is sharded over one that it lacks.
+            where there is one expert-parallel rank; nothing is sharded over one that it lacks, and
+            its placement is not compared with that of the save, as that of an axis of size 1 is.
 
     Raises:
         PlacementError: An axis that is unknown and not among ``absent``, a wrong count, a dim out
