@@ -61,7 +61,6 @@ from dcp_placements.storage.records import RecordTemplate
 from dcp_placements.storage.save_ids import named
 from dcp_placements.storage.torch_load import zip_problem
 from dcp_placements.storage.torch_metadata import ChunkList, StoredPlace, build_entries
-from dcp_placements.table.world import cover_of
 
 REFUSED = "the checkpoint cannot be rewritten for this world"
 """The opening line of refusals."""
@@ -413,7 +412,7 @@ def world_files(world: RehearsedWorld) -> Layout:
     for piece in world.table.pieces:
         if piece.group.dtype is None:
             continue
-        cover = cover_of(piece.ranks, piece.boxes)
+        cover = piece.cover
         lowest = cover.ranks[cover.order[cover.starts[:-1]]].tolist()
         owners = dict(zip(as_boxes(cover.boxes), lowest, strict=True))
         owners_of |= dict.fromkeys(piece.fqns, owners)

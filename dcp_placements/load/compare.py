@@ -68,7 +68,7 @@ from dcp_placements.storage.provenance import (
 )
 from dcp_placements.table.families import Held, held_numbers
 from dcp_placements.table.table import PLAIN, Group, Sent
-from dcp_placements.table.world import Piece, World, cover_of, repeated
+from dcp_placements.table.world import Piece, World, repeated
 
 _MAX_PARTS = 4
 """Parts that a message lists."""
@@ -843,7 +843,7 @@ class AllAsked:
         several: dict[str, list[str]] = {}
         for piece in self.world.pieces:
             asked.update(piece.fqns)
-            if len(piece.ranks) > 1 and cover_of(piece.ranks, piece.boxes).has_replicas:
+            if len(piece.ranks) > 1 and piece.cover.has_replicas:
                 for fqn in piece.fqns:
                     several.setdefault(_level(fqn)[0], []).append(fqn)
         unasked: dict[str, list[str]] = {}
@@ -912,7 +912,7 @@ class AllAsked:
             return []
         if not len(piece.ranks) and group.padded_shape is not None:
             return self._padding_faults(piece, group)
-        cover = cover_of(piece.ranks, piece.boxes)
+        cover = piece.cover
         if not cover.has_replicas:
             return []
         whole = Box.whole(group.shape)

@@ -35,7 +35,7 @@ from dcp_placements.load.reads import RankLoad
 from dcp_placements.report import LoadReport
 from dcp_placements.table.owners import runs_of
 from dcp_placements.table.table import Holding, Sent, packed_ints, unpacked_ints
-from dcp_placements.table.world import Piece, World, cover_of
+from dcp_placements.table.world import Piece, World
 
 BATCH_NBYTES = 8 << 20
 """The most bytes of one message. Below a few MiB a message costs latency alone."""
@@ -95,8 +95,6 @@ def _readers(wishes: Sequence[Sent], ranks: Sequence[int]) -> list[Answer]:
         for piece in world.pieces
     ]
     sent = [piece for piece, is_alike in zip(world.pieces, alike, strict=True) if is_alike]
-    for piece in sent:
-        piece.cover = cover_of(piece.ranks, piece.boxes)
     runs = runs_of(
         [piece.cover for piece in sent],
         [len(piece.fqns) for piece in sent],
@@ -106,11 +104,9 @@ def _readers(wishes: Sequence[Sent], ranks: Sequence[int]) -> list[Answer]:
     )
     # By the ranks that need a box, and the one among them that reads it, its number.
     numbers: dict[tuple[bytes, int], int] = {}
-    sets = iter([_sets(piece, run, numbers) for piece, run in zip(sent, runs, strict=True)])
-    of_pieces = [
-        next(sets) if is_alike else np.zeros((len(piece.ranks), len(piece.fqns)), np.int32)
-        for piece, is_alike in zip(world.pieces, alike, strict=True)
-    ]
+    sets = np.zeros(world.count, np.int32)
+    for piece, run in zip(sent, runs, strict=True):
+        sets[piece.cells()] = _sets(piece, run, numbers)
     if not numbers:
         return [Answer()] * len(wishes)
     rank_of = np.array(ranks, np.int64)
@@ -119,7 +115,7 @@ def _readers(wishes: Sequence[Sent], ranks: Sequence[int]) -> list[Answer]:
         held = rank_of[np.frombuffer(members, np.int64)]
         packed.append(packed_ints([int(held[reader]), *held.tolist()]))
     found = []
-    for row in world.by_rank(of_pieces):
+    for row in world.by_rank(sets):
         own = {int(number): packed[number - 1] for number in np.unique(row) if number}
         found.append(Answer(True, packed_ints(row), own))
     return found

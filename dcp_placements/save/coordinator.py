@@ -61,16 +61,16 @@ from dcp_placements.storage.torch_metadata import (
     ChunkList,
 )
 from dcp_placements.table.digests import (
-    GroupDigests,
-    beside_rows,
+    Digests,
     differing,
+    digests_by_cell,
     may_have_replicas,
 )
 from dcp_placements.table.families import numbering_faults
 from dcp_placements.table.owners import runs_of
 from dcp_placements.table.table import OBJECT, Group, Holding, Sent
 from dcp_placements.table.whole import WholeModel, compare_with_whole
-from dcp_placements.table.world import NO_RULE, Piece, World, cover_of
+from dcp_placements.table.world import NO_RULE, Piece, World
 
 COPIED = 2
 """Of ``Assignment.is_written``."""
@@ -297,7 +297,7 @@ class Coordinator:
             waived = [compile_pattern(pattern) for pattern in self.report.waived]
             self._faults += numbering_faults(self.world, declared, waived)
         if not self._faults:
-            digests = beside_rows(self.world, [plan.digests for plan in self.plans], self._size)
+            digests = digests_by_cell(self.world, [plan.digests for plan in self.plans], self._size)
             for piece in self.world.pieces:
                 self._prove_piece(piece, digests)
             if self._conflicts and (drift := refusals.drift(self)):
@@ -334,13 +334,13 @@ class Coordinator:
                 found = self._faults if faults else self._notes
                 found.append(refusals.unlike(what.format(len(ranks)), ranks, *details))
 
-    def _prove_piece(self, piece: Piece, digests: GroupDigests) -> None:
+    def _prove_piece(self, piece: Piece, digests: Digests) -> None:
         group = piece.group
         alike = {(one.kind == OBJECT, one.shape, one.dtype) for _, _, one, *_ in piece.sources}
         if len(alike) > 1:
             self._faults += refusals.disagreement(self, piece)
             return
-        cover = piece.cover = cover_of(piece.ranks, piece.boxes)
+        cover = piece.cover
         sound = tile if self.complete else apart
         if not sound(Box.whole(group.shape), cover.boxes):
             self._faults += refusals.tiling(self, piece, complete=self.complete)
@@ -355,10 +355,11 @@ class Coordinator:
         for fqn in piece.fqns if self._undigested else ():
             if fqn in self._undigested:
                 self._notes.append(refusals.undigested(self, fqn, self._undigested[fqn]))
-        positions, of_keys = differing(piece, digests)
+        of_piece = digests[piece.cells()]
+        positions = differing(of_piece, cover)
         if not positions:
             return
-        for fault in refusals.conflicts(self, piece, positions, of_keys):
+        for fault in refusals.conflicts(self, piece, positions, of_piece[:, positions]):
             # An object of each rank's own is kept of one rank; groups decide on the parameters.
             if group.kind != OBJECT or is_by_position(fault.fqn, self.lists):
                 self._conflicts.append(fault)
@@ -447,11 +448,12 @@ class Coordinator:
             undivided=[lowest_rank or piece.group.kind == OBJECT for piece in world.pieces],
         )
         copied = {} if copies == "off" else self._copied(copies)
-        kinds = []
+        kinds = np.zeros(world.count, np.uint8)
         for number, (piece, of_piece) in enumerate(zip(world.pieces, runs, strict=True)):
             keys, (start, stop) = np.arange(len(piece.fqns)), of_piece.T[:, :, None]
-            kinds.append(((start <= keys) & (keys < stop)).astype(np.uint8))
-            kinds[-1][:, copied.get(number, [])] = COPIED
+            is_written = ((start <= keys) & (keys < stop)).astype(np.uint8)
+            is_written[:, copied.get(number, [])] = COPIED
+            kinds[piece.cells()] = is_written
         lists = self._joined_lists()
         return [
             Assignment(

@@ -103,7 +103,7 @@ from dcp_placements.table.table import (
     holding_of,
 )
 from dcp_placements.table.whole import WholeModel
-from dcp_placements.table.world import World, cover_of
+from dcp_placements.table.world import World
 
 DIGESTS = ("sampled", "full", "off")
 ON_CONFLICT = ("error", "warn")
@@ -155,10 +155,7 @@ class RankSave:
         report = SaveReport(rules=rules, shapes=self.placing.shapes(), waived=dict(waived))
         report.planned = self.holding is not None
         if self.holding is not None:
-            pieces = World([self.holding.sent]).pieces
-            for piece in pieces:
-                piece.cover = cover_of(piece.ranks, piece.boxes)
-            report_keys(report, pieces, complete=False)
+            report_keys(report, World([self.holding.sent]).pieces, complete=False)
         return report
 
 

@@ -33,7 +33,7 @@ from dcp_placements.layout.boxes import Array, Bools
 from dcp_placements.layout.sharding import Chunk
 from dcp_placements.names.optimizer_state import ParameterNames
 from dcp_placements.table.table import OBJECT, Group, Held, Holding
-from dcp_placements.table.world import Cover, Piece, World
+from dcp_placements.table.world import Cohort, Cover, World
 
 Digests = Array
 """Unsigned integers of one width; 0 where there is no digest."""
@@ -136,62 +136,42 @@ def _narrowed(digests: Digests, width: int) -> Digests:
     return narrow
 
 
-GroupDigests = dict[tuple[int, int], Digests]
-"""By table and group, the digests by row and key of the group."""
-
-
-def beside_rows(world: World, sent: Sequence[bytes], size: int) -> GroupDigests:
-    """Return the digests of all ranks, beside the rows of a ``World``.
+def digests_by_cell(world: World, sent: Sequence[bytes], size: int) -> Digests:
+    """Return the digest of each cell of a ``World``; 0 where none was sent.
 
     Args:
         world: What the ranks hold.
         sent: By rank, its digests.
         size: Number of ranks that there are.
     """
-    # Of each cohort the groups that have digests, and these by rank.
-    of_cohorts: list[tuple[list[tuple[int, int, int]], Digests]] = []
+    of_cohorts: list[tuple[Cohort, Bools, Digests]] = []
     for cohort in world.cohorts:
-        groups = [
-            (table, number, count)
-            for table, number, count in cohort.groups
-            if count and may_have_replicas(world.tables[table].groups[number], size)
-        ]
-        count = sum([len(world.tables[t].keys[number]) * n for t, number, n in groups])
+        has_digest = [np.zeros(0, bool)]
+        for table, number, count in cohort.groups:
+            group, fqns = world.tables[table].groups[number], world.tables[table].keys[number]
+            has_digest.append(np.full(len(fqns) * count, may_have_replicas(group, size)))
+        is_sent = np.concatenate(has_digest)
         # They have equal tables, and so equal widths.
         members = [sent[rank] for rank in cohort.ranks.tolist()]
         if members[0]:
-            width = len(members[0]) // count
-            digests = np.frombuffer(b"".join(members), f"<u{width}").reshape(len(members), -1)
-            of_cohorts.append((groups, digests))
-    width = min([digests.itemsize for _, digests in of_cohorts], default=0)
-    parts: dict[tuple[int, int], list[Digests]] = {}
-    for groups, digests in of_cohorts:
-        first = 0
-        for table, number, count in groups:
-            keys = len(world.tables[table].keys[number])
-            by_rank = digests[:, first : first + keys * count].reshape(-1, keys, count)
-            mine = by_rank.transpose(0, 2, 1).reshape(-1, keys)
-            parts.setdefault((table, number), []).append(_narrowed(mine, width))
-            first += keys * count
-    return {key: np.concatenate(of_group) for key, of_group in parts.items()}
+            width = len(members[0]) // int(is_sent.sum())
+            of_ranks = np.frombuffer(b"".join(members), f"<u{width}").reshape(len(members), -1)
+            of_cohorts.append((cohort, is_sent, of_ranks))
+    width = min([of_ranks.itemsize for _, _, of_ranks in of_cohorts], default=1)
+    digests = np.zeros(world.count, f"<u{width}")
+    for cohort, is_sent, of_ranks in of_cohorts:
+        digests[cohort.cells].reshape(len(of_ranks), -1)[:, is_sent] = _narrowed(of_ranks, width)
+    return digests
 
 
-def differing(piece: Piece, digests: GroupDigests) -> tuple[list[int], Digests]:
-    """Return the keys of which two ranks hold one box with other contents.
+def differing(digests: Digests, cover: Cover) -> list[int]:
+    """Return the positions of the keys of which two rows of one box have other contents.
 
-    Returns:
-        Their positions in the piece, and their digests by row and key.
+    Args:
+        digests: By row and key of a piece.
+        cover: That of the piece.
     """
-    parts = []
-    for source in piece.sources:
-        of_group = digests.get((source.table, source.number))
-        if of_group is None:  # nothing is sent of it
-            parts.append(np.zeros((len(source.ranks), len(source.positions)), np.uint8))
-        else:
-            parts.append(of_group[:, source.positions])
-    of_piece = np.concatenate(parts)
-    found = np.flatnonzero(_differing(of_piece, piece.cover).any(axis=0))
-    return found.tolist(), of_piece[:, found]
+    return np.flatnonzero(_differing(digests, cover).any(axis=0)).tolist()
 
 
 def _differing(digests: Digests, cover: Cover) -> Bools:

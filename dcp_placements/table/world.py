@@ -5,6 +5,14 @@ one integer array. A *piece* is the keys that the same tables have: a group of o
 of one where another table has some of its keys, too (a tied embedding on the first and the last
 pipeline stage, say). Everything that holds for one key of a piece holds for all of them: its
 *cover* is which ranks hold which box, so whether the boxes make the whole, and which are replicas.
+
+A *cell* is one box of one key on one rank. The cells of all ranks are numbered, each rank's in the
+order in which it sends them: group by group, key by key, box by box. What is said of every cell is
+one array: digests come in by it, and who writes or reads what goes out by it. Two ep ranks, each
+with half of ``experts.w1`` and ``experts.w2``, and a norm that both hold::
+
+    rank 0    0: half of experts.w1    1: half of experts.w2    2: norm
+    rank 1    3: half of experts.w1    4: half of experts.w2    5: norm
 """
 
 from __future__ import annotations
@@ -12,7 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,10 +88,6 @@ def cover_of(ranks: Ints, boxes: Boxes) -> Cover:
     return Cover(different, numel(different), box_of, ranks, order, starts, has_replicas)
 
 
-NOTHING = cover_of(np.zeros(0, np.int64), np.zeros((0, 2, 0), np.int64))
-"""The cover of no rows."""
-
-
 def repeated(parts: Mapping[frozenset[int], Sequence[int]]) -> list[frozenset[int]]:
     """Return the parts of a whole all of which another rank holds, too.
 
@@ -119,11 +123,13 @@ class Cohort(NamedTuple):
         tables: Positions of their tables in ``World.tables``, in their order.
         ranks: The ranks (positions among those that sent), ascending.
         groups: Table, position there and number of boxes of each group, in the order of the boxes.
+        cells: Their cells, rank after rank; each rank has as many.
     """
 
     tables: tuple[int, ...]
     ranks: Ints
     groups: list[tuple[int, int, int]]
+    cells: slice
 
 
 class Source(NamedTuple):
@@ -131,7 +137,7 @@ class Source(NamedTuple):
 
     Of an expert weight of shape ``(4, 3)`` on two ep ranks::
 
-        Source(0, 0, group, [0], [0, 1], [[[0, 0], [2, 3]], [[2, 0], [2, 3]]])
+        Source(0, 0, group, [0], [0, 1], [[[0, 0], [2, 3]], [[2, 0], [2, 3]]], [0, 1], [1, 1])
 
     Attributes:
         table: Position in ``World.tables``.
@@ -140,6 +146,8 @@ class Source(NamedTuple):
         positions: Of the piece's keys among those of the group, in the piece's order.
         ranks: By row, cohort after cohort, the rank.
         boxes: By row, the box.
+        first: By row, the cell of the box of the group's first key.
+        step: By row, how many cells farther that of the next key is: the boxes of the rank.
     """
 
     table: int
@@ -148,9 +156,11 @@ class Source(NamedTuple):
     positions: Sequence[int]
     ranks: Ints
     boxes: Boxes
+    first: Ints
+    step: Ints
 
 
-@dataclass(slots=True)
+@dataclass
 class Piece:
     """Keys that every rank which has one of them has all of, lying alike.
 
@@ -160,7 +170,6 @@ class Piece:
         group: That of the first source.
         ranks: By row, source after source, the rank.
         boxes: By row, the box; none where the groups differ in their number of dims.
-        cover: Which ranks hold which box; of no rows before that is asked.
     """
 
     fqns: list[str]
@@ -168,7 +177,20 @@ class Piece:
     group: Group
     ranks: Ints
     boxes: Boxes
-    cover: Cover = NOTHING
+
+    @cached_property
+    def cover(self) -> Cover:
+        """Which ranks hold which box, of groups that agree on the number of dims."""
+        return cover_of(self.ranks, self.boxes)
+
+    def cells(self) -> Ints:
+        """Return by row and key the cell."""
+        return np.concatenate(
+            [
+                source.first[:, None] + source.step[:, None] * np.array(source.positions)
+                for source in self.sources
+            ]
+        )
 
 
 class World:
@@ -181,19 +203,21 @@ class World:
         tables: The different tables.
         cohorts: The cohorts.
         members: By table, the ranks that have it, ascending.
+        count: Number of cells.
         pieces: In the order of the tables.
     """
 
     def __init__(self, sent: Sequence[Sent]) -> None:
         self.tables: list[Table] = []
         self.cohorts: list[Cohort] = []
+        self.count = 0
         unpacked = cache(unpacked_ints)
         numbers: dict[bytes, int] = {}
         alike: dict[tuple[tuple[bytes, ...], bytes], list[int]] = {}
         for rank, one in enumerate(sent):
             alike.setdefault((one.tables, one.counts), []).append(rank)
-        # By table and group, of each cohort the ranks and boxes by row.
-        rows: dict[tuple[int, int], list[tuple[Ints, Boxes]]] = {}
+        # By table and group, of each cohort the columns of a ``Source``.
+        rows: dict[tuple[int, int], list[tuple[Ints, Boxes, Ints, Ints]]] = {}
         having: list[list[Ints]] = []
         for members in alike.values():
             ranks, first = np.array(members, np.int64), sent[members[0]]
@@ -202,18 +226,30 @@ class World:
                     numbers[packed] = len(numbers)
                     self.tables.append(Table.unpacked(packed))
                     having.append([])
-            cohort = Cohort(tuple([numbers[packed] for packed in first.tables]), ranks, [])
+            tables = tuple([numbers[packed] for packed in first.tables])
             counts = iter(unpacked(first.counts).tolist())
+            groups = [
+                (table, number, next(counts))
+                for table in tables
+                for number in range(len(self.tables[table].groups))
+            ]
+            of_rank = sum([len(self.tables[t].keys[number]) * n for t, number, n in groups])
+            starts = self.count + of_rank * np.arange(len(ranks))[:, None]
+            cells = slice(self.count, self.count + of_rank * len(ranks))
+            self.cohorts.append(Cohort(tables, ranks, groups, cells))
             boxes, at = np.stack([unpacked(sent[rank].boxes) for rank in members]), 0
-            for table in cohort.tables:
+            for table in tables:
                 having[table].append(ranks)
-                for number, group in enumerate(self.tables[table].groups):
-                    count, ndim = next(counts), len(group.shape)
-                    held = boxes[:, at : at + count * 2 * ndim].reshape(len(ranks) * count, 2, ndim)
-                    at += count * 2 * ndim
-                    rows.setdefault((table, number), []).append((np.repeat(ranks, count), held))
-                    cohort.groups.append((table, number, count))
-            self.cohorts.append(cohort)
+            for table, number, count in groups:
+                ndim = len(self.tables[table].groups[number].shape)
+                held = boxes[:, at : at + count * 2 * ndim].reshape(len(ranks) * count, 2, ndim)
+                at += count * 2 * ndim
+                cell, step = (starts + np.arange(count)).reshape(-1), np.full(len(held), count)
+                rows.setdefault((table, number), []).append(
+                    (np.repeat(ranks, count), held, cell, step)
+                )
+                starts = starts + len(self.tables[table].keys[number]) * count
+            self.count = cells.stop
         self.members: list[Ints] = [np.sort(np.concatenate(parts)) for parts in having]
         joined = {
             key: [np.concatenate(column) for column in zip(*parts, strict=True)]
@@ -225,7 +261,7 @@ class World:
         """Return the pieces of all tables.
 
         Args:
-            rows: By table and group, the ranks and boxes by row.
+            rows: By table and group, the columns of a ``Source``.
         """
         shared = _shared_keys(self.tables) if len(self.tables) > 1 else {}
         made: dict[Hashable, tuple[list[str], list[Source]]] = {}
@@ -249,7 +285,9 @@ class World:
         for fqns, sources in made.values():
             ranks = np.concatenate([one.ranks for one in sources])
             alike = len({len(one.group.shape) for one in sources}) == 1
-            boxes = np.concatenate([one.boxes for one in sources]) if alike else NOTHING.boxes
+            boxes = np.zeros((0, 2, 0), np.int64)
+            if alike:
+                boxes = np.concatenate([one.boxes for one in sources])
             pieces.append(Piece(fqns, sources, sources[0].group, ranks, boxes))
         return pieces
 
@@ -261,35 +299,17 @@ class World:
         ]
         return ", ".join(sorted(set(names)))
 
-    def by_rank(self, values: Sequence[Array]) -> list[Array]:
-        """Return what pieces have by row and key, by rank: group after group, key by key, by box.
+    def by_rank(self, values: Array) -> list[Array]:
+        """Return by rank the values of its cells.
 
         Args:
-            values: By piece, the values of its rows and keys.
+            values: By cell.
         """
-        of_groups: dict[tuple[int, int], list[tuple[Sequence[int], Array]]] = {}
-        for piece, of_piece in zip(self.pieces, values, strict=True):
-            ends = np.cumsum([len(source.ranks) for source in piece.sources])
-            for source, mine in zip(piece.sources, np.split(of_piece, ends[:-1]), strict=True):
-                of_groups.setdefault((source.table, source.number), []).append(
-                    (source.positions, mine)
-                )
-        first = dict.fromkeys(of_groups, 0)
-        found: dict[int, Array] = {}
+        of_ranks: dict[int, Array] = {}
         for cohort in self.cohorts:
-            size = len(cohort.ranks)
-            counts = [len(self.tables[t].keys[number]) * n for t, number, n in cohort.groups]
-            of_ranks = np.zeros((size, sum(counts)), values[0].dtype if values else np.int64)
-            of_cohort = np.split(of_ranks, np.cumsum(counts)[:-1], axis=1)
-            for (table, number, count), mine in zip(cohort.groups, of_cohort, strict=False):
-                by_key = mine.reshape(size, -1, count) if count else mine
-                start = first[table, number]
-                stop = first[table, number] = start + size * count
-                for positions, of_rows in of_groups[table, number] if count else ():
-                    by_rank = of_rows[start:stop].reshape(size, count, -1)
-                    by_key[:, positions] = by_rank.transpose(0, 2, 1)
-            found.update(zip(cohort.ranks.tolist(), of_ranks, strict=True))
-        return [found[rank] for rank in range(len(found))]
+            of_cohort = values[cohort.cells].reshape(len(cohort.ranks), -1)
+            of_ranks.update(zip(cohort.ranks.tolist(), of_cohort, strict=True))
+        return [of_ranks[rank] for rank in range(len(of_ranks))]
 
 
 def _shared_keys(tables: Sequence[Table]) -> dict[str, Hashable]:

@@ -10,13 +10,13 @@ import torch
 from dcp_placements.table import digests
 from dcp_placements.table.digests import (
     WIDTHS,
-    beside_rows,
     differing,
+    digests_by_cell,
     digests_of,
     may_have_replicas,
 )
 from dcp_placements.table.table import SHARD, Group, Holding, holding_of
-from dcp_placements.table.world import World, cover_of
+from dcp_placements.table.world import World
 
 
 def test_what_has_no_replicas_needs_no_digests() -> None:
@@ -45,11 +45,10 @@ def test_each_key_is_compared_by_the_bytes_that_all_ranks_sent(widths: tuple[int
     values[1] = dict(reversed(values[1].items()))
     holdings = [holding_of(one, {}, {}) for one in values]
     world = World([one.sent for one in holdings])
-    digests = beside_rows(world, list(map(sent, holdings, widths)), 2)
+    digests = digests_by_cell(world, list(map(sent, holdings, widths)), 2)
     named = []
     for piece in world.pieces:
-        piece.cover = cover_of(piece.ranks, piece.boxes)
-        found, of_ranks = differing(piece, digests)
-        named += [piece.fqns[at] for at in found]
-        assert of_ranks.shape == (len(piece.ranks), len(found))
+        of_piece = digests[piece.cells()]
+        assert of_piece.shape == (len(piece.ranks), len(piece.fqns))
+        named += [piece.fqns[at] for at in differing(of_piece, piece.cover)]
     assert named == ["w.7", "w.300"]

@@ -41,7 +41,7 @@ from dcp_placements.rules.patterns import unmatched_faults
 from dcp_placements.storage.file_reads import c_strides, cheap_gap, segments
 from dcp_placements.storage.record_reads import is_read_whole
 from dcp_placements.table.table import OBJECT
-from dcp_placements.table.world import Cover, cover_of
+from dcp_placements.table.world import Cover
 
 HEADINGS = ("ranks", "wants", "reads", "reads/wants", "stock", "stock/wants", "chunks", "files")
 MAX_ROWS = 16
@@ -236,7 +236,7 @@ class _Costs:
             ndims = {len(source.group.shape) for source in piece.sources}
             if piece.group.kind == OBJECT or len(ndims) > 1:
                 continue  # it is refused
-            cover = cover_of(piece.ranks, piece.boxes)
+            cover = piece.cover
             alike: dict[Any, list[StoredTensor]] = {}
             for fqn in piece.fqns:
                 if (one := world.checkpoint.tensors.get(fqn)) is not None:
@@ -320,7 +320,7 @@ def _requests(world: RehearsedWorld, fqns: set[str]) -> Iterator[AskedBox]:
     for piece in world.table.pieces:
         for fqn in sorted(fqns.intersection(piece.fqns)):
             stored = world.checkpoint.tensors[fqn]
-            cover, chunks = cover_of(piece.ranks, piece.boxes), stored.chunks
+            cover, chunks = piece.cover, stored.chunks
             of_box: list[set[str]] = [set() for _ in cover.boxes]
             pairs = map(np.ndarray.tolist, stored.cut.meeting(cover.boxes))
             for box, chunk in zip(*pairs, strict=True):
