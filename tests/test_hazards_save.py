@@ -553,7 +553,7 @@ SCENES: dict[str, Scene] = {
         ruled("w", {"ep": Shard(0)}, ep=4),
         refused=(
             "w: nobody holds all of the (32, 3) tensor",
-            "Shard(0) over 'ep' of size 4, then Shard(0) over 'fsdp' of size 2; 4 ranks save",
+            "Shard(0) over 'ep' of size 4, then Shard(0) over 'fsdp' of size 2; 4 ranks in all",
         ),
     ),
     "a mesh that the rank is not part of": Scene(

@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import TensorProperties
@@ -42,17 +43,16 @@ from dcp_placements.errors import (
     format_names,
     raise_faults,
 )
-from dcp_placements.layout.boxes import as_array
-from dcp_placements.layout.sharding import Box
+from dcp_placements.layout.boxes import as_boxes
 from dcp_placements.names.flat import rename_keys
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.offline.checkpoint import Checkpoint, LeftOut
 from dcp_placements.offline.difference import same_bits
 from dcp_placements.offline.directory import Directory
-from dcp_placements.offline.verification import box_faults
 from dcp_placements.placements import DeclaredWorld, Placements
 from dcp_placements.rules.mesh import MeshAxes, format_mesh_axes
 from dcp_placements.rules.patterns import Rules
+from dcp_placements.save.messages import Holders, proof_faults
 from dcp_placements.storage.index import index_of_places
 from dcp_placements.storage.metadata_file import with_columns
 from dcp_placements.storage.safe_pickle import Made
@@ -60,6 +60,10 @@ from dcp_placements.storage.saved_dtensor import rank_shard
 from dcp_placements.storage.saved_file import Records
 from dcp_placements.storage.tensor_record import TensorRecord
 from dcp_placements.storage.torch_metadata import ChunkList, StoredPlace, build_entries
+from dcp_placements.table.digests import Digests
+from dcp_placements.table.prove import Compared, prove
+from dcp_placements.table.table import Holding, held_chunks, holding_of
+from dcp_placements.table.world import Piece, World
 
 _BY_POSITION = (
     "optimizer state by the position of its parameters, whose names are in no file: save it by "
@@ -70,18 +74,6 @@ _VERLS_OTHERS = {
     "optim_world_size_": "optimizer state by position: no file has the names of its parameters",
     "extra_state_world_size_": "schedule and random states: of the run, not of the model",
 }
-
-
-class Part(NamedTuple):
-    """What a rank's file has of a tensor: ``Part("model_rank_1.pt", tensor of (2, 3))``.
-
-    Attributes:
-        file: The name of the file.
-        data: The elements: mapped, not read.
-    """
-
-    file: str
-    data: torch.Tensor
 
 
 class RankTensors:
@@ -101,9 +93,11 @@ class RankTensors:
         self.notes: list[str] = []
         self._directory = directory
         self._versions = directory.versions(files)
-        self._whole: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}  # by key
-        self._parts: dict[str, dict[Box, Part]] = {}  # by key
-        self._copies: list[tuple[str, Part, Part]] = []
+        # By call of ``add``.
+        self._files: list[str] = []
+        self._holdings: list[Holding] = []
+        # Boxes that a file has twice: the key, the file and both.
+        self._repeats: list[tuple[str, str, torch.Tensor, torch.Tensor]] = []
         self._left_out: dict[tuple[str, str], LeftOut] = {}
         self._padding = 0
 
@@ -142,44 +136,26 @@ class RankTensors:
         if placing.faults:
             self.refuse(file, placing.faults)
             return
-        for fqn, value in placing.state_dict.items():
-            placed = placing.placed.get(fqn)
-            if placed is not None:
-                boxes = [(one.box, placed.view(one)) for one in placed.place.chunks]
-                self._padding += sum([tensor.nbytes for tensor in placed.tensors])
-                self._padding -= sum([view.nbytes for _, view in boxes])
-                self._add(file, fqn, placed.place.sharding.global_shape, placed.tensor.dtype, boxes)
-            elif fqn not in placing.absent:
-                whole = Box.whole(tuple(value.shape))
-                self._add(file, fqn, whole.sizes, value.dtype, [(whole, value)])
-
-    def _add(
-        self,
-        file: str,
-        fqn: str,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        boxes: Iterable[tuple[Box, torch.Tensor]],
-    ) -> None:
-        whole = self._whole.setdefault(fqn, (shape, dtype))
-        if whole != (shape, dtype):
-            other = f"another one {whole[1]} of {whole[0]}"
-            self.faults.append(Fault(fqn, f"{file} makes it {dtype} of {shape}, {other}"))
-            return
-        parts = self._parts.setdefault(fqn, {})
-        for box, view in boxes:
-            part = Part(file, view.detach())
-            first = parts.setdefault(box, part)
-            if first is not part:
-                self._copies.append((fqn, first, part))
+        holding = holding_of(placing.state_dict, placing.placed, {}, placing.absent)
+        self._files.append(file)
+        self._holdings.append(holding)
+        for fqn, placed in placing.placed.items():
+            kept = {chunk.offsets: chunk for chunk in held_chunks(placed)}
+            views = [placed.view(chunk) for chunk in placed.place.chunks]
+            self._padding += sum([tensor.nbytes for tensor in placed.tensors])
+            self._padding -= sum([view.nbytes for view in views])
+            for chunk, view in zip(placed.place.chunks, views, strict=True):
+                first = kept.get(chunk.offsets, chunk)
+                if first is not chunk:
+                    self._repeats.append((fqn, file, placed.view(first), view))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all that was collected or left out."""
-        held = [part for of_key in self._parts.values() for part in of_key.values()]
-        held += [copy for _, _, copy in self._copies]
+        held = [part for holding in self._holdings for part in _parts(holding)]
+        held += [view for *_, view in self._repeats]
         left_out = sum([part.nbytes for part in self._left_out.values()])
-        return sum([part.data.nbytes for part in held]) + self._padding + left_out
+        return sum([part.nbytes for part in held]) + self._padding + left_out
 
     def checkpoint(self) -> Checkpoint:
         """Return them as a checkpoint, when they are whole and were compared.
@@ -187,38 +163,86 @@ class RankTensors:
         Raises:
             PlacementError: The files do not make whole tensors, or contradict each other.
         """
-        path, way_out = self._directory.path, ("way out:     the files of all ranks, of one save",)
-        if not self.faults:  # what was refused leaves holes
-            for fqn, (shape, _) in self._whole.items():
-                found = box_faults(Box.whole(shape), self._parts[fqn])
-                self.faults += [Fault(fqn, message, way_out) for _, message in found]
-        raise_faults(f"{path} cannot be put together", self.faults)
-        if not self._whole:
+        path = self._directory.path
+        raise_faults(f"{path} cannot be put together", self.faults)  # what is refused leaves holes
+        world = World([holding.sent for holding in self._holdings])
+        if not world.pieces:
             raise PlacementError(f"{path}: its files hold no tensor of a model")
-        differing = [fault for copy in self._copies for fault in _differences(*copy)]
+        files = Holders(
+            name=lambda holders: format_names(sorted({self._files[at] for at in holders}), 4),
+            noun="file",
+            inside="in",
+            count=len(self._files),
+            missing="way out:     the files of all ranks, of one save",
+        )
+        for finding in prove(world):
+            if not isinstance(finding, Compared):
+                self.faults += proof_faults(finding, world, files)
+        raise_faults(f"{path} cannot be put together", self.faults)
+        held = self._by_cell(world)
+        differing = [
+            _difference(fqn, file, file, first, other)
+            for fqn, file, first, other in self._repeats
+            if not same_bits(first, other)
+        ]
+        for finding in prove(world, lambda piece: _contents(piece, held)):
+            if isinstance(finding, Compared):
+                differing += self._differences(finding, held)
         raise_faults(f"{path}: files contradict each other", differing)
+        metadata, records = self._described(world, held)
+        stored = sum([record.nbytes for record in records.values()])
+        left_out = sum([part.nbytes for part in self._left_out.values()])
         accounted = {
             "source": self.nbytes,
-            "copies, found equal": sum([copy.data.nbytes for _, _, copy in self._copies]),
+            "copies, found equal": self.nbytes - left_out - self._padding - stored,
             "padding, dropped": self._padding,
         }
-        made = Checkpoint(self._directory, described=self._described())
+        made = Checkpoint(self._directory, described=(metadata, records))
         made.versions, made.notes = self._versions, self.notes
         made.left_out = sorted(self._left_out.values(), key=lambda part: (part.what, part.why))
         made.accounted = {what: nbytes for what, nbytes in accounted.items() if nbytes}
         return made
 
-    def _described(self) -> tuple[Metadata, Records]:
+    def _by_cell(self, world: World) -> list[torch.Tensor]:
+        """Return what the files hold by cell of their world: mapped, not read."""
+        of_files = [_parts(holding) for holding in self._holdings]
+        cells = np.concatenate(world.by_rank(np.arange(world.count)))
+        in_order = [part for parts in of_files for part in parts]
+        return [in_order[at] for at in np.argsort(cells).tolist()]
+
+    def _differences(self, compared: Compared, held: Sequence[torch.Tensor]) -> Iterator[Fault]:
+        """Yield that files hold different contents of one box."""
+        piece, cells = compared.piece, compared.piece.cells()
+        for position, contents in zip(compared.positions, compared.contents.T, strict=True):
+            for first, row in zip(_first_rows(piece), range(len(cells)), strict=True):
+                if contents[row] != contents[first]:
+                    kept, copy = (self._files[piece.ranks[at]] for at in (first, row))
+                    one, other = (held[cells[at, position]] for at in (first, row))
+                    yield _difference(piece.fqns[position], kept, copy, one, other)
+
+    def _described(self, world: World, held: Sequence[torch.Tensor]) -> tuple[Metadata, Records]:
         """Return metadata of the whole tensors, and how their parts lie in the files."""
         stored: dict[str, Any] = {}
         places: list[StoredPlace] = []
         records: Records = {}
-        for fqn, (shape, dtype) in self._whole.items():
+        columns = {
+            fqn: (piece, cells)
+            for piece in world.pieces
+            for fqn, cells in zip(piece.fqns, piece.cells().T, strict=True)
+        }
+        for fqn in dict.fromkeys(fqn for holding in self._holdings for fqn in holding.fqns):
+            piece, cells = columns[fqn]
+            shape, dtype, cover = piece.group.shape, piece.group.dtype, piece.cover
+            assert dtype is not None, "it is a tensor"
             # An empty part may begin where another one does.
-            parts = {box: part for box, part in self._parts[fqn].items() if box.numel or 0 in shape}
-            chunks: Any = ChunkList(as_array(list(parts), len(shape)))
+            kept = np.flatnonzero((cover.numel > 0) | (0 in shape))
+            chunks: Any = ChunkList(cover.boxes[kept])
             stored[fqn] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), chunks)
-            for (offsets, sizes), (file, data) in parts.items():
+            rows = cover.order[cover.starts[kept]]
+            for row, (offsets, sizes) in zip(
+                rows.tolist(), as_boxes(cover.boxes[kept]), strict=True
+            ):
+                file, data = self._files[piece.ranks[row]], held[cells[row]]
                 record = TensorRecord(dtype, sizes, data.stride())
                 nbytes = record.span_nbytes if record.nbytes else 0
                 start = int(data.storage_offset()) * dtype.itemsize  # in the file, which is mapped
@@ -228,23 +252,42 @@ class RankTensors:
         return with_columns(Metadata(stored), index), records
 
 
-def _differences(fqn: str, kept: Part, copy: Part) -> list[Fault]:
+def _parts(holding: Holding) -> list[torch.Tensor]:
+    """Return the tensors that a file has, by key and box."""
+    parts = [part for held in holding.groups for part in held.data() if part is not None]
+    return [part.detach() for part in parts]
+
+
+def _first_rows(piece: Piece) -> list[int]:
+    """Return by row of a piece the first row of its box: that of the first file."""
+    cover = piece.cover
+    first: list[int] = cover.order[cover.starts[:-1]][cover.box_of].tolist()
+    return first
+
+
+def _contents(piece: Piece, held: Sequence[torch.Tensor]) -> Digests:
+    """Return by row and key 1 where the bits are those of the first row of the box, else others."""
+    cells = piece.cells()
+    contents = np.ones(cells.shape, np.int64)
+    for row, first in enumerate(_first_rows(piece)):
+        for position in range(len(piece.fqns) if row != first else 0):
+            if not same_bits(held[cells[first, position]], held[cells[row, position]]):
+                contents[row, position] = row + 2
+    return contents
+
+
+def _difference(fqn: str, kept: str, copy: str, one: torch.Tensor, other: torch.Tensor) -> Fault:
     """Return that two files hold different contents of one box."""
-    one, other = kept.data, copy.data
-    if same_bits(one, other):
-        return []
-    return [
-        Fault(
-            fqn,
-            f"{copy.file} and {kept.file} hold it, and differ in {int((one != other).sum())} of "
-            f"{one.numel()} elements",
-            (
-                "likely:      an axis that cuts it (ep) is in no rule and no DTensor; or the files "
-                "are of different steps, or a replica diverged",
-                "way out:     rules that name the axis (--rules, --mesh); else other files",
-            ),
-        )
-    ]
+    return Fault(
+        fqn,
+        f"{copy} and {kept} hold it, and differ in {int((one != other).sum())} of "
+        f"{one.numel()} elements",
+        (
+            "likely:      an axis that cuts it (ep) is in no rule and no DTensor; or the files "
+            "are of different steps, or a replica diverged",
+            "way out:     rules that name the axis (--rules, --mesh); else other files",
+        ),
+    )
 
 
 def rank_files(

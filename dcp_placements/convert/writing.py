@@ -32,6 +32,7 @@ from dcp_placements.errors import (
     format_name,
     format_names,
     format_nbytes,
+    format_ranks,
     raise_faults,
 )
 from dcp_placements.layout.boxes import as_boxes
@@ -45,8 +46,8 @@ from dcp_placements.offline.output import AnyOutput
 from dcp_placements.offline.rehearsals.world import RehearsedWorld
 from dcp_placements.offline.safetensors_files import DTYPES, RENAMED, write_header
 from dcp_placements.offline.texts import Progress
-from dcp_placements.offline.verification import box_faults
 from dcp_placements.planning import quiet_gc
+from dcp_placements.save.messages import Holders, proof_faults
 from dcp_placements.storage.file_reads import memory_of
 from dcp_placements.storage.index import index_of_places
 from dcp_placements.storage.metadata_file import write_metadata
@@ -61,9 +62,14 @@ from dcp_placements.storage.records import RecordTemplate
 from dcp_placements.storage.save_ids import named
 from dcp_placements.storage.torch_load import zip_problem
 from dcp_placements.storage.torch_metadata import ChunkList, StoredPlace, build_entries
+from dcp_placements.table.prove import Compared, prove
 
 REFUSED = "the checkpoint cannot be rewritten for this world"
 """The opening line of refusals."""
+
+_ALL_PARTS = (
+    "way out:     rules, a mesh and renames by which the ranks of this world together hold it all"
+)
 
 FILE_NBYTES = 4 << 30
 
@@ -408,7 +414,12 @@ def world_files(world: RehearsedWorld) -> Layout:
     owners_of: dict[str, dict[Box, int]] = {}
     renames, given = dict.fromkeys(world.renames), world.numberings()
     layout = Layout({}, world.size, renames=renames, numberings=given)
+    ranks = Holders(format_ranks, "rank", "on", world.size, missing=_ALL_PARTS)
     faults: list[Fault] = []
+    for finding in prove(world.table):
+        # What no rank has is named below.
+        if not isinstance(finding, Compared) and len(finding.piece.ranks):
+            faults += proof_faults(finding, world.table, ranks)
     for piece in world.table.pieces:
         if piece.group.dtype is None:
             continue
@@ -419,10 +430,6 @@ def world_files(world: RehearsedWorld) -> Layout:
         # Nothing is recorded of keys that ranks declare in several ways.
         declared = {source.group.cuts for source in piece.sources}
         layout.cuts |= dict.fromkeys(piece.fqns, declared.pop() if len(declared) == 1 else ())
-        whole = Box.whole(piece.group.shape)
-        for kind, message in box_faults(whole, owners) if owners and whole.numel else ():
-            headline = f"the ranks of this world do not make the whole: {kind}: {message}"
-            faults += [Fault(fqn, headline) for fqn in piece.fqns]
     for fqn in world.checkpoint.tensors:
         if not owners_of.get(fqn):
             likely = "likely:      rename= of the rules leaves out its number"

@@ -42,7 +42,7 @@ from dcp_placements.names.flat import Path
 from dcp_placements.names.numbers import Family, Numbering
 from dcp_placements.names.renames import Step
 from dcp_placements.save.coordinator import Coordinator, LocalPlan, Statement
-from dcp_placements.save.refusals import copies_fault
+from dcp_placements.save.messages import copies_fault
 from dcp_placements.storage.file_reads import Part
 from dcp_placements.storage.index import index_of_places
 from dcp_placements.storage.metadata_file import with_columns

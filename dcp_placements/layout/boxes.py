@@ -18,7 +18,7 @@ from functools import cached_property
 from itertools import chain, pairwise
 from math import prod
 from operator import add, sub
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -203,6 +203,54 @@ def apart(whole: Box, boxes: Boxes) -> bool:
         if (intervals[1:, 0] < intervals[:-1].sum(axis=1))[is_other].any():
             return not overlaps(boxes, limit=1)  # it is no grid
     return True
+
+
+class Flaw(NamedTuple):
+    """One reason why boxes do not make a whole.
+
+    Of a whole of ``(4, 3)``, only the first two rows::
+
+        Flaw("hole", [], [Box((2, 0), (2, 3))])
+
+    Attributes:
+        kind: ``"out_of_bounds"``: boxes reach beyond the whole. ``"repeated"``: boxes are there
+            more than once. ``"overlap"``: two different boxes share elements. ``"hole"``: no box
+            covers a part.
+        numbers: The positions of the boxes that it is about; of overlaps, pair after pair. None of
+            a hole.
+        boxes: These boxes; what no box covers.
+    """
+
+    kind: Literal["out_of_bounds", "repeated", "overlap", "hole"]
+    numbers: list[int]
+    boxes: list[Box]
+
+
+def flaws(whole: Box, boxes: Boxes, limit: int = 8) -> Iterator[Flaw]:
+    """Yield why boxes do not make a whole, one flaw of each kind; none where they do.
+
+    Args:
+        whole: What they should make.
+        boxes: The boxes; those without elements do not matter.
+        limit: How many holes, and pairs that overlap, are searched.
+    """
+    if tile(whole, boxes):
+        return
+    filled = np.flatnonzero(numel(boxes) > 0)
+    first, number = unique(boxes[filled])
+    different = filled[first]
+    counts = np.bincount(number, minlength=len(first))
+    outside = different[~within(whole, boxes[different])].tolist()
+    if outside:
+        yield Flaw("out_of_bounds", outside, as_boxes(boxes[outside]))
+    repeated = different[counts > 1].tolist()
+    if repeated:
+        yield Flaw("repeated", repeated, as_boxes(boxes[repeated]))
+    pairs = np.array(overlaps(boxes[different], limit), np.int64).reshape(-1)
+    if crossing := different[pairs].tolist():
+        yield Flaw("overlap", crossing, as_boxes(boxes[crossing]))
+    if holes := uncovered(whole, boxes[different], limit):
+        yield Flaw("hole", [], holes)
 
 
 def uncovered(whole: Box, boxes: Boxes, limit: int = 8) -> list[Box]:

@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, assert_never
 
-import numpy as np
 import torch
 
 from dcp_placements._torch import check_opens
@@ -29,17 +28,7 @@ from dcp_placements.errors import (
     format_nbytes,
     natural_key,
 )
-from dcp_placements.layout.boxes import (
-    as_array,
-    as_boxes,
-    format_box,
-    format_boxes,
-    overlaps,
-    tile,
-    uncovered,
-    unique,
-    within,
-)
+from dcp_placements.layout.boxes import as_array, flaws, format_box, format_boxes
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.checkpoint import (
     SAFETENSORS,
@@ -566,29 +555,21 @@ def tiling_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
 def box_faults(whole: Box, boxes: Iterable[Box]) -> Iterator[tuple[str, str]]:
     """Yield ``(kind, message)`` of the holes and overlaps of boxes that should tile a tensor."""
     shape = whole.sizes
-    filled = [box for box in boxes if box.numel]
-    array = as_array(filled, len(shape))
-    if tile(whole, array):
-        return
-    first, number = unique(array)
-    different = array[first]
-    outside = as_boxes(different[~within(whole, different)])
-    if outside:
-        names = format_names([format_box(box) for box in outside], MAX_BOXES)
-        yield "out_of_bounds", f"{names} of a {shape} tensor"
-    twice = as_boxes(different[np.bincount(number, minlength=len(first)) > 1])
-    if twice:
-        yield "overlap", f"{format_boxes(twice, shape)} is there more than once"
-    pairs = overlaps(different, limit=MAX_BOXES)
-    if pairs:
-        text = "; ".join(
-            " and ".join(format_box(box, shape) for box in as_boxes(different[list(pair)]))
-            for pair in pairs
-        )
-        yield "overlap", f"chunks of {shape} overlap: {text}"
-    holes = uncovered(whole, different, limit=2 * MAX_BOXES)
-    if holes:
-        yield "hole", f"no chunk holds {format_boxes(holes, shape)}"
+    for kind, _, found in flaws(whole, as_array(boxes, len(shape)), 2 * MAX_BOXES):
+        match kind:
+            case "out_of_bounds":
+                names = format_names([format_box(box) for box in found], MAX_BOXES)
+                yield "out_of_bounds", f"{names} of a {shape} tensor"
+            case "repeated":
+                yield "overlap", f"{format_boxes(found, shape)} is there more than once"
+            case "overlap":
+                texts = [format_box(box, shape) for box in found[: 2 * MAX_BOXES]]
+                pairs = map(" and ".join, zip(texts[::2], texts[1::2], strict=True))
+                yield "overlap", f"chunks of {shape} overlap: {'; '.join(pairs)}"
+            case "hole":
+                yield "hole", f"no chunk holds {format_boxes(found, shape)}"
+            case _:
+                assert_never(kind)
 
 
 def _place_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:

@@ -20,7 +20,6 @@ import zlib
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -34,12 +33,12 @@ from dcp_placements.errors import (
     Fault,
     format_faults,
     format_names,
+    format_ranks,
     raise_faults,
 )
-from dcp_placements.layout.boxes import Ints, apart, tile
-from dcp_placements.layout.sharding import Box, Cuts
+from dcp_placements.layout.boxes import Ints
+from dcp_placements.layout.sharding import Cuts
 from dcp_placements.names.numbers import Family, Numbering, Numberings
-from dcp_placements.names.optimizer_state import is_by_position
 from dcp_placements.names.renames import Step
 from dcp_placements.report import KeyReport, SaveReport, Shapes
 from dcp_placements.rules.patterns import (
@@ -48,7 +47,7 @@ from dcp_placements.rules.patterns import (
     matched_nowhere,
     unmatched_faults,
 )
-from dcp_placements.save import refusals
+from dcp_placements.save import messages
 from dcp_placements.storage.provenance import (
     DIFFERED,
     UNCOMPARED,
@@ -60,14 +59,10 @@ from dcp_placements.storage.torch_metadata import (
     PROPERTIES,
     ChunkList,
 )
-from dcp_placements.table.digests import (
-    Digests,
-    differing,
-    digests_by_cell,
-    may_have_replicas,
-)
+from dcp_placements.table.digests import digests_by_cell
 from dcp_placements.table.families import numbering_faults
 from dcp_placements.table.owners import runs_of
+from dcp_placements.table.prove import Compared, prove
 from dcp_placements.table.table import OBJECT, Group, Holding, Sent
 from dcp_placements.table.whole import WholeModel, compare_with_whole
 from dcp_placements.table.world import NO_RULE, Piece, World
@@ -234,7 +229,6 @@ class Coordinator:
         statements: What ranks send beside their keys, by its packed form.
         world: What the ranks hold.
         report: On all ranks together.
-        drifted: By axis the keys of dense tensors that differ along it alone.
     """
 
     def __init__(
@@ -257,27 +251,15 @@ class Coordinator:
         }
         self.world = World([plan.sent for plan in plans])
         self.report = SaveReport(ranks=len(plans), waived=dict(waived))
-        self.drifted: dict[str, list[str]] = {}
+        self._strict = strict
         self._faults: list[Fault] = []
         self._notes: list[Fault] = []
-        # What takes in replicas that differ.
-        self._conflicts = self._faults if strict else self._notes
         # Keys of replicas that are let through.
         self._doubts: dict[str, set[str]] = {DIFFERED: set(), UNCOMPARED: set()}
         self._undigested: dict[str, list[int]] = {}
         for at, plan in enumerate(plans):
             for fqn in plan.undigested:
                 self._undigested.setdefault(fqn, []).append(at)
-
-    @cached_property
-    def reduced(self) -> dict[str, tuple[str, ...]]:
-        """By key of optimizer state, the axes that cut its parameter alone."""
-        return refusals.reduced_axes(self.world)
-
-    @cached_property
-    def lists(self) -> set[str]:
-        """The keys of all lists of parameters in parameter groups."""
-        return {fqn for statement in self.statements.values() for fqn in statement.lists}
 
     def prove(self) -> None:
         """Prove that the plans make a checkpoint, and compare replicas.
@@ -297,11 +279,7 @@ class Coordinator:
             waived = [compile_pattern(pattern) for pattern in self.report.waived]
             self._faults += numbering_faults(self.world, declared, waived)
         if not self._faults:
-            digests = digests_by_cell(self.world, [plan.digests for plan in self.plans], self._size)
-            for piece in self.world.pieces:
-                self._prove_piece(piece, digests)
-            if self._conflicts and (drift := refusals.drift(self)):
-                self._conflicts[:] = [drift.get(one.fqn, one) for one in self._conflicts]
+            self._prove_parts()
         if self._whole is not None:
             excused = [compile_pattern(pattern) for pattern in self.report.waived]
             faults, notes, self.report.whole = compare_with_whole(
@@ -332,40 +310,68 @@ class Coordinator:
             # What is said of steps and directories is said of ranks with the same options.
             if len(ranks) > 1 and not self._faults:
                 found = self._faults if faults else self._notes
-                found.append(refusals.unlike(what.format(len(ranks)), ranks, *details))
+                found.append(messages.unlike(what.format(len(ranks)), ranks, *details))
 
-    def _prove_piece(self, piece: Piece, digests: Digests) -> None:
-        group = piece.group
-        alike = {(one.kind == OBJECT, one.shape, one.dtype) for _, _, one, *_ in piece.sources}
-        if len(alike) > 1:
-            self._faults += refusals.disagreement(self, piece)
-            return
-        cover = piece.cover
-        sound = tile if self.complete else apart
-        if not sound(Box.whole(group.shape), cover.boxes):
-            self._faults += refusals.tiling(self, piece, complete=self.complete)
-        if not cover.has_replicas:
-            return
-        # A mesh with a part for every rank: of such a group there are no digests.
-        has_own = not all(may_have_replicas(source.group, self._size) for source in piece.sources)
-        if has_own and 0 not in group.shape:
-            self._faults += refusals.same_coordinate(self, piece)
-            return
-        self._doubts[UNCOMPARED].update(self._uncompared(piece))
-        for fqn in piece.fqns if self._undigested else ():
-            if fqn in self._undigested:
-                self._notes.append(refusals.undigested(self, fqn, self._undigested[fqn]))
-        of_piece = digests[piece.cells()]
-        positions = differing(of_piece, cover)
-        if not positions:
-            return
-        for fault in refusals.conflicts(self, piece, positions, of_piece[:, positions]):
-            # An object of each rank's own is kept of one rank; groups decide on the parameters.
-            if group.kind != OBJECT or is_by_position(fault.fqn, self.lists):
-                self._conflicts.append(fault)
-                self._doubts[DIFFERED].add(fault.fqn)
+    def _prove_parts(self) -> None:
+        """Prove that the parts of all ranks make wholes, and compare replicas."""
+        world, holders = self.world, self._holders()
+        digests = digests_by_cell(world, [plan.digests for plan in self.plans], self._size)
+        lists = {fqn for statement in self.statements.values() for fqn in statement.lists}
+        compared: list[Compared] = []
+        for finding in prove(
+            world, lambda piece: digests[piece.cells()], complete=self.complete, size=self._size
+        ):
+            if isinstance(finding, Compared):
+                compared.append(finding)
             else:
+                self._faults += messages.proof_faults(finding, world, holders)
+        for piece, *_ in compared:
+            self._doubts[UNCOMPARED].update(self._uncompared(piece))
+            for fqn in piece.fqns if self._undigested else ():
+                if fqn in self._undigested:
+                    ranks = holders.name(self._undigested[fqn])
+                    self._notes.append(messages.undigested(fqn, ranks))
+        differing = [finding for finding in compared if finding.positions]
+        reduced = messages.reduced_axes(world) if differing else {}
+        conflicts = [
+            conflict
+            for finding in differing
+            for conflict in messages.conflicts(
+                finding, world, holders, reduced=reduced, lists=lists
+            )
+        ]
+        drift = messages.drift_faults(conflicts, [finding.piece for finding in compared], world)
+        for conflict in conflicts:
+            fault = conflict.fault
+            if conflict.is_own:
                 self._notes.append(fault)
+                continue
+            self._doubts[DIFFERED].add(fault.fqn)
+            vetoes = self._faults if self._strict else self._notes
+            vetoes.append(drift.get(fault.fqn, fault))
+
+    def _holders(self) -> messages.Holders:
+        """Return the ranks as those that hold the parts."""
+
+        def coordinate(at: int) -> dict[str, int]:
+            plan = self.plans[at]
+            return dict(
+                zip(self.statements[plan.statement].axis_sizes, plan.coordinate, strict=True)
+            )
+
+        return messages.Holders(
+            name=lambda positions: format_ranks([self.plans[at].rank for at in positions]),
+            noun="rank",
+            inside="on",
+            count=len(self.plans),
+            missing=messages.ALL_RANKS,
+            coordinate=coordinate,
+            axis_sizes={
+                name: size
+                for statement in self.statements.values()
+                for name, size in statement.axis_sizes.items()
+            },
+        )
 
     def _uncompared(self, piece: Piece) -> list[str]:
         """Return the keys of a piece with replicas that no rank compares and no rule declares.
@@ -542,7 +548,7 @@ class Coordinator:
             # Rank 0 alone with whole tensors is a complete checkpoint.
             lacking = ranks[0] > 0 or self.report.unique_nbytes < self.report.whole_nbytes
         if lacking:
-            notes.append(refusals.not_all_ranks(self.report, ranks, size))
+            notes.append(messages.not_all_ranks(self.report, ranks, size))
         self.report.warnings = tuple(map(str, notes))
         if notes:
             warnings.warn(format_faults("look at this save", notes, "note"), stacklevel=3)

@@ -82,7 +82,7 @@ from dcp_placements.save.coordinator import (
     report_keys,
     tensor_properties,
 )
-from dcp_placements.save.refusals import repeat_fault
+from dcp_placements.save.messages import repeat_fault
 from dcp_placements.storage.provenance import (
     COPIES,
     RESERVED_KEY,

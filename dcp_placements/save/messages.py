@@ -1,7 +1,8 @@
 """The text of what refuses a save or is warned of: what was found, the ranks, the way out.
 
 A message is about a piece, keys that lie alike on the same ranks, and is worked out once for all of
-them. Two ep ranks that both call other experts ``experts.w1``::
+them. Whoever has parts proved says by ``Holders`` who has them. Two ep ranks that both call other
+experts ``experts.w1``::
 
     experts.w1: 2 different contents on 2 ranks that claim to be replicas
         place:       [0:2, :] of (2, 3)
@@ -15,32 +16,24 @@ them. Two ep ranks that both call other experts ``experts.w1``::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, assert_never
 
 import numpy as np
 
 from dcp_placements.bind.one_tensor import Placed
 from dcp_placements.errors import Fault, format_count, format_nbytes, format_ranks
-from dcp_placements.layout.boxes import (
-    as_boxes,
-    format_box,
-    format_boxes,
-    overlaps,
-    uncovered,
-    within,
-)
+from dcp_placements.layout.boxes import as_boxes, format_box, format_boxes, uncovered
 from dcp_placements.layout.sharding import Box, Chunk, format_cuts
 from dcp_placements.names.optimizer_state import FLATTEN, OptimizerStates, is_by_position
 from dcp_placements.report import SaveReport
 from dcp_placements.table.digests import Digests
-from dcp_placements.table.table import OBJECT, Group
+from dcp_placements.table.prove import Broken, Compared, Doubled, Unlike
+from dcp_placements.table.table import OBJECT
 from dcp_placements.table.world import NO_RULE, Piece, World
-
-if TYPE_CHECKING:
-    from dcp_placements.save.coordinator import Coordinator
 
 T = TypeVar("T")
 
@@ -59,17 +52,67 @@ _GROUPS = (
 _ANYWAY = 'on_conflict="warn" saves one of the copies anyway, and loses the others'
 
 
-def disagreement(save: Coordinator, piece: Piece) -> list[Fault]:
-    """Return that tables say different things of the keys of a piece."""
-    values: tuple[tuple[str, Callable[[Group], Any]], ...] = (
-        ("what it is", lambda one: "another object" if one.kind == OBJECT else "a tensor"),
-        ("the shape of the whole tensor", lambda one: one.shape),
-        ("its dtype", lambda one: one.dtype),
-    )
-    unlike = ((what, _ranks_by(save, piece, value)) for what, value in values)
-    what, ranks = next((what, ranks) for what, ranks in unlike if len(ranks) > 1)
-    details = ["way out:     make it the same on all ranks, or give each a key of its own"]
-    if what == values[1][0]:
+@dataclass(frozen=True)
+class Holders:
+    """Who has the parts that are proved, as messages name them.
+
+    Attributes:
+        name: Returns some of them, by position, as text: ``"ranks 0-2"``.
+        noun: What one of them is.
+        inside: What stands before the names: ``"on"`` ranks, ``"in"`` files.
+        count: Number of them.
+        missing: The way out where parts are missing.
+        coordinate: Returns the position of one of them along the axes that it knows.
+        axis_sizes: The sizes of all these axes.
+    """
+
+    name: Callable[[Iterable[int]], str]
+    noun: str
+    inside: str
+    count: int
+    missing: str
+    coordinate: Callable[[int], Mapping[str, int]] = lambda at: {}
+    axis_sizes: Mapping[str, int] = field(default_factory=dict)
+
+
+ALL_RANKS = (
+    "way out:     save with all ranks that hold a part and with the key on each of them; "
+    "drop an axis over which it is not sharded from its rule; name every row by some "
+    "rank's IndexShard or rename= (a Stack of local numbers needs a Renumber before it; "
+    "where rows were never stepped, one that leaves state a tensor per row)"
+)
+
+
+def proof_faults(finding: Unlike | Broken | Doubled, world: World, holders: Holders) -> list[Fault]:
+    """Return the fault of each key of a piece whose parts do not make wholes."""
+    match finding:
+        case Unlike():
+            return _unlike_faults(finding, world, holders)
+        case Broken():
+            return _broken_faults(finding, world, holders)
+        case Doubled(piece, box):
+            headline = (
+                f"{_holders(holders, piece, box)} hold the same part, {_box(piece, box)} of "
+                f"{piece.group.shape}, though its mesh has a part for every {holders.noun}"
+            )
+            way_out = (
+                "way out:     on every rank the mesh, and get_coordinate(), as that rank sees it"
+            )
+            return _of_keys(world, piece, headline, [way_out], positions=[0])
+        case _:
+            assert_never(finding)
+
+
+_ASPECTS = {"kind": "what it is", "shape": "the shape of the whole tensor", "dtype": "its dtype"}
+
+
+def _unlike_faults(finding: Unlike, world: World, holders: Holders) -> list[Fault]:
+    """Return a fault saying that holders say different things of the keys of a piece."""
+    piece, what, of_value = finding
+    details = [
+        f"way out:     make it the same on all {holders.noun}s, or give each a key of its own"
+    ]
+    if what == "shape":
         details = [
             "likely:      uneven shards without global_shape= (a rule) or shape= "
             "(DTensor.from_local), so that each rank infers a whole of its own; or the ranks "
@@ -77,112 +120,137 @@ def disagreement(save: Coordinator, piece: Piece) -> list[Fault]:
             "way out:     global_shape= in the rule, or shape= and stride= of from_local(); "
             "the same rules on all ranks; a name of its own (rename=) for each tensor",
         ]
-        if len(set(map(len, ranks))) == 1:
-            largest = tuple(map(max, zip(*ranks, strict=True)))
+        shapes = [source.group.shape for source in piece.sources]
+        if len(set(map(len, shapes))) == 1:
+            largest = tuple(map(max, zip(*shapes, strict=True)))
             if holes := uncovered(Box.whole(largest), piece.boxes):
                 details.insert(0, f"nobody holds {format_boxes(holes, largest)}")
-    return _of_keys(save, piece, f"the ranks do not agree on {what}: {_by(ranks)}", details)
+    texts = {value: holders.name(some) for value, some in of_value.items()}
+    values = _by(texts, holders.inside)
+    headline = f"the {holders.noun}s do not agree on {_ASPECTS[what]}: {values}"
+    return _of_keys(world, piece, headline, details)
 
 
-def tiling(save: Coordinator, piece: Piece, *, complete: bool) -> list[Fault]:
-    """Return why the boxes of a piece do not make the whole of its tensors.
-
-    Args:
-        save: The save.
-        piece: The piece.
-        complete: Whether the plans are all there are.
-    """
-    cover, whole = piece.cover, Box.whole(piece.group.shape)
-    if crossing := overlaps(cover.boxes):
-        claimed = dict.fromkeys(box for pair in crossing[:2] for box in pair)
-        headline = f"ranks claim parts of {whole.sizes} that overlap without being the same"
-        details = [
-            *[
-                f"claimed:     {_box(save, piece, box)} by {_holders(save, piece, box)}"
-                for box in claimed
-            ],
-            "likely:      the same name is sharded on some ranks and whole, or cut otherwise, "
-            "on others",
-            "way out:     one placement for this name on all ranks, or a name of its own for "
-            "each tensor",
-        ]
-        return _of_keys(save, piece, headline, details)
-    beyond = np.flatnonzero(~within(whole, cover.boxes) & (cover.numel > 0)).tolist()
-    if beyond:
-        headline = f"{_box(save, piece, beyond[0])} lies beyond the whole tensor of shape "
-        details = [f"claimed by   {_holders(save, piece, beyond[0])}"]
-        return _of_keys(save, piece, f"{headline}{whole.sizes}", details)
-    return _hole(save, piece) if complete else []
-
-
-def _hole(save: Coordinator, piece: Piece) -> list[Fault]:
+def _broken_faults(finding: Broken, world: World, holders: Holders) -> list[Fault]:
+    """Return why the boxes of a piece do not make the whole of its tensors."""
+    piece, (kind, numbers, boxes) = finding
     shape, cover = piece.group.shape, piece.cover
-    whole, held = prod(shape), int(cover.numel.sum())
-    holes = format_boxes(uncovered(Box.whole(shape), cover.boxes, 5), shape)
-    details = [f"missing:     {holes} ({whole - held} of {whole} elements)"]
-    having = sorted({rank for one in piece.sources for rank in save.world.members[one.table]})
-    lacking = sorted(set(range(len(save.plans))).difference(having))
-    if lacking:
-        ranks = f"{_ranks(save, having)} and not on {_ranks(save, lacking)}"
-        details.append(f"the key is on {ranks}")
-    details += [
-        f"declared:    {format_cuts(piece.group.cuts)}; "
-        f"{format_count(len(save.plans), 'rank')} save",
-        "way out:     save with all ranks that hold a part and with the key on each of them; "
-        "drop an axis over which it is not sharded from its rule; name every row by some "
-        "rank's IndexShard or rename= (a Stack of local numbers needs a Renumber before it; "
-        "where rows were never stepped, one that leaves state a tensor per row)",
-    ]
-    return _of_keys(save, piece, f"nobody holds all of the {shape} tensor", details)
+    match kind:
+        case "overlap":
+            headline = f"{holders.noun}s claim parts of {shape} that overlap without being the same"
+            details = [
+                *[
+                    f"claimed:     {_box(piece, box)} by {_holders(holders, piece, box)}"
+                    for box in dict.fromkeys(numbers[:4])
+                ],
+                "likely:      the same name is sharded on some ranks and whole, or cut otherwise, "
+                "on others",
+                "way out:     one placement for this name on all ranks, or a name of its own for "
+                "each tensor",
+            ]
+        case "out_of_bounds":
+            headline = f"{_box(piece, numbers[0])} lies beyond the whole tensor of shape {shape}"
+            details = [f"claimed by   {_holders(holders, piece, numbers[0])}"]
+        case "hole":
+            whole, held = prod(shape), int(cover.numel.sum())
+            headline = f"nobody holds all of the {shape} tensor"
+            text = format_boxes(boxes[:5], shape)
+            details = [f"missing:     {text} ({whole - held} of {whole} elements)"]
+            having = {at for one in piece.sources for at in world.members[one.table].tolist()}
+            if lacking := sorted(set(range(holders.count)) - having):
+                texts = [f"{holders.inside} {holders.name(some)}" for some in (having, lacking)]
+                details.append(f"the key is {' and not '.join(texts)}")
+            everybody = format_count(holders.count, holders.noun)
+            details.append(f"declared:    {format_cuts(piece.group.cuts)}; {everybody} in all")
+            details.append(holders.missing)
+        case "repeated":
+            raise AssertionError("the boxes of a cover differ")
+        case _:
+            assert_never(kind)
+    return _of_keys(world, piece, headline, details)
+
+
+class Conflict(NamedTuple):
+    """A key of which holders have one box with different contents.
+
+    Attributes:
+        fault: What is said of it.
+        is_own: Whether it is an object of each rank's own, of which that of one is kept.
+        drifted: The one axis along which a tensor differs that no rule speaks of and that is no
+            expert's; None of others.
+    """
+
+    fault: Fault
+    is_own: bool
+    drifted: str | None
 
 
 def conflicts(
-    save: Coordinator, piece: Piece, positions: Sequence[int], digests: Digests
-) -> Iterator[Fault]:
-    """Yield that ranks hold one box of keys with different contents.
+    compared: Compared,
+    world: World,
+    holders: Holders,
+    *,
+    reduced: Mapping[str, tuple[str, ...]],
+    lists: Set[str],
+) -> Iterator[Conflict]:
+    """Yield the keys of which holders have one box with different contents.
 
     Args:
-        save: The save.
-        piece: The piece.
-        positions: Of the keys that differ.
-        digests: Theirs, by row and key.
+        compared: What was compared.
+        world: What they have.
+        holders: The holders.
+        reduced: As ``reduced_axes`` returns it.
+        lists: The keys of all lists of parameters in parameter groups.
     """
+    piece = compared.piece
     # Most keys that differ do so between the same ranks.
-    known: dict[Any, tuple[Fault, list[str]]] = {}
-    for position, column in zip(positions, digests.T, strict=True):
+    texts: dict[Any, tuple[Fault, list[str]]] = {}
+    for position, column in zip(compared.positions, compared.contents.T, strict=True):
+        fqn = piece.fqns[position]
         _, first, content = np.unique(column, return_index=True, return_inverse=True)
         # By rank, the first rank with the same content: whatever the digests are.
-        axes = save.reduced.get(piece.fqns[position], ())
+        axes = reduced.get(fqn, ())
         key = first[content].tobytes() + (column == 0).tobytes(), axes
-        if key not in known:
-            known[key] = _conflict(save, piece, column, axes)
-        fault, differs = known[key]
-        if len(differs) == 1 and _is_dense(save, piece, position):
-            save.drifted.setdefault(differs[0], []).append(piece.fqns[position])
+        if key not in texts:
+            texts[key] = _conflict(piece, column, holders, axes)
+        fault, differs = texts[key]
         headline, details = fault.headline, fault.details
-        if piece.group.kind == OBJECT and is_by_position(piece.fqns[position], save.lists):
-            details += _GROUPS
-        elif piece.group.kind == OBJECT:
+        is_own = piece.group.kind == OBJECT and not is_by_position(fqn, lists)
+        if is_own:
             headline, details = f"{headline}; that of the lowest is kept", details + _RANKS_OWN
-        yield from _of_keys(save, piece, headline, details, fault.place, [position])
+        elif piece.group.kind == OBJECT:  # groups decide on the parameters
+            details += _GROUPS
+        (of_key,) = _of_keys(world, piece, headline, details, fault.place, [position])
+        is_drift = len(differs) == 1 and _is_dense(world, piece, position)
+        yield Conflict(of_key, is_own, differs[0] if is_drift else None)
 
 
-def drift(save: Coordinator) -> dict[str, Fault]:
+def drift_faults(
+    found: Sequence[Conflict], compared: Sequence[Piece], world: World
+) -> dict[str, Fault]:
     """Return by key what is said in place of its conflict where nearly all replicas differ.
 
     A rule that is missing leaves others that are equal: norms along tp, and all but the experts
     along ep. Where those differ as well, the trainer has let them drift.
+
+    Args:
+        found: The conflicts of the save.
+        compared: The pieces whose replicas were compared.
+        world: What the ranks hold.
     """
-    axis, fqns = max(save.drifted.items(), key=lambda one: len(one[1]), default=("", []))
-    compared = sum(
-        _is_dense(save, piece, at)
-        for piece in (save.world.pieces if fqns else ())
-        if piece.cover.has_replicas
-        for at in range(len(piece.fqns))
+    drifted: dict[str, list[str]] = {}
+    for conflict in found:
+        if conflict.drifted is not None:
+            drifted.setdefault(conflict.drifted, []).append(conflict.fault.fqn)
+    axis, fqns = max(drifted.items(), key=lambda one: len(one[1]), default=("", []))
+    count = sum(
+        _is_dense(world, piece, position)
+        for piece in (compared if fqns else ())
+        for position in range(len(piece.fqns))
     )
-    if len(fqns) < max(_FEW, 0.9 * compared):
+    if len(fqns) < max(_FEW, 0.9 * count):
         return {}
-    headline = f"{len(fqns)} of the {compared} tensors that no rule speaks of differ along"
+    headline = f"{len(fqns)} of the {count} tensors that no rule speaks of differ along"
     details = (
         f"likely:      replicas along {axis!r} have drifted apart: gradients that are clipped "
         "by a norm, or averaged over a group, of each rank's own; running means, or seeds, of "
@@ -193,11 +261,11 @@ def drift(save: Coordinator) -> dict[str, Fault]:
     return {fqn: Fault(fqn, f"{headline} {axis!r}", details) for fqn in fqns}
 
 
-def _is_dense(save: Coordinator, piece: Piece, position: int) -> bool:
+def _is_dense(world: World, piece: Piece, position: int) -> bool:
     """Whether a tensor is no expert's, and no rule speaks of it."""
     is_tensor = piece.group.kind != OBJECT and 0 not in piece.group.shape
     is_expert = "expert" in piece.fqns[position]
-    return is_tensor and not is_expert and save.world.rules(piece, position) == NO_RULE
+    return is_tensor and not is_expert and world.rules(piece, position) == NO_RULE
 
 
 def reduced_axes(world: World) -> dict[str, tuple[str, ...]]:
@@ -219,15 +287,15 @@ def reduced_axes(world: World) -> dict[str, tuple[str, ...]]:
 
 
 def _conflict(
-    save: Coordinator, piece: Piece, digests: Digests, reduced: Sequence[str] = ()
+    piece: Piece, digests: Digests, holders: Holders, reduced: Sequence[str]
 ) -> tuple[Fault, list[str]]:
     """Return what is said of all keys with such digests by row, and along what they differ.
 
     Args:
-        save: The save.
-        piece: Theirs.
+        piece: The piece of the keys.
         digests: By row.
-        reduced: As ``reduced_axes`` returns it.
+        holders: The holders.
+        reduced: The axes along which the keys are reduced.
     """
     cover = piece.cover
     ordered, ranks = digests[cover.order].tolist(), cover.ranks[cover.order].tolist()
@@ -238,19 +306,21 @@ def _conflict(
             differing.append((box, contents))
     (box, contents), *others = differing
     more = f" (and {len(others)} more place{'s' if len(others) > 1 else ''})" if others else ""
-    differs, agrees = _along(save, contents)
+    differs, agrees = _along(holders, contents)
     details = []
     for letter, members in zip("ABCDEFGH", contents.values(), strict=False):
-        at = [f"{name}={_coordinate(save, members[0])[name]}" for name in differs]
+        at = [f"{name}={holders.coordinate(members[0])[name]}" for name in differs]
         where = f" ({', '.join(at)})" if at else ""
-        details.append(f"content {letter}:   {_ranks(save, members)}{where}")
+        details.append(f"content {letter}:   {holders.name(members)}{where}")
     if len(contents) > 8:
         details.append(f"... {len(contents)} different contents in all")
     if differs:
         tail = f", agrees along {_quoted(agrees)}" if agrees else ""
         details.append(f"the copies:  differs along {_quoted(differs)}{tail}")
     count = len({rank for members in contents.values() for rank in members})
-    headline = f"{len(contents)} different contents on {count} ranks that claim to be replicas"
+    headline = (
+        f"{len(contents)} different contents on {count} {holders.noun}s that claim to be replicas"
+    )
     if piece.group.kind == OBJECT:
         return Fault("", headline, tuple(details)), differs
     if reduced and (not differs or not set(differs).isdisjoint(reduced)):
@@ -261,7 +331,7 @@ def _conflict(
             "the whole; or a name per rank, or a rule for this key itself",
             f"             {_ANYWAY}",
         ]
-        place = f"place:       {_box(save, piece, box)} of {piece.group.shape}{more}"
+        place = f"place:       {_box(piece, box)} of {piece.group.shape}{more}"
         return Fault("", headline, tuple(details), (place,)), differs
     along = f" over {_quoted(differs, ' or ')}" if differs else ""
     details += [
@@ -273,14 +343,13 @@ def _conflict(
         "             a name per rank (f'rng.{rank}') for a state of each rank's own",
         f"             {_ANYWAY}",
     ]
-    place = f"place:       {_box(save, piece, box)} of {piece.group.shape}{more}"
+    place = f"place:       {_box(piece, box)} of {piece.group.shape}{more}"
     return Fault("", headline, tuple(details), (place,)), differs
 
 
-def _along(save: Coordinator, contents: Mapping[int, Sequence[int]]) -> tuple[list[str], list[str]]:
+def _along(holders: Holders, contents: Mapping[int, Sequence[int]]) -> tuple[list[str], list[str]]:
     """Return the axes that tell contents apart, and those along which copies agree."""
-    at = {rank: _coordinate(save, rank) for ranks in contents.values() for rank in ranks}
-    sizes = dict(size for one in save.statements.values() for size in one.axis_sizes.items())
+    at = {rank: holders.coordinate(rank) for ranks in contents.values() for rank in ranks}
     differs, agrees, seen_whole = [], [], []
     for name in sorted(set.intersection(*map(set, at.values()))):
         positions = [{at[rank][name] for rank in ranks} for ranks in contents.values()]
@@ -289,36 +358,25 @@ def _along(save: Coordinator, contents: Mapping[int, Sequence[int]]) -> tuple[li
             continue
         if sum(map(len, positions)) == len(everywhere):
             differs.append(name)
-            seen_whole += [name] if len(everywhere) == sizes[name] else []
+            seen_whole += [name] if len(everywhere) == holders.axis_sizes[name] else []
         elif max(map(len, positions)) > 1:
             agrees.append(name)
     # An axis of which only some positions are seen may tell them apart by chance.
     return seen_whole or differs, agrees
 
 
-def undigested(save: Coordinator, fqn: str, ranks: Sequence[int]) -> Fault:
-    """Return that the contents of a key cannot be read on some ranks."""
+def undigested(fqn: str, ranks: str) -> Fault:
+    """Return a note that the contents of a key cannot be read on some ranks."""
     return Fault(
         fqn,
-        f"is not compared between {_ranks(save, ranks)} and the other ranks that hold it: there "
+        f"is not compared between {ranks} and the other ranks that hold it: there "
         "it is sparse, or of a class whose parts cannot be read",
         ("way out:     make sure that its copies are equal, or store its plain tensors",),
     )
 
 
-def same_coordinate(save: Coordinator, piece: Piece) -> list[Fault]:
-    """Return that ranks hold equal boxes though the mesh has a part for each of them."""
-    box = int(np.diff(piece.cover.starts).argmax())
-    headline = (
-        f"{_holders(save, piece, box)} hold the same part, {_box(save, piece, box)} of "
-        f"{piece.group.shape}, though its mesh has a part for every rank"
-    )
-    way_out = "way out:     on every rank the mesh, and get_coordinate(), as that rank sees it"
-    return _of_keys(save, piece, headline, [way_out], positions=[0])
-
-
 def _of_keys(
-    save: Coordinator,
+    world: World,
     piece: Piece,
     headline: str,
     details: Iterable[str],
@@ -328,40 +386,22 @@ def _of_keys(
     """Return a fault of each key of a piece, or of some; its last line names its rules."""
     found = []
     for at in range(len(piece.fqns)) if positions is None else positions:
-        by_rule = f"by rule:     {save.world.rules(piece, at)}"
+        by_rule = f"by rule:     {world.rules(piece, at)}"
         found.append(Fault(piece.fqns[at], headline, (*details, by_rule), place))
     return found
 
 
-def _ranks_by(save: Coordinator, piece: Piece, value: Callable[[Group], T]) -> dict[T, str]:
-    """Return the ranks that have a piece, as text, by a value of their groups."""
-    ranks: dict[T, list[int]] = {}
-    for source in piece.sources:
-        members = save.world.members[source.table].tolist()
-        ranks.setdefault(value(source.group), []).extend(members)
-    return {value: _ranks(save, of_value) for value, of_value in ranks.items()}
-
-
-def _box(save: Coordinator, piece: Piece, box: int) -> str:
+def _box(piece: Piece, box: int) -> str:
     (one,) = as_boxes(piece.cover.boxes[[box]])
     return format_box(one, piece.group.shape)
 
 
-def _holders(save: Coordinator, piece: Piece, box: int) -> str:
-    return _ranks(save, piece.cover.holders(box).tolist())
-
-
-def _coordinate(save: Coordinator, at: int) -> dict[str, int]:
-    plan = save.plans[at]
-    return dict(zip(save.statements[plan.statement].axis_sizes, plan.coordinate, strict=True))
-
-
-def _ranks(save: Coordinator, positions: Iterable[int]) -> str:
-    return format_ranks(save.plans[at].rank for at in positions)
+def _holders(holders: Holders, piece: Piece, box: int) -> str:
+    return holders.name(piece.cover.holders(box).tolist())
 
 
 def repeat_fault(placed: Placed, copies: Sequence[Chunk]) -> Fault:
-    """Return that this rank holds a box several times, with different contents."""
+    """Return a fault saying that this rank holds a box several times, with different contents."""
     shape = placed.place.sharding.global_shape
     return copies_fault(placed.fqn, copies[0].box, shape, len(copies), placed.rule)
 
@@ -369,7 +409,7 @@ def repeat_fault(placed: Placed, copies: Sequence[Chunk]) -> Fault:
 def copies_fault(
     fqn: str, box: Box, shape: tuple[int, ...], count: int, rule: str | None = None
 ) -> Fault:
-    """Return that one rank holds a box ``count`` times, with different contents."""
+    """Return a fault saying that one rank holds a box ``count`` times, with different contents."""
     return Fault(
         fqn,
         f"{count} copies of {format_box(box, shape)} of {shape} on one rank have different "
@@ -387,7 +427,7 @@ def this_save(headline: str, *details: str) -> Fault:
 
 
 def unlike(what: str, values: Mapping[T, Sequence[int]], *details: str) -> Fault:
-    """Return that ranks were given different values.
+    """Return a fault saying that ranks were given different values.
 
     Args:
         what: What they do about it, as text.
@@ -395,11 +435,11 @@ def unlike(what: str, values: Mapping[T, Sequence[int]], *details: str) -> Fault
         details: The reason, and what makes them equal.
     """
     texts = {repr(value): format_ranks(ranks) for value, ranks in values.items()}
-    return this_save(f"{what}: {_by(texts)}", *details)
+    return this_save(f"{what}: {_by(texts, 'on')}", *details)
 
 
 def not_all_ranks(report: SaveReport, ranks: Sequence[int], size: int) -> Fault:
-    """Return that a save does not have what ranks hold that take no part in it.
+    """Return a fault saying that a save does not have what ranks hold that take no part in it.
 
     Args:
         report: On what is saved.
@@ -436,9 +476,9 @@ def _ranks_by_digest(digests: Sequence[int], ranks: Sequence[int]) -> dict[int, 
     return ranks_by
 
 
-def _by(ranks: Mapping[T, str]) -> str:
-    """Return values with their ranks: ``(8, 3) on ranks 0-2; (8, 4) on rank 3``."""
-    shown = [f"{value} on {text}" for value, text in ranks.items()]
+def _by(holders: Mapping[T, str], inside: str) -> str:
+    """Return values with who has them: ``(8, 3) on ranks 0-2; (8, 4) on rank 3``."""
+    shown = [f"{value} {inside} {text}" for value, text in holders.items()]
     return "; ".join(shown[:_MOST_SHOWN]) + ("; ..." if len(shown) > _MOST_SHOWN else "")
 
 

@@ -1,0 +1,145 @@
+"""The one proof: the parts that several hold make wholes, and equal boxes have equal contents.
+
+A save of all ranks, ranks' files that are put together, the items of an engine and a world that is
+rehearsed ask it. Each brings what its holders have as the tables of a ``World``, and the contents
+of equal boxes as numbers. What is not so comes back as values: whoever asks names the holders.
+
+Two ep ranks that both call their halves of ``experts.w1``, of shape ``(4, 3)``, the first half::
+
+    Broken(piece, Flaw("hole", [], [Box((2, 0), (2, 3))]))    nobody has the second half
+    Compared(piece, [0], [[0x91f3], [0x5c1e]])                and the first one differs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from dcp_placements.layout.boxes import Flaw, Ints, apart, flaws, tile
+from dcp_placements.layout.sharding import Box
+from dcp_placements.table.digests import Digests, differing, may_have_replicas
+from dcp_placements.table.table import OBJECT, Group
+from dcp_placements.table.world import Piece, World
+
+Contents = Callable[[Piece], Digests]
+"""Returns by row and key of a piece a number of the content: equal ones for equal contents, 0 where
+nothing is known of it."""
+
+
+class Unlike(NamedTuple):
+    """The holders of a piece do not agree on what its keys are.
+
+    Attributes:
+        piece: The piece.
+        what: The first of ``ASPECTS`` that differs.
+        holders: By value, the holders that have it.
+    """
+
+    piece: Piece
+    what: str
+    holders: Mapping[Hashable, Ints]
+
+
+class Broken(NamedTuple):
+    """The boxes of a piece do not make the whole.
+
+    Attributes:
+        piece: The piece.
+        flaw: Why; the numbers are positions in its cover.
+    """
+
+    piece: Piece
+    flaw: Flaw
+
+
+class Doubled(NamedTuple):
+    """A piece has equal boxes, though it is cut into a part for each holder that there is.
+
+    Attributes:
+        piece: The piece.
+        box: The position in its cover of the box that most hold.
+    """
+
+    piece: Piece
+    box: int
+
+
+class Compared(NamedTuple):
+    """A piece has equal boxes, whose contents were compared.
+
+    Attributes:
+        piece: The piece.
+        positions: Its keys of which two holders have other contents in one box; mostly none.
+        contents: Theirs, by row and key.
+    """
+
+    piece: Piece
+    positions: list[int]
+    contents: Digests
+
+
+Finding = Unlike | Broken | Doubled | Compared
+
+ASPECTS: dict[str, Callable[[Group], Hashable]] = {
+    "kind": lambda group: "another object" if group.kind == OBJECT else "a tensor",
+    "shape": lambda group: group.shape,
+    "dtype": lambda group: group.dtype,
+}
+"""What all holders of a key must agree on."""
+
+
+def prove(
+    world: World,
+    contents: Contents | None = None,
+    *,
+    complete: bool = True,
+    size: int | None = None,
+) -> Iterator[Finding]:
+    """Yield piece by piece what was compared, and what keeps the parts from making wholes.
+
+    Contents are asked for only where boxes are equal and make the whole.
+
+    Args:
+        world: The parts of all holders.
+        contents: Of equal boxes; None where they are not compared.
+        complete: Whether these are all holders, so that what none of them has is missing.
+        size: Number of holders that there are, where contents are known only of what may have
+            replicas among so many.
+    """
+    for piece in world.pieces:
+        unlike = _unlike(world, piece)
+        if unlike is not None:
+            yield unlike
+            continue
+        cover, shape = piece.cover, piece.group.shape
+        is_sound = tile if complete else apart
+        if not is_sound(Box.whole(shape), cover.boxes):
+            flaw = next(flaws(Box.whole(shape), cover.boxes), None)
+            if flaw is not None and (complete or flaw.kind != "hole"):
+                yield Broken(piece, flaw)
+        if not cover.has_replicas:
+            continue
+        may_have = [
+            size is None or may_have_replicas(source.group, size) for source in piece.sources
+        ]
+        if 0 not in shape and not all(may_have):
+            yield Doubled(piece, int(np.diff(cover.starts).argmax()))
+            continue
+        if contents is not None:
+            of_piece = contents(piece)
+            positions = differing(of_piece, cover)
+            yield Compared(piece, positions, of_piece[:, positions])
+
+
+def _unlike(world: World, piece: Piece) -> Unlike | None:
+    """Return on what the holders of a piece do not agree; None where they agree on all."""
+    for what, value in ASPECTS.items():
+        if len({value(source.group) for source in piece.sources}) > 1:
+            holders: dict[Hashable, list[Ints]] = {}
+            for source in piece.sources:
+                members = world.members[source.table]
+                holders.setdefault(value(source.group), []).append(members)
+            return Unlike(piece, what, {one: np.concatenate(of) for one, of in holders.items()})
+    return None
