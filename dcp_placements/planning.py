@@ -25,6 +25,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch.distributed.checkpoint import ReadItem, WriteItem
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType
 
 from dcp_placements.errors import Fault, PlacementError, raise_faults
 
@@ -126,6 +128,17 @@ class ReadItemOfLoad(ReadItem):
     chunk: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
     __reduce__ = _as_torch_has_it
+
+
+def object_read(index: MetadataIndex, load: Any = None) -> ReadItemOfLoad:
+    """Return what reads all of one record, as of an object.
+
+    Args:
+        index: What it is of, in the checkpoint and in the state dict.
+        load: The load that the item knows.
+    """
+    size = torch.Size((0,))
+    return ReadItemOfLoad(LoadItemType.BYTE_IO, index, size, index, size, size, load)
 
 
 class ItemsToCome(Sequence[Any]):

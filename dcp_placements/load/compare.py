@@ -28,7 +28,7 @@ from collections.abc import (
     Sequence,
     Set,
 )
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, count, takewhile
 from typing import Any, NamedTuple
@@ -52,13 +52,13 @@ from dcp_placements.errors import (
 from dcp_placements.layout.boxes import Boxes, as_array, format_box, tile, uncovered
 from dcp_placements.layout.equal_cuts import canonical, cuts_of_part, declared, differences
 from dcp_placements.layout.sharding import Box, Cut, Cuts, Kind, format_cuts
-from dcp_placements.load.missing import Policy
-from dcp_placements.load.reads import RankLoad
+from dcp_placements.load.messages import LoadMessage
+from dcp_placements.load.missing import Asked, Policy
+from dcp_placements.load.request import Request
 from dcp_placements.names.numbers import Family, Numberings, numbers_of
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.names.renames import FUNCTION, Step, recorded
 from dcp_placements.names.stacks_and_parts import Rename
-from dcp_placements.rules.patterns import Matches
 from dcp_placements.storage.provenance import (
     DIFFERED,
     UNCOMPARED,
@@ -79,66 +79,26 @@ _MAX_HOLES = 1 << 10
 _ON_PURPOSE = "optional=[pattern] or waive={pattern: reason} where the rest is left out on purpose"
 
 
-@dataclass(frozen=True, slots=True)
-class LoadMessage:
-    """What a rank sends to the coordinator with its plan.
-
-    Attributes:
-        rank: Its global rank.
-        declared: What is declared by pattern, and whether a key of the rank matches; None where
-            it is refused before that is known.
-        sent: The tables and boxes of what it asks for; None of a rank that is refused or alone.
-        renames: The renames in force on the rank.
-        numberings: The lists of keys to which they give numbers.
-        declares: Whether the rank has rules, or renames. DTensors alone are complete over their
-            meshes.
-        wish: What it could have from other ranks; None where it does not exchange.
-        group: Hash of the ranks of the process group that it exchanges on.
-        has_reader: Whether the rank's storage reader calls the exchange after the reads.
-        notes: Declarations that are probably wrong, packed.
-        save: Which save wrote the checkpoint that this rank reads; empty where nothing tells.
-        has_whole: Whether its planner was given the unsharded model.
-        reset: The optimizers and names of the parameters whose state it resets.
-        faults: Why it cannot load, packed; it has no plan then.
-    """
-
-    rank: int
-    declared: Matches | None = None
-    sent: Sent | None = None
-    renames: tuple[Step, ...] = ()
-    numberings: Numberings = field(default_factory=dict)
-    declares: bool = False
-    wish: Sent | None = None
-    group: int = 0
-    has_reader: bool = False
-    notes: bytes = b""
-    save: str = ""
-    has_whole: bool = False
-    reset: tuple[tuple[str, str], ...] = ()
-    faults: bytes = b""
-
-    def with_reader(self) -> LoadMessage:
-        """Return it marked: the rank's reader calls the exchange."""
-        return replace(self, has_reader=True)
-
-
-def check_load(load: RankLoad, rename: Rename | None, given: Numberings) -> tuple[list[Fault], str]:
+def check_load(
+    request: Request, rename: Rename | None, given: Numberings
+) -> tuple[list[Fault], str]:
     """Compare the load of one rank with the record of the save.
 
     Args:
-        load: What the rank reads.
+        request: What the rank asks for, with what it reads.
         rename: The user's renaming.
         given: The lists of keys to which it gives numbers.
 
     Returns:
         Declarations that differ from those of the save, and the result as text.
     """
-    record, policy = load.record, load.policy
-    faults = _unstacked_faults(load) if load.placing.totals else []
+    asked = request.asked
+    record, policy = asked.record, asked.policy
+    faults = _unstacked_faults(asked) if asked.placing.totals else []
     if record is None:
         return faults, "no record"
     compared = waived = 0
-    for group in load.groups:
+    for group in request.groups:
         if group.placed is None:
             continue
         loaded, rule = group.placed.place.sharding.cuts, group.placed.rule
@@ -160,20 +120,21 @@ def check_load(load: RankLoad, rename: Rename | None, given: Numberings) -> tupl
             waived += len(fqns) - len(refused) if found else 0
             faults += [_cut_fault(fqn, rule, one) for fqn in refused for one in found]
     if rename is not None:
-        faults += _rename_faults(record, recorded(rename), load)
-        faults += _total_faults(record, given, load)
+        faults += _rename_faults(record, recorded(rename), asked)
+        faults += _total_faults(record, given, asked)
     text = "declared as saved"
     if compared:
         text += f": {format_count(compared - waived, 'key')}"
     return faults, text + (f"; {waived} differ, waived" if waived else "")
 
 
-def doubt_notes(load: RankLoad) -> list[Fault]:
+def doubt_notes(request: Request) -> list[Fault]:
     """Return a note for each key that the rank reads whose replicas the save let through."""
-    doubts = doubts_of(stored(load.metadata), load.stored)
+    asked = request.asked
+    doubts = doubts_of(stored(asked.metadata), asked.stored)
     if not doubts:
         return []
-    read = {fqn for group in load.groups for fqn in group.fqns if not load.policy.waives(fqn)}
+    read = {fqn for group in request.groups for fqn in group.fqns if not asked.policy.waives(fqn)}
     return [
         Fault(fqn, *_DOUBTED[reason])
         for reason, fqns in doubts.items()
@@ -202,17 +163,17 @@ _DOUBTED = {
 }
 
 
-def unknown_notes(load: RankLoad) -> list[Fault]:
+def unknown_notes(asked: Asked) -> list[Fault]:
     """Return a note of the keys that this rank asks for whose cuts the record has in vain."""
-    record = load.record
+    record = asked.record
     if record is None or not record.unknown:
         return []
     by_cause: dict[str, list[str]] = {}
-    for fqn in load.state_dict:
+    for fqn in asked.state_dict:
         number = record.group_of.get(fqn, 0)
-        if number in record.unknown and not load.policy.waives(fqn):
+        if number in record.unknown and not asked.policy.waives(fqn):
             by_cause.setdefault(record.unknown[number], []).append(fqn)
-    versions = (stored(load.metadata) or {}).get("versions", {})
+    versions = (stored(asked.metadata) or {}).get("versions", {})
     return [
         Fault(
             format_names(folded(fqns), _MAX_PARTS),
@@ -412,7 +373,7 @@ def _dim_differences(
         yield difference._replace(causes=causes) if causes else difference
 
 
-def _rename_faults(record: SaveRecord, renames: Iterable[Step], load: RankLoad) -> Iterator[Fault]:
+def _rename_faults(record: SaveRecord, renames: Iterable[Step], asked: Asked) -> Iterator[Fault]:
     """Yield the steps that stack, unstack or split in another way than the save did."""
     for step in renames:
         of_kind = [one for one in record.renames if one.kind == step.kind and one.shaping]
@@ -421,7 +382,7 @@ def _rename_faults(record: SaveRecord, renames: Iterable[Step], load: RankLoad) 
             continue
         # A negative dim counts from the end, of a number of dims that is not known here.
         signs = {tuple([dim < 0 for dim in one.shaping[:1]]) for one in (step, *alike)}
-        if len(signs) == 1 and not load.policy.waives(step.pattern):
+        if len(signs) == 1 and not asked.policy.waives(step.pattern):
             yield Fault(
                 step.pattern,
                 f"this load has another {step.kind} of it than the save had",
@@ -434,7 +395,7 @@ def _rename_faults(record: SaveRecord, renames: Iterable[Step], load: RankLoad) 
             )
 
 
-def _total_faults(record: SaveRecord, given: Numberings, load: RankLoad) -> Iterator[Fault]:
+def _total_faults(record: SaveRecord, given: Numberings, asked: Asked) -> Iterator[Fault]:
     """Yield the lists of keys of which this load numbers more, or fewer, than the save did."""
     differing = {
         family: (saved, numbering)
@@ -443,7 +404,7 @@ def _total_faults(record: SaveRecord, given: Numberings, load: RankLoad) -> Iter
         and None not in (saved.total, numbering.total)
         and saved.total != numbering.total
     }
-    excused = numbers_of(filter(load.policy.excuses, load.state_dict), differing)
+    excused = numbers_of(filter(asked.policy.excuses, asked.state_dict), differing)
     for family, (saved, numbering) in differing.items():
         if not excused[family]:
             yield Fault(
@@ -458,14 +419,14 @@ def _total_faults(record: SaveRecord, given: Numberings, load: RankLoad) -> Iter
             )
 
 
-def _unstacked_faults(load: RankLoad) -> list[Fault]:
+def _unstacked_faults(asked: Asked) -> list[Fault]:
     """Return the families of which a load asks for the first numbers only, as rows of a stack."""
     faults = []
-    for key, total in load.placing.totals.items():
+    for key, total in asked.placing.totals.items():
         head, _, tail = key.partition("{}")
-        names = takewhile(load.stored.__contains__, (f"{head}{n}{tail}" for n in count(total)))
-        beyond = [fqn for fqn in names if not load.policy.excuses(fqn)]
-        if not beyond or load.states.of(beyond[0]) is not None:
+        names = takewhile(asked.stored.__contains__, (f"{head}{n}{tail}" for n in count(total)))
+        beyond = [fqn for fqn in names if not asked.policy.excuses(fqn)]
+        if not beyond or asked.states.of(beyond[0]) is not None:
             continue
         numbers = format_numbers(range(total, total + len(beyond)))
         faults.append(
@@ -482,26 +443,26 @@ def _unstacked_faults(load: RankLoad) -> list[Fault]:
     return faults
 
 
-def unnumbered_rows(load: RankLoad, rename: Rename | None) -> Iterator[Fault]:
+def unnumbered_rows(asked: Asked, rename: Rename | None) -> Iterator[Fault]:
     """Yield the tensors of which a rank that loads alone stacks its rows from 0, unlike the save.
 
     Local numbers are rows of every rank, and the save gave them those of the whole model.
     """
     own = recorded(rename)
     numbered = {step.pattern for step in own if step.kind in ("Renumber", FUNCTION)}
-    of_save = () if load.record is None else load.record.renames
+    of_save = () if asked.record is None else asked.record.renames
     saved = {step.pattern: step for step in of_save if step.kind == "Renumber" and step.total}
     for step in own:
         if step.kind != "Stack" or step.pattern in numbered or step.pattern not in saved:
             continue
         (dim, *_), name = step.shaping, step.pattern.partition(".{}")[0].rpartition(".")[2]
-        for fqn, placed in load.placing.placed.items():
+        for fqn, placed in asked.placing.placed.items():
             rows = {chunk.offsets[dim] for chunk in placed.place.chunks} if placed.parts else set()
             are_first = (
                 rows == set(range(len(rows)))
                 and 0 < len(rows) < placed.place.sharding.global_shape[dim]
             )
-            if are_first and name in fqn.split(".") and not load.policy.excuses(fqn):
+            if are_first and name in fqn.split(".") and not asked.policy.excuses(fqn):
                 yield Fault(
                     fqn,
                     f"this load asks for rows {format_numbers(rows)} of it, by its local numbers",
@@ -520,7 +481,7 @@ def _level(fqn: str) -> tuple[str, str]:
     return level, rest.partition(".")[0]
 
 
-def unasked_notes(fqns: Sequence[str], load: RankLoad) -> list[Fault]:
+def unasked_notes(fqns: Sequence[str], asked: Asked) -> list[Fault]:
     """Return a note for each level of which no rank asks for some keys, probably by mistake.
 
     That is so where it asks for none of a level that it names, as ``"optim": {}``; or for the first
@@ -529,12 +490,12 @@ def unasked_notes(fqns: Sequence[str], load: RankLoad) -> list[Fault]:
 
     Args:
         fqns: The tensors that no rank asks for.
-        load: What this rank reads.
+        asked: What this rank asks for.
     """
-    policy, stored, rest, levels = load.policy, load.stored, set(fqns), load.original_state_dict
+    policy, stored, rest, levels = asked.policy, asked.stored, set(fqns), asked.nested
     # Of objects no rank knows what others ask for; an empty dict asks for none on any.
     empty = {level for level, value in levels.items() if isinstance(value, dict) and not value}
-    objects = [fqn for fqn in load.report.unread if _level(fqn)[0] in empty and fqn not in rest]
+    objects = [fqn for fqn in asked.unread if _level(fqn)[0] in empty and fqn not in rest]
     used = {_level(fqn)[0] for fqn in _tensors(stored, stored) if fqn not in rest}
     by_level: dict[str, list[str]] = {}
     for fqn in (*fqns, *objects) if not policy.partial else ():

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product, zip_longest
 from typing import Any, NoReturn
 
@@ -30,18 +30,15 @@ from dcp_placements._torch import PLAIN, agreeing_device, global_rank
 from dcp_placements.bind.one_tensor import Placing
 from dcp_placements.errors import Fault, PlacementError, format_faults, format_ranks
 from dcp_placements.layout.boxes import Array, Ints
-from dcp_placements.load.compare import LoadMessage
-from dcp_placements.load.reads import RankLoad
-from dcp_placements.report import LoadReport
+from dcp_placements.load.arrival import Lookup
+from dcp_placements.load.messages import LoadMessage
+from dcp_placements.load.request import Request
 from dcp_placements.table.owners import runs_of
 from dcp_placements.table.table import Holding, Sent, packed_ints, unpacked_ints
 from dcp_placements.table.world import Piece, World
 
 BATCH_NBYTES = 8 << 20
 """The most bytes of one message. Below a few MiB a message costs latency alone."""
-
-Lookup = Callable[[MetadataIndex], torch.Tensor]
-"""Returns the memory of a destination."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +143,7 @@ class ExchangeBroken(PlacementError):
         raise self
 
 
-class Exchange:
+class ReplicaExchange:
     """One load's exchange, on one rank.
 
     Args:
@@ -154,6 +151,7 @@ class Exchange:
 
     Attributes:
         ranks: Its global ranks.
+        group: Hash of these, as all ranks compare it.
         answer: The coordinator's.
         failure: What kept this rank from planning its reads.
     """
@@ -161,6 +159,7 @@ class Exchange:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
+        self.group = hash(self.ranks)
         self._holding = Holding()
         # By rank, what is sent to it and what comes from it, in an order that both have.
         self._sent: dict[int, list[MetadataIndex]] = {}
@@ -169,22 +168,35 @@ class Exchange:
         self.answer = Answer()
         self.failure: Exception | None = None
 
-    def wish(self, load: RankLoad) -> Sent:
+    @property
+    def is_active(self) -> bool:
+        """Whether anything is exchanged on any rank."""
+        return self.answer.is_active
+
+    def wish(self, request: Request) -> Sent:
         """Return what this rank could have from others: not what overlaps in memory."""
+        asked = request.asked
         without = {
             fqn
-            for fqn, value in load.state_dict.items()
-            if fqn in load.tied or not _can_be_sent(value, load.placing, fqn)
+            for fqn, value in asked.state_dict.items()
+            if fqn in request.tied or not _can_be_sent(value, asked.placing, fqn)
         }
-        self._holding = load.holding(without)
+        self._holding = request.holding(without)
         return self._holding.sent
 
-    def share(self, items: Sequence[ReadItem], report: LoadReport) -> list[ReadItem]:
-        """Return this rank's part of the reads.
+    def accept(self, answer: Any) -> Fault | None:
+        """Take the coordinator's answer; return why nothing is exchanged, if a user can change it.
+
+        None where the coordinator does not know the exchange.
+        """
+        self.answer = answer if isinstance(answer, Answer) else Answer()
+        return self.answer.obstacle
+
+    def share(self, items: Sequence[ReadItem]) -> tuple[list[ReadItem], tuple[str, ...]]:
+        """Return this rank's part of the reads, and the keys of which it reads all by itself.
 
         Args:
             items: All that it needs.
-            report: Takes in the keys of which it reads all by itself.
         """
         here = global_rank()
         sets = {number: unpacked_ints(one).tolist() for number, one in self.answer.sets.items()}
@@ -209,20 +221,20 @@ class Exchange:
                 self._received_nbytes += nbytes
         is_shared = {fqn for fqn, _ in reader_of}
         tensors = (item.dest_index.fqn for item in items if item.type is LoadItemType.TENSOR)
-        report.alone = tuple(dict.fromkeys(fqn for fqn in tensors if fqn not in is_shared))
-        return [
+        alone = tuple(dict.fromkeys(fqn for fqn in tensors if fqn not in is_shared))
+        part = [
             item
             for item in items
             if reader_of.get((item.dest_index.fqn, item.dest_index.index), here) == here
         ]
+        return part, alone
 
-    def finish(self, error: BaseException | None, lookup: Lookup, report: LoadReport) -> None:
-        """Agree that all ranks have read, and send each other what was read.
+    def finish(self, error: BaseException | None, lookup: Lookup) -> int:
+        """Agree that all ranks have read, send each other what was read; return the bytes received.
 
         Args:
             error: What went wrong on this rank before.
             lookup: Returns a destination's memory on this rank.
-            report: This rank's; takes in the bytes received.
 
         Raises:
             PlacementError: On all ranks, where one could not read or is gone.
@@ -243,7 +255,7 @@ class Exchange:
             self._count(False)
         except Exception as cause:
             raise self._broken(cause, None) from cause
-        report.traffic = replace(report.traffic, exchanged_nbytes=self._received_nbytes)
+        return self._received_nbytes
 
     def _send(self, lookup: Lookup) -> None:
         """Send what this rank read to the others, and receive what they did.

@@ -8,29 +8,35 @@ reset nothing.
 
 A rank asks for ``w`` and its moments, ``new`` and ``rng.3``, of which the checkpoint has ``w``::
 
-    missing  ("rng.3",)                    optional=["rng.*"]
-    reset    {"exp_avg.w": Reset("w")}     no state of w at all
-    faults   new: the checkpoint lacks this key
+    Missing(
+        kept=("rng.3",),                        # optional=["rng.*"]
+        resets={"exp_avg.w": Reset("w")},       # no state of w at all
+        faults=[Fault("new", "the checkpoint lacks this key ...")],
+    )
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint import TensorStorageMetadata
+from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 
-from dcp_placements._torch import has_hooks, is_dtensor_like
+from dcp_placements._torch import PLAIN, ShardedTensor, has_hooks, is_dtensor_like
+from dcp_placements.bind.one_tensor import Placing
 from dcp_placements.errors import Fault, folded, format_names, near_names
-from dcp_placements.load.birth import reset_of
-from dcp_placements.names.optimizer_state import parameter_groups, possible_parameters
+from dcp_placements.load.birth import Reset, reset_of
+from dcp_placements.names.optimizer_state import (
+    OptimizerStates,
+    parameter_groups,
+    possible_parameters,
+)
 from dcp_placements.rules.patterns import matches_any
-
-if TYPE_CHECKING:
-    from dcp_placements.load.reads import RankLoad
+from dcp_placements.storage.provenance import SaveRecord
 
 
 @dataclass(frozen=True)
@@ -63,23 +69,88 @@ class Policy:
         return self.waives(fqn) or self.is_optional(fqn)
 
 
-def settle_missing(load: RankLoad, missing: Sequence[str]) -> None:
-    """Accept or refuse every key that the checkpoint lacks.
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What a rank asks for, and what the checkpoint has.
+
+    Attributes:
+        state_dict: The values to fill, flat, by the checkpoint's keys. A number that the checkpoint
+            has as a tensor is a tensor without dims.
+        placing: The places of its tensors.
+        metadata: The checkpoint's.
+        stored: What it has of each of its keys.
+        record: How it was saved; None where it has no record of that.
+        unread: Its keys that this rank does not ask for.
+        policy: What is accepted.
+        nested: The user's state dict, before it was made flat.
+    """
+
+    state_dict: dict[str, Any]
+    placing: Placing
+    metadata: Metadata
+    stored: Mapping[str, Any]
+    record: SaveRecord | None
+    unread: tuple[str, ...]
+    policy: Policy
+    nested: Mapping[str, Any]
+
+    @cached_property
+    def states(self) -> OptimizerStates:
+        """Which keys are optimizer state."""
+        return OptimizerStates(self.state_dict, self.stored)
+
+    def tensors(self, fqn: str) -> Sequence[torch.Tensor]:
+        """Return the tensors of this rank that a value consists of."""
+        if (placed := self.placing.placed.get(fqn)) is not None:
+            return placed.tensors
+        value = self.state_dict[fqn]
+        if type(value) not in PLAIN and isinstance(value, ShardedTensor):
+            return [shard.tensor for shard in value.local_shards()]
+        return [value] if isinstance(value, torch.Tensor) else []
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What becomes of the keys that the checkpoint lacks.
+
+    Attributes:
+        kept: The keys whose values stay as they are.
+        resets: By key of optimizer state that is reset once all is read, to what.
+        stateless: The parameters that are read, and whose state is reset.
+        unexcused: The optimizers and names of those of them that no pattern excuses.
+        faults: Why keys may not be missing.
+        notes: What is accepted with a warning.
+    """
+
+    kept: tuple[str, ...] = ()
+    resets: Mapping[str, Reset] = field(default_factory=dict)
+    stateless: tuple[str, ...] = ()
+    unexcused: tuple[tuple[str, str], ...] = ()
+    faults: Sequence[Fault] = ()
+    notes: Sequence[Fault] = ()
+
+
+def settle_missing(asked: Asked, missing: Sequence[str], *, reads_some: bool) -> Missing:
+    """Return which missing keys a load accepts, and what becomes of them.
 
     Args:
-        load: What the rank reads; takes in faults, notes, what keeps its value and what is
-            reset.
-        missing: The keys.
+        asked: What the rank asks for.
+        missing: The keys that the checkpoint lacks.
+        reads_some: Whether the rank reads any other key.
     """
-    states, policy = load.states, load.policy
+    states, policy, state_dict = asked.states, asked.policy, asked.state_dict
     keys_of: dict[tuple[str, str], dict[str, str]] = {}
-    for fqn in load.state_dict:
+    for fqn in state_dict:
         if (state := states.of(fqn)) is not None:
             keys_of.setdefault(state.owner, {})[fqn] = state.name
     weights = states.weights_of(
-        keys_of, [fqn for fqn, value in load.state_dict.items() if is_tensor(value)]
+        keys_of, [fqn for fqn, value in state_dict.items() if is_tensor(value)]
     )
-    saved = parameter_groups(load.stored)
+    saved = parameter_groups(asked.stored)
+    resets: dict[str, Reset] = {}
+    stateless: dict[str, None] = {}
+    unexcused: dict[tuple[str, str], None] = {}
+    faults: list[Fault] = []
     kept: list[str] = []
     unknown: list[str] = []
     unborn: list[str] = []
@@ -89,35 +160,34 @@ def settle_missing(load: RankLoad, missing: Sequence[str]) -> None:
             (kept if policy.is_optional(fqn) or policy.partial else unknown).append(fqn)
             continue
         keys, parameters = keys_of[state.owner], weights[state.owner]
-        is_part = any(key in load.stored for key in keys)
-        stays = bool(parameters) and not any(key in load.stored for key in parameters)
+        is_part = any(key in asked.stored for key in keys)
+        stays = bool(parameters) and not any(key in asked.stored for key in parameters)
         is_left = policy.is_optional(fqn) or stays
         if is_part and not policy.is_optional(fqn):
-            load.faults.append(_part_of_state(fqn, [*keys], load.stored))
+            faults.append(_part_of_state(fqn, [*keys], asked.stored))
         elif not is_left and not policy.partial and state.head not in saved:
             unknown.append(fqn)
         else:
-            value = load.state_dict[fqn]
-            groups = load.placing.groups
-            names = set(keys.values())
-            reset = reset_of(state, names, value, load.state_dict, groups, parameters, load.tensors)
+            names, groups = set(keys.values()), asked.placing.groups
+            value = state_dict[fqn]
+            reset = reset_of(state, names, value, state_dict, groups, parameters, asked.tensors)
             if reset is not None:
-                load.to_reset[fqn] = replace(reset, stays_if_stepped=stays)
+                resets[fqn] = replace(reset, stays_if_stepped=stays)
+                stateless |= {} if stays else {state.parameter: None}
+                unexcused |= {} if stays or policy.excuses(fqn) else {state.owner: None}
             elif not is_left:
                 unborn.append(fqn)
             if is_left:
                 kept.append(fqn)
-    load.faults += [*_unknown_keys(load, unknown), *map(_unborn_fault, unborn)]
-    load.report.missing = tuple(kept)
-    of_weights = [one.parameter for one in load.to_reset.values() if not one.stays_if_stepped]
-    load.report.stateless = tuple(dict.fromkeys(of_weights))
-    if kept and load.groups:
-        load.notes += _no_tensor(load) or [*_namesakes(load, kept), *_left_weights(load, kept)]
-    elif kept and not load.faults:
-        count = len(load.state_dict)
-        headline = f"none of the {count} keys is in the checkpoint: nothing would be loaded"
-        details = _prefix_details(kept, list(load.stored))
-        load.faults.append(Fault("state dict", headline, details))
+    faults += [*_unknown_keys(asked, unknown), *map(_unborn_fault, unborn)]
+    notes: list[Fault] = []
+    if kept and reads_some:
+        notes = _no_tensor(asked) or [*_namesakes(asked, kept), *_left_weights(asked, kept)]
+    elif kept and not faults:
+        headline = f"none of the {len(state_dict)} keys is in the checkpoint: nothing would be "
+        details = _prefix_details(kept, list(asked.stored))
+        faults.append(Fault("state dict", f"{headline}loaded", details))
+    return Missing(tuple(kept), resets, tuple(stateless), tuple(unexcused), faults, notes)
 
 
 def _unborn_fault(fqn: str) -> Fault:
@@ -134,26 +204,26 @@ def _unborn_fault(fqn: str) -> Fault:
     )
 
 
-def _left_weights(load: RankLoad, kept: Sequence[str]) -> list[Fault]:
+def _left_weights(asked: Asked, kept: Sequence[str]) -> list[Fault]:
     """Return the note that weights which ``optional=`` allows to be missing are as they were.
 
     Declared twice, by a partial load as well, or waived, it is on purpose; and so is a level of the
     nested state dict that is left as a whole, as that of an average.
     """
-    policy, levels = load.policy, load.original_state_dict
+    policy, levels = asked.policy, asked.nested
 
     def level_of(fqn: str) -> str:
-        first = str(load.mappings.get(fqn, (fqn,))[0])
+        first = str(asked.placing.mappings.get(fqn, (fqn,))[0])
         return first if isinstance(levels.get(first), Mapping) else ""
 
     def weights(fqns: Iterable[str]) -> list[str]:
         return [
-            fqn for fqn in fqns if is_weight(load.state_dict[fqn]) and load.states.of(fqn) is None
+            fqn for fqn in fqns if is_weight(asked.state_dict[fqn]) and asked.states.of(fqn) is None
         ]
 
     left = weights([fqn for fqn in kept if policy.is_optional(fqn) and not policy.waives(fqn)])
     if left and not policy.partial:
-        read = set(map(level_of, weights(filter(load.stored.__contains__, load.state_dict))))
+        read = set(map(level_of, weights(filter(asked.stored.__contains__, asked.state_dict))))
         left = [fqn for fqn in left if level_of(fqn) in read]
     if not left or policy.partial:
         return []
@@ -170,24 +240,24 @@ def _left_weights(load: RankLoad, kept: Sequence[str]) -> list[Fault]:
     ]
 
 
-def _no_tensor(load: RankLoad) -> list[Fault]:
+def _no_tensor(asked: Asked) -> list[Fault]:
     """Return the note that of the model's tensors, optimizer state left out, none is read."""
     tensors = [
         fqn
-        for fqn, value in load.state_dict.items()
+        for fqn, value in asked.state_dict.items()
         if is_tensor(value)
         and len(value.shape)
-        and fqn not in load.placing.absent
-        and load.states.of(fqn) is None
+        and fqn not in asked.placing.absent
+        and asked.states.of(fqn) is None
     ]
-    policy = load.policy
+    policy = asked.policy
     on_purpose = policy.partial and all(map(policy.is_optional, tensors))  # declared twice
-    if not tensors or on_purpose or any(fqn in load.stored for fqn in tensors):
+    if not tensors or on_purpose or any(fqn in asked.stored for fqn in tensors):
         return []
     stored = [
         fqn
-        for fqn, entry in load.stored.items()
-        if isinstance(entry, TensorStorageMetadata) and load.states.of(fqn) is None
+        for fqn, entry in asked.stored.items()
+        if isinstance(entry, TensorStorageMetadata) and asked.states.of(fqn) is None
     ]
     headline = (
         f"asks for {len(tensors)} tensors of the model, and none of them is in the checkpoint: "
@@ -196,17 +266,15 @@ def _no_tensor(load: RankLoad) -> list[Fault]:
     return [Fault("state dict", headline, _prefix_details(tensors, stored))]
 
 
-def _namesakes(load: RankLoad, kept: Sequence[str]) -> list[Fault]:
+def _namesakes(asked: Asked, kept: Sequence[str]) -> list[Fault]:
     """Return the note that what is not read is in the checkpoint but for one component of its name.
 
     Args:
-        load: What the rank reads.
+        asked: What the rank asks for.
         kept: The keys that the checkpoint lacks, and that keep their values.
     """
-    policy, found = load.policy, {}
-    unread = {
-        fqn for fqn in load.report.unread if isinstance(load.stored[fqn], TensorStorageMetadata)
-    }
+    policy, found = asked.policy, {}
+    unread = {fqn for fqn in asked.unread if isinstance(asked.stored[fqn], TensorStorageMetadata)}
     longer = {name: fqn for fqn in unread for name in _without_one(fqn)}
     for fqn in kept if unread else ():
         is_on_purpose = policy.partial and policy.is_optional(fqn)  # declared twice
@@ -264,9 +332,9 @@ _MAX_PARTS = 50
 """Components of a key that are left out one by one."""
 
 
-def _unknown_keys(load: RankLoad, missing: Sequence[str]) -> Iterator[Fault]:
+def _unknown_keys(asked: Asked, missing: Sequence[str]) -> Iterator[Fault]:
     """Yield the fault of each key, with the names that the checkpoint may have for it."""
-    if missing and not load.stored:
+    if missing and not asked.stored:
         yield Fault(
             "checkpoint",
             f"has no tensor and no object, but the state dict asks for {format_names(missing, 1)}",
@@ -276,7 +344,7 @@ def _unknown_keys(load: RankLoad, missing: Sequence[str]) -> Iterator[Fault]:
             ),
         )
         return
-    optioned = {key.rpartition(".")[0] for key in load.stored if "param_groups." in key}
+    optioned = {key.rpartition(".")[0] for key in asked.stored if "param_groups." in key}
     # By the head of an optimizer, whether its options are listed by numbers, as in nested form.
     heads = {
         (head, group.isdigit())
@@ -284,7 +352,7 @@ def _unknown_keys(load: RankLoad, missing: Sequence[str]) -> Iterator[Fault]:
     }
     for at, fqn in enumerate(missing):
         # Of keys with one text, which may be thousands, the first is shown.
-        alike = _alike(fqn, load.report.unread) if at < MAX_COMPARED_NAMES else []
+        alike = _alike(fqn, asked.unread) if at < MAX_COMPARED_NAMES else []
         place = (f"it has:      {format_names(alike, 4)}",) if alike else ()
         details: tuple[str, ...] = ()
         owner = fqn.rpartition(".")[0]
@@ -350,19 +418,3 @@ def is_weight(value: Any) -> bool:
     """Whether a value may be a weight: a tensor of fractions, with dims."""
     dtype = getattr(value, "dtype", None)
     return is_tensor(value) and len(value.shape) > 0 and bool(dtype and dtype.is_floating_point)
-
-
-def reset_note(parameters: Sequence[str]) -> Fault:
-    """Return the note of parameters that were stepped, and whose state was reset."""
-    count = len(parameters)
-    return Fault(
-        "optimizer state",
-        f"that of {count} parameter{'' if count == 1 else 's'} was reset to its beginning: the "
-        "checkpoint has none",
-        (
-            f"parameters:  {format_names(parameters, 6)}",
-            "likely:      they were stepped for the first time after the checkpoint was saved",
-            "reason:      moments and step counts of later steps do not belong to the weights that "
-            "were read",
-        ),
-    )

@@ -1,6 +1,12 @@
 """The LoadPlanner: torch's hooks, in the order in which a load calls them.
 
-What one load on one rank knows is its ``RankLoad``, with which the plan ends that the reader gets.
+A rank's state dict becomes a ``Request``, and the items of the plan name the ``Arrival`` that takes
+what is read::
+
+    set_up_planner      RankLoad(state_dict, mappings, metadata)
+    create_local_plan   RankLoad.request; the coordinator gets a LoadMessage
+    finish_plan         RankLoad.arrival, and ReadItem(..., run=arrival)
+    commit_tensor       arrival.take("experts.w1", memory, tensor)
 """
 
 from __future__ import annotations
@@ -9,7 +15,8 @@ import io
 import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import compress
 from typing import Any, cast
 
@@ -23,11 +30,9 @@ from torch.distributed.checkpoint import (
     ReadItem,
 )
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType
-from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from dcp_placements._torch import global_rank, is_on_meta, set_up_by_torch, world_size
-from dcp_placements.bind.lint import lint, memory_faults, tied_keys
+from dcp_placements.bind.lint import lint, memory_faults
 from dcp_placements.bind.state_dict import numberings, place
 from dcp_placements.errors import (
     Fault,
@@ -39,27 +44,28 @@ from dcp_placements.errors import (
     raise_faults_of_ranks,
     unpacked_faults,
 )
-from dcp_placements.load.casting import CASTS, check_quantizer
+from dcp_placements.load.arrival import LOOK, Arrival, Exchange, warn
+from dcp_placements.load.casting import CASTS
 from dcp_placements.load.compare import (
     AllAsked,
-    LoadMessage,
     check_load,
     doubt_notes,
     unasked_notes,
     unknown_notes,
     unnumbered_rows,
 )
-from dcp_placements.load.exchange import Answer, Exchange, answers
+from dcp_placements.load.messages import LoadMessage
 from dcp_placements.load.missing import Policy
-from dcp_placements.load.reads import LOOK, RankLoad, read_items, settle_tied
-from dcp_placements.names.flat import Path, check_texts, put_at, rename_keys
+from dcp_placements.load.request import NOTHING, Request, request_of
+from dcp_placements.names.flat import Path, RenamedKeys, check_texts, put_at, rename_keys
 from dcp_placements.names.renames import recorded
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.planning import (
+    NOT_FINISHED,
     ItemsToCome,
-    ReadItemOfLoad,
     Runs,
     messages_of,
+    object_read,
     of_run,
     quiet_gc,
 )
@@ -105,6 +111,40 @@ def _mixed_checkpoints(messages: Iterable[LoadMessage]) -> Fault:
         "way out:     choose the directory on one rank, and broadcast it to the others",
     )
     return Fault("this load", "the ranks read different checkpoints", details)
+
+
+_NOT_RENAMED = rename_keys({}, {}, None)
+
+
+@dataclass
+class RankLoad:
+    """One load on one rank, as far as torch's hooks have come with it.
+
+    Attributes:
+        original_state_dict: The user's, nested.
+        state_dict: Flat, with the checkpoint's keys.
+        mappings: Where each key stands in the nested dict.
+        metadata: The checkpoint's.
+        is_coordinator: Whether this rank is the coordinator.
+        renamed: What the rename made of the keys.
+        refusal: Why the rank cannot load; the coordinator raises it for all ranks.
+        request: What it asks of the checkpoint.
+        exchange: None where nothing is exchanged.
+        arrival: What takes what is read; None before the plan is finished.
+        report: The report on the load.
+    """
+
+    original_state_dict: dict[str, Any] = field(default_factory=dict)
+    state_dict: dict[str, Any] = field(default_factory=dict)
+    mappings: dict[str, Path] = field(default_factory=dict)
+    metadata: Metadata = field(default_factory=lambda: Metadata({}))
+    is_coordinator: bool = False
+    renamed: RenamedKeys = _NOT_RENAMED
+    refusal: Sequence[Fault] = ()
+    request: Request = NOTHING
+    exchange: Exchange | None = None
+    arrival: Arrival | None = None
+    report: LoadReport = field(default_factory=lambda: LoadReport(planned=False))
 
 
 class PlacementLoadPlanner(DefaultLoadPlanner):
@@ -225,14 +265,12 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
     ) -> RankLoad:
         """Return a new load of a flat state dict, of which this rank's keys are renamed."""
         load = self._runs.begin()
-        load.state_dict, load.mappings, load.metadata = state_dict, mappings, metadata
+        load.metadata, load.state_dict, load.mappings = metadata, state_dict, mappings
         if self.rename is not None:
-            renamed = rename_keys(state_dict, mappings, self.rename)
+            load.renamed = renamed = rename_keys(state_dict, mappings, self.rename)
             load.refusal = renamed.faults
             if not load.refusal:
                 load.state_dict, load.mappings = renamed.state_dict, renamed.mappings
-                load.reshaped, load.declared = renamed.reshaped, renamed.matches
-                load.numbered = renamed.numbered
         return load
 
     def create_local_plan(self) -> LoadPlan:
@@ -256,47 +294,49 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
 
         What cannot be filled, or would be filled wrongly, is the refusal of the load.
         """
-        policy, rename, keys = self._policy, self.rename, load.metadata.state_dict_metadata
-        placing = place(load.state_dict, self.rules, load.mappings, load.reshaped, keys, rename)
-        load.state_dict, load.mappings = placing.state_dict, placing.mappings
-        load.plan(placing, policy)
+        rename, renamed, keys = self.rename, load.renamed, load.metadata.state_dict_metadata
+        placing = place(load.state_dict, self.rules, load.mappings, renamed.reshaped, keys, rename)
+        request = request_of(placing, load.metadata, self._policy, load.original_state_dict)
+        load.state_dict, load.mappings = request.asked.state_dict, placing.mappings
+        load.request, load.report = request, request.report()
         waivers = waiver_matches(self.waive, self._waivable(load)) if self.waive else {}
-        load.declared = {**placing.matched, **(load.declared or {}), **waivers}
         load.report.waived = dict(self.waive)
-        destinations = load.destinations()
-        load.tied = tied_keys(destinations)
         has_whole = self.whole is not None
-        message = LoadMessage(global_rank(), load.declared, has_whole=has_whole)
+        declared = {**placing.matched, **renamed.matches, **waivers}
+        message = LoadMessage(global_rank(), declared, has_whole=has_whole)
         # A tensor without its place has another shape, which is no fault of its own.
         placeless = {fault.fqn for fault in placing.faults}
-        faults = placing.faults + [one for one in load.faults if one.fqn not in placeless]
-        given = {} if rename is None else numberings(placing, load.numbered)
-        differing, load.report.compared = check_load(load, rename, given)
-        faults += [*differing, *memory_faults(load.state_dict, destinations)]
+        faults = placing.faults + [one for one in request.faults if one.fqn not in placeless]
+        given = {} if rename is None else numberings(placing, renamed.numbered)
+        differing, load.report.compared = check_load(request, rename, given)
+        faults += [*differing, *memory_faults(load.state_dict, request.destinations)]
         if faults:
             load.refusal = faults
             return message
-        if load.notes:
-            load.warn(load.notes)
-        notes = [*lint(placing.placed.values(), renamed=rename is not None, waived=policy.waived)]
-        notes += doubt_notes(load)
-        notes += unknown_notes(load)
+        if request.notes:
+            warn(load.report, request.notes)
+        waived = self._policy.waived
+        notes = [*lint(placing.placed.values(), renamed=rename is not None, waived=waived)]
+        notes += doubt_notes(request)
+        notes += unknown_notes(request.asked)
         load.report.warnings += tuple(map(str, notes))
         message = replace(
-            message, notes=packed_faults(notes) if notes else b"", reset=load.unexcused_resets()
+            message, notes=packed_faults(notes) if notes else b"", reset=request.missing.unexcused
         )
         if world_size() > 1 or has_whole:
             message = replace(
                 message,
-                sent=load.holding().sent,
+                sent=request.holding().sent,
                 renames=() if rename is None else recorded(rename),
                 numberings=given,
                 declares=self.rules is not None or rename is not None,
                 save=saved_by(load.metadata) if world_size() > 1 else "",
             )
         if world_size() > 1 and self.exchange is not False:
-            load.exchange = Exchange(None if self.exchange is True else self.exchange)
-            wish, group = load.exchange.wish(load), hash(load.exchange.ranks)
+            from dcp_placements.load.exchange import ReplicaExchange
+
+            load.exchange = ReplicaExchange(None if self.exchange is True else self.exchange)
+            wish, group = load.exchange.wish(request), load.exchange.group
             message = replace(message, wish=wish, group=group)
         return message
 
@@ -306,9 +346,10 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         A load of weights alone may have the waivers of a declaration for the optimizer as well.
         """
         yield from load.state_dict
-        yield from load.stored
+        yield from load.metadata.state_dict_metadata
         steps = () if self.rename is None else recorded(self.rename)
-        yield from [one.pattern for one in (*steps, *(load.record.renames if load.record else ()))]
+        record = load.request.asked.record
+        yield from [one.pattern for one in (*steps, *(record.renames if record else ()))]
         if self.whole is not None:
             yield from self.whole.keys_under(load.state_dict)
 
@@ -324,9 +365,11 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         plans = super().create_global_plan(global_plan)
         messages = messages_of("load", plans, LoadMessage)
         self._judge(messages)
-        given: list[Answer | None] = [None] * len(plans)
+        given: Sequence[Any] = [None] * len(plans)
         if any(one.wish is not None for one in messages):
-            given = [*answers(messages)]
+            from dcp_placements.load.exchange import answers
+
+            given = answers(messages)
         return [
             replace(plan, planner_data=answer) for plan, answer in zip(plans, given, strict=True)
         ]
@@ -334,7 +377,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
     def _judge(self, messages: Sequence[LoadMessage]) -> None:
         """Refuse, or warn of, what all ranks together show."""
         load, policy = self._runs.current(), self._policy
-        report = load.report
+        report, own = load.report, load.request.asked
         # Ranks that load by themselves have no others to compare with.
         complete = len(messages) >= world_size()
         known = [one.declared for one in messages if one.declared is not None]
@@ -354,10 +397,10 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             raise_faults("nothing can be loaded", [only_some_have_whole(given)])
         if complete and len({message.save for message in messages}) > 1:
             raise_faults("nothing can be loaded", [_mixed_checkpoints(messages)])
-        if not complete and load.record is not None:
+        if not complete and own.record is not None:
             report.compared += ", but not with what other ranks ask for"
         asking = [one for one in messages if one.sent is not None]
-        asked = AllAsked(asking, load.record, load.stored, policy, complete)
+        asked = AllAsked(asking, own.record, own.stored, policy, complete)
         faults: list[Fault] = []
         if self.whole is not None:
             faults, notes_of_whole, report.whole = compare_with_whole(
@@ -370,22 +413,22 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             mistakes += notes_of_whole
         faults += asked.faults()
         if not complete:
-            faults += unnumbered_rows(load, self.rename)
+            faults += unnumbered_rows(own, self.rename)
         resets: dict[tuple[str, str], list[int]] = {}
         for message in messages:
             for owner in message.reset:
                 resets.setdefault(owner, []).append(message.rank)
-        unasked = asked.unasked(load.state_dict) if resets or load.report.unread else []
+        unasked = asked.unasked(own.state_dict) if resets or load.report.unread else []
         if resets:
             faults += asked.renamed_states(resets, unasked)
         if faults:
             raise_faults("the ranks do not ask for what was saved", [*faults, *mistakes])
-        # Of what a rank asks for that is alone, it knows all.
+        # A rank that loads alone does not know what others ask for.
         if report.unread and complete:
             report.unasked = tuple(unasked)
-            mistakes += unasked_notes(report.unasked, load)
+            mistakes += unasked_notes(report.unasked, own)
         if mistakes:
-            load.warn(mistakes)
+            warn(report, mistakes)
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Return what this rank reads, all ranks having agreed; its part of an exchange alone.
@@ -402,48 +445,44 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
                 "    way out:     the same planner on every rank; installed() on every rank"
             )
         if exchange is not None:
-            exchange.answer = answer if isinstance(answer, Answer) else Answer()
-            if exchange.answer.obstacle is not None:
-                load.warn([exchange.answer.obstacle])
-            load.exchange = exchange if exchange.answer.is_active else None
+            if (obstacle := exchange.accept(answer)) is not None:
+                warn(load.report, [obstacle])
+            exchange = exchange if exchange.is_active else None
+        # Items know their memory, unless a subclass or a user has another hook in its place.
+        own = getattr(self.lookup_tensor, "__func__", None)
+        is_own = own is PlacementLoadPlanner.lookup_tensor
+        inside = partial(self._runs.inside, load, self.lookup_tensor)
+        lookup = load.request.memory if is_own else inside
+        load.arrival = arrival = Arrival(load.request, load.report, lookup, exchange)
         try:
             with quiet_gc():
-                items = self._items(load)
+                items = self._items(arrival, know_memory=is_own)
         except Exception as error:
-            if load.exchange is None:
+            if exchange is None:
                 raise
             # The other ranks will ask this one whether it could read.
-            load.exchange.failure = error
-            return LoadPlan([], planner_data=load)
+            exchange.failure = error
+            return LoadPlan([], planner_data=arrival)
         logger.info("%s", load.report)
-        return replace(new_plan, items=items, planner_data=load)
+        return replace(new_plan, items=items, planner_data=arrival)
 
-    def _items(self, load: RankLoad) -> list[ReadItem]:
+    def _items(self, arrival: Arrival, *, know_memory: bool) -> list[ReadItem]:
         """Return what a rank reads."""
-        reads_of = {fqn: group.reads for group in load.groups for fqn in group.fqns}
-        ordered = [(fqn, reads_of[fqn]) for fqn in load.state_dict if fqn in reads_of]
-        # Items know their memory, too, unless a subclass or a user has another hook in its place.
-        own = getattr(self.lookup_tensor, "__func__", None)
-        is_known = own is PlacementLoadPlanner.lookup_tensor
-        held = {**load.state_dict, **load.placing.placed} if is_known else {}
-        items: list[ReadItem] = read_items(ordered, load, held)
-        if load.exchange is not None:
-            items = load.exchange.share(items, load.report)
-        files = load.metadata.storage_data
-        final = items
-        # Only the reader of this package has other mappings, and compares the ids by itself.
-        if type(files) is dict and stored(load.metadata) is not None:
-            final = self._with_ids(load, items)
-        # That reader, which an exchange needs, tells when it has compared the files, too: later
-        # than the last item.
-        is_told = type(files) is not dict or load.exchange is not None
-        if not is_told and (load.tied or load.to_reset or load.numbers):
-            load.unread = len(final)
-            if not final:
-                load.end()
-        return final
+        request, exchange = arrival.request, arrival.exchange
+        items = request.items(arrival, know_memory=know_memory)
+        if exchange is not None:
+            items, arrival.report.alone = exchange.share(items)
+        metadata = request.asked.metadata
+        # Only the reader of this package has other mappings. It compares the ids by itself, and
+        # tells when it has read and compared all files: later than the last item.
+        is_told = type(metadata.storage_data) is not dict
+        if not is_told and stored(metadata) is not None:
+            items = self._with_ids(arrival, items)
+        if not is_told and exchange is None:
+            arrival.expect(len(items))
+        return items
 
-    def _with_ids(self, load: RankLoad, items: list[ReadItem]) -> list[ReadItem]:
+    def _with_ids(self, arrival: Arrival, items: list[ReadItem]) -> list[ReadItem]:
         """Return items with those that compare their files with the save of the metadata.
 
         A file is compared before and after its records are read, as a save may begin meanwhile.
@@ -452,7 +491,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         Raises:
             PlacementError: By the metadata, two ranks have one file, or an item has none.
         """
-        files = load.metadata.storage_data
+        files = arrival.request.asked.metadata.storage_data
         records, faults = id_records(files)
         if faults:
             raise_faults(IS_DAMAGED, faults)
@@ -464,29 +503,23 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         names = [place.relative_path for place in places if place is not None]
         ids = []
         for record in speaking_for(set(names), records):
-            index, size = MetadataIndex(record.fqn, record.offset), torch.Size((0,))
-            of_id = LoadItemType.BYTE_IO, index, size, index, size, size
-            ids.append(ReadItemOfLoad(*of_id, load))
-            load.ids[index] = record
+            index = MetadataIndex(record.fqn, record.offset)
+            ids.append(object_read(index, arrival))
+            arrival.ids[index] = record
         compared = [name in records for name in names]
         others = [item for item, is_own in zip(items, compared, strict=True) if not is_own]
         return [*others, *ids, *compress(items, compared), *ids]
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the storage to read into: a view of the local tensor. Called on every rank."""
-        load = self._runs.current()
-        if (placed := load.placing.placed.get(index.fqn)) is not None:
-            assert index.index is not None
-            return placed.view(placed.place.chunks[index.index])
-        return cast(torch.Tensor, find_state_dict_object(load.state_dict, index))
+        return self._runs.current().request.memory(index)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """Return where to read an item to. Called on every rank, also by several threads."""
-        load = self._runs.current(read_item)
-        memory = self._memory(load, read_item)
-        if load.tied and read_item.dest_index.fqn in load.tied:
-            return torch.empty_like(memory)
-        return memory
+        arrival = self._arrival(read_item)
+        memory = self._memory(arrival, read_item)
+        is_tied = read_item.dest_index.fqn in arrival.request.tied
+        return torch.empty_like(memory) if is_tied else memory
 
     def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
         """Return the part of a destination that an item fills. Called on every rank."""
@@ -494,11 +527,18 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             return tensor
         return cast(torch.Tensor, super().transform_tensor(read_item, tensor))
 
-    def _memory(self, load: RankLoad, read_item: ReadItem) -> torch.Tensor:
+    def _arrival(self, read_item: Any = None) -> Arrival:
+        """Return the arrival of an item; without one that knows it, that of the current load."""
+        arrival: Arrival | None = getattr(read_item, "run", None) or self._runs.current().arrival
+        if arrival is None:
+            raise PlacementError(NOT_FINISHED)
+        return arrival
+
+    def _memory(self, arrival: Arrival, read_item: ReadItem) -> torch.Tensor:
         """Return the memory that an item fills, also where it is read into a buffer."""
         chunk: torch.Tensor | None = getattr(read_item, "chunk", None)
         if chunk is None:
-            chunk = self._runs.inside(load, self.lookup_tensor, read_item.dest_index)
+            chunk = arrival.lookup(read_item.dest_index)
         return self.transform_tensor(read_item, chunk)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
@@ -508,16 +548,10 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             PlacementError: Quantized values of another scale than the tensor has; or different
                 contents of one memory, after the last item.
         """
-        load, fqn = self._runs.current(read_item), read_item.dest_index.fqn
-        is_tied = load.tied and fqn in load.tied
-        if tensor.is_quantized or is_tied:
-            memory = self._memory(load, read_item)
-            if tensor.is_quantized:
-                check_quantizer(fqn, memory, tensor)
-            if is_tied:
-                load.buffered.append((fqn, memory.detach(), tensor.detach()))
-        if load.unread:
-            load.end_read()
+        arrival, fqn = self._arrival(read_item), read_item.dest_index.fqn
+        if tensor.is_quantized or fqn in arrival.request.tied:
+            arrival.take(fqn, self._memory(arrival, read_item), tensor)
+        arrival.count()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put an object into the state dict. Called on every rank.
@@ -525,9 +559,8 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         Raises:
             PlacementError: It is no object, or a file of another save.
         """
-        load = self._runs.current(read_item)
-        fqn = read_item.dest_index.fqn
-        if (record := load.ids.get(read_item.storage_index)) is not None:
+        arrival, fqn = self._arrival(read_item), read_item.dest_index.fqn
+        if (record := arrival.ids.get(read_item.storage_index)) is not None:
             if fault := id_fault(record, value.getvalue()):
                 raise_faults(MIXED, [fault])
         else:
@@ -541,11 +574,10 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
                 raise PlacementError(
                     format_faults("an object cannot be loaded", [fault])
                 ) from error
-            if not self.flatten_state_dict:
-                load.state_dict[fqn] = loaded
-            load.take_object(fqn, loaded)
-        if load.unread:
-            load.end_read()
+            if not self.flatten_state_dict:  # then torch's planner has it in its attribute, too
+                arrival.request.asked.state_dict[fqn] = loaded
+            arrival.take_object(fqn, loaded)
+        arrival.count()
 
     def finish_reads(
         self, plan: LoadPlan, error: BaseException | None, *, traffic: Traffic, unchecked: int
@@ -563,20 +595,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         Raises:
             PlacementError: On all ranks, where one could not read or is gone.
         """
-        planned = plan.planner_data
-        load = planned if isinstance(planned, RankLoad) else self._runs.current()
-        load.report.traffic, load.report.unchecked = traffic, unchecked
-        if error is None:
-            try:
-                settle_tied(load.buffered, load.tied)
-            except PlacementError as refusal:
-                error = refusal
-        if load.exchange is not None:
-
-            def lookup(index: MetadataIndex) -> torch.Tensor:
-                return self._runs.inside(load, self.lookup_tensor, index)
-
-            load.exchange.finish(error, lookup, load.report)
-        elif error is not None:
-            raise error
-        load.end()
+        own = plan.planner_data
+        arrival = own if isinstance(own, Arrival) else self._arrival()
+        arrival.report.traffic, arrival.report.unchecked = traffic, unchecked
+        arrival.end(error)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_placements.engines.saved import METADATA_FILE, engine_items, read_engine
 from dcp_placements.errors import (
@@ -34,7 +35,7 @@ from dcp_placements.layout.boxes import Index, as_boxes
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.directory import Directory, no_checkpoint
 from dcp_placements.offline.safetensors_files import read_safetensors_metadata
-from dcp_placements.planning import quiet_gc
+from dcp_placements.planning import object_read, quiet_gc
 from dcp_placements.storage.index import RowIndex, index_of
 from dcp_placements.storage.metadata_file import read_metadata
 from dcp_placements.storage.provenance import SaveRecord, record_of, stored
@@ -376,11 +377,10 @@ class Checkpoint:
             return record
         from torch.distributed.checkpoint import FileSystemReader
 
-        from dcp_placements.load.reads import read_items
-
         undone = FileSystemReader(".").transforms.transform_load_stream
-        (item,) = read_items([(stored.fqn, None)])
-        stream = undone(item, stored.transforms, io.BytesIO(record))
+        stream = undone(
+            object_read(MetadataIndex(stored.fqn)), stored.transforms, io.BytesIO(record)
+        )
         content: bytes = stream.read(most + 1)
         return None if len(content) > most else content
 

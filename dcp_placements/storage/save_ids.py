@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import ReadItem, WriteItem
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from dcp_placements._torch import StorageInfo
 from dcp_placements.errors import Fault, format_ranks
+from dcp_placements.planning import object_read
 from dcp_placements.storage.provenance import RESERVED_KEY
 from dcp_placements.storage.torch_metadata import StoredPlace
 
@@ -195,8 +196,7 @@ def id_records(
 
 def id_item(record: StoredPlace) -> ReadItem:
     """Return what reads the record of an id."""
-    index, size = MetadataIndex(record.fqn, record.offset), torch.Size((0,))
-    return ReadItem(LoadItemType.BYTE_IO, index, size, index, size, size)
+    return object_read(MetadataIndex(record.fqn, record.offset))
 
 
 def id_fault(record: StoredPlace, data: bytes) -> Fault | None:

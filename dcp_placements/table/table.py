@@ -16,6 +16,7 @@ from io import BytesIO
 from itertools import chain, islice, zip_longest
 from math import prod
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -203,7 +204,25 @@ def holding_of(
     paths: Mapping[str, Path],
     without: Collection[str] = (),
 ) -> Holding:
-    """Return what a rank has of a flat state dict.
+    """Return what a rank has of a flat state dict, with what other ranks get of it.
+
+    Args:
+        state_dict: Flat, with the checkpoint's keys.
+        placed: Its tensors' places.
+        paths: By key, where it stands in the nested dict; empty where it was not flattened.
+        without: Keys that it has no part of, or leaves to other ranks.
+    """
+    if without:
+        state_dict = {fqn: value for fqn, value in state_dict.items() if fqn not in without}
+    return as_holding(tables_of(state_dict, placed, paths), paths, list(state_dict))
+
+
+def tables_of(
+    state_dict: Mapping[str, Any],
+    placed: Mapping[str, Placed],
+    paths: Mapping[str, Path] = MappingProxyType({}),
+) -> list[list[Held]]:
+    """Return the keys of a flat state dict in tables, and the groups of each.
 
     Keys that other ranks need not have stand in tables apart, so that the other tables are equal on
     more ranks: by the mesh axes of their tensors, or where they have none, by the head of the
@@ -213,36 +232,35 @@ def holding_of(
         state_dict: Flat, with the checkpoint's keys.
         placed: Its tensors' places.
         paths: By key, where it stands in the nested dict; empty where it was not flattened.
-        without: Keys that it has no part of, or leaves to other ranks.
     """
-    fqns = [fqn for fqn in state_dict if fqn not in without] if without else list(state_dict)
     # Of each table, the groups.
     by_table: dict[Any, dict[tuple[Group, HeldBoxes], Held]] = {}
     # The group of a key, by all that determines it.
-    known: dict[Any, Held] = {}
-    for fqn in fqns:
-        path, value = paths.get(fqn, ()), placed.get(fqn)
-        # Layers that are levels of the dict have one table.
-        head = (str(path[0]) if len(path) > 1 else fqn.partition(".")[0]).rstrip("0123456789")
-        lies: Any = None
-        if value is not None:
-            lies = value.place, value.has_own_key, _LOOK(value.tensor)
+    by_traits: dict[Any, Held] = {}
+    for fqn, value in state_dict.items():
+        head: str | None = None
+        traits: Any = None
+        if (own := placed.get(fqn)) is not None:
+            value, traits = own, (own.place, own.has_own_key, _LOOK(own.tensor))
         else:
-            value = state_dict[fqn]
+            # Layers that are levels of the dict have one table.
+            path = paths.get(fqn, ())
+            head = str(path[0]) if len(path) > 1 else fqn.partition(".")[0]
+            head = head.rstrip("0123456789")
             if has_hooks(value):
-                lies = fqn
+                traits = fqn
             elif isinstance(value, torch.Tensor):
-                lies = value.shape, _LOOK(value)
-        held = known.get((head, lies))
+                traits = value.shape, _LOOK(value)
+        held = by_traits.get((head, traits))
         if held is None:
             group, boxes = group_of(fqn, value)
             has_own_key = type(value) is Placed and value.has_own_key
             of_head = None if group.kind == SHARD else head
             table = by_table.setdefault((of_head, has_own_key, group.kind, group.axis_names), {})
-            held = known[head, lies] = table.setdefault((group, boxes), Held(group, boxes))
+            held = by_traits[head, traits] = table.setdefault((group, boxes), Held(group, boxes))
         held.fqns.append(fqn)
         held.values.append(value)
-    return as_holding([list(table.values()) for table in by_table.values()], paths, fqns)
+    return [list(table.values()) for table in by_table.values()]
 
 
 def as_holding(

@@ -24,7 +24,8 @@ from dcp_placements.bind.rank_shard import RankShard
 from dcp_placements.errors import CannotPlace, Fault, PlacementError, unpacked_faults
 from dcp_placements.layout.boxes import Boxes, as_array, as_boxes
 from dcp_placements.layout.sharding import Box
-from dcp_placements.load.compare import AllAsked, LoadMessage
+from dcp_placements.load.compare import AllAsked
+from dcp_placements.load.messages import LoadMessage
 from dcp_placements.load.missing import Policy
 from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.names.numbers import Family, Numbering
@@ -363,7 +364,7 @@ class RehearsedWorld:
         lot.declared = lot.asked.declared
         if lot.declared is None:  # its keys cannot be renamed
             return [lot]
-        placing = load.placing
+        placing = load.request.asked.placing
         lot.objects = [fqn for fqn in load.state_dict if fqn in self.checkpoint.objects]
         without = {*self.checkpoint.objects, *placing.absent}
         lot.held = holding_of(load.state_dict, placing.placed, {}, without).sent

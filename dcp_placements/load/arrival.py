@@ -1,0 +1,362 @@
+"""What has arrived of a request, and what ends the load.
+
+A load ends in one order, when all that it reads is there: tied memory is settled, other ranks get
+what they need of it, numbers are put into the state dict, and optimizer state that the checkpoint
+lacks is reset. A load that fails has done none of that.
+
+Ep rank 1 of two has one memory for ``embed`` and ``head``; its optimizer has stepped ``w``, of
+which the checkpoint has no state::
+
+    arrival.take("embed", memory, buffer)       # read into a buffer of its own
+    arrival.take("head", memory, buffer)
+    arrival.end()                               # both are equal: memory has them
+                                                # optim.state.w.step is 0
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.checkpoint import ReadItem
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from dcp_placements.errors import (
+    Fault,
+    PlacementError,
+    format_faults,
+    format_names,
+    raise_faults,
+)
+from dcp_placements.load.birth import STEP, Reset, as_number, copy_of
+from dcp_placements.load.casting import check_quantizer
+from dcp_placements.load.request import Request, is_scalar
+from dcp_placements.names.flat import put_at, value_at
+from dcp_placements.names.optimizer_state import ParameterNames
+from dcp_placements.report import LoadReport
+from dcp_placements.storage.torch_metadata import StoredPlace
+from dcp_placements.table.digests import full_digest
+from dcp_placements.table.table import Sent
+
+LOOK = "look at this load"
+"""Begins a warning."""
+
+Buffered = tuple[str, torch.Tensor, torch.Tensor]
+"""What was read into a buffer: its key, the memory that it is for, and the buffer."""
+
+Lookup = Callable[[MetadataIndex], torch.Tensor]
+"""Returns the memory of a destination."""
+
+
+class Exchange(Protocol):
+    """What a load asks of ``dcp_placements.exchange``, which it imports for ``exchange=`` alone.
+
+    Attributes:
+        group: Hash of the ranks that exchange.
+        failure: What kept this rank from planning its reads.
+    """
+
+    group: int
+    failure: Exception | None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything is exchanged, once the answer was accepted."""
+        ...
+
+    def wish(self, request: Request) -> Sent:
+        """Return what this rank could have from others."""
+        ...
+
+    def accept(self, answer: Any) -> Fault | None:
+        """Take the coordinator's answer; return what a user can change so that it is active."""
+        ...
+
+    def share(self, items: Sequence[ReadItem]) -> tuple[list[ReadItem], tuple[str, ...]]:
+        """Return this rank's part of the reads, and the keys of which it reads all by itself."""
+        ...
+
+    def finish(self, error: BaseException | None, lookup: Lookup) -> int:
+        """Exchange what was read; return the bytes received."""
+        ...
+
+
+def warn(report: LoadReport, notes: Sequence[Fault]) -> None:
+    """Warn of what is accepted, and keep it in the report."""
+    report.warnings += tuple(map(str, notes))
+    warnings.warn(format_faults(LOOK, notes, "note"), stacklevel=3)
+
+
+class Arrival:
+    """What has arrived of one request, and what is due when all of it has.
+
+    The items of a load, and its plan, name its arrival, since a planner may have several loads
+    under way. Pickled it is None: a plan that is sent has no tensors.
+
+    Args:
+        request: What the rank asked for.
+        report: The report on the load; complete when it has ended.
+        lookup: Returns the memory of an item that does not know its own.
+        exchange: What the ranks exchange; None where they do not.
+
+    Attributes:
+        ids: The records of save ids that are read.
+    """
+
+    def __init__(
+        self, request: Request, report: LoadReport, lookup: Lookup, exchange: Exchange | None
+    ) -> None:
+        self.request = request
+        self.report = report
+        self.lookup = lookup
+        self.exchange = exchange
+        self.ids: dict[MetadataIndex, StoredPlace] = {}
+        self._asked = request.asked
+        self._nested: Any = request.asked.nested
+        self._buffered: list[Buffered] = []
+        self._remaining = 0
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def expect(self, items: int) -> None:
+        """End the load after so many items, where the reader does not say when all are read."""
+        request = self.request
+        if request.tied or request.missing.resets or request.numbers:
+            self._remaining = items
+            if not items:
+                self.end()
+
+    def count(self) -> None:
+        """Take in that an item was read; readers may call from several threads."""
+        if self._remaining:
+            with self._lock:
+                self._remaining -= 1
+                is_last = not self._remaining
+            if is_last:
+                self.end()
+
+    def take(self, fqn: str, memory: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Take what was read of a tensor.
+
+        Args:
+            fqn: Its key.
+            memory: The part of the state dict's tensor that it is for.
+            tensor: What was read: ``memory`` itself, or a buffer.
+
+        Raises:
+            PlacementError: Quantized values of another scale than the tensor has.
+        """
+        if tensor.is_quantized:
+            check_quantizer(fqn, memory, tensor)
+        if fqn in self.request.tied:
+            self._buffered.append((fqn, memory.detach(), tensor.detach()))
+
+    def take_object(self, fqn: str, value: Any) -> None:
+        """Put an object that was read into its place, but for names of parameters."""
+        asked = self._asked
+        if isinstance(asked.state_dict[fqn], ParameterNames):
+            return
+        if is_scalar(asked.state_dict[fqn]):
+            self._fill(fqn, value)
+        else:
+            put_at(self._nested, asked.placing.mappings[fqn], value)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the load, once all that it asked for was read, or could not be.
+
+        Memory that was read under another key, as that of tied parameters or of one ``step`` for
+        all, keeps what was read.
+
+        Args:
+            error: What went wrong while this rank read.
+
+        Raises:
+            PlacementError: Different contents of one memory; with an exchange, on all ranks where
+                one could not read or is gone.
+        """
+        if error is None:
+            try:
+                settle_tied(self._buffered, self.request.tied)
+            except PlacementError as refusal:
+                error = refusal
+        if self.exchange is not None:
+            nbytes = self.exchange.finish(error, self.lookup)
+            self.report.traffic = replace(self.report.traffic, exchanged_nbytes=nbytes)
+        elif error is not None:
+            raise error
+        self._put_numbers()
+        self._reset_states()
+
+    def _put_numbers(self) -> None:
+        """Put numbers that were read as tensors into their places."""
+        for fqn, own in self.request.numbers.items():
+            number = as_number(self._asked.state_dict[fqn].item(), own)
+            put_at(self._nested, self._path(fqn), number)
+
+    def _reset_states(self) -> None:
+        """Reset the optimizer state that the checkpoint lacks; warn where that loses steps."""
+        resets, tied = self.request.missing.resets, self.request.tied
+        if not resets:
+            return
+        stepped = dict.fromkeys(self._stepped(resets))
+        resets = {
+            fqn: reset
+            for fqn, reset in resets.items()
+            if not (reset.stays_if_stepped and reset.parameter in stepped)
+        }
+        used = {one.parameter: None for one in resets.values() if one.parameter in stepped}
+        before = {
+            fqn: [tensor.clone() for tensor in self._asked.tensors(fqn)]
+            for fqn in resets
+            if fqn in tied
+        }
+        for fqn, reset in resets.items():
+            self._reset(fqn, reset)
+        land(self._buffered)
+        for fqn, values in before.items():
+            if not all(map(torch.equal, values, self._asked.tensors(fqn))):
+                used[resets[fqn].parameter] = None
+        if used:
+            warn(self.report, [reset_note(list(used))])
+
+    def _stepped(self, resets: Mapping[str, Reset]) -> Iterator[str]:
+        """Yield the parameters that were stepped on this rank, so that a reset loses something.
+
+        A fresh optimizer may have counted a step, by which its moments are no longer 0 where
+        weights decay; one that counts none has moments of 0.
+        """
+        fqns_of: dict[str, list[str]] = {}
+        for fqn, reset in resets.items():
+            if fqn not in self.request.tied:
+                fqns_of.setdefault(reset.parameter, []).append(fqn)
+        for parameter, fqns in fqns_of.items():
+            counts = [fqn for fqn in fqns if fqn.endswith(f".{STEP}")]
+            moments = [fqn for fqn in fqns if resets[fqn].is_zero and not counts]
+            held = [self._asked.state_dict[fqn] for fqn in counts]
+            steps = [torch.tensor(one) for one in held if isinstance(one, int | float)]
+            steps += [one for fqn in counts for one in self._asked.tensors(fqn)]
+            values = [one for fqn in moments for one in self._asked.tensors(fqn)]
+            if any(bool(((one != 0) & (one != 1)).any()) for one in steps) or any(
+                bool(one.any()) for one in values
+            ):
+                yield parameter
+
+    def _reset(self, fqn: str, reset: Reset) -> None:
+        """Set optimizer state to what it is before a first step."""
+        value, number = self._asked.state_dict[fqn], reset.value
+        if reset.option is not None:
+            held = self._asked.state_dict[reset.option]
+            if not isinstance(held, torch.Tensor):
+                held = value_at(self._nested, self._path(reset.option))
+            number = float(held)
+        if isinstance(value, int | float):
+            path = self._path(fqn)
+            put_at(self._nested, path, as_number(number, value))
+        for at, tensor in enumerate(map(torch.Tensor.detach, self._asked.tensors(fqn))):
+            if reset.weight is not None:
+                weight = self._asked.tensors(reset.weight)[at].detach()
+                tensor.copy_(copy_of(weight, tensor, reset.stride))
+            elif reset.option is not None and tensor.is_complex():
+                tensor.fill_(complex(number, number))
+            else:
+                tensor.fill_(number)
+
+    def _path(self, fqn: str) -> Any:
+        return self._asked.placing.mappings.get(fqn, (fqn,))
+
+    def _fill(self, fqn: str, value: Any) -> None:
+        """Put a number that was read as an object into a tensor without dims.
+
+        Raises:
+            PlacementError: It is no number, or a fraction where the tensor has integers.
+        """
+        dtype = self._asked.state_dict[fqn].dtype
+        is_number = type(value) in (int, float)
+        is_whole = is_number and float(value).is_integer()
+        if not is_number or not (is_whole or dtype.is_floating_point or dtype.is_complex):
+            headline = f"the checkpoint holds {value!r:.80}, but the state dict a {dtype} tensor"
+            way_out = (
+                "way out:     a value of that kind under this key; or another name for this one"
+            )
+            raise_faults("a number cannot be loaded", [Fault(fqn, headline, (way_out,))])
+        for tensor in self._asked.tensors(fqn):
+            tensor.detach().fill_(value)
+
+
+def reset_note(parameters: Sequence[str]) -> Fault:
+    """Return the note of parameters that were stepped, and whose state was reset."""
+    count = len(parameters)
+    return Fault(
+        "optimizer state",
+        f"that of {count} parameter{'' if count == 1 else 's'} was reset to its beginning: the "
+        "checkpoint has none",
+        (
+            f"parameters:  {format_names(parameters, 6)}",
+            "likely:      they were stepped for the first time after the checkpoint was saved",
+            "reason:      moments and step counts of later steps do not belong to the weights that "
+            "were read",
+        ),
+    )
+
+
+MAX_KEYS = 6
+"""Keys of one memory that a message lists."""
+
+_FEW = 4
+"""Elements of a tensor that a message shows."""
+
+UNLIKE = "what is one here differs in the checkpoint"
+
+
+def land(buffered: Sequence[Buffered]) -> None:
+    """Put what was read into its memory."""
+    for _, memory, buffer in buffered:
+        memory.copy_(buffer)
+
+
+def settle_tied(buffered: Sequence[Buffered], tied: Mapping[str, tuple[str, ...]]) -> None:
+    """Put what was read into its memory; refuse what was overwritten by another key's.
+
+    Each part of tensors that overlap is read into a buffer of its own: of one memory under two keys
+    the contents that are read last would stay. A part that is not there at the end was overwritten.
+
+    Raises:
+        PlacementError: Some have one memory, but other contents.
+    """
+    land(buffered)
+    lost: dict[tuple[str, ...], dict[str, str]] = {}
+    for fqn, memory, buffer in buffered:
+        if full_digest(memory) != full_digest(buffer):
+            read, left = (one.flatten()[:_FEW].tolist() for one in (buffer, memory))
+            lost.setdefault(tied[fqn], {})[fqn] = f"{read} of {fqn}, where {left} is left"
+    faults = [unlike_fault(keys, [*fqns], next(iter(fqns.values()))) for keys, fqns in lost.items()]
+    raise_faults(UNLIKE, faults)
+
+
+def unlike_fault(keys: tuple[str, ...], lost: Sequence[str], contents: str) -> Fault:
+    """Return that keys have different contents in the checkpoint, and one memory here.
+
+    Args:
+        keys: All that have the one memory; a single one is a stack, whose rows have it.
+        lost: Those whose contents are not there.
+        contents: As text, where they begin.
+    """
+    what = "them" if len(keys) > 1 else "several rows of it"
+    # Those that were overwritten first: a long list is cut.
+    return Fault(
+        format_names([*dict.fromkeys((*lost, *keys))], MAX_KEYS),
+        f"this rank has one memory for {what}, but the checkpoint has different contents",
+        (
+            f"overwritten: {format_names(lost, MAX_KEYS)}",
+            f"contents:    {contents}",
+            "way out:     load into a model that does not tie them, for rows with one tensor per "
+            "row; or leave all keys but one out of the state dict: its contents are then those of "
+            "all",
+        ),
+    )

@@ -1,0 +1,494 @@
+"""What a rank asks of a checkpoint: the parts of stored chunks that fill it, and the faults.
+
+The reads must tile every destination chunk. Stock planners do not check this: where the checkpoint
+lacks a chunk, they leave old values. What is read is planned once for all keys of one group that
+the checkpoint stores in one way.
+
+Ep rank 1 of two reads the half of an expert that four ranks saved by rows::
+
+    Request(asked, tables, [ReadGroup(entry, placed, reads, fqns=["experts.w1"])], ...)
+    reads    ReadItem(TENSOR, ("", (2, 0)), (0, 0), ("", (2, 0)), (0, 0), lengths=(1, 3))
+             ReadItem(TENSOR, ("", (2, 0)), (1, 0), ("", (3, 0)), (0, 0), lengths=(1, 3))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from math import prod
+from operator import attrgetter, sub
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint import Metadata, ReadItem, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType
+from torch.distributed.checkpoint.utils import find_state_dict_object
+
+from dcp_placements._torch import PLAIN, chunk_list, has_hooks, is_dtensor_like
+from dcp_placements.bind.lint import tied_keys
+from dcp_placements.bind.one_tensor import Placed, Placing
+from dcp_placements.errors import Fault, format_names
+from dcp_placements.layout.boxes import Index, as_array, format_boxes, uncovered
+from dcp_placements.layout.sharding import Box, format_cuts
+from dcp_placements.load.casting import cast_fault, cast_kind, format_cast, quantized_fault
+from dcp_placements.load.missing import Asked, Missing, Policy, is_tensor, settle_missing
+from dcp_placements.names.scales import scale_of
+from dcp_placements.planning import ReadItemOfLoad, object_read
+from dcp_placements.report import LoadReport
+from dcp_placements.storage.provenance import record_of
+from dcp_placements.storage.provenance import stored as stored_record
+from dcp_placements.storage.torch_metadata import chunk_boxes
+from dcp_placements.table.table import OBJECT, Held, Holding, as_holding, tables_of
+
+
+def reads_of(
+    stored: TensorStorageMetadata, destinations: Sequence[Box]
+) -> tuple[list[ReadItem], list[Box]]:
+    """Return what fills ``destinations``, and the boxes that no stored chunk holds.
+
+    The items are those of all tensors of one layout, so they have no key.
+
+    Args:
+        stored: The metadata of the checkpoint's tensor.
+        destinations: Boxes of that tensor.
+    """
+    reads: list[ReadItem] = []
+    holes: list[Box] = []
+    chunks = Index(chunk_boxes(stored.chunks, len(stored.size)))
+    for position, box in enumerate(destinations):
+        pieces = chunks.pieces(box)
+        filled = [shared for _, _, shared in pieces]
+        if filled != [box]:
+            holes += uncovered(box, as_array(filled, len(box.sizes)))
+        for at, chunk, shared in pieces:
+            reads.append(
+                ReadItem(
+                    LoadItemType.TENSOR,
+                    MetadataIndex("", torch.Size(box.offsets), position),
+                    torch.Size(map(sub, shared.offsets, box.offsets)),
+                    MetadataIndex("", torch.Size(chunk.offsets), at),
+                    torch.Size(map(sub, shared.offsets, chunk.offsets)),
+                    torch.Size(shared.sizes),
+                )
+            )
+    return reads, holes
+
+
+_OBJECT = object_read(MetadataIndex(""))
+
+_stored_at = attrgetter("storage_index.index")
+
+
+@dataclass(slots=True)
+class ReadGroup:
+    """Keys that are filled alike: of one place here, and of one kind of entry in the checkpoint.
+
+    Attributes:
+        entry: The entry of the first; None of objects.
+        placed: The place of the first; None where they have none.
+        reads: What is read of each; None of an object.
+        needed_nbytes: Bytes of the destinations.
+        read_nbytes: Bytes that are read into them.
+        cast: How the dtype changes, as text; None where it does not.
+        narrows: Whether the change loses precision.
+        padded: Elements of padding, which keep their values.
+        faults: Why the first cannot be filled; it is alone then.
+        fqns: The keys.
+    """
+
+    entry: Any
+    placed: Placed | None = None
+    reads: Sequence[ReadItem] | None = None
+    needed_nbytes: int = 0
+    read_nbytes: int = 0
+    cast: str | None = None
+    narrows: bool = False
+    padded: int = 0
+    faults: Sequence[Fault] = ()
+    fqns: list[str] = field(default_factory=list)
+
+    def fills(self, entry: Any) -> bool:
+        """Whether tensors of another entry, as large and of as many chunks, are filled alike.
+
+        The chunks that are read were proved to fill the destinations, whatever the others are.
+        """
+        own, other = self.entry.chunks, entry.chunks
+        look, other_look = self.entry.properties, entry.properties
+        return self.entry is entry or (
+            (look.dtype, look.layout) == (other_look.dtype, other_look.layout)
+            and (
+                own is other
+                or all(own[at] == other[at] for at in map(_stored_at, self.reads or ()))
+            )
+        )
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether a value is a tensor without dims."""
+    return is_tensor(value) and not has_hooks(value) and not value.shape
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Request:
+    """What a load reads on one rank, and what becomes of the keys that it does not read.
+
+    Attributes:
+        asked: What the rank asks for, and what the checkpoint has.
+        tables: The tensors that are read, in the groups of their tables.
+        groups: The keys that the checkpoint has, by what fills them.
+        numbers: By key of a number that is read as a tensor, the number that it is here.
+        casts: By key how its dtype changes, as text.
+        missing: What becomes of the keys that the checkpoint lacks.
+        destinations: The tensors that are read into or reset, by key; some keys have several.
+        tied: The keys that overlap in memory, each with all that it overlaps.
+        faults: What cannot be filled, or would be filled wrongly.
+        notes: What is accepted with a warning.
+    """
+
+    asked: Asked
+    tables: list[list[Held]]
+    groups: Sequence[ReadGroup]
+    numbers: Mapping[str, int | float]
+    casts: Mapping[str, str]
+    missing: Missing
+    destinations: Sequence[tuple[str, torch.Tensor]]
+    tied: Mapping[str, tuple[str, ...]]
+    faults: Sequence[Fault]
+    notes: Sequence[Fault]
+
+    def holding(self, without: Collection[str] = ()) -> Holding:
+        """Return the tensors that are read, as other ranks compare and exchange them.
+
+        Args:
+            without: Keys that are left out.
+        """
+        if not without:
+            return as_holding(self.tables, {})
+        tables: list[list[Held]] = []
+        for table in self.tables:
+            tables.append([])
+            for held in table:
+                pairs = zip(held.fqns, held.values, strict=True)
+                if left := [pair for pair in pairs if pair[0] not in without]:
+                    fqns, values = map(list, zip(*left, strict=True))
+                    tables[-1].append(Held(held.group, held.boxes, fqns, values))
+        return as_holding([table for table in tables if table], {})
+
+    def memory(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the memory of a destination: a view of the local tensor."""
+        placed = self.asked.placing.placed.get(index.fqn)
+        if placed is None:
+            memory: torch.Tensor = find_state_dict_object(self.asked.state_dict, index)
+            return memory
+        assert index.index is not None
+        return placed.view(placed.place.chunks[index.index])
+
+    def items(self, load: Any, *, know_memory: bool) -> list[ReadItem]:
+        """Return the read items, in the order of the state dict.
+
+        Args:
+            load: What the items know as their load.
+            know_memory: Whether they know the memory that they fill, too.
+        """
+        reads = {fqn: group.reads for group in self.groups for fqn in group.fqns}
+        placed_of = self.asked.placing.placed if know_memory else {}
+        items: list[ReadItem] = []
+        for fqn, value in self.asked.state_dict.items():
+            if fqn not in reads:
+                continue
+            placed, of_key = placed_of.get(fqn), reads[fqn]
+            plain = value if know_memory and type(value) in PLAIN else None
+            for read in (_OBJECT,) if of_key is None else of_key:
+                dest, source = read.dest_index, read.storage_index
+                items.append(
+                    ReadItemOfLoad(
+                        read.type,
+                        MetadataIndex(fqn, dest.offset, dest.index),
+                        read.dest_offsets,
+                        MetadataIndex(fqn, source.offset, source.index),
+                        read.storage_offsets,
+                        read.lengths,
+                        load,
+                        placed.view(placed.place.chunks[dest.index or 0]) if placed else plain,
+                    )
+                )
+        return items
+
+    def report(self) -> LoadReport:
+        """Return the report on what is planned."""
+        report = LoadReport(
+            missing=self.missing.kept,
+            stateless=self.missing.stateless,
+            unread=self.asked.unread,
+            casts=self.casts,
+            padded={fqn: one.padded for one in self.groups if one.padded for fqn in one.fqns},
+        )
+        for group in self.groups:
+            count = len(group.fqns)
+            report.items += count * (1 if group.reads is None else len(group.reads))
+            report.wanted_nbytes += count * group.needed_nbytes
+            report.read_nbytes += count * group.read_nbytes
+        return report
+
+
+def request_of(
+    placing: Placing,
+    metadata: Metadata,
+    policy: Policy,
+    nested: Mapping[str, Any] = MappingProxyType({}),
+) -> Request:
+    """Return what a rank asks of a checkpoint.
+
+    Args:
+        placing: The rank's state dict, bound.
+        metadata: The checkpoint's.
+        policy: What is accepted.
+        nested: The user's state dict, before it was made flat.
+    """
+    stored = metadata.state_dict_metadata
+    keys = _keys_by_kind(placing, stored)
+    stand_ins = {fqn: keys.tensors[fqn] for fqn in keys.numbers}
+    state_dict = {**placing.state_dict, **stand_ins} if stand_ins else placing.state_dict
+    unread = tuple([fqn for fqn in stored if fqn not in state_dict])
+    record = record_of(stored_record(metadata), stored)
+    asked = Asked(state_dict, placing, metadata, stored, record, unread, policy, nested)
+    faults = [*_object_faults(asked, keys.objects)] if keys.objects else []
+    groups = [ReadGroup(None, fqns=keys.objects)] if keys.objects else []
+    tables = tables_of(keys.tensors, placing.placed)
+    for held in chain.from_iterable(tables):
+        for group in _read_groups(asked, held):
+            faults += group.faults
+            groups += [group] if group.fqns else []
+    missing = Missing()
+    if keys.missing:
+        reads_some = bool(keys.tensors or keys.objects)
+        missing = settle_missing(asked, keys.missing, reads_some=reads_some)
+    faults += missing.faults
+    notes, casts = [*missing.notes], keys.casts
+    casts |= {fqn: one.cast for one in groups if one.cast is not None for fqn in one.fqns}
+    narrowed = [fqn for group in groups if group.narrows for fqn in group.fqns]
+    if narrowed and policy.cast == "warn":
+        headline = f"loaded with less precision than stored ({casts[narrowed[0]]})"
+        way_out = 'way out:     cast="allow" where this is intended, cast="error" to refuse it'
+        notes.append(Fault(format_names(narrowed, 3), headline, (way_out,)))
+    into = _destinations(asked, groups, missing.resets)
+    tied = tied_keys(into)
+    return Request(asked, tables, groups, keys.numbers, casts, missing, into, tied, faults, notes)
+
+
+class _Keys(NamedTuple):
+    """The keys of a state dict by what the checkpoint has of them.
+
+    Attributes:
+        tensors: Those of its tensors, with what they are read into.
+        numbers: Those of them that are numbers here, as an optimizer's ``lr`` is by its options.
+        objects: Those of its objects.
+        missing: Those that it lacks.
+        casts: By key the change as text, where one side has a number and the other a tensor.
+    """
+
+    tensors: dict[str, Any]
+    numbers: dict[str, int | float]
+    objects: list[str]
+    missing: list[str]
+    casts: dict[str, str]
+
+
+def _keys_by_kind(placing: Placing, stored: Mapping[str, Any]) -> _Keys:
+    """Return the keys of a state dict by what the checkpoint has of them."""
+    keys = _Keys({}, {}, [], [], {})
+    for fqn, value in placing.state_dict.items():
+        entry, kind = stored.get(fqn), type(value)
+        if fqn in placing.absent and fqn not in placing.placed:
+            continue
+        if entry is None:
+            keys.missing.append(fqn)
+        elif not isinstance(entry, TensorStorageMetadata):
+            keys.objects.append(fqn)
+            if is_scalar(value):
+                keys.casts[fqn] = f"number -> {value.dtype} tensor".replace("torch.", "")
+        elif kind in (int, float) and not entry.size:
+            dtype = entry.properties.dtype
+            keys.numbers[fqn], keys.tensors[fqn] = value, torch.empty((), dtype=dtype)
+            keys.casts[fqn] = f"{dtype} tensor -> {kind.__name__}".removeprefix("torch.")
+        else:
+            keys.tensors[fqn] = value
+    return keys
+
+
+def _destinations(
+    asked: Asked, groups: Sequence[ReadGroup], resets: Iterable[str]
+) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors that are read into or reset, by key; some keys have several."""
+    read = [fqn for group in groups if group.reads is not None for fqn in group.fqns]
+    destinations: list[tuple[str, torch.Tensor]] = []
+    for fqn in (*read, *resets):
+        placed = asked.placing.placed.get(fqn)
+        if placed is None and has_hooks(asked.state_dict[fqn]):
+            continue
+        if placed is not None and not placed.parts:
+            destinations.append((fqn, placed.tensor))
+            continue
+        tensors = asked.tensors(fqn) if placed is None else placed.parts
+        destinations += [(fqn, tensor) for tensor in tensors]
+    return destinations
+
+
+_OTHER_KIND = "way out:     a value of that kind under this key; or give this one another name"
+
+
+def _object_faults(asked: Asked, fqns: Iterable[str]) -> Iterator[Fault]:
+    """Yield the keys whose value is a tensor, where the checkpoint has an object."""
+    for fqn in fqns:
+        value, placed = asked.state_dict[fqn], asked.placing.placed.get(fqn)
+        if (placed is not None or is_tensor(value)) and not is_scalar(value):
+            shape = tuple(value.size()) if placed is None else placed.place.sharding.global_shape
+            headline = "the checkpoint holds an object, but the state dict a tensor of shape "
+            yield Fault(fqn, f"{headline}{shape}", (_OTHER_KIND,))
+
+
+def _read_groups(asked: Asked, held: Held) -> list[ReadGroup]:
+    """Return what is read of the keys of one group of a table.
+
+    They are filled alike as long as the checkpoint stores them alike, and their places list the
+    same rows as often.
+    """
+    groups: list[ReadGroup] = []
+    # Most are filled as the last one of their place.
+    latest: dict[Any, ReadGroup] = {}
+    for fqn, value in zip(held.fqns, held.values, strict=True):
+        entry = asked.stored[fqn]
+        placed = value if type(value) is Placed else None
+        key: Any = None
+        if placed is not None:
+            key = placed.place, placed.rule, entry.size, len(entry.chunks)
+        elif type(value) in PLAIN:
+            key = entry.size, len(entry.chunks)
+        elif is_dtensor_like(value) and not has_hooks(value):
+            assert asked.placing.faults  # why it has no place is among them
+            continue
+        group = latest.get(key)
+        if group is None or not group.fills(entry):
+            group = _read_group(asked, fqn, value, placed, held)
+            groups.append(group)
+            if group.reads is None:
+                continue
+            if key is not None and not group.faults:
+                latest[key] = group
+        group.fqns.append(fqn)
+    return groups
+
+
+def _read_group(asked: Asked, fqn: str, value: Any, placed: Placed | None, held: Held) -> ReadGroup:
+    """Return what is read of a tensor of the checkpoint: without reads where it does not fit."""
+    entry: TensorStorageMetadata = asked.stored[fqn]
+    stored_shape = tuple(entry.size)
+    if held.group.kind == OBJECT and not has_hooks(value):
+        headline = f"the checkpoint holds a {stored_shape} tensor, but the state dict a "
+        fault = Fault(fqn, f"{headline}{type(value).__name__}", (_OTHER_KIND,))
+        return ReadGroup(entry, faults=[fault])
+    tensor: Any = value if placed is None else placed.tensor
+    layout = getattr(tensor, "layout", torch.strided)
+    if {layout, entry.properties.layout} != {torch.strided}:
+        headline = f"is a {layout} tensor here, which cannot be filled in place"
+        if layout is torch.strided:
+            headline = f"the checkpoint holds a {entry.properties.layout} tensor"
+        return ReadGroup(entry, faults=[Fault(fqn, headline, (_DENSE,))])
+    shape = tuple(value.size()) if placed is None else placed.place.sharding.global_shape
+    if stored_shape != shape:
+        return ReadGroup(entry, faults=[_other_shape(asked, fqn, shape, placed)])
+    chunks = chunk_list(value) if placed is None else placed.place.chunks
+    destinations = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
+    needed = sum([prod(box.sizes) for box in destinations])
+    padded = 0
+    if placed is not None and placed.place.sharding.padded_shape is not None:
+        padded = sum([tensor.numel() for tensor in placed.tensors]) - needed
+    reads, holes = reads_of(entry, destinations)
+    faults = []
+    if holes:
+        headline = f"nobody stored {format_boxes(holes, shape)}, which is needed"
+        details = (
+            "likely:      the checkpoint was saved by some of the ranks only, or without "
+            "collectives, so that each rank's metadata describes its own part alone",
+            f"way out:     load a complete checkpoint; of this key it holds "
+            f"{len(entry.chunks)} chunk(s)",
+        )
+        faults.append(Fault(fqn, headline, details))
+    dtype, stored_dtype = tensor.dtype, entry.properties.dtype
+    kind = "same" if stored_dtype == dtype else cast_kind(stored_dtype, dtype)
+    if kind == "wrong" or (kind == "narrowing" and asked.policy.cast == "error"):
+        faults.append(cast_fault(fqn, stored_dtype, dtype))
+    is_float = kind != "same" and dtype.is_floating_point and dtype.itemsize > 1
+    scale = scale_of(fqn, stored_dtype, asked.stored) if is_float else None
+    # Whoever asks for the scales, too, may multiply by them.
+    if scale and scale not in asked.state_dict and not asked.policy.waives(fqn):
+        faults.append(quantized_fault(fqn, stored_dtype, dtype, scale))
+    return ReadGroup(
+        entry,
+        placed,
+        reads,
+        needed * dtype.itemsize,
+        sum(read.lengths.numel() for read in reads) * stored_dtype.itemsize,
+        None if kind == "same" else format_cast(stored_dtype, dtype),
+        kind == "narrowing",
+        padded,
+        faults,
+    )
+
+
+_DENSE = (
+    "way out:     save to_dense() of it, and load that into a dense tensor; or leave this key out, "
+    "and make the tensor anew"
+)
+
+
+def _other_shape(asked: Asked, fqn: str, needed: tuple[int, ...], placed: Placed | None) -> Fault:
+    """Return the fault that a tensor is stored in another shape than is needed."""
+    stored, record = tuple(asked.stored[fqn].size), asked.record
+    details, is_alike = [], False
+    if placed is not None and record is not None:
+        saved, loaded = record.cuts(fqn), placed.place.sharding.cuts
+        is_alike = bool(saved) and saved == loaded
+        details = [f"saved:       {format_cuts(saved)}", f"this load:   {format_cuts(loaded)}"]
+    if () in (stored, needed):
+        details.append(
+            "likely:      one side has one number for all experts, the other one for each: of "
+            "one tensor for all, and of a tensor for each (Stack, Unstack)"
+        )
+    differing = [dim for dim, (a, b) in enumerate(zip(stored, needed, strict=False)) if a != b]
+    if len(stored) == len(needed) and len(differing) == 1:
+        (dim,) = differing
+        small, large = sorted((stored[dim], needed[dim]))
+        if small and large % small == 0:
+            larger, cause = "stored", "does this load lack a rule for it,"
+            if stored[dim] == small:
+                larger, cause = "needed", "saved without its placement"
+            cause += f" on an axis of size {large // small}?"
+            if is_alike:
+                cause = "another number of experts or rows, since both sides cut it alike?"
+            details.append(
+                f"likely:      on dim {dim} the {larger} size is {large // small} times the "
+                f"other: {cause}"
+            )
+    if placed is not None and placed.rule is not None:
+        details.append(f"by rule:     {placed.rule}")
+        if record is None:
+            details.append(
+                "saved:       by other planners, which take parts that no DTensor describes "
+                "for replicas: dcp-placements doctor says what is left"
+            )
+    details.append(
+        "way out:     build the model as it was saved, or correct the rule of this key: its "
+        "axes, or global_shape= and padded_shape= of parts that are uneven or padded"
+    )
+    headline = (
+        f"the checkpoint holds a {stored} tensor, but {needed} is needed (torch: Size mismatch)"
+    )
+    return Fault(fqn, headline, tuple(details))
+
+
+NOTHING = request_of(Placing(), Metadata({}), Policy())
+"""The request of a load that is not planned."""
