@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from dcp_placements import CheckpointPlacement, PlacementRules
-from dcp_placements.bind.state_dict import place
+from dcp_placements.bind.place import place
 from dcp_placements.layout.sharding import Box
 from dcp_placements.testing import FakeDTensor, World, cut
 

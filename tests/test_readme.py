@@ -43,7 +43,7 @@ from dcp_placements import (
     PlacementRules,
     PlacementSavePlanner,
 )
-from dcp_placements.bind.state_dict import place
+from dcp_placements.bind.place import place
 from dcp_placements.cli import main
 from dcp_placements.cli.app import app
 from dcp_placements.testing import cut

@@ -4,25 +4,32 @@ Two sources describe how a tensor is cut. The rule speaks for the axes that the 
 does not shard; the DTensor for those that it does. The rule's cuts come first, because FSDP cuts
 the model-parallel part: that holds whatever position its axis has in the checkpoint's mesh.
 
-What comes out is a ``Place``, and with a tensor a ``Placed``. Nothing is copied: every chunk is a
-view. The chunks of a stack are views of several local tensors.
+The result is a ``Place``, and with a tensor a ``Placed``. Nothing is copied: every chunk is a view.
+The chunks of a stack are views of several local tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from dcp_placements._torch import root_mesh
+from dcp_placements._torch import Facts, is_dtensor_like, root_mesh
 from dcp_placements.errors import CannotPlace, Fault, PlacementError
 from dcp_placements.layout.sharding import Chunk, Cut, Kind, Position, Sharding, unknown_kind
 from dcp_placements.names.flat import Path
-from dcp_placements.names.optimizer_state import Groups
-from dcp_placements.rules.mesh import Axis, Mesh, format_mesh, format_ranks_of, mesh_axes
+from dcp_placements.names.optimizer_state import Dims, Groups
+from dcp_placements.rules.mesh import (
+    Axis,
+    Mesh,
+    format_mesh,
+    format_ranks_of,
+    mesh_axes,
+    mesh_state,
+)
 from dcp_placements.rules.placement import (
     CheckpointPlacement,
     cut_of,
@@ -147,15 +154,76 @@ class Placing:
                 by_rule.setdefault(one.rule, {})[made] = None
         return {rule: tuple(shapes) for rule, shapes in by_rule.items()}
 
-    def add(self, fqn: str, value: Any, path: Path | None) -> None:
-        """Note a value under its key in the checkpoint."""
-        if fqn in self.state_dict:
-            headline = "rename= gives this one name to a row and to another value"
-            way_out = "way out:     map every key of a rank to a key of its own"
-            self.faults.append(Fault(fqn, headline, (way_out,)))
-        self.state_dict[fqn] = value
-        if path is not None:
-            self.mappings[fqn] = path
+
+class Source(NamedTuple):
+    """A tensor of a state dict, and what its key's rule says of it.
+
+    An expert's, of shape ``(2, 3)`` on each of two ep ranks::
+
+        Source(weight, (weight, None, (), (2, 3)), "'experts'",
+               CheckpointPlacement(mesh, {"ep": Shard(0)}))
+
+    Attributes:
+        value: The tensor or DTensor.
+        own: Its local tensor, and the mesh, placements and shape that it has by itself.
+        rule: The name, for messages, of the rule that matches its key; None if none does.
+        placement: The placement of that rule; None keeps the tensor's own mesh and placements.
+    """
+
+    value: Any
+    own: Facts
+    rule: str | None
+    placement: CheckpointPlacement | None
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether a value is a tensor, or has the attributes of a DTensor."""
+    return isinstance(value, torch.Tensor) or is_dtensor_like(value)
+
+
+def has_dims(value: Any) -> bool:
+    """Whether a value is a tensor with dims; a scalar or an object has no rows of its own."""
+    return is_tensor(value) and len(value.shape) > 0
+
+
+class SharedPlaces:
+    """The places of a state dict's tensors: tensors of one layout share one ``Place``."""
+
+    def __init__(self) -> None:
+        self._places: dict[Any, Place] = {}
+
+    def bind(
+        self,
+        own: Facts,
+        placement: CheckpointPlacement | None = None,
+        origins: Dims | None = None,
+        ndim: int = 0,
+    ) -> Place:
+        """Return the place of a tensor, as ``bind`` computes it.
+
+        Args:
+            own: The tensor's local tensor, mesh, placements and shape.
+            placement: The placement of its rule, or of another tensor whose dims it has.
+            origins: For each dim of the tensor, the dim of that other one; None of a reduced dim.
+                None where the placement is its own.
+            ndim: The number of dims of the other tensor.
+
+        Raises:
+            CannotPlace: As ``bind``.
+        """
+        local, mesh, placements, shape = own
+        if placement is None or origins == tuple(range(ndim)):
+            origins, ndim = None, 0
+        state = None if mesh is None else mesh_state(mesh)
+        key = shape, local.shape, state, placements, placement, origins, ndim
+        place = self._places.get(key)
+        if place is None:
+            if placement is None or origins is None:
+                place = bind(tuple(shape), tuple(local.shape), placement, mesh, placements)
+            else:
+                place = self.bind(own, placement.of_dims(origins, ndim))
+            self._places[key] = place
+        return place
 
 
 def bind(
@@ -164,25 +232,20 @@ def bind(
     placement: CheckpointPlacement | None = None,
     mesh: Mesh | None = None,
     placements: Sequence[Any] = (),
-    rows: Collection[int] = (),
-) -> Place | None:
-    """Return where a local tensor lies in the checkpoint, or None on a rank that holds no part.
+) -> Place:
+    """Return where a local tensor lies in the checkpoint.
 
     Args:
         shape: The tensor's over its own mesh; a plain tensor's own shape.
         local_shape: The shape of this rank's local tensor, in elements.
-        placement: As of ``declared_place``.
-        mesh: Likewise.
-        placements: Likewise.
-        rows: Likewise.
+        placement: The placement of its rule; None keeps the tensor's own mesh and placements.
+        mesh: The DTensor's mesh, which this rank is in; None for a plain tensor.
+        placements: The DTensor's, one per axis of ``mesh``.
 
     Raises:
         CannotPlace: The two sources contradict each other, or do not yield ``local_shape``.
     """
-    declared = declared_place(shape, placement, mesh, placements, rows)
-    if declared is None:
-        return None
-    place, expected = declared
+    place, expected = declared_place(shape, placement, mesh, placements)
     # FSDP may leave (0, 0) of a parameter of shape (0, 8): neither has an element to place.
     is_empty = len(local_shape) == len(shape) and not prod(expected) and not prod(local_shape)
     if expected != local_shape and not is_empty:
@@ -197,22 +260,18 @@ def declared_place(
     placement: CheckpointPlacement | None = None,
     mesh: Mesh | None = None,
     placements: Sequence[Any] = (),
-    rows: Collection[int] = (),
     *,
     is_whole: bool = False,
-) -> tuple[Place, tuple[int, ...]] | None:
+) -> tuple[Place, tuple[int, ...]]:
     """Return where a rank holds its part of a tensor, and the local shape that it has there.
 
-    The rule's cuts come first, then those of the tensor's own DTensor. None on a rank that is not
-    in the DTensor's mesh, and so holds no part.
+    The rule's cuts come first, then those of the tensor's own DTensor.
 
     Args:
         shape: The tensor's over its own mesh; a plain tensor's own shape.
         placement: The placement of its rule; None keeps the tensor's own mesh and placements.
-        mesh: The DTensor's mesh; None for a plain tensor.
+        mesh: The DTensor's mesh, which this rank is in; None for a plain tensor.
         placements: The DTensor's, one per axis of ``mesh``.
-        rows: Of a row of a stack, the dims of the stack, of which the rule speaks, that the rows
-            lie along: ranks along an axis that shards them hold other rows.
         is_whole: Whether ``shape`` is that of the whole tensor, where no rank runs whose tensor
             has one. A ``global_shape`` of the rule still decides.
 
@@ -220,8 +279,7 @@ def declared_place(
         CannotPlace: The two sources contradict each other, or do not fit the shape.
     """
     own_axes = () if mesh is None else mesh_axes(mesh)
-    if own_axes is None:
-        return None
+    assert own_axes is not None, "the rank is in the tensor's mesh"
     rule_axes = () if placement is None else mesh_axes(placement.mesh)
     if rule_axes is None:
         assert placement is not None
@@ -231,27 +289,24 @@ def declared_place(
             "ranks give another rule, or None",
         )
     own_cuts = _own_cuts(len(shape), own_axes, placements)
-    if placement is not None and mesh is not None:
-        of_rule = zip(rule_axes, placement.placements, strict=True)
-        names = {axis.name for axis, entry in of_rule if kind_of(entry)}
-        names |= {own_axes[number].name for number in own_cuts}
-        _check_tables([axis for axis in rule_axes if axis.name in names], mesh)
-    by_rule: list[tuple[Cut, Position, int | None]] = []
+    ruled: list[_RuleCut] = []
     if placement is not None:
-        by_rule = list(_rule_cuts(len(shape), rows, placement, rule_axes, own_axes, own_cuts))
+        entries = zip(rule_axes, placement.placements, strict=True)
+        cutting = {axis.name for axis, entry in entries if kind_of(entry)}
+        cutting |= {own_axes[number].name for number in own_cuts}
+        check_ranks([axis for axis in rule_axes if axis.name in cutting], mesh)
+        ruled = list(_rule_cuts(len(shape), placement, rule_axes, own_axes, own_cuts))
+    replaced = {cut.own_axis for cut in ruled if cut.own_axis in own_cuts}
     whole, padded = list(shape), None
-    replaced = {at for _, _, at in by_rule if at in own_cuts}
-    for cut, _, at in by_rule:
-        if at not in replaced and not is_whole:
-            whole[cut.dim] *= cut.size  # of listed rows global_shape= says it
     if placement is not None and placement.global_shape is not None:
         whole, padded = list(placement.global_shape), placement.padded_shape
-        if rows:
-            whole = _without_dims(whole, rows)
-            padded = padded and tuple(_without_dims(padded, rows))
+    elif not is_whole:
+        for cut, _, own_axis in ruled:
+            if own_axis not in replaced:
+                whole[cut.dim] *= cut.size
     kept = _without(own_cuts, replaced) if replaced else own_cuts
-    cuts = [*[cut for cut, _, _ in by_rule], *kept.values()]
-    positions = *[one for _, one, _ in by_rule], *[own_axes[i].position for i in kept]
+    cuts = [*[each.cut for each in ruled], *kept.values()]
+    positions = *[each.position for each in ruled], *[own_axes[i].position for i in kept]
     sharding = Sharding(tuple(whole), tuple(cuts), padded)
     others = [axis for axis in own_axes if not any(map(axis.is_same, rule_axes))]
     axes = (*rule_axes, *others)  # an axis that both sources have stands once
@@ -264,10 +319,6 @@ def declared_place(
         own = format_own(shape, mesh, placements)
         raise _misfit(error.headline, own, placement, sharding, positions, axes) from None
     return Place(sharding, axes, chunks, positions), local_shape
-
-
-def _without_dims(shape: Sequence[int], dims: Collection[int]) -> list[int]:
-    return [size for dim, size in enumerate(shape) if dim not in dims]
 
 
 def _own_cuts(ndim: int, axes: Sequence[Axis], placements: Sequence[Any]) -> dict[int, Cut]:
@@ -289,43 +340,59 @@ def _own_cuts(ndim: int, axes: Sequence[Axis], placements: Sequence[Any]) -> dic
     return cuts
 
 
+class _RuleCut(NamedTuple):
+    """A cut for which the rule speaks, as ``_RuleCut(Cut(0, "ep", 2, by_rule=True), 1, None)``.
+
+    Attributes:
+        cut: The cut.
+        position: This rank's position in it.
+        own_axis: The number of the same axis in the DTensor's mesh, if it has it. If the DTensor
+            cuts along it, too, this cut replaces that one.
+    """
+
+    cut: Cut
+    position: Position
+    own_axis: int | None
+
+
 def _rule_cuts(
     ndim: int,
-    rows: Collection[int],
     placement: CheckpointPlacement,
     axes: Sequence[Axis],
     own_axes: Sequence[Axis],
     own_cuts: Mapping[int, Cut],
-) -> Iterator[tuple[Cut, Position, int | None]]:
-    """Yield the cuts for which the rule speaks: not those that the DTensor describes as exactly.
-
-    Each with this rank's position in it, and the number of the DTensor's axis that it is over. If
-    the DTensor cuts along that axis, too, the rule's cut replaces its cut.
-    """
-    ndim += len(rows)
+) -> Iterator[_RuleCut]:
+    """Yield the cuts for which the rule speaks: not those that the DTensor describes as exactly."""
     for axis, entry in zip(axes, placement.placements, strict=True):
-        is_cutting = kind_of(entry) and not (entry.dim in rows or entry.dim + ndim in rows)
-        at = next((i for i, one in enumerate(own_axes) if one.is_same(axis)), None)
-        own, own_cut = (None, None) if at is None else (own_axes[at], own_cuts.get(at))
+        number = next((i for i, own in enumerate(own_axes) if own.is_same(axis)), None)
+        own, own_cut = (None, None) if number is None else (own_axes[number], own_cuts.get(number))
         if own is not None and own.size != axis.size:
             raise _contradiction(axis, f"of size {own.size}", f"of size {axis.size}")
-        if own is not None and own.position != axis.position and (own_cut or is_cutting):
-            here, there = f"with this rank at {own.position}", f"at {axis.position}"
-            raise _contradiction(axis, here, there)
-        if not is_cutting:
+        if own is not None and own.position != axis.position and (own_cut or kind_of(entry)):
+            by_tensor = f"with this rank at {own.position}"
+            raise _contradiction(axis, by_tensor, f"at {axis.position}")
+        if kind_of(entry) is None:
             continue
-        if not -ndim <= entry.dim < ndim:
-            raise CannotPlace(
-                f"holds a tensor of {ndim} {'dim' if ndim == 1 else 'dims'}, but "
-                f"{format_placement(entry)} over axis {axis} names dim {entry.dim}",
-                f"way out:     a dim below {ndim}; or, where the pattern matches too much, a more "
-                "specific one above it",
-            )
+        check_dim(entry, axis, ndim)
         cut = cut_of(entry, ndim, axis.name, axis.size)
-        cut = cut._replace(dim=cut.dim - sum([dim < cut.dim for dim in rows])) if rows else cut
         if own_cut is None or axis.size == 1 or _is_finer(cut, own_cut, entry):
             position = entry.indices if cut.kind is Kind.LISTED else axis.position
-            yield cut._replace(by_rule=True), position, at
+            yield _RuleCut(cut._replace(by_rule=True), position, number)
+
+
+def check_dim(entry: Any, axis: Axis, ndim: int) -> None:
+    """Refuse a placement of a dim that a tensor of ``ndim`` dims does not have.
+
+    Raises:
+        CannotPlace: It names such a dim.
+    """
+    if not -ndim <= entry.dim < ndim:
+        raise CannotPlace(
+            f"holds a tensor of {ndim} {'dim' if ndim == 1 else 'dims'}, but "
+            f"{format_placement(entry)} over axis {axis} names dim {entry.dim}",
+            f"way out:     a dim below {ndim}; or, where the pattern matches too much, a more "
+            "specific one above it",
+        )
 
 
 def _is_finer(cut: Cut, own_cut: Cut, entry: Any) -> bool:
@@ -355,21 +422,23 @@ def _is_finer(cut: Cut, own_cut: Cut, entry: Any) -> bool:
     return is_finer
 
 
-def _check_tables(axes: Sequence[Axis], mesh: Mesh) -> None:
-    """Refuse axes of a rule that are along other ranks than those of the DTensor's meshes.
+def check_ranks(axes: Sequence[Axis], mesh: Mesh | None) -> None:
+    """Refuse axes of a rule that are along other ranks than the same axes of the DTensor's meshes.
 
-    Each rank compares its own line of each table; all ranks together compare the tables.
+    Each rank compares the ranks along its own line; so all ranks compare the whole meshes.
 
     Args:
-        axes: Those along which the rule or the DTensor cuts.
-        mesh: The DTensor's.
+        axes: The axes of the rule along which it cuts, or the DTensor does.
+        mesh: The DTensor's mesh; None for a plain tensor, which has no axes.
 
     Raises:
         CannotPlace: An axis of the same name, of that mesh or of the one that it was sliced from,
             has other ranks.
     """
+    if not axes or mesh is None:
+        return
     root = root_mesh(mesh)
-    if not axes or root is root_mesh(axes[0].mesh):
+    if root is root_mesh(axes[0].mesh):
         return
     by_name = {axis.name: axis for each in (mesh, root) for axis in mesh_axes(each) or ()}
     for axis in axes:
@@ -427,8 +496,8 @@ def _misfit(
     axes: Sequence[Axis],
 ) -> CannotPlace:
     """Return the refusal of a local tensor that is not what its sources make of the whole."""
-    rows = [f", {len(at)} of them" if isinstance(at, tuple) else "" for at in positions]
-    cuts = [f"{cut}{of}" for cut, of in zip(sharding.cuts, rows, strict=True)]
+    counts = [f", {len(each)} of them" if isinstance(each, tuple) else "" for each in positions]
+    cuts = [f"{cut}{count}" for cut, count in zip(sharding.cuts, counts, strict=True)]
     declared = []
     if placement is not None:
         whole, padded = placement.global_shape, placement.padded_shape

@@ -27,7 +27,7 @@ import torch
 from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from dcp_placements.bind.state_dict import place
+from dcp_placements.bind.place import place
 from dcp_placements.convert.torch_files import (
     REBUILT,
     SavedDTensor,

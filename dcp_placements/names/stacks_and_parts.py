@@ -279,6 +279,19 @@ def stack_dims(row: Row, shape: Shape) -> tuple[int, ...]:
     return tuple(dims)
 
 
+def dims_of_row(row: Row, shape: Shape) -> tuple[int, ...]:
+    """Return, for each dim of a row of ``shape``, the dim of the stack.
+
+    >>> dims_of_row(Row("w", 0, 8, dim=1), (4, 3))
+    (0, 2)
+
+    Raises:
+        CannotPlace: A stack along a dim that it does not have.
+    """
+    lacking = stack_dims(row, shape)
+    return tuple([dim for dim in range(len(shape) + len(lacking)) if dim not in lacking])
+
+
 def row_dim(name: Rows | Parts, shape: Shape) -> int | None:
     """Return the dim that the rows of a tensor lie along, from 0; None where it has no rows.
 

@@ -39,7 +39,7 @@ from dcp_placements._torch import (
 )
 from dcp_placements.bind.lint import dropped_rows, lint
 from dcp_placements.bind.one_tensor import Placing
-from dcp_placements.bind.state_dict import numberings, place
+from dcp_placements.bind.place import numberings, place
 from dcp_placements.errors import (
     Fault,
     PlacementError,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
-from dcp_placements.bind.state_dict import place
+from dcp_placements.bind.place import place
 from dcp_placements.testing import FakeDTensor, FakeMesh
 
 

@@ -83,9 +83,7 @@ def bound(
     placement: CheckpointPlacement | None,
 ) -> Place:
     own_mesh = mesh[own_names] if own_names else None
-    place = bind(tuple(part.shape), tuple(local.shape), placement, own_mesh, own_placements)
-    assert place is not None
-    return place
+    return bind(tuple(part.shape), tuple(local.shape), placement, own_mesh, own_placements)
 
 
 @given(st.data())

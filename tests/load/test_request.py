@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements import CheckpointPlacement, PlacementLoadPlanner, PlacementRules
-from dcp_placements.bind.state_dict import place
+from dcp_placements.bind.place import place
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box
 from dcp_placements.load.missing import Policy

@@ -17,7 +17,7 @@ from dcp_placements import (
     PlacementRules,
     PlacementSavePlanner,
 )
-from dcp_placements.bind.state_dict import place
+from dcp_placements.bind.place import place
 from dcp_placements.rules.patterns import compile_pattern, rule_name
 from dcp_placements.testing import World
 

@@ -30,7 +30,7 @@ class Whole(NamedTuple):
 class Named:
     """A whole tensor under its names. Expert 1 of 4 in a stack, whose rank calls it expert 0::
 
-    Named("experts.0.w", (6, 3), torch.float32, "experts.w", (4, 6, 3), (0,), (Target(...),))
+    Named("experts.0.w", (6, 3), torch.float32, "experts.w", (4, 6, 3), Row(...), (Target(...),))
     """
 
     key: str  # the key that a rank has
@@ -38,7 +38,7 @@ class Named:
     dtype: torch.dtype  # of its elements
     rule_name: str  # the key that the rules see
     rule_shape: Shape  # the shape that the rules cut: that of the stack for one of its rows
-    stack_dims: tuple[int, ...]  # of a row of a stack, the dims of the stack that it lacks
+    row: Row | None  # the row of a stack that it becomes, if it does
     targets: tuple[Target, ...]  # the checkpoint's tensors that it is, or is a part of
 
     def probe(self) -> torch.Tensor:
@@ -64,16 +64,12 @@ def named_tensors(wholes: Mapping[str, Whole], rename: Renames, faults: list[Fau
             continue
         try:
             name = rename(key)
-            rule_shape: Shape = shape
-            stack_dims: tuple[int, ...] = ()
-            if isinstance(name, Row):
-                stack = row_target(name, shape)
-                rule_shape = stack.shape
-                stack_dims = tuple([d for d, origin in enumerate(stack.dims) if origin is None])
+            row = name if isinstance(name, Row) else None
+            rule_shape = shape if row is None else row_target(row, shape).shape
             rule_name = name if isinstance(name, str) else getattr(name, "stacked", name.fqn)
             targets = tuple(renamed_boxes(name, shape))
         except CannotPlace as error:
             faults.append(error.fault(key))
             continue
-        named.append(Named(key, shape, dtype, rule_name, rule_shape, stack_dims, targets))
+        named.append(Named(key, shape, dtype, rule_name, rule_shape, row, targets))
     return named

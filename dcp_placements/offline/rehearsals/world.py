@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard
 from dcp_placements._torch import rehearsed
 from dcp_placements.bind.one_tensor import Place, declared_place
 from dcp_placements.bind.rank_shard import RankShard
+from dcp_placements.bind.reshape import row_axes
 from dcp_placements.errors import CannotPlace, Fault, PlacementError, unpacked_faults
 from dcp_placements.layout.boxes import Boxes, as_array, as_boxes
 from dcp_placements.layout.sharding import Box
@@ -31,7 +32,7 @@ from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.names.numbers import Family, Numbering
 from dcp_placements.names.optimizer_state import Dims, OptimizerStates, followed_dims
 from dcp_placements.names.renames import Renames, Step, recorded
-from dcp_placements.names.stacks_and_parts import Target
+from dcp_placements.names.stacks_and_parts import Target, dims_of_row
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.rehearsals.fsdp_axes import Fsdp, FsdpAxes
 from dcp_placements.offline.rehearsals.local_keys import LocalKeys, Steps, checkpoint_steps
@@ -310,7 +311,13 @@ class RehearsedWorld:
             target_dims = one.targets[0].dims if one.targets else ()
             row_dims = sorted(set(range(len(one.shape))) - set(target_dims))
             is_damaged = any(target.fqn in self._damaged for target in one.targets)
-            lies = one.shape, one.dtype, one.rule_shape, one.stack_dims, self._fsdp.of(rule_key)
+            lies = (
+                one.shape,
+                one.dtype,
+                one.rule_shape,
+                one.row and one.row.axes,
+                self._fsdp.of(rule_key),
+            )
             row_dim = row_dims[0] if row_dims else None
             kind = Kind([], rule_key, row_dim, is_damaged, by_name[rule_key], dims)
             kinds.setdefault((lies, tuple(row_dims), label, is_damaged, dims), kind).tensors.append(
@@ -429,9 +436,12 @@ def _cutting(
         CannotPlace: The rule does not fit the tensors.
     """
     tensor, own = kind.tensors[0], () if mesh is None else (Shard(0),)
-    declared = declared_place(tensor.shape, placement, mesh, own, tensor.stack_dims, is_whole=True)
-    assert declared is not None, "every rank is in its mesh"
-    place, local_shape = declared
+    ruled = placement
+    if placement is not None and tensor.row is not None:
+        row_axes(placement, tensor.row, tensor.shape)  # refuses a rule that does not fit the stack
+        origins = dims_of_row(tensor.row, tensor.shape)
+        ruled = placement.of_dims(origins, len(tensor.rule_shape))
+    place, local_shape = declared_place(tensor.shape, ruled, mesh, own, is_whole=True)
     sharding, positions, shape = place.sharding, place.positions, local_shape
     if mesh is not None:  # its cut is the last, and of dim 0
         unsharded = replace(sharding, cuts=sharding.cuts[:-1]).dim_at(0, positions[:-1])

@@ -1,0 +1,194 @@
+"""Optimizer state that follows its parameter: its place is the parameter's, dim by dim.
+
+Of a weight (8, 3), cut over two ep ranks by ``{"ep": Shard(0)}``, and its state, all trained by one
+optimizer; on the second rank::
+
+    model.w                (4, 3)   [4:8, 0:3] of (8, 3)
+    optim.state.w.exp_avg  (4, 3)   [4:8, 0:3] of (8, 3): its parameter's place
+    optim.state.w.row_var  (4, 1)   [4:8, 0:1] of (8, 1): dim 1 is reduced
+    optim.state.w.col_var  (1, 3)   [0:1, 0:3] of (1, 3): a replica, as no cut of the weight is left
+    optim.state.w.step     ()       no place: it has no dims
+
+Which dims those are, ``names/optimizer_state.py`` says from the shapes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from dcp_placements.bind.one_tensor import Place, Placed, SharedPlaces, Source, has_dims
+from dcp_placements.bind.own_chunks import lists_its_chunks
+from dcp_placements.errors import CannotPlace
+from dcp_placements.names.flat import Path, Reshaped
+from dcp_placements.names.optimizer_state import Dims, OptimizerStates, followed_dims
+from dcp_placements.names.stacks_and_parts import dims_of_row
+from dcp_placements.rules.placement import moved_placements
+
+
+class States(NamedTuple):
+    """Which tensors of a flat state dict are optimizer state, by their names in rules.
+
+    With a ``critic.w`` and a ``generator.w`` beside one optimizer of ``w``, and an optimizer of a
+    ``v`` that is saved without it::
+
+        States({"optim.state.w.exp_avg": ["critic.w", "generator.w"], "other.state.v.m": []},
+               {"other.state.v.m": (4, 3)})
+
+    Attributes:
+        parameters: By state, the tensors that its parameter may be.
+        shapes: By state of a parameter that is not there, the local shape that it must have.
+    """
+
+    parameters: dict[str, list[str]]
+    shapes: dict[str, tuple[int, ...]]
+
+
+def states_of(
+    state_dict: Mapping[str, Any], mappings: Mapping[str, Path], reshaped: Reshaped
+) -> States:
+    """Return which tensors are optimizer state, and of which parameters.
+
+    A rank's own names say which belong together: a rename may change one and not the other. Of an
+    optimizer that is saved alone the largest sizes of a parameter's state are those of the
+    parameter, unless one has others: then nothing is known of it.
+
+    Args:
+        state_dict: Flat, with the names in rules, and with parameter groups.
+        mappings: The path of each key in the nested dict, which has the rank's own names.
+        reshaped: The values that a rename makes other tensors of; a stack has a name per row.
+    """
+    names, values = {}, {}
+    for fqn, value in state_dict.items():
+        key = ".".join(map(str, mappings[fqn])) if fqn in mappings else fqn
+        names[key], values[key] = fqn, value
+    for fqn, rows in reshaped.rows.items():
+        names.update({row.key: fqn for row in rows})
+        values.update({row.key: row.value for row in rows})
+    states = OptimizerStates(values)
+    tensors = [key for key, value in values.items() if has_dims(value)]
+    owners = {key: state.owner for key in tensors if (state := states.of(key)) is not None}
+    others = [key for key in tensors if key not in owners]
+    weights = states.weights_of(dict.fromkeys(owners.values()), others)
+    parameters: dict[str, list[str]] = {}
+    shapes: dict[tuple[str, str], list[tuple[int, ...]]] = {}
+    for key, owner in owners.items():
+        candidates = dict.fromkeys([names[weight] for weight in weights[owner]])
+        parameters.setdefault(names[key], [*candidates])
+        if not candidates:
+            shapes.setdefault(owner, []).append(tuple(values[key].shape))
+    largest = {owner: _largest(held) for owner, held in shapes.items()}
+    of_states = {names[key]: largest[owner] for key, owner in owners.items() if owner in largest}
+    return States(parameters, {fqn: shape for fqn, shape in of_states.items() if shape is not None})
+
+
+def _largest(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """Return the shape of a parameter of which there is only state; None if that shows none.
+
+    >>> _largest([(4, 1), (4, 3), (3,)]), _largest([(4, 3), (5, 3)])
+    ((4, 3), None)
+    """
+    ndim = max(map(len, shapes))
+    sizes = tuple(map(max, zip(*[shape for shape in shapes if len(shape) == ndim], strict=True)))
+    return sizes if all(followed_dims(shape, sizes) for shape in shapes) else None
+
+
+def followed_parameter(
+    fqn: str,
+    states: States,
+    sources: Mapping[str, Source],
+    placed: Mapping[str, Placed],
+    reshaped: Reshaped,
+) -> Placed | None:
+    """Return the parameter that optimizer state follows; None where it has its own place.
+
+    That is so where a rule matches the state's own key and not the parameter: the same rule is the
+    same pattern or, for a callable, an equal placement. Rows follow rows of a stack that has as
+    many, along the same dims.
+
+    Args:
+        fqn: The state's name in rules.
+        states: Which tensors its parameter may be.
+        sources: The tensors, by their names in rules.
+        placed: The tensors that are bound so far, all parameters among them.
+        reshaped: The values that a rename makes other tensors of.
+    """
+    candidates = states.parameters[fqn]
+    if not candidates or lists_its_chunks(sources[fqn].value):
+        return None
+    # Where the optimizer may call several tensors so, their places have to be equal.
+    places = {
+        each and (each.place.sharding, each.place.chunks): each
+        for each in map(placed.get, candidates)
+    }
+    parameter = next(iter(places.values()))
+    if parameter is None or len(places) > 1:
+        return None
+    own, leading = sources[fqn], sources[parameter.fqn]
+    is_ruled = own.rule is not None and own[2:] != leading[2:]
+    stacks = [
+        reshaped.rows[key][0].name.axes if key in reshaped.rows else ()
+        for key in (fqn, parameter.fqn)
+    ]
+    return None if is_ruled or stacks[0] != stacks[1] else parameter
+
+
+def follow(
+    fqn: str,
+    source: Source,
+    parameter: Placed,
+    leading: Source,
+    reshaped: Reshaped,
+    places: SharedPlaces,
+) -> Placed | None:
+    """Return where optimizer state lies that follows its parameter dim by dim.
+
+    A plain tensor follows the parameter's DTensor, too; a DTensor says itself how it is cut.
+
+    Args:
+        fqn: Its name in rules.
+        source: The state.
+        parameter: The parameter, placed.
+        leading: The parameter, with its rule.
+        reshaped: The values that a rename makes other tensors of.
+        places: The places so far.
+
+    Returns:
+        None where its shape is none of those that follow.
+
+    Raises:
+        CannotPlace: Its shape fits in several ways, which have different places.
+    """
+    local, mesh, placements, shape = source.own
+    first, other, others, whole = leading.own
+    is_plain = mesh is None
+    if is_plain and local.shape == first.shape:  # moments, most of all
+        return Placed(fqn, local, parameter.place, parameter.rule)
+    if lists_its_chunks(leading.value):
+        return None
+    of_parameter = tuple(first.shape if is_plain else whole)
+    ways = followed_dims(tuple(local.shape if is_plain else shape), of_parameter)
+    ndim, ruled = len(whole), tuple(range(len(whole)))  # by dim of the parameter, the rule's
+    if parameter.fqn in reshaped.rows:
+        row = reshaped.rows[parameter.fqn][0].name
+        ndim, ruled = len(whole) + len(row.axes), dims_of_row(row, tuple(whole))
+    found: list[Place] = []
+    for dims in ways:
+        if is_plain:
+            mesh, placements = other, moved_placements(others, dims, len(whole))
+            sizes = zip(dims, local.shape, strict=True)
+            shape = torch.Size([n if dim is None else whole[dim] for dim, n in sizes])
+        origins: Dims = tuple([None if dim is None else ruled[dim] for dim in dims])
+        own = local, mesh, placements, shape
+        found.append(places.bind(own, leading.placement, origins, ndim))
+    if len({(place.sharding, place.chunks) for place in found}) > 1:
+        lost = [set(range(len(whole))).difference(dims).pop() for dims in ways]
+        raise CannotPlace(
+            f"its local shape {tuple(local.shape)} may be that of its parameter, "
+            f"{tuple(of_parameter)}, without dim {' or '.join(map(str, sorted(lost)))}, which "
+            "are cut differently",
+            "way out:     a rule for this key itself, above that of its parameter",
+        )
+    return Placed(fqn, local, found[0], parameter.rule, is_reduced=True) if found else None

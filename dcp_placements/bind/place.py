@@ -1,0 +1,286 @@
+"""A rank's state dict bound to the checkpoint: one ``Placed`` per tensor that has a place.
+
+Both planners use this, so that a save and a load compute the same places. Nothing is raised here: a
+tensor that does not fit becomes a ``Fault``, and the planner raises all of them at once. Nothing is
+copied: each chunk is a view of a local tensor.
+
+The pass has three steps. The rules are asked about each tensor. Each is bound as what it is on
+this rank: parameters and buffers first, then the optimizer state that follows them (``followers``).
+Where a rename makes other tensors of some, these replace them (``reshape``). On the second of two
+ep ranks that have an expert of (2, 3) each::
+
+    {"experts.w1": weight, "lr": 0.1}
+    -> placed {"experts.w1": Placed("experts.w1", weight, Place(...), "'experts'")}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dcp_placements._torch import default_write_items, facts_of, global_rank, has_hooks
+from dcp_placements.bind.followers import States, follow, followed_parameter, states_of
+from dcp_placements.bind.lint import tensor_faults
+from dcp_placements.bind.one_tensor import Place, Placed, Placing, SharedPlaces, Source, is_tensor
+from dcp_placements.bind.own_chunks import listed_place, lists_its_chunks
+from dcp_placements.bind.reshape import RowAxes, other_rows, reshape, row_axes, stack_like
+from dcp_placements.errors import CannotPlace, Fault
+from dcp_placements.layout.boxes import format_boxes
+from dcp_placements.names.flat import Path, Reshaped
+from dcp_placements.names.numbers import NumberedKey, Numberings, families
+from dcp_placements.names.optimizer_state import (
+    Dims,
+    OptimizerStates,
+    ParameterNames,
+    followed_dims,
+    named_lists,
+    parameter_groups,
+    unnamed_faults,
+)
+from dcp_placements.names.renames import fqns_of
+from dcp_placements.names.stacks_and_parts import Rename, dims_of_row
+from dcp_placements.rules.patterns import PlacementRules, Rules, asked, rule_name
+from dcp_placements.rules.placement import CheckpointPlacement, IndexShard, kind_of
+
+
+def place(
+    state_dict: dict[str, Any],
+    rules: Rules | None,
+    mappings: dict[str, Path] | None = None,
+    reshaped: Reshaped | None = None,
+    stored: Mapping[str, Any] | None = None,
+    rename: Rename | None = None,
+    *,
+    has_contents: bool = True,
+) -> Placing:
+    """Bind every tensor of a flat state dict to its place in the checkpoint.
+
+    The rules are never asked about 0-d tensors and non-tensors. Optimizer state follows its
+    parameter dim by dim, unless a rule of its own matches; state of another shape is a replica.
+
+    Args:
+        state_dict: Flat, as ``rename_keys`` returns it.
+        rules: The user's; None leaves every tensor its own mesh and placements.
+        mappings: The path of each key in the nested dict.
+        reshaped: The values that a rename makes other tensors of, if any. The rules are asked about
+            a stack, of which the first row is the value, and is bound as what it is.
+        stored: The checkpoint's metadata by key on a load; None on a save.
+        rename: What has renamed the keys.
+        has_contents: Whether a save refuses meta tensors.
+    """
+    mappings, reshaped = mappings or {}, reshaped or Reshaped()
+    has_groups = any("param_groups" in fqn for fqn in state_dict)
+    states = states_of(state_dict, mappings, reshaped) if has_groups else States({}, {})
+    faults: list[Fault] = []
+    lists: dict[str, ParameterNames] = {}
+    # The groups of flattened state name one parameter each, and have no lists.
+    if any(fqn.endswith(".params") for fqn in state_dict):
+        names_of = None if rename is None else lambda key: fqns_of(rename(key))
+        lists, faults = named_lists(state_dict, names_of)
+        state_dict = {**state_dict, **lists}
+    # The pattern of a None rule counts as matched, too.
+    declared = rules.declared if isinstance(rules, PlacementRules) else ()
+    matched = dict.fromkeys(declared, 0)
+    placing = Placing(faults=faults, matched=matched, state_dict=state_dict, mappings=mappings)
+    sources = _sources(placing, rules, reshaped)
+    axes_of_rows = _bind_each(placing, sources, states, reshaped)
+    is_save = stored is None and has_contents
+    local_tensors = [(fqn, source.own[0]) for fqn, source in sources.items()]
+    if reshaped.rows:
+        local_tensors += other_rows(reshaped, sources)
+    placing.faults += tensor_faults(local_tensors, placing.placed, is_save=is_save)
+    if reshaped.rows or reshaped.wholes:
+        placing = reshape(placing, reshaped, axes_of_rows, rules)
+        for fqn, listed in lists.items():
+            placing.state_dict[fqn] = listed.numbered(placing.totals)
+    if has_groups:
+        placing.groups = parameter_groups(placing.state_dict)
+        placing.faults += _optimizer_faults(placing, rename)
+    return placing
+
+
+def numberings(placing: Placing, numbered: Sequence[NumberedKey]) -> Numberings:
+    """Return the families of keys to which a rename gives numbers on this rank.
+
+    Optimizer state counts for nothing: a parameter that was never stepped has none.
+
+    Args:
+        placing: The tensors, bound.
+        numbered: The keys in which the rename gave a number, as ``rename_keys`` returns them.
+    """
+    states = OptimizerStates(placing.state_dict)
+    heads = tuple([f"{head}param_groups." for head in placing.groups])
+
+    def is_listed(key: str) -> bool:
+        return states.of(key) is None and not key.startswith(heads)
+
+    rows = {key: total for key, total in placing.totals.items() if is_listed(key)}
+    return families(filter(is_listed, numbered), rows)
+
+
+def _optimizer_faults(placing: Placing, rename: Rename | None) -> list[Fault]:
+    """Return the faults of optimizer state that has to follow its parameters, and cannot.
+
+    Its keys have the positions of parameters, while tensors are renamed, ruled, or list their
+    chunks.
+    """
+    needs_names = rename is not None or any(
+        not (placed.place.axes if placed.rule is None else placed.is_whole)
+        for placed in placing.placed.values()
+    )
+    return unnamed_faults(placing.state_dict, placing.groups) if needs_names else []
+
+
+def _sources(placing: Placing, rules: Rules | None, reshaped: Reshaped) -> dict[str, Source]:
+    """Return the tensors of a state dict by their names in rules, each with its rule.
+
+    Left out are tensors of which this rank has nothing, which become ``absent``, and those with
+    torch's hooks, which are left to torch's default planner.
+
+    Args:
+        placing: Has the state dict; takes in the rules that match, absent keys and faults.
+        rules: The user's.
+        reshaped: The values that a rename makes other tensors of.
+    """
+    sources: dict[str, Source] = {}
+    for fqn, value in placing.state_dict.items():
+        if not is_tensor(value):
+            continue
+        try:
+            rule, placement = _ask(rules, fqn, value, reshaped)
+        except CannotPlace as error:
+            placing.faults.append(error.fault(fqn, rule_name(rules, fqn)))
+            continue
+        if rule is not None:
+            placing.matched[rule] = placing.matched.get(rule, 0) + 1
+        if has_hooks(value):
+            if placement is not None:
+                kind = type(value).__name__
+                headline = f"holds a {kind}, which names its chunks itself, and has a rule"
+                placing.faults.append(CannotPlace(headline, _ONE_SPEAKS).fault(fqn, rule))
+            elif not default_write_items(fqn, value):
+                placing.absent.add(fqn)  # as to torch's planners, other ranks have it
+            continue
+        own = facts_of(value)
+        if own[1] is not None and own[1].get_coordinate() is None:
+            placing.absent.add(fqn)
+        else:
+            sources[fqn] = Source(value, own, rule, placement)
+    return sources
+
+
+def _ask(
+    rules: Rules | None, fqn: str, value: Any, reshaped: Reshaped
+) -> tuple[str | None, CheckpointPlacement | None]:
+    """Return the name, for messages, of the rule that matches a tensor's key, and its placement."""
+    if rules is None or not value.shape:
+        return None, None
+    if isinstance(rules, PlacementRules):
+        match = rules.find(fqn)
+        return (None, None) if match is None else (repr(match[0]), match[1])
+    if fqn in reshaped.rows:
+        value = stack_like(reshaped.rows[fqn], value)
+    placement = asked(rules, fqn, value, rank=global_rank())
+    return (None, None) if placement is None else (rule_name(rules, fqn), placement)
+
+
+def _bind_each(
+    placing: Placing, sources: Mapping[str, Source], states: States, reshaped: Reshaped
+) -> dict[str, RowAxes]:
+    """Bind tensors as what they are on this rank; optimizer state comes after its parameters.
+
+    Args:
+        placing: Takes in the tensors that have a place, and faults.
+        sources: The tensors, by their names in rules.
+        states: Which of them are optimizer state.
+        reshaped: The values that a rename makes other tensors of.
+
+    Returns:
+        By stack, the axis of its rule that shards each dim that its rows lie along.
+    """
+    places = SharedPlaces()
+    axes_of_rows: dict[str, RowAxes] = {}
+    first = [fqn for fqn in sources if fqn not in states.parameters]
+    for fqn in (*first, *filter(sources.__contains__, states.parameters)):
+        source = sources[fqn]
+        try:
+            parameter = None
+            if fqn in states.parameters:
+                parameter = followed_parameter(fqn, states, sources, placing.placed, reshaped)
+            if parameter is not None:
+                follower = follow(fqn, source, parameter, sources[parameter.fqn], reshaped, places)
+                if follower is not None:
+                    placing.placed[fqn] = follower
+                    if parameter.fqn in axes_of_rows:
+                        axes_of_rows[fqn] = axes_of_rows[parameter.fqn]
+                    continue
+                # The rule is the parameter's, and a tensor of another shape has none of its dims.
+                source = source._replace(rule=None, placement=None)
+            if source.placement is not None and fqn in reshaped.rows:
+                row, (_, mesh, _, shape) = reshaped.rows[fqn][0].name, source.own
+                axes_of_rows[fqn] = row_axes(source.placement, row, shape, mesh)
+            placed = _placed(fqn, source, states, reshaped, places)
+            if placed is not None:
+                placing.placed[fqn] = placed
+        except CannotPlace as error:
+            placing.faults.append(error.fault(fqn, sources[fqn].rule))
+    return axes_of_rows
+
+
+def _placed(
+    fqn: str, source: Source, states: States, reshaped: Reshaped, places: SharedPlaces
+) -> Placed | None:
+    """Return the place of a tensor by its own sources; None of a plain one without a rule.
+
+    Raises:
+        CannotPlace: It does not fit its sources, or these contradict each other.
+    """
+    value, own, rule, placement = source
+    local, mesh, _, shape = own
+    listed = listed_place(value) if mesh is None and lists_its_chunks(value) else None
+    if listed is not None and (placement is None or not _declares(placement, listed)):
+        return Placed(fqn, value, listed)
+    if mesh is None and placement is None:
+        return None
+    parameter_shape = states.shapes.get(fqn)
+    origins: Dims | None = None
+    ndim = 0
+    if fqn in reshaped.rows:
+        row = reshaped.rows[fqn][0].name
+        origins, ndim = dims_of_row(row, tuple(shape)), len(shape) + len(row.axes)
+    elif parameter_shape is not None:
+        ways, ndim = followed_dims(tuple(shape), parameter_shape), len(parameter_shape)
+        origins = ways[0] if len(ways) == 1 else None
+    place = places.bind(own, placement, origins, ndim)
+    if listed is not None:
+        _check_equal(listed, place)
+    is_reduced = parameter_shape is not None and tuple(shape) != parameter_shape
+    rule = None if placement is None else rule
+    return Placed(fqn, local, place, rule, is_reduced=is_reduced)
+
+
+_ONE_SPEAKS = "way out:     let one of them speak: None for this key in the rules"
+
+
+def _declares(placement: CheckpointPlacement, listed: Place) -> bool:
+    """Whether a placement says more than that each rank has all of the whole."""
+    if placement.global_shape not in (None, listed.sharding.global_shape):
+        return True
+    axes = zip(placement.placements, placement.mesh.shape, strict=True)
+    return any(isinstance(entry, IndexShard) or (kind_of(entry) and n > 1) for entry, n in axes)
+
+
+def _check_equal(listed: Place, ruled: Place) -> None:
+    """Refuse a rule by which a rank holds other chunks than the tensor itself lists."""
+    shapes = [place.sharding.global_shape for place in (listed, ruled)]
+    if shapes[0] != shapes[1] or sorted(listed.chunks) != sorted(ruled.chunks):
+        itself, declared = (
+            format_boxes([chunk.box for chunk in place.chunks], shape)
+            for place, shape in zip((listed, ruled), shapes, strict=True)
+        )
+        raise CannotPlace(
+            "lists chunks of its own that are not those of its rule",
+            f"by itself:   {itself}",
+            f"declared:    {declared}",
+            _ONE_SPEAKS,
+        )

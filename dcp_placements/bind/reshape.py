@@ -1,0 +1,433 @@
+"""What a rename with ``Stack``, ``Unstack`` or ``Split`` makes of a rank's tensors.
+
+Each tensor is bound before, as what it is on this rank. A rename's targets are pairs of equal
+boxes: what the rank has of a target is the tensor's own chunks, moved by those pairs, in views of
+the tensor with the dims of the target. Nothing is copied or gathered. On the second of two ep ranks
+with two experts each::
+
+    Stack("experts.{}", total=4)   experts.2.w (4, 3), experts.3.w (4, 3)
+                                   -> experts.w: chunks [2:3, ...] and [3:4, ...] of (4, 4, 3)
+    Unstack("experts.{}")          experts.w (2, 4, 3), which is [2:4, ...] of (4, 4, 3)
+                                   -> experts.2.w and experts.3.w, whole
+    Split("gate_up", ("gate", "up"))  gate_up (8, 3)
+                                   -> gate: its [0:4, ...]; up: its [4:8, ...]
+
+Rules name the stack in all of these forms. So a tensor that is a row of a stack is bound by the
+stack's rule without the dims that the rows lie along; ranks along an axis that shards these hold
+other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, product, starmap
+from typing import Any, NamedTuple
+
+import torch
+
+from dcp_placements._torch import facts_of, has_hooks
+from dcp_placements.bind.one_tensor import (
+    Place,
+    Placed,
+    Placing,
+    SharedPlaces,
+    check_dim,
+    check_ranks,
+    format_own,
+    has_dims,
+    is_tensor,
+)
+from dcp_placements.bind.own_chunks import names_its_chunks
+from dcp_placements.errors import CannotPlace, Fault, format_names
+from dcp_placements.layout.sharding import Cut, FusedPart, Kind, Sharding
+from dcp_placements.names.flat import Path, RenamedValue, Reshaped
+from dcp_placements.names.stacks_and_parts import (
+    Parts,
+    Row,
+    Rows,
+    Target,
+    part_targets,
+    removed,
+    row_dim,
+    row_target,
+    stack_dims,
+)
+from dcp_placements.rules.mesh import Axis, Mesh, mesh_axes
+from dcp_placements.rules.patterns import Rules, rule_name
+from dcp_placements.rules.placement import CheckpointPlacement, kind_of, shard_dim
+
+RowAxes = tuple[Axis | None, ...]
+"""For each dim of a stack that its rows lie along, the axis that shards it, if any."""
+
+
+def stack_like(rows: Sequence[RenamedValue[Row]], value: Any) -> torch.Tensor:
+    """Return a tensor of the local shape of a stack, for rules that are a function.
+
+    Args:
+        rows: The rows that this rank has.
+        value: The first one.
+    """
+    dims, local = stack_dims(rows[0].name, value.shape), facts_of(value)[0]
+    shape = list(row_target(rows[0].name, tuple(local.shape)).shape)
+    numbers = zip(*[row.name.indices for row in rows], strict=True)
+    for dim, indices in zip(dims, numbers, strict=True):
+        shape[dim] = len(indices if len(dims) == 1 else set(indices))
+    return torch.empty(shape, dtype=local.dtype, device="meta")
+
+
+def other_rows(reshaped: Reshaped, stacks: Container[str]) -> list[tuple[str, torch.Tensor]]:
+    """Return the local tensors of all rows but the first, each with the name of its stack.
+
+    Args:
+        reshaped: The rows, by stack.
+        stacks: The stacks that are meant.
+    """
+    return [
+        (fqn, facts_of(row.value)[0])
+        for fqn, rows in reshaped.rows.items()
+        if fqn in stacks
+        for row in rows[1:]
+        if is_tensor(row.value) and not has_hooks(row.value)
+    ]
+
+
+def row_axes(
+    placement: CheckpointPlacement, row: Row, shape: tuple[int, ...], mesh: Mesh | None = None
+) -> RowAxes:
+    """Return the axes of a stack's rule that shard the dims that its rows lie along.
+
+    ``{"ep": Shard(0), "tp": Shard(1)}`` of a stack of experts: ``(Axis("ep", ...),)``.
+
+    Args:
+        placement: The placement of the stack.
+        row: One of its rows.
+        shape: The shape of that row over its own mesh.
+        mesh: The mesh of that row, if it is a DTensor.
+
+    Raises:
+        CannotPlace: The rule has another number of rows or dims, or the row's DTensor has one of
+            these axes along other ranks.
+    """
+    dims, declared = stack_dims(row, shape), placement.global_shape
+    ndim = len(shape) + len(dims)
+    for dim, (total, _) in zip(dims, row.axes, strict=True):
+        if declared is not None and (len(declared) != ndim or declared[dim] != total):
+            raise CannotPlace(
+                f"stacks {total} rows on dim {dim} of a tensor of {ndim} dims, but its rule "
+                f"says global_shape={declared}"
+            )
+    sharding: dict[int, Axis] = {}
+    # A rank that is not in the rule's mesh has no axes, and is refused where the row is bound.
+    for axis, entry in zip(mesh_axes(placement.mesh) or (), placement.placements, strict=False):
+        if kind_of(entry):
+            check_dim(entry, axis, ndim)
+            sharding[shard_dim(entry, ndim)] = axis
+    axes = tuple([sharding.get(dim) for dim in dims])
+    check_ranks([axis for axis in axes if axis is not None], mesh)
+    return axes
+
+
+def reshape(
+    placing: Placing,
+    reshaped: Reshaped,
+    axes_of_rows: Mapping[str, RowAxes],
+    rules: Rules | None,
+) -> Placing:
+    """Return the tensors of a state dict with those that a rename makes in the place of others.
+
+    Args:
+        placing: The tensors, bound as what they are on this rank; a stack as its first row.
+        reshaped: The values that become rows of a stack, or one tensor per row or part.
+        axes_of_rows: By stack, the axes of its rule that shard its rows.
+        rules: The user's, for messages.
+    """
+    result = replace(placing, placed={}, faults=[*placing.faults], state_dict={}, mappings={})
+    unbound = placing.absent.union([fault.fqn for fault in placing.faults])
+    wholes = SharedPlaces()
+    # Layers have equal tensors: what the rename makes of one, by its place.
+    stacks: dict[Any, Place] = {}
+    targets: dict[Any, list[HeldTarget]] = {}
+    for fqn, value in placing.state_dict.items():
+        own, path = placing.placed.get(fqn), placing.mappings.get(fqn)
+        try:
+            if fqn in reshaped.rows:
+                rows = sorted(reshaped.rows[fqn], key=lambda row: row.name.indices)
+                _put(result, fqn, rows[0].value, path)
+                tensors = _equal_tensors(rows)
+                if fqn not in unbound:
+                    own = own or _unruled(fqn, rows[0].value, wholes)
+                    names, axes = [row.name for row in rows], axes_of_rows.get(fqn)
+                    result.placed[fqn] = _stack(own, names, tensors, axes, stacks)
+            elif fqn in reshaped.wholes:
+                renamed = reshaped.wholes[fqn]
+                _check_whole(renamed)
+                if fqn not in unbound:
+                    own = own or _unruled(fqn, value, wholes)
+                    _put_targets(result, own, renamed, targets)
+            else:
+                _put(result, fqn, value, path)
+                if own is not None:
+                    result.placed[fqn] = own
+        except CannotPlace as error:
+            result.faults.append(error.fault(fqn, rule_name(rules, fqn)))
+    return result
+
+
+def _put(placing: Placing, fqn: str, value: Any, path: Path | None) -> None:
+    """Add a value under its key in the checkpoint, which no other value may have."""
+    if fqn in placing.state_dict:
+        headline = "rename= gives this one name to a row and to another value"
+        way_out = "way out:     map every key of a rank to a key of its own"
+        placing.faults.append(Fault(fqn, headline, (way_out,)))
+    placing.state_dict[fqn] = value
+    if path is not None:
+        placing.mappings[fqn] = path
+
+
+def _unruled(fqn: str, value: Any, wholes: SharedPlaces) -> Placed:
+    """Return a tensor that neither a rule nor a DTensor speaks for: it is a whole."""
+    local = facts_of(value)[0]
+    return Placed(fqn, local, wholes.bind((local, None, (), local.shape)))
+
+
+_ONE_FORM = (
+    "way out:     leave it out, or give both sides one form of experts, so that no rename= touches "
+    "optimizer state; offline export_safetensors(optimizer=True, rename=) converts it. Without "
+    "flatten_optimizer_state_dict=True one lr is that of all parameters of a group"
+)
+
+
+def _equal_tensors(rows: Sequence[RenamedValue[Row]]) -> list[torch.Tensor]:
+    """Return the local tensors of the rows of one stack.
+
+    Raises:
+        CannotPlace: They are not all tensors, or differ in more than their numbers.
+    """
+    if not any(is_tensor(row.value) for row in rows):
+        raise CannotPlace(
+            f"{rows[0].key} is an object, and rename= makes a row of a stack of it: "
+            "only tensors are stacked",
+            _ONE_FORM,
+        )
+    if not all(is_tensor(row.value) and not names_its_chunks(row.value) for row in rows):
+        raise CannotPlace(
+            "cannot stack what is no tensor, or names its chunks itself, with tensors",
+            f"it stacks:   {format_names([row.key for row in rows], 4)}",
+        )
+    facts = [facts_of(row.value) for row in rows]
+    kinds = set()
+    for local, mesh, placements, shape in facts:
+        # Meshes may differ in the ranks, and not in where this rank stands along what cuts.
+        axes = None if mesh is None else mesh_axes(mesh)
+        entries = zip(axes or (), placements, strict=False)
+        cutting = [
+            (axis.size, axis.position) for axis, entry in entries if not entry.is_replicate()
+        ]
+        kinds.add((local.dtype, local.shape, shape, placements, tuple(cutting)))
+    if len(kinds) > 1:
+        details = [
+            f"{row.key}: {local.dtype}, {format_own(shape, mesh, placements)}"
+            for row, (local, mesh, placements, shape) in zip(rows[:4], facts, strict=False)
+        ]
+        raise CannotPlace("cannot stack rows of different dtypes, shapes or placements", *details)
+    return [local for local, *_ in facts]
+
+
+def _stack(
+    own: Placed,
+    rows: Sequence[Row],
+    tensors: Sequence[torch.Tensor],
+    axes: RowAxes | None,
+    stacks: dict[Any, Place],
+) -> Placed:
+    """Return one stack, of which the rank has some rows.
+
+    Args:
+        own: The first row, bound as what it is.
+        rows: The rows that the rank has, sorted.
+        tensors: Their local tensors.
+        axes: The axes of the rule that shard the rows; None without a rule.
+        stacks: The places of stacks so far; takes in this one.
+    """
+    axes = axes or (None,) * len(rows[0].axes)
+    key = own.place, rows[0].axes, axes, tuple([row.indices for row in rows])
+    if key not in stacks:
+        stacks[key] = _stack_place(own.place, rows, axes)
+    views = [tensor.detach() for tensor in tensors]
+    for dim, origin in enumerate(row_target(rows[0], own.place.sharding.global_shape).dims):
+        if origin is None:
+            views = [view.unsqueeze(dim) for view in views]
+    return Placed(own.fqn, tensors[0], stacks[key], own.rule, views)
+
+
+def _stack_place(own: Place, rows: Sequence[Row], axes: RowAxes) -> Place:
+    """Return the place of a stack of which a rank has rows that each have the place ``own``."""
+    shape = own.sharding.global_shape
+    listed = []
+    for dim, axis in zip(stack_dims(rows[0], shape), axes, strict=True):
+        name, size = (None, 1) if axis is None else (axis.name, axis.size)
+        listed.append(Cut(dim, name, size, Kind.LISTED, by_rule=True))
+    sharding = _moved(own.sharding, row_target(rows[0], shape))
+    chunks = [
+        chunk
+        for number, row in enumerate(rows)
+        for chunk in row_target(row, shape).chunks(own.chunks, number)
+    ]
+    sharding = replace(sharding, cuts=(*listed, *sharding.cuts))
+    return Place(sharding, own.axes, tuple(chunks))
+
+
+class HeldTarget(NamedTuple):
+    """A tensor that a rename makes of another one, as far as this rank holds it.
+
+    The ``up`` of expert 5, which is the second expert of this rank::
+
+        HeldTarget(row=5, part=1, indices=(1,), place=Place(...))
+
+    Attributes:
+        row: The number of its row, which replaces ``{}`` in its key; 0 without rows.
+        part: Its number among the parts of that row.
+        indices: The index of the row in the local tensor, for each time that it is there.
+        place: Its place.
+    """
+
+    row: int
+    part: int
+    indices: tuple[int, ...]
+    place: Place
+
+
+def _check_whole(renamed: RenamedValue[Rows | Parts]) -> None:
+    """Refuse what has no rows and no parts.
+
+    Raises:
+        CannotPlace: It is an object, a scalar, or a tensor that names its chunks itself.
+    """
+    value = renamed.value
+    if not has_dims(value):
+        kind = "a scalar" if is_tensor(value) else "an object"
+        raise CannotPlace(
+            f"is {kind}, and rename= makes several tensors of it: it has no rows and no parts",
+            _ONE_FORM,
+        )
+    if names_its_chunks(value):
+        raise CannotPlace("names its chunks itself, and cannot be unstacked")
+
+
+def _put_targets(
+    placing: Placing,
+    own: Placed,
+    renamed: RenamedValue[Rows | Parts],
+    targets: dict[Any, list[HeldTarget]],
+) -> None:
+    """Add the rows and parts of a tensor that this rank has.
+
+    Args:
+        placing: Takes them in.
+        own: The tensor, bound as what it is.
+        renamed: What becomes of it.
+        targets: The rows and parts of tensors so far; takes in those of this one.
+    """
+    name, shape = renamed.name, own.place.sharding.global_shape
+    dim = row_dim(name, shape)
+    if dim is not None:
+        placing.totals.update(dict.fromkeys(name.fqns, shape[dim]))
+    key = own.place, dim, isinstance(name, Parts) and (name.dim, name.sizes, name.groups)
+    if key not in targets:
+        targets[key] = _held_targets(own.place, name, dim)
+    tensor = own.tensor.detach()
+    for row, part, indices, place in targets[key]:
+        fqn = name.fqns[part].replace("{}", str(row))
+        views = [tensor if dim is None else tensor.select(dim, index) for index in indices]
+        _put(placing, fqn, views[0], renamed.path)
+        copies = views if len(views) > 1 else ()
+        placing.placed[fqn] = Placed(fqn, views[0], place, own.rule, copies, has_own_key=True)
+
+
+def _held_targets(whole: Place, name: Rows | Parts, dim: int | None) -> list[HeldTarget]:
+    """Return the rows and parts of a tensor that this rank holds.
+
+    Args:
+        whole: The place of the tensor.
+        name: What becomes of it.
+        dim: The dim that its rows lie along; None where it is only split.
+
+    Raises:
+        CannotPlace: The tensor cannot be cut into the parts.
+    """
+    shape = whole.sharding.global_shape
+    parts = part_targets(name, shape if dim is None else removed(shape, dim))
+    indices_of: dict[int, list[int]] = {0: [0]}
+    if dim is not None:
+        rows = chain.from_iterable(starmap(range, whole.sharding.dim_at(dim, whole.positions)))
+        indices_of = {}
+        for index, row in enumerate(rows):
+            if row < shape[dim]:  # beyond it is padding
+                indices_of.setdefault(row, []).append(index)
+    held = []
+    for (row, indices), (part, target) in product(indices_of.items(), enumerate(parts)):
+        if dim is not None:
+            target = target.of_row(row, dim)
+        chunks = [
+            moved
+            for number, index in enumerate(indices)
+            for chunk in whole.chunks
+            if dim is None or 0 <= index - chunk.local_offsets[dim] < chunk.sizes[dim]
+            for moved in target.chunks([chunk], number)
+        ]
+        of = FusedPart(part, name.sizes, name.groups) if isinstance(name, Parts) else None
+        split = _split_dims(target, shape)
+        sharding = _moved(whole.sharding, target, split, of)
+        # Where no axis cuts a fused dim, a part in one box is the same box on every rank.
+        is_cut = any(cut.dim in split for cut in sharding.cuts)
+        is_exact = not split or (len(target.boxes) == 1 and not is_cut)
+        place = Place(sharding, whole.axes, tuple(chunks), is_exact=is_exact)
+        held.append(HeldTarget(row, part, tuple(indices), place))
+    return held
+
+
+def _split_dims(target: Target, shape: tuple[int, ...]) -> list[int]:
+    """Return the dims of a target that are parts of a dim of its source, whose shape is given."""
+    return [
+        dim
+        for dim, origin in enumerate(target.dims)
+        if origin is not None
+        and any(source.sizes[origin] != shape[origin] for source, _ in target.boxes)
+    ]
+
+
+def _moved(
+    whole: Sharding, target: Target, split: Sequence[int] = (), of: FusedPart | None = None
+) -> Sharding:
+    """Return how axes cut what a rename makes of a tensor that they cut.
+
+    The cut of a fused dim stays that of the whole dim: parts are not shards of equal size.
+
+    Args:
+        whole: How they cut the tensor.
+        target: What becomes of it.
+        split: The dims of the target that are parts of a dim of the tensor.
+        of: Which of these parts the target is.
+
+    Raises:
+        CannotPlace: A fused dim that is padded.
+    """
+    cuts: list[Cut] = []
+    for cut in whole.cuts:
+        if cut.dim not in target.dims:  # the target is a row: ranks along the axis hold other rows
+            cuts.append(cut._replace(dim=-1))
+            continue
+        dim = target.dims.index(cut.dim)
+        cuts.append(cut._replace(dim=dim, of=of if dim in split else None))
+    if whole.padded_shape is None:
+        return Sharding(target.shape, tuple(cuts))
+    padded = list(target.shape)
+    for dim, origin in enumerate(target.dims):
+        if origin is None or whole.padded_shape[origin] == whole.global_shape[origin]:
+            continue
+        padded[dim] = whole.padded_shape[origin]
+        if dim in split:
+            sizes = f"{padded[dim]} of {whole.global_shape[origin]}"
+            raise CannotPlace(f"cannot be split: dim {dim} is padded, to {sizes}")
+    return Sharding(target.shape, tuple(cuts), tuple(padded))
