@@ -20,10 +20,10 @@ from typing import Any
 
 from dcp_placements._torch import default_write_items, facts_of, global_rank, has_hooks
 from dcp_placements.bind.followers import States, follow, followed_parameter, states_of
-from dcp_placements.bind.lint import tensor_faults
 from dcp_placements.bind.one_tensor import Place, Placed, Placing, SharedPlaces, Source, is_tensor
 from dcp_placements.bind.own_chunks import listed_place, lists_its_chunks
 from dcp_placements.bind.reshape import RowAxes, other_rows, reshape, row_axes, stack_like
+from dcp_placements.bind.tensor_memory import tensor_faults
 from dcp_placements.errors import CannotPlace, Fault
 from dcp_placements.layout.boxes import format_boxes
 from dcp_placements.names.flat import Path, Reshaped

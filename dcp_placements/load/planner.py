@@ -32,8 +32,9 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_placements._torch import global_rank, is_on_meta, set_up_by_torch, world_size
-from dcp_placements.bind.lint import lint, memory_faults
+from dcp_placements.bind.lint import lint
 from dcp_placements.bind.place import numberings, place
+from dcp_placements.bind.tensor_memory import memory_faults
 from dcp_placements.errors import (
     Fault,
     PlacementError,

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from dcp_placements._torch import PLAIN, chunk_list, has_hooks, is_dtensor_like
-from dcp_placements.bind.lint import tied_keys
 from dcp_placements.bind.one_tensor import Placed, Placing
+from dcp_placements.bind.tied_keys import tied_keys
 from dcp_placements.errors import Fault, format_names
 from dcp_placements.layout.boxes import Index, as_array, format_boxes, uncovered
 from dcp_placements.layout.sharding import Box, format_cuts

@@ -1,0 +1,213 @@
+"""What the memory of a rank's tensors allows: can it be saved, does it keep what is read into it.
+
+Before a save or a load: a tensor without contents, or whose storage was freed; two names of one
+storage with different places. Before a load alone: a tensor whose elements share memory, or whose
+``to_local()`` is a copy that nobody keeps::
+
+    "head.w" and "embed.w" are one storage, and a rule shards only "embed.w"  -> a fault of "head.w"
+    torch.ones(3).expand(2, 3): two rows, one memory                          -> a fault
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import gcd
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from dcp_placements._torch import PLAIN, facts_of, is_dtensor_like
+from dcp_placements.bind.one_tensor import Placed
+from dcp_placements.errors import Fault
+from dcp_placements.layout.boxes import format_boxes
+from dcp_placements.layout.sharding import Box
+
+
+def tensor_faults(
+    tensors: Iterable[tuple[str, torch.Tensor]], placed: Mapping[str, Placed], *, is_save: bool
+) -> list[Fault]:
+    """Return a fault for each tensor without contents, and for each storage with two places.
+
+    Args:
+        tensors: Local tensors by the checkpoint's key; a stack has several.
+        placed: The places of those that have one; a tensor without one is whole.
+        is_save: Whether a meta tensor, which has no contents, is a fault.
+    """
+    faults = []
+    # By start in memory the first tensor there; of those with several all of them.
+    first: dict[int, tuple[str, torch.Tensor]] = {}
+    starts: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for fqn, tensor in tensors:
+        is_plain = type(tensor) in PLAIN and tensor.layout is torch.strided
+        if is_save and tensor.is_meta:
+            faults.append(Fault(fqn, "is a meta tensor, which has no contents to save", _META))
+        elif not tensor.numel():
+            continue
+        elif (
+            # Memory that was freed, as FSDP does it; the cheap question is asked first.
+            is_plain
+            and tensor.data_ptr() == tensor.storage_offset() * tensor.itemsize
+            and not tensor.untyped_storage().nbytes()
+        ):
+            headline = f"the storage of this {tuple(tensor.shape)} {tensor.dtype} tensor was freed"
+            faults.append(Fault(fqn, headline, _FREED))
+        elif not is_plain and _is_around_dtensors(tensor):
+            kind = type(tensor).__name__
+            headline = f"is a {kind} around DTensors, of which every rank has another part"
+            faults.append(Fault(fqn, headline, _AROUND))
+        else:
+            start = tensor.data_ptr() if is_plain else data_pointer(tensor)
+            one = fqn, tensor
+            if start and first.setdefault(start, one) is not one:
+                starts.setdefault(start, [first[start]]).append(one)
+    for named in starts.values():
+        faults += _alias_faults(named, placed)
+    return faults
+
+
+_META = (
+    "way out:     materialise it before the save (to_empty() and the initialisation leave some "
+    "parameters or buffers out), or leave this key out",
+)
+_FREED = (
+    "likely:      an unsharded parameter of FSDP, or a view of one, taken during a step",
+    "way out:     take the state dict from the model anew, or leave this key out",
+)
+_AROUND = ("way out:     a DTensor around such a tensor; or its DTensors under keys of their own",)
+
+
+def _is_around_dtensors(tensor: torch.Tensor) -> bool:
+    if isinstance(tensor, DTensor) or not hasattr(tensor, "__tensor_flatten__"):
+        return False
+    parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return any(isinstance(part, DTensor) or _is_around_dtensors(part) for part in parts)
+
+
+def _alias_faults(
+    named: Sequence[tuple[str, torch.Tensor]], placed: Mapping[str, Placed]
+) -> Iterator[Fault]:
+    """Yield the faults of tensors of one storage whose equal views have different places."""
+    names: dict[Any, str] = {}
+    for fqn, tensor in named:
+        first = names.setdefault(_view_of(tensor), fqn)
+        boxes, other = (_boxes(tensor, placed.get(name)) for name in (fqn, first))
+        if boxes == other:
+            continue
+        one = placed.get(first)
+        is_missed = one is None or (one.rule is None and fqn in placed)
+        ruled, missed = (fqn, first) if is_missed else (first, fqn)
+        ruled_boxes, missed_boxes = (boxes, other) if is_missed else (other, boxes)
+        yield Fault(
+            missed,
+            f"it is in one storage with {ruled}, but the two lie differently in the checkpoint",
+            (
+                "likely:      a rule speaks for one of them and misses the other; or one is a view "
+                "without the DTensor or the attributes of the other",
+                "way out:     name both in the rules, with one placement; or the same tensor under "
+                "both names",
+            ),
+            (
+                f"{ruled} is:  {format_boxes(*ruled_boxes)}",
+                f"{missed} is: {format_boxes(*missed_boxes)}",
+            ),
+        )
+
+
+def _boxes(tensor: torch.Tensor, placed: Placed | None) -> tuple[list[Box], tuple[int, ...]]:
+    """Return the boxes of a local tensor in the checkpoint, and the shape there."""
+    if placed is None:
+        return [Box.whole(tuple(tensor.shape))], tuple(tensor.shape)
+    return [chunk.box for chunk in placed.place.chunks], placed.place.sharding.global_shape
+
+
+def _view_of(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    """Return the size and stride of each dim: which elements of its storage a tensor has.
+
+    A tensor and its transpose, or the half of its columns, are different views of one storage.
+    """
+    strides: Sequence[int] = tensor.stride() if tensor.layout is torch.strided else tensor.shape
+    dims = zip(tensor.shape, strides, strict=True)
+    return tuple([(size, 0 if size == 1 else stride) for size, stride in dims])
+
+
+def data_pointer(tensor: torch.Tensor) -> int:
+    """Return where the elements of a tensor begin in memory; 0 where it has none."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # wrapper subclasses and fake tensors have no memory
+        return 0
+
+
+def memory_faults(
+    state_dict: Mapping[str, Any], destinations: Sequence[tuple[str, torch.Tensor]]
+) -> list[Fault]:
+    """Return the tensors whose memory does not keep what is read into it."""
+    faults = []
+    # Each call of to_local() may make another tensor: what is read into it is lost at the end.
+    values = {fqn: state_dict[fqn] for fqn, _ in destinations}
+    values = {fqn: value for fqn, value in values.items() if not isinstance(value, DTensor)}
+    alike = {fqn for fqn, value in values.items() if is_dtensor_like(value)}
+    starts = {(fqn, data_pointer(tensor)) for fqn, tensor in destinations if fqn in alike}
+    for fqn, tensor in destinations:
+        is_spread = tensor.layout is torch.strided and not tensor.is_contiguous()
+        if not is_spread and fqn not in alike:
+            continue
+        if is_spread and share_memory([tensor]):
+            headline = (
+                f"several elements of this {tuple(tensor.shape)} tensor are one memory: what is "
+                "read would be overwritten"
+            )
+            details = (
+                f"found:       strides {tensor.stride()}, in elements",
+                "way out:     put a copy into the state dict (tensor.clone() has memory of its "
+                "own for each element), or the tensor that it was made from",
+            )
+            faults.append(Fault(fqn, headline, details))
+        is_new = fqn in alike and (fqn, data_pointer(facts_of(values[fqn])[0])) not in starts
+        if is_new and tensor.numel():
+            kind = type(values[fqn]).__name__
+            headline = f"to_local() of this {kind} makes a copy: what is read would be lost"
+            out = "way out:     load into the tensor that it holds, and make the copy afterwards"
+            faults.append(Fault(fqn, headline, (out,)))
+    return faults
+
+
+def share_memory(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether two elements, of one tensor or of two, are one memory.
+
+    >>> share_memory([torch.ones(3).expand(2, 3)]), share_memory([*torch.ones(4, 6).split(3, 1)])
+    (True, False)
+    """
+    starts = list(map(data_pointer, tensors))
+    first = min(starts)
+    views: list[tuple[int, int, list[int], list[int]]] = []
+    unit = 0
+    for start, tensor in zip(starts, tensors, strict=True):
+        block = tensor.itemsize  # bytes in a row; the other dims are of such blocks
+        strides: list[int] = []
+        sizes: list[int] = []
+        for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+            if stride * tensor.itemsize == block:
+                block *= size
+            elif stride and size > 1:
+                strides.append(stride * tensor.itemsize)
+                sizes.append(size)
+        if tensor.numel():
+            views.append((start - first, block, strides, sizes))
+            unit = gcd(unit, start - first, block, *strides)
+    ends = [start - first + extent(tensor) for start, tensor in zip(starts, tensors, strict=True)]
+    marks = np.zeros(max(ends) // max(unit, 1), bool)
+    for offset, block, strides, sizes in views:
+        shape, steps = (*sizes, block // unit), (*[stride // unit for stride in strides], 1)
+        np.lib.stride_tricks.as_strided(marks[offset // unit :], shape, steps)[...] = True
+    return int(marks.sum()) * unit < sum(tensor.nbytes for tensor in tensors)
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first element of a tensor to the end of its last."""
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return (last + 1) * tensor.itemsize if tensor.numel() else 0
