@@ -186,11 +186,11 @@ def has_dims(value: Any) -> bool:
     return is_tensor(value) and len(value.shape) > 0
 
 
+@dataclass(slots=True)
 class SharedPlaces:
     """The places of a state dict's tensors: tensors of one layout share one ``Place``."""
 
-    def __init__(self) -> None:
-        self._places: dict[Any, Place] = {}
+    _places: dict[Any, Place] = field(default_factory=dict)
 
     def bind(
         self,

@@ -18,9 +18,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dcp_placements._torch import default_write_items, facts_of, global_rank, has_hooks
+import torch
+
+from dcp_placements._torch import (
+    default_write_items,
+    facts_of,
+    global_rank,
+    has_hooks,
+    is_dtensor_like,
+)
 from dcp_placements.bind.followers import States, follow, followed_parameter, states_of
-from dcp_placements.bind.one_tensor import Place, Placed, Placing, SharedPlaces, Source, is_tensor
+from dcp_placements.bind.one_tensor import Place, Placed, Placing, SharedPlaces, Source
 from dcp_placements.bind.own_chunks import listed_place, lists_its_chunks
 from dcp_placements.bind.reshape import RowAxes, other_rows, reshape, row_axes, stack_like
 from dcp_placements.bind.tensor_memory import tensor_faults
@@ -144,7 +152,7 @@ def _sources(placing: Placing, rules: Rules | None, reshaped: Reshaped) -> dict[
     """
     sources: dict[str, Source] = {}
     for fqn, value in placing.state_dict.items():
-        if not is_tensor(value):
+        if not (isinstance(value, torch.Tensor) or is_dtensor_like(value)):
             continue
         try:
             rule, placement = _ask(rules, fqn, value, reshaped)
