@@ -334,7 +334,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
                 save=saved_by(load.metadata) if world_size() > 1 else "",
             )
         if world_size() > 1 and self.exchange is not False:
-            from dcp_placements.load.exchange import ReplicaExchange
+            from dcp_placements.exchange.sending import ReplicaExchange
 
             load.exchange = ReplicaExchange(None if self.exchange is True else self.exchange)
             wish, group = load.exchange.wish(request), load.exchange.group
@@ -368,7 +368,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self._judge(messages)
         given: Sequence[Any] = [None] * len(plans)
         if any(one.wish is not None for one in messages):
-            from dcp_placements.load.exchange import answers
+            from dcp_placements.exchange.readers import answers
 
             given = answers(messages)
         return [
