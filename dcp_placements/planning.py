@@ -1,11 +1,13 @@
-"""What both planners stand on: their saves or loads, and items by the thousand.
+"""What both planners stand on: their current save or load, and items by the thousand.
 
-A planner may have several saves or loads under way, in threads, so each item of a plan knows to
-which of them it belongs. Two loads of one planner, and an item of each::
+A planner may have several saves or loads under way, written and read in threads, so each item of a
+plan knows its own. The hooks that plan get no items: they use what ``set_up_planner`` began last.
+Two saves of one planner, of which the first is still written when the second begins::
 
-    runs.begin()                  # Load 1, which this thread plans
-    runs.begin()                  # Load 2, in another thread
-    runs.current(ReadItemOfLoad(..., run=load_1))    # Load 1, in whatever thread it is read
+    planner.set_up_planner(...)               # planner._save is RankSave 1
+    planner.finish_plan(...)                  # WriteItemOfSave(..., save=RankSave 1, tensor=...)
+    planner.set_up_planner(...)               # planner._save is RankSave 2
+    planner.resolve_data(WriteItemOfSave(..., save=RankSave 1, tensor=...))
 
 Planning creates millions of small objects, and none of them is garbage. The collector nevertheless
 traverses all of them again and again: nine tenths of the time of unpickling a large plan. So it is
@@ -17,11 +19,11 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint import ReadItem, WriteItem
@@ -30,64 +32,59 @@ from torch.distributed.checkpoint.planner import LoadItemType
 
 from dcp_placements.errors import Fault, PlacementError, raise_faults
 
-Run = TypeVar("Run")
 T = TypeVar("T")
-R = TypeVar("R")
 
 
-class Runs(Generic[Run]):
-    """The saves or loads of one planner.
+@dataclass
+class RankWork:
+    """One save or load on one rank, as far as the hooks that plan it have come.
 
-    The hooks that plan one get no items; DCP calls all of them in the thread that began it. Pickled
-    it is empty: the state of a save is not sent to another process.
-
-    Args:
-        kind: Makes the state of a save or load that has not begun.
+    Pickled it is empty: the state of a save is not sent to another process.
 
     Attributes:
-        latest: The one that began last.
+        thread: The thread that began it, in which DCP calls all hooks that plan.
     """
 
-    def __init__(self, kind: Callable[[], Run]) -> None:
-        self._kind = kind
-        self._of_thread = threading.local()
-        self.latest = kind()
+    thread: int = field(default_factory=threading.get_ident, kw_only=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Runs, (self._kind,)
+        return type(self), ()
 
-    def begin(self) -> Run:
-        """Return a new one, which this thread plans."""
-        run = self._kind()
-        self.latest = self._of_thread.run = run  # another thread may begin one at any time
-        return run
+    def check_thread(self) -> None:
+        """Refuse a hook that plans in another thread.
 
-    def current(self, item: Any = None) -> Run:
-        """Return the one that an item is of; without an item that knows it, what this thread plans.
-
-        Of a thread that began none it is the latest.
+        Raises:
+            PlacementError: Another thread has begun this one, perhaps while its own was planned.
         """
-        run: Run | None = getattr(item, "run", None) or getattr(self._of_thread, "run", None)
-        return self.latest if run is None else run
-
-    def inside(self, run: Run, hook: Callable[[T], R], value: T) -> R:
-        """Return ``hook(value)``; inside ``current`` is this run, which the value does not name."""
-        state = self._of_thread
-        before, state.run = getattr(state, "run", None), run
-        try:
-            return hook(value)
-        finally:
-            state.run = before
+        if self.thread != threading.get_ident():
+            raise PlacementError(INTERLEAVED)
 
 
-def of_run(name: str) -> Any:
-    """Return an attribute of a planner that is one of the save or load which the thread plans.
+INTERLEAVED = (
+    "another thread has set up this planner before this one had planned with it\n"
+    "    likely:      two threads save or load with one planner at the same time\n"
+    "    way out:     a planner for each thread; or plan one after the other: what is planned may "
+    "be written or read while the next is planned"
+)
+OVERTAKEN = (
+    "this planner was set up again before {} had asked for all of its tensors\n"
+    "    likely:      {}() of a subclass: it is given an index, of whichever save or load\n"
+    "    way out:     a planner for each save and load; or a subclass without that hook"
+)
+
+
+def held_by(work: str, name: str) -> Any:
+    """Return an attribute of a planner that its current save or load has.
 
     Torch's planners have it, so that subclasses of theirs get and set it.
+
+    Args:
+        work: The attribute of the planner that is its current save or load.
+        name: The name of the attribute.
     """
     return property(
-        lambda planner: getattr(planner._runs.current(), name),
-        lambda planner, value: setattr(planner._runs.current(), name, value),
+        lambda planner: getattr(getattr(planner, work), name),
+        lambda planner, value: setattr(getattr(planner, work), name, value),
     )
 
 
@@ -103,13 +100,13 @@ class WriteItemOfSave(WriteItem):
     """A write item that knows its save, and what it writes.
 
     Attributes:
-        run: The save.
-        chunk: The tensor that is written; None where the planner looks it up.
+        save: The save; it has the objects.
+        tensor: The tensor that is written; None of an object, or where the planner looks it up.
         copied: Whether other ranks write the same into their files.
     """
 
-    run: Any = field(default=None, compare=False, repr=False)
-    chunk: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    save: Any = field(default=None, compare=False, repr=False)
+    tensor: torch.Tensor | None = field(default=None, compare=False, repr=False)
     copied: bool = field(default=False, compare=False, repr=False)
 
     __reduce__ = _as_torch_has_it
@@ -117,15 +114,15 @@ class WriteItemOfSave(WriteItem):
 
 @dataclass(frozen=True, eq=False)
 class ReadItemOfLoad(ReadItem):
-    """A read item that knows its load, and what the chunk is that it fills a part of.
+    """A read item that knows its load, and the tensor that it fills a part of.
 
     Attributes:
-        run: The load.
-        chunk: The memory of the whole destination; None where the planner looks it up.
+        load: The load.
+        tensor: The memory of the whole destination; None where the planner looks it up.
     """
 
-    run: Any = field(default=None, compare=False, repr=False)
-    chunk: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    load: Any = field(default=None, compare=False, repr=False)
+    tensor: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
     __reduce__ = _as_torch_has_it
 

@@ -108,7 +108,7 @@ def _declared_parts(planner: PlacementSavePlanner) -> RankFacts:
     """
     tensors: dict[str, TensorFacts] = {}
     parts = {}
-    for fqn, placed in planner._runs.current().placing.placed.items():
+    for fqn, placed in planner._save.placing.placed.items():
         cuts = zip(placed.place.sharding.cuts, placed.place.positions, strict=False)
         at = [(cut.axis, one) for cut, one in cuts if cut.size > 1 and isinstance(one, int)]
         if placed.rule is not None and at and len(placed.tensors) == 1:

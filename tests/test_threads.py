@@ -8,13 +8,15 @@ import pickle
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from threading import Barrier, Event, current_thread, main_thread
+from threading import Barrier, Event
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hazard_scenes import refusal
 
 from dcp_placements import (
     PlacementFileSystemReader,
@@ -22,7 +24,7 @@ from dcp_placements import (
     PlacementLoadPlanner,
     PlacementSavePlanner,
 )
-from dcp_placements.planning import Runs, quiet_gc
+from dcp_placements.planning import quiet_gc
 
 
 def state(number: int) -> dict[str, torch.Tensor]:
@@ -40,34 +42,48 @@ def in_two_threads(work: Callable[[int], None]) -> None:
             result.result()
 
 
-class Overtaken(Runs[Any]):
-    """Another thread begins a run as soon as one thread has made it known."""
+class InTurn:
+    """Two threads, of which the second begins when the first is at a step, and both meet later."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name == "latest" and current_thread() is main_thread():
-            with ThreadPoolExecutor(1) as pool:
-                pool.submit(self.begin).result()
+    def __init__(self) -> None:
+        self.first_is_there = Event()
+        self.second_is_done = Event()
+        self.both = Barrier(2, timeout=60)
+
+    def meeting(self, kind: type, method: str, number: int) -> type:
+        """Return a storage class that waits for that of the other thread before a step."""
+
+        def step(storage: Any, *args: Any, **kwargs: Any) -> Any:
+            if number == 0:
+                self.first_is_there.set()
+            self.both.wait()
+            return getattr(kind, method)(storage, *args, **kwargs)
+
+        return type(kind.__name__, (kind,), {method: step})
+
+    def overtaken(self, kind: type, method: str) -> type:
+        """Return a storage class that waits at a step until the other thread is done."""
+
+        def step(storage: Any, *args: Any, **kwargs: Any) -> Any:
+            self.first_is_there.set()
+            assert self.second_is_done.wait(60)
+            return getattr(kind, method)(storage, *args, **kwargs)
+
+        return type(kind.__name__, (kind,), {method: step})
+
+    def run(self, work: Callable[[int], None]) -> None:
+        def second(number: int) -> None:
+            if number == 1:
+                assert self.first_is_there.wait(60)
+            try:
+                work(number)
+            finally:
+                if number == 1:
+                    self.second_is_done.set()
+
+        in_two_threads(second)
 
 
-def test_a_thread_plans_its_own_run_though_another_begins_one_meanwhile() -> None:
-    runs = Overtaken(object)
-    run = runs.begin()
-    assert run is runs.current() is not runs.latest
-
-
-def meeting(kind: type, method: str) -> type:
-    """Return a storage class that waits for that of the other thread before a step."""
-    barrier = Barrier(2, timeout=60)
-
-    def step(self: Any, *args: Any) -> Any:
-        barrier.wait()
-        return getattr(kind, method)(self, *args)
-
-    return type(kind.__name__, (kind,), {method: step})
-
-
-@pytest.mark.parametrize("step", ["prepare_local_plan", "prepare_global_plan", "write_data"])
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -77,24 +93,101 @@ def meeting(kind: type, method: str) -> type:
         (PlacementFileSystemWriter, {"thread_count": 3}),
     ],
 )
-def test_one_planner_saves_twice_at_a_time(
-    tmp_path: Path, kind: type, options: dict[str, Any], step: str
+def test_one_planner_writes_two_saves_at_a_time(
+    tmp_path: Path, kind: type, options: dict[str, Any]
 ) -> None:
     """As ``async_save`` does, where the one before has not ended."""
-    planner = PlacementSavePlanner()
-    writer: Any = meeting(kind, step)
+    planner, threads = PlacementSavePlanner(), InTurn()
 
     def save(number: int) -> None:
+        writer: Any = threads.meeting(kind, "write_data", number)
         storage = writer(tmp_path / str(number), **options)
-        dcp.save(state(number), storage_writer=storage, planner=planner, no_dist=True)
+        dcp.save(with_object(number), storage_writer=storage, planner=planner, no_dist=True)
 
-    in_two_threads(save)
+    threads.run(save)
     for number in range(2):
-        read = {key: torch.zeros_like(value) for key, value in state(number).items()}
-        dcp.load(read, checkpoint_id=tmp_path / str(number), no_dist=True)
-        assert [key for key in read if not torch.equal(read[key], state(number)[key])] == []
-    # This thread has no save of its own: the report is that of the latest.
+        assert_saved(tmp_path / str(number), number)
     assert len(planner.report.keys) == 8
+
+
+def assert_saved(path: Path, number: int) -> None:
+    read: dict[str, Any] = {key: torch.zeros_like(value) for key, value in state(number).items()}
+    read["step"] = -1
+    dcp.load(read, checkpoint_id=path, no_dist=True)
+    assert read.pop("step") == number
+    assert [key for key in read if not torch.equal(read[key], state(number)[key])] == []
+
+
+@pytest.mark.parametrize(
+    "step", ["set_up_storage_writer", "prepare_local_plan", "prepare_global_plan"]
+)
+def test_a_save_whose_planner_another_thread_sets_up_while_it_plans_is_refused(
+    tmp_path: Path, step: str
+) -> None:
+    planner, threads = PlacementSavePlanner(), InTurn()
+    refused: list[str] = []
+
+    def save(number: int) -> None:
+        kind: Any = dcp.FileSystemWriter
+        writer = threads.overtaken(kind, step) if number == 0 else kind
+        storage, state_dict = writer(tmp_path / str(number)), with_object(number)
+        call = partial(dcp.save, state_dict, storage_writer=storage, planner=planner, no_dist=True)
+        refused.extend([refusal(call)] if number == 0 else [])
+        if number == 1:
+            call()
+
+    threads.run(save)
+    assert "another thread" in refused[0]
+    assert "a planner for each thread" in refused[0]
+    assert not (tmp_path / "0" / ".metadata").exists()
+    assert_saved(tmp_path / "1", 1)
+
+
+def test_a_hook_that_looks_up_tensors_of_an_earlier_save_is_refused(tmp_path: Path) -> None:
+    """``lookup_object`` is given an index alone, which both saves have."""
+
+    class Looks(PlacementSavePlanner):
+        def lookup_object(self, index: Any) -> Any:
+            return super().lookup_object(index)
+
+    planner = Looks()
+
+    class Again(dcp.FileSystemWriter):
+        def write_data(self, *args: Any) -> Any:
+            dcp.save(state(1), checkpoint_id=tmp_path / "1", planner=planner, no_dist=True)
+            return super().write_data(*args)
+
+    writer = Again(tmp_path / "0")
+    text = refusal(lambda: dcp.save(state(0), storage_writer=writer, planner=planner, no_dist=True))
+    assert "set up again before a save " in text
+    assert "lookup_object() of a subclass" in text
+    read = {key: torch.zeros_like(value) for key, value in state(1).items()}
+    dcp.load(read, checkpoint_id=tmp_path / "1", no_dist=True)
+    assert [key for key in read if not torch.equal(read[key], state(1)[key])] == []
+
+
+def test_a_hook_that_looks_up_memory_of_an_earlier_load_is_refused(tmp_path: Path) -> None:
+    dcp.save(state(1), checkpoint_id=tmp_path, no_dist=True)
+
+    class Looks(PlacementLoadPlanner):
+        def lookup_tensor(self, index: Any) -> torch.Tensor:
+            return super().lookup_tensor(index)
+
+    planner, later = Looks(), state(0)
+
+    class Again(dcp.FileSystemReader):
+        def read_data(self, *args: Any) -> Any:
+            dcp.load(later, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+            return super().read_data(*args)
+
+    first = state(0)
+    text = refusal(
+        lambda: dcp.load(first, storage_reader=Again(tmp_path), planner=planner, no_dist=True)
+    )
+    assert "set up again before a load " in text
+    assert "lookup_tensor() of a subclass" in text
+    assert [key for key in later if not torch.equal(later[key], state(1)[key])] == []
+    assert [key for key in first if not torch.equal(first[key], state(0)[key])] == []
 
 
 def test_m77_a_writer_s_own_threads_write_the_save_that_they_belong_to(tmp_path: Path) -> None:
@@ -159,7 +252,6 @@ def test_a_plan_that_is_sent_has_no_tensors_and_a_planner_no_save(tmp_path: Path
     assert max(sent) < 4096
 
 
-@pytest.mark.parametrize("step", ["prepare_local_plan", "prepare_global_plan", "read_data"])
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -168,21 +260,47 @@ def test_a_plan_that_is_sent_has_no_tensors_and_a_planner_no_save(tmp_path: Path
         (PlacementFileSystemReader, {"thread_count": 3}),
     ],
 )
-def test_one_planner_loads_twice_at_a_time(
-    tmp_path: Path, kind: type, options: dict[str, Any], step: str
+def test_one_planner_reads_two_loads_at_a_time(
+    tmp_path: Path, kind: type, options: dict[str, Any]
 ) -> None:
-    planner = PlacementLoadPlanner()
-    reader: Any = meeting(kind, step)
+    planner, threads = PlacementLoadPlanner(), InTurn()
     for number in range(2):
         dcp.save(state(number), checkpoint_id=tmp_path / str(number), no_dist=True)
 
     def load(number: int) -> None:
         read = {key: torch.zeros_like(value) for key, value in state(number).items()}
+        reader: Any = threads.meeting(kind, "read_data", number)
         storage = reader(tmp_path / str(number), **options)
         dcp.load(read, storage_reader=storage, planner=planner, no_dist=True)
         assert [key for key in read if not torch.equal(read[key], state(number)[key])] == []
 
-    in_two_threads(load)
+    threads.run(load)
+
+
+@pytest.mark.parametrize(
+    "step", ["set_up_storage_reader", "prepare_local_plan", "prepare_global_plan"]
+)
+def test_a_load_whose_planner_another_thread_sets_up_while_it_plans_is_refused(
+    tmp_path: Path, step: str
+) -> None:
+    planner, threads = PlacementLoadPlanner(), InTurn()
+    dcp.save(state(2), checkpoint_id=tmp_path, no_dist=True)
+    read = [state(0), state(1)]
+    refused: list[str] = []
+
+    def load(number: int) -> None:
+        kind: Any = dcp.FileSystemReader
+        reader = threads.overtaken(kind, step) if number == 0 else kind
+        storage = reader(tmp_path)
+        call = partial(dcp.load, read[number], storage_reader=storage, planner=planner)
+        refused.extend([refusal(partial(call, no_dist=True))] if number == 0 else [])
+        if number == 1:
+            call(no_dist=True)
+
+    threads.run(load)
+    assert "another thread" in refused[0]
+    for number, expected in ((0, state(0)), (1, state(2))):
+        assert [key for key in expected if not torch.equal(read[number][key], expected[key])] == []
 
 
 def test_a_save_that_replaces_one_that_ended_meanwhile_warns(tmp_path: Path) -> None:

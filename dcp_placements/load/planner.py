@@ -5,7 +5,7 @@ what is read::
 
     set_up_planner      RankLoad(state_dict, mappings, metadata)
     create_local_plan   RankLoad.request; the coordinator gets a LoadMessage
-    finish_plan         RankLoad.arrival, and ReadItem(..., run=arrival)
+    finish_plan         RankLoad.arrival, and ReadItemOfLoad(..., load=arrival)
     commit_tensor       arrival.take("experts.w1", memory, tensor)
 """
 
@@ -63,11 +63,12 @@ from dcp_placements.names.renames import recorded
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.planning import (
     NOT_FINISHED,
+    OVERTAKEN,
     ItemsToCome,
-    Runs,
+    RankWork,
+    held_by,
     messages_of,
     object_read,
-    of_run,
     quiet_gc,
 )
 from dcp_placements.report import LoadReport, Traffic
@@ -118,7 +119,7 @@ _NOT_RENAMED = rename_keys({}, {}, None)
 
 
 @dataclass
-class RankLoad:
+class RankLoad(RankWork):
     """One load on one rank, as far as torch's hooks have come with it.
 
     Attributes:
@@ -178,17 +179,17 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
     Attributes:
         report: After planning, this rank's ``LoadReport``; complete when the load has ended.
         state_dict: Flat, with the checkpoint's keys; this and the other attributes of torch's
-            planner are of the load that this thread plans, of a thread that plans none the latest.
+            planner are of the load that was set up last.
 
     Raises:
         PlacementError: An option with an unknown value.
     """
 
-    state_dict: Any = of_run("state_dict")
-    original_state_dict: Any = of_run("original_state_dict")
-    mappings: Any = of_run("mappings")
-    metadata: Any = of_run("metadata")
-    is_coordinator: Any = of_run("is_coordinator")
+    state_dict: Any = held_by("_load", "state_dict")
+    original_state_dict: Any = held_by("_load", "original_state_dict")
+    mappings: Any = held_by("_load", "mappings")
+    metadata: Any = held_by("_load", "metadata")
+    is_coordinator: Any = held_by("_load", "is_coordinator")
 
     def __init__(
         self,
@@ -204,7 +205,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         allow_partial_load: bool = False,
         whole: Any = None,
     ) -> None:
-        self._runs = Runs(RankLoad)
+        self._load = RankLoad()
         super().__init__(
             flatten_state_dict=flatten_state_dict,
             flatten_sharded_tensors=flatten_sharded_tensors,
@@ -229,7 +230,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
     @property
     def report(self) -> LoadReport:
         """What the latest load reads on this rank."""
-        return self._runs.latest.report
+        return self._load.report
 
     def set_up_planner(
         self,
@@ -265,7 +266,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self, state_dict: dict[str, Any], mappings: dict[str, Path], metadata: Metadata
     ) -> RankLoad:
         """Return a new load of a flat state dict, of which this rank's keys are renamed."""
-        load = self._runs.begin()
+        self._load = load = RankLoad()
         load.metadata, load.state_dict, load.mappings = metadata, state_dict, mappings
         if self.rename is not None:
             load.renamed = renamed = rename_keys(state_dict, mappings, self.rename)
@@ -280,7 +281,8 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         Called on every rank. ``finish_plan`` returns the items. What cannot be loaded is in the
         plan, and the coordinator raises one error for all ranks.
         """
-        load = self._runs.current()
+        load = self._load
+        load.check_thread()
         message = LoadMessage(global_rank())
         if not load.refusal:
             with quiet_gc():
@@ -363,9 +365,11 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             PlacementError: What cannot be filled, or would be filled wrongly, with the ranks; or
                 ranks that together ask for something else than was saved. All in one error.
         """
+        load = self._load
+        load.check_thread()
         plans = super().create_global_plan(global_plan)
         messages = messages_of("load", plans, LoadMessage)
-        self._judge(messages)
+        self._judge(load, messages)
         given: Sequence[Any] = [None] * len(plans)
         if any(one.wish is not None for one in messages):
             from dcp_placements.exchange.readers import answers
@@ -375,10 +379,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             replace(plan, planner_data=answer) for plan, answer in zip(plans, given, strict=True)
         ]
 
-    def _judge(self, messages: Sequence[LoadMessage]) -> None:
+    def _judge(self, load: RankLoad, messages: Sequence[LoadMessage]) -> None:
         """Refuse, or warn of, what all ranks together show."""
-        load, policy = self._runs.current(), self._policy
-        report, own = load.report, load.request.asked
+        report, own, policy = load.report, load.request.asked, self._policy
         # Ranks that load by themselves have no others to compare with.
         complete = len(messages) >= world_size()
         known = [one.declared for one in messages if one.declared is not None]
@@ -436,7 +439,8 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
 
         Called on every rank.
         """
-        load = self._runs.current()
+        load = self._load
+        load.check_thread()
         if load.refusal:  # and the coordinator's planner is another one
             raise_faults(f"rank {global_rank()} {REFUSED}", load.refusal)
         answer, exchange = new_plan.planner_data, load.exchange
@@ -452,8 +456,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         # Items know their memory, unless a subclass or a user has another hook in its place.
         own = getattr(self.lookup_tensor, "__func__", None)
         is_own = own is PlacementLoadPlanner.lookup_tensor
-        inside = partial(self._runs.inside, load, self.lookup_tensor)
-        lookup = load.request.memory if is_own else inside
+        lookup = load.request.memory if is_own else partial(self._by_hook, load)
         load.arrival = arrival = Arrival(load.request, load.report, lookup, exchange)
         try:
             with quiet_gc():
@@ -513,7 +516,13 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the storage to read into: a view of the local tensor. Called on every rank."""
-        return self._runs.current().request.memory(index)
+        return self._load.request.memory(index)
+
+    def _by_hook(self, load: RankLoad, index: MetadataIndex) -> torch.Tensor:
+        """Return what ``lookup_tensor`` gives, which another class or the user has replaced."""
+        if load is not self._load:
+            raise PlacementError(OVERTAKEN.format("a load", "lookup_tensor"))
+        return self.lookup_tensor(index)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """Return where to read an item to. Called on every rank, also by several threads."""
@@ -530,17 +539,17 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
 
     def _arrival(self, read_item: Any = None) -> Arrival:
         """Return the arrival of an item; without one that knows it, that of the current load."""
-        arrival: Arrival | None = getattr(read_item, "run", None) or self._runs.current().arrival
+        arrival: Arrival | None = getattr(read_item, "load", None) or self._load.arrival
         if arrival is None:
             raise PlacementError(NOT_FINISHED)
         return arrival
 
     def _memory(self, arrival: Arrival, read_item: ReadItem) -> torch.Tensor:
         """Return the memory that an item fills, also where it is read into a buffer."""
-        chunk: torch.Tensor | None = getattr(read_item, "chunk", None)
-        if chunk is None:
-            chunk = arrival.lookup(read_item.dest_index)
-        return self.transform_tensor(read_item, chunk)
+        tensor: torch.Tensor | None = getattr(read_item, "tensor", None)
+        if tensor is None:
+            tensor = arrival.lookup(read_item.dest_index)
+        return self.transform_tensor(read_item, tensor)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """Take what was read. Called on every rank.

@@ -12,6 +12,7 @@ import uuid
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product, repeat
 from typing import Any
 
@@ -54,11 +55,12 @@ from dcp_placements.names.renames import Step, recorded
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.planning import (
     NOT_FINISHED,
+    OVERTAKEN,
     ItemsToCome,
-    Runs,
+    RankWork,
     WriteItemOfSave,
+    held_by,
     messages_of,
-    of_run,
     quiet_gc,
 )
 from dcp_placements.report import SaveReport
@@ -97,7 +99,6 @@ from dcp_placements.table.digests import (
 from dcp_placements.table.table import (
     OBJECT,
     PLAIN,
-    SHARD,
     Holding,
     held_chunks,
     holding_of,
@@ -112,7 +113,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class RankSave:
+class RankSave(RankWork):
     """One save, seen from one rank: all that belongs to it and to no other save.
 
     Attributes:
@@ -148,6 +149,20 @@ class RankSave:
     rename_matches: Matches = field(default_factory=dict)
     renames: tuple[Step, ...] = ()
     numbered: Sequence[NumberedKey] = ()
+
+    def value_at(self, index: MetadataIndex) -> Any:
+        """Return what stands at ``index``; of a placed tensor a view.
+
+        Raises:
+            PlacementError: The rank has no chunk of the tensor there.
+        """
+        placed = self.placing.placed.get(index.fqn)
+        if placed is None:
+            return find_state_dict_object(self.state_dict, index)
+        for chunk in held_chunks(placed):
+            if chunk.offsets == tuple(index.offset or ()):
+                return placed.view(chunk)
+        raise PlacementError(f"{index.fqn}: this rank has no chunk at offset {index.offset}")
 
     def own_report(self, waived: Mapping[str, str]) -> SaveReport:
         """Return the report on what this rank holds."""
@@ -190,18 +205,18 @@ class PlacementSavePlanner(DefaultSavePlanner):
         report: After planning, a ``SaveReport``; of all ranks on the coordinator, of what this
             rank holds on the others.
         state_dict: Flat, with the checkpoint's keys; this and the other attributes of torch's
-            planner are of the save that this thread plans, of a thread that plans none the latest.
+            planner are of the save that was set up last.
 
     Raises:
         PlacementError: An option with an unknown value.
     """
 
-    state_dict: Any = of_run("state_dict")
-    mappings: Any = of_run("mappings")
-    plan: Any = of_run("plan")
-    global_plan: Any = of_run("global_plan")
-    metadata: Any = of_run("metadata")
-    is_coordinator: Any = of_run("is_coordinator")
+    state_dict: Any = held_by("_save", "state_dict")
+    mappings: Any = held_by("_save", "mappings")
+    plan: Any = held_by("_save", "plan")
+    global_plan: Any = held_by("_save", "global_plan")
+    metadata: Any = held_by("_save", "metadata")
+    is_coordinator: Any = held_by("_save", "is_coordinator")
 
     def __init__(
         self,
@@ -220,7 +235,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         dedup_save_to_lowest_rank: bool = False,
         enable_plan_caching: bool = False,
     ) -> None:
-        self._runs = Runs(RankSave)
+        self._save = RankSave()
         super().__init__(
             flatten_state_dict=flatten_state_dict,
             flatten_sharded_tensors=flatten_sharded_tensors,
@@ -251,7 +266,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
     @property
     def report(self) -> SaveReport:
         """What the latest save comes to."""
-        save = self._runs.latest
+        save = self._save
         return save.own_report(self.waive) if save.report is None else save.report
 
     def set_up_planner(
@@ -278,7 +293,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             )
         if not self.flatten_state_dict:  # else torch refuses them
             check_texts(state_dict)
-        save = self._runs.begin()
+        self._save = save = RankSave()
         save.is_coordinator = is_coordinator
         stock = set_up_by_torch(DefaultSavePlanner, self, state_dict)
         save.state_dict, save.mappings = stock.state_dict, stock.mappings
@@ -308,7 +323,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
         and rules do not fit, it is the reasons alone, and the coordinator raises one error for all
         ranks.
         """
-        save, local_plan = self._runs.current(), LocalPlan(global_rank())
+        save, local_plan = self._save, LocalPlan(global_rank())
+        save.check_thread()
         with quiet_gc():
             if not save.refusal:
                 save.placing = placing = place(
@@ -333,7 +349,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         if self.rename is not None:
             paths = {key: checkpoint_path(key, path) for key, path in paths.items()}
         save.holding = holding = holding_of(save.state_dict, placing.placed, paths, placing.absent)
-        lookup = self.lookup_object
+        lookup = partial(self._value, save)
         sent_digests = digests_of(holding, self.digests, world=world_size(), lookup=lookup)
         several = [tensor for tensor in placed if len(tensor.place.chunks) > 1]
         repeats = []
@@ -402,7 +418,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
 
     def _agree(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Return what ``create_global_plan`` does."""
-        save = self._runs.current()
+        save = self._save
+        save.check_thread()
         if len(all_plans) == 1:
             # Torch's writer names a rank's files before the global plan only without collectives.
             # By any writer, a rank that is no coordinator gets here only then: with no_dist=True
@@ -454,7 +471,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
             PlacementError: The storage writer is torch's ``HuggingFaceStorageWriter``; or the
                 coordinator has another planner; or a subclass gave the plan items.
         """
-        save = self._runs.current()
+        save = self._save
+        save.check_thread()
         if save.refusal:  # and the coordinator's planner is another one
             raise_faults(f"rank {global_rank()} {REFUSED}", save.refusal)
         assignment, holding = new_plan.planner_data, save.holding
@@ -471,10 +489,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             )
         with quiet_gc():
             save.state_dict = {**save.state_dict, **{k: list(v) for k, v in assignment.lists}}
-            # Not where a subclass, or a user, has another hook in its place.
-            own = getattr(self.lookup_object, "__func__", None)
-            is_known = own is PlacementSavePlanner.lookup_object
-            items = assigned_items(holding, assignment, save, is_known=is_known)
+            items = assigned_items(holding, assignment, save, know_data=self._looks_up_itself)
             if assignment.copied and not is_named(new_plan.storage_data):
                 raise PlacementError("copies= needs PlacementFileSystemWriter as storage_writer=")
             # A rank that writes nothing makes no file for its id alone.
@@ -485,12 +500,12 @@ class PlacementSavePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         """Return the data of a write item: a view, or an object's bytes. Called in any thread."""
-        save = self._runs.current(write_item)
+        save = getattr(write_item, "save", None) or self._save
         if write_item.type == WriteItemType.BYTE_IO and (record := id_data(write_item.index)):
             return record
-        value = getattr(write_item, "chunk", None)
+        value = getattr(write_item, "tensor", None)
         if value is None:
-            value = self._runs.inside(save, self.lookup_object, write_item.index)
+            value = self._value(save, write_item.index)
         if type(value) is ParameterNames:
             value = [*value]  # which weights_only=True reads
         data = self.transform_object(write_item, value)
@@ -502,18 +517,25 @@ class PlacementSavePlanner(DefaultSavePlanner):
         Raises:
             PlacementError: The rank has no chunk of the tensor there.
         """
-        save = self._runs.current()
-        placed = save.placing.placed.get(index.fqn)
-        if placed is None:
-            return find_state_dict_object(save.state_dict, index)
-        for chunk in held_chunks(placed):
-            if chunk.offsets == tuple(index.offset or ()):
-                return placed.view(chunk)
-        raise PlacementError(f"{index.fqn}: this rank has no chunk at offset {index.offset}")
+        return self._save.value_at(index)
+
+    def _value(self, save: RankSave, index: MetadataIndex) -> Any:
+        """Return what a save has at ``index``, by ``lookup_object`` where it has been replaced."""
+        if self._looks_up_itself:
+            return save.value_at(index)
+        if save is not self._save:
+            raise PlacementError(OVERTAKEN.format("a save", "lookup_object"))
+        return self.lookup_object(index)
+
+    @property
+    def _looks_up_itself(self) -> bool:
+        """Whether no subclass, and no user, has another ``lookup_object`` in its place."""
+        own = getattr(self.lookup_object, "__func__", None)
+        return own is PlacementSavePlanner.lookup_object
 
 
 def assigned_items(
-    holding: Holding, assignment: Assignment, save: Any, *, is_known: bool = False
+    holding: Holding, assignment: Assignment, save: Any, *, know_data: bool = False
 ) -> list[WriteItem]:
     """Return the write items that a rank was assigned, group by group; a group's share data.
 
@@ -521,7 +543,7 @@ def assigned_items(
         holding: What the rank has.
         assignment: What it writes of that.
         save: The state of its save, which the items know.
-        is_known: Whether they know their tensors, too, where these have a place.
+        know_data: Whether they know their tensors, too.
     """
     is_written = iter(assignment.is_written(holding))
     items: list[WriteItem] = []
@@ -543,7 +565,7 @@ def assigned_items(
                     TensorWriteData(chunk, tensor_properties(group), torch.Size(group.shape)),
                 )
             )
-        tensors = held.data() if is_known and group.kind == SHARD else repeat(None)
+        tensors = held.data() if know_data else repeat(None)
         places = product(held.fqns, boxes)
         for (fqn, (offsets, kind, data)), tensor in zip(places, tensors, strict=False):
             if copies := next(is_written):
@@ -551,7 +573,7 @@ def assigned_items(
                 copied = copies == COPIED
                 items.append(
                     WriteItemOfSave(
-                        index, kind, tensor_data=data, run=save, chunk=tensor, copied=copied
+                        index, kind, tensor_data=data, save=save, tensor=tensor, copied=copied
                     )
                 )
     return items
