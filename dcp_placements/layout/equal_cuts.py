@@ -3,9 +3,10 @@
 Several declarations leave the same rows at every coordinate: torch declares FSDP over shards of
 ``tp`` as a ``_StridedShard`` that stands first, a rule as a plain cut that stands last. Both are
 brought into one form, of plain and fused cuts, in which kinds, parts and the order of the axes are
-compared. An axis may have another size on each side: what is equal cuts alike for any size. So an
-axis of size 1 counts where a rule declares it, and it cuts on the other side; one that no rule
-declares is left alone.
+compared.
+An axis may have another size on each side: equal declarations cut equally for any size. So an axis
+of size 1 counts where a rule declares it, and it cuts on the other side; one that no rule declares
+is left alone.
 
 The parts of a fused tensor may be tensors of their own on one side; their cuts follow from those of
 the fused tensor. Of ``up``, the second half of a tensor of 8 rows::
@@ -23,7 +24,14 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from dcp_placements.errors import CannotPlace
-from dcp_placements.layout.sharding import Cut, Cuts, Kind, part_sizes, unknown_kind
+from dcp_placements.layout.sharding import (
+    Cut,
+    Cuts,
+    FusedPart,
+    Kind,
+    part_sizes,
+    unknown_kind,
+)
 
 
 class Difference(NamedTuple):
@@ -34,8 +42,8 @@ class Difference(NamedTuple):
         Difference((Cut(0, "tp", 2),), (Cut(0, "tp", 2, Kind.FUSED, 2),))
 
     Attributes:
-        first: As the first declaration has them.
-        second: As the second has them.
+        first: The cuts of the first declaration.
+        second: The cuts of the second.
     """
 
     first: Cuts
@@ -47,7 +55,10 @@ def canonical(cuts: Sequence[Cut]) -> list[Cut]:
 
     ``_StridedShard(dim, split_factor=k)`` before plain cuts into ``k`` pieces is a plain cut after
     them, and after the axes of size 1 that follow, where the pieces are of one size. Otherwise it
-    is a fused cut of ``k`` parts.
+    is a fused cut of ``k`` parts. FSDP over shards of ``tp=2``, as torch declares it::
+
+        _StridedShard(0, split_factor=2) over fsdp, Shard(0) over tp
+        -> Shard(0) over tp, Shard(0) over fsdp
 
     Raises:
         CannotPlace: A kind that is not known.
@@ -79,14 +90,24 @@ def canonical(cuts: Sequence[Cut]) -> list[Cut]:
 
 
 def cuts_of_part(cuts: Sequence[Cut], size: int) -> list[Cut]:
-    """Return how a part of a fused tensor is cut where axes cut that; the first that are known.
+    """Return the cuts of a part of a fused tensor, which follow from those of the fused tensor.
 
-    Tensors that are joined by ``FusedShard`` are each cut plainly, and so are those of groups that
-    an axis leaves whole.
+    ``FusedShard`` cuts each of its own parts plainly. So it cuts ``up``, the rows 8 to 16 of
+    [gate, up], where some of its parts are exactly these rows::
+
+        FusedShard(0, 2)           [0:8] [8:16]                up: Shard(0)
+        FusedShard(0, 4)           [0:4] [4:8] [8:12] [12:16]  up: FusedShard(0, (4, 4))
+        FusedShard(0, (6, 4, 6))   [0:6] [6:10] [10:16]        not known: [6:10] is of both
+
+    A plain cut that leaves groups whole cuts every part plainly: of q in four groups [q, k, v] over
+    two ranks, each rank has two. Any other plain cut is not known: ``up`` is on one of two ranks.
 
     Args:
-        cuts: Of one dim, in their canonical form, with ``Cut.of``.
-        size: Of the part, along it.
+        cuts: The cuts of one dim, in their canonical form, with ``Cut.of``.
+        size: The size of the part along it.
+
+    Returns:
+        The cuts up to the first that is not known.
 
     Raises:
         CannotPlace: A kind of cut for which this is not known.
@@ -95,24 +116,14 @@ def cuts_of_part(cuts: Sequence[Cut], size: int) -> list[Cut]:
     of = cuts[0].of
     if of is None:
         return [*cuts]
-    unit, groups = sum(of.sizes), of.groups
-    start = sum(of.sizes[: of.number])
-    stop = start + of.sizes[of.number]
-    whole = size // of.sizes[of.number] * unit
+    groups, whole = of.groups, size // of.sizes[of.number] * sum(of.sizes)
     for cut in cuts:
-        parts: tuple[int, ...] = ()
+        parts: tuple[int, ...] = (size,)
         match cut.kind:
             case Kind.FUSED:
                 fused = part_sizes(cut.parts, whole) if isinstance(cut.parts, int) else cut.parts
-                total, ends = sum(fused), [*accumulate(fused)]
-                # In units of the groups, those that lie in this part of one of them.
-                for rows, end in zip(fused, ends, strict=True):
-                    low, high = (end - rows) * unit * groups, end * unit * groups
-                    group = low // (unit * total)
-                    first, last = group * unit + start, group * unit + stop
-                    if first * total <= low and high <= last * total:
-                        parts += (rows,)
-                if sum(parts) * unit != total * (stop - start):
+                parts = _parts_inside(fused, of, groups)
+                if not parts:
                     return known
             case Kind.PLAIN:
                 if groups % cut.size:
@@ -122,38 +133,72 @@ def cuts_of_part(cuts: Sequence[Cut], size: int) -> list[Cut]:
                 raise CannotPlace(f"how {cut} cuts the parts of a fused tensor is not known")
             case _:
                 raise unknown_kind(cut.kind)
-        kind = Kind.FUSED if len(parts) > 1 else Kind.PLAIN
-        known.append(cut._replace(kind=kind, parts=parts if len(parts) > 1 else 1, of=None))
+        if len(parts) > 1:
+            known.append(cut._replace(kind=Kind.FUSED, parts=parts, of=None))
+        else:
+            known.append(cut._replace(kind=Kind.PLAIN, parts=1, of=None))
     return known
+
+
+def _parts_inside(rows: Sequence[int], of: FusedPart, groups: int) -> tuple[int, ...]:
+    """Return the sizes of those parts of a fused cut that are, together, one fused tensor.
+
+    Both divisions of the dim are laid on one scale, on which all ends are integers. Of ``up`` in
+    [gate, up], under a cut of the parts (4, 4, 4, 4), the scale has 16 * 2 marks::
+
+        parts   [0:8] [8:16] [16:24] [24:32]
+        up                   [16:32]          (4, 4)
+
+    Args:
+        rows: The sizes of the parts of the cut.
+        of: Which of the fused tensors it is.
+        groups: How many times the sequence of these tensors repeats in the dim.
+
+    Returns:
+        Empty where a part is of several tensors.
+    """
+    total, unit = sum(rows), sum(of.sizes)
+    group = total * unit
+    first = sum(of.sizes[: of.number]) * total
+    last = first + of.sizes[of.number] * total
+    inside = []
+    for size, end in zip(rows, accumulate(rows), strict=True):
+        low, high = (end - size) * unit * groups, end * unit * groups
+        before = low // group * group  # where the group of the part begins
+        if before + first <= low and high <= before + last:
+            inside.append(size)
+    return tuple(inside) if sum(inside) * unit == total * of.sizes[of.number] else ()
 
 
 def differences(first: Sequence[Cut], second: Sequence[Cut], size: int) -> Iterator[Difference]:
     """Yield the cuts of one dim, over axes that both sides declare, that are not one declaration.
 
     Args:
-        first: Of one dim, in their canonical form.
-        second: Those of the other side.
-        size: Of the dim, without padding.
+        first: The cuts of one dim by one declaration, in their canonical form.
+        second: The cuts by the other.
+        size: The size of the dim, without padding.
     """
-    one, other = declared(first), declared(second)
-    common = [axis for axis in one if axis in other]
+    by_first, by_second = declared(first), declared(second)
+    common = [axis for axis in by_first if axis in by_second]
     differing = []
     for axis in common:
-        cuts = one[axis], other[axis]
-        is_same = same_parts(_parts(one[axis]), _parts(other[axis]), size)
-        if not is_same and _has_effect([cuts[:1], cuts[1:]], 1):
+        sides = Difference((by_first[axis],), (by_second[axis],))
+        is_same = same_parts(_parts(by_first[axis]), _parts(by_second[axis]), size)
+        if not is_same and _has_effect(sides, 1):
             differing.append(axis)
-            yield Difference(cuts[:1], cuts[1:])
+            yield sides
     if differing:
         return
-    # The place of an axis of size 1 is what a rule says, and none where a DTensor has it.
-    cutting = [axis for axis in common if min(one[axis].size, other[axis].size) > 1]
-    ruled = [axis for axis in common if one[axis].by_rule and other[axis].by_rule]
+    # The order counts among axes that cut on both sides. An axis of size 1 has the place that a
+    # rule gives it, and none where only a DTensor has it.
+    cutting = [axis for axis in common if min(by_first[axis].size, by_second[axis].size) > 1]
+    ruled = [axis for axis in common if by_first[axis].by_rule and by_second[axis].by_rule]
     for axes in (cutting, ruled):
-        reordered = [axis for axis in other if axis in axes]
-        sides = tuple([one[axis] for axis in axes]), tuple([other[axis] for axis in reordered])
+        reordered = [axis for axis in by_second if axis in axes]
+        in_order = tuple([by_first[axis] for axis in axes])
+        sides = Difference(in_order, tuple([by_second[axis] for axis in reordered]))
         if axes != reordered and _has_effect(sides, 2):
-            yield Difference(*sides)
+            yield sides
             return
 
 
@@ -162,7 +207,7 @@ def declared(cuts: Sequence[Cut]) -> dict[str, Cut]:
     return {cut.axis: cut for cut in cuts if cut.axis is not None and (cut.size > 1 or cut.by_rule)}
 
 
-def _has_effect(sides: Sequence[Cuts], count: int) -> bool:
+def _has_effect(sides: Difference, count: int) -> bool:
     """Whether on some side at least ``count`` of the axes cut: else no row depends on them."""
     return any(sum([cut.size > 1 for cut in cuts]) >= count for cuts in sides)
 
