@@ -12,7 +12,7 @@ import torch
 class RankShard:
     """A rank's part of a tensor, as a DTensor of another process.
 
-    Of rows 3 to 5 of a (12, 3) tensor over the second of four ranks::
+    Rows 3 to 5 of a (12, 3) tensor, on the second of four ranks::
 
         RankShard(tensor of (3, 3), MeshCoordinate(("fsdp",), (4,), (1,)), (Shard(0),), (12, 3))
     """
@@ -24,7 +24,7 @@ class RankShard:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its elements."""
+        """The dtype of its elements."""
         return self.local.dtype
 
     def to_local(self) -> torch.Tensor:

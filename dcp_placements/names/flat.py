@@ -45,8 +45,8 @@ class Reshaped:
     """The values of this rank that a rename makes other tensors of, by the name in rules.
 
     Attributes:
-        rows: Those that become rows of a stack, by its key in the checkpoint.
-        wholes: Those that become one per row, or per part.
+        rows: The values that become rows of a stack, by its key in the checkpoint.
+        wholes: The values that become one tensor per row, or per part.
     """
 
     rows: dict[str, list[RenamedValue[Row]]] = field(default_factory=dict)
@@ -151,7 +151,7 @@ def rename_keys(
     renamed: dict[str, Any] = {}
     paths: dict[str, Path] = {}
     reshaped = Reshaped()
-    taken: dict[str, str] = {}  # by name in the checkpoint or in rules, the key that has it
+    key_of: dict[str, str] = {}  # by name in the checkpoint or in rules, the key that has it
     numbered: list[NumberedKey] = []
     faults: list[Fault] = []
     for key, value in state_dict.items():
@@ -164,9 +164,9 @@ def rename_keys(
             faults.append(error.fault(key))
             continue
         except Exception as error:
-            at = extract_tb(error.__traceback__)[-1]
+            frame = extract_tb(error.__traceback__)[-1]
             headline = f"the rename fails: {type(error).__name__}: {error}"
-            raised = f"raised:      {at.filename}:{at.lineno}, in {at.name}"
+            raised = f"raised:      {frame.filename}:{frame.lineno}, in {frame.name}"
             faults.append(Fault(key, headline, (raised, "way out:     a name for every key")))
             continue
         numbered += [fqn for fqn in fqns_of(new) if isinstance(fqn, NumberedKey)]
@@ -175,17 +175,19 @@ def rename_keys(
         if isinstance(new, Row) and name in reshaped.rows:
             first = reshaped.rows[name][0]
             if first.name.axes != new.axes:
-                one, another = first.name.whole_text(), new.whole_text()
-                headline = f"rename() stacks {first.key} as one of {one}, and {key} as one of "
-                faults.append(Fault(name, headline + another))
+                headline = (
+                    f"rename() stacks {first.key} as one of {first.name.whole_text()}, and {key} "
+                    f"as one of {new.whole_text()}"
+                )
+                faults.append(Fault(name, headline))
             reshaped.rows[name].append(RenamedValue(new, key, value, path))
             continue
-        if other := taken.get(name) or taken.get(label):
+        if other := key_of.get(name) or key_of.get(label):
             headline = f"rename() gives this one name to both {other} and {key}"
             way_out = "way out:     map every key of a rank to a key of its own"
             faults.append(Fault(name, headline, (way_out,)))
             continue
-        taken[name] = taken[label] = key
+        key_of[name] = key_of[label] = key
         renamed[label] = value
         if isinstance(new, Row):
             reshaped.rows[name] = [RenamedValue(new, key, value, path)]

@@ -309,6 +309,13 @@ def row_dim(name: Rows | Parts, shape: Shape) -> int | None:
 def part_targets(name: Rows | Parts, shape: Shape) -> list[Target]:
     """Return the targets of one row, or of a tensor that has no rows; ``{}`` stays in the keys.
 
+    The sizes are relative. Of ``Parts(("q", "k"), "qk", 0, sizes=(2, 1), groups=2)`` and 12 rows, a
+    unit is 2 rows and a group 6::
+
+        source   [0:4] q   [4:6] k   [6:10] q   [10:12] k
+        q        [0:4]               [4:8]
+        k                  [0:2]                [2:4]
+
     Args:
         name: The answer of the rename.
         shape: The whole shape of the row.
@@ -327,20 +334,22 @@ def part_targets(name: Rows | Parts, shape: Shape) -> list[Target]:
             f"cannot be split: {shape[dim]} on dim {name.dim} cannot be cut into {name.groups} x "
             f"{name.sizes}"
         )
-    origin, group = (0,) * len(shape), sum(name.sizes) * unit
+    origin, group_rows = (0,) * len(shape), sum(name.sizes) * unit
     targets = []
-    for number, fqn in enumerate(name.fqns):
-        start, size = sum(name.sizes[:number]) * unit, name.sizes[number] * unit
-        sizes = replaced(shape, dim, size)
+    first = 0  # the part's start in each group
+    for fqn, relative in zip(name.fqns, name.sizes, strict=True):
+        rows = relative * unit
+        sizes = replaced(shape, dim, rows)
         boxes = [
             (
-                Box(replaced(origin, dim, start + at * group), sizes),
-                Box(replaced(origin, dim, at * size), sizes),
+                Box(replaced(origin, dim, group * group_rows + first), sizes),
+                Box(replaced(origin, dim, group * rows), sizes),
             )
-            for at in range(name.groups)
+            for group in range(name.groups)
         ]
-        part = replaced(shape, dim, size * name.groups)
+        part = replaced(shape, dim, rows * name.groups)
         targets.append(Target(fqn, part, tuple(range(len(shape))), tuple(boxes)))
+        first += rows
     return targets
 
 
