@@ -56,7 +56,6 @@ def place(
     rules: Rules | None,
     mappings: dict[str, Path] | None = None,
     reshaped: Reshaped | None = None,
-    stored: Mapping[str, Any] | None = None,
     rename: Rename | None = None,
     *,
     has_contents: bool = True,
@@ -72,9 +71,8 @@ def place(
         mappings: The path of each key in the nested dict.
         reshaped: The values that a rename makes other tensors of, if any. The rules are asked about
             a stack, of which the first row is the value, and is bound as what it is.
-        stored: The checkpoint's metadata by key on a load; None on a save.
         rename: What has renamed the keys.
-        has_contents: Whether a save refuses meta tensors.
+        has_contents: Whether a meta tensor, which has none, is a fault, as in a save.
     """
     mappings, reshaped = mappings or {}, reshaped or Reshaped()
     has_groups = any("param_groups" in fqn for fqn in state_dict)
@@ -92,11 +90,10 @@ def place(
     placing = Placing(faults=faults, matched=matched, state_dict=state_dict, mappings=mappings)
     sources = _sources(placing, rules, reshaped)
     axes_of_rows = _bind_each(placing, sources, states, reshaped)
-    is_save = stored is None and has_contents
     local_tensors = [(fqn, source.own[0]) for fqn, source in sources.items()]
     if reshaped.rows:
         local_tensors += other_rows(reshaped, sources)
-    placing.faults += tensor_faults(local_tensors, placing.placed, is_save=is_save)
+    placing.faults += tensor_faults(local_tensors, placing.placed, has_contents=has_contents)
     if reshaped.rows or reshaped.wholes:
         placing = reshape(placing, reshaped, axes_of_rows, rules)
         for fqn, listed in lists.items():

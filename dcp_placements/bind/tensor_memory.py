@@ -26,22 +26,22 @@ from dcp_placements.layout.sharding import Box
 
 
 def tensor_faults(
-    tensors: Iterable[tuple[str, torch.Tensor]], placed: Mapping[str, Placed], *, is_save: bool
+    tensors: Iterable[tuple[str, torch.Tensor]], placed: Mapping[str, Placed], *, has_contents: bool
 ) -> list[Fault]:
     """Return a fault for each tensor without contents, and for each storage with two places.
 
     Args:
         tensors: Local tensors by the checkpoint's key; a stack has several.
         placed: The places of those that have one; a tensor without one is whole.
-        is_save: Whether a meta tensor, which has no contents, is a fault.
+        has_contents: Whether a meta tensor, which has none, is a fault.
     """
     faults = []
-    # By start in memory the first tensor there; of those with several all of them.
+    # By start in memory: the first tensor there, and all tensors where there are several.
     first: dict[int, tuple[str, torch.Tensor]] = {}
     starts: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for fqn, tensor in tensors:
         is_plain = type(tensor) in PLAIN and tensor.layout is torch.strided
-        if is_save and tensor.is_meta:
+        if has_contents and tensor.is_meta:
             faults.append(Fault(fqn, "is a meta tensor, which has no contents to save", _META))
         elif not tensor.numel():
             continue

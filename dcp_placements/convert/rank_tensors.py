@@ -132,7 +132,7 @@ class RankTensors:
             self.refuse(file, renamed.faults)
             return
         flat, mappings = renamed.state_dict, renamed.mappings
-        placing = place(flat, rules, mappings, renamed.reshaped, None, rename)
+        placing = place(flat, rules, mappings, renamed.reshaped, rename)
         if placing.faults:
             self.refuse(file, placing.faults)
             return

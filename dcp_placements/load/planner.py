@@ -297,8 +297,10 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
 
         What cannot be filled, or would be filled wrongly, is the refusal of the load.
         """
-        rename, renamed, keys = self.rename, load.renamed, load.metadata.state_dict_metadata
-        placing = place(load.state_dict, self.rules, load.mappings, renamed.reshaped, keys, rename)
+        rename, renamed = self.rename, load.renamed
+        placing = place(
+            load.state_dict, self.rules, load.mappings, renamed.reshaped, rename, has_contents=False
+        )
         request = request_of(placing, load.metadata, self._policy, load.original_state_dict)
         load.state_dict, load.mappings = request.asked.state_dict, placing.mappings
         load.request, load.report = request, request.report()
