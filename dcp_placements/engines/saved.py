@@ -16,8 +16,6 @@ saved without this package, the files say what is in them, and the placements of
 from __future__ import annotations
 
 import json
-import pickle
-import zlib
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import closing
 from math import prod
@@ -41,7 +39,7 @@ from dcp_placements.layout.sharding import Box
 from dcp_placements.names.flat import Path
 from dcp_placements.names.numbers import Family, Numbering
 from dcp_placements.names.renames import Step
-from dcp_placements.save.coordinator import Coordinator, LocalPlan, Statement
+from dcp_placements.save.coordinator import Coordinator, LocalPlan
 from dcp_placements.save.messages import copies_fault
 from dcp_placements.storage.file_reads import Part
 from dcp_placements.storage.index import index_of_places
@@ -68,6 +66,7 @@ from dcp_placements.table.digests import (
     may_have_replicas,
     sampled_digests,
 )
+from dcp_placements.table.statement import Statement
 from dcp_placements.table.table import OBJECT, Held, as_holding
 
 METADATA_FILE = "metadata.pkl"
@@ -574,11 +573,12 @@ def _proved(
         statement = Statement(
             renames=tuple(renames),
             numberings=numberings,
-            digest_kind="sampled",
+            digests="sampled",
             world=len(ranks),
         )
-        packed = zlib.compress(pickle.dumps(statement))
-        sent[of_rank] = LocalPlan(0, holding.sent, (), b"".join(digests), (), packed)
+        sent[of_rank] = LocalPlan(
+            0, holding.sent, digests=b"".join(digests), statement=statement.packed()
+        )
     raise_faults(path, faults)
     plans = [sent[of_rank]._replace(rank=rank) for rank, of_rank in enumerate(ranks)]
     size, waived = len(plans), waive or {}

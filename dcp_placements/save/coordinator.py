@@ -14,12 +14,9 @@ holds half, and that both hold a norm::
 from __future__ import annotations
 
 import os
-import pickle
 import warnings
-import zlib
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
@@ -38,11 +35,9 @@ from dcp_placements.errors import (
 )
 from dcp_placements.layout.boxes import Ints
 from dcp_placements.layout.sharding import Cuts
-from dcp_placements.names.numbers import Family, Numbering, Numberings
-from dcp_placements.names.renames import Step
+from dcp_placements.names.numbers import Family, Numbering
 from dcp_placements.report import KeyReport, SaveReport, Shapes
 from dcp_placements.rules.patterns import (
-    Matches,
     compile_pattern,
     matched_nowhere,
     unmatched_faults,
@@ -63,6 +58,7 @@ from dcp_placements.table.digests import digests_by_cell
 from dcp_placements.table.families import numbering_faults
 from dcp_placements.table.owners import runs_of
 from dcp_placements.table.prove import Compared, prove
+from dcp_placements.table.statement import Stated, Statement, disagreements, stated
 from dcp_placements.table.table import OBJECT, Group, Holding, Sent
 from dcp_placements.table.whole import WholeModel, compare_with_whole
 from dcp_placements.table.world import NO_RULE, Piece, World
@@ -86,10 +82,10 @@ class LocalPlan(NamedTuple):
     Attributes:
         rank: Its global rank.
         sent: Its tables and its boxes.
-        coordinate: Its position along each of ``Statement.axis_sizes``, in that order.
+        coordinate: Its position along each of the ``axis_sizes`` of its statement, in that order.
         digests: Of what it holds, as ``digests_of`` returns them.
         undigested: Keys of tensors without a digest.
-        statement: A ``Statement``, pickled and compressed.
+        statement: Its ``Statement``, packed.
         faults: Why the rank cannot save, packed; it has nothing else then.
     """
 
@@ -100,47 +96,6 @@ class LocalPlan(NamedTuple):
     undigested: tuple[str, ...] = ()
     statement: bytes = b""
     faults: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class Statement:
-    """What a rank sends beside its keys; the same on most ranks of a pipeline stage.
-
-    Attributes:
-        matched: By rule the number of keys here; 0 of patterns that match none.
-        shapes: As in ``SaveReport``, of what this rank holds.
-        rename_matches: By step of its rename, whether a key here matches.
-        waiver_matches: By waiver, whether a key here matches, or one of the unsharded model.
-        stateless: Parameters without optimizer state where others have it.
-        notes: Warnings of this rank.
-        unequal: Keys of which the rank has copies that differ, and are let through.
-        lists: The parameters that a parameter group lists, by its key.
-        renames: What the checkpoint is to keep of its rename.
-        numberings: The lists of keys to which its rename gives numbers.
-        axis_sizes: Sizes of the named mesh axes that it knows of.
-        digest_kind: ``"sampled"``, ``"full"`` or ``"off"``.
-        world: Number of ranks, which decides of which groups there are digests.
-        has_whole: Whether its planner was given the unsharded model.
-        directory: That it writes into; empty for none.
-        step: The training step that its planner was given; None for none.
-    """
-
-    matched: Matches = field(default_factory=dict)
-    shapes: Mapping[str, tuple[Shapes, ...]] = field(default_factory=dict)
-    rename_matches: Matches = field(default_factory=dict)
-    waiver_matches: Matches = field(default_factory=dict)
-    stateless: tuple[str, ...] = ()
-    notes: tuple[Fault, ...] = ()
-    unequal: tuple[str, ...] = ()
-    lists: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    renames: tuple[Step, ...] = ()
-    numberings: Numberings = field(default_factory=dict)
-    axis_sizes: Mapping[str, int] = field(default_factory=dict)
-    digest_kind: str = "off"
-    world: int = 1
-    has_whole: bool = False
-    directory: str = ""
-    step: int | None = None
 
 
 class Assignment(NamedTuple):
@@ -174,44 +129,6 @@ class Assignment(NamedTuple):
         return kinds
 
 
-_ALIKE = (
-    (
-        "digest_kind",
-        True,
-        "the ranks do not agree on digests=",
-        "way out:     the same options on all ranks",
-    ),
-    # By another number of ranks, digests would be compared with those of other tensors.
-    (
-        "world",
-        True,
-        "the ranks do not agree on how many ranks torch.distributed has",
-        "way out:     one default process group on all ranks, for the whole save",
-    ),
-    (
-        "step",
-        True,
-        "the ranks save {} different steps",
-        "way out:     planner.step= the same number on all ranks before each save",
-    ),
-    (
-        "has_whole",
-        True,
-        "the ranks do not agree on whole=",
-        "way out:     the same declaration on all ranks",
-    ),
-    (
-        "directory",
-        False,
-        "the ranks write into {} different directories",
-        "reason:      a load looks for all files beside .metadata, which is in one of them",
-        "way out:     choose the name on one rank, and broadcast it to the others",
-    ),
-)
-"""What all ranks have to say alike: the field of a ``Statement``, whether it is a fault if they do
-not, and its text."""
-
-
 class Coordinator:
     """One save, seen from the coordinator.
 
@@ -226,7 +143,7 @@ class Coordinator:
         plans: The same.
         complete: False of one rank of several that saves by itself (``no_dist=True``), which may
             hold parts of tensors, and does not see what others hold.
-        statements: What ranks send beside their keys, by its packed form.
+        stated: What ranks state beside their keys, by its packed form.
         world: What the ranks hold.
         report: On all ranks together.
     """
@@ -243,12 +160,7 @@ class Coordinator:
         self.plans = plans
         self.complete = len(plans) > 1 or size == 1
         self._size, self._whole = size, whole
-        self._ranks_of: dict[bytes, list[int]] = {}
-        for plan in plans:
-            self._ranks_of.setdefault(plan.statement, []).append(plan.rank)
-        self.statements: dict[bytes, Statement] = {
-            packed: pickle.loads(zlib.decompress(packed)) for packed in self._ranks_of
-        }
+        self.stated = stated([(plan.rank, plan.statement) for plan in plans])
         self.world = World([plan.sent for plan in plans])
         self.report = SaveReport(ranks=len(plans), waived=dict(waived))
         self._strict = strict
@@ -261,20 +173,22 @@ class Coordinator:
             for fqn in plan.undigested:
                 self._undigested.setdefault(fqn, []).append(at)
 
+    @property
+    def statements(self) -> list[Statement]:
+        """The different statements."""
+        return [one.statement for one in self.stated.values()]
+
     def prove(self) -> None:
         """Prove that the plans make a checkpoint, and compare replicas.
 
         Raises:
             PlacementError: All faults.
         """
-        statements = self.statements.values()
-        if len(statements) > 1:
-            self._compare_statements()
+        self._faults, self._notes = disagreements(self.stated.values(), "this save")
         declared: dict[Family, dict[Numbering, list[int]]] = {}
-        for packed, statement in self.statements.items() if self.complete else ():
+        for statement, ranks in self.stated.values() if self.complete else ():
             for family, numbering in statement.numberings.items():
-                of_family = declared.setdefault(family, {})
-                of_family.setdefault(numbering, []).extend(self._ranks_of[packed])
+                declared.setdefault(family, {}).setdefault(numbering, []).extend(ranks)
         if declared and not self._faults:
             waived = [compile_pattern(pattern) for pattern in self.report.waived]
             self._faults += numbering_faults(self.world, declared, waived)
@@ -287,11 +201,7 @@ class Coordinator:
             )
             self._faults += faults
             self._notes += notes
-        matches = [
-            one
-            for each in statements
-            for one in (each.matched, each.rename_matches, each.waiver_matches)
-        ]
+        matches = [one for each in self.statements for one in (each.matched, each.declared)]
         # A rank that plans alone cannot see what the patterns match on others.
         if self.complete and (unmatched := matched_nowhere(matches)):
             self.report.unmatched = unmatched
@@ -301,22 +211,11 @@ class Coordinator:
         if self._faults:
             raise_faults("the ranks' plans do not make a checkpoint", self._faults)
 
-    def _compare_statements(self) -> None:
-        """Compare what the ranks say beside their keys."""
-        for name, faults, what, *details in _ALIKE:
-            ranks: dict[Any, list[int]] = {}
-            for packed, statement in self.statements.items():
-                ranks.setdefault(getattr(statement, name), []).extend(self._ranks_of[packed])
-            # What is said of steps and directories is said of ranks with the same options.
-            if len(ranks) > 1 and not self._faults:
-                found = self._faults if faults else self._notes
-                found.append(messages.unlike(what.format(len(ranks)), ranks, *details))
-
     def _prove_parts(self) -> None:
         """Prove that the parts of all ranks make wholes, and compare replicas."""
         world, holders = self.world, self._holders()
         digests = digests_by_cell(world, [plan.digests for plan in self.plans], self._size)
-        lists = {fqn for statement in self.statements.values() for fqn in statement.lists}
+        lists = {fqn for statement in self.statements for fqn in statement.lists}
         compared: list[Compared] = []
         for finding in prove(
             world, lambda piece: digests[piece.cells()], complete=self.complete, size=self._size
@@ -356,7 +255,7 @@ class Coordinator:
         def coordinate(at: int) -> dict[str, int]:
             plan = self.plans[at]
             return dict(
-                zip(self.statements[plan.statement].axis_sizes, plan.coordinate, strict=True)
+                zip(self.stated[plan.statement].statement.axis_sizes, plan.coordinate, strict=True)
             )
 
         return messages.Holders(
@@ -368,7 +267,7 @@ class Coordinator:
             coordinate=coordinate,
             axis_sizes={
                 name: size
-                for statement in self.statements.values()
+                for statement in self.statements
                 for name, size in statement.axis_sizes.items()
             },
         )
@@ -379,7 +278,7 @@ class Coordinator:
         The rules are never asked about scalars.
         """
         group = piece.group
-        is_compared = any(one.digest_kind != "off" for one in self.statements.values())
+        is_compared = any(one.digests != "off" for one in self.statements)
         if is_compared or group.kind == OBJECT or not prod(group.shape) or not group.shape:
             return []
         rules = [self.world.rules(piece, at) for at in range(len(piece.fqns))]
@@ -387,16 +286,16 @@ class Coordinator:
 
     def _joined_lists(self) -> dict[int, tuple[tuple[str, tuple[str, ...]], ...]]:
         """Return by rank the lists of parameters that it writes where other ranks list others."""
-        writer: dict[str, bytes] = {}
+        writer: dict[str, Stated] = {}
         joined: dict[str, dict[str, None]] = {}
-        for packed, statement in self.statements.items():  # by the lowest rank of each
-            for fqn, listed in statement.lists.items():
-                writer.setdefault(fqn, packed)
+        for one in self.stated.values():  # by the lowest rank of each
+            for fqn, listed in one.statement.lists.items():
+                writer.setdefault(fqn, one)
                 joined.setdefault(fqn, {}).update(dict.fromkeys(listed))
         lists: dict[int, tuple[tuple[str, tuple[str, ...]], ...]] = {}
         for fqn, names in joined.items():
-            if len(names) > len(self.statements[writer[fqn]].lists[fqn]):
-                rank = self._ranks_of[writer[fqn]][0]
+            statement, (rank, *_) = writer[fqn]
+            if len(names) > len(statement.lists[fqn]):
                 lists[rank] = (*lists.get(rank, ()), (fqn, tuple(names)))
         return lists
 
@@ -515,7 +414,7 @@ class Coordinator:
             # Nothing is kept of keys that ranks declare in several ways.
             here = numbers.setdefault(cuts.pop() if len(cuts) == 1 else (), len(numbers))
             number_of.update(dict.fromkeys(piece.fqns, here))
-        statements = self.statements.values()
+        statements = self.statements
         renames = dict.fromkeys(step for one in statements for step in one.renames)
         numberings = {key: value for one in statements for key, value in one.numberings.items()}
         for statement in statements:
@@ -527,7 +426,7 @@ class Coordinator:
         """Put into the report what ranks say beside their keys; warn of what may be wrong."""
         rules: dict[str, int] = {}
         shapes: dict[str, dict[Shapes, None]] = {}
-        statements = self.statements.values()
+        statements = self.statements
         for statement in statements:
             for rule, count in statement.matched.items():
                 rules[rule] = max(rules.get(rule, 0), count)

@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
-from typing import Any, NamedTuple, TypeVar, assert_never
+from typing import Any, NamedTuple, assert_never
 
 import numpy as np
 
 from dcp_placements.bind.one_tensor import Placed
-from dcp_placements.errors import Fault, format_count, format_nbytes, format_ranks
+from dcp_placements.errors import Fault, format_count, format_nbytes
 from dcp_placements.layout.boxes import as_boxes, format_box, format_boxes, uncovered
 from dcp_placements.layout.sharding import Box, Chunk, format_cuts
 from dcp_placements.names.optimizer_state import FLATTEN, OptimizerStates, is_by_position
@@ -34,8 +34,6 @@ from dcp_placements.table.digests import Digests
 from dcp_placements.table.prove import Broken, Compared, Doubled, Unlike
 from dcp_placements.table.table import OBJECT
 from dcp_placements.table.world import NO_RULE, Piece, World
-
-T = TypeVar("T")
 
 _MOST_SHOWN = 4
 _FEW = 8
@@ -125,8 +123,8 @@ def _unlike_faults(finding: Unlike, world: World, holders: Holders) -> list[Faul
             largest = tuple(map(max, zip(*shapes, strict=True)))
             if holes := uncovered(Box.whole(largest), piece.boxes):
                 details.insert(0, f"nobody holds {format_boxes(holes, largest)}")
-    texts = {value: holders.name(some) for value, some in of_value.items()}
-    values = _by(texts, holders.inside)
+    shown = [f"{value} {holders.inside} {holders.name(some)}" for value, some in of_value.items()]
+    values = "; ".join(shown[:_MOST_SHOWN]) + ("; ..." if len(shown) > _MOST_SHOWN else "")
     headline = f"the {holders.noun}s do not agree on {_ASPECTS[what]}: {values}"
     return _of_keys(world, piece, headline, details)
 
@@ -421,23 +419,6 @@ def copies_fault(
     )
 
 
-def this_save(headline: str, *details: str) -> Fault:
-    """Return a fault of a save as such, of no key."""
-    return Fault("this save", headline, details)
-
-
-def unlike(what: str, values: Mapping[T, Sequence[int]], *details: str) -> Fault:
-    """Return a fault saying that ranks were given different values.
-
-    Args:
-        what: What they do about it, as text.
-        values: The ranks by value.
-        details: The reason, and what makes them equal.
-    """
-    texts = {repr(value): format_ranks(ranks) for value, ranks in values.items()}
-    return this_save(f"{what}: {_by(texts, 'on')}", *details)
-
-
 def not_all_ranks(report: SaveReport, ranks: Sequence[int], size: int) -> Fault:
     """Return a fault saying that a save does not have what ranks hold that take no part in it.
 
@@ -457,14 +438,13 @@ def not_all_ranks(report: SaveReport, ranks: Sequence[int], size: int) -> Fault:
             f"missing:     parts of {len(lacking)} of {len(keys)} tensors, as of {lacking[0]}: "
             f"{format_nbytes(key.unique_nbytes)} of {format_nbytes(key.whole_nbytes)} are saved"
         )
-    return this_save(
-        headline,
-        *details,
+    details += [
         "reason:      what only other ranks hold is not saved; and if they save into the same "
         "directory, they overwrite files and .metadata of each other",
         "way out:     dcp.save on all ranks after init_process_group(), without no_dist=True; or "
         "a directory for each group",
-    )
+    ]
+    return Fault("this save", headline, tuple(details))
 
 
 def _ranks_by_digest(digests: Sequence[int], ranks: Sequence[int]) -> dict[int, list[int]]:
@@ -474,12 +454,6 @@ def _ranks_by_digest(digests: Sequence[int], ranks: Sequence[int]) -> dict[int, 
         if digest:
             ranks_by.setdefault(digest, []).append(rank)
     return ranks_by
-
-
-def _by(holders: Mapping[T, str], inside: str) -> str:
-    """Return values with who has them: ``(8, 3) on ranks 0-2; (8, 4) on rank 3``."""
-    shown = [f"{value} {inside} {text}" for value, text in holders.items()]
-    return "; ".join(shown[:_MOST_SHOWN]) + ("; ..." if len(shown) > _MOST_SHOWN else "")
 
 
 def _quoted(names: Sequence[str], separator: str = ", ") -> str:

@@ -6,10 +6,8 @@ import dataclasses
 import logging
 import multiprocessing
 import os
-import pickle
 import threading
 import uuid
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -80,7 +78,6 @@ from dcp_placements.save.coordinator import (
     Coordinator,
     Copies,
     LocalPlan,
-    Statement,
     report_keys,
     tensor_properties,
 )
@@ -96,6 +93,7 @@ from dcp_placements.table.digests import (
     differing_repeats,
     digests_of,
 )
+from dcp_placements.table.statement import Statement
 from dcp_placements.table.table import (
     OBJECT,
     PLAIN,
@@ -369,8 +367,10 @@ class PlacementSavePlanner(DefaultSavePlanner):
         statement = Statement(
             matched=placing.matched,
             shapes=placing.shapes(),
-            rename_matches=save.rename_matches,
-            waiver_matches=waiver_matches(self.waive, self._waivable(save)),
+            declared={
+                **save.rename_matches,
+                **waiver_matches(self.waive, self._waivable(save)),
+            },
             stateless=tuple(stateless_parameters(save.state_dict, groups) if groups else ()),
             notes=tuple(notes),
             unequal=tuple([repeat.fqn for repeat in repeats]),
@@ -382,15 +382,14 @@ class PlacementSavePlanner(DefaultSavePlanner):
             renames=save.renames,
             numberings={} if self.rename is None else numberings(placing, save.numbered),
             axis_sizes={name: size for name, (_, size) in axes.items()},
-            digest_kind=self.digests,
+            digests=self.digests,
             world=world_size(),
             has_whole=self.whole is not None,
             directory=save.directory,
             step=self.step,
         )
         coordinate = tuple([position for position, _ in axes.values()])
-        packed = zlib.compress(pickle.dumps(statement, protocol=5), 6)
-        return LocalPlan(rank, holding.sent, coordinate, *sent_digests, packed)
+        return LocalPlan(rank, holding.sent, coordinate, *sent_digests, statement.packed())
 
     def _waivable(self, save: RankSave) -> Iterator[str]:
         """Yield what a waiver may name: a key, a pattern of the rename, a key of ``whole=``."""
