@@ -52,7 +52,6 @@ from dcp_placements.errors import (
 from dcp_placements.layout.boxes import Boxes, as_array, format_box, tile, uncovered
 from dcp_placements.layout.equal_cuts import canonical, cuts_of_part, declared, differences
 from dcp_placements.layout.sharding import Box, Cut, Cuts, Kind, format_cuts
-from dcp_placements.load.messages import LoadMessage
 from dcp_placements.load.missing import Asked, Policy
 from dcp_placements.load.request import Request
 from dcp_placements.names.numbers import Family, Numberings, numbers_of
@@ -67,6 +66,7 @@ from dcp_placements.storage.provenance import (
     stored,
 )
 from dcp_placements.table.families import Held, held_numbers
+from dcp_placements.table.statement import Stated, Statement
 from dcp_placements.table.table import PLAIN, Group, Sent
 from dcp_placements.table.world import Piece, World, repeated
 
@@ -585,14 +585,18 @@ class AllAsked:
     """What all ranks ask for.
 
     Attributes:
-        messages: Of the ranks; none where this rank loads alone.
+        ranks: The numbers of the ranks; none where this rank loads alone.
+        sent: By rank, the tables and boxes of what it asks for.
+        different: The different statements of these ranks.
         record: The checkpoint's; None where it has none.
         stored: The checkpoint's metadata by key.
         policy: What is accepted.
         complete: Whether all ranks take part. Of some ranks only local numbers are refused.
     """
 
-    messages: Sequence[LoadMessage]
+    ranks: Sequence[int]
+    sent: Sequence[Sent]
+    different: Sequence[Stated]
     record: SaveRecord | None
     stored: Mapping[str, Any]
     policy: Policy
@@ -601,7 +605,13 @@ class AllAsked:
     @cached_property
     def world(self) -> World:
         """The tables of all ranks, which most loads without a declaration do not need."""
-        return World([one.sent or Sent() for one in self.messages])
+        return World(self.sent)
+
+    @cached_property
+    def _statements(self) -> list[Statement]:
+        """By position, what the rank states."""
+        of_ranks = {rank: one.statement for one in self.different for rank in one.ranks}
+        return [of_ranks[rank] for rank in self.ranks]
 
     @cached_property
     def states(self) -> OptimizerStates:
@@ -611,15 +621,16 @@ class AllAsked:
     def faults(self) -> list[Fault]:
         """Return the parts of wholes that several ranks ask for while no rank asks for others."""
         saved = () if self.record is None else self.record.renames
-        if not saved and not any(one.declares for one in self.messages):
+        statements = [one.statement for one in self.different]
+        if not saved and not any(one.declares for one in statements):
             return []
         numberings = {} if self.record is None else dict(self.record.numberings)
-        for message in self.messages if self.complete else ():
-            for family, numbering in message.numberings.items():
+        for statement in statements if self.complete else ():
+            for family, numbering in statement.numberings.items():
                 numberings.setdefault(family, numbering)
         faults = self._number_faults(numberings) if numberings else []
         functions = [step for step in saved if step.kind == FUNCTION]
-        here = chain.from_iterable([one.renames for one in self.messages])
+        here = chain.from_iterable([one.renames for one in statements])
         if self.complete and functions and all(step.kind != FUNCTION for step in here):
             faults += self._function_faults(functions[0])
         if self.complete:
@@ -638,11 +649,11 @@ class AllAsked:
         """
         keys_of = [
             (
-                [self.messages[at].rank for at in cohort.ranks],
+                [self.ranks[at] for at in cohort.ranks],
                 {fqn for at in cohort.tables for fqn in chain(*self.world.tables[at].keys)},
             )
             for cohort in self.world.cohorts
-        ] or [([one.rank for one in self.messages] or [global_rank()], set(state_dict))]
+        ] or [([*self.ranks] or [global_rank()], set(state_dict))]
         found = set(state_dict)
         # By level, whether each rank asks for the entry with its own number alone.
         per_rank: dict[str, bool] = {}
@@ -707,8 +718,8 @@ class AllAsked:
 
     def _renames_on(self, parts: Mapping[frozenset[int], Sequence[int]]) -> str:
         """Return the renames that are in force on the ranks with some parts, as text."""
-        ranks = chain.from_iterable(parts.values())
-        steps = [one for rank in ranks for one in self.messages[rank].renames]
+        positions = chain.from_iterable(parts.values())
+        steps = [one for at in positions for one in self._statements[at].renames]
         return "rename=" + ", ".join(dict.fromkeys(map(str, steps))) if steps else ""
 
     def _fault(
@@ -735,7 +746,7 @@ class AllAsked:
         """
         by_text: dict[str, list[int]] = {}
         for part, positions in sorted(parts.items(), key=lambda part: min(part[1])):
-            by_text.setdefault(text(part), []).extend(self.messages[at].rank for at in positions)
+            by_text.setdefault(text(part), []).extend(self.ranks[at] for at in positions)
         asked = [f"{text} by {format_ranks(ranks)}" for text, ranks in by_text.items()]
         more = f" and {len(asked) - _MAX_PARTS} other parts" if len(asked) > _MAX_PARTS else ""
         first = text(min(twice, key=lambda part: min(parts[part])))
@@ -812,7 +823,7 @@ class AllAsked:
             is_state = self.states.of(fqn) is not None
             if fqn not in asked and not is_state and not self.policy.excuses(fqn):
                 unasked.setdefault(_level(fqn)[0], []).append(fqn)
-        renames = self._renames_on({frozenset(): range(len(self.messages))})
+        renames = self._renames_on({frozenset(): range(len(self.ranks))})
         for level in several.keys() & unasked.keys():
             first, rest = (format_names(folded(of[level]), 2) for of in (several, unasked))
             yield Fault(
@@ -829,9 +840,9 @@ class AllAsked:
 
     def _numbers(self, at: int, family: Family) -> bool:
         """Whether the rename of a rank gives the numbers of a family; a function may."""
-        message = self.messages[at]
-        has_function = any(step.kind == FUNCTION for step in message.renames)
-        return has_function or family in message.numberings
+        statement = self._statements[at]
+        has_function = any(step.kind == FUNCTION for step in statement.renames)
+        return has_function or family in statement.numberings
 
     def _unnumbered(self, family: Family, stored: Set[int], parts: Held) -> list[Fault]:
         """Return the fault of ranks without the rename by which others ask for their numbers.
@@ -842,7 +853,7 @@ class AllAsked:
         others = [part for part, ranks in parts.items() if not numbered.isdisjoint(ranks)]
         faults = []
         for part, ranks in parts.items():
-            without = [self.messages[at].rank for at in ranks if at not in numbered]
+            without = [self.ranks[at] for at in ranks if at not in numbered]
             is_local = part == set(range(len(part))) and part != stored
             if without and is_local and any(part <= other for other in others):
                 details = (

@@ -39,11 +39,9 @@ from dcp_placements.errors import (
     Fault,
     PlacementError,
     format_faults,
-    format_ranks,
     packed_faults,
     raise_faults,
     raise_faults_of_ranks,
-    unpacked_faults,
 )
 from dcp_placements.load.arrival import LOOK, Arrival, Exchange, warn
 from dcp_placements.load.casting import CASTS
@@ -90,7 +88,8 @@ from dcp_placements.storage.save_ids import (
     speaking_for,
 )
 from dcp_placements.storage.torch_metadata import check_fields, refusing
-from dcp_placements.table.whole import WholeModel, compare_with_whole, only_some_have_whole
+from dcp_placements.table.statement import Statement, disagreements, stated
+from dcp_placements.table.whole import WholeModel, compare_with_whole
 
 logger = logging.getLogger(__name__)
 
@@ -100,19 +99,6 @@ _NO_CLASS = (
     "likely:      its class is not there under the name that it had when it was saved",
     "way out:     make the class importable; or leave this key out of the state dict",
 )
-
-
-def _mixed_checkpoints(messages: Iterable[LoadMessage]) -> Fault:
-    """Return the fault that ranks read the metadata of different checkpoints."""
-    ranks: dict[str, list[int]] = {}
-    for message in messages:
-        ranks.setdefault(message.save, []).append(message.rank)
-    read = [f"{save or 'one without a save id'} by {format_ranks(ranks[save])}" for save in ranks]
-    details = (
-        f"read:        {'; '.join(read)}",
-        "way out:     choose the directory on one rank, and broadcast it to the others",
-    )
-    return Fault("this load", "the ranks read different checkpoints", details)
 
 
 _NOT_RENAMED = rename_keys({}, {}, None)
@@ -289,7 +275,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
                 message = self._planned(load)
         if load.refusal:
             faults = packed_faults(load.refusal)
-            message = LoadMessage(message.rank, message.declared, faults=faults)
+            message = LoadMessage(message.rank, message.statement, faults=faults)
         return LoadPlan(ItemsToCome(), planner_data=message)  # type: ignore[arg-type]
 
     def _planned(self, load: RankLoad) -> LoadMessage:
@@ -306,18 +292,25 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         load.request, load.report = request, request.report()
         waivers = waiver_matches(self.waive, self._waivable(load)) if self.waive else {}
         load.report.waived = dict(self.waive)
-        has_whole = self.whole is not None
-        declared = {**placing.matched, **renamed.matches, **waivers}
-        message = LoadMessage(global_rank(), declared, has_whole=has_whole)
+        given = {} if rename is None else numberings(placing, renamed.numbered)
+        statement = Statement(
+            matched=placing.matched,
+            declared={**renamed.matches, **waivers},
+            renames=() if rename is None else recorded(rename),
+            numberings=given,
+            has_whole=self.whole is not None,
+            checkpoint=saved_by(load.metadata) if world_size() > 1 else "",
+            declares=self.rules is not None or rename is not None,
+            reset=request.missing.unexcused,
+        )
         # A tensor without its place has another shape, which is no fault of its own.
         placeless = {fault.fqn for fault in placing.faults}
         faults = placing.faults + [one for one in request.faults if one.fqn not in placeless]
-        given = {} if rename is None else numberings(placing, renamed.numbered)
         differing, load.report.compared = check_load(request, rename, given)
         faults += [*differing, *memory_faults(load.state_dict, request.destinations)]
         if faults:
             load.refusal = faults
-            return message
+            return LoadMessage(global_rank(), statement.packed())
         if request.notes:
             warn(load.report, request.notes)
         waived = self._policy.waived
@@ -325,18 +318,10 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         notes += doubt_notes(request)
         notes += unknown_notes(request.asked)
         load.report.warnings += tuple(map(str, notes))
-        message = replace(
-            message, notes=packed_faults(notes) if notes else b"", reset=request.missing.unexcused
-        )
-        if world_size() > 1 or has_whole:
-            message = replace(
-                message,
-                sent=request.holding().sent,
-                renames=() if rename is None else recorded(rename),
-                numberings=given,
-                declares=self.rules is not None or rename is not None,
-                save=saved_by(load.metadata) if world_size() > 1 else "",
-            )
+        statement = replace(statement, notes=tuple(notes))
+        message = LoadMessage(global_rank(), statement.packed())
+        if world_size() > 1 or self.whole is not None:
+            message = replace(message, sent=request.holding().sent)
         if world_size() > 1 and self.exchange is not False:
             from dcp_placements.exchange.sending import ReplicaExchange
 
@@ -386,27 +371,26 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         report, own, policy = load.report, load.request.asked, self._policy
         # Ranks that load by themselves have no others to compare with.
         complete = len(messages) >= world_size()
-        known = [one.declared for one in messages if one.declared is not None]
-        unmatched = matched_nowhere(known) if complete and len(known) == len(messages) else ()
-        report.unmatched = unmatched
+        different = [*stated((m.rank, m.statement) for m in messages if m.statement).values()]
+        statements = [one.statement for one in different]
+        is_known = complete and all(one.statement for one in messages)
+        matches = [one for each in statements for one in (each.matched, each.declared)]
+        report.unmatched = unmatched = matched_nowhere(matches) if is_known else ()
         # Listed with the faults, too: a mistake in a pattern may be their cause.
         mistakes = unmatched_faults(unmatched, list(load.state_dict)) if unmatched else []
         sent = {message.rank: message.faults for message in messages}
         if any(sent.values()):
             raise_faults_of_ranks(REFUSED, sent, mistakes)
-        packed = dict.fromkeys(message.notes for message in messages if message.notes)
-        notes = dict.fromkeys(note for one in packed for note in unpacked_faults(one))
-        if notes:
+        if notes := dict.fromkeys(note for one in statements for note in one.notes):
             warnings.warn(format_faults(LOOK, notes, "note"), stacklevel=3)
-        given = [message.rank for message in messages if message.has_whole]
-        if 0 < len(given) < len(messages):
-            raise_faults("nothing can be loaded", [only_some_have_whole(given)])
-        if complete and len({message.save for message in messages}) > 1:
-            raise_faults("nothing can be loaded", [_mixed_checkpoints(messages)])
+        if len(different) > 1:
+            disagreement, _ = disagreements(different, "this load")
+            raise_faults("nothing can be loaded", disagreement)
         if not complete and own.record is not None:
             report.compared += ", but not with what other ranks ask for"
-        asking = [one for one in messages if one.sent is not None]
-        asked = AllAsked(asking, own.record, own.stored, policy, complete)
+        asking = [one.rank for one in messages if one.sent is not None]
+        asked_for = [one.sent for one in messages if one.sent is not None]
+        asked = AllAsked(asking, asked_for, different, own.record, own.stored, policy, complete)
         faults: list[Fault] = []
         if self.whole is not None:
             faults, notes_of_whole, report.whole = compare_with_whole(
@@ -421,9 +405,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         if not complete:
             faults += unnumbered_rows(own, self.rename)
         resets: dict[tuple[str, str], list[int]] = {}
-        for message in messages:
-            for owner in message.reset:
-                resets.setdefault(owner, []).append(message.rank)
+        for statement, ranks in different:
+            for owner in statement.reset:
+                resets.setdefault(owner, []).extend(ranks)
         unasked = asked.unasked(own.state_dict) if resets or load.report.unread else []
         if resets:
             faults += asked.renamed_states(resets, unasked)

@@ -17,6 +17,7 @@ import os
 import warnings
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
@@ -58,7 +59,7 @@ from dcp_placements.table.digests import digests_by_cell
 from dcp_placements.table.families import numbering_faults
 from dcp_placements.table.owners import runs_of
 from dcp_placements.table.prove import Compared, prove
-from dcp_placements.table.statement import Stated, Statement, disagreements, stated
+from dcp_placements.table.statement import Stated, disagreements, stated
 from dcp_placements.table.table import OBJECT, Group, Holding, Sent
 from dcp_placements.table.whole import WholeModel, compare_with_whole
 from dcp_placements.table.world import NO_RULE, Piece, World
@@ -144,6 +145,7 @@ class Coordinator:
         complete: False of one rank of several that saves by itself (``no_dist=True``), which may
             hold parts of tensors, and does not see what others hold.
         stated: What ranks state beside their keys, by its packed form.
+        statements: The different statements.
         world: What the ranks hold.
         report: On all ranks together.
     """
@@ -161,6 +163,7 @@ class Coordinator:
         self.complete = len(plans) > 1 or size == 1
         self._size, self._whole = size, whole
         self.stated = stated([(plan.rank, plan.statement) for plan in plans])
+        self.statements = [one.statement for one in self.stated.values()]
         self.world = World([plan.sent for plan in plans])
         self.report = SaveReport(ranks=len(plans), waived=dict(waived))
         self._strict = strict
@@ -173,18 +176,14 @@ class Coordinator:
             for fqn in plan.undigested:
                 self._undigested.setdefault(fqn, []).append(at)
 
-    @property
-    def statements(self) -> list[Statement]:
-        """The different statements."""
-        return [one.statement for one in self.stated.values()]
-
     def prove(self) -> None:
         """Prove that the plans make a checkpoint, and compare replicas.
 
         Raises:
             PlacementError: All faults.
         """
-        self._faults, self._notes = disagreements(self.stated.values(), "this save")
+        if len(self.stated) > 1:
+            self._faults, self._notes = disagreements(self.stated.values(), "this save")
         declared: dict[Family, dict[Numbering, list[int]]] = {}
         for statement, ranks in self.stated.values() if self.complete else ():
             for family, numbering in statement.numberings.items():
@@ -213,7 +212,7 @@ class Coordinator:
 
     def _prove_parts(self) -> None:
         """Prove that the parts of all ranks make wholes, and compare replicas."""
-        world, holders = self.world, self._holders()
+        world = self.world
         digests = digests_by_cell(world, [plan.digests for plan in self.plans], self._size)
         lists = {fqn for statement in self.statements for fqn in statement.lists}
         compared: list[Compared] = []
@@ -223,12 +222,12 @@ class Coordinator:
             if isinstance(finding, Compared):
                 compared.append(finding)
             else:
-                self._faults += messages.proof_faults(finding, world, holders)
+                self._faults += messages.proof_faults(finding, world, self._holders)
         for piece, *_ in compared:
             self._doubts[UNCOMPARED].update(self._uncompared(piece))
             for fqn in piece.fqns if self._undigested else ():
                 if fqn in self._undigested:
-                    ranks = holders.name(self._undigested[fqn])
+                    ranks = self._holders.name(self._undigested[fqn])
                     self._notes.append(messages.undigested(fqn, ranks))
         differing = [finding for finding in compared if finding.positions]
         reduced = messages.reduced_axes(world) if differing else {}
@@ -236,10 +235,13 @@ class Coordinator:
             conflict
             for finding in differing
             for conflict in messages.conflicts(
-                finding, world, holders, reduced=reduced, lists=lists
+                finding, world, self._holders, reduced=reduced, lists=lists
             )
         ]
-        drift = messages.drift_faults(conflicts, [finding.piece for finding in compared], world)
+        drift: Mapping[str, Fault] = {}
+        if conflicts:
+            pieces = [finding.piece for finding in compared]
+            drift = messages.drift_faults(conflicts, pieces, world)
         for conflict in conflicts:
             fault = conflict.fault
             if conflict.is_own:
@@ -249,6 +251,7 @@ class Coordinator:
             vetoes = self._faults if self._strict else self._notes
             vetoes.append(drift.get(fault.fqn, fault))
 
+    @cached_property
     def _holders(self) -> messages.Holders:
         """Return the ranks as those that hold the parts."""
 

@@ -109,9 +109,9 @@ def prove(
             replicas among so many.
     """
     for piece in world.pieces:
-        unlike = _unlike(world, piece)
-        if unlike is not None:
-            yield unlike
+        groups = [source.group for source in piece.sources]
+        if len({(one.kind == OBJECT, one.shape, one.dtype) for one in groups}) > 1:
+            yield _unlike(world, piece)
             continue
         cover, shape = piece.cover, piece.group.shape
         is_sound = tile if complete else apart
@@ -121,9 +121,7 @@ def prove(
                 yield Broken(piece, flaw)
         if not cover.has_replicas:
             continue
-        may_have = [
-            size is None or may_have_replicas(source.group, size) for source in piece.sources
-        ]
+        may_have = [size is None or may_have_replicas(group, size) for group in groups]
         if 0 not in shape and not all(may_have):
             yield Doubled(piece, int(np.diff(cover.starts).argmax()))
             continue
@@ -133,13 +131,12 @@ def prove(
             yield Compared(piece, positions, of_piece[:, positions])
 
 
-def _unlike(world: World, piece: Piece) -> Unlike | None:
-    """Return on what the holders of a piece do not agree; None where they agree on all."""
+def _unlike(world: World, piece: Piece) -> Unlike:
+    """Return on what the holders of a piece do not agree first."""
     for what, value in ASPECTS.items():
-        if len({value(source.group) for source in piece.sources}) > 1:
-            holders: dict[Hashable, list[Ints]] = {}
-            for source in piece.sources:
-                members = world.members[source.table]
-                holders.setdefault(value(source.group), []).append(members)
+        holders: dict[Hashable, list[Ints]] = {}
+        for source in piece.sources:
+            holders.setdefault(value(source.group), []).append(world.members[source.table])
+        if len(holders) > 1:
             return Unlike(piece, what, {one: np.concatenate(of) for one, of in holders.items()})
-    return None
+    raise AssertionError("the holders agree on all of it")

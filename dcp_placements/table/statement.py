@@ -44,6 +44,10 @@ class Statement:
         step: The training step of a save; None for none.
         directory: The directory that a save writes into; empty for none.
         shapes: As in ``SaveReport``, of what this rank saves.
+        checkpoint: The save whose checkpoint a load reads; empty where nothing tells.
+        declares: Whether a load has rules or renames. DTensors alone are complete over their
+            meshes.
+        reset: The optimizers and names of the parameters whose state a load resets.
         stateless: Parameters without optimizer state where others have it.
         unequal: Keys of which the rank has copies that differ, and are let through.
         lists: The parameters that a parameter group lists, by its key.
@@ -60,6 +64,9 @@ class Statement:
     digests: str = "off"
     step: int | None = None
     directory: str = ""
+    checkpoint: str = ""
+    declares: bool = False
+    reset: tuple[tuple[str, str], ...] = ()
     shapes: Mapping[str, tuple[Shapes, ...]] = field(default_factory=dict)
     stateless: tuple[str, ...] = ()
     unequal: tuple[str, ...] = ()
@@ -67,7 +74,7 @@ class Statement:
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
 
     def packed(self) -> bytes:
-        """Return it as it travels; equal statements give equal bytes on ranks that made them so."""
+        """Return it as it travels."""
         return zlib.compress(pickle.dumps(self, protocol=5), 6)
 
 
@@ -141,6 +148,13 @@ MUST_AGREE = (
         headline="the ranks do not agree on whole=",
         details=("way out:     the same declaration on all ranks",),
         text=lambda has_whole: "given" if has_whole else "not given",
+    ),
+    MustAgree(
+        field="checkpoint",
+        is_fault=True,
+        headline="the ranks read different checkpoints",
+        details=("way out:     choose the directory on one rank, and broadcast it to the others",),
+        text=lambda save: save or "one without a save id",
     ),
     MustAgree(
         field="directory",

@@ -28,7 +28,6 @@ from dcp_placements.errors import (
     format_count,
     format_name,
     format_names,
-    format_ranks,
 )
 from dcp_placements.layout.sharding import format_cuts
 from dcp_placements.names.optimizer_state import followed_dims, possible_parameters
@@ -376,12 +375,6 @@ def compare_with_whole(
         text += f"; {format_count(len(names), 'tensor')} not compared"
         text += f" ({format_names(folded(names), 2)})"
     return faults, notes, text
-
-
-def only_some_have_whole(ranks: Sequence[int]) -> Fault:
-    """Return the fault of a load where only some ranks were given the whole model."""
-    headline = f"the ranks do not agree on whole=: it was given on {format_ranks(ranks)}"
-    return Fault("this load", headline, ("way out:     the same declaration on all ranks",))
 
 
 class _Comparison:

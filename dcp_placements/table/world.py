@@ -79,15 +79,6 @@ class Cover(NamedTuple):
         return found
 
 
-def cover_of(ranks: Ints, boxes: Boxes) -> Cover:
-    """Return who holds what: by row the rank and the box."""
-    first, box_of = unique(boxes)
-    order = np.lexsort((ranks, box_of))
-    starts = np.searchsorted(box_of[order], np.arange(len(first) + 1))
-    different, has_replicas = boxes[first], len(first) < len(boxes)
-    return Cover(different, numel(different), box_of, ranks, order, starts, has_replicas)
-
-
 def repeated(parts: Mapping[frozenset[int], Sequence[int]]) -> list[frozenset[int]]:
     """Return the parts of a whole all of which another rank holds, too.
 
@@ -181,7 +172,11 @@ class Piece:
     @cached_property
     def cover(self) -> Cover:
         """Which ranks hold which box, of groups that agree on the number of dims."""
-        return cover_of(self.ranks, self.boxes)
+        first, box_of = unique(self.boxes)
+        order = np.lexsort((self.ranks, box_of))
+        starts = np.searchsorted(box_of[order], np.arange(len(first) + 1))
+        boxes, has_replicas = self.boxes[first], len(first) < len(self.boxes)
+        return Cover(boxes, numel(boxes), box_of, self.ranks, order, starts, has_replicas)
 
     def cells(self) -> Ints:
         """Return by row and key the cell."""

@@ -542,7 +542,7 @@ def test_m129_ranks_that_lack_the_whole_model_and_levels_that_differ_are_named(
         lambda mesh: Placements({}, whole=whole if mesh.get_coordinate()[0] else None),
         {"ep": 3},
     )
-    assert "the ranks do not agree on whole=: it was given on ranks 1-2" in str(some)
+    assert "the ranks do not agree on whole=: not given on rank 0; given on ranks 1-2" in str(some)
     assert not some.loads
     with_note = rehearse(tmp_path, lambda mesh: Placements({}, whole=whole), {"ep": 3})
     assert with_note.loads

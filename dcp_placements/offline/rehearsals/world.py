@@ -22,11 +22,10 @@ from dcp_placements._torch import rehearsed
 from dcp_placements.bind.one_tensor import Place, declared_place
 from dcp_placements.bind.rank_shard import RankShard
 from dcp_placements.bind.reshape import row_axes
-from dcp_placements.errors import CannotPlace, Fault, PlacementError, unpacked_faults
+from dcp_placements.errors import CannotPlace, Fault, PlacementError
 from dcp_placements.layout.boxes import Boxes, as_array, as_boxes
 from dcp_placements.layout.sharding import Box
 from dcp_placements.load.compare import AllAsked
-from dcp_placements.load.messages import LoadMessage
 from dcp_placements.load.missing import Policy
 from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.names.numbers import Family, Numbering
@@ -41,7 +40,6 @@ from dcp_placements.offline.verification import tiling_faults
 from dcp_placements.placements import DeclaredWorld
 from dcp_placements.rules.mesh import MeshAxes, MeshCoordinate
 from dcp_placements.rules.patterns import (
-    Matches,
     PlacementRules,
     Rules,
     asked,
@@ -51,8 +49,9 @@ from dcp_placements.rules.patterns import (
 )
 from dcp_placements.rules.placement import CheckpointPlacement
 from dcp_placements.storage.provenance import record_of
+from dcp_placements.table.statement import Stated, Statement, disagreements, stated
 from dcp_placements.table.table import Sent, holding_of, packed_ints
-from dcp_placements.table.whole import WholeModel, compare_with_whole, only_some_have_whole
+from dcp_placements.table.whole import WholeModel, compare_with_whole
 from dcp_placements.table.world import Piece, World
 
 
@@ -111,10 +110,10 @@ class Lot:
     Attributes:
         keys: What they have.
         held: What the first of them has of the checkpoint's tensors.
-        asked: What it sends to the coordinator.
+        asked: What it asks for.
         objects: The checkpoint's objects that they read.
         memory: Bytes of the local tensors of each rank, padding included.
-        declared: Which of the user's patterns match a key; None if that is not known.
+        statement: What they state; None where their keys cannot be renamed.
         rules: The rules of the first of them.
         rename: Their rename, without ``Replace``.
         waive: Patterns of keys whose differences are accepted.
@@ -127,10 +126,10 @@ class Lot:
     waive: dict[str, str]
     cuttings: dict[int, list[Cutting | Refused]] = field(default_factory=dict)
     held: Sent = field(default_factory=Sent)
-    asked: LoadMessage = field(default_factory=lambda: LoadMessage(0))
+    asked: Sent = field(default_factory=Sent)
     objects: list[str] = field(default_factory=list)
     memory: int = 0
-    declared: Matches | None = None
+    statement: Statement | None = None
 
     @property
     def ranks(self) -> list[int]:
@@ -207,16 +206,18 @@ class RehearsedWorld:
 
     def numberings(self) -> dict[Family, Numbering]:
         """Return the lists of keys to which the renames give numbers."""
-        return {key: value for lot in self.lots for key, value in lot.asked.numberings.items()}
+        statements = [lot.statement for lot in self.lots if lot.statement is not None]
+        return {key: value for one in statements for key, value in one.numberings.items()}
 
     def unmatched(self) -> tuple[str, ...]:
         """Return what is declared by pattern and matches no key on any rank."""
-        known = [lot.declared for lot in self.lots if lot.declared is not None]
-        if len(known) < len(self.lots):
+        statements = [lot.statement for lot in self.lots if lot.statement is not None]
+        if len(statements) < len(self.lots):
             return ()
+        matches = [one for each in statements for one in (each.matched, each.declared)]
         kinds = [kind for lot in self.lots for kind in lot.keys.kinds]
         names = {one.rule_name for kind in kinds for one in kind.tensors}
-        return matched_nowhere([*known, self._fsdp.matches(names)])
+        return matched_nowhere([*matches, self._fsdp.matches(names)])
 
     def faults(self) -> tuple[Fault, ...]:
         """Return why the load is refused, sorted by key: by ranks, or else by all together."""
@@ -235,19 +236,22 @@ class RehearsedWorld:
     def _judged(self) -> tuple[list[Fault], list[Fault]]:
         """The faults and notes of all ranks together, of which none is refused by itself."""
         keys, whole = self.checkpoint.metadata.state_dict_metadata, self._wholes[0]
-        given = [rank for rank, one in enumerate(self._wholes) if one is not None]
-        if 0 < len(given) < self.size:
-            return [only_some_have_whole(given)], []
+        given = [
+            Stated(Statement(has_whole=one is not None), [rank])
+            for rank, one in enumerate(self._wholes)
+        ]
+        disagreement, _ = disagreements(given, "this load")
+        if disagreement:
+            return disagreement, []
         policy = Policy(waived=[*map(compile_pattern, self.lots[0].waive)])
-        sent = {
-            rank: replace(lot.asked, rank=rank, sent=one)
-            for lot in self.lots
-            for rank, one in _sent(lot, lot.asked.sent or Sent()).items()
-        }
-        messages = [sent[rank] for rank in sorted(sent)]
+        sent = {rank: one for lot in self.lots for rank, one in _sent(lot, lot.asked).items()}
+        different = [Stated(lot.statement, lot.ranks) for lot in self.lots if lot.statement]
+        of_ranks = [sent[rank] for rank in range(self.size)]
         record = record_of(self.checkpoint.provenance, keys)
         with rehearsed(0, self.size):
-            asked = AllAsked(messages, record, keys, policy, complete=True)
+            asked = AllAsked(
+                range(self.size), of_ranks, different, record, keys, policy, complete=True
+            )
             faults = asked.faults() if self.size > 1 else []
         if whole is None:
             return faults, []
@@ -364,13 +368,14 @@ class RehearsedWorld:
         planner = PlacementLoadPlanner(lot.rules, rename=lot.rename, waive=lot.waive, whole=whole)
         with rehearsed(rank, self.size), warnings.catch_warnings(action="ignore"):
             load = planner.begin(state, {}, metadata)
-            lot.asked = planner.create_local_plan().planner_data
-        self._notes.update(dict.fromkeys(unpacked_faults(lot.asked.notes)))
+            message = planner.create_local_plan().planner_data
         for fault in load.refusal:
             self.add_fault(fault, lot.ranks)
-        lot.declared = lot.asked.declared
-        if lot.declared is None:  # its keys cannot be renamed
+        if not message.statement:  # its keys cannot be renamed
             return [lot]
+        ((lot.statement, _),) = stated([(rank, message.statement)]).values()
+        lot.asked = message.sent or Sent()
+        self._notes.update(dict.fromkeys(lot.statement.notes))
         placing = load.request.asked.placing
         lot.objects = [fqn for fqn in load.state_dict if fqn in self.checkpoint.objects]
         without = {*self.checkpoint.objects, *placing.absent}
