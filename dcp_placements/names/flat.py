@@ -14,8 +14,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from dcp_placements.errors import CannotPlace, Fault, raise_faults
 from dcp_placements.names.numbers import NumberedKey
-from dcp_placements.names.renames import apply, fqns_of, steps
-from dcp_placements.names.stacks_and_parts import Parts, Rename, Row, Rows
+from dcp_placements.names.renames import apply, steps
+from dcp_placements.names.stacks_and_parts import Parts, Rename, Row, Rows, texts_of
 from dcp_placements.rules.patterns import Matches
 
 Path = tuple[str | int, ...]
@@ -158,8 +158,7 @@ def rename_keys(
         path = mappings.get(key)
         try:
             new = apply(its_steps, key, matches)
-            if not isinstance(new, str | Row | Rows | Parts):
-                raise CannotPlace(f"rename() gave {new!r}, which is no name, Row, Rows or Parts")
+            texts = texts_of(new)
         except CannotPlace as error:
             faults.append(error.fault(key))
             continue
@@ -169,7 +168,7 @@ def rename_keys(
             raised = f"raised:      {frame.filename}:{frame.lineno}, in {frame.name}"
             faults.append(Fault(key, headline, (raised, "way out:     a name for every key")))
             continue
-        numbered += [fqn for fqn in fqns_of(new) if isinstance(fqn, NumberedKey)]
+        numbered += [fqn for fqn in texts if isinstance(fqn, NumberedKey)]
         name = str(new if isinstance(new, str) else new.fqn)
         label = new.stacked if isinstance(new, Rows | Parts) else name
         if isinstance(new, Row) and name in reshaped.rows:

@@ -17,10 +17,11 @@ step numbers both.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from dcp_placements.errors import CannotPlace
+from dcp_placements.names.stacks_and_parts import Rename, Renamed, Row, texts_of, with_texts
 
 _STAND_IN = "700000000007"
 """A number that no list has: what a function makes of it shows where it puts the real one."""
@@ -157,45 +158,95 @@ def without_number(key: str, at: int) -> str:
     return key if len(kept) == len(numbers) else NumberedKey(key, kept)
 
 
-def carried(function: Callable[[str], Any], key: str) -> Any:
+def carried(function: Rename, key: str) -> Renamed:
     """Return what a user's function makes of a key that has numbers, with these numbers.
 
-    The function is called a second time with another number: what it returns then has to be the
-    same but for the number. What the function does with numbers of its own is not known.
+    The function is called again with another number: what it returns then has to be the same but
+    for the number. A ``Row`` may have it as its index, as a stack of layers has. What the function
+    does with numbers of its own is not known.
+
+    >>> key = NumberedKey("layers.2.w", [Number(7, 8, 8, Numbering(4, "Renumber"))])
+    >>> new = carried(lambda key: "model." + key, key)
+    >>> new, [new[one.start : one.stop] for one in numbers_given(new)]
+    ('model.layers.2.w', ['2'])
 
     Args:
-        function: Maps a key to a key, or to a ``Row``, ``Rows`` or ``Parts``, which have no number
-            of the key.
+        function: Maps a key to its answer.
         key: A key with numbers.
 
     Raises:
         CannotPlace: It does not keep a number of a list that must be whole.
     """
     new = function(str(key))
-    if not isinstance(new, str):
-        return new
-    numbers = list(numbers_given(new))
+    texts = texts_of(new)
+    numbers = [list(numbers_given(text)) for text in texts]
     for number in numbers_given(key):
         digits = key[number.start : number.stop]
+        places, is_index = _places(function, key, number, new, [_STAND_IN])
+        if -1 in places and digits.isdecimal():
+            # A function may look the number up, or do something else with large ones.
+            near = [str(one) for one in (int(digits) + 1, int(digits) - 1) if one >= 0]
+            places, is_index = _places(function, key, number, new, near)
+        for text, start, own in zip(texts, places, numbers, strict=True):
+            stop = start + len(digits)
+            if start < 0:
+                if _must_stay(key, number) and not is_index:
+                    name = getattr(function, "__qualname__", type(function).__name__)
+                    raise _lost(key, number, f"{name} makes {str(text)!r} of it")
+            elif all(one.start != start for one in own):
+                dot = text.find(".", stop)
+                end = len(text) if dot < 0 else dot
+                own.append(number._replace(start=start, stop=stop, end=end))
+    if not any(numbers):
+        return new
+    pairs = zip(texts, numbers, strict=True)
+    return with_texts(new, [NumberedKey(text, own) if own else text for text, own in pairs])
+
+
+def _places(
+    function: Rename, key: str, number: Number, new: Renamed, puts: Sequence[str]
+) -> tuple[list[int], bool]:
+    """Return where each text of an answer has a number, and whether it is the index of a row.
+
+    Args:
+        function: Maps a key to its answer.
+        key: A key with the number.
+        number: The number.
+        new: The answer for the key.
+        puts: Other numbers, as text: what the answers for them have elsewhere is not the number.
+    """
+    digits = key[number.start : number.stop]
+    texts = texts_of(new)
+    # What a function makes of ROW is the name of each row of a tensor.
+    places = [text.find(ROW) if digits == ROW else -1 for text in texts]
+    is_index = False
+    for put in puts:
         try:
-            other = function(key[: number.start] + _STAND_IN + key[number.stop :])
+            other = function(key[: number.start] + put + key[number.stop :])
         except Exception:  # of any type: the function is the user's
-            other = None
-        start = other.find(_STAND_IN) if isinstance(other, str) else -1
-        stop = start + len(digits)
-        if start < 0 or other != new[:start] + _STAND_IN + new[stop:]:
-            # What it makes of ROW is the name of each row of a tensor.
-            start = new.find(ROW) if digits == ROW else -1
-            stop = start + len(ROW)
-        if start < 0:
-            if _must_stay(key, number):
-                name = getattr(function, "__qualname__", type(function).__name__)
-                raise _lost(key, number, f"{name} makes {str(new)!r} of it")
-        elif all(one.start != start for one in numbers):
-            dot = new.find(".", stop)
-            end = len(new) if dot < 0 else dot
-            numbers.append(number._replace(start=start, stop=stop, end=end))
-    return NumberedKey(new, numbers) if numbers else new
+            continue
+        if type(other) is not type(new) or len(texts_of(other)) != len(texts):
+            continue
+        for position, (text, after) in enumerate(zip(texts, texts_of(other), strict=True)):
+            start = _place_of(text, digits, after, put)
+            places[position] = places[position] if start < 0 else start
+        if isinstance(new, Row) and isinstance(other, Row) and other.fqn == new.fqn:
+            is_index = is_index or put in map(str, other.indices)
+    return places, is_index
+
+
+def _place_of(text: str, digits: str, other: str, put: str) -> int:
+    """Return where a text has a number, of which it is the same as another text; -1 for nowhere.
+
+    >>> _place_of("2.layers.2.w", "2", "2.layers.3.w", "3")
+    9
+    """
+    start = other.find(put)
+    while start >= 0:
+        if text == other[:start] + digits + other[start + len(put) :]:
+            return start
+        start = other.find(put, start + 1)
+    return -1
 
 
 def _must_stay(key: str, number: Number) -> bool:

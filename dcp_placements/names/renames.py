@@ -33,7 +33,7 @@ from dcp_placements.names.numbers import (
     with_number,
     without_number,
 )
-from dcp_placements.names.stacks_and_parts import Parts, Rename, Renamed, Row, Rows
+from dcp_placements.names.stacks_and_parts import Parts, Rename, Renamed, Row, Rows, texts_of
 from dcp_placements.rules.patterns import compile_pattern
 from dcp_placements.rules.placement import row_numbers
 
@@ -494,7 +494,7 @@ def apply(steps: Iterable[Step], key: str, matches: dict[str, bool]) -> Renamed:
     name: Renamed = key
     for step in steps:
         if step.declared is not None and not matches.get(step.declared, True):
-            matches[step.declared] = any(_matches(step.rename, fqn) for fqn in fqns_of(name))
+            matches[step.declared] = any(_matches(step.rename, fqn) for fqn in texts_of(name))
         rename = partial(carried, step.rename) if step.kind == FUNCTION else step.rename
         name = _renamed(rename, name)
     check_braces(key, name)
@@ -551,11 +551,6 @@ def _matches(step: Rename, key: str) -> bool:
     if isinstance(step, Renumber):
         return number_in(step.pattern, key) is not None
     return step(key) != key
-
-
-def fqns_of(name: Renamed) -> tuple[str, ...]:
-    """Return the keys of the checkpoint that a rename has made of a key."""
-    return (name,) if isinstance(name, str) else (name.fqn,) if isinstance(name, Row) else name.fqns
 
 
 def recorded(rename: Any) -> tuple[Step, ...]:

@@ -10,7 +10,7 @@ command line for whole tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TypeVar
 
@@ -125,6 +125,34 @@ class Parts:
 
 Renamed = str | Row | Rows | Parts
 Rename = Callable[[str], Renamed]
+
+
+def texts_of(name: Renamed) -> tuple[str, ...]:
+    """Return the checkpoint's keys in an answer, ``{}`` for the number of each row of a tensor.
+
+    >>> texts_of(Row("experts.w", 2, 8)), texts_of(Parts(("gate", "up"), "gate_up", 0, (1, 1)))
+    (('experts.w',), ('gate', 'up'))
+    """
+    match name:
+        case str():
+            return (name,)
+        case Row():
+            return (name.fqn,)
+        case Rows() | Parts():
+            return name.fqns
+        case _:
+            raise CannotPlace(f"rename() gave {name!r}, which is no key, Row, Rows or Parts")
+
+
+def with_texts(name: Renamed, texts: Sequence[str]) -> Renamed:
+    """Return an answer with other keys, as many as ``texts_of`` returns."""
+    match name:
+        case str():
+            return texts[0]
+        case Row() | Rows():
+            return replace(name, fqn=texts[0])
+        case Parts():
+            return replace(name, fqns=tuple(texts))
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,3 +211,54 @@ def test_rows_keep_their_number_where_a_step_puts_other_text_around_it(
 def test_a_step_that_loses_the_number_of_rows_is_refused(step: Rename) -> None:
     with pytest.raises(PlacementError, match=r"takes away number {}, which Unstack\('experts.{}'"):
         Renames(Unstack("experts.{}"), step)("layers.0.experts.w")
+
+
+def stacks(key: str) -> Rename:
+    layer, expert = re.findall(r"\d+", key)
+    return Row(f"layers.{layer}.experts.w", int(expert), 2)
+
+
+def stacks_layers(key: str) -> Rename:
+    layer, expert = re.findall(r"\d+", key)
+    return Row(f"layers.experts.{expert}.w", int(layer), 4)
+
+
+def looks_up(key: str) -> Rename:
+    layer, expert = re.findall(r"\d+", key)
+    names = [f"layers.{number}.experts.w" for number in range(4)]
+    return Row(names[int(layer)], int(expert), 2)
+
+
+@pytest.mark.parametrize(
+    ("function", "texts"),
+    [
+        (stacks, [["3"]]),
+        (looks_up, [["3"]]),
+        (stacks_layers, [[]]),
+        (lambda key: Rows(key.replace(".0.", ".{}."), key), [["3"]]),
+        (lambda key: Parts((f"{key}.gate", f"up.{key}"), key, 0, (1, 1)), [["3"], ["3"]]),
+    ],
+    ids=["rows", "rows by a table", "rows of layers", "tensors of rows", "parts"],
+)
+def test_m119_what_a_function_stacks_or_splits_keeps_numbers(
+    function: Rename, texts: list[list[str]]
+) -> None:
+    both = Renames(Renumber("layers.{}", [2, 3], total=4), function)
+    new = both("layers.1.experts.0.w")
+    assert not isinstance(new, str)
+    assert [texts_of(text) for text in ((new.fqn,) if isinstance(new, Row) else new.fqns)] == texts
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda key: Row("layers.w", int(re.findall(r"\d+", key)[1]), 2),
+        lambda key: Parts(("gate", key), key, 0, (1, 1)),
+    ],
+    ids=["a row of experts", "one of two parts"],
+)
+def test_m119_a_function_that_loses_a_number_is_refused_whatever_it_returns(
+    function: Rename,
+) -> None:
+    with pytest.raises(PlacementError, match="takes away number 3"):
+        Renames(Renumber("layers.{}", [2, 3], total=4), function)("layers.1.experts.0.w")
