@@ -20,6 +20,8 @@ The values come from where the optimizers make their state:
 | FusedAdam of Transformer Engine | ``master_param`` the weight |
 | Adafactor of Transformers and fairseq, CAME | rows, columns and ``RMS`` 0 |
 | AdEMAMix, NorMuon | 0 |
+| Yogi (``torch_optimizer``) | moments the option ``initial_accumulator`` |
+| RMSpropTF of timm | ``square_avg`` 1, the rest 0 |
 
 What is not 0 is known by all that an optimizer keeps of a parameter, not by one name: ``mu`` beside
 ``step`` alone is not ASGD's. Any other state is not known, and is not reset.
@@ -88,7 +90,7 @@ _ZERO = frozenset(
         "sk",
     ]
 )
-"""State that is 0 at birth, of whatever optimizer."""
+"""State that is 0 at birth, of whatever optimizer that ``_KEPT`` does not name."""
 
 
 class _Kept(NamedTuple):
@@ -98,11 +100,13 @@ class _Kept(NamedTuple):
         born: What is not 0.
         zeros: The names of what is.
         seldom: Those of what some of its options keep in addition.
+        option: One that only this optimizer has, where others keep the same names.
     """
 
     born: Mapping[str, float | _Option | _Copy]
     zeros: frozenset[str] = frozenset()
     seldom: frozenset[str] = frozenset()
+    option: str = ""
 
     def is_all(self, names: Set[str]) -> bool:
         """Whether names are those of one parameter's state."""
@@ -119,6 +123,16 @@ _KEPT = (
     _Kept({"x0": _Copy(), "z": _Copy()}, frozenset({"s"})),  # D-Adaptation by SGD
     _Kept({"x0": _Copy(), "alphak": 1e-6}, frozenset({"sk"})),  # by Adagrad
     _Kept({"master_param": _Copy()}, frozenset({"exp_avg", "exp_avg_sq"})),  # FusedAdam
+    _Kept(  # Yogi
+        dict.fromkeys(("exp_avg", "exp_avg_sq"), _Option("initial_accumulator")),
+        frozenset({STEP}),
+        option="initial_accumulator",
+    ),
+    _Kept(  # RMSpropTF of timm
+        {"square_avg": 1.0},
+        seldom=frozenset({STEP, "momentum_buffer", "grad_avg"}),
+        option="lr_in_momentum",
+    ),
 )
 
 
@@ -169,14 +183,16 @@ def reset_of(
         weights: The keys on this rank that its parameter may have.
         tensors: Returns the local tensors of a key.
     """
-    kept = next((one for one in _KEPT if state.name in one.born and one.is_all(names)), None)
-    if not (kept or state.name in _ZERO) or isinstance(value, bool | str | list | tuple):
-        return None
-    born = kept.born[state.name] if kept else 0.0
 
     def option(name: str) -> tuple[str | None, Any]:
         key = option_key(groups, state, name)
         return key, None if key is None else values.get(key)
+
+    of_name = [one for one in _KEPT if state.name in one.born and one.is_all(names)]
+    kept = [one for one in of_name if not one.option or option(one.option)[1] is not None]
+    if not (kept or state.name in _ZERO) or isinstance(value, bool | str | list | tuple):
+        return None
+    born = kept[0].born[state.name] if kept else 0.0
 
     match born:
         case _Option(name):

@@ -216,6 +216,16 @@ OTHERS: dict[str, Kept] = {
         {"master_param": WEIGHT.double()},
         {},
     ),
+    "Yogi": (
+        {"step": 1, "exp_avg": MOMENT, "exp_avg_sq": MOMENT},
+        {"exp_avg": torch.full((4, 3), 1e-3), "exp_avg_sq": torch.full((4, 3), 1e-3)},
+        {"initial_accumulator": 1e-3},
+    ),
+    "RMSprop of timm": (
+        {"square_avg": MOMENT, "momentum_buffer": MOMENT},
+        {"square_avg": torch.ones(4, 3)},
+        {"lr_in_momentum": True},
+    ),
     "Adafactor": ({"step": 1, "exp_avg_sq_row": MOMENT[:, 0], "RMS": 9.0}, {}, {}),
     "ASGD": (
         {"step": 1, "ax": MOMENT, "mu": 9.0, "eta": 9.0},
