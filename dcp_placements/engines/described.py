@@ -31,6 +31,7 @@ from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.flat import Path, rename_keys
 from dcp_placements.names.numbers import Numberings
+from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.names.renames import Step, recorded
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.rules.patterns import Rules, compile_pattern
@@ -216,7 +217,8 @@ def rank_parts(
     if whole is not None:
         holding = holding_of(placing.state_dict, placing.placed, {}, placing.absent)
         world = World([holding.sent])
-        found.faults, notes, _ = compare_with_whole(whole, world, waived, complete=False)
+        states = OptimizerStates(placing.state_dict)
+        found.faults, notes, _ = compare_with_whole(whole, world, states, waived, complete=False)
         found.notes += notes
     views: dict[str, tuple[Group, HeldBoxes, list[Any]]] = {}
     contents: dict[str, list[torch.Tensor]] = {}

@@ -396,6 +396,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             faults, notes_of_whole, report.whole = compare_with_whole(
                 self.whole,
                 asked.world,
+                asked.states,
                 [*policy.waived, *policy.optional],
                 complete=complete and not policy.partial,
                 may_lack_levels=True,

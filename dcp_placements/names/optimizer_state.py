@@ -16,7 +16,8 @@ Two ep ranks with an expert of (4, 3) each, trained by torch's Adafactor::
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 from dcp_placements.errors import Fault
@@ -59,20 +60,6 @@ def followed_dims(state: Shape, parameter: Shape) -> tuple[Dims, ...]:
     return tuple([one for one in kept if state == tuple([parameter[dim] for dim in one])])
 
 
-def possible_parameters(fqn: str) -> list[str]:
-    """Return the parameters that a key may belong to if it is optimizer state.
-
-    >>> possible_parameters("optim.state.layers.0.w.exp_avg")
-    ['layers.0.w']
-    >>> possible_parameters("model.layers.0.w")
-    []
-
-    A parameter with a ``state`` of its own in its name makes several candidates, longest first.
-    """
-    parent = fqn.rpartition(".")[0]
-    return [parent[match.end() :] for match in _STATE.finditer(parent)]
-
-
 class State(NamedTuple):
     """What a key of optimizer state says.
 
@@ -108,23 +95,38 @@ def parameter_groups(values: Mapping[str, Any]) -> Groups:
     >>> parameter_groups({"optim.param_groups.0.params": ["w"], "optim.param_groups.b.lr": 0.1})
     {'optim.': {'w': 'optim.param_groups.0.params', 'b': 'optim.param_groups.b.lr'}}
 
+    A numbered group has a list of parameters. Without any list of this head a number is that of a
+    group, unless other parameters have names. Options may be dicts: no parameter has the name of
+    another one before a dot.
+
     Args:
         values: A flat state dict; or the metadata of a checkpoint, which does not have the lists.
     """
+    listed: dict[str, set[str]] = {}
+    options: dict[str, dict[str, str]] = {}
     groups: Groups = {}
     for fqn, value in values.items():
         match = _GROUPS.search(fqn) if "param_groups" in fqn else None
         if match is None:
             continue
-        named = groups.setdefault(fqn[: match.start()], {})
+        head = fqn[: match.start()]
+        named = groups.setdefault(head, {})
         name, _, last = match[1].rpartition(".")
-        first = name.partition(".")[0]
-        # A numbered group has a list of parameters; its options may be dicts.
-        is_numbered = first.isdigit() and f"{fqn[: match.start(1)]}{first}.params" in values
-        if name and not name.isdigit() and not is_numbered:
-            named[name] = fqn
-        elif (not name or name.isdigit()) and last == "params" and isinstance(value, list):
-            named.update({one: fqn for one in value if isinstance(one, str | int)})
+        if last == "params" and (not name or name.isdigit()):
+            listed.setdefault(head, set()).add(name)
+            if isinstance(value, list):
+                named.update({one: fqn for one in value if isinstance(one, str | int)})
+        elif name:
+            options.setdefault(head, {})[name] = fqn
+    for head, fqns in options.items():
+        numbers = listed.get(head)
+        if numbers is None:
+            numbers = set(fqns) if all(map(str.isdigit, fqns)) else set()
+        for name, fqn in fqns.items():
+            parts = name.split(".")
+            shorter = [".".join(parts[:end]) for end in range(1, len(parts))]
+            if parts[0] not in numbers and not any(one in fqns for one in shorter):
+                groups[head][name] = fqn
     return groups
 
 
@@ -204,36 +206,42 @@ class OptimizerStates:
     ) -> dict[tuple[str, str], list[str]]:
         """Return the keys of the tensors that parameters of optimizers may be.
 
-        A parameter ``w`` is the tensor ``model.w``, and not ``model.block.w`` where the optimizer
-        has a ``block.w`` as well. Of several, as ``generator.w`` and ``critic.w``, it is those that
-        stand nearest to the optimizer.
+        A parameter ``w`` is the tensor ``model.w`` where the level ``model`` has most of the names
+        that the optimizer has, and not ``model.block.w``. Of several such levels, as a model and
+        its average, it is those that share most components with the key of the optimizer.
 
         Args:
             parameters: Head and name of each.
             keys: Those of the tensors.
         """
-        wanted: dict[str, list[str]] = {name: [] for _, name in parameters}
-        for key in keys if wanted else ():
-            end = key
-            while end:
-                if end in wanted:
-                    wanted[end].append(key)
-                end = end.partition(".")[2]
-        return {(head, name): self._nearest(head, name, wanted[name]) for head, name in parameters}
+        wanted = dict.fromkeys(parameters)
+        names: dict[str, set[str]] = {}
+        for head, name in wanted:
+            names.setdefault(head, set(self._names.get(head, ()))).add(name)
+        known = set[str]().union(*names.values())
+        keys_of: dict[str, list[tuple[str, str]]] = {}
+        names_at: dict[str, set[str]] = {}
+        for key in keys if known else ():
+            if self.of(key) is None:
+                end = key
+                while end:
+                    if end in known:
+                        level = key[: len(key) - len(end)]
+                        keys_of.setdefault(end, []).append((level, key))
+                        names_at.setdefault(level, set()).add(end)
+                    end = end.partition(".")[2]
 
-    def _nearest(self, head: str, parameter: str, keys: Sequence[str]) -> list[str]:
-        """Return those keys, of some that end in a parameter's name, that it may be."""
-        names = self._names.get(head, set())
-        ranked: dict[tuple[int, int], list[str]] = {}
-        for key in keys:
-            level = key[: len(key) - len(parameter)]
-            parts = level.split(".")[:-1]
-            longer = [".".join([*parts[at:], parameter]) for at in range(len(parts))]
-            if self.of(key) is None and names.isdisjoint(longer):
-                shared = [a == b for a, b in zip(parts, head.split("."), strict=False)]
-                near = [*shared, False].index(False)
-                ranked.setdefault((-near, len(parts)), []).append(key)
-        return ranked[min(ranked)] if ranked else []
+        @cache
+        def likeness(head: str, level: str) -> tuple[int, int]:
+            shared = set(level.split(".")[:-1]).intersection(head.split(".")[:-1])
+            return len(names_at[level] & names[head]), len(shared)
+
+        found: dict[tuple[str, str], list[str]] = {}
+        for head, name in wanted:
+            ranked = [(likeness(head, level), key) for level, key in keys_of.get(name, ())]
+            best = max([like for like, _ in ranked], default=None)
+            found[head, name] = [key for like, key in ranked if like == best]
+        return found
 
 
 def _form(name: str) -> str:
@@ -331,20 +339,18 @@ def named_lists(
 def is_by_position(fqn: str, lists: Collection[str]) -> bool:
     """Whether a key is an option of a parameter group that has a number for its name.
 
-    >>> is_by_position("optim.param_groups.0.lr", [])
+    >>> lists = ["optim.param_groups.0.params"]
+    >>> is_by_position("optim.param_groups.0.schedule.lr", lists)
     True
-    >>> is_by_position("optim.param_groups.0.weight.lr", [])  # of the parameter 0.weight
+    >>> is_by_position("optim.param_groups.1.lr", lists)  # of a parameter called 1
     False
-    >>> is_by_position("optim.param_groups.0.schedule.lr", ["optim.param_groups.0.params"])
-    True
 
     Args:
         fqn: The key.
-        lists: The keys of the lists of parameters. A numbered group has one, and its options may be
-            dicts.
+        lists: The keys that may be those of lists of parameters, which each numbered group has.
     """
-    match = _BY_POSITION.fullmatch(fqn)
-    return match is not None and (not match[2] or f"{match[1]}params" in lists)
+    match = _BY_POSITION.match(fqn)
+    return match is not None and f"{match[0]}params" in lists
 
 
 def unnamed_faults(state_dict: Mapping[str, Any], groups: Groups) -> list[Fault]:
@@ -362,7 +368,7 @@ def unnamed_faults(state_dict: Mapping[str, Any], groups: Groups) -> list[Fault]
 _NUMBER = re.compile(r"\d+|\{\}")
 _STATE = re.compile(r"(?<![^.])state\.")
 _GROUPS = re.compile(r"(?<![^.])param_groups(?:\.|$)(.*)", re.DOTALL)
-_BY_POSITION = re.compile(r"((?:.*\.)?param_groups\.\d+\.)[^.]+(\..*)?", re.DOTALL)
+_BY_POSITION = re.compile(r"(?:.*?\.)??param_groups\.\d+\.", re.DOTALL)
 _LIST = re.compile(r"param_groups\.(?:\d+\.)?params")
 
 FLATTEN = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dcp_placements.names.optimizer_state import OptimizerStates, possible_parameters
+from dcp_placements.names.optimizer_state import OptimizerStates
 
 
 class ModelTensors(NamedTuple):
@@ -35,19 +35,16 @@ def model_tensors(
             for ``{"model": model.state_dict(), "rng": ...}``.
     """
     of_optimizer = OptimizerStates(held)
-    states = {fqn: one for fqn, one in tensors.items() if _is_state(fqn, of_optimizer)}
+    states = {
+        fqn: one
+        for fqn, one in tensors.items()
+        if of_optimizer.of(fqn) is not None or ".param_groups." in f".{fqn}."
+    }
     model = [fqn for fqn in tensors if fqn not in states]
     head = _saved_prefix(planner_data, model) if prefix is None else prefix.rstrip(".")
     start = f"{head}." if head else ""
     own = {fqn.removeprefix(start): tensors[fqn] for fqn in model if fqn.startswith(start)}
     return ModelTensors(head, own, states)
-
-
-def _is_state(fqn: str, states: OptimizerStates) -> bool:
-    """Whether a tensor is optimizer state; without its parameter, the key's first part decides."""
-    if states.of(fqn) is not None or ".param_groups." in f".{fqn}.":
-        return True
-    return fqn.startswith("optim") and bool(possible_parameters(fqn))
 
 
 def _saved_prefix(planner_data: Any, fqns: Sequence[str]) -> str:

@@ -37,6 +37,7 @@ from dcp_placements.errors import (
 from dcp_placements.layout.boxes import Ints
 from dcp_placements.layout.sharding import Cuts
 from dcp_placements.names.numbers import Family, Numbering
+from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.report import KeyReport, SaveReport, Shapes
 from dcp_placements.rules.patterns import (
     compile_pattern,
@@ -195,8 +196,9 @@ class Coordinator:
             self._prove_parts()
         if self._whole is not None:
             excused = [compile_pattern(pattern) for pattern in self.report.waived]
+            held = {fqn: None for piece in self.world.pieces for fqn in piece.fqns}
             faults, notes, self.report.whole = compare_with_whole(
-                self._whole, self.world, excused, complete=self.complete
+                self._whole, self.world, OptimizerStates(held), excused, complete=self.complete
             )
             self._faults += faults
             self._notes += notes
@@ -214,7 +216,8 @@ class Coordinator:
         """Prove that the parts of all ranks make wholes, and compare replicas."""
         world = self.world
         digests = digests_by_cell(world, [plan.digests for plan in self.plans], self._size)
-        lists = {fqn for statement in self.statements for fqn in statement.lists}
+        fqns = [fqn for piece in world.pieces for fqn in piece.fqns]
+        lists = {fqn for fqn in fqns if fqn.endswith(".params")}
         compared: list[Compared] = []
         for finding in prove(
             world, lambda piece: digests[piece.cells()], complete=self.complete, size=self._size

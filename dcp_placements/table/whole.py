@@ -30,7 +30,7 @@ from dcp_placements.errors import (
     format_names,
 )
 from dcp_placements.layout.sharding import format_cuts
-from dcp_placements.names.optimizer_state import followed_dims, possible_parameters
+from dcp_placements.names.optimizer_state import OptimizerStates, followed_dims
 from dcp_placements.rules.patterns import matches_any
 from dcp_placements.table.table import OBJECT, Group
 from dcp_placements.table.world import World
@@ -337,6 +337,7 @@ class Compared:
 def compare_with_whole(
     whole: WholeModel,
     world: World,
+    states: OptimizerStates,
     excused: Sequence[re.Pattern[str]] = (),
     *,
     complete: bool = True,
@@ -349,6 +350,7 @@ def compare_with_whole(
     Args:
         whole: The model, or the models.
         world: What the ranks have, or ask for.
+        states: Which keys are optimizer state.
         excused: Patterns of keys that are not compared.
         complete: Whether these are all ranks, so that what none of them has is missing.
         may_lack_levels: Whether a level of which no rank has any key is left out on purpose.
@@ -357,7 +359,7 @@ def compare_with_whole(
         The faults; notes on levels that are not their models, or not compared, and on tensors under
         no level; and how many keys were compared, and which tensors were not.
     """
-    comparison = _Comparison(whole, world, excused)
+    comparison = _Comparison(whole, world, states, excused)
     comparison.compare_keys()
     comparison.find_missing(complete=complete, may_lack_levels=may_lack_levels)
     counts = [
@@ -383,6 +385,7 @@ class _Comparison:
     Args:
         whole: The model, or the models.
         world: What the ranks have.
+        states: Which keys are optimizer state.
         excused: Patterns of keys that are not compared.
 
     Attributes:
@@ -390,18 +393,24 @@ class _Comparison:
         not_compared: Tensors that are not compared.
     """
 
-    def __init__(self, whole: WholeModel, world: World, excused: Sequence[re.Pattern[str]]) -> None:
+    def __init__(
+        self,
+        whole: WholeModel,
+        world: World,
+        states: OptimizerStates,
+        excused: Sequence[re.Pattern[str]],
+    ) -> None:
         self._whole, self._world, self._excused = whole, world, excused
         self._pieces = {
             fqn: (piece, at) for piece in world.pieces for at, fqn in enumerate(piece.fqns)
         }
         keys = {key for model in whole.models.values() for key in model.shapes}
         self._parameter_of = {
-            fqn: name
+            fqn: state.parameter
             for fqn, (piece, _) in self._pieces.items()
-            if piece.group.kind != OBJECT and "state." in fqn
-            for name in possible_parameters(fqn)
-            if _level_above_key(name, keys) is not None
+            if piece.group.kind != OBJECT
+            and (state := states.of(fqn)) is not None
+            and _level_above_key(state.parameter, keys) is not None
         }
         levels = Levels(whole, [fqn for fqn in self._pieces if fqn not in self._parameter_of])
         self._level_of = levels.of

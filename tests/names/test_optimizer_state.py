@@ -534,3 +534,34 @@ def test_an_option_that_is_a_dict_names_no_parameter_of_a_numbered_group(has_lis
     state = OptimizerStates(values).of("optim.state.w.exp_avg")
     assert state is not None
     assert state.parameter == "w"
+
+
+def test_a_parameter_with_a_number_for_its_name_stands_beside_others() -> None:
+    flat = {"o.param_groups.0.lr": 1, "o.param_groups.bias.lr": 1, "o.state.0.exp_avg": 1}
+    assert parameter_groups(flat)["o."].keys() == {"0", "bias"}
+    assert OptimizerStates(flat).of("o.state.0.exp_avg") == ("o.", "0", "exp_avg")
+    nested = {"o.param_groups.0.lr": 1, "o.param_groups.0.params": ["bias"]}
+    assert parameter_groups(nested)["o."].keys() == {"bias"}
+
+
+def test_options_that_are_dicts_make_no_parameters_in_the_flattened_form() -> None:
+    flat = {"param_groups.a.w.lr": 1, "param_groups.a.w.schedule.lr": 1, "param_groups.b.lr": 1}
+    assert parameter_groups(flat)[""].keys() == {"a.w", "b"}
+
+
+@pytest.mark.parametrize(
+    ("head", "names", "keys", "wanted"),
+    [
+        ("optim.", ["w", "block.w"], ["model.w", "model.block.w"], ["model.w"]),
+        ("optim.", ["w", "b"], ["model.w", "model.b", "model.block.w"], ["model.w"]),
+        ("optim.", ["w"], ["nets.student.w", "ema.w"], ["nets.student.w", "ema.w"]),
+        ("optim.gen.", ["w"], ["model.gen.w", "model.critic.w"], ["model.gen.w"]),
+        ("gen_optim.", ["w"], ["gen.w", "critic.w"], ["gen.w", "critic.w"]),
+        ("gen_optim.", ["w", "b"], ["gen.w", "gen.b", "critic.w"], ["gen.w"]),
+    ],
+)
+def test_the_weights_of_a_parameter_are_in_the_level_with_most_of_its_optimizer_s_names(
+    head: str, names: list[str], keys: list[str], wanted: list[str]
+) -> None:
+    states = OptimizerStates({f"{head}param_groups.0.params": names})
+    assert states.weights_of([(head, "w")], keys) == {(head, "w"): wanted}

@@ -311,8 +311,8 @@ def test_m117_state_follows_its_parameter_dim_by_dim(
         return PlacementSavePlanner(rules, whole={"w": (8, 6)})
 
     def state(rank: int) -> dict[str, Any]:
-        row = torch.zeros(shape)
-        return {"model": {"w": torch.ones(8, 6)}, "optim": {"state": {"w": {"row": row}}}}
+        optim = {"state": {"w": {"row": torch.zeros(shape)}}, "param_groups": [{"params": ["w"]}]}
+        return {"model": {"w": torch.ones(8, 6)}, "optim": optim}
 
     if is_right:
         world.save(tmp_path, state, planner)
@@ -363,7 +363,11 @@ def test_m117_optimizers_of_torch_pass(optimizer: Any, steps: int) -> None:
 
 @pytest.mark.parametrize("of_expert", [(4, 5, 1), (4, 1, 6), (4, 5), (4, 6), (4, 1, 1), (4,)])
 def test_m117_state_of_stacked_experts_is_reduced_in_any_dim(of_expert: tuple[int, ...]) -> None:
-    state = {"model.w": torch.ones(4, 5, 6), "optim.state.w.second": torch.zeros(of_expert)}
+    state = {
+        "model.w": torch.ones(4, 5, 6),
+        "optim.state.w.second": torch.zeros(of_expert),
+        "optim.param_groups.w.lr": 0.1,
+    }
     check(state, None, whole={"w": (4, 5, 6)})
 
 

@@ -256,7 +256,7 @@ class RehearsedWorld:
         if whole is None:
             return faults, []
         unlike, notes, _ = compare_with_whole(
-            whole, asked.world, policy.waived, may_lack_levels=True
+            whole, asked.world, asked.states, policy.waived, may_lack_levels=True
         )
         return faults + unlike, notes
 
