@@ -57,6 +57,13 @@ _FUSED = (
     "topology",
     "way out:     FusedShard({cut.dim}, {parts}",
 )
+_NO_EQUAL_PARTS = (
+    "its dim {cut.dim} of size {size} is no {count} equal parts",
+    "found:       {cut}, of a {shape} tensor",
+    "likely:      parts of unequal sizes, as Q, K and V with grouped queries: rows come out "
+    "permuted in another topology",
+    "way out:     FusedShard({cut.dim}, (the size of each part, ...))",
+)
 _IS_GATE_UP = {"held": "[its gate; its up] has two", "parts": "2), or the sizes of the parts"}
 _IS_QKV = {
     "held": "[its Q; its K; its V] has three",
@@ -196,7 +203,7 @@ def _findings(
     """Yield the texts of what is likely wrong along one axis, and what they tell."""
     fqn, name = placed.fqn, axis.name or ""
     is_numbered = NUMBERED_EXPERT.search(fqn) is not None
-    facts = {"axis": name, "size": axis.size, "cut": cut, "outer": outer}
+    facts: dict[str, Any] = {"axis": name, "size": axis.size, "cut": cut, "outer": outer}
     facts["shape"] = placed.place.sharding.global_shape
     is_plain = cut is not None and cut.kind is Kind.PLAIN
     if is_plain and outer is not None:
@@ -206,6 +213,9 @@ def _findings(
         is_fused = cut is not None and cut.kind is Kind.FUSED and isinstance(cut.parts, int)
         count = cut.parts if cut is not None and is_fused else 1 if is_plain else None
         facts["how"] = "plainly" if is_plain else f"as {count} parts"
+        rows = 0 if cut is None else placed.place.sharding.cut_shape[cut.dim]
+        if is_fused and isinstance(count, int) and rows % count:
+            yield _NO_EQUAL_PARTS, {**facts, "size": rows, "count": count}
         if QKV.search(fqn) and count not in (None, 3):
             yield _FUSED, {**facts, **_IS_QKV}
         elif GATE_UP.search(fqn) and count not in (None, 2):

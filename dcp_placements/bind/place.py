@@ -107,7 +107,8 @@ def place(
 def numberings(placing: Placing, numbered: Sequence[NumberedKey]) -> Numberings:
     """Return the families of keys to which a rename gives numbers on this rank.
 
-    Optimizer state counts for nothing: a parameter that was never stepped has none.
+    That of optimizer state need not be whole: a parameter that was never stepped has none. Nor need
+    that of options, since a parameter may be frozen.
 
     Args:
         placing: The tensors, bound.
@@ -120,7 +121,9 @@ def numberings(placing: Placing, numbered: Sequence[NumberedKey]) -> Numberings:
         return states.of(key) is None and not key.startswith(heads)
 
     rows = {key: total for key, total in placing.totals.items() if is_listed(key)}
-    return families(filter(is_listed, numbered), rows)
+    listed = families(filter(is_listed, numbered), rows)
+    others = families([key for key in numbered if not is_listed(key)])
+    return {**{family: one._replace(total=None) for family, one in others.items()}, **listed}
 
 
 def _optimizer_faults(placing: Placing, rename: Rename | None) -> list[Fault]:

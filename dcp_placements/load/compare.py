@@ -197,16 +197,21 @@ class _Difference(NamedTuple):
         loaded: As this load has them.
         way_out: What to declare.
         causes: Which of both may be wrong, and how to tell; details of the message.
+        cut_nothing: Whether the axes had one rank each in the save.
     """
 
     axes: Sequence[str]
     saved: str
     loaded: str
     way_out: str
-    causes: Sequence[str] = (
-        "or:          the save declared it wrongly: its file is right in that topology alone; "
-        "load it there as it was saved, and save it again by the right rule",
-    )
+    causes: Sequence[str] = ()
+    cut_nothing: bool = False
+
+
+_SAVE_IS_WRONG = (
+    "or:          the save declared it wrongly: its file is right in that topology alone; "
+    "load it there as it was saved, and save it again by the right rule"
+)
 
 
 _HOW_TO_TELL = (
@@ -238,6 +243,22 @@ def _causes(saved: Cuts, loaded: Cuts) -> tuple[str, ...]:
     return which if count > 1 else (*which, _HOW_TO_TELL)
 
 
+def _way_out(difference: _Difference) -> tuple[str, ...]:
+    """Return what to declare, and which of both declarations may be wrong."""
+    if difference.cut_nothing:
+        return (
+            "reason:      in the save these axes had one rank: whatever it declared, its file is "
+            "right",
+            "way out:     waive={pattern: reason} where the rule of this load is right; or "
+            f"{difference.way_out}, where that one is",
+            *difference.causes,
+        )
+    return (
+        f"way out:     {difference.way_out}; or waive={{pattern: reason}} where both are right",
+        *(difference.causes or (_SAVE_IS_WRONG,)),
+    )
+
+
 def _cut_fault(fqn: str, rule: str | None, difference: _Difference) -> Fault:
     *axes, last = map(repr, difference.axes)
     return Fault(
@@ -248,8 +269,7 @@ def _cut_fault(fqn: str, rule: str | None, difference: _Difference) -> Fault:
             f"saved:       {difference.saved}",
             f"this load:   {difference.loaded}",
             f"by rule:     {rule or 'no rule, its own DTensor'}",
-            f"way out:     {difference.way_out}; or waive={{pattern: reason}} where both are right",
-            *difference.causes,
+            *_way_out(difference),
         ),
     )
 
@@ -301,7 +321,9 @@ def _swapped_dims(saved: Mapping[str, Cut], loaded: Mapping[str, Cut]) -> Iterat
     ]
     if len(axes) > 1 and any(side[axis].by_rule for side in (saved, loaded) for axis in axes):
         before, now = (format_cuts([side[axis] for axis in axes]) for side in (saved, loaded))
-        yield _Difference(axes, before, now, "these axes on the dims of the save")
+        cut_nothing = all(saved[axis].size == 1 for axis in axes)
+        way_out = "these axes on the dims of the save"
+        yield _Difference(axes, before, now, way_out, cut_nothing=cut_nothing)
 
 
 def _differences_by_rule(
@@ -368,9 +390,14 @@ def _dim_differences(
                 "what the others have left is a _StridedShard where it stands left of them in the "
                 "mesh"
             )
-        difference = _Difference(sorted(axes), format_cuts(before), format_cuts(now), way_out)
-        causes = _causes(before, now)
-        yield difference._replace(causes=causes) if causes else difference
+        yield _Difference(
+            sorted(axes),
+            format_cuts(before),
+            format_cuts(now),
+            way_out,
+            _causes(before, now),
+            all(cut.size == 1 for cut in before),
+        )
 
 
 def _rename_faults(record: SaveRecord, renames: Iterable[Step], asked: Asked) -> Iterator[Fault]:
@@ -521,15 +548,17 @@ def unasked_notes(fqns: Sequence[str], asked: Asked) -> list[Fault]:
     ]
 
 
-def _renamed_fault(head: str, resets: Mapping[str, Sequence[int]], lost: Sequence[str]) -> Fault:
+def _renamed_fault(
+    head: str, resets: Mapping[tuple[str, str], Sequence[int]], lost: Sequence[str]
+) -> Fault:
     """Return the fault of an optimizer that has state under other names than are asked for.
 
     Args:
         head: Its key, with a dot.
-        resets: The parameters whose state is reset, and the ranks that do so.
-        lost: Those whose state no rank asks for.
+        resets: Head and parameter of the state that is reset, and the ranks that do so.
+        lost: The parameters whose state no rank asks for.
     """
-    asked, ranks = next(iter(resets.items()))
+    (other, asked), ranks = next(iter(resets.items()))
     stored = next(iter(near_names(asked, lost)), lost[0])
     longer, shorter = sorted((asked.split("."), stored.split(".")), key=len, reverse=True)
     words = [one for one in longer if [part for part in longer if part != one] == shorter]
@@ -539,7 +568,9 @@ def _renamed_fault(head: str, resets: Mapping[str, Sequence[int]], lost: Sequenc
         if part.isdigit() and longer[:at] + longer[at + 1 :] == shorter
     ]
     likely, out = _OTHER_NAMES
-    if numbers:
+    if other != head:
+        likely, out = _OTHER_OPTIMIZER
+    elif numbers:
         likely, out = _STACKED_WEIGHTS
     elif words:
         likely = f"likely:      {words[0]!r}, the name of a wrapper, is in one of them alone"
@@ -555,7 +586,7 @@ def _renamed_fault(head: str, resets: Mapping[str, Sequence[int]], lost: Sequenc
         "the checkpoint has optimizer state that no rank asks for, and lacks what they ask for: "
         "it would be reset",
         (
-            f"asked for:   {format_names([f'{head}state.{one}' for one in resets], _MAX_PARTS)}, "
+            f"asked for:   {format_names([f'{of}state.{one}' for of, one in resets], _MAX_PARTS)}, "
             f"first by {format_ranks(ranks)}",
             f"there are:   {format_names([f'{head}state.{one}' for one in lost], _MAX_PARTS)}",
             likely,
@@ -568,6 +599,10 @@ def _renamed_fault(head: str, resets: Mapping[str, Sequence[int]], lost: Sequenc
 _OTHER_NAMES = (
     "likely:      a rename= that changes the names of weights, and not those of their state",
     "way out:     a rename= under which the keys of state become those that are there",
+)
+_OTHER_OPTIMIZER = (
+    "likely:      another optimizer has these parameters in this load than in the save",
+    "way out:     the optimizers of the save",
 )
 _STACKED_WEIGHTS = (
     "likely:      one of the two stacked weights and their state, and the other the weights alone",
@@ -672,6 +707,8 @@ class AllAsked:
     ) -> Iterator[Fault]:
         """Yield the optimizers of which ranks reset state, and that have some under other names.
 
+        Or that of the same parameter is in the checkpoint, in another optimizer.
+
         State that no rank asks for is that of a layer which no rank has. It has lost its parameter
         where the checkpoint has no weight of that name, or where the ranks do read the weight.
 
@@ -681,11 +718,13 @@ class AllAsked:
         """
         rest, states = set(unasked), self.states
         heads = {head for head, _ in resets}
+        reset_names = {name for _, name in resets}
         tensors = _tensors(self.stored, self.stored)
         of_heads = [
             (fqn, state)
             for fqn in tensors
-            if (state := states.of(fqn)) is not None and state.head in heads
+            if (state := states.of(fqn)) is not None
+            and (state.head in heads or state.parameter in reset_names)
         ]
         # Of nested state the name of the parameter is a beginning.
         names = {
@@ -698,7 +737,7 @@ class AllAsked:
             (head, of): next(filter(None, [weights[head, name] for name in some]), [])
             for (head, of), some in names.items()
         }
-        for head in sorted(heads):
+        for head in sorted({state.head for _, state in of_heads}):
             mine = [(fqn, state.owner) for fqn, state in of_heads if state.head == head]
             # Without its weights, an optimizer's state is all asked for, or has other names; of
             # some ranks it may be that of others.
@@ -712,8 +751,12 @@ class AllAsked:
                 and not self.policy.excuses(fqn)
                 and (is_alone or not keys_of[owner] or not rest.issuperset(keys_of[owner]))
             )
-            if lost:
-                reset = {name: ranks for (one, name), ranks in resets.items() if one == head}
+            reset = {
+                owner: ranks
+                for owner, ranks in resets.items()
+                if owner[0] == head or owner[1] in lost
+            }
+            if lost and reset:
                 yield _renamed_fault(head, reset, list(lost))
 
     def _renames_on(self, parts: Mapping[frozenset[int], Sequence[int]]) -> str:
@@ -911,12 +954,8 @@ class AllAsked:
             "IndexShard, rename= or the mesh of a rule gives some ranks the rows or the position "
             "of another rank, as along a wrong axis (edp in place of ep)"
         )
-        # Rows of optimizer state may be left out, since that of a row's parameter may be missing.
-        is_listed = any(cut.kind is Kind.LISTED and cut.dim >= 0 for cut in group.cuts)
         faults = []
         for fqn in fqns:
-            if is_listed and self.states.of(fqn) is not None:
-                continue
             saved = self.record.cuts(fqn) if self.record is not None else ()
             details = [f"saved:       {format_cuts(saved)}"] if saved else []
             details += [f"this load:   {'; '.join(filter(None, [cuts, renames]))}"]

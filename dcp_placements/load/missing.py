@@ -30,11 +30,7 @@ from dcp_placements._torch import PLAIN, ShardedTensor, has_hooks, is_dtensor_li
 from dcp_placements.bind.one_tensor import Placing
 from dcp_placements.errors import Fault, folded, format_names, near_names
 from dcp_placements.load.birth import Reset, reset_of
-from dcp_placements.names.optimizer_state import (
-    OptimizerStates,
-    parameter_groups,
-    possible_parameters,
-)
+from dcp_placements.names.optimizer_state import OptimizerStates, parameter_groups
 from dcp_placements.rules.patterns import matches_any
 from dcp_placements.storage.provenance import SaveRecord
 
@@ -182,7 +178,8 @@ def settle_missing(asked: Asked, missing: Sequence[str], *, reads_some: bool) ->
     faults += [*_unknown_keys(asked, unknown), *map(_unborn_fault, unborn)]
     notes: list[Fault] = []
     if kept and reads_some:
-        notes = _no_tensor(asked) or [*_namesakes(asked, kept), *_left_weights(asked, kept)]
+        stay = [fqn for fqn in kept if fqn not in resets]
+        notes = _no_tensor(asked) or [*_namesakes(asked, stay), *_left_weights(asked, kept)]
     elif kept and not faults:
         headline = f"none of the {len(state_dict)} keys is in the checkpoint: nothing would be "
         details = _prefix_details(kept, list(asked.stored))
@@ -359,7 +356,7 @@ def _unknown_keys(asked: Asked, missing: Sequence[str]) -> Iterator[Fault]:
         head, is_option, group = owner.partition("param_groups.")
         if is_option and (head, group.isdigit()) in heads:
             details = _OTHER_OPTIMIZER if owner in optioned else _NEW_PARAMETER
-        elif is_option or possible_parameters(fqn):
+        elif is_option or ".state." in f".{fqn}":
             details = (_STATE_NOTE,)
         headline = "the checkpoint lacks this key (torch: Missing key in checkpoint)"
         yield Fault(fqn, headline, (*details, _LACKING), place)
@@ -373,7 +370,8 @@ _STATE_NOTE = (
 _NEW_PARAMETER = (
     "likely:      the optimizer that was saved had no such parameter: it was frozen or tied then, "
     "or is of an adapter",
-    'way out:     optional=["param_groups.<parameter>"], whose state begins anew',
+    'way out:     optional=["param_groups.<parameter>"], or ["param_groups.<number>"] where groups '
+    "are listed, whose state begins anew",
 )
 _OTHER_OPTIMIZER = (
     "likely:      saved by another optimizer, which has no such option",

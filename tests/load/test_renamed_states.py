@@ -13,6 +13,8 @@ from hazard_scenes import arange, assert_same, load, refusal, refused, save, wit
 from dcp_placements import (
     PlacementLoadPlanner,
     PlacementSavePlanner,
+    Renames,
+    Renumber,
     Replace,
     Stack,
 )
@@ -312,3 +314,79 @@ def test_m142_what_is_no_number_of_the_tensor_s_kind_is_refused(tmp_path: Path, 
         )
     )
     assert f"epoch: the checkpoint holds {value!r}" in message
+
+
+IDS = {0: [0, 1], 1: [2, 3]}
+LOCAL = ["layers.0.w", "layers.1.w"]
+LOCAL_EXPERTS = ["experts.0.w", "experts.1.w"]
+
+
+def numbered(names: list[str], rank: int, *, empty: bool = False, parts: str = "both") -> State:
+    """Return layers of a rank with its own values, under the numbers 0 and 1."""
+    values = [0.0 if empty else 1.0 + number for number in IDS[rank]]
+    made = {"optim": adam(names), "model": {}}
+    for name, value in zip(names, values, strict=True):
+        made["model"][name] = torch.full((2,), value)
+        made["optim"]["state"][name] = {
+            "step": torch.tensor(9.0),
+            "exp_avg": torch.full((2,), value),
+        }
+    return made if parts == "both" else {parts: made[parts]}
+
+
+@pytest.mark.parametrize("parts", ["both", "optim"])
+@pytest.mark.parametrize(
+    ("names", "steps"),
+    [
+        (LOCAL, lambda of: ()),
+        (LOCAL_EXPERTS, lambda of: (Stack("experts.{}", 4),)),
+    ],
+    ids=["numbers", "a stack"],
+)
+def test_state_that_is_not_numbered_as_its_weights_are_is_refused(
+    tmp_path: Path, names: list[str], steps: Any, parts: str
+) -> None:
+    """Rank 1 would get the moments of rank 0's layers."""
+    world, pattern = World(2), names[0].partition(".")[0] + ".{}"
+
+    def rename(rank: int, of: str) -> Renames:
+        return Renames(Renumber(f"{of}{pattern}", IDS[rank], total=4), *steps(of))
+
+    world.save(
+        tmp_path,
+        lambda rank: numbered(names, rank, parts=parts),
+        lambda rank: PlacementSavePlanner(rename=rename(rank, "")),
+    )
+
+    def loaded(of: str | None) -> list[State]:
+        return world.load(
+            tmp_path,
+            lambda rank: numbered(names, rank, empty=True, parts=parts),
+            lambda rank: PlacementLoadPlanner(
+                rename=Renames(*steps("")) if of is None else rename(rank, of)
+            ),
+        )
+
+    for rank, state in enumerate(loaded("")):
+        assert_same(state, numbered(names, rank, parts=parts))
+    message = refusal(lambda: loaded("model." if parts == "both" else None))
+    assert "and none for" in message
+    assert "optim.state." in message
+
+
+def test_state_of_a_parameter_that_another_optimizer_has_now_is_refused(tmp_path: Path) -> None:
+    def held(x: list[str], y: list[str], start: int) -> State:
+        model = {name: arange(2, 3, start=start) for name in "abc"}
+        return {"model": model, "optim": {"x": adam(x, start=start), "y": adam(y, start=start)}}
+
+    saved = held(["a", "b"], ["c"], 1)
+    dcp.save(saved, checkpoint_id=tmp_path, planner=PlacementSavePlanner(), no_dist=True)
+
+    def loaded() -> None:
+        state = held(["a"], ["b", "c"], 50)
+        dcp.load(state, checkpoint_id=tmp_path, planner=PlacementLoadPlanner(), no_dist=True)
+
+    message = refusal(loaded)
+    assert "optim.y.state.b" in message
+    assert "optim.x.state.b" in message
+    assert "another optimizer has these parameters" in message
