@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from dcp_placements.errors import (
     Fault,
     PlacementError,
+    folded,
     format_faults,
     format_names,
     raise_faults,
@@ -36,7 +37,7 @@ from dcp_placements.load.birth import STEP, Reset, as_number, copy_of
 from dcp_placements.load.casting import check_quantizer
 from dcp_placements.load.request import Request, is_scalar
 from dcp_placements.names.flat import put_at, value_at
-from dcp_placements.names.optimizer_state import ParameterNames
+from dcp_placements.names.optimizer_state import FLATTEN, OptimizerStates, ParameterNames
 from dcp_placements.report import LoadReport
 from dcp_placements.storage.torch_metadata import StoredPlace
 from dcp_placements.table.digests import full_digest
@@ -118,6 +119,7 @@ class Arrival:
         self._asked = request.asked
         self._nested: Any = request.asked.nested
         self._buffered: list[Buffered] = []
+        self._lists: dict[str, Sequence[Any]] = {}
         self._remaining = 0
         self._lock = threading.Lock()
 
@@ -127,7 +129,9 @@ class Arrival:
     def expect(self, items: int) -> None:
         """End the load after so many items, where the reader does not say when all are read."""
         request = self.request
-        if request.tied or request.missing.resets or request.numbers:
+        values = request.asked.state_dict.values()
+        has_lists = any(isinstance(value, ParameterNames) for value in values)
+        if request.tied or request.missing.resets or request.numbers or has_lists:
             self._remaining = items
             if not items:
                 self.end()
@@ -158,11 +162,11 @@ class Arrival:
             self._buffered.append((fqn, memory.detach(), tensor.detach()))
 
     def take_object(self, fqn: str, value: Any) -> None:
-        """Put an object that was read into its place, but for names of parameters."""
+        """Put an object into its place; the names of a parameter group are compared at the end."""
         asked = self._asked
         if isinstance(asked.state_dict[fqn], ParameterNames):
-            return
-        if is_scalar(asked.state_dict[fqn]):
+            self._lists[fqn] = value
+        elif is_scalar(asked.state_dict[fqn]):
             self._fill(fqn, value)
         else:
             put_at(self._nested, asked.placing.mappings[fqn], value)
@@ -177,12 +181,13 @@ class Arrival:
             error: What went wrong while this rank read.
 
         Raises:
-            PlacementError: Different contents of one memory; with an exchange, on all ranks where
-                one could not read or is gone.
+            PlacementError: Different contents of one memory, or a parameter in another group than
+                in the save; with an exchange, on all ranks where one could not read or is gone.
         """
         if error is None:
             try:
                 settle_tied(self._buffered, self.request.tied)
+                raise_faults(OTHER_GROUPS, self._group_faults())
             except PlacementError as refusal:
                 error = refusal
         if self.exchange is not None:
@@ -192,6 +197,27 @@ class Arrival:
             raise error
         self._put_numbers()
         self._reset_states()
+
+    def _group_faults(self) -> list[Fault]:
+        """Return the lists of parameters that have some which the save has in other groups.
+
+        The options of a numbered group are read by its number. A parameter of which the checkpoint
+        knows nothing is new, and takes those of its group here.
+        """
+        state_dict, faults = self._asked.state_dict, []
+        for fqn, stored in self._lists.items():
+            others = [name for name in state_dict[fqn] if name not in set(stored)]
+            if others and not self._asked.policy.excuses(fqn):
+                head = fqn[: fqn.index("param_groups.")]
+                listed = [of for of in self._lists if of.startswith(head)]
+                saved = {str(name): of for of in listed for name in self._lists[of]}
+                states = OptimizerStates(self._asked.stored)
+                for state in filter(None, map(states.of, self._asked.stored)):
+                    if state.head == head:
+                        saved.setdefault(state.parameter, "a group that this rank does not have")
+                moved = {name: saved[name] for name in others if name in saved}
+                faults += [_moved_fault(fqn, moved)] if moved else []
+        return faults
 
     def _put_numbers(self) -> None:
         """Put numbers that were read as tensors into their places."""
@@ -287,6 +313,34 @@ class Arrival:
             raise_faults("a number cannot be loaded", [Fault(fqn, headline, (way_out,))])
         for tensor in self._asked.tensors(fqn):
             tensor.detach().fill_(value)
+
+
+OTHER_GROUPS = "options of parameter groups would be those of other parameters"
+"""Begins the refusal of lists of parameters."""
+
+
+def _moved_fault(fqn: str, moved: Mapping[str, str]) -> Fault:
+    """Return the fault of parameters that the save has in other groups.
+
+    Args:
+        fqn: The key of the list.
+        moved: By name, where the checkpoint has it.
+    """
+    return Fault(
+        fqn,
+        f"this rank lists {format_names(folded(list(moved)), 3)} in this group, and the checkpoint "
+        "does not",
+        (
+            f"saved in:    {format_names(list(dict.fromkeys(moved.values())), 3)}",
+            "reason:      the options of a group (its lr, its weight decay) are read by the number "
+            "of the group",
+            "likely:      the groups were built in another order, joined or split; or a pipeline "
+            "stage has no parameter of an earlier group",
+            FLATTEN,
+            "or:          waive={pattern: reason} where the options are those of the new group on "
+            "purpose",
+        ),
+    )
 
 
 def reset_note(parameters: Sequence[str]) -> Fault:

@@ -30,7 +30,7 @@ from dcp_placements._torch import PLAIN, ShardedTensor, has_hooks, is_dtensor_li
 from dcp_placements.bind.one_tensor import Placing
 from dcp_placements.errors import Fault, folded, format_names, near_names
 from dcp_placements.load.birth import Reset, reset_of
-from dcp_placements.names.optimizer_state import OptimizerStates, parameter_groups
+from dcp_placements.names.optimizer_state import FLATTEN, OptimizerStates, parameter_groups
 from dcp_placements.rules.patterns import matches_any
 from dcp_placements.storage.provenance import SaveRecord
 
@@ -355,7 +355,9 @@ def _unknown_keys(asked: Asked, missing: Sequence[str]) -> Iterator[Fault]:
         owner = fqn.rpartition(".")[0]
         head, is_option, group = owner.partition("param_groups.")
         if is_option and (head, group.isdigit()) in heads:
-            details = _OTHER_OPTIMIZER if owner in optioned else _NEW_PARAMETER
+            details = _OTHER_OPTIMIZER
+            if owner not in optioned:
+                details = _MORE_GROUPS if group.isdigit() else _NEW_PARAMETER
         elif is_option or ".state." in f".{fqn}":
             details = (_STATE_NOTE,)
         headline = "the checkpoint lacks this key (torch: Missing key in checkpoint)"
@@ -370,8 +372,13 @@ _STATE_NOTE = (
 _NEW_PARAMETER = (
     "likely:      the optimizer that was saved had no such parameter: it was frozen or tied then, "
     "or is of an adapter",
-    'way out:     optional=["param_groups.<parameter>"], or ["param_groups.<number>"] where groups '
-    "are listed, whose state begins anew",
+    'way out:     optional=["param_groups.<parameter>"], whose state begins anew',
+)
+_MORE_GROUPS = (
+    "likely:      the optimizer that was saved had fewer parameter groups; their options are read "
+    "by the numbers of the groups",
+    FLATTEN,
+    'or:          optional=["param_groups.<number>"] keeps the options of a group that is new',
 )
 _OTHER_OPTIMIZER = (
     "likely:      saved by another optimizer, which has no such option",

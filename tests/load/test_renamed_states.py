@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -390,3 +391,60 @@ def test_state_of_a_parameter_that_another_optimizer_has_now_is_refused(tmp_path
     assert "optim.y.state.b" in message
     assert "optim.x.state.b" in message
     assert "another optimizer has these parameters" in message
+
+
+def in_groups(groups: list[tuple[str, ...]], lrs: list[float]) -> State:
+    names = [name for group in groups for name in group]
+    optim = adam(names)
+    optim["param_groups"] = [
+        {"params": [*group], "lr": lr} for group, lr in zip(groups, lrs, strict=True)
+    ]
+    return {"model": {name: arange(2, 3) for name in names}, "optim": optim}
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [("c",), ("a", "b")],
+        [("a", "b", "c")],
+        [("a",), ("b", "c")],
+        [("c",)],
+    ],
+    ids=["another order", "joined", "one moved", "a stage without the first group"],
+)
+def test_a_parameter_in_another_group_than_in_the_save_is_refused(
+    tmp_path: Path, groups: list[tuple[str, ...]]
+) -> None:
+    """The options of a numbered group are read by its number: those of other parameters."""
+    saved = in_groups([("a", "b"), ("c",)], [0.1, 0.01])
+    dcp.save(saved, checkpoint_id=tmp_path, planner=PlacementSavePlanner(), no_dist=True)
+    state = in_groups(groups, [0.5] * len(groups))
+
+    def loaded(**options: Any) -> None:
+        planner = PlacementLoadPlanner(**options)
+        dcp.load(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+
+    message = refusal(loaded)
+    assert re.search(r"optim\.param_groups\.[01]\.params: this rank lists", message)
+    assert "flatten_optimizer_state_dict=True" in message
+    loaded(waive={"optim.param_groups.*.params": "one lr for all"})
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [[("a", "b"), ("c",)], [("b", "a"), ("c",)], [("a",), ("c",)], [("a", "b", "lora"), ("c",)]],
+    ids=["the same", "in another order", "a frozen one", "a new one"],
+)
+def test_parameters_in_the_groups_of_the_save_load_without_a_word(
+    tmp_path: Path, groups: list[tuple[str, ...]]
+) -> None:
+    saved = in_groups([("a", "b"), ("c",)], [0.1, 0.01])
+    dcp.save(saved, checkpoint_id=tmp_path, planner=PlacementSavePlanner(), no_dist=True)
+    state = in_groups(groups, [0.5, 0.5])
+    planner = PlacementLoadPlanner(optional=["lora"], waive={"lora": "new"})
+    if groups[0][-1] != "lora":
+        planner = PlacementLoadPlanner()
+    with without_warning():
+        dcp.load(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    assert [group["lr"] for group in state["optim"]["param_groups"]] == [0.1, 0.01]
+    assert [tuple(group["params"]) for group in state["optim"]["param_groups"]] == groups
