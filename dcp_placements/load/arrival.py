@@ -201,8 +201,9 @@ class Arrival:
     def _group_faults(self) -> list[Fault]:
         """Return the lists of parameters that have some which the save has in other groups.
 
-        The options of a numbered group are read by its number. A parameter of which the checkpoint
-        knows nothing is new, and takes those of its group here.
+        The options of a numbered group are read by its number. A parameter that is in no list which
+        this rank reads is new, unless it has state in the checkpoint and there are other lists.
+        Groups with equal options are one.
         """
         state_dict, faults = self._asked.state_dict, []
         for fqn, stored in self._lists.items():
@@ -211,13 +212,32 @@ class Arrival:
                 head = fqn[: fqn.index("param_groups.")]
                 listed = [of for of in self._lists if of.startswith(head)]
                 saved = {str(name): of for of in listed for name in self._lists[of]}
-                states = OptimizerStates(self._asked.stored)
-                for state in filter(None, map(states.of, self._asked.stored)):
+                keys = self._asked.stored
+                lists = [key for key in keys if key.startswith(head) and key.endswith(".params")]
+                states = OptimizerStates(keys if len(lists) > len(listed) else {})
+                for state in filter(None, map(states.of, keys)):
                     if state.head == head:
                         saved.setdefault(state.parameter, "a group that this rank does not have")
-                moved = {name: saved[name] for name in others if name in saved}
+                moved = {
+                    name: saved[name]
+                    for name in others
+                    if name in saved and self._options(saved[name]) != self._options(fqn)
+                }
                 faults += [_moved_fault(fqn, moved)] if moved else []
         return faults
+
+    def _options(self, fqn: str) -> dict[str, str]:
+        """Return the options of a group as text, by the key of its list; none of another rank's."""
+        start, asked = fqn.removesuffix("params"), self._asked
+        return {
+            key.removeprefix(start): repr(
+                value
+                if isinstance(value, torch.Tensor)
+                else value_at(self._nested, self._path(key))
+            )
+            for key, value in asked.state_dict.items()
+            if key.startswith(start) and key != fqn
+        }
 
     def _put_numbers(self) -> None:
         """Put numbers that were read as tensors into their places."""

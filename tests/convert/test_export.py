@@ -85,7 +85,8 @@ def save(path: Path, *, lean: bool = True, head: str = "model") -> dict[str, tor
             if local.ndim:
                 local = FakeDTensor.distribute(local, mesh["fsdp"], [Shard(int("o_proj" in fqn))])
             made[fqn] = local
-        optim = {f"state.{k}.exp_avg": v for k, v in made.items()}
+        optim: dict[str, Any] = {f"state.{k}.exp_avg": v for k, v in made.items()}
+        optim |= {f"param_groups.{k}.lr": 0.1 for k in made}
         return {head: made, "optim": optim, "step": 3} if head else made
 
     def planner(rank: int) -> PlacementSavePlanner:

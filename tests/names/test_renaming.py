@@ -282,8 +282,8 @@ def nested(experts: Sequence[int], start: float) -> dict[str, Any]:
         for name, value in zip(names, values, strict=True)
     }
     groups = [
-        {"lr": torch.tensor(0.1), "params": names[:1]},
-        {"lr": torch.tensor(0.2), "params": names[1:]},
+        {"lr": torch.tensor(0.1), "params": names[::2]},
+        {"lr": torch.tensor(0.2), "params": names[1::2]},
     ]
     optim = {"state": state, "param_groups": groups}
     return {"model": dict(zip(names, values, strict=True)), "optim": optim}
