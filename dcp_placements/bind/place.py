@@ -45,8 +45,7 @@ from dcp_placements.names.optimizer_state import (
     parameter_groups,
     unnamed_faults,
 )
-from dcp_placements.names.renames import fqns_of
-from dcp_placements.names.stacks_and_parts import Rename, dims_of_row
+from dcp_placements.names.stacks_and_parts import Rename, dims_of_row, texts_of
 from dcp_placements.rules.patterns import PlacementRules, Rules, asked, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement, IndexShard, kind_of
 
@@ -81,7 +80,7 @@ def place(
     lists: dict[str, ParameterNames] = {}
     # The groups of flattened state name one parameter each, and have no lists.
     if any(fqn.endswith(".params") for fqn in state_dict):
-        names_of = None if rename is None else lambda key: fqns_of(rename(key))
+        names_of = None if rename is None else lambda key: texts_of(rename(key))
         lists, faults = named_lists(state_dict, names_of)
         state_dict = {**state_dict, **lists}
     # The pattern of a None rule counts as matched, too.
