@@ -95,7 +95,8 @@ def job(whole: Whole, cut: Cut, **axes: int) -> Callable[[int], dict[str, Any]]:
         moments = {
             key: {"step": torch.tensor(1.0), "exp_avg": 2 * value} for key, value in weights.items()
         }
-        return {"model": weights, "optim": {"state": moments}, "step": 7}
+        optim = {"state": moments, "param_groups": [{"params": [*weights]}]}
+        return {"model": weights, "optim": optim, "step": 7}
 
     return state
 
@@ -228,7 +229,8 @@ def test_experts_over_ep_and_all_under_fsdp(name: str, tmp_path: Path) -> None:
             key: {name: sharded(one) for name, one in state.items()}
             for key, state in values["optim"]["state"].items()
         }
-        return {"model": weights, "optim": {"state": moments}}
+        optim = {"state": moments, "param_groups": [{"params": [*weights]}]}
+        return {"model": weights, "optim": optim}
 
     proposals, world = proposed(whole, state, **axes)
     text = assert_saves(tmp_path, whole, state, proposals, world, **axes)
