@@ -43,7 +43,7 @@ from dcp_placements.errors import (
     format_names,
     raise_faults,
 )
-from dcp_placements.layout.boxes import as_boxes
+from dcp_placements.layout.boxes import Array, as_boxes
 from dcp_placements.names.flat import rename_keys
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.offline.checkpoint import Checkpoint, LeftOut
@@ -203,35 +203,37 @@ class RankTensors:
         made.accounted = {what: nbytes for what, nbytes in accounted.items() if nbytes}
         return made
 
-    def _by_cell(self, world: World) -> list[torch.Tensor]:
+    def _by_cell(self, world: World) -> Array:
         """Return what the files hold by cell of their world: mapped, not read."""
-        of_files = [_parts(holding) for holding in self._holdings]
-        cells = np.concatenate(world.by_rank(np.arange(world.count)))
-        in_order = [part for parts in of_files for part in parts]
-        return [in_order[at] for at in np.argsort(cells).tolist()]
+        held = np.empty(world.count, object)
+        of_files = world.by_rank(np.arange(world.count))
+        for cells, holding in zip(of_files, self._holdings, strict=True):
+            for cell, part in zip(cells.tolist(), _parts(holding), strict=True):
+                held[cell] = part
+        return held
 
-    def _differences(self, compared: Compared, held: Sequence[torch.Tensor]) -> Iterator[Fault]:
+    def _differences(self, compared: Compared, held: Array) -> Iterator[Fault]:
         """Yield that files hold different contents of one box."""
-        piece, cells = compared.piece, compared.piece.cells()
+        piece, parts = compared.piece, compared.piece.take(held)
         for position, contents in zip(compared.positions, compared.contents.T, strict=True):
-            for first, row in zip(_first_rows(piece), range(len(cells)), strict=True):
+            for first, row in zip(_first_rows(piece), range(len(parts)), strict=True):
                 if contents[row] != contents[first]:
                     kept, copy = (self._files[piece.ranks[at]] for at in (first, row))
-                    one, other = (held[cells[at, position]] for at in (first, row))
-                    yield _difference(piece.fqns[position], kept, copy, one, other)
+                    both = parts[first, position], parts[row, position]
+                    yield _difference(piece.fqns[position], kept, copy, *both)
 
-    def _described(self, world: World, held: Sequence[torch.Tensor]) -> tuple[Metadata, Records]:
+    def _described(self, world: World, held: Array) -> tuple[Metadata, Records]:
         """Return metadata of the whole tensors, and how their parts lie in the files."""
         stored: dict[str, Any] = {}
         places: list[StoredPlace] = []
         records: Records = {}
         columns = {
-            fqn: (piece, cells)
+            fqn: (piece, parts)
             for piece in world.pieces
-            for fqn, cells in zip(piece.fqns, piece.cells().T, strict=True)
+            for fqn, parts in zip(piece.fqns, piece.take(held).T, strict=True)
         }
         for fqn in dict.fromkeys(fqn for holding in self._holdings for fqn in holding.fqns):
-            piece, cells = columns[fqn]
+            piece, parts = columns[fqn]
             shape, dtype, cover = piece.group.shape, piece.group.dtype, piece.cover
             assert dtype is not None, "it is a tensor"
             # An empty part may begin where another one does.
@@ -242,7 +244,7 @@ class RankTensors:
             for row, (offsets, sizes) in zip(
                 rows.tolist(), as_boxes(cover.boxes[kept]), strict=True
             ):
-                file, data = self._files[piece.ranks[row]], held[cells[row]]
+                file, data = self._files[piece.ranks[row]], parts[row]
                 record = TensorRecord(dtype, sizes, data.stride())
                 nbytes = record.span_nbytes if record.nbytes else 0
                 start = int(data.storage_offset()) * dtype.itemsize  # in the file, which is mapped
@@ -265,13 +267,13 @@ def _first_rows(piece: Piece) -> list[int]:
     return first
 
 
-def _contents(piece: Piece, held: Sequence[torch.Tensor]) -> Digests:
+def _contents(piece: Piece, held: Array) -> Digests:
     """Return by row and key 1 where the bits are those of the first row of the box, else others."""
-    cells = piece.cells()
-    contents = np.ones(cells.shape, np.int64)
+    parts = piece.take(held)
+    contents = np.ones(parts.shape, np.int64)
     for row, first in enumerate(_first_rows(piece)):
         for position in range(len(piece.fqns) if row != first else 0):
-            if not same_bits(held[cells[first, position]], held[cells[row, position]]):
+            if not same_bits(parts[first, position], parts[row, position]):
                 contents[row, position] = row + 2
     return contents
 

@@ -87,7 +87,7 @@ def _readers(wishes: Sequence[Sent], ranks: Sequence[int]) -> list[Answer]:
     numbers: dict[tuple[bytes, int], int] = {}
     sets = np.zeros(world.count, np.int32)
     for piece, run in zip(sent, runs, strict=True):
-        sets[piece.cells()] = _sets(piece, run, numbers)
+        piece.put(sets, _sets(piece, run, numbers))
     if not numbers:
         return [Answer()] * len(wishes)
     rank_of = np.array(ranks, np.int64)

@@ -220,7 +220,7 @@ class Coordinator:
         lists = {fqn for fqn in fqns if fqn.endswith(".params")}
         compared: list[Compared] = []
         for finding in prove(
-            world, lambda piece: digests[piece.cells()], complete=self.complete, size=self._size
+            world, lambda piece: piece.take(digests), complete=self.complete, size=self._size
         ):
             if isinstance(finding, Compared):
                 compared.append(finding)
@@ -364,7 +364,7 @@ class Coordinator:
             keys, (start, stop) = np.arange(len(piece.fqns)), of_piece.T[:, :, None]
             is_written = ((start <= keys) & (keys < stop)).astype(np.uint8)
             is_written[:, copied.get(number, [])] = COPIED
-            kinds[piece.cells()] = is_written
+            piece.put(kinds, is_written)
         lists = self._joined_lists()
         return [
             Assignment(

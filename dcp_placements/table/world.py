@@ -18,7 +18,7 @@ with half of ``experts.w1`` and ``experts.w2``, and a norm that both hold::
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -123,12 +123,40 @@ class Cohort(NamedTuple):
     cells: slice
 
 
+class Block(NamedTuple):
+    """The cells of one group on the ranks of a cohort.
+
+    Of two ranks that hold two boxes each of three keys, and of no other, these are cells 0 to 12::
+
+        Block(cells=slice(0, 12), ranks=2, start=0, keys=3, boxes=2)
+
+    Attributes:
+        cells: Those of the cohort.
+        ranks: Number of its ranks.
+        start: The first cell of the group among those of a rank.
+        keys: Number of the group's keys.
+        boxes: Number of boxes that each rank holds of each key.
+    """
+
+    cells: slice
+    ranks: int
+    start: int
+    keys: int
+    boxes: int
+
+    def view(self, values: Array) -> Array:
+        """Return the part of an array by cell as a view ``[ranks, boxes, keys]``."""
+        by_rank = values[self.cells].reshape(self.ranks, -1)
+        of_group = by_rank[:, self.start : self.start + self.keys * self.boxes]
+        return of_group.reshape(self.ranks, self.keys, self.boxes).transpose(0, 2, 1)
+
+
 class Source(NamedTuple):
     """Where one table has the keys of a piece, and what ranks hold of them: a row per rank and box.
 
     Of an expert weight of shape ``(4, 3)`` on two ep ranks::
 
-        Source(0, 0, group, [0], [0, 1], [[[0, 0], [2, 3]], [[2, 0], [2, 3]]], [0, 1], [1, 1])
+        Source(0, 0, group, [0], [0, 1], [[[0, 0], [2, 3]], [[2, 0], [2, 3]]], [Block(...)])
 
     Attributes:
         table: Position in ``World.tables``.
@@ -137,8 +165,7 @@ class Source(NamedTuple):
         positions: Of the piece's keys among those of the group, in the piece's order.
         ranks: By row, cohort after cohort, the rank.
         boxes: By row, the box.
-        first: By row, the cell of the box of the group's first key.
-        step: By row, how many cells farther that of the next key is: the boxes of the rank.
+        blocks: The cells of the rows, cohort after cohort.
     """
 
     table: int
@@ -147,8 +174,13 @@ class Source(NamedTuple):
     positions: Sequence[int]
     ranks: Ints
     boxes: Boxes
-    first: Ints
-    step: Ints
+    blocks: Sequence[Block]
+
+    def views(self, values: Array) -> Iterator[tuple[Array, Any]]:
+        """Yield the views of an array by cell that have the rows, and which of their keys count."""
+        keys = slice(None) if type(self.positions) is range else self.positions
+        for block in self.blocks:
+            yield block.view(values), keys
 
 
 @dataclass
@@ -178,14 +210,24 @@ class Piece:
         boxes, has_replicas = self.boxes[first], len(first) < len(self.boxes)
         return Cover(boxes, numel(boxes), box_of, self.ranks, order, starts, has_replicas)
 
-    def cells(self) -> Ints:
-        """Return by row and key the cell."""
-        return np.concatenate(
-            [
-                source.first[:, None] + source.step[:, None] * np.array(source.positions)
-                for source in self.sources
-            ]
-        )
+    def take(self, values: Array) -> Array:
+        """Return by row and key what an array by cell has of this piece."""
+        taken = [
+            view[:, :, keys].reshape(-1, len(self.fqns))
+            for source in self.sources
+            for view, keys in source.views(values)
+        ]
+        return np.concatenate(taken)
+
+    def put(self, values: Array, of_piece: Array) -> None:
+        """Put what this piece has by row and key into an array by cell."""
+        row = 0
+        for source in self.sources:
+            for view, keys in source.views(values):
+                ranks, boxes, _ = view.shape
+                of_rows = of_piece[row : row + ranks * boxes]
+                view[:, :, keys] = of_rows.reshape(ranks, boxes, len(self.fqns))
+                row += ranks * boxes
 
 
 class World:
@@ -212,7 +254,7 @@ class World:
         for rank, one in enumerate(sent):
             alike.setdefault((one.tables, one.counts), []).append(rank)
         # By table and group, of each cohort the columns of a ``Source``.
-        rows: dict[tuple[int, int], list[tuple[Ints, Boxes, Ints, Ints]]] = {}
+        rows: dict[tuple[int, int], list[tuple[Ints, Boxes, Block]]] = {}
         having: list[list[Ints]] = []
         for members in alike.values():
             ranks, first = np.array(members, np.int64), sent[members[0]]
@@ -229,30 +271,30 @@ class World:
                 for number in range(len(self.tables[table].groups))
             ]
             of_rank = sum([len(self.tables[t].keys[number]) * n for t, number, n in groups])
-            starts = self.count + of_rank * np.arange(len(ranks))[:, None]
             cells = slice(self.count, self.count + of_rank * len(ranks))
             self.cohorts.append(Cohort(tables, ranks, groups, cells))
             boxes, at = np.stack([unpacked(sent[rank].boxes) for rank in members]), 0
+            start = 0
             for table in tables:
                 having[table].append(ranks)
             for table, number, count in groups:
                 ndim = len(self.tables[table].groups[number].shape)
                 held = boxes[:, at : at + count * 2 * ndim].reshape(len(ranks) * count, 2, ndim)
                 at += count * 2 * ndim
-                cell, step = (starts + np.arange(count)).reshape(-1), np.full(len(held), count)
-                rows.setdefault((table, number), []).append(
-                    (np.repeat(ranks, count), held, cell, step)
-                )
-                starts = starts + len(self.tables[table].keys[number]) * count
+                block = Block(cells, len(ranks), start, len(self.tables[table].keys[number]), count)
+                start += block.keys * count
+                rows.setdefault((table, number), []).append((np.repeat(ranks, count), held, block))
             self.count = cells.stop
         self.members: list[Ints] = [np.sort(np.concatenate(parts)) for parts in having]
-        joined = {
-            key: [np.concatenate(column) for column in zip(*parts, strict=True)]
-            for key, parts in rows.items()
-        }
+        joined: dict[tuple[int, int], tuple[Ints, Boxes, Sequence[Block]]] = {}
+        for key, of_cohorts in rows.items():
+            of_ranks, of_boxes, blocks = zip(*of_cohorts, strict=True)
+            joined[key] = np.concatenate(of_ranks), np.concatenate(of_boxes), blocks
         self.pieces = self._pieces(joined)
 
-    def _pieces(self, rows: Mapping[tuple[int, int], list[Any]]) -> list[Piece]:
+    def _pieces(
+        self, rows: Mapping[tuple[int, int], tuple[Ints, Boxes, Sequence[Block]]]
+    ) -> list[Piece]:
         """Return the pieces of all tables.
 
         Args:
