@@ -82,7 +82,7 @@ ASYNC_THREAD = "AsyncCheckpointExecutor"
 """How the names of the threads begin in which ``async_save`` calls ``save``."""
 
 
-PLAIN = torch.Tensor, torch.nn.Parameter, torch.nn.Buffer
+PLAIN_TYPES = torch.Tensor, torch.nn.Parameter, torch.nn.Buffer
 """Types of tensors that are what they seem. Most are of these, so that they are asked first."""
 
 
@@ -131,7 +131,7 @@ def copy_into(target: torch.Tensor, value: torch.Tensor) -> None:
 
 def is_dtensor_like(value: Any) -> bool:
     """Whether ``value`` is a DTensor, or has the attributes that this package uses of one."""
-    if type(value) in PLAIN:
+    if type(value) in PLAIN_TYPES:
         return False
     return isinstance(value, DTensor) or (
         not isinstance(value, torch.Tensor | ShardedTensor)
@@ -144,12 +144,12 @@ def has_hooks(value: Any) -> bool:
     if isinstance(value, DTensor):
         return hasattr(value._local_tensor, "__create_write_items__")
     own = hasattr(value, "__create_write_items__")
-    return own or (type(value) not in PLAIN and isinstance(value, ShardedTensor))
+    return own or (type(value) not in PLAIN_TYPES and isinstance(value, ShardedTensor))
 
 
 def is_on_meta(value: Any) -> bool:
     """Whether a value is a tensor without memory; of a ``ShardedTensor``, any of its shards."""
-    if type(value) not in PLAIN and isinstance(value, ShardedTensor):
+    if type(value) not in PLAIN_TYPES and isinstance(value, ShardedTensor):
         return any([shard.tensor.is_meta for shard in value.local_shards()])
     return bool(getattr(value, "is_meta", False))
 

@@ -274,7 +274,7 @@ def families(keys: Iterable[str] | Mapping[str, Hashable]) -> list[KeyFamily]:
     values: Mapping[str, Hashable] = keys if isinstance(keys, Mapping) else dict.fromkeys(keys)
     by_text: dict[tuple[tuple[str, ...], Hashable], dict[_Numbers, str]] = {}
     for key, value in values.items():
-        parts = _NUMBER.split(key) if len(key) <= MAX_NAME else [key]  # texts, numbers between
+        parts = _FOLDED.split(key) if len(key) <= MAX_NAME else [key]  # texts, numbers between
         numbers = tuple(map(int, parts[1::2]))
         by_text.setdefault((tuple(parts[::2]), value), {})[numbers] = key
     result = []
@@ -296,7 +296,7 @@ def numbers_in(key: str) -> Iterator[tuple[str, int, str]]:
     Yields:
         What is before it, the number, and what is behind it.
     """
-    for match in _NUMBER.finditer(key):
+    for match in _FOLDED.finditer(key):
         yield key[: match.start()], int(match[0]), key[match.end() :]
 
 
@@ -306,7 +306,7 @@ def without_numbers(key: str) -> str:
     >>> without_numbers("layers.0.experts.12.w1")
     'layers.{}.experts.{}.w1'
     """
-    return _NUMBER.sub("{}", key)
+    return _FOLDED.sub("{}", key)
 
 
 def _products(members: frozenset[_Numbers]) -> list[tuple[_Numbers, ...]]:
@@ -330,7 +330,7 @@ _DIGITS = re.compile(r"(\d+)")
 # A whole component, or the expert in Megatron's weight3; the digit of w1 belongs to the name.
 # That it begins with a digit is tested first: the search is twice as fast. Python reads no number
 # of thousands of digits.
-_NUMBER = re.compile(r"(?=[0-9])(?:^|(?<=\.)|(?<=\.weight)|(?<=\.bias))(0|[1-9]\d{0,17})(?=\.|$)")
+_FOLDED = re.compile(r"(?=[0-9])(?:^|(?<=\.)|(?<=\.weight)|(?<=\.bias))(0|[1-9]\d{0,17})(?=\.|$)")
 
 
 def format_numbers(numbers: Iterable[int]) -> str:

@@ -29,6 +29,7 @@ from torch.distributed.tensor import Shard
 from dcp_placements._torch import DistWrapper, facts_of, state_dicts_of_statefuls, world_size
 from dcp_placements.bind.lint import GATE_UP, QKV
 from dcp_placements.errors import PlacementError, format_names, numbers_in, without_numbers
+from dcp_placements.layout.boxes import Shape
 from dcp_placements.layout.sharding import Sharding
 from dcp_placements.names.renames import Renames, Renumber, contiguous, number_in
 from dcp_placements.placements import Placements
@@ -41,7 +42,7 @@ from dcp_placements.rules.patterns import (
 )
 from dcp_placements.rules.placement import CheckpointPlacement, FusedShard, cut_of, format_placement
 from dcp_placements.table.digests import sampled_digests
-from dcp_placements.table.whole import ModelKeys, Shape, WholeModel
+from dcp_placements.table.whole import ModelKeys, WholeModel
 
 _JOINED = re.compile(r"(?:^|[._])(?:w?kv(?:_proj)?(?=\.|$)|w\d_?w\d)")
 """Names of tensors that join others along a dim, perhaps: shapes and contents fit a plain shard."""
@@ -50,8 +51,8 @@ _BEFORE = "_._."
 """Stands for what a key has before it in a state dict, such as ``optim.state.``."""
 
 
-class Option(NamedTuple):
-    """One way to place a tensor: ``Option((("ep", Shard(0)),))``.
+class Fitting(NamedTuple):
+    """One way to place a tensor: ``Fitting((("ep", Shard(0)),))``.
 
     Attributes:
         placements: By axis that shards it.
@@ -80,8 +81,8 @@ class Option(NamedTuple):
         )
 
 
-class Numbering(NamedTuple):
-    """Names that each rank along an axis counts from 0: ``Numbering("experts.{}", "ep", (2, 2))``.
+class Numbered(NamedTuple):
+    """Names that each rank along an axis counts from 0: ``Numbered("experts.{}", "ep", (2, 2))``.
 
     Attributes:
         pattern: Where the number stands.
@@ -119,8 +120,8 @@ class Proposal:
     """
 
     placements: Placements = field(init=False, repr=False, compare=False)
-    rules: dict[str, Option] = field(default_factory=dict)
-    numberings: list[Numbering] = field(default_factory=list)
+    rules: dict[str, Fitting] = field(default_factory=dict)
+    numberings: list[Numbered] = field(default_factory=list)
     undecided: dict[str, str] = field(default_factory=dict)
 
     def on(self, mesh: Any, whole: WholeModel) -> Proposal:
@@ -141,12 +142,12 @@ class Proposal:
             renames = ["    rename=Renames(", *renames, "    ),"]
         lines = ["placements = Placements(", "    {", *rules, "    },", *renames]
         text = "\n".join([*lines, "    whole=whole,", ")"])
-        used = ", ".join([name for name in _NAMES if f"{name}(" in text])
+        used = ", ".join([name for name in _IMPORTED if f"{name}(" in text])
         imports = f"from torch.distributed.tensor import Shard\n\nfrom dcp_placements import {used}"
         return f"{imports}\n\n{text}"
 
 
-_NAMES = ["CheckpointPlacement", "FusedShard", "Placements", "Renames", "Renumber", "contiguous"]
+_IMPORTED = ["CheckpointPlacement", "FusedShard", "Placements", "Renames", "Renumber", "contiguous"]
 
 
 def _quoted(pattern: str) -> str:
@@ -306,9 +307,9 @@ def decide(whole: WholeModel, facts: Sequence[RankFacts], sizes: Mapping[str, in
             continue
         shapes = tuple([(part.shape, tuple(at.items())) for at, part in held[key]])
         kinds.setdefault(without_numbers(key), {}).setdefault((shape, shapes), []).append(key)
-    options: dict[str, tuple[Option, list[str]]] = {}
+    options: dict[str, tuple[Fitting, list[str]]] = {}
     for name, of_name in kinds.items():
-        taken: dict[tuple[Option, str], list[str]] = {}
+        taken: dict[tuple[Fitting, str], list[str]] = {}
         for (shape, _), members in of_name.items():
             found = _taken(_starred(name), shape, [held[key] for key in members], axes)
             taken.setdefault(found, []).extend(members)
@@ -327,7 +328,9 @@ def _starred(name: str) -> str:
     return name.replace("{}", "*")
 
 
-def _rules(options: Mapping[str, tuple[Option, Sequence[str]]]) -> dict[str, Option]:
+def _rules(
+    options: Mapping[str, tuple[Fitting, Sequence[str]]],
+) -> dict[str, Fitting]:
     """Return the options by pattern in an order in which each key meets its own pattern first.
 
     A pattern matches keys that have more components, too, as ``head`` does ``blocks.0.head``. Those
@@ -360,7 +363,7 @@ def _taken(
     shape: Shape,
     held: Sequence[Sequence[tuple[dict[str, int], TensorFacts]]],
     axes: Mapping[str, int],
-) -> tuple[Option, str]:
+) -> tuple[Fitting, str]:
     """Return the placement of keys that lie alike, and what is open.
 
     Args:
@@ -370,10 +373,10 @@ def _taken(
         axes: Those of the mesh, of more than one rank.
     """
     if not held[0]:
-        return Option(), "no rank has this key"
+        return Fitting(), "no rank has this key"
     fitting, why = _fitting(shape, held, axes)
     if len(fitting) != 1:
-        return Option(), "\n".join([why, *[f"    {_quoted(pattern)}: {one}," for one in fitting]])
+        return Fitting(), "\n".join([why, *[f"    {_quoted(pattern)}: {one}," for one in fitting]])
     (option,) = fitting
     placements = dict(option.placements)
     if not placements:
@@ -385,7 +388,7 @@ def _taken(
             placements[axis] = FusedShard(placement.dim, 2)
         elif QKV.search(pattern):
             sizes = "(rows of Q, rows of K, rows of V)"
-            return Option(), (
+            return Fitting(), (
                 f"its name says Q, K and V in one: FusedShard({placement.dim}, {sizes}) over {axis}"
             )
     named = option._replace(placements=tuple(placements.items()))
@@ -400,7 +403,7 @@ def _fitting(
     shape: Shape,
     held: Sequence[Sequence[tuple[dict[str, int], TensorFacts]]],
     axes: Mapping[str, int],
-) -> tuple[list[Option], str]:
+) -> tuple[list[Fitting], str]:
     """Return the placements that make the parts of keys that lie alike, and what is open.
 
     Args:
@@ -414,7 +417,7 @@ def _fitting(
     if any(len(part.shape) != len(shape) for _, part in parts):
         return [], f"the ranks hold {parts[0][1].shape}, the whole model has {shape}"
     differ, equal = along(held, free)
-    fitting: list[Option] = []
+    fitting: list[Fitting] = []
     for dims in product([None, *range(len(shape))], repeat=len(free)):
         placements = tuple(
             [(name, Shard(dim)) for name, dim in zip(free, dims, strict=True) if dim is not None]
@@ -456,7 +459,7 @@ def _option(
     parts: Sequence[tuple[dict[str, int], TensorFacts]],
     placements: tuple[tuple[str, Any], ...],
     sizes: Mapping[str, int],
-) -> Option | None:
+) -> Fitting | None:
     """Return the placements with the shapes that they need; None where they do not fit."""
     cuts = tuple([cut_of(one, len(shape), name, sizes[name]) for name, one in placements])
     first = parts[0][1].shape
@@ -471,14 +474,14 @@ def _option(
         )
 
     if fits(Sharding(shape, cuts)):
-        return Option(placements, None if tuple(made) == shape else shape)
+        return Fitting(placements, None if tuple(made) == shape else shape)
     is_padded = all(one >= two for one, two in zip(made, shape, strict=True))
     cut_dims = {cut.dim for cut in cuts}
     only_cut = all(made[d] == shape[d] or d in cut_dims for d in range(len(shape)))
     # Each rank has rows that are no padding.
     is_held = all(shape[dim] > made[dim] - first[dim] for dim in cut_dims)
     if is_padded and only_cut and is_held and fits(Sharding(shape, cuts, tuple(made))):
-        return Option(placements, shape, tuple(made))
+        return Fitting(placements, shape, tuple(made))
     return None
 
 
@@ -580,7 +583,7 @@ def _numberings(
     of_ranks: Sequence[set[int]],
     axes: Mapping[str, int],
     total: int,
-) -> list[Numbering]:
+) -> list[Numbered]:
     """Return the axes along which numbers that each rank counts from 0 add up to all."""
     found = []
     is_local = all(numbers == set(range(len(numbers))) for numbers in of_ranks)
@@ -591,7 +594,7 @@ def _numberings(
         if all(len(each) == 1 for each in counts.values()) and len(counts) == size:
             row = tuple([counts[at].pop() for at in range(size)])
             if sum(row) == total:
-                found.append(Numbering(pattern, axis, row))
+                found.append(Numbered(pattern, axis, row))
     return found
 
 

@@ -224,3 +224,34 @@ def test_nothing_is_told_apart_by_where_it_lies_in_memory() -> None:
     for file in FILES:
         found = [node for node in nodes(PACKAGE / file) if isinstance(node, ast.Name)]
         assert [node.lineno for node in found if node.id == "id"] == [], file
+
+
+PAIRS = {"planner", "messages"}
+"""Modules that ``save`` and ``load`` both have: each the other's counterpart."""
+
+
+def names_of(path: Path) -> list[str]:
+    """Return the classes, type aliases and constants of a module; a ``TypeVar`` is its own."""
+    names: list[str] = []
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            names.append(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            made_by = ast.unparse(node.value) if node.value else ""
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if not made_by.startswith(("TypeVar(", "logging.getLogger(")):
+                names += [target.id for target in targets if isinstance(target, ast.Name)]
+    return [name for name in names if not name.startswith("__")]
+
+
+def test_one_name_is_one_thing() -> None:
+    """No class, type alias or constant stands in two modules, and no two modules share a name."""
+    homes: dict[str, list[str]] = {}
+    modules: dict[str, list[str]] = {}
+    for file in FILES:
+        modules.setdefault(Path(file).stem, []).append(file)
+        for name in names_of(PACKAGE / file):
+            homes.setdefault(name, []).append(file)
+    assert {name: of for name, of in homes.items() if len(of) > 1} == {}
+    twice = {name for name, of in modules.items() if len(of) > 1 and not name.startswith("__")}
+    assert twice == PAIRS

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dcp_placements.bind.one_tensor import Place, Placed, SharedPlaces, Source, has_dims
+from dcp_placements.bind.one_tensor import CutSource, Place, Placed, SharedPlaces, has_dims
 from dcp_placements.bind.own_chunks import lists_its_chunks
 from dcp_placements.errors import CannotPlace
 from dcp_placements.names.flat import Path, Reshaped
@@ -98,7 +98,7 @@ def _largest(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
 def followed_parameter(
     fqn: str,
     states: States,
-    sources: Mapping[str, Source],
+    sources: Mapping[str, CutSource],
     placed: Mapping[str, Placed],
     reshaped: Reshaped,
 ) -> Placed | None:
@@ -137,9 +137,9 @@ def followed_parameter(
 
 def follow(
     fqn: str,
-    source: Source,
+    source: CutSource,
     parameter: Placed,
-    leading: Source,
+    leading: CutSource,
     reshaped: Reshaped,
     places: SharedPlaces,
 ) -> Placed | None:

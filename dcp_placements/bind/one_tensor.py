@@ -155,12 +155,12 @@ class Placing:
         return {rule: tuple(shapes) for rule, shapes in by_rule.items()}
 
 
-class Source(NamedTuple):
+class CutSource(NamedTuple):
     """A tensor of a state dict, and what its key's rule says of it.
 
     An expert's, of shape ``(2, 3)`` on each of two ep ranks::
 
-        Source(weight, (weight, None, (), (2, 3)), "'experts'",
+        CutSource(weight, (weight, None, (), (2, 3)), "'experts'",
                CheckpointPlacement(mesh, {"ep": Shard(0)}))
 
     Attributes:

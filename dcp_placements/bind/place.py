@@ -28,7 +28,7 @@ from dcp_placements._torch import (
     is_dtensor_like,
 )
 from dcp_placements.bind.followers import States, follow, followed_parameter, states_of
-from dcp_placements.bind.one_tensor import Place, Placed, Placing, SharedPlaces, Source
+from dcp_placements.bind.one_tensor import CutSource, Place, Placed, Placing, SharedPlaces
 from dcp_placements.bind.own_chunks import listed_place, lists_its_chunks
 from dcp_placements.bind.reshape import RowAxes, other_rows, reshape, row_axes, stack_like
 from dcp_placements.bind.tensor_memory import tensor_faults
@@ -138,7 +138,7 @@ def _optimizer_faults(placing: Placing, rename: Rename | None) -> list[Fault]:
     return unnamed_faults(placing.state_dict, placing.groups) if needs_names else []
 
 
-def _sources(placing: Placing, rules: Rules | None, reshaped: Reshaped) -> dict[str, Source]:
+def _sources(placing: Placing, rules: Rules | None, reshaped: Reshaped) -> dict[str, CutSource]:
     """Return the tensors of a state dict by their names in rules, each with its rule.
 
     Left out are tensors of which this rank has nothing, which become ``absent``, and those with
@@ -149,7 +149,7 @@ def _sources(placing: Placing, rules: Rules | None, reshaped: Reshaped) -> dict[
         rules: The user's.
         reshaped: The values that a rename makes other tensors of.
     """
-    sources: dict[str, Source] = {}
+    sources: dict[str, CutSource] = {}
     for fqn, value in placing.state_dict.items():
         if not (isinstance(value, torch.Tensor) or is_dtensor_like(value)):
             continue
@@ -172,7 +172,7 @@ def _sources(placing: Placing, rules: Rules | None, reshaped: Reshaped) -> dict[
         if own[1] is not None and own[1].get_coordinate() is None:
             placing.absent.add(fqn)
         else:
-            sources[fqn] = Source(value, own, rule, placement)
+            sources[fqn] = CutSource(value, own, rule, placement)
     return sources
 
 
@@ -192,7 +192,7 @@ def _ask(
 
 
 def _bind_each(
-    placing: Placing, sources: Mapping[str, Source], states: States, reshaped: Reshaped
+    placing: Placing, sources: Mapping[str, CutSource], states: States, reshaped: Reshaped
 ) -> dict[str, RowAxes]:
     """Bind tensors as what they are on this rank; optimizer state comes after its parameters.
 
@@ -235,7 +235,7 @@ def _bind_each(
 
 
 def _placed(
-    fqn: str, source: Source, states: States, reshaped: Reshaped, places: SharedPlaces
+    fqn: str, source: CutSource, states: States, reshaped: Reshaped, places: SharedPlaces
 ) -> Placed | None:
     """Return the place of a tensor by its own sources; None of a plain one without a rule.
 

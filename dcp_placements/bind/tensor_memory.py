@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from dcp_placements._torch import PLAIN, facts_of, is_dtensor_like
+from dcp_placements._torch import PLAIN_TYPES, facts_of, is_dtensor_like
 from dcp_placements.bind.one_tensor import Placed
 from dcp_placements.errors import Fault
 from dcp_placements.layout.boxes import format_boxes
@@ -40,7 +40,7 @@ def tensor_faults(
     first: dict[int, tuple[str, torch.Tensor]] = {}
     starts: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for fqn, tensor in tensors:
-        is_plain = type(tensor) in PLAIN and tensor.layout is torch.strided
+        is_plain = type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided
         if has_contents and tensor.is_meta:
             faults.append(Fault(fqn, "is a meta tensor, which has no contents to save", _META))
         elif not tensor.numel():

@@ -21,7 +21,7 @@ from dcp_placements.rules.patterns import EVERY
 if TYPE_CHECKING:
     import torch
 
-Option = Callable[[Callable[..., Any]], Callable[..., Any]]
+CommandOption = Callable[[Callable[..., Any]], Callable[..., Any]]
 """A decorator that gives a command an option, or an argument."""
 
 
@@ -162,7 +162,7 @@ class Argument(click.Argument):
         self.text = f"{text}  [required]" if self.required else text
 
 
-def argument(name: str, metavar: str, text: str, *, required: bool = True) -> Option:
+def argument(name: str, metavar: str, text: str, *, required: bool = True) -> CommandOption:
     """Return an argument."""
     return click.argument(name, cls=Argument, metavar=metavar, text=text, required=required)
 
@@ -193,34 +193,34 @@ fsdp_option = click.option(
 )
 
 
-def number_option(name: str, help_text: str) -> Option:
+def number_option(name: str, help_text: str) -> CommandOption:
     """Return an option that is a number from 1 up."""
     return click.option(name, metavar="N", type=click.IntRange(min=1), help=help_text)
 
 
-def size_option(name: str, help_text: str, default: str | None = None) -> Option:
+def size_option(name: str, help_text: str, default: str | None = None) -> CommandOption:
     """Return an option that is a number of bytes."""
     kind = Parsed(parse_nbytes)
     return click.option(name, metavar="SIZE", type=kind, default=default, help=help_text)
 
 
-def memory_option(default: str) -> Option:
+def memory_option(default: str) -> CommandOption:
     """Return the option that bounds the memory of data."""
     return size_option("--memory", "The most memory for data, such as 512MiB.", default)
 
 
-def function_option(name: str, help_text: str, *, required: bool = False) -> Option:
+def function_option(name: str, help_text: str, *, required: bool = False) -> CommandOption:
     """Return an option that names a function."""
     kind = Parsed(resolve)
     return click.option(name, metavar="MODULE:FUNC", type=kind, required=required, help=help_text)
 
 
-def rules_option(*, required: bool = False) -> Option:
+def rules_option(*, required: bool = False) -> CommandOption:
     """Return the option for what each rank declares."""
     return function_option("--rules", "A function mesh -> Placements.", required=required)
 
 
-def mesh_option(*, required: bool = False) -> Option:
+def mesh_option(*, required: bool = False) -> CommandOption:
     """Return the option for the mesh of a world."""
     return click.option(
         "--mesh",

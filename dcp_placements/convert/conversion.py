@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from dcp_placements.convert.megatron import megatron_checkpoint
+from dcp_placements.convert.megatron_files import megatron_checkpoint
 from dcp_placements.convert.rank_tensors import rank_file_names, rank_files
 from dcp_placements.convert.writing import (
-    REFUSED,
+    NOT_REWRITTEN,
     Converted,
     DcpOut,
     SafetensorsOut,
@@ -57,7 +57,7 @@ from dcp_placements.offline.key_patterns import matcher
 from dcp_placements.offline.model_keys import model_tensors
 from dcp_placements.offline.output import output_at
 from dcp_placements.offline.rehearsals.fsdp_axes import Fsdp
-from dcp_placements.offline.rehearsals.world import RehearsedWorld
+from dcp_placements.offline.rehearsals.rehearsed_world import RehearsedWorld
 from dcp_placements.offline.safetensors_files import renamed_by_export
 from dcp_placements.offline.texts import Progress
 from dcp_placements.offline.verification import structural_faults
@@ -314,7 +314,7 @@ def reshard(
     _check_whole(source)
     world = RehearsedWorld(source, rules, axes, fsdp)
     layout = world_files(world)
-    raise_faults(REFUSED, unmatched_faults(world.unmatched(), list(source.tensors)))
+    raise_faults(NOT_REWRITTEN, unmatched_faults(world.unmatched(), list(source.tensors)))
     tensors, _ = assemble(source.tensors, None)
     writer = DcpOut(source, tensors, layout)
     converted = write_output(output, source, writer, MEMORY_NBYTES, dry_run, progress)

@@ -65,7 +65,7 @@ from dcp_placements.table.prove import Compared, prove
 from dcp_placements.table.table import Holding, held_chunks, holding_of
 from dcp_placements.table.world import Piece, World
 
-_BY_POSITION = (
+_POSITIONS_OUT = (
     "optimizer state by the position of its parameters, whose names are in no file: save it by "
     "name (get_optimizer_state_dict)"
 )
@@ -362,7 +362,7 @@ def _tensors(
         name = f"{prefix}{key}"
         nbytes = nbytes_in(inner)
         if not isinstance(key, str):
-            leave_out(prefix.rstrip("."), _BY_POSITION, nbytes)
+            leave_out(prefix.rstrip("."), _POSITIONS_OUT, nbytes)
         elif isinstance(inner, Mapping):
             yield from _tensors(inner, f"{name}.", rank, leave_out, faults)
         elif isinstance(inner, SavedDTensor):

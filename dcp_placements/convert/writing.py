@@ -43,8 +43,8 @@ from dcp_placements.offline.assembly import AssembledTensor
 from dcp_placements.offline.box_reads import BoxReader, pieces
 from dcp_placements.offline.checkpoint import Checkpoint, LeftOut, StoredRecord
 from dcp_placements.offline.output import AnyOutput
-from dcp_placements.offline.rehearsals.world import RehearsedWorld
-from dcp_placements.offline.safetensors_files import DTYPES, RENAMED, write_header
+from dcp_placements.offline.rehearsals.rehearsed_world import RehearsedWorld
+from dcp_placements.offline.safetensors_files import NAMED_DTYPES, RENAMED, write_header
 from dcp_placements.offline.texts import Progress
 from dcp_placements.planning import quiet_gc
 from dcp_placements.save.messages import Holders, proof_faults
@@ -64,7 +64,7 @@ from dcp_placements.storage.torch_load import zip_problem
 from dcp_placements.storage.torch_metadata import ChunkList, StoredPlace, build_entries
 from dcp_placements.table.prove import Compared, prove
 
-REFUSED = "the checkpoint cannot be rewritten for this world"
+NOT_REWRITTEN = "the checkpoint cannot be rewritten for this world"
 """The opening line of refusals."""
 
 _ALL_PARTS = (
@@ -329,7 +329,9 @@ class SafetensorsOut(Writer):
         self._notes = {"format": "pt"}
         if renamed:
             self._notes[RENAMED] = json.dumps(renamed)
-        unknown = [tensor for tensor in tensors.values() if tensor.dtype not in DTYPES.values()]
+        unknown = [
+            tensor for tensor in tensors.values() if tensor.dtype not in NAMED_DTYPES.values()
+        ]
         faults = [Fault(t.fqn, f"safetensors files have no dtype {t.dtype}") for t in unknown]
         raise_faults("the checkpoint cannot be exported", faults)
         shards: list[list[AssembledTensor]] = [[]]
@@ -410,7 +412,7 @@ def world_files(world: RehearsedWorld) -> Layout:
     Raises:
         PlacementError: A load in that world would be refused, or its ranks do not hold everything.
     """
-    raise_faults(REFUSED, list(world.faults()))
+    raise_faults(NOT_REWRITTEN, list(world.faults()))
     owners_of: dict[str, dict[Box, int]] = {}
     renames, given = dict.fromkeys(world.renames), world.numberings()
     layout = Layout({}, world.size, renames=renames, numberings=given)
@@ -436,7 +438,7 @@ def world_files(world: RehearsedWorld) -> Layout:
             faults.append(Fault(fqn, "no rank of this world has this key", (likely,)))
         for box, rank in owners_of.get(fqn, {}).items():
             layout.files.setdefault(rank, []).append((fqn, box))
-    raise_faults(REFUSED, faults)
+    raise_faults(NOT_REWRITTEN, faults)
     if world.checkpoint.objects:
         layout.files.setdefault(0, [])
     layout.files = dict(sorted(layout.files.items()))

@@ -34,7 +34,7 @@ from dcp_placements.errors import (
 )
 from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.names.flat import Path
-from dcp_placements.save.coordinator import REFUSED
+from dcp_placements.save.coordinator import NOT_PLACED
 from dcp_placements.storage.provenance import plain_of_numberings, plain_of_rename
 from dcp_placements.storage.record_reads import ChunkReader, Wanted
 from dcp_placements.storage.saved_file import SavedChunk, SavedFile
@@ -79,7 +79,7 @@ class PlacementMetadata(ShardingMetadata, type_name=OURS):  # type: ignore[call-
             PlacementError: It does.
         """
         if self.refused:
-            raise_faults_of_ranks(REFUSED, {self.rank: self.refused})
+            raise_faults_of_ranks(NOT_PLACED, {self.rank: self.refused})
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> PlacementMetadata:

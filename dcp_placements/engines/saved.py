@@ -107,7 +107,7 @@ _TWO_ITEMS = (
 Open = Callable[[str], IO[bytes]]
 """Opens a file of the checkpoint."""
 
-Places = dict[tuple[str, tuple[int, ...] | None], list[tuple[str, SavedChunk]]]
+PlacesOfItems = dict[tuple[str, tuple[int, ...] | None], list[tuple[str, SavedChunk]]]
 """By key and offsets, which an object has not: the files of ranks that have it, and where there."""
 
 Lies = dict[tuple[str, SavedChunk], tuple[int, int, TensorRecord]]
@@ -162,7 +162,7 @@ class SavedItems(NamedTuple):
     """
 
     metadata: Metadata
-    places: Places
+    places: PlacesOfItems
     left_out: list[str]
     described: dict[str, Described]
     lies: Lies
@@ -238,7 +238,7 @@ def saved_items(
         headline = f"its metadata are broken: {format_error(error)}"
         likely = "likely:      the file was damaged or cut short"
         raise _refused(path, METADATA_FILE, headline, likely) from error
-    places: Places = {}
+    places: PlacesOfItems = {}
     done: set[RankParts] = set()
     for one in sorted(ranks, key=lambda other: (other != rank, other)):
         for item_key, parts in ranks[one].items():

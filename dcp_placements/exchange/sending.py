@@ -22,15 +22,15 @@ from torch.distributed.checkpoint import ReadItem
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from dcp_placements._torch import PLAIN, agreeing_device, global_rank
+from dcp_placements._torch import PLAIN_TYPES, agreeing_device, global_rank
 from dcp_placements.bind.one_tensor import Placing
 from dcp_placements.errors import Fault, PlacementError, format_faults, format_ranks
 from dcp_placements.exchange.readers import Answer
-from dcp_placements.load.arrival import Lookup
+from dcp_placements.load.arrival import MemoryOf
 from dcp_placements.load.request import Request
 from dcp_placements.table.table import Holding, Sent, unpacked_ints
 
-BATCH_NBYTES = 8 << 20
+SENT_NBYTES = 8 << 20
 """The most bytes of one message. Below a few MiB a message costs latency alone."""
 
 
@@ -131,7 +131,7 @@ class ReplicaExchange:
         ]
         return part, alone
 
-    def finish(self, error: BaseException | None, lookup: Lookup) -> int:
+    def finish(self, error: BaseException | None, lookup: MemoryOf) -> int:
         """Agree that all ranks have read, send each other what was read; return the bytes received.
 
         Args:
@@ -159,7 +159,7 @@ class ReplicaExchange:
             raise self._broken(cause, None) from cause
         return self._received_nbytes
 
-    def _send(self, lookup: Lookup) -> None:
+    def _send(self, lookup: MemoryOf) -> None:
         """Send what this rank read to the others, and receive what they did.
 
         All ranks go through the rounds in one order, so that none waits for a rank that waits for
@@ -263,7 +263,7 @@ def _can_be_sent(value: Any, placing: Placing, fqn: str) -> bool:
         if placed.parts or placed.has_own_key or len(offsets) < len(placed.place.chunks):
             return False
     return (
-        type(value) in PLAIN
+        type(value) in PLAIN_TYPES
         and value.layout == torch.strided
         and value.device.type != "meta"
         and not (value.is_conj() or value.is_neg() or value.is_quantized)
@@ -276,7 +276,7 @@ def batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     nbytes = 0
     for whole in tensors:
         for tensor in _pieces(whole):
-            if batch and nbytes + tensor.nbytes > BATCH_NBYTES:
+            if batch and nbytes + tensor.nbytes > SENT_NBYTES:
                 yield batch
                 batch, nbytes = [], 0
             batch.append(tensor)
@@ -287,12 +287,12 @@ def batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield views of a tensor that fit a message, in C order."""
-    if tensor.nbytes <= BATCH_NBYTES:
+    if tensor.nbytes <= SENT_NBYTES:
         yield tensor
         return
     dim = next(dim for dim, size in enumerate(tensor.shape) if size > 1)
     size = tensor.shape[dim]
-    rows = max(BATCH_NBYTES * size // tensor.nbytes, 1)
+    rows = max(SENT_NBYTES * size // tensor.nbytes, 1)
     for start in range(0, size, rows):
         yield from _pieces(tensor.narrow(dim, start, min(rows, size - start)))
 

@@ -28,6 +28,7 @@ from dcp_placements.layout.sharding import Box
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
+Shape = tuple[int, ...]
 Boxes = npt.NDArray[np.int64]
 
 _PAIRS = 1 << 20

@@ -49,7 +49,7 @@ LOOK = "look at this load"
 Buffered = tuple[str, torch.Tensor, torch.Tensor]
 """What was read into a buffer: its key, the memory that it is for, and the buffer."""
 
-Lookup = Callable[[MetadataIndex], torch.Tensor]
+MemoryOf = Callable[[MetadataIndex], torch.Tensor]
 """Returns the memory of a destination."""
 
 
@@ -81,7 +81,7 @@ class Exchange(Protocol):
         """Return this rank's part of the reads, and the keys of which it reads all by itself."""
         ...
 
-    def finish(self, error: BaseException | None, lookup: Lookup) -> int:
+    def finish(self, error: BaseException | None, lookup: MemoryOf) -> int:
         """Exchange what was read; return the bytes received."""
         ...
 
@@ -109,7 +109,7 @@ class Arrival:
     """
 
     def __init__(
-        self, request: Request, report: LoadReport, lookup: Lookup, exchange: Exchange | None
+        self, request: Request, report: LoadReport, lookup: MemoryOf, exchange: Exchange | None
     ) -> None:
         self.request = request
         self.report = report
@@ -382,7 +382,7 @@ def reset_note(parameters: Sequence[str]) -> Fault:
 MAX_KEYS = 6
 """Keys of one memory that a message lists."""
 
-_FEW = 4
+_SHOWN_ELEMENTS = 4
 """Elements of a tensor that a message shows."""
 
 UNLIKE = "what is one here differs in the checkpoint"
@@ -407,7 +407,7 @@ def settle_tied(buffered: Sequence[Buffered], tied: Mapping[str, tuple[str, ...]
     lost: dict[tuple[str, ...], dict[str, str]] = {}
     for fqn, memory, buffer in buffered:
         if full_digest(memory) != full_digest(buffer):
-            read, left = (one.flatten()[:_FEW].tolist() for one in (buffer, memory))
+            read, left = (one.flatten()[:_SHOWN_ELEMENTS].tolist() for one in (buffer, memory))
             lost.setdefault(tied[fqn], {})[fqn] = f"{read} of {fqn}, where {left} is left"
     faults = [unlike_fault(keys, [*fqns], next(iter(fqns.values()))) for keys, fqns in lost.items()]
     raise_faults(UNLIKE, faults)

@@ -65,12 +65,12 @@ from dcp_placements.storage.provenance import (
     doubts_of,
     stored,
 )
-from dcp_placements.table.families import Held, held_numbers
+from dcp_placements.table.families import HeldNumbers, held_numbers
 from dcp_placements.table.statement import Stated, Statement
 from dcp_placements.table.table import PLAIN, Group, Sent
 from dcp_placements.table.world import Piece, World, repeated
 
-_MAX_PARTS = 4
+_SHOWN = 4
 """Parts that a message lists."""
 
 _MAX_HOLES = 1 << 10
@@ -176,7 +176,7 @@ def unknown_notes(asked: Asked) -> list[Fault]:
     versions = (stored(asked.metadata) or {}).get("versions", {})
     return [
         Fault(
-            format_names(folded(fqns), _MAX_PARTS),
+            format_names(folded(fqns), _SHOWN),
             "the save cut it in a way that is not known here, so it is not compared with the save",
             (
                 f"the record:  {cause:.200}",
@@ -536,7 +536,7 @@ def unasked_notes(fqns: Sequence[str], asked: Asked) -> list[Fault]:
         Fault(
             level,
             f"the checkpoint has {format_count(len(of_level), 'key')} of it that no rank asks "
-            f"for: {format_names(folded(of_level), _MAX_PARTS)}",
+            f"for: {format_names(folded(of_level), _SHOWN)}",
             (
                 "likely:      an empty dict under this key, as of an optimizer before its first "
                 "step; a model with fewer layers than were saved; or rename= was forgotten",
@@ -569,7 +569,7 @@ def _renamed_fault(
     ]
     likely, out = _OTHER_NAMES
     if other != head:
-        likely, out = _OTHER_OPTIMIZER
+        likely, out = _MOVED_PARAMETERS
     elif numbers:
         likely, out = _STACKED_WEIGHTS
     elif words:
@@ -586,9 +586,9 @@ def _renamed_fault(
         "the checkpoint has optimizer state that no rank asks for, and lacks what they ask for: "
         "it would be reset",
         (
-            f"asked for:   {format_names([f'{of}state.{one}' for of, one in resets], _MAX_PARTS)}, "
+            f"asked for:   {format_names([f'{of}state.{one}' for of, one in resets], _SHOWN)}, "
             f"first by {format_ranks(ranks)}",
-            f"there are:   {format_names([f'{head}state.{one}' for one in lost], _MAX_PARTS)}",
+            f"there are:   {format_names([f'{head}state.{one}' for one in lost], _SHOWN)}",
             likely,
             f"{out}; waive={{pattern: reason}}, of the keys that are there, where they are of "
             "other parameters",
@@ -600,7 +600,7 @@ _OTHER_NAMES = (
     "likely:      a rename= that changes the names of weights, and not those of their state",
     "way out:     a rename= under which the keys of state become those that are there",
 )
-_OTHER_OPTIMIZER = (
+_MOVED_PARAMETERS = (
     "likely:      another optimizer has these parameters in this load than in the save",
     "way out:     the optimizers of the save",
 )
@@ -791,14 +791,14 @@ class AllAsked:
         for part, positions in sorted(parts.items(), key=lambda part: min(part[1])):
             by_text.setdefault(text(part), []).extend(self.ranks[at] for at in positions)
         asked = [f"{text} by {format_ranks(ranks)}" for text, ranks in by_text.items()]
-        more = f" and {len(asked) - _MAX_PARTS} other parts" if len(asked) > _MAX_PARTS else ""
+        more = f" and {len(asked) - _SHOWN} other parts" if len(asked) > _SHOWN else ""
         first = text(min(twice, key=lambda part: min(parts[part])))
         asks, none = ("several ranks ask", "none") if self.complete else ("this load asks", "not")
         return Fault(
             name,
             f"{asks} for {first} of {whole}, and {none} for {missing}",
             (
-                f"asked for:   {'; '.join(asked[:_MAX_PARTS])}{more}",
+                f"asked for:   {'; '.join(asked[:_SHOWN])}{more}",
                 *details,
                 "way out:     rename=, rows and meshes as in the save, on each rank its own; "
                 + _ON_PURPOSE,
@@ -887,7 +887,7 @@ class AllAsked:
         has_function = any(step.kind == FUNCTION for step in statement.renames)
         return has_function or family in statement.numberings
 
-    def _unnumbered(self, family: Family, stored: Set[int], parts: Held) -> list[Fault]:
+    def _unnumbered(self, family: Family, stored: Set[int], parts: HeldNumbers) -> list[Fault]:
         """Return the fault of ranks without the rename by which others ask for their numbers.
 
         Where all ranks together ask for all numbers, the others are replicas of the right rank.
@@ -942,8 +942,8 @@ class AllAsked:
         def text(boxes: Boxes) -> str:
             """Return all that is not in some boxes, joined where they lie side by side."""
             rest = uncovered(whole, boxes, _MAX_HOLES)
-            some = ", ".join(format_box(box, whole.sizes) for box in rest[:_MAX_PARTS])
-            return some + (" and others" if len(rest) > _MAX_PARTS else "")
+            some = ", ".join(format_box(box, whole.sizes) for box in rest[:_SHOWN])
+            return some + (" and others" if len(rest) > _SHOWN else "")
 
         def part_text(part: frozenset[int]) -> str:
             rest = uncovered(whole, cover.boxes[sorted(part)], _MAX_HOLES)

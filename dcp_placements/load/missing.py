@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 
-from dcp_placements._torch import PLAIN, ShardedTensor, has_hooks, is_dtensor_like
+from dcp_placements._torch import PLAIN_TYPES, ShardedTensor, has_hooks, is_dtensor_like
 from dcp_placements.bind.one_tensor import Placing
 from dcp_placements.errors import Fault, folded, format_names, near_names
 from dcp_placements.load.birth import Reset, reset_of
@@ -100,7 +100,7 @@ class Asked:
         if (placed := self.placing.placed.get(fqn)) is not None:
             return placed.tensors
         value = self.state_dict[fqn]
-        if type(value) not in PLAIN and isinstance(value, ShardedTensor):
+        if type(value) not in PLAIN_TYPES and isinstance(value, ShardedTensor):
             return [shard.tensor for shard in value.local_shards()]
         return [value] if isinstance(value, torch.Tensor) else []
 
@@ -304,7 +304,7 @@ def _without_one(fqn: str) -> list[str]:
     ['_orig_mod.layers.0.w', 'model.layers.0.w', 'model._orig_mod.0.w']
     """
     parts = fqn.split(".")
-    words = [word for word in dict.fromkeys(parts[:-1][:_MAX_PARTS]) if not word.isdigit()]
+    words = [word for word in dict.fromkeys(parts[:-1][:_MOST_COMPONENTS]) if not word.isdigit()]
     return [".".join([part for part in parts if part != word]) for word in words]
 
 
@@ -325,7 +325,7 @@ def _part_of_state(fqn: str, keys: Sequence[str], stored: Mapping[str, Any]) -> 
 MAX_COMPARED_NAMES = 10
 """Comparing names with all keys is slow, and a few examples show what is wrong."""
 
-_MAX_PARTS = 50
+_MOST_COMPONENTS = 50
 """Components of a key that are left out one by one."""
 
 
@@ -397,7 +397,7 @@ def _alike(fqn: str, stored: Sequence[str]) -> list[str]:
     ['model.w.norm', 'ema.w.norm']
     """
     parts = fqn.split(".")
-    for start in range(min(max(len(parts) - 1, 1), _MAX_PARTS)):
+    for start in range(min(max(len(parts) - 1, 1), _MOST_COMPONENTS)):
         tail = "." + ".".join(parts[start:])
         if found := [key for key in stored if f".{key}".endswith(tail)]:
             return found

@@ -93,7 +93,7 @@ from dcp_placements.table.whole import WholeModel, compare_with_whole
 
 logger = logging.getLogger(__name__)
 
-REFUSED = "cannot be loaded from this checkpoint"
+NOT_LOADED = "cannot be loaded from this checkpoint"
 
 _NO_CLASS = (
     "likely:      its class is not there under the name that it had when it was saved",
@@ -380,7 +380,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         mistakes = unmatched_faults(unmatched, list(load.state_dict)) if unmatched else []
         sent = {message.rank: message.faults for message in messages}
         if any(sent.values()):
-            raise_faults_of_ranks(REFUSED, sent, mistakes)
+            raise_faults_of_ranks(NOT_LOADED, sent, mistakes)
         if notes := dict.fromkeys(note for one in statements for note in one.notes):
             warnings.warn(format_faults(LOOK, notes, "note"), stacklevel=3)
         if len(different) > 1:
@@ -429,7 +429,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         load = self._load
         load.check_thread()
         if load.refusal:  # and the coordinator's planner is another one
-            raise_faults(f"rank {global_rank()} {REFUSED}", load.refusal)
+            raise_faults(f"rank {global_rank()} {NOT_LOADED}", load.refusal)
         answer, exchange = new_plan.planner_data, load.exchange
         if isinstance(answer, LoadMessage):
             raise PlacementError(

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
-from dcp_placements._torch import PLAIN, chunk_list, has_hooks, is_dtensor_like
+from dcp_placements._torch import PLAIN_TYPES, chunk_list, has_hooks, is_dtensor_like
 from dcp_placements.bind.one_tensor import Placed, Placing
 from dcp_placements.bind.tied_keys import tied_keys
 from dcp_placements.errors import Fault, format_names
@@ -200,7 +200,7 @@ class Request:
             if fqn not in reads:
                 continue
             placed, of_key = placed_of.get(fqn), reads[fqn]
-            plain = value if know_memory and type(value) in PLAIN else None
+            plain = value if know_memory and type(value) in PLAIN_TYPES else None
             for read in (_OBJECT,) if of_key is None else of_key:
                 dest, source = read.dest_index, read.storage_index
                 items.append(
@@ -365,7 +365,7 @@ def _read_groups(asked: Asked, held: Held) -> list[ReadGroup]:
         key: Any = None
         if placed is not None:
             key = placed.place, placed.rule, entry.size, len(entry.chunks)
-        elif type(value) in PLAIN:
+        elif type(value) in PLAIN_TYPES:
             key = entry.size, len(entry.chunks)
         elif is_dtensor_like(value) and not has_hooks(value):
             assert asked.placing.faults  # why it has no place is among them

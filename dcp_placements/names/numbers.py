@@ -29,7 +29,7 @@ _STAND_IN = "700000000007"
 ROW = "{}"
 """What stands in a key for the number of each row of a tensor."""
 
-_DIGITS = re.compile(r"\d+")
+_ANY_NUMBER = re.compile(r"\d+")
 
 
 class Numbering(NamedTuple):
@@ -304,7 +304,7 @@ def numbers_of(fqns: Iterable[str], wanted: Collection[Family]) -> dict[Family, 
     for family in wanted:
         by_head.setdefault(family.head, []).append(family)
     for fqn in fqns:
-        for digits in _DIGITS.finditer(fqn):
+        for digits in _ANY_NUMBER.finditer(fqn):
             for family in by_head.get(fqn[: digits.start()], ()):
                 end = digits.end() + len(family.tail)
                 if fqn.startswith(family.tail, digits.end()) and fqn[end : end + 1] in ("", "."):

@@ -21,8 +21,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from dcp_placements.errors import Fault
+from dcp_placements.layout.boxes import Shape
 
-Shape = tuple[int, ...]
 Dims = tuple[int | None, ...]
 """For each dim of a state the dim of its parameter that it follows; None of one that is reduced."""
 

@@ -15,10 +15,9 @@ from itertools import product
 from typing import TypeVar
 
 from dcp_placements.errors import CannotPlace
-from dcp_placements.layout.boxes import common
+from dcp_placements.layout.boxes import Shape, common
 from dcp_placements.layout.sharding import Box, Chunk
 
-Shape = tuple[int, ...]
 T = TypeVar("T")
 
 

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 # Imported on first use: `convert` stands above this folder.
-_HOMES = {
+_MODULES = {
     "CannotLook": "dcp_placements.errors",
     "Checkpoint": "dcp_placements.offline.checkpoint",
     "check_picture_name": "dcp_placements.offline.picture",
@@ -30,13 +30,13 @@ _HOMES = {
 }
 
 
-__all__ = list(_HOMES)
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -108,7 +108,7 @@ SHORT_NBYTES = 64 << 10
 """Runs shorter than this on average are read and assembled in memory."""
 
 
-class _Entry(NamedTuple):
+class _TensorEntry(NamedTuple):
     """A stored tensor, the answer of the rename for its name, and one target of that."""
 
     name: str
@@ -140,7 +140,7 @@ def assemble(
     # Scalars of optimizer state come last: they have as many rows as the state beside them.
     answers.sort(key=lambda one: isinstance(one[2], Rows | Parts) and not one[1].shape)
     rows: dict[str, int] = {}
-    entries: dict[str, list[_Entry]] = {}
+    entries: dict[str, list[_TensorEntry]] = {}
     for name, tensor, answer in answers:
         parent = name.rpartition(".")[0]
         try:
@@ -162,7 +162,7 @@ def assemble(
                 of = f"both {first} and {name}" if first != name else f"several parts of {name}"
                 faults.append(Fault(target.fqn, f"rename= gives this one name to {of}"))
             else:
-                same.append(_Entry(name, tensor, answer, target))
+                same.append(_TensorEntry(name, tensor, answer, target))
     place = {name: at for at, name in enumerate(tensors)}
     ordered = sorted(entries, key=lambda fqn: place[entries[fqn][0].name])
     joined = {fqn: _joined(fqn, entries[fqn], faults) for fqn in ordered}
@@ -205,7 +205,7 @@ def _answer(rename: Rename, name: str) -> Renamed | Fault:
     return Fault(name, f"rename= has no name for it: {reason}", (way_out,))
 
 
-def _joined(fqn: str, entries: list[_Entry], faults: list[Fault]) -> AssembledTensor | None:
+def _joined(fqn: str, entries: list[_TensorEntry], faults: list[Fault]) -> AssembledTensor | None:
     """Return the tensor that entries make; None, and a fault, if their rows do not make it."""
     stacked = [(e.name, e.tensor, e.answer) for e in entries if isinstance(e.answer, Row)]
     kinds = {

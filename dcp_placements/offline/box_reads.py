@@ -27,7 +27,7 @@ from dcp_placements.storage.tensor_record import BEHIND, TensorRecord, wrong_crc
 
 MAX_OPEN_FILES = 32
 
-BLOCK_NBYTES = 8 << 20
+BOX_NBYTES = 8 << 20
 REMOTE_BLOCK_NBYTES = 32 << 20
 """Of a URL, where a request takes long."""
 
@@ -179,7 +179,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
                 not those of its CRC-32.
         """
         file = self._open(run.file, run.fqn)
-        most = min(run.nbytes, BLOCK_NBYTES if file.is_local else REMOTE_BLOCK_NBYTES)
+        most = min(run.nbytes, BOX_NBYTES if file.is_local else REMOTE_BLOCK_NBYTES)
         buffers = [memoryview(bytearray(most)) for _ in range(1 if most == run.nbytes else 2)]
         checksum = 0
         try:

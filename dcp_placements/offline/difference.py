@@ -36,26 +36,26 @@ from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredRec
 from dcp_placements.offline.key_patterns import matching_keys
 from dcp_placements.offline.model_keys import model_tensors
 from dcp_placements.offline.texts import Progress, brief
-from dcp_placements.offline.verification import MEMORY_NBYTES, box_faults
+from dcp_placements.offline.verification import VERIFIED_NBYTES, box_faults
 from dcp_placements.storage.torch_load import load_plain
 
 MAX_FAMILIES = 15
 """Families of keys that are shown by default: two lines each."""
 
-PIECE_NBYTES = 32 << 20
+COMPARED_NBYTES = 32 << 20
 
 OBJECT_NBYTES = 1 << 20
 """An object up to this size is read whatever ``memory`` says."""
 
 
-STEP = 1 << 20
+STEP_ELEMENTS = 1 << 20
 """Pieces that differ are compared in steps of this many elements, which take 30 bytes each."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TensorDifference:
     """One difference."""
 
     JSON: ClassVar[str] = "kind fqn message elements differing max_abs nans first=first_element"
@@ -87,7 +87,7 @@ class DifferenceFamily:
     name: str  # the keys as one name, with ranges of numbers
     kind: str  # of the differences
     keys: int  # how many they are
-    first: Difference  # the first of them
+    first: TensorDifference  # the first of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Diff:
 
     a: str  # the path of the first
     b: str  # the path of the second
-    differences: tuple[Difference, ...]  # sorted by key
+    differences: tuple[TensorDifference, ...]  # sorted by key
     notes: tuple[str, ...]  # what was not compared
     compared: Mapping[str, int]  # ``tensors``, element by element, and their ``bytes`` in the first
 
@@ -131,7 +131,7 @@ class Diff:
     @property
     def families(self) -> tuple[DifferenceFamily, ...]:
         """The differences by kind and family of keys, in natural order within a kind."""
-        by_kind: dict[str, dict[str, Difference]] = {}
+        by_kind: dict[str, dict[str, TensorDifference]] = {}
         for difference in self.differences:
             by_kind.setdefault(difference.kind, {})[difference.fqn] = difference
         return tuple(
@@ -155,7 +155,7 @@ def diff(
     atol: float = 0.0,
     rename: Rename | None = None,
     prefix: str | None = None,
-    memory: int = MEMORY_NBYTES,
+    memory: int = VERIFIED_NBYTES,
     progress: Progress = lambda done, total: None,
 ) -> Diff:
     """Return what differs between two checkpoints.
@@ -204,8 +204,8 @@ def diff(
     with BoxReader(first) as reader, BoxReader(second) as other_reader:
         total = sum(tensors[key].nbytes for key in keys if key in tensors)
         both = (first, second), (reader, other_reader)
-        comparison = _Comparison(*both, rtol, atol, memory, progress, total)
-        differences: list[Difference] = []
+        comparison = _TensorComparison(*both, rtol, atol, memory, progress, total)
+        differences: list[TensorDifference] = []
         compared = 0
         for key in keys:
             a, b = tensors.get(key), second.tensors.get(key)
@@ -213,7 +213,7 @@ def diff(
             difference = None
             if lost := sorted({held[key] for held in (absent, second.absent) if key in held}):
                 message = f"the index names {format_names(lost)} for it, where it is not"
-                difference = Difference("unreadable", key, message)
+                difference = TensorDifference("unreadable", key, message)
             elif a is not None and b is not None:
                 difference = comparison.of_tensors(key, a, b)
                 compared += 1
@@ -259,7 +259,7 @@ def _renamed(rename: Rename | None, key: str) -> str:
 
 
 @dataclass(slots=True, eq=False)
-class _Comparison:
+class _TensorComparison:
     """Compares what two checkpoints have under one key, tensors in pieces that fit into memory."""
 
     checkpoints: tuple[Checkpoint, Checkpoint]
@@ -272,18 +272,18 @@ class _Comparison:
     nbytes: int = 0  # of those that were compared
     box_messages: dict[Any, str] = field(default_factory=dict)
 
-    def of_tensors(self, key: str, a: AssembledTensor, b: StoredTensor) -> Difference | None:
+    def of_tensors(self, key: str, a: AssembledTensor, b: StoredTensor) -> TensorDifference | None:
         """Return what differs between two tensors."""
         if a.shape != b.shape:
             message = f"{a.shape} in the first, {b.shape} in the second"
-            return Difference("shape", key, message)
+            return TensorDifference("shape", key, message)
         for side, tensor in [*[("first", source) for source in _sources(a)], ("second", b)]:
             if message := self._box_message(tensor):
-                return Difference("incomplete", key, f"in the {side} {message}")
+                return TensorDifference("incomplete", key, f"in the {side} {message}")
         if message := self._quantized_message(a, b):
-            return Difference("dtype", key, message)
+            return TensorDifference("dtype", key, message)
         if message := _numberless_message(a, b):
-            return Difference("dtype", key, message)
+            return TensorDifference("dtype", key, message)
         tally = Tally()
         done = self.nbytes
         try:
@@ -297,12 +297,12 @@ class _Comparison:
         except PlacementError as error:
             # verify shows the whole message.
             headline = str(error).splitlines()[:2][-1]
-            return Difference("unreadable", key, headline.partition(": ")[2])
+            return TensorDifference("unreadable", key, headline.partition(": ")[2])
         return _difference(key, a, b, tally) if a.dtype != b.dtype or tally.differing else None
 
     def _boxes(self, a: AssembledTensor, b: StoredTensor) -> Iterator[Box]:
         """Yield pieces of the whole: along the first's chunks, to read files in order."""
-        piece_nbytes = max(min(PIECE_NBYTES, self.memory // 8), 1)
+        piece_nbytes = max(min(COMPARED_NBYTES, self.memory // 8), 1)
         limit = max(piece_nbytes // max(a.dtype.itemsize, b.dtype.itemsize), 1)
         boxes: Sequence[Box] = (a.whole,)
         if a.whole.numel > limit:
@@ -332,7 +332,7 @@ class _Comparison:
             self.box_messages[key] = "; ".join(message for _, message in faults)
         return self.box_messages[key]
 
-    def of_objects(self, key: str, *stored: StoredRecord) -> Difference | None:
+    def of_objects(self, key: str, *stored: StoredRecord) -> TensorDifference | None:
         """Return whether two objects differ. Nothing that their pickles name is called."""
         most = max(self.memory // 4, OBJECT_NBYTES)
         try:
@@ -341,9 +341,9 @@ class _Comparison:
             raise
         except Exception as error:
             # Extensions undo the transforms of streams, and can raise anything.
-            return Difference("unreadable", key, str(error))
+            return TensorDifference("unreadable", key, str(error))
         if one is None or other is None:
-            return Difference(
+            return TensorDifference(
                 "object", key, "not compared: it takes more than a quarter of --memory"
             )
         if one == other:
@@ -353,9 +353,9 @@ class _Comparison:
         except Exception:
             # Its type depends on what is in the pickle.
             message = "other bytes; not unpickled, because torch.load takes it for unsafe"
-            return Difference("object", key, message)
+            return TensorDifference("object", key, message)
         same = _equal(*values)
-        return None if same else Difference("object", key, " and ".join(map(brief, values)))
+        return None if same else TensorDifference("object", key, " and ".join(map(brief, values)))
 
 
 def _record(checkpoint: Checkpoint, stored: StoredRecord, most: int) -> bytes | None:
@@ -372,15 +372,15 @@ def _sources(tensor: AssembledTensor) -> list[StoredTensor]:
     return list({block.source.fqn: block.source for block in tensor.blocks}.values())
 
 
-def _one_sided(key: str, first: str | None, second: str | None) -> Difference:
+def _one_sided(key: str, first: str | None, second: str | None) -> TensorDifference:
     if second is None:
-        return Difference("missing", key, f"{first} in the first, not in the second")
+        return TensorDifference("missing", key, f"{first} in the first, not in the second")
     if first is None:
-        return Difference("extra", key, f"{second} in the second, not in the first")
-    return Difference("object", key, f"{first} in the first, {second} in the second")
+        return TensorDifference("extra", key, f"{second} in the second, not in the first")
+    return TensorDifference("object", key, f"{first} in the first, {second} in the second")
 
 
-def _difference(key: str, a: AssembledTensor, b: StoredTensor, tally: Tally) -> Difference:
+def _difference(key: str, a: AssembledTensor, b: StoredTensor, tally: Tally) -> TensorDifference:
     kind = "values" if a.dtype == b.dtype else "dtype"
     elements = a.whole.numel
     facts = []
@@ -397,7 +397,7 @@ def _difference(key: str, a: AssembledTensor, b: StoredTensor, tally: Tally) -> 
     else:
         facts.append("the values are the same")
     numbers = (elements, tally.differing, tally.max_abs, tally.nans, tally.first)
-    return Difference(kind, key, "; ".join(facts), *numbers)
+    return TensorDifference(kind, key, "; ".join(facts), *numbers)
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -450,8 +450,8 @@ class Tally:
             flat, flat_other = one.reshape(-1), other.reshape(-1)
         else:
             flat, flat_other, same_dtype = _bits(one), _bits(other), True
-        for start in range(0, flat.numel(), STEP):
-            a, b = flat[start : start + STEP], flat_other[start : start + STEP]
+        for start in range(0, flat.numel(), STEP_ELEMENTS):
+            a, b = flat[start : start + STEP_ELEMENTS], flat_other[start : start + STEP_ELEMENTS]
             differs = _differs(a, b, same_dtype=same_dtype)
             if not differs.any():
                 continue

@@ -38,7 +38,7 @@ from dcp_placements.storage.torch_load import saved_pickle
 
 _T = TypeVar("_T")
 
-MAX_GROUPS = 12
+SHOWN_GROUPS = 12
 """Groups of tensors, and of objects, that are shown at first."""
 
 MAX_CUTS = 6
@@ -144,7 +144,7 @@ class Inspection:
     def _largest(self) -> Iterator[_Table]:
         """Yield the tables of the largest groups of keys."""
         groups = self.groups
-        largest = sorted(groups, key=lambda group: group.nbytes, reverse=True)[:MAX_GROUPS]
+        largest = sorted(groups, key=lambda group: group.nbytes, reverse=True)[:SHOWN_GROUPS]
         rows = [
             (
                 *(group.name, f"{group.tensors:,}", str(group.shape), group.dtype),
@@ -158,7 +158,7 @@ class Inspection:
         yield ("tensors", "keys", "shape", "dtype", "bytes", "chunks", "ranks"), rows, more
         listed = []
         objects = families(list(self.objects))
-        for family in objects[:MAX_GROUPS]:
+        for family in objects[:SHOWN_GROUPS]:
             stored = [self.objects[key] for key in family.keys]
             value = "-" if len(stored) > 1 or stored[0].value is None else brief(stored[0].value)
             nbytes = format_nbytes(sum(one.nbytes for one in stored))

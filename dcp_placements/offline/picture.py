@@ -42,7 +42,7 @@ MAX_LABELS = 32
 MAX_FLAWS = 500
 
 _HOLE: Any = {"facecolor": "white", "edgecolor": GREY, "hatch": "////", "linewidth": 0.8}
-_DOUBLE: Any = {"facecolor": "none", "edgecolor": RED, "hatch": "xx", "zorder": 2.5}
+_HELD_TWICE: Any = {"facecolor": "none", "edgecolor": RED, "hatch": "xx", "zorder": 2.5}
 _LABEL: Any = {"fontsize": 8, "color": DARK, "va": "center"}
 
 
@@ -163,7 +163,7 @@ def tensor_figure(fqn: str, shape: Sequence[int], dtype: str, pieces: Sequence[W
     handles = []
     for flaws, style, what in (
         (holes, _HOLE, "hole: nobody stored it"),
-        (doubles, _DOUBLE, "stored more than once"),
+        (doubles, _HELD_TWICE, "stored more than once"),
     ):
         for x, y, wide, high in filter(None, map(rectangle, flaws)):
             axes.add_patch(Rectangle((x, y), wide, high, **style))

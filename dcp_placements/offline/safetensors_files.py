@@ -32,7 +32,7 @@ RENAMED = "dcp_placements.renamed"
 _HEADER_LIMIT_NBYTES = 100 << 20
 """What the safetensors library allows."""
 
-DTYPES = {
+NAMED_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -53,7 +53,7 @@ DTYPES = {
 }
 """The format's dtypes by their names in files."""
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in NAMED_DTYPES.items()}
 
 _WHOLE = {"model", "consolidated", "adapter_model"}
 """How files are named that hold a whole model, or a whole adapter, without their numbers."""
@@ -66,7 +66,7 @@ _UNSOUND = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """What JSON of another form raises."""
 
 
-class _Entry(NamedTuple):
+class _Header(NamedTuple):
     """One tensor of one file."""
 
     file: str
@@ -104,7 +104,7 @@ def read_safetensors_metadata(
         _check_one_model(directory, files)
     else:
         _check_none_left_out(directory, files, set(index.values()))
-    entries_of: dict[str, list[_Entry]] = {}
+    entries_of: dict[str, list[_Header]] = {}
     for file in files if index is None else sorted(set(index.values())):
         size = directory.size(file)
         if size is None and file in files:
@@ -129,7 +129,7 @@ def read_safetensors_metadata(
     return with_columns(Metadata({}), rows), absent
 
 
-def _tensor(directory: Directory, fqn: str, entries: Sequence[_Entry]) -> TensorStorageMetadata:
+def _tensor(directory: Directory, fqn: str, entries: Sequence[_Header]) -> TensorStorageMetadata:
     """Return the metadata of a tensor, of which files have all or parts."""
     name, files = format_name(fqn), format_names([entry.file for entry in entries])
     if len({(entry.dtype, len(entry.box.sizes)) for entry in entries}) > 1:
@@ -261,7 +261,7 @@ def _not_opened(directory: Directory, file: str) -> CannotLook:
 
 def _read_header(
     stream: IO[bytes], directory: Directory, file: str, size: int
-) -> dict[str, _Entry]:
+) -> dict[str, _Header]:
     """Return the tensors of a safetensors file, by name.
 
     Raises:
@@ -305,12 +305,12 @@ def renamed_by_export(directory: Directory, file: str) -> dict[str, str]:
         return {}
 
 
-def _entry(file: str, entry: Any, offsets: Any, base: int) -> _Entry:
+def _entry(file: str, entry: Any, offsets: Any, base: int) -> _Header:
     shape = counts(entry["shape"])
     start, stop = counts(entry["data_offsets"])
-    if entry["dtype"] not in DTYPES:
+    if entry["dtype"] not in NAMED_DTYPES:
         raise ValueError("a dtype that the format has not")
-    dtype = DTYPES[entry["dtype"]]
+    dtype = NAMED_DTYPES[entry["dtype"]]
     if stop - start != prod(shape) * dtype.itemsize:
         raise ValueError(f"{stop - start} bytes of a {shape} tensor of {entry['dtype']}")
     at = (0,) * len(shape) if offsets is None else counts(offsets)
@@ -318,10 +318,10 @@ def _entry(file: str, entry: Any, offsets: Any, base: int) -> _Entry:
         raise ValueError(f"{len(at)} offsets of a tensor of {len(shape)} dims")
     if any(offset + size >= LARGEST for offset, size in zip(at, shape, strict=True)):
         raise ValueError("a part of a tensor that is larger than any")
-    return _Entry(file, dtype, Box(at, shape), offsets is not None, base + start, stop - start)
+    return _Header(file, dtype, Box(at, shape), offsets is not None, base + start, stop - start)
 
 
-def _check_ranges(entries: Mapping[str, _Entry], base: int, size: int) -> None:
+def _check_ranges(entries: Mapping[str, _Header], base: int, size: int) -> None:
     """Refuse tensors that share bytes, and bytes of no tensor, as the safetensors library does.
 
     A file that ends too early is left to whoever reads its tensors.
@@ -350,7 +350,7 @@ def write_header(
     for name, dtype, shape in tensors:
         nbytes = prod(shape) * dtype.itemsize
         header[name] = {
-            "dtype": _NAMES[dtype],
+            "dtype": _DTYPE_NAMES[dtype],
             "shape": list(shape),
             "data_offsets": [at, at + nbytes],
         }

@@ -57,12 +57,12 @@ from dcp_placements.storage.tensor_record import (
 )
 from dcp_placements.storage.torch_load import BROKEN, load_saved_tensor, stored_zip
 
-MEMORY_NBYTES = 2 << 30
+VERIFIED_NBYTES = 2 << 30
 
 AFTER_S = 1.0
 """A data file that is younger than ``.metadata`` by more than this is noted."""
 
-PIECE_NBYTES = 4 << 20
+FILE_PART_NBYTES = 4 << 20
 """Contents are read in pieces of this size."""
 
 WINDOW_NBYTES = 1 << 20
@@ -74,7 +74,7 @@ MAX_GROUPS = 10
 MAX_BOXES = 4
 """Boxes that a message lists."""
 
-Finding = tuple[str, str]
+FileFinding = tuple[str, str]
 """The kind of a fault, and its message without the record's name."""
 
 
@@ -160,7 +160,7 @@ def verify(
     path: str | os.PathLike[str] | Checkpoint,
     *,
     contents: bool = False,
-    memory: int = MEMORY_NBYTES,
+    memory: int = VERIFIED_NBYTES,
     progress: Progress = lambda done, total: None,
 ) -> Verification:
     """Return what is wrong with a checkpoint.
@@ -310,7 +310,7 @@ class _Checks:
             return [CheckpointFault(kind, fqns_of(records), (file,), message)]
         return faults
 
-    def _findings(self, part: Part, record: StoredRecord) -> Iterator[Finding]:
+    def _findings(self, part: Part, record: StoredRecord) -> Iterator[FileFinding]:
         """Yield what is wrong with a record: its shape and dtype, and what it contains."""
         if record.transforms:
             if not self._contents:
@@ -350,7 +350,7 @@ class _Checks:
         if head is None and not broken:
             yield from self._loaded(part, record)
 
-    def _loaded(self, part: Part, record: StoredRecord) -> Iterator[Finding]:
+    def _loaded(self, part: Part, record: StoredRecord) -> Iterator[FileFinding]:
         """Check a tensor whose record is not plain: other strides, or transforms."""
         if record.nbytes > self._limit_nbytes:
             self.skipped.append(record_name(self._checkpoint, record))
@@ -368,7 +368,7 @@ class _Checks:
 
     def _mismatches(
         self, record: StoredRecord, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> list[Finding]:
+    ) -> list[FileFinding]:
         assert record.box is not None, "a tensor's"
         declared = record.box.sizes, self._checkpoint.tensors[record.fqn].dtype
         if (shape, dtype) == declared:
@@ -383,7 +383,7 @@ class _Checks:
         self.nbytes += nbytes
         self._progress(self.nbytes)
 
-    def _checksums(self, part: Part, tensor: TensorRecord | None = None) -> Iterator[Finding]:
+    def _checksums(self, part: Part, tensor: TensorRecord | None = None) -> Iterator[FileFinding]:
         """Yield the parts that do not match their checksums.
 
         Args:
@@ -426,9 +426,9 @@ class _Checks:
 
 
 def _pieces(part: Part, start: int, nbytes: int) -> Iterator[memoryview]:
-    buffer = memoryview(bytearray(min(nbytes, PIECE_NBYTES)))
-    for at in range(0, nbytes, PIECE_NBYTES):
-        piece = buffer[: min(PIECE_NBYTES, nbytes - at)]
+    buffer = memoryview(bytearray(min(nbytes, FILE_PART_NBYTES)))
+    for at in range(0, nbytes, FILE_PART_NBYTES):
+        piece = buffer[: min(FILE_PART_NBYTES, nbytes - at)]
         part.read_into(piece, start + at)
         yield piece
 

@@ -17,7 +17,7 @@ from dcp_placements.rules.mesh import Mesh, MeshCoordinate, format_mesh, mesh_at
 DENSE = ("pp", "dp", "cp", "tp")
 EXPERT = ("pp", "edp", "ep", "etp")
 
-REFUSED = {
+NOT_KNOWN = {
     "ddp": {},
     "fsdp2": {
         "pp": "torch FSDP2 in Megatron runs with one pipeline stage (training/arguments.py)",
@@ -92,9 +92,9 @@ def check_meshes(dense: Mesh, expert: Mesh | None, data_parallel: str) -> None:
     """
     sizes = axis_sizes(dense, *DENSE)
     sizes |= {} if expert is None else axis_sizes(expert, *EXPERT)
-    if data_parallel not in REFUSED:
+    if data_parallel not in NOT_KNOWN:
         raise PlacementError(
-            f"data_parallel={data_parallel!r} is none of {', '.join(map(repr, REFUSED))}"
+            f"data_parallel={data_parallel!r} is none of {', '.join(map(repr, NOT_KNOWN))}"
         )
     if expert is not None and (
         prod(dense.shape) != prod(expert.shape)
@@ -105,10 +105,10 @@ def check_meshes(dense: Mesh, expert: Mesh | None, data_parallel: str) -> None:
             f"the dense mesh {format_mesh(dense)} and the expert mesh {format_mesh(expert)} must "
             "be of the same ranks, with the same pipeline stages"
         )
-    wrong = [axis for axis in REFUSED[data_parallel] if sizes.get(axis, 1) > 1]
+    wrong = [axis for axis in NOT_KNOWN[data_parallel] if sizes.get(axis, 1) > 1]
     if wrong:
         combination = " and ".join(f"{axis}={sizes[axis]}" for axis in wrong)
-        reasons = dict.fromkeys(f"reason:      {REFUSED[data_parallel][axis]}" for axis in wrong)
+        reasons = dict.fromkeys(f"reason:      {NOT_KNOWN[data_parallel][axis]}" for axis in wrong)
         without = " and ".join(f"{axis}=1" for axis in wrong)
         raise PlacementError(
             "\n    ".join(

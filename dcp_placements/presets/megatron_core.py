@@ -47,7 +47,7 @@ NUMBERED_EXPERTS = [
     "experts.linear_fc*.bias{}",
 ]
 
-Cut = tuple[int, int]
+DimCut = tuple[int, int]
 """A dim, and the number of tensors joined along it."""
 
 
@@ -106,7 +106,7 @@ def megatron_core(
 
 
 def _placement(
-    name: str, cut: Cut, parameter: nn.Parameter, mesh: Mesh, axis: str, vocab_size: int | None
+    name: str, cut: DimCut, parameter: nn.Parameter, mesh: Mesh, axis: str, vocab_size: int | None
 ) -> CheckpointPlacement:
     dim, parts = cut
     shapes: dict[str, Any] = {}
@@ -120,7 +120,7 @@ def _placement(
 
 def _cut(
     name: str, module: nn.Module, parameter: nn.Parameter, *, is_expert: bool, gated: bool
-) -> Cut | None:
+) -> DimCut | None:
     """Return how tensor parallelism cuts a parameter; None if it is replicated."""
     owner, _, last = name.rpartition(".")
     role = owner.rpartition(".")[2]

@@ -31,7 +31,12 @@ from dcp_placements.rules.mesh import Mesh
 from dcp_placements.rules.patterns import PlacementRules
 from dcp_placements.rules.placement import CheckpointPlacement, FusedShard
 
-_COLUMN = ("eh_proj.linear", "qkv.linear", "linear_q_up_proj.linear", "linear_kv_up_proj.linear")
+_COLUMNS = (
+    "eh_proj.linear",
+    "qkv.linear",
+    "linear_q_up_proj.linear",
+    "linear_kv_up_proj.linear",
+)
 _ROW = ("attn.proj.linear", "linear_proj.linear", "down", "down.linear")
 _GATED = ("gate_up", "gate_up.linear")
 _VOCABULARY = ("embed.**", "embed_tokens.**", "mtp_embed.**", "head.**", "lm_head.**")
@@ -110,7 +115,7 @@ def _dense_placements(
         padded = -(-words // multiple) * multiple
         shapes = {"global_shape": vocabulary, "padded_shape": (padded, hidden)}
     return {
-        _COLUMN: CheckpointPlacement(mesh, {"tp": Shard(0)}),
+        _COLUMNS: CheckpointPlacement(mesh, {"tp": Shard(0)}),
         _ROW: CheckpointPlacement(mesh, {"tp": Shard(1)}),
         _GATED: CheckpointPlacement(mesh, {"tp": FusedShard(0, 2)}),
         _VOCABULARY: CheckpointPlacement(mesh, {"tp": Shard(0)}, **shapes),

@@ -71,7 +71,7 @@ COPIED = 2
 Copies = str | int | Sequence[str]
 """``"off"``, bytes, or patterns: as of the planner."""
 
-REFUSED = "cannot be placed in the checkpoint"
+NOT_PLACED = "cannot be placed in the checkpoint"
 
 
 class LocalPlan(NamedTuple):

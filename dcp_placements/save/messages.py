@@ -36,13 +36,13 @@ from dcp_placements.table.table import OBJECT
 from dcp_placements.table.world import NO_RULE, Piece, World
 
 _MOST_SHOWN = 4
-_FEW = 8
+_SHOWN_RANKS = 8
 _RANKS_OWN = (
     "likely:      a state of each rank's own (random numbers, a data loader), or one that has "
     "drifted apart",
     "way out:     a name per rank (f'rng.{rank}') for a state of each rank's own",
 )
-_GROUPS = (
+_OTHER_GROUPS = (
     "likely:      the ranks have other parameter groups at this position, as stages of a pipeline "
     "do: a load would give all of them the options of one",
     FLATTEN,
@@ -217,7 +217,7 @@ def conflicts(
         if is_own:
             headline, details = f"{headline}; that of the lowest is kept", details + _RANKS_OWN
         elif piece.group.kind == OBJECT:  # groups decide on the parameters
-            details += _GROUPS
+            details += _OTHER_GROUPS
         (of_key,) = _of_keys(world, piece, headline, details, fault.place, [position])
         is_drift = len(differs) == 1 and _is_dense(world, piece, position)
         yield Conflict(of_key, is_own, differs[0] if is_drift else None)
@@ -246,7 +246,7 @@ def drift_faults(
         for piece in (compared if fqns else ())
         for position in range(len(piece.fqns))
     )
-    if len(fqns) < max(_FEW, 0.9 * count):
+    if len(fqns) < max(_SHOWN_RANKS, 0.9 * count):
         return {}
     headline = f"{len(fqns)} of the {count} tensors that no rule speaks of differ along"
     details = (

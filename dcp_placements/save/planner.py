@@ -73,7 +73,7 @@ from dcp_placements.rules.patterns import (
 )
 from dcp_placements.save.coordinator import (
     COPIED,
-    REFUSED,
+    NOT_PLACED,
     Assignment,
     Coordinator,
     Copies,
@@ -429,7 +429,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         with quiet_gc():
             sent = messages_of("save", all_plans, LocalPlan)
             if any(plan.faults for plan in sent):
-                raise_faults_of_ranks(REFUSED, {plan.rank: plan.faults for plan in sent})
+                raise_faults_of_ranks(NOT_PLACED, {plan.rank: plan.faults for plan in sent})
             coordinator = Coordinator(
                 sent,
                 size=world_size(),
@@ -473,7 +473,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         save = self._save
         save.check_thread()
         if save.refusal:  # and the coordinator's planner is another one
-            raise_faults(f"rank {global_rank()} {REFUSED}", save.refusal)
+            raise_faults(f"rank {global_rank()} {NOT_PLACED}", save.refusal)
         assignment, holding = new_plan.planner_data, save.holding
         is_assigned = isinstance(assignment, Assignment) and isinstance(new_plan.items, ItemsToCome)
         if not is_assigned or holding is None:

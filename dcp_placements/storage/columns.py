@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from dcp_placements.layout.boxes import Ints
 
-LARGEST = 1 << 62
+LARGEST_VALUE = 1 << 62
 """Above all numbers of an index."""
 
 

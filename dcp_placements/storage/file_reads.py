@@ -24,7 +24,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import torch
 
-from dcp_placements._torch import PLAIN
+from dcp_placements._torch import PLAIN_TYPES
 from dcp_placements.errors import format_name
 
 crc32: Callable[..., int] = import_module("isal.isal_zlib" if find_spec("isal") else "zlib").crc32
@@ -308,7 +308,7 @@ class Part(NamedTuple):
 def memory_of(tensor: torch.Tensor) -> memoryview | None:
     """Return the memory of a tensor's elements; None where they are not contiguous host memory."""
     if not (
-        type(tensor) in PLAIN
+        type(tensor) in PLAIN_TYPES
         and tensor.layout == torch.strided
         and tensor.is_cpu
         and tensor.is_contiguous()

@@ -46,7 +46,7 @@ from dcp_placements._torch import StorageInfo
 from dcp_placements.errors import Fault, format_names, raise_faults
 from dcp_placements.layout.boxes import Ints, expanded, unique
 from dcp_placements.storage.columns import (
-    LARGEST,
+    LARGEST_VALUE,
     IndexDamage,
     check_below,
     components,
@@ -57,7 +57,7 @@ from dcp_placements.storage.columns import (
 )
 from dcp_placements.storage.save_ids import writer_of
 from dcp_placements.storage.torch_metadata import (
-    MAX_DIMS,
+    MOST_DIMS_OF_TORCH,
     ChunkList,
     Entries,
     Offset,
@@ -363,23 +363,23 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
             IndexDamage: One does not.
         """
         keys, writers, classes = len(self.fqns), len(self.writers.files), len(self.classes.places)
-        check_below(self.writers.files, LARGEST)
+        check_below(self.writers.files, LARGEST_VALUE)
         if sum(self.writers.files.tolist()) != len(self.files):
             raise IndexDamage("other files than its writers have")
         for column, most in (
             (self.writers.template, writers),
             (self.template_of, writers),
             (self.rows.key, keys),
-            (self.rows.slot, LARGEST),
-            (self.rows.file, LARGEST),
+            (self.rows.slot, LARGEST_VALUE),
+            (self.rows.file, LARGEST_VALUE),
             (self.rows.transforms, len(self.transforms)),
-            (self.rows.start, LARGEST),
-            (self.rows.length, LARGEST),
+            (self.rows.start, LARGEST_VALUE),
+            (self.rows.length, LARGEST_VALUE),
         ):
             check_below(column, most)
-        if writers * keys * self._slots >= LARGEST:
+        if writers * keys * self._slots >= LARGEST_VALUE:
             raise IndexDamage("more writers, keys and slots than there can be")
-        fewest = np.full(writers, LARGEST)
+        fewest = np.full(writers, LARGEST_VALUE)
         np.minimum.at(fewest, self.writers.template, self.writers.files)
         if (self.rows.file >= fewest[self.template_of]).any():
             raise IndexDamage("a file that its writer does not have")
@@ -390,11 +390,11 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
 
     def _check_places(self, writers: int, classes: int) -> None:
         counts, (chunk, writer, slot) = self.classes.places, self.places
-        check_below(counts, LARGEST, 1)
+        check_below(counts, LARGEST_VALUE, 1)
         check_below(self.classes.listed, len(self.lists), -1)
         if sum(counts.tolist()) != len(chunk):
             raise IndexDamage("other places than its classes have")
-        check_below(chunk, LARGEST)
+        check_below(chunk, LARGEST_VALUE)
         check_below(writer, writers)
         check_below(slot, self._slots)
         of_class = np.repeat(np.arange(classes), counts)
@@ -752,9 +752,9 @@ def _unpacked(members: Mapping[str, Any], forms: Sequence[Any]) -> RowIndex:
 
 
 def _lists(counts: Ints, dims: Ints, numbers: Ints) -> list[ChunkList]:
-    check_below(dims, MAX_DIMS + 1)
-    check_below(counts, LARGEST)
-    check_below(numbers, LARGEST)
+    check_below(dims, MOST_DIMS_OF_TORCH + 1)
+    check_below(counts, LARGEST_VALUE)
+    check_below(numbers, LARGEST_VALUE)
     shapes = list(zip(dims.tolist(), counts.tolist(), strict=True))
     parts = split(numbers, [2 * prod(shape) for shape in shapes])
     return [

@@ -18,7 +18,7 @@ from dcp_placements.errors import PlacementError, format_names
 
 _RANK_METADATA = re.compile(r"__\d+\.metadata")
 
-_WAY_OUT = (
+_OUT = (
     "    likely:      dcp.save(..., use_collectives=False) by torch's planner\n"
     "    way out:     load it by torch's planner and reader on the ranks that saved it, each into "
     "what it had, and save that again with collectives"
@@ -51,5 +51,5 @@ def only_of_ranks(path: str | os.PathLike[str], names: Iterable[str]) -> str | N
         return None
     return (
         f"{os.fspath(path)}: no checkpoint of whole tensors: there is no .metadata, and that of a "
-        f"rank describes its own part alone\n    found:       {format_names(found, 4)}\n{_WAY_OUT}"
+        f"rank describes its own part alone\n    found:       {format_names(found, 4)}\n{_OUT}"
     )

@@ -38,6 +38,7 @@ from dcp_placements.errors import (
     format_name,
     raise_faults,
 )
+from dcp_placements.layout.boxes import Array
 from dcp_placements.storage.file_reads import CountedFile, Part, crc32, memory_of, segments
 from dcp_placements.storage.index import with_copies
 from dcp_placements.storage.safe_pickle import RefusedGlobal
@@ -68,7 +69,6 @@ _PAGE_NBYTES = 4 << 10
 BUFFER_NBYTES = 16 << 20
 """The largest buffer for elements that cannot be read in place."""
 
-Array = np.ndarray[Any, Any]
 
 Transformed = Callable[[ReadItem, Sequence[str], Any], Any]
 """Undoes the transforms of a record's stream."""

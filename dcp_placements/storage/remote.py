@@ -31,7 +31,7 @@ OBJECT_STORES = frozenset(
 )
 """Protocols without directories, on which an upload appears whole, and replaces what was there."""
 
-BUFFER_NBYTES = 1 << 20
+READ_AHEAD_NBYTES = 1 << 20
 """Read in one request where less is wanted: at 20 ms a request and 100 MB/s it costs as much."""
 
 REQUEST_NBYTES = 64 << 20
@@ -281,7 +281,7 @@ class RemoteFileSystem:
             end = start + view.nbytes
             view[:] = request(url, lambda: _download(fs, url, end - start, start=start, end=end))
 
-        return io.BufferedReader(RawPart(nbytes, read_into, REQUEST_NBYTES), BUFFER_NBYTES)
+        return io.BufferedReader(RawPart(nbytes, read_into, REQUEST_NBYTES), READ_AHEAD_NBYTES)
 
     def opener(self, url: str) -> Callable[[], IO[bytes]]:
         """Return a function that opens a file, any number of times.

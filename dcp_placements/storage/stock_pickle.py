@@ -43,7 +43,7 @@ MARKER_NBYTES = 2 + 5 + len(_MARKER_TEXT) + 32 + 1
 _I32 = 1 << 31
 
 _CLASSES = (MetadataIndex, StorageInfo)
-_NAMES = ("fqn", "offset", "relative_path", "length", "transform_descriptors")
+_PLACE_FIELDS = ("fqn", "offset", "relative_path", "length", "transform_descriptors")
 """Classes and attributes that rows refer to by one byte: they come first in the pickle."""
 
 
@@ -97,7 +97,7 @@ def stock_pickle(metadata: Metadata, index: RowIndex, digest: bytes) -> Iterator
     """
     pickling, entries = _Pickling(), index.entries
     yield marker(digest)
-    yield pickling.dump((*_CLASSES, *_NAMES)) + b"0"
+    yield pickling.dump((*_CLASSES, *_PLACE_FIELDS)) + b"0"
     texts = tuple(dict.fromkeys((*index.fqns, *index.files)))
     yield pickling.dump(texts) + b"0"
     yield pickling.plain(metadata)
@@ -135,7 +135,7 @@ def _rows(index: RowIndex, memo: Mapping[Any, int], steps: Ints) -> Iterator[byt
         memo: The numbers of keys, files, offsets, and of what all rows have.
         steps: By list of transforms, its number.
     """
-    words = {name: b"h" + bytes([memo[name]]) for name in (*_CLASSES, *_NAMES)}
+    words = {name: b"h" + bytes([memo[name]]) for name in (*_CLASSES, *_PLACE_FIELDS)}
     integer, code = "<i4", b"J"
     if max(column.max(initial=0) for column in (index.rows.start, index.rows.length)) >= _I32:
         integer, code = "<i8", b"\x8a\x08"

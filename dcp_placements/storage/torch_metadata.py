@@ -401,7 +401,7 @@ def _check(name: str, values: Iterable[Any], kind: Any) -> None:
 LARGEST = 1 << 63
 """No tensor has as many bytes."""
 
-MAX_DIMS = 256
+MOST_DIMS_OF_TORCH = 256
 
 
 def counts(values: Any) -> tuple[int, ...]:
@@ -413,7 +413,7 @@ def counts(values: Any) -> tuple[int, ...]:
     """
     if not isinstance(values, list | tuple):
         raise TypeError(f"a {type(values).__name__} where counts should be")
-    if len(values) > MAX_DIMS:
+    if len(values) > MOST_DIMS_OF_TORCH:
         raise ValueError(f"{len(values)} counts, as of a tensor of so many dims")
     for value in values:
         if type(value) is not int:

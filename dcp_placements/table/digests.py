@@ -38,7 +38,7 @@ from dcp_placements.table.world import Cohort, Cover, World
 Digests = Array
 """Unsigned integers of one width; 0 where there is no digest."""
 
-Lookup = Callable[[MetadataIndex], Any]
+ContentOf = Callable[[MetadataIndex], Any]
 """Gives the data of a tensor that names its own chunks."""
 
 WIDTHS = (8, 4, 2)
@@ -56,7 +56,7 @@ def may_have_replicas(group: Group, world: int) -> bool:
 
 
 def digests_of(
-    holding: Holding, kind: str, *, world: int, lookup: Lookup
+    holding: Holding, kind: str, *, world: int, lookup: ContentOf
 ) -> tuple[bytes, tuple[str, ...]]:
     """Return the digests of what a rank holds, as they are sent.
 
@@ -107,7 +107,7 @@ def differing_repeats(placed: Iterable[Placed], kind: str) -> Iterator[tuple[Pla
 
 
 def _each_digest(
-    groups: Sequence[Held], kind: str, lookup: Lookup
+    groups: Sequence[Held], kind: str, lookup: ContentOf
 ) -> Iterator[tuple[str, bytes | None]]:
     """Yield key and digest, by group, key and box."""
     tensors: list[torch.Tensor] = []

@@ -23,11 +23,11 @@ from dcp_placements.names.numbers import Family, Numbering, numbers_of
 from dcp_placements.rules.patterns import matches_any
 from dcp_placements.table.world import World
 
-Held = Mapping[frozenset[int], Sequence[int]]
+HeldNumbers = Mapping[frozenset[int], Sequence[int]]
 """By the numbers of a family, the positions in the world of the ranks that have these."""
 
 
-def held_numbers(world: World, families: Collection[Family]) -> dict[Family, Held]:
+def held_numbers(world: World, families: Collection[Family]) -> dict[Family, HeldNumbers]:
     """Return which ranks have which numbers of each family of which a rank has any."""
     of_tables = [numbers_of(chain(*table.keys), families) for table in world.tables]
     held: dict[Family, dict[frozenset[int], list[int]]] = {}

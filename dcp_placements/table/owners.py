@@ -20,7 +20,7 @@ from dcp_placements.table.world import Cover
 BALANCE = 1.05
 """What a rank may write, as a multiple of the mean, before another takes a share."""
 
-SMALL_NBYTES = 64 << 10
+UNDIVIDED_NBYTES = 64 << 10
 """What a rank may write in any case: a file more to open costs a load more than that."""
 
 
@@ -62,7 +62,7 @@ def runs_of(
     runs[first, 1] = counts[is_alone]
     np.add.at(load, rank_of[first], (counts * nbytes)[is_alone])
     mean = int((counts * nbytes).sum()) / ranks
-    limit = max(BALANCE * mean, float(load.max()), SMALL_NBYTES)
+    limit = max(BALANCE * mean, float(load.max()), UNDIVIDED_NBYTES)
     in_order = rank_of[order]
     # Of each group of replicas the boxes.
     shared: dict[bytes, list[int]] = {}

@@ -21,7 +21,7 @@ from dcp_placements.names.renames import Step
 from dcp_placements.report import Shapes
 from dcp_placements.rules.patterns import Matches
 
-_MOST_SHOWN = 4
+_SHOWN_VALUES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +184,8 @@ def disagreements(different: Collection[Stated], subject: str) -> tuple[list[Fau
             ranks.setdefault(getattr(statement, rule.field), []).extend(of_statement)
         if len(ranks) > 1:
             texts = [f"{rule.text(value)} on {format_ranks(some)}" for value, some in ranks.items()]
-            more = "; ..." if len(texts) > _MOST_SHOWN else ""
-            headline = f"{rule.headline}: {'; '.join(texts[:_MOST_SHOWN])}{more}"
+            more = "; ..." if len(texts) > _SHOWN_VALUES else ""
+            headline = f"{rule.headline}: {'; '.join(texts[:_SHOWN_VALUES])}{more}"
             fault = Fault(subject, headline, rule.details)
             if rule.is_fault:
                 return [fault], notes

@@ -29,13 +29,12 @@ from dcp_placements.errors import (
     format_name,
     format_names,
 )
+from dcp_placements.layout.boxes import Shape
 from dcp_placements.layout.sharding import format_cuts
 from dcp_placements.names.optimizer_state import OptimizerStates, followed_dims
 from dcp_placements.rules.patterns import matches_any
 from dcp_placements.table.table import OBJECT, Group
 from dcp_placements.table.world import World
-
-Shape = tuple[int, ...]
 
 PROPOSE = "propose_placements(whole, state_dict, mesh) prints a declaration that fits"
 
@@ -289,7 +288,7 @@ def _shape_and_dtype(key: Any, value: Any) -> tuple[Shape, torch.dtype | None]:
 
 
 @dataclass
-class Compared:
+class LevelCompared:
     """How a level differs from its model, but for what is excused.
 
     Attributes:
@@ -359,7 +358,7 @@ def compare_with_whole(
         The faults; notes on levels that are not their models, or not compared, and on tensors under
         no level; and how many keys were compared, and which tensors were not.
     """
-    comparison = _Comparison(whole, world, states, excused)
+    comparison = _LevelComparison(whole, world, states, excused)
     comparison.compare_keys()
     comparison.find_missing(complete=complete, may_lack_levels=may_lack_levels)
     counts = [
@@ -379,7 +378,7 @@ def compare_with_whole(
     return faults, notes, text
 
 
-class _Comparison:
+class _LevelComparison:
     """What all ranks have, by levels.
 
     Args:
@@ -414,7 +413,7 @@ class _Comparison:
         }
         levels = Levels(whole, [fqn for fqn in self._pieces if fqn not in self._parameter_of])
         self._level_of = levels.of
-        self.levels = {one: Compared(one, whole.model_at(one)) for one in levels.names}
+        self.levels = {one: LevelCompared(one, whole.model_at(one)) for one in levels.names}
         self.not_compared: list[str] = []
         self._beside: list[str] = []
 
@@ -427,7 +426,7 @@ class _Comparison:
             return []
         piece, at = self._pieces[fqn]
         declared = f"{format_cuts(piece.group.cuts)}; by rule {self._world.rules(piece, at)}"
-        return [Fault(fqn, headline, (f"declared:    {declared}", likely, _WAY_OUT))]
+        return [Fault(fqn, headline, (f"declared:    {declared}", likely, _PROPOSED_OUT))]
 
     def compare_keys(self) -> None:
         """Compare what is under levels, but for optimizer state."""
@@ -546,7 +545,7 @@ _UNKNOWN = (
     "likely:      a name that rename= does not make the model's; or a model with more layers or "
     "experts"
 )
-_WAY_OUT = f"way out:     {PROPOSE}; waive={{pattern: reason}} where it is right"
+_PROPOSED_OUT = f"way out:     {PROPOSE}; waive={{pattern: reason}} where it is right"
 
 
 def _unlike(model: ModelKeys, key: str, group: Group, *, may_cast: bool) -> str:

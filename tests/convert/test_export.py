@@ -29,7 +29,7 @@ from dcp_placements import (
     Unstack,
 )
 from dcp_placements.offline import CannotLook, export_safetensors
-from dcp_placements.offline.safetensors_files import DTYPES
+from dcp_placements.offline.safetensors_files import NAMED_DTYPES
 from dcp_placements.presets import hub
 from dcp_placements.testing import FakeDTensor, World, cut
 from dcp_placements.testing.damage import drop_chunk, flip_bit, remove_file
@@ -174,7 +174,7 @@ def test_a_plan_says_what_would_be_written_and_writes_nothing(tmp_path: Path, ru
 
 def test_every_dtype_that_the_format_has_comes_through(tmp_path: Path) -> None:
     # Three elements each, the smallest first: the larger ones then have to be moved to lie well.
-    dtypes = sorted([dtype for dtype in DTYPES.values()], key=lambda dtype: dtype.itemsize)
+    dtypes = sorted([dtype for dtype in NAMED_DTYPES.values()], key=lambda dtype: dtype.itemsize)
     tensors = {
         f"t{i}": (torch.arange(3 * dtype.itemsize) % 2).to(torch.uint8).view(dtype)
         for i, dtype in enumerate(dtypes)
@@ -182,7 +182,7 @@ def test_every_dtype_that_the_format_has_comes_through(tmp_path: Path) -> None:
     dcp.save({"model": dict(tensors)}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
     export_safetensors(tmp_path / "ckpt", tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")
-    assert len(found) == len(DTYPES)
+    assert len(found) == len(NAMED_DTYPES)
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8))

@@ -33,7 +33,7 @@ from dcp_placements.offline import (
     import_checkpoint,
     verify,
 )
-from dcp_placements.offline.safetensors_files import DTYPES
+from dcp_placements.offline.safetensors_files import NAMED_DTYPES
 from dcp_placements.presets import hub
 from dcp_placements.testing import FakeDTensor, World, cut
 from tests.offline_scenes import Run, save_hugging_face
@@ -51,7 +51,7 @@ def tensors() -> dict[str, torch.Tensor]:
         "scalar": torch.tensor(5),
     }
     raw = torch.arange(48, dtype=torch.uint8) % 2
-    return held | {f"t{i}": raw.clone().view(d) for i, d in enumerate(DTYPES.values())}
+    return held | {f"t{i}": raw.clone().view(d) for i, d in enumerate(NAMED_DTYPES.values())}
 
 
 def test_every_tensor_is_there_whatever_its_dtype(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from dcp_placements.exchange.sending import batches
 
 
 def test_batches_hold_every_element_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sending, "BATCH_NBYTES", 64)
+    monkeypatch.setattr(sending, "SENT_NBYTES", 64)
     tensors = [torch.arange(40.0).reshape(8, 5), torch.arange(3.0), torch.tensor(7.0)]
     tensors.append(torch.arange(12.0).reshape(3, 4).t())
     found = [*batches(tensors)]

@@ -27,7 +27,7 @@ from dcp_placements.errors import CannotLook
 from dcp_placements.offline import Checkpoint, export_safetensors
 from dcp_placements.storage import remote, writer
 from dcp_placements.storage.remote import (
-    BUFFER_NBYTES,
+    READ_AHEAD_NBYTES,
     TRIES,
     RemoteFileSystem,
 )
@@ -224,7 +224,7 @@ def test_small_metadata_are_read_with_one_request(
     reader = PlacementFileSystemReader(url)
     flaky.calls.clear()
     metadata = reader.read_metadata()
-    assert fsspec.filesystem("flaky").info(f"{url}/.metadata")["size"] > BUFFER_NBYTES
+    assert fsspec.filesystem("flaky").info(f"{url}/.metadata")["size"] > READ_AHEAD_NBYTES
     if whole_nbytes:
         fsspec.filesystem("flaky").rm_file(f"{url}/.metadata")
     assert len(metadata.state_dict_metadata) == 1500

@@ -10,10 +10,9 @@ from typing import NamedTuple
 import torch
 
 from dcp_placements.errors import CannotPlace, Fault
+from dcp_placements.layout.boxes import Shape
 from dcp_placements.names.renames import Renames
 from dcp_placements.names.stacks_and_parts import Row, Target, renamed_boxes, row_target
-
-Shape = tuple[int, ...]
 
 MAX_NBYTES = 2**63 - 1
 """Offsets and counts are 64-bit integers, as torch's are."""

@@ -55,7 +55,7 @@ from dcp_placements.table.whole import WholeModel, compare_with_whole
 from dcp_placements.table.world import Piece, World
 
 
-class Kind(NamedTuple):
+class Alike(NamedTuple):
     """Tensors of ranks with equal renames and rules that are cut alike."""
 
     tensors: list[Named]
@@ -76,7 +76,7 @@ class Kind(NamedTuple):
 class Keys(NamedTuple):
     """What ranks with equal renames and rules have."""
 
-    kinds: list[Kind]
+    kinds: list[Alike]
     objects: list[str]
     faults: list[Fault]  # of keys that have no name in the checkpoint
 
@@ -303,7 +303,7 @@ class RehearsedWorld:
         states = OptimizerStates(dict.fromkeys([*by_name, *wholes]))
         owners = {name: state.owner for name in by_name if (state := states.of(name)) is not None}
         weights = states.weights_of(set(owners.values()), by_name)
-        kinds: dict[Hashable, Kind] = {}
+        kinds: dict[Hashable, Alike] = {}
         for one in named:
             rule_key, label, dims = one.rule_name, _rule_label(rules, one), None
             of_state = weights[owners[rule_key]] if rule_key in owners and one.shape else ()
@@ -323,14 +323,14 @@ class RehearsedWorld:
                 self._fsdp.of(rule_key),
             )
             row_dim = row_dims[0] if row_dims else None
-            kind = Kind([], rule_key, row_dim, is_damaged, by_name[rule_key], dims)
+            kind = Alike([], rule_key, row_dim, is_damaged, by_name[rule_key], dims)
             kinds.setdefault((lies, tuple(row_dims), label, is_damaged, dims), kind).tensors.append(
                 one
             )
         objects = [key for key, whole in wholes.items() if whole.dtype is None]
         return Keys(list(kinds.values()), objects, faults)
 
-    def _cuttings(self, kind: Kind, ranks: Mapping[int, Rules]) -> dict[int, Cutting | Refused]:
+    def _cuttings(self, kind: Alike, ranks: Mapping[int, Rules]) -> dict[int, Cutting | Refused]:
         """Return how each of some ranks has the tensors of a kind."""
         tensor, fsdp = kind.tensors[0], self._fsdp.of(kind.rule_key)
         has_rows = kind.dims is None or 0 in kind.dims
@@ -428,7 +428,7 @@ def _sent(lot: Lot, first: Sent) -> dict[int, Sent]:
 
 
 def _cutting(
-    kind: Kind, placement: CheckpointPlacement | None, mesh: MeshCoordinate | None
+    kind: Alike, placement: CheckpointPlacement | None, mesh: MeshCoordinate | None
 ) -> Cutting:
     """Return how a rank has the tensors of a kind.
 
