@@ -31,11 +31,11 @@ WORLD = World(4)
 
 
 def ranks(rank: int) -> tuple[dict[str, Any], Placements]:
-    """Return an expert of ep 2 x fsdp 2 and a norm that every rank has, and their rules."""
+    """Return an expert of ep 2 x fsdp 2, and its rules."""
     mesh = WORLD.mesh(rank, ep=2, fsdp=2)
     expert = FakeDTensor(torch.full((1, 3), float(rank)), mesh["fsdp"], [Shard(0)], (2, 3))
     rules = {"experts": CheckpointPlacement(mesh, {"ep": Shard(0)})}
-    return {"experts.w1": expert, "norm": torch.ones(3)}, Placements(rules)
+    return {"experts.w1": expert}, Placements(rules)
 
 
 @pytest.fixture(scope="module")
