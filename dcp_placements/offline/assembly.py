@@ -34,7 +34,7 @@ from dcp_placements.offline.checkpoint import SourceTensor, StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class SourceBlock:
     """A box of a tensor, and the box of a stored tensor that has its elements."""
 
     box: Box  # the box in the tensor
@@ -56,7 +56,7 @@ class AssembledTensor(SourceTensor):
     fqn: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    blocks: tuple[Block, ...]  # the blocks that tile it
+    blocks: tuple[SourceBlock, ...]  # the blocks that tile it
 
     def read(self, reader: BoxReader, piece: Box) -> torch.Tensor:
         """Return the elements of a piece, contiguous.
@@ -184,7 +184,7 @@ def assembled(
 
 
 def _as_it_is(fqn: str, tensor: StoredTensor) -> AssembledTensor:
-    block = Block(tensor.whole, tensor, tensor.whole, tuple(range(len(tensor.shape))))
+    block = SourceBlock(tensor.whole, tensor, tensor.whole, tuple(range(len(tensor.shape))))
     return AssembledTensor(fqn, tensor.shape, tensor.dtype, (block,))
 
 
@@ -239,5 +239,5 @@ def _joined(fqn: str, entries: list[_TensorEntry], faults: list[Fault]) -> Assem
     for e in entries:
         of_target = {origin: dim for dim, origin in enumerate(e.target.dims)}
         dims = tuple([of_target.get(dim) for dim in range(len(e.tensor.shape))])
-        blocks += [Block(box, e.tensor, at, dims) for at, box in e.target.boxes]
+        blocks += [SourceBlock(box, e.tensor, at, dims) for at, box in e.target.boxes]
     return AssembledTensor(fqn, entries[0].target.shape, dtype, tuple(blocks))
