@@ -35,6 +35,8 @@ class FakeMesh:
             raise ValueError(f"axis names must differ, not {tuple(names)}")
         self.mesh_dim_names = None if names is None else tuple(names)
         self.rank = rank
+        here = (self.mesh == rank).nonzero()
+        self._coordinate = [int(position) for position in here[0]] if len(here) else None
         self._root = self
         self.device_type = "cpu"
 
@@ -54,8 +56,7 @@ class FakeMesh:
 
     def get_coordinate(self) -> list[int] | None:
         """Return the position of the rank along each axis; None outside the mesh."""
-        found = (self.mesh == self.rank).nonzero()
-        return [int(position) for position in found[0]] if len(found) else None
+        return self._coordinate
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """Return the position along an axis; a mesh of one axis needs no ``mesh_dim``."""

@@ -10,7 +10,7 @@ The chunks of a stack are views of several local tensors.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -188,9 +188,15 @@ def has_dims(value: Any) -> bool:
 
 @dataclass(slots=True)
 class SharedPlaces:
-    """The places of a state dict's tensors: tensors of one layout share one ``Place``."""
+    """The places of a state dict's tensors: tensors of one layout share one ``Place``.
+
+    Neighbours in a state dict mostly have one mesh, whose value takes longer to ask for than the
+    rest of the key: that of the last mesh is kept.
+    """
 
     _places: dict[Any, Place] = field(default_factory=dict)
+    _last_mesh: Mesh | None = None
+    _last_state: Hashable = None
 
     def bind(
         self,
@@ -214,8 +220,9 @@ class SharedPlaces:
         local, mesh, placements, shape = own
         if placement is None or origins == tuple(range(ndim)):
             origins, ndim = None, 0
-        state = None if mesh is None else mesh_state(mesh)
-        key = shape, local.shape, state, placements, placement, origins, ndim
+        if mesh is not self._last_mesh:
+            self._last_mesh, self._last_state = mesh, None if mesh is None else mesh_state(mesh)
+        key = shape, local.shape, self._last_state, placements, placement, origins, ndim
         place = self._places.get(key)
         if place is None:
             if placement is None or origins is None:
