@@ -229,10 +229,11 @@ def same_parts(one: int | tuple[int, ...], other: int | tuple[int, ...], size: i
     >>> same_parts(2, (8, 8), 16), same_parts((4, 2, 2), (2, 1, 1), 8), same_parts(2, 3, 6)
     (True, True, False)
     """
-    total = next((sum(parts) for parts in (one, other) if not isinstance(parts, int)), size)
+    count, another = (parts if isinstance(parts, int) else len(parts) for parts in (one, other))
+    if count != another or (isinstance(one, int) and isinstance(other, int)):
+        return count == another
+    total = next(sum(parts) for parts in (one, other) if not isinstance(parts, int))
     first, second = (part_sizes(p, total) if isinstance(p, int) else [*p] for p in (one, other))
-    if len(first) != len(second):
-        return False
     a, b = sum(first), sum(second)
     in_proportion = all(x * b == y * a for x, y in zip(first, second, strict=True))
     # Where the parts end in the dim, without the padding behind it.

@@ -298,14 +298,14 @@ def cut_intervals(intervals: Intervals, cut: Cut, position: Position) -> Interva
 
 
 def part_sizes(parts: int | tuple[int, ...], total: int) -> list[int]:
-    """Return the sizes of the parts of ``total`` rows.
+    """Return the sizes of the parts of ``total`` rows; of more parts than rows those that have one.
 
-    >>> part_sizes(2, 5), part_sizes((4, 1, 1), 6)
-    ([3, 2], [4, 1, 1])
+    >>> part_sizes(2, 5), part_sizes((4, 1, 1), 6), part_sizes(9, 2)
+    ([3, 2], [4, 1, 1], [1, 1])
     """
     if isinstance(parts, int):
         step = -(-total // parts)
-        return [max(0, min(step, total - part * step)) for part in range(parts)]
+        return [max(0, min(step, total - part * step)) for part in range(min(parts, total))]
     if sum(parts) != total:
         raise CannotPlace(
             f"parts {parts} add up to {sum(parts)}, but {total} rows are being cut there"

@@ -19,7 +19,8 @@ import torch
 import xxhash
 
 from dcp_placements import __version__
-from dcp_placements.layout.sharding import Cut, Cuts, FusedPart, Kind
+from dcp_placements.errors import CannotPlace
+from dcp_placements.layout.sharding import Cut, Cuts, FusedPart, Kind, unknown_kind
 from dcp_placements.names.numbers import Family, Numbering, Numberings
 from dcp_placements.names.renames import Step
 
@@ -34,6 +35,9 @@ COPIES = "copies"
 
 DOUBTS = "doubts"
 """The key in the provenance of a save that let replicas through: by reason the keys of these."""
+
+_LARGEST, _MOST_PARTS = 1 << 31, 1 << 20
+"""The largest number of a cut in a record, and the most parts of one by their count alone."""
 
 DIFFERED, UNCOMPARED = "differed", "uncompared"
 """Replicas that were not equal, and those that were not compared and that no rule declares."""
@@ -84,7 +88,7 @@ def cut_of_plain(
     size: int,
     dim: int,
     kind: str,
-    parts: int | tuple[int, ...] = 1,
+    parts: int | Sequence[int] = 1,
     alternate: bool = False,
     of: Sequence[Any] | None = None,
     by_rule: bool = False,
@@ -95,18 +99,35 @@ def cut_of_plain(
     cut. ``of`` is the part of a fused tensor, where that is cut: number, sizes and groups.
 
     Raises:
-        CannotPlace: A kind that is not known, as of a later version.
+        CannotPlace: A kind that is not known, as of a later version; or numbers that no cut has.
+        TypeError: Something is not of its kind.
     """
     if alternate:
         kind, parts = Kind.PLAIN, 1
-    if not isinstance(parts, int):
-        parts = tuple([int(part) for part in parts])
     part = None
     if of is not None:
         number, sizes, groups = of
-        part = FusedPart(int(number), tuple(map(int, sizes)), int(groups))
+        part = FusedPart(number, tuple(sizes), groups)
     named = None if axis is None else str(axis)
-    return Cut(int(dim), named, int(size), Kind(kind), parts, part, bool(by_rule))
+    inside = parts if isinstance(parts, int) else tuple(parts)
+    cut = Cut(dim, named, size, Kind(kind), inside, part, bool(by_rule))
+    match cut.kind:
+        case Kind.PLAIN | Kind.LISTED:
+            is_possible = inside == 1
+        case Kind.STRIDED:
+            is_possible = isinstance(inside, int)
+        case Kind.FUSED:
+            is_possible = inside != ()
+        case _:
+            raise unknown_kind(cut.kind)
+    number, sizes, groups = part or (0, (1,), 1)
+    counts = [inside] if isinstance(inside, int) else [*inside]
+    is_possible &= len(counts) > 1 or counts <= [_MOST_PARTS]
+    for count in (*counts, size, dim + 2, *sizes, number + 1, groups):
+        is_possible &= type(count) is int and 1 <= count <= _LARGEST
+    if not is_possible or number >= len(sizes):
+        raise CannotPlace(f"a cut that no placement makes: {plain_of_cut(cut)!s:.100}")
+    return cut
 
 
 def plain_of_cut(cut: Cut) -> tuple[Any, ...]:

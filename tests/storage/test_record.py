@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from hazard_scenes import arange, save
+import torch.distributed.checkpoint as dcp
+from hazard_scenes import arange, load, save
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import Replicate, Shard
 
@@ -15,8 +19,13 @@ from dcp_placements import (
     FusedShard,
     PlacementRules,
 )
-from dcp_placements.storage.provenance import SaveRecord, record_of, stored
+from dcp_placements.storage.provenance import (
+    SaveRecord,
+    record_of,
+    stored,
+)
 from dcp_placements.testing import FakeDTensor, World
+from tests.offline_scenes import Run
 
 WORLD = World(4)
 
@@ -74,3 +83,66 @@ def test_nothing_is_kept_of_a_key_that_ranks_declare_in_several_ways(tmp_path: P
 
     save(WORLD, tmp_path, lambda rank: {"w": arange(4, 2).chunk(2)[rank % 2].clone()}, other)
     assert saved_record(tmp_path).cuts("w") == ()
+
+
+IMPOSSIBLE = {
+    "no ranks": ("ep", 0, 0, "plain", 1),
+    "a dim before the rows": ("ep", 2, -2, "plain", 1),
+    "a dim that is text": ("ep", 2, "0", "plain", 1),
+    "plain parts": ("ep", 2, 0, "plain", 2),
+    "listed parts": ("ep", 2, 0, "rows", (1, 1)),
+    "no fused parts": ("ep", 2, 0, "fused", ()),
+    "a part without rows": ("ep", 2, 0, "fused", (8, 0)),
+    "more parts than there are": ("ep", 2, 0, "fused", 10**9),
+    "many parts of rows": ("ep", 2, -1, "fused", 10**9, False, (0, (1, 1), 1)),
+    "strided sizes": ("ep", 2, 0, "strided", (4, 4)),
+    "strided by nothing": ("ep", 2, 0, "strided", 0),
+    "a size that no mesh has": ("ep", 1 << 40, 0, "plain", 1),
+    "a part beyond the parts": ("ep", 2, 0, "plain", 1, False, (5, (1, 2), 1)),
+    "a part before the first": ("ep", 2, 0, "plain", 1, False, (-1, (1, 2), 1)),
+    "a part of no parts": ("ep", 2, 0, "plain", 1, False, (0, (), 1)),
+    "an empty part": ("ep", 2, 0, "plain", 1, False, (0, (0, 2), 1)),
+    "no groups": ("ep", 2, 0, "plain", 1, False, (0, (1, 2), 0)),
+    "of one number": ("ep", 2, 0, "plain", 1, False, 3),
+    "no cut at all": "ep",
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_a_key_whose_record_has_a_cut_that_none_makes_is_not_compared(
+    tmp_path: Path, run: Run, name: str
+) -> None:
+    """The other keys are, and no command is led astray by its numbers."""
+    path, world = tmp_path / "ckpt", World(2)
+
+    def of(**placements: Any) -> Callable[[int], PlacementRules]:
+        return lambda rank: PlacementRules(
+            {
+                key: CheckpointPlacement(world.mesh(rank, ep=2), {"ep": placement})
+                for key, placement in placements.items()
+            }
+        )
+
+    def half(rank: int) -> dict[str, Any]:
+        return {key: arange(8, 2).chunk(2)[rank].clone() for key in ("experts", "v")}
+
+    save(world, path, half, of(experts=Shard(0), v=FusedShard(0, 1)))
+    metadata = FileSystemReader(path).read_metadata()
+    cuts = metadata.planner_data["dcp_placements"]["cuts"]
+    cuts["groups"] = tuple(
+        [
+            (IMPOSSIBLE[name],) if [cut[3] for cut in group] == ["plain"] else group
+            for group in cuts["groups"]
+        ]
+    )
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    blank = {key: torch.zeros(4, 2) for key in ("experts", "v")}
+    with pytest.warns(UserWarning, match="experts: the save cut it in a way that is not known"):
+        loaded, _ = load(world, path, lambda rank: blank, of(experts=Shard(0), v=Shard(0)))
+    assert all(loaded[1][key].equal(whole) for key, whole in half(1).items())
+    with pytest.raises(dcp.CheckpointException, match="v: this load cuts it by 'ep' in another"):
+        load(world, path, lambda rank: blank, of(experts=Shard(0), v=FusedShard(0, 2)))
+    options = "--rules", "tests.offline_scenes:rules_by_ep", "--mesh", "ep=2"
+    assert run("rehearse", path, *options).code == 0
+    assert run("reshard", path, tmp_path / "out", *options).code == 0
+    assert run("inspect", path, "--keys").code == 0
