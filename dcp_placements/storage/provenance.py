@@ -215,15 +215,12 @@ def doubts_of(
     if kept is None:
         return {}
     ordered = sorted(keys)
-    nbytes = (len(ordered) + 7) // 8
     doubts: dict[str, frozenset[str]] = {}
     try:
         if tuple(kept["keys"]) != (len(ordered), _digest(ordered)):
             return {}
         for reason in kept.keys() & {DIFFERED, UNCOMPARED}:
-            data = zlib.decompressobj().decompress(kept[reason], nbytes)
-            if len(data) != nbytes:
-                return {}
+            data = _inflated(kept[reason], (len(ordered) + 7) // 8)
             bits = np.unpackbits(np.frombuffer(data, np.uint8), count=len(ordered))
             doubts[reason] = frozenset([ordered[at] for at in np.flatnonzero(bits)])
     except Exception:  # damaged: a checkpoint without a record
@@ -247,8 +244,7 @@ def record_of(provenance: Mapping[str, Any] | None, keys: Iterable[str]) -> Save
         kind, packed = cuts["group_of"]
         if tuple(cuts["keys"]) != (len(ordered), _digest(ordered)) or kind not in tuple("BHIL"):
             return None
-        nbytes = len(ordered) * np.dtype(kind).itemsize
-        data = zlib.decompressobj().decompress(packed, nbytes + 1)
+        data = _inflated(packed, len(ordered) * np.dtype(kind).itemsize)
         column: list[int] = np.frombuffer(data, kind).tolist()
         group_of = dict(zip(ordered, column, strict=True))
         renames = tuple([rename_of_plain(*step) for step in provenance["renames"]])
@@ -259,6 +255,14 @@ def record_of(provenance: Mapping[str, Any] | None, keys: Iterable[str]) -> Save
     except Exception:  # another version's, or damaged: a checkpoint without a record
         return None
     return SaveRecord(str(provenance["save_id"]), groups, group_of, renames, numberings, unknown)
+
+
+def _inflated(packed: bytes, nbytes: int) -> bytes:
+    """Return bytes that are packed; refuse others than so many, without making more of them."""
+    data = zlib.decompressobj().decompress(packed, nbytes + 1)  # 0 would be no limit
+    if len(data) != nbytes:
+        raise ValueError(f"other than {nbytes} bytes")
+    return data
 
 
 def _known_groups(plain: Iterable[Any]) -> tuple[tuple[Cuts, ...], dict[int, str]]:

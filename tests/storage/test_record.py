@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import tracemalloc
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,9 @@ from dcp_placements import (
 )
 from dcp_placements.storage.provenance import (
     SaveRecord,
+    doubts_of,
+    packed_doubts,
+    packed_record,
     record_of,
     stored,
 )
@@ -146,3 +151,25 @@ def test_a_key_whose_record_has_a_cut_that_none_makes_is_not_compared(
     assert run("rehearse", path, *options).code == 0
     assert run("reshard", path, tmp_path / "out", *options).code == 0
     assert run("inspect", path, "--keys").code == 0
+
+
+@pytest.mark.parametrize("keys", [0, 3])
+def test_what_is_packed_inflates_to_no_more_than_a_bit_or_a_number_per_key(keys: int) -> None:
+    """No key is no limit to ``zlib``."""
+    fqns = [f"w{n}" for n in range(keys)]
+    bomb = zlib.compress(bytes(64 << 20))
+    record = packed_record([()], {}, fqns, (), {})
+    kind, _ = record["cuts"]["group_of"]
+    forged = {**record, "cuts": record["cuts"] | {"group_of": (kind, bomb)}}
+    doubts = {"doubts": {"keys": record["cuts"]["keys"], "differed": bomb}}
+    tracemalloc.start()
+    try:
+        assert record_of({"save_id": "", **forged}, fqns) is None
+        assert doubts_of(doubts, fqns) == {}
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert record_of({"save_id": "", **record}, fqns) is not None
+    assert doubts_of(packed_doubts({"differed": {*fqns}}, fqns), fqns) == (
+        {"differed": frozenset(fqns)} if fqns else {}
+    )
