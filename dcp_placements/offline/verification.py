@@ -56,6 +56,7 @@ from dcp_placements.storage.tensor_record import (
     wrong_crc,
 )
 from dcp_placements.storage.torch_load import BROKEN, load_saved_tensor, stored_zip
+from dcp_placements.storage.torch_metadata import differing_keys
 
 VERIFIED_NBYTES = 2 << 30
 
@@ -171,7 +172,7 @@ def verify(
     Args:
         path: The checkpoint.
         contents: Read everything, and compare it with the checksums that ``torch.save`` writes.
-            The places in the pickle of ``.metadata`` are compared with those of its index, too.
+            What the pickle of ``.metadata`` says to torch is compared with its index, too.
         memory: Bytes that data may take.
         progress: Called as files are read.
 
@@ -518,27 +519,42 @@ def metadata_faults(checkpoint: Checkpoint) -> list[CheckpointFault]:
 
 
 def stock_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
-    """Yield a fault if torch's readers find chunks elsewhere than the index has them.
+    """Yield what torch's readers, which know no index, find otherwise than the index has it.
 
     Raises:
         CannotLook: The pickle before the index is refused, or cannot be read.
     """
-    directory, rows = checkpoint.directory, checkpoint.rows
+    directory, rows, metadata = checkpoint.directory, checkpoint.rows, checkpoint.metadata
     if ".metadata" not in directory.names():
         return
     with reading(directory, ".metadata"):
         stock = read_stock_pickle(directory.opener(".metadata"))
-    if stock is None:
-        return
+        if stock is None:
+            return
+        facts = [
+            name
+            for name in ("planner_data", "version")
+            if getattr(stock, name, None) != getattr(metadata, name, None)
+        ]
     torchs: Any = stock.storage_data
-    keys = {*rows.fqns, *torchs.fqns}
-    fqns = sorted(fqn for fqn in keys if {*rows.rows_of(fqn)} != {*torchs.rows_of(fqn)})
-    if fqns:
-        message = (
-            "torch reads .metadata without its index, and looks for chunks in other places than "
-            f"the index has: {format_names(fqns, 4)}; stock-metadata writes both anew"
-        )
-        yield CheckpointFault("stock_metadata", tuple(fqns), (".metadata",), message)
+    unlike = differing_keys(rows.entries, torchs.entries)
+    keys = {*rows.fqns, *torchs.fqns} - unlike
+    moved = {fqn for fqn in keys if {*rows.rows_of(fqn)} != {*torchs.rows_of(fqn)}}
+    if unlike:
+        yield _stock_fault("other shapes, dtypes or chunks", unlike)
+    if moved:
+        yield _stock_fault("chunks in other places", moved)
+    if facts:
+        yield _stock_fault(f"another {' and another '.join(facts)}", ())
+
+
+def _stock_fault(what: str, fqns: Iterable[str]) -> CheckpointFault:
+    names = tuple(sorted(fqns))
+    message = (
+        f"torch reads .metadata without its index, and finds {what} than the index has"
+        f"{': ' if names else ''}{format_names(names, 4)}; stock-metadata writes both anew"
+    )
+    return CheckpointFault("stock_metadata", names, (".metadata",), message)
 
 
 def tiling_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:

@@ -203,6 +203,25 @@ def build_entries(stored: Mapping[str, Any]) -> Entries:
     return entries
 
 
+def differing_keys(one: Entries, other: Entries) -> set[str]:
+    """Return the keys that two checkpoints describe otherwise, or that one of them lacks."""
+    numbers, others = (dict(zip(e.fqns, e.form_of, strict=True)) for e in (one, other))
+    pairs = {fqn: (numbers.get(fqn, -1), others.get(fqn, -1)) for fqn in {**numbers, **others}}
+    equal = {
+        pair
+        for pair in set(pairs.values())
+        if min(pair) >= 0 and _same_form(one.forms[pair[0]], other.forms[pair[1]])
+    }
+    return {fqn for fqn, pair in pairs.items() if pair not in equal}
+
+
+def _same_form(one: Any, other: Any) -> bool:
+    if type(one) is not type(other) or not isinstance(one, TensorStorageMetadata):
+        return bool(one == other)
+    properties, others = map(_PORTABLE, (one.properties, other.properties))
+    return bool(properties == others and one.size == other.size and one.chunks == other.chunks)
+
+
 def _content(chunks: Sequence[ChunkStorageMetadata]) -> Hashable:
     """Return what equal lists of chunks have in common, and no others."""
     if isinstance(chunks, ChunkList):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import BytesStorageMetadata, ChunkStorageMetadata
 
 from dcp_placements import (
     PlacementFileSystemReader,
@@ -19,9 +21,9 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.offline import verify
-from dcp_placements.storage.index import archive_in, packed_index, unpacked_archive
+from dcp_placements.storage.index import archive_in, index_of, packed_index, unpacked_archive
 from dcp_placements.storage.metadata_file import read_metadata
-from dcp_placements.storage.stock_pickle import MARKER_NBYTES, marker
+from dcp_placements.storage.stock_pickle import MARKER_NBYTES, marked_digest, marker, stock_pickle
 from tests.storage_scenes import pickle_nbytes, stock_metadata
 
 
@@ -81,6 +83,75 @@ def test_verify_compares_the_places_of_the_pickle_with_those_of_the_index(tmp_pa
     assert fault.tensors == ("norm0", "norm1")
     assert fault.files == (".metadata",)
     assert "stock-metadata" in fault.message
+
+
+def with_other_pickle(path: Path, change: Callable[[Any], Any]) -> None:
+    """Write the pickle of ``.metadata`` anew, before the same index."""
+    data = (path / ".metadata").read_bytes()
+    digest = marked_digest(data)
+    assert digest is not None
+    metadata = stock_metadata(path)
+    change(metadata)
+    pickled = b"".join(stock_pickle(metadata, index_of(metadata), digest))
+    (path / ".metadata").write_bytes(pickled + data[pickle_nbytes(data) :])
+
+
+def lose_rows(metadata: Any) -> None:
+    entry = metadata.state_dict_metadata["norm1"]
+    chunk = ChunkStorageMetadata(entry.chunks[0].offsets, torch.Size([1008]))
+    metadata.state_dict_metadata["norm1"] = replace(entry, chunks=[chunk])
+
+
+def cast(metadata: Any) -> None:
+    entry = metadata.state_dict_metadata["norm1"]
+    properties = replace(entry.properties, dtype=torch.int32)
+    metadata.state_dict_metadata["norm1"] = replace(entry, properties=properties)
+
+
+def resize(metadata: Any) -> None:
+    entry = metadata.state_dict_metadata["norm1"]
+    metadata.state_dict_metadata["norm1"] = replace(entry, size=torch.Size([1040]))
+
+
+def forget(metadata: Any) -> None:
+    del metadata.state_dict_metadata["norm1"]
+
+
+def unmake(metadata: Any) -> None:
+    metadata.state_dict_metadata["norm1"] = BytesStorageMetadata()
+
+
+def path_of_key(metadata: Any) -> None:
+    metadata.planner_data["norm1"] = ("norm2",)
+
+
+def version(metadata: Any) -> None:
+    metadata.version = "other"
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "fqns"),
+    [
+        *[
+            (change, "other shapes, dtypes or chunks", ("norm1",))
+            for change in (lose_rows, cast, resize, forget, unmake)
+        ],
+        (path_of_key, "another planner_data", ()),
+        (version, "another version", ()),
+    ],
+)
+def test_verify_compares_all_that_torch_reads_with_the_index(
+    tmp_path: Path, change: Callable[[Any], None], what: str, fqns: tuple[str, ...]
+) -> None:
+    """A bit of the pickle that flipped makes torch leave rows as they were."""
+    saved_norms(tmp_path)
+    with_other_pickle(tmp_path, lambda metadata: None)
+    assert verify(tmp_path, contents=True).sound
+    with_other_pickle(tmp_path, change)
+    (fault,) = verify(tmp_path, contents=True).faults
+    assert (fault.kind, fault.tensors) == ("stock_metadata", fqns)
+    assert what in fault.message
+    assert verify(tmp_path).sound
 
 
 @pytest.mark.parametrize("rows", [9, 3000])
