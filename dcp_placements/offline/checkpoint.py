@@ -37,7 +37,7 @@ from dcp_placements.offline.directory import Directory, no_checkpoint
 from dcp_placements.offline.safetensors_files import read_safetensors_metadata
 from dcp_placements.planning import object_read, quiet_gc
 from dcp_placements.storage.index import RowIndex, index_of
-from dcp_placements.storage.metadata_file import read_metadata
+from dcp_placements.storage.metadata_file import UnusedIndex, read_metadata
 from dcp_placements.storage.provenance import SaveRecord, record_of, stored
 from dcp_placements.storage.safe_pickle import RefusedGlobal
 from dcp_placements.storage.save_ids import (
@@ -193,6 +193,8 @@ class Checkpoint:
         objects: By key.
         provenance: Facts about its save that it stores; None where it stores none.
         newer: What plain torch of this version, under this Python, fails at in its metadata.
+        unused_indexes: Why the index of ``.metadata`` is not used, in place of which torch's pickle
+            is; empty where it is used, and without one.
         absent: File by key, of keys that the index of safetensors files names and the file lacks.
 
     Raises:
@@ -217,6 +219,7 @@ class Checkpoint:
         with quiet_gc():
             self.absent: dict[str, str] = {}
             self.newer: set[str] = set()
+            self.unused_indexes: list[UnusedIndex] = []
             if described is None:
                 self.format, self.metadata = self._read()
             else:
@@ -390,7 +393,9 @@ class Checkpoint:
         names = directory.names()
         if ".metadata" in names:
             kind = TORCH_DIST if is_torch_dist(directory) else DCP
-            return kind, read_dcp(directory, ".metadata", self.newer)
+            return kind, read_dcp(
+                directory, ".metadata", newer=self.newer, unused=self.unused_indexes
+            )
         if METADATA_FILE in names:
             with reading(directory, METADATA_FILE), directory.open(METADATA_FILE) as stream:
                 items = engine_items(stream)
@@ -421,19 +426,26 @@ def is_torch_dist(directory: Directory) -> bool:
     return isinstance(content, dict) and content.get("sharded_backend") == TORCH_DIST
 
 
-def read_dcp(directory: Directory, name: str, newer: set[str] | None = None) -> Metadata:
+def read_dcp(
+    directory: Directory,
+    name: str,
+    *,
+    newer: set[str] | None = None,
+    unused: list[UnusedIndex] | None = None,
+) -> Metadata:
     """Return the metadata in a file, with entries and rows in columns; nothing is executed.
 
     Args:
         directory: Of the checkpoint.
         name: Of the file.
         newer: As of ``read_metadata``.
+        unused: As of ``read_metadata``.
 
     Raises:
         CannotLook: It is refused, or cannot be read.
     """
     with reading(directory, name):
-        return read_metadata(directory.opener(name), restricted=True, newer=newer)
+        return read_metadata(directory.opener(name), restricted=True, newer=newer, unused=unused)
 
 
 @contextmanager

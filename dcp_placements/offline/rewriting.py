@@ -11,7 +11,8 @@ from dcp_placements.offline.checkpoint import check_count, is_torch_dist, read_d
 from dcp_placements.offline.directory import Directory, no_checkpoint
 from dcp_placements.offline.output import replaced_file
 from dcp_placements.planning import quiet_gc
-from dcp_placements.storage.metadata_file import write_metadata
+from dcp_placements.storage.index import INDEX_VERSION, OtherVersion
+from dcp_placements.storage.metadata_file import UnusedIndex, write_metadata
 
 
 @quiet_gc()
@@ -32,8 +33,9 @@ def stock_metadata(path: str | os.PathLike[str]) -> Metadata:
         The metadata written.
 
     Raises:
-        CannotLook: There is no ``.metadata``, or it is Megatron's, cannot be read or is refused; a
-            save has written another one meanwhile; or another process is writing it.
+        CannotLook: There is no ``.metadata``, or it is Megatron's, a newer version's, cannot be
+            read or is refused; a save has written another one meanwhile; or another process is
+            writing it.
     """
     directory = Directory(path)
     if ".metadata" not in directory.names():
@@ -43,7 +45,15 @@ def stock_metadata(path: str | os.PathLike[str]) -> Metadata:
             f"{directory.path}: .metadata is Megatron's, of a class of its own: not written anew"
         )
     versions = directory.versions(())
-    metadata = read_dcp(directory, ".metadata")
+    unused: list[UnusedIndex] = []
+    metadata = read_dcp(directory, ".metadata", unused=unused)
+    for index in unused:
+        if isinstance(index, OtherVersion) and index.version > INDEX_VERSION:
+            raise CannotLook(
+                f"{directory.path}: the index of .metadata is of version {index.version}, and this "
+                f"release writes {INDEX_VERSION}: not written anew\n"
+                "    way out:     a newer dcp-placements"
+            )
     check_count(directory.path, len(metadata.storage_data or ()))
     is_local = directory.local(".metadata") is not None
     if not is_local:

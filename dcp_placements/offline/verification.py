@@ -43,6 +43,7 @@ from dcp_placements.offline.directory import Directory
 from dcp_placements.offline.texts import Progress, short
 from dcp_placements.planning import quiet_gc
 from dcp_placements.storage.file_reads import CountedFile, Part, crc32, part_of
+from dcp_placements.storage.index import OtherVersion
 from dcp_placements.storage.metadata_file import read_stock_pickle
 from dcp_placements.storage.provenance import OWN_PREFIX
 from dcp_placements.storage.safe_pickle import RefusedGlobal
@@ -184,6 +185,14 @@ def verify(
     before = _version(directory)
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(directory)
     faults = metadata_faults(checkpoint)
+    for damage in checkpoint.unused_indexes:
+        if isinstance(damage, OtherVersion):
+            continue  # which is no damage; a warning says it
+        message = (
+            f"its index cannot be used: {damage}; torch's pickle in it is read in its place, and "
+            "stock-metadata writes both anew"
+        )
+        faults.append(CheckpointFault("index", (), (".metadata",), message))
     if contents:
         faults += stock_faults(checkpoint)
     records = records_by_file(checkpoint)

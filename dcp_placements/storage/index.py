@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -71,7 +72,11 @@ from dcp_placements.storage.written import Template, TemplateRows, WriteResults
 NOWHERE = -2
 """In place of the number of a class: of a key without rows."""
 
-_MAGIC = b"dcp_placements/7"
+INDEX_VERSION = 7
+"""Of the index: another one is not read."""
+
+_MAGIC = b"dcp_placements/%d" % INDEX_VERSION
+_MAGIC_OF_ANY = re.compile(rb"dcp_placements/(\d{1,4})\Z")
 _TRAILER = struct.Struct(f"<Q16s{len(_MAGIC)}s")
 """The comment of the archive, at the end of a file: its bytes, its digest, and ``_MAGIC``."""
 
@@ -649,16 +654,32 @@ def packed_index(index: RowIndex, values: bytes) -> tuple[bytes, bytes]:
     return data + _TRAILER.pack(len(data) + _TRAILER.size, digest, _MAGIC), digest
 
 
+class OtherVersion(ValueError):
+    """An index that another release wrote, in another way.
+
+    Args:
+        version: Its version, as ``INDEX_VERSION``.
+    """
+
+    def __init__(self, version: int) -> None:
+        super().__init__(f"it is of version {version}, and this release reads {INDEX_VERSION}")
+        self.version = version
+
+
 def archive_in(stream: IO[bytes]) -> tuple[bytes, bytes] | None:
     """Return the archive of an index that a file ends with, and its digest; None without one.
 
     Raises:
+        OtherVersion: It is of another version.
         IndexDamage: It is not what was written.
     """
     size = stream.seek(0, io.SEEK_END)
     stream.seek(max(size - _TRAILER.size, 0))
     trailer = stream.read()
-    if not trailer.endswith(_MAGIC) or size < _TRAILER.size:
+    magic = _MAGIC_OF_ANY.search(trailer)
+    if magic is not None and int(magic[1]) != INDEX_VERSION:
+        raise OtherVersion(int(magic[1]))
+    if magic is None or size < _TRAILER.size:
         return None
     nbytes, digest, _ = _TRAILER.unpack(trailer)
     stream.seek(max(size - nbytes, 0))

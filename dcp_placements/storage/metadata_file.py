@@ -29,6 +29,8 @@ from dcp_placements.errors import PlacementError
 from dcp_placements.planning import quiet_gc
 from dcp_placements.storage.columns import IndexDamage, components, joined
 from dcp_placements.storage.index import (
+    INDEX_VERSION,
+    OtherVersion,
     RowIndex,
     archive_in,
     index_of,
@@ -61,6 +63,9 @@ Opener = Callable[[], AbstractContextManager[IO[bytes]]]
 
 Load = Callable[[IO[bytes]], Any]
 """Returns the value of a pickle of metadata, or of a part of them."""
+
+UnusedIndex = IndexDamage | OtherVersion
+"""Why torch's pickle is read in place of an index."""
 
 _HEAD_NBYTES = 1 << 10
 
@@ -158,11 +163,16 @@ def send_compactly(metadata: Metadata, packed: bytes) -> None:
 
 
 def read_metadata(
-    opener: Opener, *, restricted: bool = False, newer: set[str] | None = None
+    opener: Opener,
+    *,
+    restricted: bool = False,
+    newer: set[str] | None = None,
+    unused: list[UnusedIndex] | None = None,
 ) -> Metadata:
     """Return the metadata in a ``.metadata`` file, whoever wrote it, with whichever torch.
 
-    Of a file with an index that is read. If it is damaged, the pickle is, with a warning.
+    Of a file with an index that is read. If it is damaged, or of another version, the pickle is,
+    with a warning.
 
     Args:
         opener: Opens the file.
@@ -170,10 +180,11 @@ def read_metadata(
             is checked, and entries and rows are in columns.
         newer: What ``pickle.load`` with this torch and Python would fail at is added here, as text;
             of a restricted file alone.
+        unused: Why an index is not used is added here.
 
     Raises:
-        PlacementError: The index is that of another save; or it is damaged, and there is no stock
-            metadata.
+        PlacementError: The index is that of another save; or it cannot be used, and there is no
+            stock metadata.
         RefusedGlobal: It is restricted, and names something that DCP's metadata do not.
         Exception: It is broken, or something is not what DCP's own readers expect; of any type.
     """
@@ -183,24 +194,35 @@ def read_metadata(
         metadata = None
         try:
             metadata = _by_index(stream, head, load)
-        except IndexDamage as damage:
+        except (IndexDamage, OtherVersion) as unusable:
+            way_out, serves = _ways_out(unusable)
             if is_refusing(head):
                 raise PlacementError(
-                    f"the index of .metadata cannot be used: {damage}\n"
+                    f"the index of .metadata cannot be used: {unusable}\n"
                     "    why:         it was saved with stock_metadata=False, so nothing else says "
                     "what is where\n"
-                    "    way out:     copy .metadata again, or load another checkpoint"
-                ) from damage
+                    f"    way out:     {way_out}"
+                ) from unusable
+            if unused is not None:
+                unused.append(unusable)
             warnings.warn(
-                f"the index of .metadata cannot be used: {damage}; the pickle before it is read "
-                "in its place\n"
-                "    way out:     dcp-placements stock-metadata PATH",
+                f"the index of .metadata cannot be used: {unusable}; the pickle before it is read "
+                f"in its place\n    way out:     {serves}",
                 stacklevel=2,
             )
         if metadata is None:
             stream.seek(0)
             metadata = load(stream)
         return in_columns(metadata) if restricted else metadata
+
+
+def _ways_out(unusable: UnusedIndex) -> tuple[str, str]:
+    """Return what to do about an index: where nothing else serves, and where the pickle does."""
+    renewed = "dcp-placements stock-metadata PATH"
+    if isinstance(unusable, IndexDamage):
+        return "copy .metadata again, or load another checkpoint", renewed
+    release = f"a {'newer' if unusable.version > INDEX_VERSION else 'older'} dcp-placements"
+    return release, release if unusable.version > INDEX_VERSION else renewed
 
 
 def read_file_names(opener: Opener) -> set[str]:
@@ -266,7 +288,13 @@ def with_columns(metadata: Metadata, rows: RowIndex) -> Metadata:
 
 
 def _by_index(stream: IO[bytes], head: bytes, load: Load) -> Metadata | None:
-    """Return the metadata by the index in a file, which begins with ``head``; None without one."""
+    """Return the metadata by the index in a file, which begins with ``head``; None without one.
+
+    Raises:
+        IndexDamage: It is missing, or damaged.
+        OtherVersion: It is of another version.
+        PlacementError: It is that of another save.
+    """
     archive = archive_in(stream)
     if archive is None:
         if marked_digest(head) is not None:

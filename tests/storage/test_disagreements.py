@@ -57,7 +57,8 @@ def test_of_an_index_that_is_wrong_behind_right_checksums_nothing_is_used(tmp_pa
     with_other_index(tmp_path, change)
     note = "a key of no class; the pickle before it is read"
     with pytest.warns(UserWarning, match=note):
-        assert verify(tmp_path, contents=True).sound
+        (fault,) = verify(tmp_path, contents=True).faults
+    assert (fault.kind, fault.files) == ("index", (".metadata",))
     into = {key: torch.zeros(1024) for key in saved}
     with pytest.warns(UserWarning, match=note):
         dcp.load(

@@ -30,7 +30,12 @@ from dcp_placements import (
 from dcp_placements.offline import CannotLook, Checkpoint, inspect, verify
 from dcp_placements.storage import writer
 from dcp_placements.storage.columns import IndexDamage
-from dcp_placements.storage.index import MOST_NUMBERS, RowIndex, paths_of, unpacked_archive
+from dcp_placements.storage.index import (
+    MOST_NUMBERS,
+    RowIndex,
+    paths_of,
+    unpacked_archive,
+)
 from dcp_placements.storage.metadata_file import read_metadata, write_metadata
 from dcp_placements.storage.stock_pickle import MARKER_NBYTES
 from dcp_placements.testing import World
@@ -203,6 +208,74 @@ def test_a_new_index_is_made_of_the_pickle(tmp_path: Path, run: Run) -> None:
     assert "cannot be used" in ran.err
     assert_index_agrees(tmp_path)
     assert pickle.loads((tmp_path / ".metadata").read_bytes()) == pickle.loads(data)
+
+
+@pytest.mark.parametrize("contents", [[], ["--contents"]])
+@pytest.mark.parametrize("lost", [1, 60, None])
+def test_an_index_that_was_cut_off_is_a_fault(
+    tmp_path: Path, run: Run, lost: int | None, contents: list[str]
+) -> None:
+    save(tmp_path)
+    data = (tmp_path / ".metadata").read_bytes()
+    (tmp_path / ".metadata").write_bytes(data[: pickle_nbytes(data) if lost is None else -lost])
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        ran = run("verify", tmp_path, "--json", *contents)
+        assert run("stock-metadata", tmp_path).code == 0
+    assert ran.code == 1
+    (fault,) = ran.json["faults"]
+    assert (fault["kind"], fault["files"]) == ("index", [".metadata"])
+    assert "its index cannot be used: it is missing" in fault["message"]
+    assert run("verify", tmp_path, *contents).code == 0
+
+
+def with_index_of(path: Path, version: bytes) -> bytes:
+    """Let an index end as one of another version; return the file."""
+    data = (path / ".metadata").read_bytes()[:-1] + version
+    (path / ".metadata").write_bytes(data)
+    return data
+
+
+@pytest.mark.parametrize("version", ["8", "12"])
+def test_an_index_of_a_later_version_is_no_damage_and_is_not_written_over(
+    tmp_path: Path, run: Run, version: str
+) -> None:
+    whole = save(tmp_path)
+    data = with_index_of(tmp_path, version.encode())
+    named = f"it is of version {version}, and this release reads 7"
+    with pytest.warns(UserWarning, match=rf"{named}(.*\n)+.*a newer dcp-placements"):
+        read(tmp_path)
+    into = {key: torch.zeros_like(value) for key, value in whole.items()}
+    load(tmp_path, into, PlacementFileSystemReader(tmp_path))
+    assert all(same(into[key], value) for key, value in whole.items())
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        ran = run("verify", tmp_path, "--contents")
+        refused = run.fails("stock-metadata", tmp_path)
+    assert ran.code == 0
+    assert named in ran.err
+    assert f"version {version}, and this release writes 7" in refused
+    assert (tmp_path / ".metadata").read_bytes() == data
+
+
+def test_an_index_of_an_older_version_is_written_anew(tmp_path: Path, run: Run) -> None:
+    save(tmp_path)
+    with_index_of(tmp_path, b"6")
+    with pytest.warns(UserWarning, match=r"it is of version 6(.*\n)+.*stock-metadata PATH"):
+        read(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert run("stock-metadata", tmp_path).code == 0
+    assert_index_agrees(tmp_path)
+
+
+def test_without_stock_metadata_an_index_of_another_version_needs_that_version(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path, stock_metadata=False)
+    with_index_of(tmp_path, b"8")
+    with pytest.raises(PlacementError, match=r"of version 8(.*\n)+.*a newer dcp-placements"):
+        read(tmp_path)
 
 
 def test_without_stock_metadata_a_damaged_index_is_an_error(tmp_path: Path) -> None:
