@@ -79,7 +79,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         stored = checkpoint.metadata.state_dict_metadata
         # Torch's reader serves to undo the transforms of streams.
         undone = FileSystemReader(".").transforms.transform_load_stream
-        self._reader = ChunkReader(planner, stored, undone, check_crc=check_crc)
+        self._reader = ChunkReader(planner, stored, undone, check_crc=check_crc, as_declared=True)
 
     def __exit__(self, *exception: object) -> None:
         self.close()
@@ -103,8 +103,8 @@ class BoxReader(AbstractContextManager["BoxReader"]):
 
         Raises:
             CannotLook: A file may not be read, or its service does not answer.
-            PlacementError: A file is missing, too short, or holds something else; with
-                ``check_crc``, a record that was read whole is not what was written.
+            PlacementError: A file is missing, too short, or holds something else, also of another
+                dtype; with ``check_crc``, a record that was read whole is not what was written.
         """
         if into is None:
             into = torch.zeros(box.sizes, dtype=tensor.dtype, device="cpu")
@@ -114,7 +114,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         for at, _, shared in tensor.cut.pieces(box):
             chunk = chunks[at]
             if chunk.file is not None:
-                wanted = self._wanted(tensor, chunk, shared, box)
+                wanted = self._wanted(tensor, at, shared, box)
                 by_file.setdefault(chunk.file, []).append(wanted)
         for name, records in sorted(by_file.items()):
             records.sort(key=lambda one: one.start)
@@ -156,7 +156,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
             file = self._open(chunk.file, tensor.fqn)
             if chunk.start + chunk.nbytes > file.size:
                 raise _unread(tensor.fqn, chunk.file, "it ends too early")
-            wanted = self._wanted(tensor, chunk, shared, box)
+            wanted = self._wanted(tensor, at, shared, box)
             try:
                 head = self._reader.tensor_record(wanted, Part(file, chunk.start, chunk.nbytes))
             except EOFError as error:  # it was cut off since it was opened
@@ -199,11 +199,12 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         if run.is_summed and (wrong := wrong_crc(checksum, behind)):
             raise _unread(run.fqn, run.file, f"its elements at byte {run.begin} {wrong}")
 
-    def _wanted(self, tensor: StoredTensor, chunk: StoredRecord, shared: Box, box: Box) -> Wanted:
+    def _wanted(self, tensor: StoredTensor, number: int, shared: Box, box: Box) -> Wanted:
+        chunk = self._chunks(tensor)[number]
         assert chunk.box is not None, "a tensor's"
         assert chunk.file is not None
         offsets, sizes = chunk.box
-        index = MetadataIndex(tensor.fqn, torch.Size(offsets))
+        index = MetadataIndex(tensor.fqn, torch.Size(offsets), number)
         item = ReadItem(
             type=LoadItemType.TENSOR,
             dest_index=index,

@@ -124,6 +124,8 @@ class ChunkReader:
         places: Of all chunks, for messages that name another copy.
         check_crc: Whether what is read whole is compared with its checksum.
         restricted: Whether objects that name more than plain values are refused.
+        as_declared: Whether a record is refused that has another dtype, or other sizes, than the
+            metadata says, although it could be cast: where what is read is written anew by them.
         lock: Held while the planner is called, where several threads read for it.
 
     Attributes:
@@ -139,6 +141,7 @@ class ChunkReader:
         places: Mapping[MetadataIndex, StorageInfo] | None = None,
         check_crc: bool = False,
         restricted: bool = False,
+        as_declared: bool = False,
         lock: AbstractContextManager[Any] | None = None,
     ) -> None:
         self.unchecked = 0
@@ -148,6 +151,7 @@ class ChunkReader:
         self._places = places or {}
         self._check_crc = check_crc
         self._restricted = restricted
+        self._as_declared = as_declared
         self._lock = lock or nullcontext()
         self._heads = RecordHeads()
         self._span, self._elements = _Buffer(), _Buffer()
@@ -242,6 +246,8 @@ class ChunkReader:
         rows = np.frombuffer(held, np.uint8).reshape(-1, nbytes)
         if not (rows[:, : tensor.start] == rows[0, : tensor.start]).all():
             return False
+        for one in some if self._as_declared else ():
+            self._check_declared(one, tensor.dtype, tensor.shape)
         targets, is_plain = self._targets(some, tensor.shape)
         end = tensor.start + tensor.nbytes
         # A copy is aligned, as torch takes it to be; a single row would be a view.
@@ -295,6 +301,8 @@ class ChunkReader:
         item, part = one.item, Part(file, one.start, one.nbytes)
         tensor = self.tensor_record(one, part)
         if tensor is not None and len(tensor.shape) == len(item.lengths):
+            if self._as_declared:
+                self._check_declared(one, tensor.dtype, tensor.shape)
             self._read_slice(one, tensor, part)
             return
         decoded = self._decode(one, part)
@@ -304,6 +312,8 @@ class ChunkReader:
             with self._lock:
                 self._planner.load_bytes(item, value)
             return
+        if self._as_declared:
+            self._check_declared(one, decoded.dtype, tuple(decoded.shape))
         source = narrow_tensor_by_index(decoded, item.storage_offsets, item.lengths)
         targets, _ = self._targets([one], source.shape)
         copy_into(targets[0], source)
@@ -369,6 +379,18 @@ class ChunkReader:
                 behind = part.read(tensor.start + tensor.nbytes, BEHIND)
                 self._check([one], tensor, [checksum], behind)
         self._commit([one], targets)
+
+    def _check_declared(self, one: Wanted, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """Refuse a record that is of another dtype, or of other sizes, than the metadata says."""
+        stored = self._stored.get(one.item.storage_index.fqn)
+        if one.record is not None:
+            return  # no head says it
+        assert isinstance(stored, TensorStorageMetadata), "a tensor's"
+        declared = stored.properties.dtype, self._stored_sizes(one.item)
+        if declared != (dtype, shape):
+            holds = f"{one.file} holds a {shape} {dtype} tensor at byte {one.start}"
+            says = f"where the metadata says {declared[1]} {declared[0]}"
+            raise self._refused(one, f"{holds}, {says}")
 
     def _stored_sizes(self, item: ReadItem) -> tuple[int, ...] | None:
         """Return the sizes of the chunk that an item is read from; None where they are unknown."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,8 @@ from dcp_placements.offline import verify
 from dcp_placements.storage.index import archive_in, index_of, packed_index, unpacked_archive
 from dcp_placements.storage.metadata_file import read_metadata
 from dcp_placements.storage.stock_pickle import MARKER_NBYTES, marked_digest, marker, stock_pickle
-from tests.storage_scenes import pickle_nbytes, stock_metadata
+from tests.offline_scenes import Run
+from tests.storage_scenes import Flipped, pickle_nbytes, stock_metadata
 
 
 def with_other_index(path: Path, change: Callable[[Any], Any]) -> None:
@@ -173,3 +175,44 @@ def test_a_record_of_another_shape_than_its_chunk_is_refused_where_a_part_is_rea
             storage_reader=PlacementFileSystemReader(tmp_path),
             planner=PlacementLoadPlanner(),
         )
+
+
+@pytest.mark.parametrize("kind", ["large", "small", "transposed", "flipped"])
+@pytest.mark.parametrize("other", [torch.float64, torch.int32, torch.Size((4, 3))])
+@pytest.mark.usefixtures("flipped_is_known")
+def test_no_command_goes_by_metadata_that_the_head_of_a_record_contradicts(
+    tmp_path: Path, run: Run, kind: str, other: Any
+) -> None:
+    """Elements of the dtype that the record has would be cast to another one."""
+    path, extensions = tmp_path / "ckpt", [Flipped()] if kind == "flipped" else None
+    tensors = {
+        "large": {"experts": torch.randn(600, 400)},
+        "small": {
+            f"{number}.experts" if number else "experts": torch.randn(6, 4) for number in range(5)
+        },
+        "transposed": {"experts": torch.randn(4, 6).t()},
+        "flipped": {"experts": torch.randn(6, 4)},
+    }
+    writer = dcp.FileSystemWriter(path, _extensions=extensions)
+    dcp.save({**tensors[kind]}, storage_writer=writer, no_dist=True)
+    metadata = stock_metadata(path)
+    entry = metadata.state_dict_metadata["experts"]
+    if isinstance(other, torch.Size):
+        entry.size = entry.chunks[0].sizes = other
+    else:
+        entry.properties.dtype = other
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    shutil.copytree(path, tmp_path / "copy")
+    rules = "--rules", "tests.offline_scenes:rules_by_ep", "--mesh", "ep=2"
+    for asked in (
+        ("export", path, tmp_path / "out", "--prefix", ""),
+        ("reshard", path, tmp_path / "out", *rules),
+        ("diff", path, tmp_path / "copy"),
+    ):
+        ran = run(*asked)
+        assert ran.code in (1, 2), asked
+        assert "torch.float32 tensor at byte" in ran.out + ran.err
+        assert f"where the metadata says {tuple(entry.size)} {entry.properties.dtype}" in (
+            ran.out + ran.err
+        )
+        assert not (tmp_path / "out").exists()
