@@ -37,6 +37,7 @@ from functools import cached_property
 from itertools import chain, pairwise
 from math import prod
 from typing import IO, Any, NamedTuple, cast
+from zipfile import ZipFile
 
 import numpy as np
 import xxhash
@@ -65,6 +66,7 @@ from dcp_placements.storage.torch_metadata import (
     StoredPlace,
     Transforms,
     build_entries,
+    check_count,
     check_files,
 )
 from dcp_placements.storage.written import Template, TemplateRows, WriteResults
@@ -82,6 +84,9 @@ _TRAILER = struct.Struct(f"<Q16s{len(_MAGIC)}s")
 
 _INFLATED_RATIO, _SPARE_NBYTES = 1 << 10, 1 << 26
 """The archive inflates to at most so many times its bytes, and some more."""
+
+_NAMES_RATIO, _SPARE_NAMES_NBYTES = 1 << 8, 1 << 25
+"""The same of its names, which become objects; those of 140,000 keys are 12 MB of 36 KB."""
 
 MOST_NUMBERS = 1 << 27
 """Integers that an archive may have."""
@@ -693,33 +698,57 @@ def unpacked_archive(data: bytes) -> dict[str, Any]:
     """Return what ``packed_index`` put into an archive, by name.
 
     Raises:
-        IndexDamage: It is none.
+        IndexDamage: It is none, or it is far larger than its file.
     """
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as held:
-            if sum(info.file_size for info in held.zip.infolist()) > (
-                _INFLATED_RATIO * len(data) + _SPARE_NBYTES
-            ):
-                raise IndexDamage("it inflates to far more than its file")
-            arrays = {name: held[name] for name in held.files}
-        members: dict[str, Any] = {"values": arrays.pop("values").tobytes()}
-        members["names"] = json.loads(arrays.pop("names").tobytes())
-        if arrays.keys() != _TABLES.keys():
-            raise IndexDamage(f"members {format_names(sorted(arrays))}, where an index has others")
-        if (count := sum(array.size for array in arrays.values())) > MOST_NUMBERS:
-            raise IndexDamage(f"it has {count:,} numbers, and at most {MOST_NUMBERS:,} are read")
-        for name, array in arrays.items():
-            if array.ndim != 2 or len(array) != _TABLES[name]:
-                raise IndexDamage(
-                    f"{array.shape} {name}, where an index has {_TABLES[name]} columns"
-                )
-            members[name] = summed(array.astype(np.int64, casting="safe"))
+            _check_members(held.zip, len(data))
+            members: dict[str, Any] = {name: summed(held[name]) for name in _TABLES}
+            members["values"] = held["values"].tobytes()
+            members["names"] = json.loads(held["names"].tobytes())
     except IndexDamage:
         raise
     except Exception as error:
         # A member may be anything; the header of an array is a Python expression.
         raise IndexDamage(f"a member is not of its kind: {error}") from error
     return members
+
+
+def _check_members(archive: ZipFile, nbytes: int) -> None:
+    """Refuse an archive of other members, or too large ones, by their headers alone.
+
+    Args:
+        archive: The archive.
+        nbytes: Its size.
+    """
+    names = [name.removesuffix(".npy") for name in archive.namelist()]
+    if {*names} != {*_TABLES, "names", "values"}:
+        raise IndexDamage(f"members {format_names(sorted(names))}, where an index has others")
+    inflated = sum(info.file_size for info in archive.infolist())
+    texts = archive.getinfo("names.npy")
+    if (
+        inflated > _INFLATED_RATIO * nbytes + _SPARE_NBYTES
+        or texts.file_size > _NAMES_RATIO * texts.compress_size + _SPARE_NAMES_NBYTES
+    ):
+        raise IndexDamage("it inflates to far more than its file")
+    total = 0
+    for name in names:
+        with archive.open(f"{name}.npy") as stream:
+            if np.lib.format.read_magic(stream) != (1, 0):
+                raise IndexDamage(f"{name} is an array of another format")
+            shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+        kind = np.int64 if name in _TABLES else np.uint8
+        if not np.can_cast(dtype, kind, "safe"):
+            raise IndexDamage(f"a member is not of its kind: {name} of {dtype}")
+        if name not in _TABLES:
+            if prod(shape) * dtype.itemsize > archive.getinfo(f"{name}.npy").file_size:
+                raise IndexDamage(f"{name} of another size than its header says")
+            continue
+        if len(shape) != 2 or shape[0] != _TABLES[name]:
+            raise IndexDamage(f"{shape} {name}, where an index has {_TABLES[name]} columns")
+        total += prod(shape)
+    if total > MOST_NUMBERS:
+        raise IndexDamage(f"it has {total:,} numbers, and at most {MOST_NUMBERS:,} are read")
 
 
 def unpacked_index(members: Mapping[str, Any], forms: Sequence[Any]) -> RowIndex:
@@ -749,10 +778,17 @@ def _unpacked(members: Mapping[str, Any], forms: Sequence[Any]) -> RowIndex:
     names = members["names"]
     fqns, files = joined(names["keys"]), list(map(str, names["files"]))
     check_files(files)
-    lists = _lists(counts, dims, boxes)
     with_form = int((form_of >= 0).sum())
     if len(fqns) != len(form_of) or (form_of[:with_form] < 0).any():
         raise IndexDamage("other keys than there are")
+    if len({*fqns}) != len(fqns):
+        raise IndexDamage("a key that it has twice")
+    # Each of these becomes an object, and small numbers of a file may claim any count of them.
+    classes, places = len(members["classes"][0]), len(members["places"][0])
+    if max(classes, len(list_of)) > len(fqns) or len(counts) > len(list_of) + classes:
+        raise IndexDamage("more forms, classes or lists of chunks than its keys have")
+    lists = _lists(counts, dims, boxes)
+    check_count(sum(counts[dims == 0].tolist()), places)  # others are as long as their numbers
     check_below(form_of, len(forms), -1)
     check_below(list_of, len(lists), -1)
     own, numbers = lists[: int(list_of.max(initial=-1)) + 1], list_of.tolist()

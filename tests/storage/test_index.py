@@ -8,9 +8,13 @@ import pickle
 import random
 import subprocess
 import sys
+import tracemalloc
 import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -33,10 +37,13 @@ from dcp_placements.storage.columns import IndexDamage
 from dcp_placements.storage.index import (
     MOST_NUMBERS,
     RowIndex,
+    archive_in,
     paths_of,
     unpacked_archive,
+    unpacked_index,
 )
 from dcp_placements.storage.metadata_file import read_metadata, write_metadata
+from dcp_placements.storage.metadata_pickle import load_metadata_pickle
 from dcp_placements.storage.stock_pickle import MARKER_NBYTES
 from dcp_placements.testing import World
 from tests.offline_scenes import Run
@@ -377,6 +384,92 @@ def test_members_that_no_index_has_are_not_unpacked() -> None:
 def test_a_member_that_is_no_table_of_its_columns_is_damage(table: Any, text: str) -> None:
     with pytest.raises(IndexDamage, match=text):
         unpacked_archive(archive(places=table))
+
+
+def header(shape: tuple[int, ...], kind: str) -> bytes:
+    """Return an array that has nothing but its header."""
+    stream = io.BytesIO()
+    described = {"descr": kind, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(stream, described)  # type: ignore[no-untyped-call]
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("member", "content", "text"),
+    [
+        ("names", b"[" + b"[]," * (17 << 20) + b"[]]", "inflates to far more than its file"),
+        ("names", b'["' + bytes(52 << 20) + b'"]', "inflates to far more than its file"),
+        ("lists", header((2, 1 << 40), "|i1"), "and at most 134,217,728 are read"),
+        ("values", header((1 << 40,), "|u1"), "another size than its header"),
+        ("boxes", np.zeros((1, 40), "S100000"), "not of its kind"),
+    ],
+    ids=["lists", "long", "header", "text", "texts"],
+)
+def test_members_that_are_far_larger_than_the_file_are_not_inflated(
+    member: str, content: Any, text: str
+) -> None:
+    if isinstance(content, bytes) and member == "names":
+        content = np.frombuffer(content, np.uint8)
+    data = archive(**({} if isinstance(content, bytes) else {member: content}))
+    if isinstance(content, bytes):
+        stream = io.BytesIO()
+        with ZipFile(io.BytesIO(data)) as old, ZipFile(stream, "w") as new:
+            for name in old.namelist():
+                new.writestr(name, content if name == f"{member}.npy" else old.read(name))
+        data = stream.getvalue()
+    del content
+    tracemalloc.start()
+    try:
+        with pytest.raises(IndexDamage, match=text):
+            unpacked_archive(data)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def more_lists(members: dict[str, Any]) -> None:
+    members["lists"] = np.zeros((2, 1 << 24), np.int64)
+
+
+def chunks_without_numbers(members: dict[str, Any]) -> None:
+    members["lists"] = np.append(members["lists"], [[1 << 40], [0]], axis=1)
+
+
+def more_classes(members: dict[str, Any]) -> None:
+    members["classes"] = np.ones((2, 1 << 20), np.int64)
+
+
+def a_key_twice(members: dict[str, Any]) -> None:
+    for column in members["names"]["keys"]:
+        column[1] = column[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda members: None, None),
+        (more_lists, "more forms, classes or lists"),
+        (more_classes, "more forms, classes or lists"),
+        (chunks_without_numbers, "chunks or more, and places for"),
+        (a_key_twice, "a key that it has twice"),
+    ],
+)
+def test_counts_of_an_index_are_bound_to_those_of_its_keys_and_places(
+    tmp_path: Path, change: Callable[[dict[str, Any]], None], text: str | None
+) -> None:
+    save(tmp_path)
+    archived = archive_in(io.BytesIO((tmp_path / ".metadata").read_bytes()))
+    assert archived is not None
+    members = unpacked_archive(archived[0])
+    _, forms = load_metadata_pickle(io.BytesIO(members["values"]))
+    change(members)
+    tracemalloc.start()
+    try:
+        with nullcontext() if text is None else pytest.raises(IndexDamage, match=text):
+            unpacked_index(members, forms)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(("planner", "what"), [(None, "w: it"), (PlacementSavePlanner(), "its id")])
