@@ -346,7 +346,14 @@ def _model_of(
         PlacementError: No tensor is left, or a selected tensor is not whole.
     """
     unwanted = {pattern: matcher(pattern) for pattern in exclude}
-    absent = source.absent
+    rows = source.rows
+    of_tensors = {*(rows.classes.listed >= 0).nonzero()[0].tolist()}
+    unlisted = [
+        fqn
+        for fqn, number in zip(rows.fqns, rows.class_of.tolist(), strict=True)
+        if number in of_tensors and fqn not in source.tensors
+    ]
+    absent = {*source.absent, *unlisted}
     keys = [*source.tensors, *source.objects, *absent]
     unmatched = [pattern for pattern, matches in unwanted.items() if not any(map(matches, keys))]
     if unmatched:
@@ -372,7 +379,7 @@ def _model_of(
             + ("\n    way out:     --optimizer for the states of an optimizer" if states else "")
         )
     kept = {tensor.fqn for tensor in selected.values()}
-    # Tensors that an index names and no file has.
+    # Tensors that an index names and no file has, or of which there are chunks alone.
     lost = {fqn for fqn in absent if fqn.startswith(start) and not is_excluded(fqn)}
     _check_whole(source, kept | lost)
     rest = sorted({*source.tensors, *source.objects} - kept)

@@ -216,3 +216,37 @@ def test_no_command_goes_by_metadata_that_the_head_of_a_record_contradicts(
             ran.out + ran.err
         )
         assert not (tmp_path / "out").exists()
+
+
+def without_entry(metadata: Any) -> None:
+    del metadata.state_dict_metadata["experts"]
+
+
+def as_object(metadata: Any) -> None:
+    metadata.state_dict_metadata["experts"] = BytesStorageMetadata()
+
+
+def without_chunks(metadata: Any) -> None:
+    metadata.state_dict_metadata["experts"].chunks = []
+
+
+@pytest.mark.parametrize("change", [without_entry, as_object, without_chunks])
+def test_a_tensor_that_has_chunks_and_lists_none_is_named_by_every_command(
+    tmp_path: Path, run: Run, change: Callable[[Any], None]
+) -> None:
+    path = tmp_path / "ckpt"
+    dcp.save({"a": torch.ones(3), "experts": torch.ones(4, 2)}, checkpoint_id=path, no_dist=True)
+    metadata = stock_metadata(path)
+    change(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    rules = "--rules", "tests.offline_scenes:rules_by_ep", "--mesh", "ep=2"
+    export = "export", path, tmp_path / "out", "--prefix", ""
+    asked: list[Any] = [("verify", path), export, ("reshard", path, tmp_path / "out", *rules)]
+    if change is without_chunks:
+        asked += [("rehearse", path, *rules)]
+    for command in asked:
+        ran = run(*command)
+        assert ran.code in (1, 2), command
+        assert "experts" in ran.out + ran.err
+        assert not (tmp_path / "out").exists()
+    assert run(*export, "--exclude", "experts").code == 0

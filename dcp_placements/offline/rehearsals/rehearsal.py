@@ -271,7 +271,8 @@ class _Costs:
         exact = numel(shared) * itemsize
         of_chunks = [one.chunks for one in tensors]
         # By tensor and chunk its file, -1 for none, and the length of its record.
-        files = np.array([[self._numbers.get(c.file or "", -1) for c in one] for one in of_chunks])
+        rows = [[self._numbers.get(c.file or "", -1) for c in chunks] for chunks in of_chunks]
+        files = np.array(rows, np.int64)
         nbytes = np.array([[one.nbytes for one in chunks] for chunks in of_chunks], np.int64)
         lies = stored.boxes[chunk, 1], shared[:, 0] - stored.boxes[chunk, 0], shared[:, 1]
         parts = np.stack(lies, axis=1).tolist()
