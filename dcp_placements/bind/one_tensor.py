@@ -382,9 +382,12 @@ def _rule_cuts(
             continue
         check_dim(entry, axis, ndim)
         cut = cut_of(entry, ndim, axis.name, axis.size)
-        if own_cut is None or axis.size == 1 or _is_finer(cut, own_cut, entry):
-            position = entry.indices if cut.kind is Kind.LISTED else axis.position
-            yield _RuleCut(cut._replace(by_rule=True), position, number)
+        if own_cut is not None and not _is_finer(cut, own_cut, entry):
+            if axis.size > 1:
+                continue
+            cut = own_cut  # over one rank it cuts nothing, and is declared by the rule, too
+        position = entry.indices if cut.kind is Kind.LISTED else axis.position
+        yield _RuleCut(cut._replace(by_rule=True), position, number)
 
 
 def check_dim(entry: Any, axis: Axis, ndim: int) -> None:
@@ -405,6 +408,8 @@ def check_dim(entry: Any, axis: Axis, ndim: int) -> None:
 def _is_finer(cut: Cut, own_cut: Cut, entry: Any) -> bool:
     """Whether a rule's cut says more than that of the DTensor over the same axis.
 
+    Over an axis of size 1, where two that contradict each other cut nothing, the rule's does.
+
     Args:
         cut: The rule's.
         own_cut: The DTensor's.
@@ -422,6 +427,8 @@ def _is_finer(cut: Cut, own_cut: Cut, entry: Any) -> bool:
             fits = is_finer = False
         case _:
             raise unknown_kind(cut.kind)
+    if not fits and cut.size == 1:
+        return True
     if not fits:
         axis = cut.axis if cut.axis is not None else f"of size {cut.size}"
         own, declared = f"sharded on dim {own_cut.dim}", f"as {format_placement(entry)}"

@@ -393,6 +393,13 @@ def both(whole: torch.Tensor) -> Held:
     return held
 
 
+def strided_and_named(size: int) -> Side:
+    """Return DTensors with pieces of two parts, over an axis for which a plain rule speaks, too."""
+    held = parts_of((GATE, UP), "tp") if size > 1 else lambda mesh: {"w": WHOLE}
+    strided = dtensor(held, WHOLE, _StridedShard(0, split_factor=2))
+    return Side({"tp": size}, strided, {"tp": Shard(0)})
+
+
 BY_EP = {"ep": Shard(0)}
 COLUMNS = arange(8, 4)
 OVER_EP = over("ep", ep=4)
@@ -470,6 +477,15 @@ QUIET |= {
     "a DTensor of one rank along another dim, by a rule": (
         Side({"ep": 1, "tp": 2}, distributed(Shard(1), Shard(0), w=arange(4, 4))),
         square(2, 2),
+    ),
+    # The DTensor says more than the rule of the same axis, also where it is of one rank.
+    "a strided DTensor whose axis a rule names, too, of one rank": (
+        strided_and_named(1),
+        strided_and_named(2),
+    ),
+    "a strided DTensor whose axis a rule names, too, on one rank": (
+        strided_and_named(2),
+        strided_and_named(1),
     ),
     "dims as saved, where an axis cuts nothing": (square(2, 2), square(4, 1)),
     "dims as saved, where no axis cut": (square(1, 1), square(1, 4)),
