@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dcp_placements.names.stacks_and_parts import Parts as Parts, Row as Row, Rows as Rows
     from dcp_placements.placements import Placements as Placements
     from dcp_placements.preflight import check as check
-    from dcp_placements.proposal import propose_placements as propose_placements
+    from dcp_placements.advice.proposal import propose_placements as propose_placements
     from dcp_placements.report import LoadReport as LoadReport, SaveReport as SaveReport
     from dcp_placements.rules.mesh import MeshCoordinate as MeshCoordinate
     from dcp_placements.rules.patterns import PlacementRules as PlacementRules
@@ -49,7 +49,7 @@ _NAMES = {
     "names.stacks_and_parts": "Parts Row Rows",
     "placements": "Placements",
     "preflight": "check",
-    "proposal": "propose_placements",
+    "advice.proposal": "propose_placements",
     "report": "LoadReport SaveReport",
     "rules.mesh": "MeshCoordinate",
     "rules.patterns": "PlacementRules",

@@ -8,14 +8,22 @@ carries all faults of one pass, sorted by FQN.
 from __future__ import annotations
 
 import pickle
-import re
 import sys
 import zlib
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from itertools import chain, product
-from typing import Any, ClassVar, NamedTuple
+from itertools import chain
+from typing import Any, ClassVar
+
+from dcp_placements.short_text import (
+    MAX_LINE,
+    folded_names,
+    format_count,
+    format_name,
+    format_names,
+    format_ranks,
+    shortened,
+)
 
 MAX_FAULTS = 40
 """Different faults that one message describes; of the rest it lists the FQNs."""
@@ -29,8 +37,8 @@ MAX_NAMES = 8
 MAX_LINES = 40
 """Lines below the headline of one fault."""
 
-MAX_NAME, MAX_LINE, MAX_TEXT = 500, 2_000, 60_000
-"""Characters of a name, of a line and of a whole message; what is longer lacks its middle."""
+MAX_TEXT = 60_000
+"""Characters of a whole message; what is longer lacks its middle."""
 
 
 class PlacementError(ValueError):
@@ -157,7 +165,7 @@ def format_faults(
     lines = [f"{opening} ({format_count(len(groups), noun)}{of_keys})"]
     lines += [_format_entry(group, ranks) for group in groups[:MAX_FAULTS]]
     if rest := dict.fromkeys(fault.fqn for group in groups[MAX_FAULTS:] for fault in group):
-        lines.append(f"... and {len(rest)} more, at: {format_names(folded(rest))}")
+        lines.append(f"... and {len(rest)} more, at: {format_names(folded_names(rest))}")
     return shortened("\n".join(lines), MAX_TEXT)
 
 
@@ -183,7 +191,7 @@ def _format_entry(alike: Sequence[Fault], ranks: tuple[int, ...] = ()) -> str:
         lines = [*lines[: MAX_LINES // 2], left, *lines[-MAX_LINES // 2 :]]
     # Any line may contain names of files or keys, so all of them are escaped.
     headline, *details = [format_name(line, MAX_LINE) for line in lines]
-    names = format_names(folded(of_key), MAX_NAMES)
+    names = format_names(folded_names(of_key), MAX_NAMES)
     return "\n    ".join([f"{names}: {headline}", *details])
 
 
@@ -238,216 +246,3 @@ def raise_faults_of_ranks(
         more = f"; the first {MAX_SENT:,} faults of each rank" if are_more else ""
         opening = f"{format_ranks(refusing)} {refused}{more}"
         raise PlacementError(format_faults(opening, [*faults, *mistakes], ranks=refusing))
-
-
-class KeyFamily(NamedTuple):
-    """Keys that differ in numbers alone: ``KeyFamily("h.0-1.w", ("h.0.w", "h.1.w"))``.
-
-    Attributes:
-        name: The keys as one name, with ranges of numbers; every combination of them is a key.
-        keys: In natural order.
-    """
-
-    name: str
-    keys: tuple[str, ...]
-
-
-def natural_key(name: str) -> tuple[tuple[int, str, int], ...]:
-    """Return what sorts names by the numbers in them.
-
-    >>> sorted(["layers.10.w", "layers.2.w", "embed"], key=natural_key)
-    ['embed', 'layers.2.w', 'layers.10.w']
-    """
-    parts = [part for part in _DIGITS.split(name[:MAX_NAME]) if part]
-    return tuple([(0, "", int(part)) if part.isdecimal() else (1, part, 0) for part in parts])
-
-
-def families(keys: Iterable[str] | Mapping[str, Hashable]) -> list[KeyFamily]:
-    """Return the families of keys, in natural order of their first keys.
-
-    Args:
-        keys: The keys. Of a mapping, only keys with equal values form one family.
-
-    >>> [family.name for family in families(["h.0.w", "h.1.w", "h.1.b", "head"])]
-    ['h.0-1.w', 'h.1.b', 'head']
-    """
-    values: Mapping[str, Hashable] = keys if isinstance(keys, Mapping) else dict.fromkeys(keys)
-    by_text: dict[tuple[tuple[str, ...], Hashable], dict[_Numbers, str]] = {}
-    for key, value in values.items():
-        parts = _FOLDED.split(key) if len(key) <= MAX_NAME else [key]  # texts, numbers between
-        numbers = tuple(map(int, parts[1::2]))
-        by_text.setdefault((tuple(parts[::2]), value), {})[numbers] = key
-    result = []
-    for (texts, _), members in by_text.items():
-        for ranges in _products(frozenset(members)):
-            parts = [format_numbers(numbers) for numbers in ranges]
-            between = zip([part.replace(", ", ",") for part in parts], texts[1:], strict=True)
-            name = texts[0] + "".join([numbers + text for numbers, text in between])
-            result.append(KeyFamily(name, tuple([members[each] for each in product(*ranges)])))
-    return sorted(result, key=lambda family: natural_key(family.keys[0]))
-
-
-def numbers_in(key: str) -> Iterator[tuple[str, int, str]]:
-    """Yield each number of a key that tells the members of its family apart.
-
-    >>> [*numbers_in("layers.0.experts.12.w1")]
-    [('layers.', 0, '.experts.12.w1'), ('layers.0.experts.', 12, '.w1')]
-
-    Yields:
-        What is before it, the number, and what is behind it.
-    """
-    for match in _FOLDED.finditer(key):
-        yield key[: match.start()], int(match[0]), key[match.end() :]
-
-
-def without_numbers(key: str) -> str:
-    """Return a key with ``{}`` for its numbers.
-
-    >>> without_numbers("layers.0.experts.12.w1")
-    'layers.{}.experts.{}.w1'
-    """
-    return _FOLDED.sub("{}", key)
-
-
-def _products(members: frozenset[_Numbers]) -> list[tuple[_Numbers, ...]]:
-    """Return tuples of numbers as products: per position, the numbers that it takes."""
-    if () in members:
-        return [()]
-    rests: dict[int, set[_Numbers]] = {}
-    for first, *rest in members:
-        rests.setdefault(first, set()).add(tuple(rest))
-    alike: dict[frozenset[_Numbers], list[int]] = {}
-    for first in sorted(rests):
-        alike.setdefault(frozenset(rests[first]), []).append(first)
-    return [
-        (tuple(firsts), *others) for rest, firsts in alike.items() for others in _products(rest)
-    ]
-
-
-_Numbers = tuple[int, ...]
-
-_DIGITS = re.compile(r"(\d+)")
-# A whole component, or the expert in Megatron's weight3; the digit of w1 belongs to the name.
-# That it begins with a digit is tested first: the search is twice as fast. Python reads no number
-# of thousands of digits.
-_FOLDED = re.compile(r"(?=[0-9])(?:^|(?<=\.)|(?<=\.weight)|(?<=\.bias))(0|[1-9]\d{0,17})(?=\.|$)")
-
-
-def format_numbers(numbers: Iterable[int]) -> str:
-    """Return numbers as short text.
-
-    >>> format_numbers([5, 0, 1, 2])
-    '0-2, 5'
-    """
-    ordered = sorted(set(numbers))
-    runs: list[list[int]] = []
-    for number in ordered:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    texts = ["-".join(map(str, run)) for run in runs[:12]]
-    if len(runs) > 12:
-        texts.append(f"... ({len(ordered)} in all)")
-    return ", ".join(texts)
-
-
-def format_ranks(ranks: Iterable[int]) -> str:
-    """Return ranks as short text.
-
-    >>> format_ranks([3, 0, 1, 2, 7]), format_ranks([5])
-    ('ranks 0-3, 7', 'rank 5')
-    """
-    ranks = set(ranks)
-    return f"rank{'' if len(ranks) == 1 else 's'} {format_numbers(ranks)}"
-
-
-def folded(names: Iterable[str]) -> list[str]:
-    """Return names with those that differ in numbers alone as one."""
-    return [family.name for family in families(list(names))]
-
-
-def format_names(names: Sequence[str], limit: int = 8) -> str:
-    """Return up to ``limit`` names, and how many more there are.
-
-    >>> format_names(["a", "b", "c"], limit=2)
-    'a, b and 1 more'
-    """
-    text = ", ".join([format_name(name) for name in names[:limit]])
-    return text if len(names) <= limit else f"{text} and {len(names) - limit} more"
-
-
-def shortened(text: str, limit: int) -> str:
-    """Return a text of at most about ``limit`` characters: a longer one lacks its middle.
-
-    >>> shortened("layers.0.w", 10), shortened("a" * 50 + "b" * 50, 10)
-    ('layers.0.w', 'aaaaa... (90 more characters) ...bbbbb')
-    """
-    if len(text) <= limit:
-        return text
-    left = f"... ({len(text) - limit // 2 * 2:,} more characters) ..."
-    return f"{text[: limit // 2]}{left}{text[-(limit // 2) :]}"
-
-
-def near_names(name: str, names: Iterable[str], count: int = 1) -> list[str]:
-    """Return up to ``count`` names that are spelled nearly as one; none where that takes long.
-
-    >>> near_names("lm_hed", ["lm_head", "embed"])
-    ['lm_head']
-    """
-    if len(name) > _MAX_COMPARED:
-        return []
-    short = [other for other in names if len(other) <= _MAX_COMPARED]
-    return get_close_matches(name, short, count) if len(short) <= _MAX_NEAR else []
-
-
-_MAX_COMPARED, _MAX_NEAR = 200, 5_000
-"""Characters of a name, and names, that are compared by their spelling."""
-
-
-def format_name(name: object, limit: int = MAX_NAME) -> str:
-    """Return a name, or any text from a file, as one line that is safe to print.
-
-    Line breaks, terminal control sequences and other unprintable characters are escaped.
-
-    >>> print(format_name("layers.0.w"), format_name("w\\nall sound\\x1b[2K"))
-    layers.0.w w\\nall sound\\x1b[2K
-    """
-    text = shortened(str(name), limit)
-    if text.isprintable():
-        return text
-    return "".join([c if c.isprintable() else ascii(c)[1:-1] for c in text])
-
-
-def format_error(error: BaseException) -> str:
-    """Return what an error says, as one line that is safe to print; what it is if it says nothing.
-
-    >>> format_error(ValueError("of another save")), format_error(EOFError())
-    ('of another save', 'EOFError without a message')
-    >>> format_error(MemoryError())
-    'it asks for more memory than there is'
-    """
-    if isinstance(error, MemoryError):
-        return "it asks for more memory than there is"
-    return format_name(error, MAX_LINE) or f"{type(error).__name__} without a message"
-
-
-def format_count(count: int, noun: str) -> str:
-    """Return a number and what it counts.
-
-    >>> format_count(1, "chunk"), format_count(2000, "chunk")
-    ('1 chunk', '2,000 chunks')
-    """
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def format_nbytes(nbytes: int) -> str:
-    """Return a byte count as short text, in binary units.
-
-    >>> format_nbytes(512), format_nbytes(8 * 2**20)
-    ('512 B', '8.0 MiB')
-    """
-    if nbytes < 1024:
-        return f"{nbytes} B"
-    power = min((nbytes.bit_length() - 1) // 10, 5)
-    return f"{nbytes / 1024**power:.1f} {'KMGTP'[power - 1]}iB"

@@ -11,10 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException, SavePlan
 
 from dcp_placements._torch import DistWrapper, state_dicts_of_statefuls, world_size
-from dcp_placements.bind.lint import EXPERT_AXIS
-from dcp_placements.errors import Fault, PlacementError, format_faults
-from dcp_placements.placements import Placements
-from dcp_placements.proposal import (
+from dcp_placements.advice.proposal import (
     RankFacts,
     TensorFacts,
     along,
@@ -24,6 +21,13 @@ from dcp_placements.proposal import (
     one_error,
     rank_facts,
 )
+from dcp_placements.bind.lint import EXPERT_AXIS
+from dcp_placements.errors import (
+    Fault,
+    PlacementError,
+    format_faults,
+)
+from dcp_placements.placements import Placements
 from dcp_placements.report import SaveReport
 from dcp_placements.rules.patterns import PlacementRules
 from dcp_placements.save.planner import PlacementSavePlanner

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dcp_placements.errors import format_count, format_names, format_nbytes
+from dcp_placements.short_text import (
+    format_count,
+    format_names,
+    format_nbytes,
+)
 
 Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 """A local shape, and that of the whole tensor."""

@@ -67,8 +67,8 @@ from dcp_placements import (
     PlacementLoadPlanner,
     PlacementSavePlanner,
 )
+from dcp_placements.items import quiet_gc
 from dcp_placements.layout.sharding import Box
-from dcp_placements.planning import quiet_gc
 from dcp_placements.save.coordinator import tensor_properties
 from dcp_placements.storage.index import places_of
 from dcp_placements.storage.save_ids import writer_of

@@ -30,14 +30,16 @@ from dcp_placements.errors import (
     MAX_TEXT,
     Fault,
     fault_error,
-    folded,
     format_faults,
+)
+from dcp_placements.offline.output import Output, replaced_file
+from dcp_placements.short_text import (
+    folded_names,
     natural_key,
     near_names,
     numbers_in,
     shortened,
 )
-from dcp_placements.offline.output import Output, replaced_file
 from dcp_placements.testing import World
 
 WORLD = World(2)
@@ -107,7 +109,7 @@ def test_any_fault_is_bounded_in_its_lines_and_their_lengths() -> None:
 def test_numbers_of_thousands_of_digits_are_texts() -> None:
     key = f"layers.{'1' * 5000}.w"
     assert [*numbers_in(key)] == []
-    assert folded([key, "layers.1.w"]) == ["layers.1.w", key]
+    assert folded_names([key, "layers.1.w"]) == ["layers.1.w", key]
     assert natural_key(key) > natural_key("layers.2.w")
     assert near_names(key, [key, "w"]) == []
 

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Shard
 
 from dcp_placements import PlacementError, Placements, propose_placements
-from dcp_placements.proposal import Proposal, decide, rank_facts
+from dcp_placements.advice.proposal import Proposal, decide, rank_facts
 from dcp_placements.table.whole import WholeModel
 from dcp_placements.testing import FakeDTensor, World
 

@@ -24,7 +24,7 @@ from dcp_placements import (
     PlacementLoadPlanner,
     PlacementSavePlanner,
 )
-from dcp_placements.planning import quiet_gc
+from dcp_placements.items import quiet_gc
 
 
 def state(number: int) -> dict[str, torch.Tensor]:

@@ -18,7 +18,11 @@ from typing import Any, NamedTuple
 import torch
 
 from dcp_placements._torch import Facts, is_dtensor_like, root_mesh
-from dcp_placements.errors import CannotPlace, Fault, PlacementError
+from dcp_placements.errors import (
+    CannotPlace,
+    Fault,
+    PlacementError,
+)
 from dcp_placements.layout.sharding import Chunk, Cut, Kind, Position, Sharding, unknown_kind
 from dcp_placements.names.flat import Path
 from dcp_placements.names.optimizer_state import Dims, Groups

@@ -39,7 +39,7 @@ from dcp_placements.bind.one_tensor import (
     is_tensor,
 )
 from dcp_placements.bind.own_chunks import names_its_chunks
-from dcp_placements.errors import CannotPlace, Fault, format_names
+from dcp_placements.errors import CannotPlace, Fault
 from dcp_placements.layout.sharding import Cut, FusedPart, Kind, Sharding
 from dcp_placements.names.flat import Path, RenamedValue, Reshaped
 from dcp_placements.names.stacks_and_parts import (
@@ -56,6 +56,7 @@ from dcp_placements.names.stacks_and_parts import (
 from dcp_placements.rules.mesh import Axis, Mesh, mesh_axes
 from dcp_placements.rules.patterns import Rules, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement, kind_of, shard_dim
+from dcp_placements.short_text import format_names
 
 RowAxes = tuple[Axis | None, ...]
 """For each dim of a stack that its rows lie along, the axis that shards it, if any."""

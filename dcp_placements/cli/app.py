@@ -28,7 +28,8 @@ from dcp_placements.cli.shared_options import (
     parse_storage_option,
     size_option,
 )
-from dcp_placements.errors import CannotLook, PlacementError, format_name
+from dcp_placements.errors import CannotLook, PlacementError
+from dcp_placements.short_text import format_name
 
 PROGRAM = "dcp-placements"
 DEBUG = "DCP_PLACEMENTS_DEBUG"

@@ -30,8 +30,9 @@ from dcp_placements.cli.shared_options import (
     rules_option,
     size_option,
 )
-from dcp_placements.errors import CannotLook, format_count, format_name
+from dcp_placements.errors import CannotLook
 from dcp_placements.rules.mesh import MeshAxes
+from dcp_placements.short_text import format_count, format_name
 
 if TYPE_CHECKING:
     import torch

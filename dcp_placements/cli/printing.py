@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from json import dumps
 from typing import Any, NamedTuple
 
-from dcp_placements.errors import format_name
+from dcp_placements.short_text import format_name
 
 BYTES = "bytes"
 

@@ -33,10 +33,7 @@ from dcp_placements.errors import (
     Fault,
     PlacementError,
     format_faults,
-    format_name,
-    format_names,
     raise_faults,
-    without_numbers,
 )
 from dcp_placements.names.renames import Unstack, number_in, steps
 from dcp_placements.names.scales import scale_of
@@ -64,6 +61,11 @@ from dcp_placements.offline.verification import structural_faults
 from dcp_placements.placements import DeclaredWorld
 from dcp_placements.rules.mesh import MeshAxes, MeshCoordinate
 from dcp_placements.rules.patterns import unmatched_faults
+from dcp_placements.short_text import (
+    format_name,
+    format_names,
+    without_numbers,
+)
 
 SHARD_NBYTES = 5 << 30
 MEMORY_NBYTES = 1 << 30

@@ -37,7 +37,11 @@ from dcp_placements.convert.megatron_layout import (
 )
 from dcp_placements.convert.rank_tensors import RankTensors
 from dcp_placements.convert.torch_files import check_contents, nbytes_in
-from dcp_placements.errors import Fault, PlacementError, raise_faults
+from dcp_placements.errors import (
+    Fault,
+    PlacementError,
+    raise_faults,
+)
 from dcp_placements.names.renames import Renames, Renumber, contiguous
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.directory import Directory

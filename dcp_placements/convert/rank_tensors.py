@@ -40,7 +40,6 @@ from dcp_placements.errors import (
     CannotPlace,
     Fault,
     PlacementError,
-    format_names,
     raise_faults,
 )
 from dcp_placements.layout.boxes import Array, as_boxes
@@ -53,6 +52,7 @@ from dcp_placements.placements import DeclaredWorld, Placements
 from dcp_placements.rules.mesh import MeshAxes, format_mesh_axes
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.save.messages import Holders, proof_faults
+from dcp_placements.short_text import format_names
 from dcp_placements.storage.index import index_of_places
 from dcp_placements.storage.metadata_file import with_columns
 from dcp_placements.storage.safe_pickle import Made

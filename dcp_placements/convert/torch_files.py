@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dcp_placements.errors import (
-    CannotLook,
-    PlacementError,
+from dcp_placements.errors import CannotLook, PlacementError
+from dcp_placements.short_text import (
     format_error,
     format_name,
     format_names,

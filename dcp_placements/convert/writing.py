@@ -28,13 +28,9 @@ from dcp_placements.errors import (
     CannotLook,
     Fault,
     PlacementError,
-    format_count,
-    format_name,
-    format_names,
-    format_nbytes,
-    format_ranks,
     raise_faults,
 )
+from dcp_placements.items import quiet_gc
 from dcp_placements.layout.boxes import as_boxes
 from dcp_placements.layout.sharding import Box, Cuts
 from dcp_placements.names.numbers import Numberings
@@ -46,8 +42,14 @@ from dcp_placements.offline.output import AnyOutput
 from dcp_placements.offline.rehearsals.rehearsed_world import RehearsedWorld
 from dcp_placements.offline.safetensors_files import NAMED_DTYPES, RENAMED, write_header
 from dcp_placements.offline.texts import Progress
-from dcp_placements.planning import quiet_gc
 from dcp_placements.save.messages import Holders, proof_faults
+from dcp_placements.short_text import (
+    format_count,
+    format_name,
+    format_names,
+    format_nbytes,
+    format_ranks,
+)
 from dcp_placements.storage.file_reads import memory_of
 from dcp_placements.storage.index import index_of_places
 from dcp_placements.storage.metadata_file import write_metadata

@@ -31,8 +31,6 @@ from dcp_placements.errors import (
     Fault,
     PlacementError,
     fault_error,
-    format_error,
-    format_names,
     raise_faults,
 )
 from dcp_placements.layout.sharding import Box
@@ -41,6 +39,7 @@ from dcp_placements.names.numbers import Family, Numbering
 from dcp_placements.names.renames import Step
 from dcp_placements.save.coordinator import Coordinator, LocalPlan
 from dcp_placements.save.messages import copies_fault
+from dcp_placements.short_text import format_error, format_names
 from dcp_placements.storage.file_reads import Part
 from dcp_placements.storage.index import index_of_places
 from dcp_placements.storage.metadata_file import with_columns

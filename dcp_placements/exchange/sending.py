@@ -24,10 +24,15 @@ from torch.distributed.checkpoint.planner import LoadItemType
 
 from dcp_placements._torch import PLAIN_TYPES, agreeing_device, global_rank
 from dcp_placements.bind.one_tensor import Placing
-from dcp_placements.errors import Fault, PlacementError, format_faults, format_ranks
+from dcp_placements.errors import (
+    Fault,
+    PlacementError,
+    format_faults,
+)
 from dcp_placements.exchange.readers import Answer
 from dcp_placements.load.arrival import MemoryOf
 from dcp_placements.load.request import Request
+from dcp_placements.short_text import format_ranks
 from dcp_placements.table.table import Holding, Sent, unpacked_ints
 
 SENT_NBYTES = 8 << 20

@@ -28,9 +28,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from dcp_placements.errors import (
     Fault,
     PlacementError,
-    folded,
     format_faults,
-    format_names,
     raise_faults,
 )
 from dcp_placements.load.birth import STEP, Reset, as_number, copy_of
@@ -39,6 +37,7 @@ from dcp_placements.load.request import Request, is_scalar
 from dcp_placements.names.flat import put_at, value_at
 from dcp_placements.names.optimizer_state import FLATTEN, OptimizerStates, ParameterNames
 from dcp_placements.report import LoadReport
+from dcp_placements.short_text import folded_names, format_names
 from dcp_placements.storage.torch_metadata import StoredPlace
 from dcp_placements.table.digests import full_digest
 from dcp_placements.table.table import Sent
@@ -348,8 +347,8 @@ def _moved_fault(fqn: str, moved: Mapping[str, str]) -> Fault:
     """
     return Fault(
         fqn,
-        f"this rank lists {format_names(folded(list(moved)), 3)} in this group, and the checkpoint "
-        "does not",
+        f"this rank lists {format_names(folded_names(list(moved)), 3)} in this group, and the "
+        "checkpoint does not",
         (
             f"saved in:    {format_names(list(dict.fromkeys(moved.values())), 3)}",
             "reason:      the options of a group (its lr, its weight decay) are read by the number "

@@ -38,17 +38,7 @@ from torch.distributed.checkpoint import TensorStorageMetadata
 from dcp_placements import __version__
 from dcp_placements._torch import global_rank
 from dcp_placements.bind.one_tensor import Placed
-from dcp_placements.errors import (
-    CannotPlace,
-    Fault,
-    folded,
-    format_count,
-    format_names,
-    format_numbers,
-    format_ranks,
-    near_names,
-    numbers_in,
-)
+from dcp_placements.errors import CannotPlace, Fault
 from dcp_placements.layout.boxes import Boxes, as_array, format_box, tile, uncovered
 from dcp_placements.layout.equal_cuts import canonical, cuts_of_part, declared, differences
 from dcp_placements.layout.sharding import Box, Cut, Cuts, Kind, format_cuts
@@ -58,6 +48,15 @@ from dcp_placements.names.numbers import Family, Numberings, numbers_of
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.names.renames import FUNCTION, Step, recorded
 from dcp_placements.names.stacks_and_parts import Rename
+from dcp_placements.short_text import (
+    folded_names,
+    format_count,
+    format_names,
+    format_numbers,
+    format_ranks,
+    near_names,
+    numbers_in,
+)
 from dcp_placements.storage.provenance import (
     DIFFERED,
     UNCOMPARED,
@@ -176,7 +175,7 @@ def unknown_notes(asked: Asked) -> list[Fault]:
     versions = (stored(asked.metadata) or {}).get("versions", {})
     return [
         Fault(
-            format_names(folded(fqns), _SHOWN),
+            format_names(folded_names(fqns), _SHOWN),
             "the save cut it in a way that is not known here, so it is not compared with the save",
             (
                 f"the record:  {cause:.200}",
@@ -536,7 +535,7 @@ def unasked_notes(fqns: Sequence[str], asked: Asked) -> list[Fault]:
         Fault(
             level,
             f"the checkpoint has {format_count(len(of_level), 'key')} of it that no rank asks "
-            f"for: {format_names(folded(of_level), _SHOWN)}",
+            f"for: {format_names(folded_names(of_level), _SHOWN)}",
             (
                 "likely:      an empty dict under this key, as of an optimizer before its first "
                 "step; a model with fewer layers than were saved; or rename= was forgotten",
@@ -868,7 +867,7 @@ class AllAsked:
                 unasked.setdefault(_level(fqn)[0], []).append(fqn)
         renames = self._renames_on({frozenset(): range(len(self.ranks))})
         for level in several.keys() & unasked.keys():
-            first, rest = (format_names(folded(of[level]), 2) for of in (several, unasked))
+            first, rest = (format_names(folded_names(of[level]), 2) for of in (several, unasked))
             yield Fault(
                 level,
                 f"several ranks ask for {first}, and none for {rest}",

@@ -28,10 +28,15 @@ from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 
 from dcp_placements._torch import PLAIN_TYPES, ShardedTensor, has_hooks, is_dtensor_like
 from dcp_placements.bind.one_tensor import Placing
-from dcp_placements.errors import Fault, folded, format_names, near_names
+from dcp_placements.errors import Fault
 from dcp_placements.load.birth import Reset, reset_of
 from dcp_placements.names.optimizer_state import FLATTEN, OptimizerStates, parameter_groups
 from dcp_placements.rules.patterns import matches_any
+from dcp_placements.short_text import (
+    folded_names,
+    format_names,
+    near_names,
+)
 from dcp_placements.storage.provenance import SaveRecord
 
 
@@ -226,7 +231,7 @@ def _left_weights(asked: Asked, kept: Sequence[str]) -> list[Fault]:
         return []
     return [
         Fault(
-            format_names(folded(left), 6),
+            format_names(folded_names(left), 6),
             "not in the checkpoint: left as it was, as optional= allows",
             (
                 "likely:      new weights; or a head that the checkpoint ties to its embedding, "
@@ -283,11 +288,11 @@ def _namesakes(asked: Asked, kept: Sequence[str]) -> list[Fault]:
         return []
     return [
         Fault(
-            format_names(folded(list(found)), 3),
+            format_names(folded_names(list(found)), 3),
             "not in the checkpoint, which has it under a name with another component: it keeps its "
             "value",
             (
-                f"there are:   {format_names(folded(list(found.values())), 3)}",
+                f"there are:   {format_names(folded_names(list(found.values())), 3)}",
                 "likely:      a wrapper's name (_orig_mod, module) that one side has and the other "
                 "has not",
                 'way out:     rename=Replace("_orig_mod", ""), or the other way round; '

@@ -43,6 +43,16 @@ from dcp_placements.errors import (
     raise_faults,
     raise_faults_of_ranks,
 )
+from dcp_placements.items import (
+    NOT_FINISHED,
+    OVERTAKEN,
+    ItemsToCome,
+    RankWork,
+    held_by,
+    messages_of,
+    object_read,
+    quiet_gc,
+)
 from dcp_placements.load.arrival import LOOK, Arrival, Exchange, warn
 from dcp_placements.load.casting import CASTS
 from dcp_placements.load.compare import (
@@ -59,16 +69,6 @@ from dcp_placements.load.request import NOTHING, Request, request_of
 from dcp_placements.names.flat import Path, RenamedKeys, check_texts, put_at, rename_keys
 from dcp_placements.names.renames import recorded
 from dcp_placements.names.stacks_and_parts import Rename
-from dcp_placements.planning import (
-    NOT_FINISHED,
-    OVERTAKEN,
-    ItemsToCome,
-    RankWork,
-    held_by,
-    messages_of,
-    object_read,
-    quiet_gc,
-)
 from dcp_placements.report import LoadReport, Traffic
 from dcp_placements.rules.patterns import (
     Rules,

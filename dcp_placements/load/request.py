@@ -30,14 +30,15 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 from dcp_placements._torch import PLAIN_TYPES, chunk_list, has_hooks, is_dtensor_like
 from dcp_placements.bind.one_tensor import Placed, Placing
 from dcp_placements.bind.tied_keys import tied_keys
-from dcp_placements.errors import Fault, format_names
+from dcp_placements.errors import Fault
+from dcp_placements.items import ReadItemOfLoad, object_read
 from dcp_placements.layout.boxes import Index, as_array, format_boxes, uncovered
 from dcp_placements.layout.sharding import Box, format_cuts
 from dcp_placements.load.casting import cast_fault, cast_kind, format_cast, quantized_fault
 from dcp_placements.load.missing import Asked, Missing, Policy, is_tensor, settle_missing
 from dcp_placements.names.scales import scale_of
-from dcp_placements.planning import ReadItemOfLoad, object_read
 from dcp_placements.report import LoadReport
+from dcp_placements.short_text import format_names
 from dcp_placements.storage.provenance import record_of
 from dcp_placements.storage.provenance import stored as stored_record
 from dcp_placements.storage.torch_metadata import chunk_boxes

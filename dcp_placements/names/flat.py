@@ -12,7 +12,11 @@ from dataclasses import dataclass, field
 from traceback import extract_tb
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from dcp_placements.errors import CannotPlace, Fault, raise_faults
+from dcp_placements.errors import (
+    CannotPlace,
+    Fault,
+    raise_faults,
+)
 from dcp_placements.names.numbers import NumberedKey
 from dcp_placements.names.renames import apply, steps
 from dcp_placements.names.stacks_and_parts import Parts, Rename, Row, Rows, texts_of

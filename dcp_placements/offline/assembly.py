@@ -15,7 +15,12 @@ from typing import NamedTuple
 
 import torch
 
-from dcp_placements.errors import CannotLook, CannotPlace, Fault, format_faults, format_names
+from dcp_placements.errors import (
+    CannotLook,
+    CannotPlace,
+    Fault,
+    format_faults,
+)
 from dcp_placements.layout.boxes import common
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.renames import check_braces
@@ -31,6 +36,7 @@ from dcp_placements.names.stacks_and_parts import (
 )
 from dcp_placements.offline.box_reads import BoxReader, Run, is_run, position
 from dcp_placements.offline.checkpoint import SourceTensor, StoredTensor
+from dcp_placements.short_text import format_names
 
 
 @dataclass(frozen=True, slots=True)

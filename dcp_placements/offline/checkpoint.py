@@ -26,16 +26,18 @@ from dcp_placements.errors import (
     CannotLook,
     Fault,
     PlacementError,
+)
+from dcp_placements.items import object_read, quiet_gc
+from dcp_placements.layout.boxes import Index, as_boxes
+from dcp_placements.layout.sharding import Box
+from dcp_placements.offline.directory import Directory, no_checkpoint
+from dcp_placements.offline.safetensors_files import read_safetensors_metadata
+from dcp_placements.short_text import (
     format_error,
     format_name,
     format_names,
     near_names,
 )
-from dcp_placements.layout.boxes import Index, as_boxes
-from dcp_placements.layout.sharding import Box
-from dcp_placements.offline.directory import Directory, no_checkpoint
-from dcp_placements.offline.safetensors_files import read_safetensors_metadata
-from dcp_placements.planning import object_read, quiet_gc
 from dcp_placements.storage.index import RowIndex, index_of
 from dcp_placements.storage.metadata_file import UnusedIndex, read_metadata
 from dcp_placements.storage.provenance import SaveRecord, record_of, stored

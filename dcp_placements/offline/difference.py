@@ -21,11 +21,6 @@ from dcp_placements.errors import (
     CannotLook,
     CannotPlace,
     PlacementError,
-    families,
-    format_count,
-    format_name,
-    format_names,
-    format_nbytes,
 )
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.scales import scale_of
@@ -37,6 +32,13 @@ from dcp_placements.offline.key_patterns import matching_keys
 from dcp_placements.offline.model_keys import model_tensors
 from dcp_placements.offline.texts import Progress, brief
 from dcp_placements.offline.verification import VERIFIED_NBYTES, box_faults
+from dcp_placements.short_text import (
+    folded_keys,
+    format_count,
+    format_name,
+    format_names,
+    format_nbytes,
+)
 from dcp_placements.storage.torch_load import load_plain
 
 MAX_FAMILIES = 15
@@ -137,7 +139,7 @@ class Diff:
         return tuple(
             DifferenceFamily(family.name, kind, len(family.keys), of_key[family.keys[0]])
             for kind, of_key in by_kind.items()
-            for family in families(list(of_key))
+            for family in folded_keys(list(of_key))
         )
 
     @property
@@ -237,7 +239,7 @@ def _exported(
     tensors = {**found.model, **(found.states if of_second.states else {})}
     kept = {tensor.fqn for tensor in tensors.values()}
     if rest := [fqn for fqn in first.tensors if fqn not in kept]:
-        names = format_names([family.name for family in families(rest)], 4)
+        names = format_names([family.name for family in folded_keys(rest)], 4)
         notes.append(f"not compared, as an export leaves them out: {names}")
     return tensors
 

@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from dcp_placements.errors import CannotLook, format_name, format_names
+from dcp_placements.errors import CannotLook
+from dcp_placements.short_text import format_name, format_names
 from dcp_placements.storage.file_reads import open_inside, why_barred
 from dcp_placements.storage.rank_metadata import only_of_ranks
 from dcp_placements.storage.remote import RemoteFileSystem, is_url, local_or_url

@@ -16,12 +16,17 @@ from dataclasses import dataclass
 from math import prod
 from typing import ClassVar, NamedTuple
 
-from dcp_placements.errors import CannotLook, families, format_count, format_ranks
+from dcp_placements.errors import CannotLook
 from dcp_placements.layout.sharding import Kind
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.offline.checkpoint import Checkpoint, ranks_of
 from dcp_placements.offline.texts import ranges, short
 from dcp_placements.rules.mesh import MeshAxes
+from dcp_placements.short_text import (
+    folded_keys,
+    format_count,
+    format_ranks,
+)
 
 EP = "ep"
 """The axis along which ranks hold different experts."""
@@ -78,7 +83,7 @@ class Diagnosis:
             where[tensor.layer] = None
         lines = []
         for (verdict, finding), layers in findings.items():
-            names = short([family.name for family in families(list(layers))])
+            names = short([family.name for family in folded_keys(list(layers))])
             lines.append(f"{names}: {'unclear: ' * (verdict == UNCLEAR)}{finding}")
         verdicts = {verdict for verdict, _ in findings}
         if UNCLEAR in verdicts:

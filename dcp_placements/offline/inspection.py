@@ -14,15 +14,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
-from dcp_placements.errors import (
-    CannotLook,
-    families,
-    format_count,
-    format_name,
-    format_names,
-    format_nbytes,
-    natural_key,
-)
+from dcp_placements.errors import CannotLook
+from dcp_placements.items import quiet_gc
 from dcp_placements.layout.boxes import format_box
 from dcp_placements.layout.sharding import Box, Cuts
 from dcp_placements.names.stacks_and_parts import Rename
@@ -30,7 +23,14 @@ from dcp_placements.offline.assembly import assembled
 from dcp_placements.offline.checkpoint import Checkpoint, StoredRecord, ranks_of
 from dcp_placements.offline.key_patterns import matching_keys
 from dcp_placements.offline.texts import brief, format_table, ranges, short
-from dcp_placements.planning import quiet_gc
+from dcp_placements.short_text import (
+    folded_keys,
+    format_count,
+    format_name,
+    format_names,
+    format_nbytes,
+    natural_key,
+)
 from dcp_placements.storage.provenance import SaveRecord
 from dcp_placements.storage.safe_pickle import DTYPES, ORDERED_DICT, SafeUnpickler, check_unfolded
 from dcp_placements.storage.save_ids import writer_of
@@ -157,7 +157,7 @@ class Inspection:
         more = format_count(rest, "smaller group") if rest else ""
         yield ("tensors", "keys", "shape", "dtype", "bytes", "chunks", "ranks"), rows, more
         listed = []
-        objects = families(list(self.objects))
+        objects = folded_keys(list(self.objects))
         for family in objects[:SHOWN_GROUPS]:
             stored = [self.objects[key] for key in family.keys]
             value = "-" if len(stored) > 1 or stored[0].value is None else brief(stored[0].value)
@@ -218,7 +218,7 @@ class Inspection:
             if value not in ("", None):
                 yield f"{key.replace('_', ' ') + ':':<11} {value}"
         for number, group in enumerate(self.cuts[:MAX_CUTS]):
-            names = short([family.name for family in families(group.keys)])
+            names = short([family.name for family in folded_keys(group.keys)])
             yield f"{'' if number else 'cut:':<11} {names}: {', then '.join(group.cuts)}"
         if len(self.cuts) > MAX_CUTS:
             more = format_count(len(self.cuts) - MAX_CUTS, "more cut")
@@ -304,7 +304,7 @@ def _ranks(tensors: Iterable[TensorInfo]) -> tuple[int, ...]:
 
 def _groups(tensors: Mapping[str, TensorInfo]) -> Iterator[TensorGroup]:
     """Yield tensors whose keys differ in numbers alone, with one shape and dtype."""
-    for family in families({fqn: (one.shape, one.dtype) for fqn, one in tensors.items()}):
+    for family in folded_keys({fqn: (one.shape, one.dtype) for fqn, one in tensors.items()}):
         held = [tensors[fqn] for fqn in family.keys]
         chunks, nbytes = sum([one.chunks for one in held]), sum([one.nbytes for one in held])
         alike = held[0].shape, held[0].dtype

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from dcp_placements.errors import CannotLook, PlacementError, format_names
+from dcp_placements.errors import CannotLook, PlacementError
 from dcp_placements.rules.patterns import compile_pattern
+from dcp_placements.short_text import format_names
 
 
 def matcher(pattern: str) -> Callable[[str], bool]:

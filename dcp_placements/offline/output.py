@@ -31,8 +31,13 @@ from uuid import uuid4
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from dcp_placements.errors import CannotLook, format_name, format_names, format_nbytes
+from dcp_placements.errors import CannotLook
 from dcp_placements.offline.directory import MARKER
+from dcp_placements.short_text import (
+    format_name,
+    format_names,
+    format_nbytes,
+)
 from dcp_placements.storage.records import errors_of
 from dcp_placements.storage.remote import RemoteFileSystem, is_url, local_or_url
 

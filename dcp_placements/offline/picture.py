@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dcp_placements.errors import (
-    CannotLook,
+from dcp_placements.errors import CannotLook
+from dcp_placements.layout.boxes import as_array, as_boxes, intersect, overlaps, uncovered
+from dcp_placements.layout.sharding import Box
+from dcp_placements.offline.checkpoint import Checkpoint, StoredRecord
+from dcp_placements.offline.output import replaced_file
+from dcp_placements.short_text import (
     format_count,
     format_name,
     format_nbytes,
     natural_key,
 )
-from dcp_placements.layout.boxes import as_array, as_boxes, intersect, overlaps, uncovered
-from dcp_placements.layout.sharding import Box
-from dcp_placements.offline.checkpoint import Checkpoint, StoredRecord
-from dcp_placements.offline.output import replaced_file
 
 FEW = ("#2f6db3", "#d9771f", "#86b3e0", "#f4bd85", "#4f8a5b", "#a8cfa6", "#77629e", "#c5b8dc")
 """Colours of up to eight writers; those of more writers are steps along ``RAMP``."""

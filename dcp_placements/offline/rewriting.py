@@ -7,10 +7,10 @@ import os
 from torch.distributed.checkpoint import Metadata
 
 from dcp_placements.errors import CannotLook
+from dcp_placements.items import quiet_gc
 from dcp_placements.offline.checkpoint import check_count, is_torch_dist, read_dcp
 from dcp_placements.offline.directory import Directory, no_checkpoint
 from dcp_placements.offline.output import replaced_file
-from dcp_placements.planning import quiet_gc
 from dcp_placements.storage.index import INDEX_VERSION, OtherVersion
 from dcp_placements.storage.metadata_file import UnusedIndex, write_metadata
 

@@ -13,9 +13,10 @@ import torch
 from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from dcp_placements.errors import CannotLook, format_name, format_names
+from dcp_placements.errors import CannotLook
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.directory import MARKER, Directory
+from dcp_placements.short_text import format_name, format_names
 from dcp_placements.storage.index import index_of_places
 from dcp_placements.storage.metadata_file import with_columns
 from dcp_placements.storage.torch_metadata import (

@@ -7,8 +7,12 @@ from dataclasses import fields, is_dataclass
 from math import isfinite
 from typing import Any
 
-from dcp_placements.errors import format_name, format_names, format_numbers
 from dcp_placements.layout.sharding import Box
+from dcp_placements.short_text import (
+    format_name,
+    format_names,
+    format_numbers,
+)
 
 Progress = Callable[[int, int], None]
 """``(done, total)``, in bytes where nothing else is stated."""

@@ -20,14 +20,7 @@ from typing import Any, ClassVar, assert_never
 import torch
 
 from dcp_placements._torch import check_opens
-from dcp_placements.errors import (
-    families,
-    format_count,
-    format_error,
-    format_names,
-    format_nbytes,
-    natural_key,
-)
+from dcp_placements.items import quiet_gc
 from dcp_placements.layout.boxes import as_array, flaws, format_box, format_boxes
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.checkpoint import (
@@ -41,7 +34,14 @@ from dcp_placements.offline.checkpoint import (
 )
 from dcp_placements.offline.directory import Directory
 from dcp_placements.offline.texts import Progress, short
-from dcp_placements.planning import quiet_gc
+from dcp_placements.short_text import (
+    folded_keys,
+    format_count,
+    format_error,
+    format_names,
+    format_nbytes,
+    natural_key,
+)
 from dcp_placements.storage.file_reads import CountedFile, Part, crc32, part_of
 from dcp_placements.storage.index import OtherVersion
 from dcp_placements.storage.metadata_file import read_stock_pickle
@@ -127,7 +127,7 @@ class Verification:
         for (where, kind), faults in ordered[:most]:
             lines += [] if where == place else [where]
             place = where
-            keys = families({fqn for fault in faults for fqn in fault.tensors})
+            keys = folded_keys({fqn for fault in faults for fqn in fault.tensors})
             names = short([family.name for family in keys]) if keys else "no key"
             several = len(faults) > 1
             number = f"{format_count(len(faults), 'fault')}, " if several else ""

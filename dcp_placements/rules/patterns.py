@@ -22,10 +22,9 @@ from dcp_placements.errors import (
     CannotPlace,
     Fault,
     PlacementError,
-    format_names,
-    near_names,
 )
 from dcp_placements.rules.placement import CheckpointPlacement
+from dcp_placements.short_text import format_names, near_names
 
 Rules = Callable[[str, Any], CheckpointPlacement | None]
 """What the planners take: ``(fqn, tensor) -> CheckpointPlacement or None``."""

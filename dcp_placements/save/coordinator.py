@@ -30,8 +30,6 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from dcp_placements.errors import (
     Fault,
     format_faults,
-    format_names,
-    format_ranks,
     raise_faults,
 )
 from dcp_placements.layout.boxes import Ints
@@ -45,6 +43,7 @@ from dcp_placements.rules.patterns import (
     unmatched_faults,
 )
 from dcp_placements.save import messages
+from dcp_placements.short_text import format_names, format_ranks
 from dcp_placements.storage.provenance import (
     DIFFERED,
     UNCOMPARED,

@@ -25,11 +25,12 @@ from typing import Any, NamedTuple, assert_never
 import numpy as np
 
 from dcp_placements.bind.one_tensor import Placed
-from dcp_placements.errors import Fault, format_count, format_nbytes
+from dcp_placements.errors import Fault
 from dcp_placements.layout.boxes import as_boxes, format_box, format_boxes, uncovered
 from dcp_placements.layout.sharding import Box, Chunk, format_cuts
 from dcp_placements.names.optimizer_state import FLATTEN, OptimizerStates, is_by_position
 from dcp_placements.report import SaveReport
+from dcp_placements.short_text import format_count, format_nbytes
 from dcp_placements.table.digests import Digests
 from dcp_placements.table.prove import Broken, Compared, Doubled, Unlike
 from dcp_placements.table.table import OBJECT

@@ -46,12 +46,7 @@ from dcp_placements.errors import (
     raise_faults,
     raise_faults_of_ranks,
 )
-from dcp_placements.names.flat import Path, Reshaped, check_texts, checkpoint_path, rename_keys
-from dcp_placements.names.numbers import NumberedKey
-from dcp_placements.names.optimizer_state import ParameterNames, stateless_parameters
-from dcp_placements.names.renames import Step, recorded
-from dcp_placements.names.stacks_and_parts import Rename
-from dcp_placements.planning import (
+from dcp_placements.items import (
     NOT_FINISHED,
     OVERTAKEN,
     ItemsToCome,
@@ -61,6 +56,11 @@ from dcp_placements.planning import (
     messages_of,
     quiet_gc,
 )
+from dcp_placements.names.flat import Path, Reshaped, check_texts, checkpoint_path, rename_keys
+from dcp_placements.names.numbers import NumberedKey
+from dcp_placements.names.optimizer_state import ParameterNames, stateless_parameters
+from dcp_placements.names.renames import Step, recorded
+from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.report import SaveReport
 from dcp_placements.rules.mesh import mesh_state
 from dcp_placements.rules.patterns import (

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from dcp_placements._torch import PLAIN_TYPES
-from dcp_placements.errors import format_name
+from dcp_placements.short_text import format_name
 
 crc32: Callable[..., int] = import_module("isal.isal_zlib" if find_spec("isal") else "zlib").crc32
 """The checksum of zip files, which isal takes in a quarter of the time."""

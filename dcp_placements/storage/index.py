@@ -45,8 +45,9 @@ from torch.distributed.checkpoint import Metadata, ReadItem, TensorStorageMetada
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_placements._torch import StorageInfo
-from dcp_placements.errors import Fault, format_names, raise_faults
+from dcp_placements.errors import Fault, raise_faults
 from dcp_placements.layout.boxes import Ints, expanded, unique
+from dcp_placements.short_text import format_names
 from dcp_placements.storage.columns import (
     LARGEST_VALUE,
     IndexDamage,

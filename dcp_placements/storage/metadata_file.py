@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_placements._torch import StorageInfo
 from dcp_placements.errors import PlacementError
-from dcp_placements.planning import quiet_gc
+from dcp_placements.items import quiet_gc
 from dcp_placements.storage.columns import IndexDamage, components, joined
 from dcp_placements.storage.index import (
     INDEX_VERSION,

@@ -14,7 +14,8 @@ import os
 import re
 from collections.abc import Iterable
 
-from dcp_placements.errors import PlacementError, format_names
+from dcp_placements.errors import PlacementError
+from dcp_placements.short_text import format_names
 
 _RANK_METADATA = re.compile(r"__\d+\.metadata")
 

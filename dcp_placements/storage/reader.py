@@ -29,13 +29,12 @@ from dcp_placements._torch import global_rank, logged_where_torch_drops_it
 from dcp_placements.errors import (
     PlacementError,
     fault_error,
-    format_count,
     format_faults,
-    format_name,
     raise_faults,
 )
-from dcp_placements.planning import quiet_gc
+from dcp_placements.items import quiet_gc
 from dcp_placements.report import Traffic
+from dcp_placements.short_text import format_count, format_name
 from dcp_placements.storage.file_reads import CountedFile, Part, open_inside
 from dcp_placements.storage.index import places_of, with_copies
 from dcp_placements.storage.metadata_file import read_metadata

@@ -33,12 +33,11 @@ from dcp_placements._torch import (
 from dcp_placements.errors import (
     Fault,
     PlacementError,
-    format_error,
     format_faults,
-    format_name,
     raise_faults,
 )
 from dcp_placements.layout.boxes import Array
+from dcp_placements.short_text import format_error, format_name
 from dcp_placements.storage.file_reads import CountedFile, Part, crc32, memory_of, segments
 from dcp_placements.storage.index import with_copies
 from dcp_placements.storage.safe_pickle import RefusedGlobal

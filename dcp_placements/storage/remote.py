@@ -23,7 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
-from dcp_placements.errors import CannotLook, format_name
+from dcp_placements.errors import CannotLook
+from dcp_placements.short_text import format_name
 from dcp_placements.storage.file_reads import RawPart
 
 OBJECT_STORES = frozenset(

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dcp_placements.errors import format_name
+from dcp_placements.short_text import format_name
 
 MAX_NAME_CHARS = 200
 _MAX_FIELDS = 64

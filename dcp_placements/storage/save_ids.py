@@ -23,8 +23,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from dcp_placements._torch import StorageInfo
-from dcp_placements.errors import Fault, format_ranks
-from dcp_placements.planning import object_read
+from dcp_placements.errors import Fault
+from dcp_placements.items import object_read
+from dcp_placements.short_text import format_ranks
 from dcp_placements.storage.provenance import RESERVED_KEY
 from dcp_placements.storage.torch_metadata import StoredPlace
 

@@ -17,8 +17,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements._torch import RANK, SPEC, StridedShard
 from dcp_placements.bind.rank_shard import RankShard
-from dcp_placements.errors import CannotPlace, format_error
+from dcp_placements.errors import CannotPlace
 from dcp_placements.rules.mesh import MeshCoordinate
+from dcp_placements.short_text import format_error
 from dcp_placements.storage.safe_pickle import Made
 from dcp_placements.storage.tensor_record import strided_tensor
 

@@ -13,8 +13,9 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from dcp_placements.errors import fault_error, format_error
+from dcp_placements.errors import fault_error
 from dcp_placements.names.flat import Path, value_at
+from dcp_placements.short_text import format_error
 from dcp_placements.storage.file_reads import CountedFile, Part, c_strides
 from dcp_placements.storage.record_reads import DAMAGED, IS_DAMAGED
 from dcp_placements.storage.safe_pickle import Call, Made, check_unfolded, most_elements

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dcp_placements.errors import format_name
+from dcp_placements.short_text import format_name
 from dcp_placements.storage.safe_pickle import (
     MAX_NAME_CHARS,
     Made,

@@ -34,9 +34,10 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
 
 from dcp_placements._torch import StorageInfo
-from dcp_placements.errors import PlacementError, format_name
+from dcp_placements.errors import PlacementError
 from dcp_placements.layout.boxes import Boxes, Ints, as_array, as_boxes
 from dcp_placements.layout.sharding import Box
+from dcp_placements.short_text import format_name
 from dcp_placements.storage.provenance import stored
 
 PORTABLE_PROPERTIES = 5

@@ -37,7 +37,7 @@ from dcp_placements._torch import (
     StoragePrefix,
 )
 from dcp_placements.errors import PlacementError
-from dcp_placements.planning import quiet_gc
+from dcp_placements.items import quiet_gc
 from dcp_placements.storage.index import build_index, index_of_places
 from dcp_placements.storage.metadata_file import (
     read_file_names,

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from dcp_placements.errors import (
-    NoCheckpoint,
-    PlacementError,
+from dcp_placements.errors import NoCheckpoint, PlacementError
+from dcp_placements.short_text import (
     format_count,
     format_error,
     format_names,

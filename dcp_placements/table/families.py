@@ -18,9 +18,10 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 
-from dcp_placements.errors import Fault, format_numbers, format_ranks
+from dcp_placements.errors import Fault
 from dcp_placements.names.numbers import Family, Numbering, numbers_of
 from dcp_placements.rules.patterns import matches_any
+from dcp_placements.short_text import format_numbers, format_ranks
 from dcp_placements.table.world import World
 
 HeldNumbers = Mapping[frozenset[int], Sequence[int]]

@@ -15,11 +15,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dcp_placements.errors import Fault, format_ranks
+from dcp_placements.errors import Fault
 from dcp_placements.names.numbers import Numberings
 from dcp_placements.names.renames import Step
 from dcp_placements.report import Shapes
 from dcp_placements.rules.patterns import Matches
+from dcp_placements.short_text import format_ranks
 
 _SHOWN_VALUES = 4
 

@@ -21,18 +21,17 @@ from typing import Any
 import torch
 
 from dcp_placements._torch import is_dtensor_like
-from dcp_placements.errors import (
-    Fault,
-    PlacementError,
-    folded,
-    format_count,
-    format_name,
-    format_names,
-)
+from dcp_placements.errors import Fault, PlacementError
 from dcp_placements.layout.boxes import Shape
 from dcp_placements.layout.sharding import format_cuts
 from dcp_placements.names.optimizer_state import OptimizerStates, followed_dims
 from dcp_placements.rules.patterns import matches_any
+from dcp_placements.short_text import (
+    folded_names,
+    format_count,
+    format_name,
+    format_names,
+)
 from dcp_placements.table.table import OBJECT, Group
 from dcp_placements.table.world import World
 
@@ -327,7 +326,7 @@ class LevelCompared:
         for fault in self.faults:
             fqns_of.setdefault(fault.headline, []).append(fault.fqn)
         differs = [
-            f"differs:     {format_names(folded(fqns), 2)}: {headline}"
+            f"differs:     {format_names(folded_names(fqns), 2)}: {headline}"
             for headline, fqns in list(fqns_of.items())[:MAX_DIFFERENCES]
         ]
         return _level_note(self.level, f"is not the whole model: {why}", *differs)
@@ -374,7 +373,7 @@ def compare_with_whole(
     text = ", ".join(counts) or "no key"
     if names := comparison.not_compared:
         text += f"; {format_count(len(names), 'tensor')} not compared"
-        text += f" ({format_names(folded(names), 2)})"
+        text += f" ({format_names(folded_names(names), 2)})"
     return faults, notes, text
 
 
@@ -532,7 +531,7 @@ class _LevelComparison:
             'way out:     whole={"model": ..., level: {key: shape}} has it compared; '
             "waive={pattern: reason} where it is right",
         )
-        return [Fault(format_names(folded(names), 3), headline, details)]
+        return [Fault(format_names(folded_names(names), 3), headline, details)]
 
 
 _OTHER_SHAPE = (

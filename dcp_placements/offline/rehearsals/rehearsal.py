@@ -15,13 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dcp_placements.errors import (
-    Fault,
-    format_count,
-    format_faults,
-    format_name,
-    format_nbytes,
-)
+from dcp_placements.errors import Fault, format_faults
 from dcp_placements.layout.boxes import (
     Ints,
     as_boxes,
@@ -38,6 +32,11 @@ from dcp_placements.offline.rehearsals.rehearsed_world import RehearsedWorld
 from dcp_placements.offline.texts import Progress, format_table, ranges, short
 from dcp_placements.rules.mesh import MeshAxes, MeshCoordinate, format_mesh_axes
 from dcp_placements.rules.patterns import unmatched_faults
+from dcp_placements.short_text import (
+    format_count,
+    format_name,
+    format_nbytes,
+)
 from dcp_placements.storage.file_reads import c_strides, cheap_gap, segments
 from dcp_placements.storage.record_reads import is_read_whole
 from dcp_placements.table.table import OBJECT

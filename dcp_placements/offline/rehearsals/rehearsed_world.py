@@ -22,7 +22,11 @@ from dcp_placements._torch import rehearsed
 from dcp_placements.bind.one_tensor import Place, declared_place
 from dcp_placements.bind.rank_shard import RankShard
 from dcp_placements.bind.reshape import row_axes
-from dcp_placements.errors import CannotPlace, Fault, PlacementError
+from dcp_placements.errors import (
+    CannotPlace,
+    Fault,
+    PlacementError,
+)
 from dcp_placements.layout.boxes import Boxes, as_array, as_boxes
 from dcp_placements.layout.sharding import Box
 from dcp_placements.load.compare import AllAsked

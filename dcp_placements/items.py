@@ -1,4 +1,4 @@
-"""What both planners stand on: their current save or load, and items by the thousand.
+"""The current save or load of a planner, and the items of plans, which know theirs.
 
 A planner may have several saves or loads under way, written and read in threads, so each item of a
 plan knows its own. The hooks that plan get no items: they use what ``set_up_planner`` began last.
@@ -30,7 +30,11 @@ from torch.distributed.checkpoint import ReadItem, WriteItem
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from dcp_placements.errors import Fault, PlacementError, raise_faults
+from dcp_placements.errors import (
+    Fault,
+    PlacementError,
+    raise_faults,
+)
 
 T = TypeVar("T")
 

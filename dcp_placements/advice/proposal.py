@@ -28,7 +28,7 @@ from torch.distributed.tensor import Shard
 
 from dcp_placements._torch import DistWrapper, facts_of, state_dicts_of_statefuls, world_size
 from dcp_placements.bind.lint import GATE_UP, QKV
-from dcp_placements.errors import PlacementError, format_names, numbers_in, without_numbers
+from dcp_placements.errors import PlacementError
 from dcp_placements.layout.boxes import Shape
 from dcp_placements.layout.sharding import Sharding
 from dcp_placements.names.renames import Renames, Renumber, contiguous, number_in
@@ -41,6 +41,11 @@ from dcp_placements.rules.patterns import (
     matches_any,
 )
 from dcp_placements.rules.placement import CheckpointPlacement, FusedShard, cut_of, format_placement
+from dcp_placements.short_text import (
+    format_names,
+    numbers_in,
+    without_numbers,
+)
 from dcp_placements.table.digests import sampled_digests
 from dcp_placements.table.whole import ModelKeys, WholeModel
 
