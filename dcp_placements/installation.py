@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import inspect
 import sys
+import time
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
 from threading import RLock, current_thread, get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
@@ -24,8 +27,108 @@ from dcp_placements.placements import Placements
 from dcp_placements.save.planner import PlacementSavePlanner
 
 _lock = RLock()
-_entered: list[tuple[installed, int]] = []
-"""Those that are entered and not left, each with the thread that entered it, the innermost last."""
+_entered: list[tuple[Serving, int]] = []
+"""What is entered and not left, each with the thread that entered it, the innermost last."""
+
+
+class Call(NamedTuple):
+    """A save or load that has ended without an error.
+
+    Attributes:
+        kind: ``"save"`` or ``"load"``.
+        planner: The planner that served it.
+        arguments: What torch's function was called with, by name.
+        seconds: Its wall time on this rank; of an ``async_save`` from its start to its end.
+    """
+
+    kind: str
+    planner: Any
+    arguments: Mapping[str, Any]
+    seconds: float
+
+
+class Serving:
+    """Gives saves and loads their planners, while it is entered.
+
+    Args:
+        declare: Returns the declaration; called for each save and load.
+        save: Options of ``PlacementSavePlanner``.
+        load: Options of ``PlacementLoadPlanner``.
+        strict: Whether another planner is refused.
+        ended: Takes each save and load that has ended without an error, on each rank, in the thread
+            in which it ended.
+    """
+
+    def __init__(
+        self,
+        declare: Callable[[], Placements],
+        *,
+        save: Mapping[str, Any] | None = None,
+        load: Mapping[str, Any] | None = None,
+        strict: bool = False,
+        ended: Callable[[Call], None] | None = None,
+    ) -> None:
+        self._declare, self._strict, self.ended = declare, strict, ended
+        self._options = {"save": dict(save or {}), "load": dict(load or {})}
+        for kind, options in self._options.items():
+            try:
+                getattr(Placements(None), f"{kind}_planner")(**options)
+            except TypeError as error:
+                raise PlacementError(f"{kind}={options}: {error}") from None
+
+    def is_same(self, other: Serving) -> bool:
+        """Whether another one serves by the same declaration and options."""
+        own = self._declare, self._options, self._strict
+        return own == (other._declare, other._options, other._strict)
+
+    def planner(self, kind: str, planner: Any) -> Any:
+        """Return the planner of a call that was made with ``planner``, which may be None."""
+        default, names = _DEFAULTS[kind]
+        if planner is None or type(planner) is default:
+            given = {name: getattr(planner, name) for name in names if planner is not None}
+            options = {**given, **self._options[kind]}
+            return getattr(self._declare(), f"{kind}_planner")(**options)
+        if isinstance(planner, PlacementSavePlanner | PlacementLoadPlanner):
+            return planner
+        kind_of_planner = type(planner)
+        text = (
+            f"dcp.{kind} was called with planner={kind_of_planner.__module__}."
+            f"{kind_of_planner.__qualname__}, which installed() does not replace\n"
+            "    way out:     pass placements.save_planner() or placements.load_planner() where "
+            "the framework lets you"
+        )
+        if self._strict:
+            raise PlacementError(text)
+        warnings.warn(text, stacklevel=3)
+        return planner
+
+    def enter(self) -> None:
+        """Serve all saves and loads of the process from now on.
+
+        Raises:
+            PlacementError: Another thread has entered another declaration.
+        """
+        with _lock:
+            for other, thread in _entered:
+                if thread != get_ident() and not other.is_same(self):
+                    raise PlacementError(
+                        "another thread is inside installed() with another declaration, which "
+                        "this one would change under its saves and loads\n"
+                        "    way out:     planner=placements.save_planner() in one of the threads; "
+                        "or one after the other"
+                    )
+            if not _entered:
+                _replace_seams()
+            _entered.append((self, get_ident()))
+
+    def leave(self) -> None:
+        """Serve none of them any more, but for what entered it before and has not left it."""
+        with _lock:
+            # The last one: the same instance may be entered again inside another.
+            own = [number for number, (other, _) in enumerate(_entered) if other is self]
+            del _entered[own[-1]]
+            if not _entered:
+                _restore_seams()
 
 
 class installed:
@@ -67,14 +170,10 @@ class installed:
                 f"installed() takes a Placements, not {type(placements).__name__}\n"
                 "    way out:     installed(Placements(rules, rename=...))"
             )
-        self._placements = placements
-        self._options = {"save": dict(save or {}), "load": dict(load or {})}
-        self._strict = strict
-        for call, options in self._options.items():
-            try:
-                self._planner(call, None)
-            except TypeError as error:
-                raise PlacementError(f"installed({call}={options}): {error}") from None
+        try:
+            self._serving = Serving(_Declared(placements), save=save, load=load, strict=strict)
+        except PlacementError as error:
+            raise PlacementError(f"installed({error})") from None
         self._was_entered = False
 
     def __del__(self) -> None:
@@ -87,52 +186,22 @@ class installed:
                 stacklevel=2,
             )
 
-    def _declares(self) -> tuple[Any, ...]:
-        return self._placements, self._options, self._strict
-
     def __enter__(self) -> None:
         self._was_entered = True
-        with _lock:
-            for other, thread in _entered:
-                if thread != get_ident() and other._declares() != self._declares():
-                    raise PlacementError(
-                        "another thread is inside installed() with another declaration, which "
-                        "this one would change under its saves and loads\n"
-                        "    way out:     planner=placements.save_planner() in one of the threads; "
-                        "or one after the other"
-                    )
-            if not _entered:
-                _replace_seams()
-            _entered.append((self, get_ident()))
+        self._serving.enter()
 
     def __exit__(self, *_: object) -> None:
-        with _lock:
-            # The last one: the same instance may be entered again inside another.
-            own = [at for at, (one, _) in enumerate(_entered) if one is self]
-            del _entered[own[-1]]
-            if not _entered:
-                _restore_seams()
+        self._serving.leave()
 
-    def _planner(self, call: str, planner: Any) -> Any:
-        """Return the planner of a call that was made with ``planner``, which may be None."""
-        default, names = _DEFAULTS[call]
-        if planner is None or type(planner) is default:
-            given = {name: getattr(planner, name) for name in names if planner is not None}
-            options = {**given, **self._options[call]}
-            return getattr(self._placements, f"{call}_planner")(**options)
-        if isinstance(planner, PlacementSavePlanner | PlacementLoadPlanner):
-            return planner
-        kind = type(planner)
-        text = (
-            f"dcp.{call} was called with planner={kind.__module__}.{kind.__qualname__}, which "
-            "installed() does not replace\n"
-            "    way out:     pass placements.save_planner() or placements.load_planner() where "
-            "the framework lets you"
-        )
-        if self._strict:
-            raise PlacementError(text)
-        warnings.warn(text, stacklevel=3)
-        return planner
+
+@dataclass(frozen=True, slots=True)
+class _Declared:
+    """A declaration that is the same for each save and load."""
+
+    placements: Placements
+
+    def __call__(self) -> Placements:
+        return self.placements
 
 
 _DEFAULTS: dict[str, tuple[type, tuple[str, ...]]] = {
@@ -148,7 +217,7 @@ _DEFAULTS: dict[str, tuple[type, tuple[str, ...]]] = {
 """By call torch's planner, and those of its options that are carried over."""
 
 
-def _served(function: Callable[..., Any], call: str) -> Callable[..., Any]:
+def _served(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
     """Return a function that is called with the planner of the innermost context."""
     signature = inspect.signature(function)
 
@@ -156,12 +225,25 @@ def _served(function: Callable[..., Any], call: str) -> Callable[..., Any]:
         with _lock:
             innermost = _entered[-1][0] if _entered else None
         # In its thread async_save has the planner of its call, perhaps outside of this context.
-        in_thread = call == "save" and current_thread().name.startswith(ASYNC_THREAD)
+        in_thread = kind == "save" and current_thread().name.startswith(ASYNC_THREAD)
         if innermost is None or in_thread:
             return function(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
-        bound.arguments["planner"] = innermost._planner(call, bound.arguments.get("planner"))
-        return function(*bound.args, **bound.kwargs)
+        planner = innermost.planner(kind, bound.arguments.get("planner"))
+        bound.arguments["planner"] = planner
+        ended, start = innermost.ended, time.monotonic()
+        result = function(*bound.args, **bound.kwargs)
+        if ended is not None:
+
+            def end(future: Future[Any] | None = None) -> None:
+                if future is None or (not future.cancelled() and future.exception() is None):
+                    ended(Call(kind, planner, bound.arguments, time.monotonic() - start))
+
+            if isinstance(result, Future):
+                result.add_done_callback(end)
+            else:
+                end()
+        return result
 
     return served
 
