@@ -135,7 +135,7 @@ def dropped_rows(
     for one in placed:
         sharding = one.place.sharding
         is_padded = sharding.padded_shape not in (None, sharding.global_shape)
-        if not is_padded or one.parts or matches_any(waived, one.fqn):
+        if not is_padded or one.rows or matches_any(waived, one.fqn):
             continue
         for dim, (size, cut) in enumerate(
             zip(sharding.global_shape, sharding.cut_shape, strict=True)

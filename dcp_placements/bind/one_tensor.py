@@ -80,8 +80,8 @@ class Placed:
         tensor: The local tensor itself, no copy; of several the first.
         place: Where it lies; shared by all tensors of the same layout.
         rule: The name of its rule for messages; None if no rule matches.
-        parts: The rows of a stack, or the copies of a row that this rank holds several times, as
-            views with the checkpoint's dims; ``Chunk.part`` is an index in it. Empty where
+        rows: The rows of a stack, or the copies of a row that this rank holds several times, as
+            views with the checkpoint's dims; ``Chunk.row`` is an index in it. Empty where
             ``tensor`` is all.
         has_own_key: Whether other ranks of its mesh may not have the key at all: a row, or a part
             of a row, of a local tensor.
@@ -93,14 +93,14 @@ class Placed:
     tensor: torch.Tensor
     place: Place
     rule: str | None = None
-    parts: Sequence[torch.Tensor] = ()
+    rows: Sequence[torch.Tensor] = ()
     has_own_key: bool = False
     is_reduced: bool = False
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:
         """The local tensors that it stands for."""
-        return self.parts or (self.tensor,)
+        return self.rows or (self.tensor,)
 
     @property
     def is_whole(self) -> bool:
@@ -110,7 +110,7 @@ class Placed:
 
     def view(self, chunk: Chunk) -> torch.Tensor:
         """Return the elements of a chunk: a view of a local tensor, with the checkpoint's dims."""
-        tensor = self.parts[chunk.part] if self.parts else self.tensor
+        tensor = self.rows[chunk.row] if self.rows else self.tensor
         if tensor.shape == chunk.sizes and not tensor.requires_grad:
             return tensor  # most are whole chunks
         tensor = tensor.detach()

@@ -265,7 +265,7 @@ def _can_be_sent(value: Any, placing: Placing, fqn: str) -> bool:
         # A tensor of stacked rows is no single piece of memory; of a row that a rank has twice
         # each is filled.
         offsets = {chunk.offsets for chunk in placed.place.chunks}
-        if placed.parts or placed.has_own_key or len(offsets) < len(placed.place.chunks):
+        if placed.rows or placed.has_own_key or len(offsets) < len(placed.place.chunks):
             return False
     return (
         type(value) in PLAIN_TYPES

@@ -138,11 +138,11 @@ class Index:
             shares = (intersect(boxes[one], self.boxes[other])[:, 1] > 0).all(axis=1)
             yield one[shares], other[shares]
 
-    def pieces(self, box: Box) -> list[tuple[int, Box, Box]]:
-        """Return ``(position, one of the index, what both share)`` of those that fill a box.
+    def overlaps(self, box: Box) -> list[tuple[int, Box, Box]]:
+        """Return ``(number, box of the index, what both share)`` for each that meets a box.
 
-        One that equals the box is returned alone: as in most loads, which are of the world that
-        saved.
+        A box of the index that equals it is returned alone, as in most loads, which are of the
+        world that saved.
         """
         wanted = as_array([box], len(box.sizes))
         equal = np.flatnonzero((self.boxes == wanted).all(axis=(1, 2)))

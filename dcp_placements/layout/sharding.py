@@ -49,7 +49,7 @@ class Chunk(NamedTuple):
     local_offsets: tuple[int, ...]  # its start in the rank's local tensor
     offsets: tuple[int, ...]  # its start in the checkpoint's tensor
     sizes: tuple[int, ...]  # the same in both
-    part: int = 0  # which local tensor holds it, where a rank has the rows of a stack one by one
+    row: int = 0  # which of ``Placed.rows`` holds it; 0 where the local tensor is one
 
     @property
     def box(self) -> Box:
@@ -205,7 +205,7 @@ class Sharding:
         """
         dims = [self.dim_at(dim, positions) for dim in range(len(self.global_shape))]
         chunks = []
-        for each in product(*map(dim_pieces, dims, self.global_shape)):
+        for each in product(*map(dim_intervals, dims, self.global_shape)):
             local_offsets, offsets, sizes = zip(*each, strict=True) if each else ((), (), ())
             chunks.append(Chunk(local_offsets, offsets, sizes))
         local_shape = tuple([sum([stop - start for start, stop in held]) for held in dims])
@@ -225,24 +225,24 @@ class Sharding:
         return product(*[range(cut.size) for cut in self.cuts])
 
 
-def dim_pieces(intervals: Intervals, size: int) -> list[tuple[int, int, int]]:
+def dim_intervals(intervals: Intervals, size: int) -> list[tuple[int, int, int]]:
     """Return ``(start in the local tensor, start in the whole, length)`` of what a dim stores.
 
-    ``dim_pieces(((0, 2), (3, 5)), 6)``, which holds rows 0, 1, 3 and 4, is ``[(0, 0, 2), (2, 3,
+    ``dim_intervals(((0, 2), (3, 5)), 6)``, which holds rows 0, 1, 3 and 4, is ``[(0, 0, 2), (2, 3,
     2)]``.
 
     Args:
         intervals: Those that a coordinate holds of the dim, in local order.
         size: The size of the dim in the checkpoint; what lies beyond it is padding.
     """
-    pieces = []
+    stored = []
     local_offset = 0
     for start, stop in intervals:
-        kept = min(stop, size) - start
-        if kept > 0:
-            pieces.append((local_offset, start, kept))
+        length = min(stop, size) - start
+        if length > 0:
+            stored.append((local_offset, start, length))
         local_offset += stop - start
-    return pieces
+    return stored
 
 
 def cut_intervals(intervals: Intervals, cut: Cut, position: Position) -> Intervals:

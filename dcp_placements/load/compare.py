@@ -483,7 +483,7 @@ def unnumbered_rows(asked: Asked, rename: Rename | None) -> Iterator[Fault]:
             continue
         (dim, *_), name = step.shaping, step.pattern.partition(".{}")[0].rpartition(".")[2]
         for fqn, placed in asked.placing.placed.items():
-            rows = {chunk.offsets[dim] for chunk in placed.place.chunks} if placed.parts else set()
+            rows = {chunk.offsets[dim] for chunk in placed.place.chunks} if placed.rows else set()
             are_first = (
                 rows == set(range(len(rows)))
                 and 0 < len(rows) < placed.place.sharding.global_shape[dim]

@@ -60,7 +60,7 @@ def reads_of(
     holes: list[Box] = []
     chunks = Index(chunk_boxes(stored.chunks, len(stored.size)))
     for position, box in enumerate(destinations):
-        pieces = chunks.pieces(box)
+        pieces = chunks.overlaps(box)
         filled = [shared for _, _, shared in pieces]
         if filled != [box]:
             holes += uncovered(box, as_array(filled, len(box.sizes)))
@@ -330,10 +330,10 @@ def _destinations(
         placed = asked.placing.placed.get(fqn)
         if placed is None and has_hooks(asked.state_dict[fqn]):
             continue
-        if placed is not None and not placed.parts:
+        if placed is not None and not placed.rows:
             destinations.append((fqn, placed.tensor))
             continue
-        tensors = asked.tensors(fqn) if placed is None else placed.parts
+        tensors = asked.tensors(fqn) if placed is None else placed.rows
         destinations += [(fqn, tensor) for tensor in tensors]
     return destinations
 

@@ -171,13 +171,13 @@ class Target:
     dims: tuple[int | None, ...]
     boxes: tuple[tuple[Box, Box], ...]
 
-    def chunks(self, chunks: Iterable[Chunk], part: int = 0) -> tuple[Chunk, ...]:
+    def chunks(self, chunks: Iterable[Chunk], row: int = 0) -> tuple[Chunk, ...]:
         """Return the chunks of the source as chunks of this tensor.
 
         Args:
             chunks: What a rank holds of the source. The local tensor is a view of the source's,
                 with the dims of this tensor.
-            part: The number of that local tensor.
+            row: The index of that local tensor among ``Placed.rows``.
         """
         moved = []
         for chunk, (source, target) in product(chunks, self.boxes):
@@ -188,7 +188,7 @@ class Target:
             inside = [local + first - start for local, first, start in starts]
             local_offsets = tuple([0 if dim is None else inside[dim] for dim in self.dims])
             box = moved_box(shared, source, target, self.dims)
-            moved.append(Chunk(local_offsets, *box, part))
+            moved.append(Chunk(local_offsets, *box, row))
         return tuple(moved)
 
     def of_row(self, number: int, dim: int) -> Target:

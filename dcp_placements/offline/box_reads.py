@@ -111,7 +111,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         self._target.tensor = into
         by_file: dict[str, list[Wanted]] = {}
         chunks = self._chunks(tensor)
-        for at, _, shared in tensor.cut.pieces(box):
+        for at, _, shared in tensor.cut.overlaps(box):
             chunk = chunks[at]
             if chunk.file is not None:
                 wanted = self._wanted(tensor, at, shared, box)
@@ -147,7 +147,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         itemsize = tensor.dtype.itemsize
         chunks = self._chunks(tensor)
         runs = []
-        for at, held, shared in tensor.cut.pieces(box):
+        for at, held, shared in tensor.cut.overlaps(box):
             chunk = chunks[at]
             if chunk.file is None or chunk.transforms:
                 return None

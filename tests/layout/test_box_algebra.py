@@ -91,7 +91,7 @@ def test_boxes_against_painted_arrays() -> None:
             expected = [piece for piece in sharing if piece[2] is not None]
             if box in boxes and expected:
                 expected = [(boxes.index(box), box, box)]
-            assert Index(array).pieces(box) == expected, seed
+            assert Index(array).overlaps(box) == expected, seed
         first, number = unique(array)
         assert [boxes[at] for at in first] == sorted(set(boxes))
         assert [boxes[first[at]] for at in number] == boxes
