@@ -31,7 +31,7 @@ _entered: list[tuple[Serving, int]] = []
 """What is entered and not left, each with the thread that entered it, the innermost last."""
 
 
-class Call(NamedTuple):
+class EndedCall(NamedTuple):
     """A save or load that has ended without an error.
 
     Attributes:
@@ -66,7 +66,7 @@ class Serving:
         save: Mapping[str, Any] | None = None,
         load: Mapping[str, Any] | None = None,
         strict: bool = False,
-        ended: Callable[[Call], None] | None = None,
+        ended: Callable[[EndedCall], None] | None = None,
     ) -> None:
         self._declare, self._strict, self.ended = declare, strict, ended
         self._options = {"save": dict(save or {}), "load": dict(load or {})}
@@ -237,7 +237,7 @@ def _served(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
 
             def end(future: Future[Any] | None = None) -> None:
                 if future is None or (not future.cancelled() and future.exception() is None):
-                    ended(Call(kind, planner, bound.arguments, time.monotonic() - start))
+                    ended(EndedCall(kind, planner, bound.arguments, time.monotonic() - start))
 
             if isinstance(result, Future):
                 result.add_done_callback(end)
