@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import (
     _stateful_to_state_dict as state_dicts_of_statefuls,
 )
 from torch.distributed.checkpoint.utils import _DistWrapper as DistWrapper
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.serialization import _get_layout
@@ -84,6 +85,21 @@ ASYNC_THREAD = "AsyncCheckpointExecutor"
 
 PLAIN_TYPES = torch.Tensor, torch.nn.Parameter, torch.nn.Buffer
 """Types of tensors that are what they seem. Most are of these, so that they are asked first."""
+
+
+def watch_meshes(made: Callable[[DeviceMesh], None]) -> None:
+    """Call a function with each ``DeviceMesh`` that this process makes from now on.
+
+    Slicing and flattening make one, too. The initialiser stays replaced.
+    """
+    initialize: Any = DeviceMesh.__init__
+
+    @wraps(initialize)
+    def initialize_and_tell(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+        initialize(mesh, *args, **kwargs)
+        made(mesh)
+
+    setattr(DeviceMesh, "__init__", initialize_and_tell)  # noqa: B010 (mypy)
 
 
 def are_plain(tensors: Iterable[torch.Tensor]) -> bool:

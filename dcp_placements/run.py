@@ -1,0 +1,177 @@
+"""``python -m dcp_placements.run``: any trainer with these planners, no line of it changed.
+
+The program runs as ``__main__`` inside ``installed``, with its own arguments and exit code::
+
+    torchrun --nproc-per-node 8 -m dcp_placements.run train.py --config x
+    torchrun --nproc-per-node 8 -m dcp_placements.run --placements ours.py:placements train.py
+
+Without ``--placements`` it is an alarm: saves and loads are those of torch's planners, but for what
+would be lost, which is refused. With it, ``placements(meshes)`` returns the declaration. It is
+called at each save and load, so that meshes that the program makes later are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from dcp_placements.errors import PlacementError
+from dcp_placements.installation import Serving
+from dcp_placements.placements import Placements
+from dcp_placements.program_meshes import ProgramMeshes
+from dcp_placements.short_text import format_error
+
+Declare = Callable[[ProgramMeshes], Any]
+"""A function of the user's, which returns the ``Placements`` of this rank."""
+
+_USAGE = """\
+python -m dcp_placements.run [--placements FILE.py:FUNCTION] [--save KEY=VALUE] [--load KEY=VALUE]
+                             PROGRAM.py | -m MODULE  [ARGUMENTS]"""
+_NOTHING = Placements(None)
+
+
+class RefusedStart(Exception):
+    """The program was not started; its text is one line."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run a program inside ``installed``; what it raises, and its exit code, are its own.
+
+    Args:
+        arguments: The command line, without the name of this module.
+
+    Raises:
+        RefusedStart: Options, the file of the declaration or the program cannot be used.
+    """
+    given = _parsed(arguments)
+    meshes = ProgramMeshes()
+    declare = None if given.placements is None else _declaration(given.placements)
+
+    def declared() -> Placements:
+        if declare is None:
+            return _NOTHING
+        placements = declare(meshes)
+        if not isinstance(placements, Placements):
+            raise PlacementError(
+                f"--placements {given.placements} returned a {type(placements).__name__}, not a "
+                "Placements\n    way out:     return Placements(rules, rename=...)"
+            )
+        return placements
+
+    try:
+        serving = Serving(declared, save=_options(given.save), load=_options(given.load))
+    except PlacementError as error:
+        raise RefusedStart(f"--{format_error(error)}") from None
+    code, spec = _program(given)
+    sys.argv[:] = [code.co_filename, *given.program[1:]]
+    module = ModuleType("__main__")
+    module.__file__, module.__spec__ = code.co_filename, spec
+    module.__package__ = None if spec is None else spec.parent
+    sys.modules["__main__"] = module
+    meshes.record()
+    # It is not left: threads of the program may save after its main module has ended.
+    serving.enter()
+    exec(code, vars(module))
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options before the program, and the program with its arguments."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dcp_placements.run", usage=_USAGE, allow_abbrev=False, description=__doc__
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--placements", metavar="FILE.py:FUNCTION", help="returns the Placements")
+    for kind in ("save", "load"):
+        help_text = f"an option of Placements.{kind}_planner(), as often as wanted"
+        parser.add_argument(
+            f"--{kind}", metavar="KEY=VALUE", action="append", default=[], help=help_text
+        )
+    parser.add_argument("-m", dest="is_module", action="store_true", help="PROGRAM is a module")
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM ARGUMENTS")
+    given = parser.parse_args(arguments)
+    if not given.program:
+        parser.error("a program is missing")
+    return given
+
+
+def _options(pairs: Sequence[str]) -> dict[str, Any]:
+    """Return options given as ``KEY=VALUE``; a value that is no Python literal is text."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        key, is_pair, text = pair.partition("=")
+        if not is_pair:
+            raise RefusedStart(f"{pair!r} is not KEY=VALUE")
+        try:
+            options[key] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            options[key] = text
+    return options
+
+
+def _declaration(place: str) -> Declare:
+    """Return the function that ``FILE.py:FUNCTION`` names; the file is executed."""
+    path, is_pair, name = place.rpartition(":")
+    if not is_pair:
+        raise RefusedStart(f"--placements {place}: not FILE.py:FUNCTION")
+    if not Path(path).is_file():
+        raise RefusedStart(f"--placements {place}: there is no file {path}")
+    spec = importlib.util.spec_from_file_location("declared_placements", path)
+    if spec is None or spec.loader is None:
+        raise RefusedStart(f"--placements {place}: {path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        kind = type(error).__name__
+        raise RefusedStart(f"--placements {place}: {kind}: {format_error(error)}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        missing = "no function of this name" if function is None else "no function"
+        raise RefusedStart(f"--placements {place}: {missing} in {path}")
+    try:
+        inspect.signature(function).bind(None)
+    except (TypeError, ValueError):  # a class of torch's has no signature
+        raise RefusedStart(f"--placements {place}: takes more or less than meshes alone") from None
+    declare: Declare = function
+    return declare
+
+
+def _program(given: argparse.Namespace) -> tuple[CodeType, ModuleSpec | None]:
+    """Return the code of the program, and the spec of a module; ``sys.path`` becomes its own."""
+    program = given.program[0]
+    if given.is_module:
+        try:
+            spec = importlib.util.find_spec(program)
+            if spec is not None and spec.submodule_search_locations is not None:
+                spec = importlib.util.find_spec(f"{program}.__main__")
+        except (ImportError, ValueError) as error:
+            raise RefusedStart(f"-m {program}: {format_error(error)}") from None
+        get_code = getattr(None if spec is None else spec.loader, "get_code", None)
+        code = None if spec is None or get_code is None else get_code(spec.name)
+        if code is None:
+            raise RefusedStart(f"there is no module {program} to run")
+        return code, spec
+    try:
+        source = Path(program).read_bytes()
+    except OSError as error:
+        raise RefusedStart(f"{program} cannot be read: {error.strerror}") from None
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(program).resolve().parent)
+    return compile(source, program, "exec", dont_inherit=True), None
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except RefusedStart as refused:
+        print(f"dcp_placements.run: {refused}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,274 @@
+"""``python -m dcp_placements.run``: a trainer that is not edited, watched or with a declaration."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_placements.run import RefusedStart, main
+from tests.torchrun import ROOT, forked, tail
+
+TRAINER = """
+import sys
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+
+
+class OfMain:
+    pass
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    ep = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "edp"))["ep"].get_local_rank()
+    whole = torch.arange(24.0).reshape(8, 3)
+    weights = {"experts.w1": whole.chunk(2)[ep].clone(), "norm.weight": torch.ones(3)}
+    if "right" in sys.argv:
+        weights.pop("experts.w1")
+    dcp.save({"model": weights, "step": 3}, checkpoint_id="saved")
+    assert sys.modules["__main__"].OfMain is OfMain
+    sys.stdout.write(f"SAVED {sys.argv}\\n")  # in one piece: four ranks print
+    dist.destroy_process_group()
+    sys.exit(int(sys.argv[-1]))
+"""
+DECLARED = """
+from torch.distributed.tensor import Shard
+from dcp_placements import CheckpointPlacement, Placements
+
+NUMBER = 3
+
+
+def placements(meshes):
+    return Placements({"experts": CheckpointPlacement(meshes["ep"], {"ep": Shard(0)})})
+
+
+def no_placements(meshes):
+    return {"experts": meshes["ep"]}
+
+
+def other_axis(meshes):
+    return Placements({"experts": CheckpointPlacement(meshes["expert"], {"expert": Shard(0)})})
+
+
+def without_meshes():
+    return Placements(None)
+"""
+WHOLE = torch.arange(24.0).reshape(8, 3)
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "train.py").write_text(TRAINER)
+    (tmp_path / "ours.py").write_text(DECLARED)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Return what four ranks print that run a program so."""
+    return forked(ROOT / "dcp_placements" / "run.py", *arguments, cwd=Path.cwd())
+
+
+def one(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Return what one process prints that runs a program so."""
+    command = [sys.executable, "-m", "dcp_placements.run", *arguments]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def stored() -> torch.Tensor:
+    """Return what torch reads of the experts in one process."""
+    state = {"model": {"experts.w1": torch.zeros(8, 3)}}
+    dcp.load(state, checkpoint_id="saved", no_dist=True)
+    return state["model"]["experts.w1"]
+
+
+@pytest.mark.dist
+def test_the_alarm_refuses_what_would_be_lost(trainer: Path) -> None:
+    done = ran("train.py", "0")
+    assert done.returncode != 0
+    assert "SAVED" not in done.stdout
+    assert "model.experts.w1: 2 different contents on 4 ranks" in done.stderr, tail(done)
+    assert not (trainer / "saved" / ".metadata").exists()
+
+
+@pytest.mark.dist
+def test_the_alarm_is_silent_where_nothing_is_lost(trainer: Path) -> None:
+    done = ran("train.py", "right", "0")
+    assert done.returncode == 0, tail(done)
+    assert done.stdout.count("SAVED ['train.py', 'right', '0']") == 4
+    assert done.stderr == ""
+    state = {"model": {"norm.weight": torch.zeros(3)}, "step": 0}
+    dcp.load(state, checkpoint_id="saved", no_dist=True)
+    assert state["step"] == 3
+    assert state["model"]["norm.weight"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.dist
+def test_a_declaration_puts_every_shard_where_it_belongs(trainer: Path) -> None:
+    """The program's arguments and exit code are its own."""
+    done = ran("--placements", "ours.py:placements", "train.py", "--save", "5")
+    assert done.stdout.count("SAVED ['train.py', '--save', '5']") == 4, tail(done)
+    assert done.returncode != 0  # that of a rank is in test_one_process
+    assert torch.equal(stored(), WHOLE)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ("no_placements", ["ours.py:no_placements returned a dict, not a Placements"]),
+        ("other_axis", ["meshes['expert']", "(ep=2, edp=2) of ranks [[0, 1], [2, 3]]"]),
+    ],
+)
+def test_a_declaration_that_cannot_be_used_is_refused_at_the_save(
+    trainer: Path, function: str, expected: list[str]
+) -> None:
+    done = ran("--placements", f"ours.py:{function}", "train.py", "0")
+    assert done.returncode != 0
+    for text in expected:
+        assert text in done.stderr, tail(done)
+    assert not (trainer / "saved").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["nowhere.py"], "nowhere.py cannot be read"),
+        (["-m", "no_such_module"], "there is no module no_such_module"),
+        (["--placements", "ours.py", "train.py"], "not FILE.py:FUNCTION"),
+        (["--placements", "no.py:f", "train.py"], "there is no file no.py"),
+        (["--placements", "ours.py:nothing", "train.py"], "no function of this name in ours.py"),
+        (["--placements", "ours.py:NUMBER", "train.py"], "no function in ours.py"),
+        (["--placements", "ours.py:Shard", "train.py"], "takes more or less than meshes alone"),
+        (["--placements", "ours.py:without_meshes", "train.py"], "takes more or less than meshes"),
+        (["--placements", "broken.py:f", "train.py"], "ZeroDivisionError: division by zero"),
+        (["--save", "digests", "train.py"], "'digests' is not KEY=VALUE"),
+        (["--save", "digest=full", "train.py"], "'digest'"),
+        (["--load", "exchange=True", "--load", "x=1", "train.py"], "'x'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_start_is_one_line(trainer: Path, arguments: list[str], expected: str) -> None:
+    (trainer / "broken.py").write_text("1 / 0")
+    program = sys.modules["__main__"], list(sys.argv), list(sys.path)
+    with pytest.raises(RefusedStart) as refused:
+        main(arguments)
+    assert expected in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert program == (sys.modules["__main__"], list(sys.argv), list(sys.path))
+
+
+def test_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folder, pickles of classes of the program, exceptions and exit codes are as without it."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    (folder / "beside.py").write_text("VALUE = 7")
+    (folder / "train.py").write_text(
+        textwrap.dedent(
+            """
+            import multiprocessing, pickle, sys, threading
+            import beside
+
+            class Config:
+                value = beside.VALUE
+
+            def double(value):
+                return value * 2
+
+            if __name__ == "__main__":
+                assert type(pickle.loads(pickle.dumps(Config()))) is Config
+                with multiprocessing.get_context("spawn").Pool(1) as pool:
+                    print(pool.map(double, [beside.VALUE]))
+                threading.Thread(target=lambda: print("thread", double(3))).start()
+                print(sys.argv[1:], __file__, __spec__)
+                sys.exit(5 if sys.argv[1] == "exit" else KeyError("raised"))
+            """
+        )
+    )
+    (folder / "raises.py").write_text("raise KeyError('raised')")
+    monkeypatch.chdir(tmp_path)
+    done = one("programs/train.py", "exit")
+    assert (done.returncode, done.stderr) == (5, "")
+    assert done.stdout.splitlines()[0] == "[14]"
+    assert sorted(done.stdout.splitlines()[1:]) == ["['exit'] programs/train.py None", "thread 6"]
+    done = one("programs/raises.py")
+    assert done.returncode == 1
+    assert done.stderr.endswith("KeyError: 'raised'\n")
+    done = one("nowhere.py")
+    assert done.returncode == 2
+    assert done.stderr.startswith("dcp_placements.run: nowhere.py cannot be read")
+
+
+def test_a_module_is_run_as_python_runs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "trainers"
+    package.mkdir()
+    (package / "__init__.py").write_text("NAME = 'package'")
+    (package / "__main__.py").write_text(
+        "import sys\nfrom . import NAME\nprint(NAME, __package__, __spec__.name, sys.argv[1:])"
+    )
+    monkeypatch.chdir(tmp_path)
+    done = one("-m", "trainers", "--x", "y")
+    assert done.stdout == "package trainers trainers.__main__ ['--x', 'y']\n", tail(done)
+
+
+MESHES = """
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from dcp_placements import PlacementError
+from dcp_placements.program_meshes import ProgramMeshes
+
+if __name__ == "__main__":
+    before = init_device_mesh("cpu", (4,), mesh_dim_names=("before",))
+    meshes = ProgramMeshes()
+    meshes.record()
+    dense = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    sparse = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("ep", "dp", "etp"))
+    nameless = init_device_mesh("cpu", (4,))
+    rank = dist.get_rank()
+    assert meshes["tp"].mesh.tolist() == [[0, 1], [2, 3]][rank // 2]
+    assert meshes["ep"].mesh.tolist() == [[0, 2], [1, 3]][rank % 2]
+    assert meshes["tp"].mesh_dim_names == ("tp",)
+    assert meshes["ep", "etp"].mesh.tolist() == [[0, 1], [2, 3]]
+    assert meshes.of("dp", "tp").get_coordinate() == dense.get_coordinate()
+    assert meshes["ep"].get_local_rank() == rank // 2
+    assert "etp" in meshes and "before" not in meshes
+    for names in ("before", "dp", ("tp", "etp")):
+        try:
+            meshes[names]
+        except PlacementError as refused:
+            text = str(refused)
+            assert "(dp=2, tp=2) of ranks [[0, 1], [2, 3]]" in text or names == "dp", text
+            if names == "dp":  # along two ranks of the first mesh, and one of the second
+                assert f"(dp=2) of ranks {[rank % 2, rank % 2 + 2]}" in text, text
+                assert f"(dp=1) of ranks {[rank]}" in text, text
+        else:
+            raise AssertionError(names)
+    dense["dp", "tp"]._flatten("world")
+    assert meshes["world"].mesh.tolist() == [0, 1, 2, 3]
+    dist.barrier()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.dist
+def test_meshes_are_reached_by_the_names_of_their_axes(tmp_path: Path) -> None:
+    (tmp_path / "meshes.py").write_text(MESHES)
+    done = forked(tmp_path / "meshes.py", cwd=tmp_path)
+    assert done.returncode == 0, tail(done)
