@@ -71,7 +71,7 @@ def check(
     rank = dist.get_rank(process_group) if dist.is_initialized() else 0
     plain = state_dicts_of_statefuls(state_dict)
     meshes = planner.rules.meshes if isinstance(planner.rules, PlacementRules) else []
-    mesh = max(filter(axis_names, meshes), key=lambda one: len(one.shape), default=None)
+    mesh = max(filter(axis_names, meshes), key=lambda candidate: len(candidate.shape), default=None)
 
     def on_rank() -> tuple[SavePlan, RankFacts | None]:
         planner.set_up_planner(plain, is_coordinator=rank == 0)
@@ -83,11 +83,13 @@ def check(
     def on_coordinator(sent: list[tuple[SavePlan, RankFacts | None]]) -> SaveReport:
         try:
             planner.create_global_plan([plan for plan, _ in sent])
-            if planner.whole is None and (notes := _equal_parts([one for _, one in sent if one])):
+            if planner.whole is None and (
+                notes := _equal_parts([facts for _, facts in sent if facts])
+            ):
                 planner.report.warnings += tuple(map(str, notes))
                 warnings.warn(format_faults("look at this save", notes, "note"), stacklevel=2)
         except PlacementError as refusal:
-            facts = [one for _, one in sent if one is not None]
+            facts = [of_rank for _, of_rank in sent if of_rank is not None]
             if planner.whole is None or mesh is None or len(facts) < len(sent):
                 raise
             sizes = dict(zip(axis_names(mesh), mesh.shape, strict=True))
@@ -114,23 +116,32 @@ def _declared_parts(planner: PlacementSavePlanner) -> RankFacts:
     parts = {}
     for fqn, placed in planner._save.placing.placed.items():
         cuts = zip(placed.place.sharding.cuts, placed.place.positions, strict=False)
-        at = [(cut.axis, one) for cut, one in cuts if cut.size > 1 and isinstance(one, int)]
-        if placed.rule is not None and at and len(placed.tensors) == 1:
+        positions = [
+            (cut.axis, position)
+            for cut, position in cuts
+            if cut.size > 1 and isinstance(position, int)
+        ]
+        if placed.rule is not None and positions and len(placed.tensors) == 1:
             tensors[fqn], parts[fqn] = (
-                TensorFacts(placed.place.sharding.global_shape, tuple(at), None),
+                TensorFacts(placed.place.sharding.global_shape, tuple(positions), None),
                 placed.tensor,
             )
     digests = contents_of(parts)
-    return RankFacts({}, {fqn: one._replace(digest=digests[fqn]) for fqn, one in tensors.items()})
+    return RankFacts(
+        {}, {fqn: tensor._replace(digest=digests[fqn]) for fqn, tensor in tensors.items()}
+    )
 
 
 def _equal_parts(facts: Sequence[RankFacts]) -> list[Fault]:
     """Return the notes on parts that are equal along an axis that a rule cuts, and not constant."""
     notes = []
-    for fqn in dict.fromkeys(fqn for one in facts for fqn in one.tensors):
-        held = [one.tensors[fqn] for one in facts if fqn in one.tensors]
+    for fqn in dict.fromkeys(fqn for rank in facts for fqn in rank.tensors):
+        held = [rank.tensors[fqn] for rank in facts if fqn in rank.tensors]
         axes = [name for name, _ in held[0].own if name and not EXPERT_AXIS.match(name)]
-        parts = [({name: at for name, at in one.own if name}, one._replace(own=())) for one in held]
+        parts = [
+            ({name: position for name, position in tensor.own if name}, tensor._replace(own=()))
+            for tensor in held
+        ]
         for axis in sorted(along([parts], axes)[1]):
             details = (
                 f"found:       equal parts, of which the rule makes {held[0].shape}",

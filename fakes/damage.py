@@ -124,8 +124,8 @@ def _elements(path: Path, fqn: str, chunk: int) -> tuple[Path, int, int]:
 
 def _read(path: Path) -> Metadata:
     with open(path / ".metadata", "rb") as stream:
-        found: Metadata = pickle.load(stream)
-    return found
+        metadata: Metadata = pickle.load(stream)
+    return metadata
 
 
 def _write(path: Path, metadata: Metadata) -> str:

@@ -245,7 +245,7 @@ def write_legacy(
         file.parent.mkdir(parents=True, exist_ok=True)
         if optimizer == "float16":
             weights = [weight for chunk in chunks for weight in chunk.values()]
-            state = {at: {"exp_avg": weight + 1} for at, weight in enumerate(weights)}
+            state = {index: {"exp_avg": weight + 1} for index, weight in enumerate(weights)}
             groups = [{"step": STEPS, "lr": 1e-4, "params": [*state]}]
             held["optimizer"] = {
                 "optimizer": {"state": state, "param_groups": groups},
@@ -317,7 +317,7 @@ def cut_for(
 ) -> torch.Tensor:
     """Return a rank's part of one whole weight."""
     of_expert = ".mlp.experts." in key
-    size, at = (run.expert_tp, rank.etp) if of_expert else (run.tp, rank.tp)
+    size, position = (run.expert_tp, rank.etp) if of_expert else (run.tp, rank.tp)
     linear, _, kind = key.rpartition(".")
     is_bias = kind.startswith("bias")
     if "layer_norm" in kind or kind == "layernorm":
@@ -325,15 +325,20 @@ def cut_for(
     if linear.endswith("linear_fc1") and model.gated:
         gate, up = whole[: len(whole) // 2], whole[len(whole) // 2 :]
         rows = len(gate) // size
-        return torch.cat([gate[at * rows : (at + 1) * rows], up[at * rows : (at + 1) * rows]])
+        return torch.cat(
+            [
+                gate[position * rows : (position + 1) * rows],
+                up[position * rows : (position + 1) * rows],
+            ]
+        )
     if linear.endswith(("linear_fc1", "linear_qkv")) or is_vocabulary(key):
         rows = len(whole) // size
         assert rows * size == len(whole), f"{key}: {len(whole)} rows over {size} ranks"
-        return whole[at * rows : (at + 1) * rows].clone()
+        return whole[position * rows : (position + 1) * rows].clone()
     if linear.endswith(("linear_fc2", "linear_proj")) and not is_bias:
         columns = whole.shape[1] // size
         assert columns * size == whole.shape[1]
-        return whole[:, at * columns : (at + 1) * columns].clone()
+        return whole[:, position * columns : (position + 1) * columns].clone()
     return whole.clone()
 
 

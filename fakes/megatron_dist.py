@@ -71,7 +71,7 @@ class MCoreMetadata(Metadata):
 
 def _dist_keys(weights: Wholes) -> Wholes:
     """Return the whole weights under the keys of ``torch_dist``."""
-    found: Wholes = {}
+    stacked: Wholes = {}
     stacks: dict[str, dict[tuple[int, ...], torch.Tensor]] = {}
     for key, weight in weights.items():
         name = re.sub(
@@ -80,8 +80,8 @@ def _dist_keys(weights: Wholes) -> Wholes:
         numbers = tuple(map(int, re.findall(r"(?<=\.)\d+(?=\.)", name)))
         stacks.setdefault(re.sub(r"\.\d+(?=\.)", "", name), {})[numbers] = weight
     for name, rows in stacks.items():
-        found[name] = _stacked(rows)
-    return found
+        stacked[name] = _stacked(rows)
+    return stacked
 
 
 def _stacked(rows: Mapping[tuple[int, ...], torch.Tensor]) -> torch.Tensor:

@@ -115,7 +115,7 @@ class World:
             ValueError: A planner with ``exchange=``, which needs a process group.
         """
         planners = [planner(rank) for rank in range(self.size)]
-        if any(getattr(one, "exchange", False) for one in planners):
+        if any(getattr(rank_planner, "exchange", False) for rank_planner in planners):
             raise ValueError(
                 "a simulated world has no process group, so its ranks cannot exchange what they "
                 "read: load without exchange="

@@ -72,7 +72,9 @@ class Fitting(NamedTuple):
     def __str__(self) -> str:
         if not self.placements:
             return "None"
-        axes = ", ".join(f'"{axis}": {format_placement(one)}' for axis, one in self.placements)
+        axes = ", ".join(
+            f'"{axis}": {format_placement(placement)}' for axis, placement in self.placements
+        )
         shapes = {"global_shape": self.whole, "padded_shape": self.padded}
         given = "".join([f", {name}={shape}" for name, shape in shapes.items() if shape])
         return f"CheckpointPlacement(mesh, {{{axes}}}{given})"
@@ -131,18 +133,20 @@ class Proposal:
 
     def on(self, mesh: Any, whole: WholeModel) -> Proposal:
         """Return it with its ``placements`` on a mesh."""
-        rules: RuleTable = {pattern: one.on(mesh) for pattern, one in self.rules.items()}
-        renames = [one.on(mesh) for one in self.numberings]
+        rules: RuleTable = {pattern: fitting.on(mesh) for pattern, fitting in self.rules.items()}
+        renames = [numbered.on(mesh) for numbered in self.numberings]
         proposal = replace(self)
         rename = Renames(*renames) if renames else None
         proposal.placements = Placements(rules, rename=rename, whole=whole)
         return proposal
 
     def __str__(self) -> str:
-        rules = [f"        {_quoted(pattern)}: {one}," for pattern, one in self.rules.items()]
+        rules = [
+            f"        {_quoted(pattern)}: {fitting}," for pattern, fitting in self.rules.items()
+        ]
         for pattern, why in self.undecided.items():
             rules += [f"        # {line}" for line in f"{pattern}: {why}".split("\n")]
-        renames = [f"        {one}," for one in self.numberings]
+        renames = [f"        {numbered}," for numbered in self.numberings]
         if renames:
             renames = ["    rename=Renames(", *renames, "    ),"]
         lines = ["placements = Placements(", "    {", *rules, "    },", *renames]
@@ -203,7 +207,7 @@ def propose_placements(
 def one_error(failed: CheckpointException) -> Exception:
     """Return the coordinator's refusal, or the error of the first rank that failed."""
     errors = [failed.failures[rank][0] for rank in sorted(failed.failures)]
-    error = next((one for one in errors if isinstance(one, PlacementError)), errors[0])
+    error = next((failure for failure in errors if isinstance(failure, PlacementError)), errors[0])
     return error if isinstance(error, Exception) else RuntimeError(str(failed))
 
 
@@ -279,24 +283,24 @@ def decide(whole: WholeModel, facts: Sequence[RankFacts], sizes: Mapping[str, in
     Raises:
         PlacementError: No rank has a key of the model.
     """
-    keys = list(dict.fromkeys(fqn for one in facts for fqn in one.tensors))
+    keys = list(dict.fromkeys(fqn for rank in facts for fqn in rank.tensors))
     level = whole.main_level(keys)
     model = None if level is None else whole.model_at(level)
     if level is None or model is None:
-        expected = [key for one in whole.models.values() for key in one.shapes]
+        expected = [key for of_level in whole.models.values() for key in of_level.shapes]
         text = f"whole= has {format_names(expected, 3)}, the ranks {format_names(keys, 3)}"
         raise PlacementError(f"no rank has a key of whole=\n    found:       {text}")
     ranks = [
         RankFacts(
-            one.position,
+            rank.position,
             {
                 fqn.removeprefix(level): tensor
-                for fqn, tensor in one.tensors.items()
+                for fqn, tensor in rank.tensors.items()
                 if fqn.startswith(level)
             },
         )
-        for one in facts
-        if one.position or not sizes
+        for rank in facts
+        if rank.position or not sizes
     ]
     axes = {name: size for name, size in sizes.items() if size > 1}
     decision = Proposal()
@@ -307,19 +311,21 @@ def decide(whole: WholeModel, facts: Sequence[RankFacts], sizes: Mapping[str, in
     for key, shape in model.shapes.items():
         if any(without_numbers(head) in unnumbered for head, *_ in numbers_in(key)):
             continue
-        held[key] = [(one.position, one.tensors[key]) for one in ranks if key in one.tensors]
+        held[key] = [(rank.position, rank.tensors[key]) for rank in ranks if key in rank.tensors]
         if not held[key] and model.names.get(key, (key,))[0] != key:
             continue
-        shapes = tuple([(part.shape, tuple(at.items())) for at, part in held[key]])
+        shapes = tuple([(part.shape, tuple(position.items())) for position, part in held[key]])
         kinds.setdefault(without_numbers(key), {}).setdefault((shape, shapes), []).append(key)
     options: dict[str, tuple[Fitting, list[str]]] = {}
     for name, of_name in kinds.items():
-        taken: dict[tuple[Fitting, str], list[str]] = {}
+        choices: dict[tuple[Fitting, str], list[str]] = {}
         for (shape, _), members in of_name.items():
-            found = _taken(_starred(name), shape, [held[key] for key in members], axes)
-            taken.setdefault(found, []).extend(members)
-        for (option, why), members in taken.items():
-            by_pattern = {_starred(name): members} if len(taken) == 1 else {m: [m] for m in members}
+            choice = _taken(_starred(name), shape, [held[key] for key in members], axes)
+            choices.setdefault(choice, []).extend(members)
+        for (option, why), members in choices.items():
+            by_pattern = (
+                {_starred(name): members} if len(choices) == 1 else {m: [m] for m in members}
+            )
             for pattern, keys in by_pattern.items():
                 options[pattern] = option, keys
                 if why:
@@ -344,7 +350,7 @@ def _rules(
     Args:
         options: By pattern, with its keys.
     """
-    ordered = sorted(options, key=lambda one: (-one.count("."), one.count("*")))
+    ordered = sorted(options, key=lambda pattern: (-pattern.count("."), pattern.count("*")))
     table = PlacementRules(dict.fromkeys(ordered))
     of_key = {
         name: pattern
@@ -353,14 +359,22 @@ def _rules(
         for name in (key, f"{_BEFORE}{key}", f"{_BEFORE}{key}._")
     }
     others = [(pattern, table.pattern_of(name) or "") for name, pattern in of_key.items()]
-    wrong = {one for pattern, one in others if options[one][0] != options[pattern][0]}
+    wrong = {first for pattern, first in others if options[first][0] != options[pattern][0]}
     if starred := [pattern for pattern in wrong if "*" in pattern]:
         # ``*.w`` matches ``model.w``: its keys one by one do not.
-        apart = {key: (options[one][0], [key]) for one in starred for key in options[one][1]}
-        return _rules({one: of for one, of in options.items() if one not in starred} | apart)
-    sharding = [compile_pattern(one) for one in ordered if options[one][0].placements]
+        apart = {
+            key: (options[pattern][0], [key]) for pattern in starred for key in options[pattern][1]
+        }
+        return _rules(
+            {pattern: of for pattern, of in options.items() if pattern not in starred} | apart
+        )
+    sharding = [compile_pattern(pattern) for pattern in ordered if options[pattern][0].placements]
     met = {of_key[name] for name in of_key if matches_any(sharding, name)}
-    return {one: options[one][0] for one in ordered if options[one][0].placements or one in met}
+    return {
+        pattern: options[pattern][0]
+        for pattern in ordered
+        if options[pattern][0].placements or pattern in met
+    }
 
 
 def _taken(
@@ -381,7 +395,9 @@ def _taken(
         return Fitting(), "no rank has this key"
     fitting, why = _fitting(shape, held, axes)
     if len(fitting) != 1:
-        return Fitting(), "\n".join([why, *[f"    {_quoted(pattern)}: {one}," for one in fitting]])
+        return Fitting(), "\n".join(
+            [why, *[f"    {_quoted(pattern)}: {option}," for option in fitting]]
+        )
     (option,) = fitting
     placements = dict(option.placements)
     if not placements:
@@ -434,8 +450,8 @@ def _fitting(
         shapes = ", ".join(sorted({str(part.shape) for _, part in parts}))
         text = " x ".join(f"{name} {size}" for name, size in free.items()) or "no axis"
         return [], f"no Shard over {text} makes {shape} of the parts {shapes}"
-    sharding: list[set[str]] = [{name for name, _ in one.placements} for one in fitting]
-    sound = [one for one, axes_of in zip(fitting, sharding, strict=True) if differ <= axes_of]
+    sharding: list[set[str]] = [{name for name, _ in option.placements} for option in fitting]
+    sound = [option for option, axes_of in zip(fitting, sharding, strict=True) if differ <= axes_of]
     if not sound:
         names = ", ".join(sorted(differ))
         return [], (
@@ -444,13 +460,13 @@ def _fitting(
         )
     if len(sound) > 1:
         # Parts of one tensor that are equal would be a coincidence.
-        likely = [one for one in sound if not equal & {name for name, _ in one.placements}]
+        likely = [option for option in sound if not equal & {name for name, _ in option.placements}]
         sound = likely or sound
     if len(sound) > 1:
         return sound, "shapes and contents fit each of these"
-    (taken,) = sound
-    cut_dims = [placement.dim for _, placement in taken.placements]
-    together = [one for one, at in taken.placements if cut_dims.count(at.dim) > 1]
+    (choice,) = sound
+    cut_dims = [placement.dim for _, placement in choice.placements]
+    together = [axis for axis, placement in choice.placements if cut_dims.count(placement.dim) > 1]
     if not together:
         return sound, ""
     return sound, (
@@ -466,7 +482,9 @@ def _option(
     sizes: Mapping[str, int],
 ) -> Fitting | None:
     """Return the placements with the shapes that they need; None where they do not fit."""
-    cuts = tuple([cut_of(one, len(shape), name, sizes[name]) for name, one in placements])
+    cuts = tuple(
+        [cut_of(placement, len(shape), name, sizes[name]) for name, placement in placements]
+    )
     first = parts[0][1].shape
     made = list(first)
     for cut in cuts:
@@ -474,13 +492,13 @@ def _option(
 
     def fits(sharding: Sharding) -> bool:
         return all(
-            sharding.shard([at[name] for name, _ in placements])[0] == part.shape
-            for at, part in parts
+            sharding.shard([position[name] for name, _ in placements])[0] == part.shape
+            for position, part in parts
         )
 
     if fits(Sharding(shape, cuts)):
         return Fitting(placements, None if tuple(made) == shape else shape)
-    is_padded = all(one >= two for one, two in zip(made, shape, strict=True))
+    is_padded = all(size >= two for size, two in zip(made, shape, strict=True))
     cut_dims = {cut.dim for cut in cuts}
     only_cut = all(made[d] == shape[d] or d in cut_dims for d in range(len(shape)))
     # Each rank has rows that are no padding.
@@ -502,11 +520,13 @@ def along(
         contents: dict[Any, set[bytes]] = {}
         count = 0
         for number, parts in enumerate(held):
-            for at, part in parts:
+            for position, part in parts:
                 if part.digest is not None:
-                    rest = tuple([(name, one) for name, one in at.items() if name != axis])
-                    alike = number, rest, part.own, part.shape
-                    contents.setdefault(alike, set()).add(part.digest)
+                    rest = tuple(
+                        [(name, where) for name, where in position.items() if name != axis]
+                    )
+                    peers = number, rest, part.own, part.shape
+                    contents.setdefault(peers, set()).add(part.digest)
                     count += 1
         if any(len(digests) > 1 for digests in contents.values()):
             differ.add(axis)
@@ -532,7 +552,7 @@ def _renumbered(
     """
     unnumbered = set()
     for head, numbers in _numbers(model.shapes).items():
-        of_ranks = [_numbers(one.tensors).get(head, set()) for one in ranks]
+        of_ranks = [_numbers(rank.tensors).get(head, set()) for rank in ranks]
         union, total = set().union(*of_ranks), len(numbers)
         if not union or len(union) >= total or numbers != set(range(total)):
             continue
@@ -540,9 +560,9 @@ def _renumbered(
         fitting = _numberings(pattern, ranks, of_ranks, axes, total)
         others = [
             key
-            for key in dict.fromkeys(key for one in ranks for key in one.tensors)
-            if (found := number_in(pattern, f"{_BEFORE}{key}"))
-            and without_numbers(found.head) != f"{_BEFORE}{head}"
+            for key in dict.fromkeys(key for rank in ranks for key in rank.tensors)
+            if (numbered := number_in(pattern, f"{_BEFORE}{key}"))
+            and without_numbers(numbered.head) != f"{_BEFORE}{head}"
         ]
         if others:
             unnumbered.add(head)
@@ -551,35 +571,35 @@ def _renumbered(
                 f"another number in {format_names(others, 1)}: rename= has to be a function"
             )
             continue
-        named = {key for one in ranks for key in one.tensors if head in _numbers([key])}
+        named = {key for rank in ranks for key in rank.tensors if head in _numbers([key])}
         held = [[(r.position, r.tensors[key]) for r in ranks if key in r.tensors] for key in named]
         differ, _ = along(held, axes)
-        fitting = [one for one in fitting if one.axis in differ] or fitting
+        fitting = [option for option in fitting if option.axis in differ] or fitting
         if len(fitting) == 1:
-            (taken,) = fitting
-            decision.numberings.append(taken)
+            (choice,) = fitting
+            decision.numberings.append(choice)
             decision.undecided[pattern] = (
-                f"taken as contiguous along {taken.axis}; names and shapes fit other orders, too, "
+                f"taken as contiguous along {choice.axis}; names and shapes fit other orders, too, "
                 "such as round robin or interleaved stages"
             )
-            starts = [sum(taken.counts[: one.position[taken.axis]]) for one in ranks]
+            starts = [sum(choice.counts[: rank.position[choice.axis]]) for rank in ranks]
             ranks = [_with_numbers(*each, head) for each in zip(ranks, starts, strict=True)]
             continue
         unnumbered.add(head)
         why = f"the ranks have {len(union)} of its {total} numbers"
         why += ", and each of these fits" if fitting else ""
-        choices = [f"    rename={one}" for one in fitting]
+        choices = [f"    rename={option}" for option in fitting]
         decision.undecided[pattern] = "\n".join([why, *choices])
     return ranks, unnumbered
 
 
 def _numbers(keys: Iterable[str]) -> dict[str, set[int]]:
     """Return the numbers in keys, by the key up to them, with ``{}`` for others in that."""
-    found: dict[str, set[int]] = {}
+    by_head: dict[str, set[int]] = {}
     for key in keys:
         for head, number, _ in numbers_in(key):
-            found.setdefault(without_numbers(head), set()).add(number)
-    return found
+            by_head.setdefault(without_numbers(head), set()).add(number)
+    return by_head
 
 
 def _numberings(
@@ -590,26 +610,26 @@ def _numberings(
     total: int,
 ) -> list[Numbered]:
     """Return the axes along which numbers that each rank counts from 0 add up to all."""
-    found = []
+    numberings = []
     is_local = all(numbers == set(range(len(numbers))) for numbers in of_ranks)
     for axis, size in axes.items() if is_local else ():
         counts: dict[int, set[int]] = {}
-        for one, numbers in zip(ranks, of_ranks, strict=True):
-            counts.setdefault(one.position[axis], set()).add(len(numbers))
+        for rank, numbers in zip(ranks, of_ranks, strict=True):
+            counts.setdefault(rank.position[axis], set()).add(len(numbers))
         if all(len(each) == 1 for each in counts.values()) and len(counts) == size:
-            row = tuple([counts[at].pop() for at in range(size)])
+            row = tuple([counts[position].pop() for position in range(size)])
             if sum(row) == total:
-                found.append(Numbered(pattern, axis, row))
-    return found
+                numberings.append(Numbered(pattern, axis, row))
+    return numberings
 
 
 def _with_numbers(rank: RankFacts, first: int, head: str) -> RankFacts:
     """Return a rank with its numbers behind ``head`` counted from ``first``."""
     tensors = {}
     for key, tensor in rank.tensors.items():
-        for at, number, tail in numbers_in(key):
-            if without_numbers(at) == head:
-                key = f"{at}{number + first}{tail}"
+        for before, number, tail in numbers_in(key):
+            if without_numbers(before) == head:
+                key = f"{before}{number + first}{tail}"
                 break
         tensors[key] = tensor
     return RankFacts(rank.position, tensors)

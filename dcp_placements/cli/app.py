@@ -62,9 +62,9 @@ class Command(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the lists of arguments and options."""
-        arguments = [one for one in self.params if isinstance(one, Argument)]
+        arguments = [parameter for parameter in self.params if isinstance(parameter, Argument)]
         with formatter.section("Arguments"):
-            formatter.write_dl([(one.metavar or "", one.text) for one in arguments])
+            formatter.write_dl([(argument.metavar or "", argument.text) for argument in arguments])
         super().format_options(ctx, formatter)
 
 
@@ -76,7 +76,10 @@ class CommandGroup(click.Group):
         for purpose, held in PURPOSES.items():
             with formatter.section(purpose):
                 # The first paragraph of each docstring.
-                texts = [" ".join((one.__doc__ or "").partition("\n\n")[0].split()) for one in held]
+                texts = [
+                    " ".join((function.__doc__ or "").partition("\n\n")[0].split())
+                    for function in held
+                ]
                 formatter.write_dl([*zip(map(_name, held), texts, strict=True)])
         with formatter.section("Presets, for a trainer's rules and for --rename MODULE:FUNC"):
             formatter.write_dl(list(PRESETS.items()))

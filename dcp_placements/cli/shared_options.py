@@ -151,7 +151,7 @@ def parse_fsdp(text: str) -> tuple[str, list[str]]:
 
 def fsdp_of(given: Iterable[tuple[str, list[str]]]) -> dict[str, list[str]]:
     """Return the axes of FSDP by pattern; those of all other keys are the last."""
-    return dict(sorted(given, key=lambda one: one[0] == EVERY))
+    return dict(sorted(given, key=lambda entry: entry[0] == EVERY))
 
 
 class Argument(click.Argument):

@@ -115,14 +115,14 @@ def open_source(
         _ENGINE: {"rules": rules, "axes": axes},
     }
     names = Directory(path).names()
-    found = {
+    present = {
         _RANKS: bool(rank_file_names(names)),
         _MEGATRON: any(re.match(r"mp_rank_\d|iter_\d{7}$|release$", name) for name in names),
         "safetensors": any(name.endswith(".safetensors") for name in names),
         _ENGINE: METADATA_FILE in names,
     }
     # Beside a DCP checkpoint trainers leave other files.
-    kinds = [kind for kind, is_there in found.items() if is_there and ".metadata" not in names]
+    kinds = [kind for kind, is_there in present.items() if is_there and ".metadata" not in names]
     kinds = kinds if files is None else [_RANKS]
     if len(kinds) > 1:
         raise CannotLook(
@@ -209,7 +209,9 @@ def export_safetensors(
     tensors, head, left_out = _model_of(source, prefix, optimizer, exclude)
     made, unchanged = _renamed(tensors, rename, "the checkpoint cannot be exported")
     if dtype is not None:
-        made |= {f: replace(one, dtype=dtype) for f, one in made.items() if one.dtype in _CAST}
+        made |= {
+            f: replace(tensor, dtype=dtype) for f, tensor in made.items() if tensor.dtype in _CAST
+        }
     raise_faults("the checkpoint cannot be exported", _scale_faults(source, made, dtype))
     _check_tied(source, made, tied, memory)
     written = {fqn: tensor for fqn, tensor in made.items() if fqn not in tied}
@@ -260,7 +262,7 @@ def import_checkpoint(
     way_out = "way out:     no rename, if the names are those that are wanted"
     numbered = [
         Fault(name, f"has a number already where {step!r} puts one", (way_out,))
-        for step in [one.rename for one in steps(rename) if isinstance(one.rename, Unstack)]
+        for step in [step.rename for step in steps(rename) if isinstance(step.rename, Unstack)]
         for name in opened.tensors
         if number_in(step.pattern, name) and step(name) != name
     ]
@@ -366,14 +368,14 @@ def _model_of(
     def is_excluded(fqn: str) -> bool:
         return any(matches(fqn) for matches in unwanted.values())
 
-    tensors = {fqn: one for fqn, one in source.tensors.items() if not is_excluded(fqn)}
+    tensors = {fqn: tensor for fqn, tensor in source.tensors.items() if not is_excluded(fqn)}
     saved = source.metadata.planner_data
-    found = model_tensors(tensors, {**source.tensors, **source.objects}, saved, prefix)
-    start = f"{found.prefix}." if found.prefix else ""
-    states = {} if optimizer else found.states
-    selected = {**found.model, **(found.states if optimizer else {})}
+    classified = model_tensors(tensors, {**source.tensors, **source.objects}, saved, prefix)
+    start = f"{classified.prefix}." if classified.prefix else ""
+    states = {} if optimizer else classified.states
+    selected = {**classified.model, **(classified.states if optimizer else {})}
     if not selected:
-        is_there = tensors.keys() > found.states.keys()
+        is_there = tensors.keys() > classified.states.keys()
         raise PlacementError(
             f"{source.path}: none of its {len(source.tensors)} tensors is selected"
             + (f": no key of a model begins with {start!r}" if is_there else "")
@@ -385,7 +387,7 @@ def _model_of(
     lost = {fqn for fqn in absent if fqn.startswith(start) and not is_excluded(fqn)}
     _check_whole(source, kept | lost)
     rest = sorted({*source.tensors, *source.objects} - kept)
-    return selected, found.prefix, tuple(rest)
+    return selected, classified.prefix, tuple(rest)
 
 
 def _renamed(
@@ -499,10 +501,10 @@ def _check_tied(
                 why = f"there is no {missing[0]}" if missing else f"{whose} is tied itself"
                 faults.append(Fault(name, f"cannot be tied to {whose}: {why}"))
                 continue
-            one, other = tensors[name], tensors[whose]
-            boxes = pieces(one.whole, max(memory // 8 // one.dtype.itemsize, 1))
-            if (one.shape, one.dtype) != (other.shape, other.dtype) or not all(
-                same_bits(one.read(reader, box), other.read(reader, box)) for box in boxes
+            tensor, other = tensors[name], tensors[whose]
+            boxes = pieces(tensor.whole, max(memory // 8 // tensor.dtype.itemsize, 1))
+            if (tensor.shape, tensor.dtype) != (other.shape, other.dtype) or not all(
+                same_bits(tensor.read(reader, box), other.read(reader, box)) for box in boxes
             ):
                 way_out = "way out:     export both, the model did not tie them"
                 faults.append(Fault(name, f"is not {whose}: they differ", (way_out,)))

@@ -130,15 +130,15 @@ def megatron_checkpoint(
 
 def _add(tensors: RankTensors, model: _Model, file: RankFile) -> None:
     """Place the weights of one file, and leave out what else it holds."""
-    at = model.layout.coordinates[file.directory]
-    rules, name = model.rules(at), f"{file.directory}/{WEIGHTS}"
+    coordinate = model.layout.coordinates[file.directory]
+    rules, name = model.rules(coordinate), f"{file.directory}/{WEIGHTS}"
     for top, value in file.contents.items():
         number = chunk_number(top, value)
         if number is None:
             why = _OPTIMIZER if top == "optimizer" else _OF_THE_RUN
             tensors.leave_out(str(top), why, nbytes_in(value))
             continue
-        rename, weights = model.rename(at, number), {}
+        rename, weights = model.rename(coordinate, number), {}
         for key, weight in value.items():
             if key.endswith(_EXTRA_STATE) or weight is None:
                 why = "private state of Transformer Engine, one per rank"
@@ -217,23 +217,23 @@ class _Model:
         """Whether parallelism may cut a tensor, so that it needs a rule."""
         return self.sizes.tp > 1 or (self.sizes.ep > 1 and ".experts." in key)
 
-    def rename(self, at: Coordinate, chunk: int) -> Renames:
+    def rename(self, coordinate: Coordinate, chunk: int) -> Renames:
         """Return the rename from the names in a model chunk of one file to those of the whole."""
         steps = [
             Renumber(f"{block}.layers.{{}}", range(first, self.layers[block]), self.layers[block])
             for (block, stage, number), first in self.first_layer.items()
-            if (stage, number) == (at.pp, chunk)
+            if (stage, number) == (coordinate.pp, chunk)
         ]
         if self.experts:
             ep = self.sizes.ep
-            mine = contiguous([self.experts // ep] * ep, at=at.ep)
+            mine = contiguous([self.experts // ep] * ep, at=coordinate.ep)
             steps += [Renumber(pattern, mine, self.experts) for pattern in NUMBERED_EXPERTS]
         return Renames(*steps)
 
-    def rules(self, at: Coordinate) -> PlacementRules:
+    def rules(self, coordinate: Coordinate) -> PlacementRules:
         """Return the rules for the tensors of one file; those of replicated ones are None."""
-        tp = MeshCoordinate(("tp",), (self.sizes.tp,), (at.tp,))
-        etp = MeshCoordinate(("etp",), (self.sizes.etp or self.sizes.tp,), (at.etp,))
+        tp = MeshCoordinate(("tp",), (self.sizes.tp,), (coordinate.tp,))
+        etp = MeshCoordinate(("etp",), (self.sizes.etp or self.sizes.tp,), (coordinate.etp,))
         fc1 = [FusedShard(0, 2) if self.is_gated else Shard(0)]
         column, row = CheckpointPlacement(tp, [Shard(0)]), CheckpointPlacement(tp, [Shard(1)])
         rules: dict[Any, CheckpointPlacement | None] = {}
@@ -264,9 +264,9 @@ class _Model:
         if differing := differences(values):
             self._fault(where, f"{headline}: {differing}")
 
-    def _check_declared(self, where: str, found: int, headline: str, argument: str) -> None:
+    def _check_declared(self, where: str, value: int, headline: str, argument: str) -> None:
         declared = getattr(self._args, argument, None)
-        if isinstance(declared, int) and declared != found:
+        if isinstance(declared, int) and declared != value:
             self._fault(where, f"{headline}, where args say {declared}")
 
     def _check_version(self, file: RankFile) -> None:
@@ -294,10 +294,10 @@ class _Model:
                 self._fault(f"{name}: {block}.layers", "are not numbered from 0 up")
         return {block: len(held) for block, held in numbers.items()}
 
-    def _number_layers(self, found: dict[tuple[str, int, int], list[tuple[int, str]]]) -> None:
+    def _number_layers(self, counts_of: dict[tuple[str, int, int], list[tuple[int, str]]]) -> None:
         # Chunk 0 of all stages comes first, then chunk 1 of all stages.
-        for block, stage, chunk in sorted(found, key=lambda key: (key[0], key[2], key[1])):
-            counts = found[block, stage, chunk]
+        for block, stage, chunk in sorted(counts_of, key=lambda key: (key[0], key[2], key[1])):
+            counts = counts_of[block, stage, chunk]
             headline = f"stage {stage}, chunk {chunk} has different numbers"
             self._check_equal(f"{block}.layers", headline, counts)
             first = self.first_layer[block, stage, chunk] = self.layers.get(block, 0)

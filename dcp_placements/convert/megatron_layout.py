@@ -116,7 +116,9 @@ class RankFile:
     def chunks(self) -> dict[int, dict[str, Any]]:
         """The weights of its model chunks by number: ``model``, or ``model0`` and up."""
         numbers = {name: chunk_number(name, value) for name, value in self.contents.items()}
-        return {at: self.contents[name] for name, at in numbers.items() if at is not None}
+        return {
+            number: self.contents[name] for name, number in numbers.items() if number is not None
+        }
 
     @cached_property
     def keys(self) -> frozenset[str]:
@@ -202,8 +204,8 @@ def megatron_layout(
             run. Then nothing in it is executed.
     """
     folder = find_iteration(path)
-    sizes = {"tp": tensor_parallel_size, "pp": pipeline_parallel_size, "ep": expert_parallel_size}
-    given = {axis: size for axis, size in sizes.items() if size is not None}
+    asked = {"tp": tensor_parallel_size, "pp": pipeline_parallel_size, "ep": expert_parallel_size}
+    given = {axis: size for axis, size in asked.items() if size is not None}
     ranks = []
     directories = rank_directories(folder)
     for name, numbers in directories.items():
@@ -213,9 +215,9 @@ def megatron_layout(
     named = [rank for rank in ranks if len(rank.numbers) == count]
     stored, mismatches = _stored_sizes(ranks)
     axes, reason = _resolve_axes(named, stored, given)
-    found, etp = stored or _named_sizes(named, axes), expert_tensor_parallel_size
-    found = replace(found, etp=found.etp or etp)
-    has_experts = "ep" in axes or found.ep > 1
+    sizes, etp = stored or _named_sizes(named, axes), expert_tensor_parallel_size
+    sizes = replace(sizes, etp=sizes.etp or etp)
+    has_experts = "ep" in axes or sizes.ep > 1
     layout = "3D" if has_experts else "ambiguous" if None in axes else f"{count}D"
     if has_experts and count < 3:
         omitted = ", and names leave out a pipeline of one stage" if "ep" in axes else ""
@@ -226,14 +228,14 @@ def megatron_layout(
     coordinates: dict[str, Coordinate] = {}
     mismatches = [*_file_mismatches(ranks), *mismatches]
     if layout != "ambiguous" and len(named) == len(ranks):
-        expected = _writers(found)
+        expected = _writers(sizes)
         present = {rank.directory for rank in ranks}
-        mismatches += _set_mismatches(present, found)
-        coordinates = {name: at for name, at in expected.items() if name in present}
-        mismatches += _rank_mismatches(ranks, found, coordinates)
-    mismatches += _given_mismatches(given, found, axes)
-    if etp not in (None, found.etp):
-        mismatches.append(f"--expert-tensor-parallel-size {etp}, but on disk {found.etp}")
+        mismatches += _set_mismatches(present, sizes)
+        coordinates = {name: coordinate for name, coordinate in expected.items() if name in present}
+        mismatches += _rank_mismatches(ranks, sizes, coordinates)
+    mismatches += _given_mismatches(given, sizes, axes)
+    if etp not in (None, sizes.etp):
+        mismatches.append(f"--expert-tensor-parallel-size {etp}, but on disk {sizes.etp}")
     is_expert_loader = given["ep"] > 1 if "ep" in given else has_experts
     return MegatronLayout(
         path=folder,
@@ -243,7 +245,7 @@ def megatron_layout(
         reason=reason,
         pattern=f"{folder.name}/{_asked_form(given, axes)}/{WEIGHTS}",
         loader=None if layout == "ambiguous" else "EP-aware" if is_expert_loader else "non-EP",
-        sizes=found,
+        sizes=sizes,
         mismatches=tuple(mismatches),
         files=tuple(f"{n}/{file}" for n in directories for file in sorted(os.listdir(folder / n))),
         ranks=tuple(ranks),
@@ -320,7 +322,9 @@ def _read(file: Path, numbers: tuple[int, ...]) -> RankFile:
             problem = f"holds a {type(contents).__name__}, not a dict"
             return RankFile(name, numbers, problem=problem)
         with zipfile.ZipFile(file) as zipped:
-            checksums = tuple((one.filename, one.CRC, one.file_size) for one in zipped.infolist())
+            checksums = tuple(
+                (entry.filename, entry.CRC, entry.file_size) for entry in zipped.infolist()
+            )
     except UnreadableFile as error:
         problem = str(error).splitlines()[0].replace(f"{file}: ", "incomplete: ")
         return RankFile(name, numbers, problem=problem)
@@ -344,11 +348,11 @@ def _writers(sizes: Sizes) -> dict[str, Coordinate]:
     by_directory: dict[str, Coordinate] = {}
     for stage in range(sizes.pp):
         for rank in range(ranks):
-            at = Coordinate(rank % sizes.tp, stage, rank // etp % sizes.ep, rank % etp)
-            name = f"mp_rank_{at.tp:02d}"
-            name += f"_{at.pp:03d}" if sizes.pp > 1 else ""
-            name += f"_{at.ep:03d}" if sizes.ep > 1 else ""
-            by_directory.setdefault(name, at)
+            coordinate = Coordinate(rank % sizes.tp, stage, rank // etp % sizes.ep, rank % etp)
+            name = f"mp_rank_{coordinate.tp:02d}"
+            name += f"_{coordinate.pp:03d}" if sizes.pp > 1 else ""
+            name += f"_{coordinate.ep:03d}" if sizes.ep > 1 else ""
+            by_directory.setdefault(name, coordinate)
     return by_directory
 
 
@@ -367,17 +371,17 @@ def _check_count(count: int) -> None:
 
 def _stored_sizes(ranks: Sequence[RankFile]) -> tuple[Sizes | None, list[str]]:
     """Return the sizes in the arguments inside the files, if any, and how the files differ."""
-    found: list[tuple[Sizes, str]] = []
+    stored: list[tuple[Sizes, str]] = []
     for rank in ranks:
         args = {axis: getattr(rank.args, argument, None) for axis, argument in _ARGUMENTS.items()}
         sizes = {axis: size for axis, size in args.items() if isinstance(size, int)}
         if "tp" in sizes and "pp" in sizes:
             # Megatron before expert parallelism has no argument for it.
             sizes = {"ep": 1, "etp": sizes["tp"], "cp": 1} | {a: s for a, s in sizes.items() if s}
-            found.append((Sizes(**sizes), rank.directory))
-    differing = differences(found)
+            stored.append((Sizes(**sizes), rank.directory))
+    differing = differences(stored)
     mismatch = [f"the args inside the files are of several runs: {differing}"] if differing else []
-    return found[0][0] if found else None, mismatch
+    return stored[0][0] if stored else None, mismatch
 
 
 def _resolve_axes(
@@ -445,7 +449,7 @@ def _expert_tensor_size(ranks: Sequence[RankFile]) -> int | None:
     present = {(rank.numbers[0], rank.numbers[-1]) for rank in ranks}
     for etp in range(1, tp if len(present) < tp * ep else 1):
         expected = _writers(Sizes(tp=tp, ep=ep, etp=etp)) if tp % etp == 0 else {}
-        if present == {(at.tp, at.ep) for at in expected.values()}:
+        if present == {(coordinate.tp, coordinate.ep) for coordinate in expected.values()}:
             return etp
     return None
 
@@ -540,14 +544,17 @@ def _rank_mismatches(
     if len(set(numbers.values())) < len(stored):
         return
     has_cp = (sizes.cp or 1) > 1
-    for name, at in coordinates.items() if has_cp else ():
-        if (found := numbers[name] % sizes.tp) != at.tp:  # which is innermost in all releases
+    for name, coordinate in coordinates.items() if has_cp else ():
+        if (tp := numbers[name] % sizes.tp) != coordinate.tp:  # which is innermost in all releases
             yield (
-                f"{name}/{WEIGHTS}: written by rank {numbers[name]}, which has TP {found}: "
+                f"{name}/{WEIGHTS}: written by rank {numbers[name]}, which has TP {tp}: "
                 "renamed, or copied over another file?"
             )
-    alike = _by(((at.tp, at.ep) if has_cp else None, name) for name, at in coordinates.items())
-    for names in alike.values():
+    comparable = _by(
+        ((coordinate.tp, coordinate.ep) if has_cp else None, name)
+        for name, coordinate in coordinates.items()
+    )
+    for names in comparable.values():
         by_rank = sorted(names, key=lambda name: numbers[name])
         if moved := [name for name, other in zip(names, by_rank, strict=True) if name != other]:
             yield (

@@ -169,7 +169,7 @@ class RankTensors:
         if not world.pieces:
             raise PlacementError(f"{path}: its files hold no tensor of a model")
         files = Holders(
-            name=lambda holders: format_names(sorted({self._files[at] for at in holders}), 4),
+            name=lambda holders: format_names(sorted({self._files[index] for index in holders}), 4),
             noun="file",
             inside="in",
             count=len(self._files),
@@ -218,7 +218,7 @@ class RankTensors:
         for position, contents in zip(compared.positions, compared.contents.T, strict=True):
             for first, row in zip(_first_rows(piece), range(len(parts)), strict=True):
                 if contents[row] != contents[first]:
-                    kept, copy = (self._files[piece.ranks[at]] for at in (first, row))
+                    kept, copy = (self._files[piece.ranks[holder]] for holder in (first, row))
                     both = parts[first, position], parts[row, position]
                     yield _difference(piece.fqns[position], kept, copy, *both)
 
@@ -278,12 +278,12 @@ def _contents(piece: Piece, held: Array) -> Digests:
     return contents
 
 
-def _difference(fqn: str, kept: str, copy: str, one: torch.Tensor, other: torch.Tensor) -> Fault:
+def _difference(fqn: str, kept: str, copy: str, tensor: torch.Tensor, other: torch.Tensor) -> Fault:
     """Return that two files hold different contents of one box."""
     return Fault(
         fqn,
-        f"{copy} and {kept} hold it, and differ in {int((one != other).sum())} of "
-        f"{one.numel()} elements",
+        f"{copy} and {kept} hold it, and differ in {int((tensor != other).sum())} of "
+        f"{tensor.numel()} elements",
         (
             "likely:      an axis that cuts it (ep) is in no rule and no DTensor; or the files "
             "are of different steps, or a replica diverged",

@@ -222,7 +222,12 @@ class Writer:
         self.tensors = tensors
         digest = hashlib.sha256(json.dumps(sorted(source.versions.items())).encode())
         blocks = (
-            (t.fqn, t.shape, t.dtype, [(b.box, b.source.fqn, b.at, b.dims) for b in t.blocks])
+            (
+                t.fqn,
+                t.shape,
+                t.dtype,
+                [(b.box, b.source.fqn, b.stored_box, b.dims) for b in t.blocks],
+            )
             for t in tensors.values()
         )
         # What says where the elements are is no file, whose version differs.
@@ -539,7 +544,7 @@ class DcpOut(Writer):
                 kept = TensorProperties(tensor.dtype)
             chunks: Any = ChunkList(sorted(boxes[fqn]))
             stored[fqn] = TensorStorageMetadata(kept, torch.Size(tensor.shape), chunks)
-        order = {fqn: at for at, fqn in enumerate(old)}
+        order = {fqn: index for index, fqn in enumerate(old)}
         ordered = {f: stored[f] for f in sorted(stored, key=lambda f: order.get(f, len(order)))}
         data: dict[Any, Any] = {fqn: (fqn,) for fqn in ordered}
         if isinstance(paths, Mapping):

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -45,14 +46,14 @@ class SourceBlock:
 
     box: Box  # the box in the tensor
     source: StoredTensor  # the stored tensor
-    at: Box  # the box in the stored tensor
-    # For each dim of the source the tensor's; None for one that the tensor lacks, along which the
-    # source has one element in ``at``
+    stored_box: Box  # the box in the stored tensor
+    # For each dim of the stored tensor, that of the tensor; None for a dim that the tensor lacks,
+    # along which ``stored_box`` has size 1
     dims: tuple[int | None, ...]
 
     def source_box(self, piece: Box) -> Box:
         """Return the box of the source for a piece of ``box``."""
-        return moved_box(piece, self.box, self.at, self.dims)
+        return moved_box(piece, self.box, self.stored_box, self.dims)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +108,27 @@ class AssembledTensor(SourceTensor):
             runs += [(start + run.start, run) for run in read]
         if len(runs) > 1 and len(runs) * SHORT_NBYTES > box.numel * self.dtype.itemsize:
             return None
-        return [run for _, run in sorted(runs, key=lambda one: one[0])]
+        return [run for _, run in sorted(runs, key=itemgetter(0))]
 
 
 SHORT_NBYTES = 64 << 10
 """Runs shorter than this on average are read and assembled in memory."""
 
 
+class _Answered(NamedTuple):
+    """A stored tensor, and the answer of the rename for its name."""
+
+    name: str
+    tensor: StoredTensor
+    answer: Renamed
+
+    def is_split_scalar(self) -> bool:
+        """Whether it is a 0-d tensor that becomes one tensor per row or part."""
+        return isinstance(self.answer, Rows | Parts) and not self.tensor.shape
+
+
 class _TensorEntry(NamedTuple):
-    """A stored tensor, the answer of the rename for its name, and one target of that."""
+    """A stored tensor, the answer of the rename for its name, and one of its targets."""
 
     name: str
     tensor: StoredTensor
@@ -136,15 +149,15 @@ def assemble(
     if rename is None:
         return {fqn: _as_it_is(fqn, tensor) for fqn, tensor in tensors.items()}, []
     faults: list[Fault] = []
-    answers: list[tuple[str, StoredTensor, Renamed]] = []
+    answers: list[_Answered] = []
     for name, tensor in tensors.items():
         answer = _answer(rename, name)
         if isinstance(answer, Fault):
             faults.append(answer)
         else:
-            answers.append((name, tensor, answer))
+            answers.append(_Answered(name, tensor, answer))
     # Scalars of optimizer state come last: they have as many rows as the state beside them.
-    answers.sort(key=lambda one: isinstance(one[2], Rows | Parts) and not one[1].shape)
+    answers.sort(key=_Answered.is_split_scalar)
     rows: dict[str, int] = {}
     entries: dict[str, list[_TensorEntry]] = {}
     for name, tensor, answer in answers:
@@ -169,8 +182,8 @@ def assemble(
                 faults.append(Fault(target.fqn, f"rename= gives this one name to {of}"))
             else:
                 same.append(_TensorEntry(name, tensor, answer, target))
-    place = {name: at for at, name in enumerate(tensors)}
-    ordered = sorted(entries, key=lambda fqn: place[entries[fqn][0].name])
+    position = {name: index for index, name in enumerate(tensors)}
+    ordered = sorted(entries, key=lambda fqn: position[entries[fqn][0].name])
     joined = {fqn: _joined(fqn, entries[fqn], faults) for fqn in ordered}
     return {fqn: tensor for fqn, tensor in joined.items() if tensor is not None}, faults
 
@@ -183,10 +196,10 @@ def assembled(
     Raises:
         CannotLook: It does not make tensors of all of them; every fault is in the message.
     """
-    made, faults = assemble(tensors, rename)
+    renamed, faults = assemble(tensors, rename)
     if faults:
         raise CannotLook(format_faults(f"{path}: cannot be renamed", faults))
-    return made
+    return renamed
 
 
 def _as_it_is(fqn: str, tensor: StoredTensor) -> AssembledTensor:
@@ -245,5 +258,5 @@ def _joined(fqn: str, entries: list[_TensorEntry], faults: list[Fault]) -> Assem
     for e in entries:
         of_target = {origin: dim for dim, origin in enumerate(e.target.dims)}
         dims = tuple([of_target.get(dim) for dim in range(len(e.tensor.shape))])
-        blocks += [SourceBlock(box, e.tensor, at, dims) for at, box in e.target.boxes]
+        blocks += [SourceBlock(box, e.tensor, source, dims) for source, box in e.target.boxes]
     return AssembledTensor(fqn, entries[0].target.shape, dtype, tuple(blocks))

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -111,13 +112,13 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         self._target.tensor = into
         by_file: dict[str, list[Wanted]] = {}
         chunks = self._chunks(tensor)
-        for at, _, shared in tensor.cut.overlaps(box):
-            chunk = chunks[at]
+        for number, _, shared in tensor.cut.overlaps(box):
+            chunk = chunks[number]
             if chunk.file is not None:
-                wanted = self._wanted(tensor, at, shared, box)
+                wanted = self._wanted(tensor, number, shared, box)
                 by_file.setdefault(chunk.file, []).append(wanted)
         for name, records in sorted(by_file.items()):
-            records.sort(key=lambda one: one.start)
+            records.sort(key=attrgetter("start"))
             file = self._open(name, tensor.fqn)
             before = file.nbytes
             try:
@@ -126,7 +127,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
                 raise
             except Exception as error:
                 # Extensions undo the transforms of streams, and can raise anything.
-                if not any(one.transforms for one in records):
+                if not any(record.transforms for record in records):
                     self._checkpoint.directory.check_damage(name, error)
                 reason = f"{type(error).__name__}: {error}"
                 raise _unread(tensor.fqn, name, reason) from error
@@ -147,8 +148,8 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         itemsize = tensor.dtype.itemsize
         chunks = self._chunks(tensor)
         runs = []
-        for at, held, shared in tensor.cut.overlaps(box):
-            chunk = chunks[at]
+        for number, held, shared in tensor.cut.overlaps(box):
+            chunk = chunks[number]
             if chunk.file is None or chunk.transforms:
                 return None
             if not (is_run(shared.sizes, held.sizes) and is_run(shared.sizes, box.sizes)):
@@ -156,7 +157,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
             file = self._open(chunk.file, tensor.fqn)
             if chunk.start + chunk.nbytes > file.size:
                 raise _unread(tensor.fqn, chunk.file, "it ends too early")
-            wanted = self._wanted(tensor, at, shared, box)
+            wanted = self._wanted(tensor, number, shared, box)
             try:
                 head = self._reader.tensor_record(wanted, Part(file, chunk.start, chunk.nbytes))
             except EOFError as error:  # it was cut off since it was opened
@@ -183,12 +184,12 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         buffers = [memoryview(bytearray(most)) for _ in range(1 if most == run.nbytes else 2)]
         checksum = 0
         try:
-            for number, at in enumerate(range(0, run.nbytes, max(most, 1))):
-                block = buffers[number % 2][: run.nbytes - at]
+            for number, offset in enumerate(range(0, run.nbytes, max(most, 1))):
+                block = buffers[number % 2][: run.nbytes - offset]
                 if run.is_summed:
-                    checksum = file.read_summed(block, run.begin + at, checksum)
+                    checksum = file.read_summed(block, run.begin + offset, checksum)
                 else:
-                    file.read_into(block, run.begin + at)
+                    file.read_into(block, run.begin + offset)
                 self.nbytes += block.nbytes
                 yield block
             if run.is_summed:

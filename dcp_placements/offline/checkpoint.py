@@ -233,8 +233,10 @@ class Checkpoint:
             self.objects: dict[str, StoredRecord] = {}
             cuts = [ChunkBoxes(chunks.array) for chunks in entries.lists]
             kinds: list[tuple[tuple[int, ...], torch.dtype, ChunkBoxes] | None] = [
-                (tuple(form.size), form.properties.dtype, cuts[at]) if at >= 0 else None
-                for form, at in zip(entries.forms, entries.list_of, strict=True)
+                (tuple(form.size), form.properties.dtype, cuts[list_number])
+                if list_number >= 0
+                else None
+                for form, list_number in zip(entries.forms, entries.list_of, strict=True)
             ]
             for fqn, number in zip(entries.fqns, entries.form_of, strict=True):
                 kind = kinds[number]
@@ -295,7 +297,7 @@ class Checkpoint:
     def files_by_key(self) -> dict[str, tuple[str, ...]]:
         """Names of the files that hold any of a key, sorted, by key."""
         rows = self.rows
-        found: dict[str, tuple[str, ...]] = {}
+        files_of: dict[str, tuple[str, ...]] = {}
         known: dict[bytes, tuple[str, ...]] = {}  # many keys are in the same files
         for keys in self.alike:
             number = int(rows.class_of[keys[0]])
@@ -305,8 +307,8 @@ class Checkpoint:
                     if content not in known:
                         names = {rows.files[file] for file in files.tolist()}
                         known[content] = tuple(sorted(names))
-                    found[rows.fqns[key]] = known[content]
-        return found
+                    files_of[rows.fqns[key]] = known[content]
+        return files_of
 
     def places_of(self, fqn: str) -> dict[Offset, tuple[Any, ...]]:
         """Return file, start, length and transforms of each chunk of a key, by offset."""
@@ -324,28 +326,30 @@ class Checkpoint:
     @cached_property
     def alike(self) -> list[list[int]]:
         """The numbers of all keys in ``rows``, those together that are cut and placed alike."""
-        found: dict[Hashable, list[int]] = {}
+        classes: dict[Hashable, list[int]] = {}
         places = self.rows.class_of.tolist()
         for key, (fqn, number) in enumerate(zip(self.rows.fqns, places, strict=True)):
             tensor = self.tensors.get(fqn)
             cut = fqn in self.objects if tensor is None else tensor.cut
-            found.setdefault((number, cut), []).append(key)
-        return list(found.values())
+            classes.setdefault((number, cut), []).append(key)
+        return list(classes.values())
 
     def records(self) -> Iterator[StoredRecord]:
         """Yield the records of all tensors and objects that have a place, and those of copies."""
         rows = self.rows
-        files, steps, fqns = rows.files, [one or () for one in rows.transforms], rows.fqns
+        files, steps, fqns = rows.files, [names or () for names in rows.transforms], rows.fqns
         for keys in self.alike:
             offsets, boxes = rows.offsets_of(fqns[keys[0]]), self.boxes_of(fqns[keys[0]])
-            chunks = [(at, boxes[offset]) for at, offset in enumerate(offsets) if offset in boxes]
+            chunks = [
+                (index, boxes[offset]) for index, offset in enumerate(offsets) if offset in boxes
+            ]
             if not chunks:
                 continue
             for some, table in rows.pieces(int(rows.class_of[keys[0]]), np.array(keys)):
                 by_key = np.stack(table, axis=2).tolist()
                 for key, places in zip(some.tolist(), by_key, strict=True):
-                    for at, box in chunks:
-                        file, step, start, length = places[at]
+                    for index, box in chunks:
+                        file, step, start, length = places[index]
                         place = files[file], start, length, steps[step]
                         yield StoredRecord(fqns[key], box, *place)
         for fqn, tensor in self.tensors.items() if rows.has_copies else ():

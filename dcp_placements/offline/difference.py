@@ -119,13 +119,13 @@ class Diff:
             result += ": " + ", ".join(f"{number:,} {kind}" for kind, number in kinds.most_common())
         tensors, nbytes = format_count(self.compared["tensors"], "tensor"), self.compared["bytes"]
         lines = [f"{result} ({tensors}, {format_nbytes(nbytes)} compared)"]
-        found = self.families
-        for family in found[:most]:
+        families = self.families
+        for family in families[:most]:
             number = f" ({family.keys:,})" if family.keys > 1 else ""
             first = f"{family.first.fqn}: " if family.keys > 1 else ""
             lines += [f"{family.name}: {family.kind}{number}"]
             lines += [f"    {first}{family.first.message}"]
-        if rest := sum(family.keys for family in found[most:]):
+        if rest := sum(family.keys for family in families[most:]):
             lines.append(f"... and {format_count(rest, 'more difference')}; --all")
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(map(format_name, lines))
@@ -149,8 +149,8 @@ class Diff:
 
 
 def diff(
-    one: str | os.PathLike[str] | Checkpoint,
-    other: str | os.PathLike[str] | Checkpoint,
+    a: str | os.PathLike[str] | Checkpoint,
+    b: str | os.PathLike[str] | Checkpoint,
     *,
     fqn: str | None = None,
     rtol: float = 0.0,
@@ -171,8 +171,8 @@ def diff(
     second has any.
 
     Args:
-        one: A checkpoint.
-        other: Another; of any layout and format.
+        a: A checkpoint.
+        b: Another checkpoint, of any layout and format.
         fqn: A pattern, as in ``PlacementRules``, of the second's keys: only those are compared.
         rtol: Relative tolerance.
         atol: Absolute tolerance.
@@ -186,23 +186,24 @@ def diff(
         CannotLook: One of them is no checkpoint, or it or a file of it cannot be read; or
             ``rename`` does not make tensors of all of the first's; or no key matches ``fqn``.
     """
-    first = one if isinstance(one, Checkpoint) else Checkpoint(one)
-    second = other if isinstance(other, Checkpoint) else Checkpoint(other)
+    first = a if isinstance(a, Checkpoint) else Checkpoint(a)
+    second = b if isinstance(b, Checkpoint) else Checkpoint(b)
     notes: list[str] = []
     stored: Mapping[str, StoredTensor] = first.tensors
     if second.format == SAFETENSORS != first.format:
         stored = _exported(first, second, prefix, notes)
     tensors = assembled(first.path, stored, rename)
-    objects = {_renamed(rename, key): one for key, one in first.objects.items()}
+    objects = {_renamed(rename, key): record for key, record in first.objects.items()}
     absent = {_renamed(rename, key): file for key, file in first.absent.items()}
     of_second = second.tensors, second.objects, second.absent
     there: list[Mapping[str, Any]] = [tensors, objects, absent, *of_second]
     keys = sorted(matching_keys(fqn, set().union(*there)))
     if SAFETENSORS in (first.format, second.format):
-        found = {*objects, *second.objects}.intersection(keys)
-        keys = [key for key in keys if key not in found]
-        if found:
-            notes.append(f"{len(found)} objects not compared: safetensors files hold tensors only")
+        skipped = {*objects, *second.objects}.intersection(keys)
+        keys = [key for key in keys if key not in skipped]
+        if skipped:
+            count = len(skipped)
+            notes.append(f"{count} objects not compared: safetensors files hold tensors only")
     with BoxReader(first) as reader, BoxReader(second) as other_reader:
         total = sum(tensors[key].nbytes for key in keys if key in tensors)
         both = (first, second), (reader, other_reader)
@@ -210,20 +211,21 @@ def diff(
         differences: list[TensorDifference] = []
         compared = 0
         for key in keys:
-            a, b = tensors.get(key), second.tensors.get(key)
-            one_object, other_object = objects.get(key), second.objects.get(key)
+            tensor, other = tensors.get(key), second.tensors.get(key)
+            record, other_record = objects.get(key), second.objects.get(key)
             difference = None
             if lost := sorted({held[key] for held in (absent, second.absent) if key in held}):
                 message = f"the index names {format_names(lost)} for it, where it is not"
                 difference = TensorDifference("unreadable", key, message)
-            elif a is not None and b is not None:
-                difference = comparison.of_tensors(key, a, b)
+            elif tensor is not None and other is not None:
+                difference = comparison.of_tensors(key, tensor, other)
                 compared += 1
-                comparison.nbytes += a.nbytes
-            elif one_object is not None and other_object is not None:
-                difference = comparison.of_objects(key, one_object, other_object)
+                comparison.nbytes += tensor.nbytes
+            elif record is not None and other_record is not None:
+                difference = comparison.of_objects(key, record, other_record)
             else:
-                difference = _one_sided(key, _kind(a, one_object), _kind(b, other_object))
+                sides = _kind(tensor, record), _kind(other, other_record)
+                difference = _one_sided(key, *sides)
             differences += [] if difference is None else [difference]
     done = {"tensors": compared, "bytes": comparison.nbytes}
     return Diff(first.path, second.path, tuple(differences), tuple(notes), done)
@@ -235,8 +237,8 @@ def _exported(
     """Return the tensors that an export of the first has, by their names before its rename."""
     of_second = model_tensors(second.tensors, second.tensors, None)
     held = {**first.tensors, **first.objects}
-    found = model_tensors(first.tensors, held, first.metadata.planner_data, prefix)
-    tensors = {**found.model, **(found.states if of_second.states else {})}
+    classified = model_tensors(first.tensors, held, first.metadata.planner_data, prefix)
+    tensors = {**classified.model, **(classified.states if of_second.states else {})}
     kept = {tensor.fqn for tensor in tensors.values()}
     if rest := [fqn for fqn in first.tensors if fqn not in kept]:
         names = format_names([family.name for family in folded_keys(rest)], 4)
@@ -290,9 +292,9 @@ class _TensorComparison:
         done = self.nbytes
         try:
             for box in self._boxes(a, b):
-                one, other = a.read(self.readers[0], box), self.readers[1].read(b, box)
-                tally.add(one, other, box.offsets, rtol=self.rtol, atol=self.atol)
-                done += one.nbytes
+                elements, other = a.read(self.readers[0], box), self.readers[1].read(b, box)
+                tally.add(elements, other, box.offsets, rtol=self.rtol, atol=self.atol)
+                done += elements.nbytes
                 self.progress(done, self.total)
         except CannotLook:
             raise
@@ -318,8 +320,8 @@ class _TensorComparison:
         """Return that numbers are not compared with quantized elements; empty where none are."""
         sides = ("first", _sources(a), b.dtype), ("second", [b], a.dtype)
         for (side, tensors, other), checkpoint in zip(sides, self.checkpoints, strict=True):
-            for one in tensors if other.is_floating_point and other.itemsize > 1 else ():
-                if scale := scale_of(one.fqn, one.dtype, checkpoint.tensors):
+            for tensor in tensors if other.is_floating_point and other.itemsize > 1 else ():
+                if scale := scale_of(tensor.fqn, tensor.dtype, checkpoint.tensors):
                     dtypes = f"{a.dtype_name} in the first, {b.dtype_name} in the second"
                     return (
                         f"{dtypes}: not compared, the {side} is quantized, its scales are {scale}"
@@ -338,20 +340,20 @@ class _TensorComparison:
         """Return whether two objects differ. Nothing that their pickles name is called."""
         most = max(self.memory // 4, OBJECT_NBYTES)
         try:
-            one, other = map(_record, self.checkpoints, stored, [most, most])
+            record, other = map(_record, self.checkpoints, stored, [most, most])
         except CannotLook:
             raise
         except Exception as error:
             # Extensions undo the transforms of streams, and can raise anything.
             return TensorDifference("unreadable", key, str(error))
-        if one is None or other is None:
+        if record is None or other is None:
             return TensorDifference(
                 "object", key, "not compared: it takes more than a quarter of --memory"
             )
-        if one == other:
+        if record == other:
             return None
         try:
-            values = load_plain(io.BytesIO(one), "cpu"), load_plain(io.BytesIO(other), "cpu")
+            values = load_plain(io.BytesIO(record), "cpu"), load_plain(io.BytesIO(other), "cpu")
         except Exception:
             # Its type depends on what is in the pickle.
             message = "other bytes; not unpickled, because torch.load takes it for unsafe"
@@ -394,24 +396,24 @@ def _difference(key: str, a: AssembledTensor, b: StoredTensor, tally: Tally) -> 
             fact += f", by {tally.max_abs:.6g} at most"
         if tally.nans:
             fact += f", {tally.nans:,} by NaN"
-        index, one, other = tally.first
-        facts.append(f"{fact}; the first at {index}: {one} and {other}")
+        index, value, other = tally.first
+        facts.append(f"{fact}; the first at {index}: {value} and {other}")
     else:
         facts.append("the values are the same")
     numbers = (elements, tally.differing, tally.max_abs, tally.nans, tally.first)
     return TensorDifference(kind, key, "; ".join(facts), *numbers)
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if type(one) is not type(other):
+def _equal(value: Any, other: Any) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        return value.dtype == other.dtype and torch.equal(value, other)
+    if type(value) is not type(other):
         return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return bool(one == other)
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(_equal(value[k], other[k]) for k in value)
+    if isinstance(value, list | tuple):
+        return len(value) == len(other) and all(map(_equal, value, other))
+    return bool(value == other)
 
 
 @dataclass(slots=True)
@@ -427,7 +429,7 @@ class Tally:
 
     def add(
         self,
-        one: torch.Tensor,
+        tensor: torch.Tensor,
         other: torch.Tensor,
         offsets: tuple[int, ...],
         *,
@@ -443,15 +445,15 @@ class Tally:
             rtol: Relative to the other's absolute value.
             atol: Absolute.
         """
-        same_dtype = one.dtype == other.dtype
-        if same_bits(one, other):
+        same_dtype = tensor.dtype == other.dtype
+        if same_bits(tensor, other):
             return
-        shape = one.shape
-        is_number = has_numbers(one.dtype) and has_numbers(other.dtype)
+        shape = tensor.shape
+        is_number = has_numbers(tensor.dtype) and has_numbers(other.dtype)
         if is_number:
-            flat, flat_other = one.reshape(-1), other.reshape(-1)
+            flat, flat_other = tensor.reshape(-1), other.reshape(-1)
         else:
-            flat, flat_other, same_dtype = _bits(one), _bits(other), True
+            flat, flat_other, same_dtype = _bits(tensor), _bits(other), True
         for start in range(0, flat.numel(), STEP_ELEMENTS):
             a, b = flat[start : start + STEP_ELEMENTS], flat_other[start : start + STEP_ELEMENTS]
             differs = _differs(a, b, same_dtype=same_dtype)
@@ -486,10 +488,10 @@ class Tally:
                 self.first = index, value(a[first]), value(b[first])
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors are equal bit for bit: also NaNs, and -0.0 is not 0.0."""
-    same_kind = (one.shape, one.dtype) == (other.shape, other.dtype)
-    return same_kind and torch.equal(_bits(one), _bits(other))
+    same_kind = (tensor.shape, tensor.dtype) == (other.shape, other.dtype)
+    return same_kind and torch.equal(_bits(tensor), _bits(other))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -513,7 +515,7 @@ def has_numbers(dtype: torch.dtype) -> bool:
 
 def _numberless_message(a: AssembledTensor, b: StoredTensor) -> str:
     """Return why elements cannot be compared as bits; empty where they can, or are numbers."""
-    kinds = {one.dtype for one in (a, b) if not has_numbers(one.dtype)}
+    kinds = {tensor.dtype for tensor in (a, b) if not has_numbers(tensor.dtype)}
     if not kinds or a.dtype.itemsize == b.dtype.itemsize:
         return ""
     dtypes = f"{a.dtype_name} in the first, {b.dtype_name} in the second"

@@ -122,10 +122,14 @@ def diagnose(
         CannotLook: There is no checkpoint; or ``axes`` has no ``ep``, or fewer ranks than wrote.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
-    found = _families(checkpoint)
-    recorded = {fqn: cut for fqn, one in found.items() if (cut := _recorded(checkpoint, fqn, one))}
-    routers = _routers(checkpoint, {_layer(family.layer) for family in found.values()})
-    if axes is not None and len(recorded) < len(found):
+    stored_experts = _families(checkpoint)
+    recorded = {
+        fqn: cut
+        for fqn, experts_of_key in stored_experts.items()
+        if (cut := _recorded(checkpoint, fqn, experts_of_key))
+    }
+    routers = _routers(checkpoint, {_layer(family.layer) for family in stored_experts.values()})
+    if axes is not None and len(recorded) < len(stored_experts):
         beyond = [rank for rank in ranks_of(tuple(checkpoint.files)) if rank >= prod(axes.values())]
         if EP not in axes:
             raise CannotLook(f"the mesh {axes} has no axis {EP}, of ranks with different experts")
@@ -135,7 +139,7 @@ def diagnose(
                 "wrote a part of the checkpoint\n    way out:     the mesh of all ranks that saved"
             )
     tensors = {}
-    for fqn, family in found.items():
+    for fqn, family in stored_experts.items():
         stored = len(family.keys) if family.dim is None else family.stacked
         experts, reason = experts_per_layer, f"--experts-per-layer says {experts_per_layer}"
         if experts is None and fqn in recorded:
@@ -157,7 +161,7 @@ def diagnose(
             reason = f"{experts} experts are not a multiple of the {stored} stored"
             verdict = UNCLEAR
         tensors[fqn] = ExpertTensor(fqn, family.layer, stored, experts, verdict, reason)
-    checked = {key for family in found.values() for key in family.keys.values()}
+    checked = {key for family in stored_experts.values() for key in family.keys.values()}
     keys = (*checkpoint.tensors, *checkpoint.objects)
     return Diagnosis(checkpoint.path, tensors, tuple(key for key in keys if key not in checked))
 
@@ -183,7 +187,7 @@ def _families(checkpoint: Checkpoint) -> dict[str, _Family]:
 
     A stacked tensor of one dim counts if larger tensors of the layer have as many experts.
     """
-    found: dict[str, _Family] = {}
+    by_key: dict[str, _Family] = {}
     counts: set[tuple[str, int]] = set()
     short_ones: list[_Family] = []
     for fqn, tensor in checkpoint.tensors.items():
@@ -195,18 +199,18 @@ def _families(checkpoint: Checkpoint) -> dict[str, _Family]:
         # are the second dim there.
         dim = 1 if _LAYER_AXIS.search(fqn) else 0
         if index is not None:
-            found.setdefault(template, _Family(layer, {})).keys[index] = fqn
+            by_key.setdefault(template, _Family(layer, {})).keys[index] = fqn
         elif len(tensor.shape) > dim:
             family = _Family(layer, {0: fqn}, dim, tensor.shape[dim])
             if len(tensor.shape) > dim + 1:
-                found[fqn] = family
+                by_key[fqn] = family
                 counts.add((_layer(layer), family.stacked))
             else:
                 short_ones.append(family)
     for family in short_ones:
         if (_layer(family.layer), family.stacked) in counts:
-            found[family.keys[0]] = family
-    return dict(sorted(found.items()))
+            by_key[family.keys[0]] = family
+    return dict(sorted(by_key.items()))
 
 
 def split_expert_key(fqn: str) -> tuple[str, int | None, str] | None:
@@ -273,7 +277,7 @@ def _recorded(checkpoint: Checkpoint, fqn: str, family: _Family) -> str | None:
             if cut.dim == family.dim and (cut.axis == EP or cut.kind is Kind.LISTED):
                 return str(cut)
         return None
-    for one, numbering in record.numberings.items():
-        if f"{fqn}.".startswith(f"{one}."):
+    for numbered, numbering in record.numberings.items():
+        if f"{fqn}.".startswith(f"{numbered}."):
             return numbering.step
     return None

@@ -161,7 +161,7 @@ class Inspection:
         for family in objects[:SHOWN_GROUPS]:
             stored = [self.objects[key] for key in family.keys]
             value = "-" if len(stored) > 1 or stored[0].value is None else brief(stored[0].value)
-            nbytes = format_nbytes(sum(one.nbytes for one in stored))
+            nbytes = format_nbytes(sum(info.nbytes for info in stored))
             listed.append((family.name, value, f"{len(stored):,}", nbytes))
         rest = len(objects) - len(listed)
         more = format_count(rest, "more group") if rest else ""
@@ -180,11 +180,11 @@ class Inspection:
         objects = [
             (
                 fqn,
-                "-" if one.value is None else brief(one.value),
-                format_nbytes(one.nbytes),
-                short(one.files, 1),
+                "-" if info.value is None else brief(info.value),
+                format_nbytes(info.nbytes),
+                short(info.files, 1),
             )
-            for fqn, one in _natural(self.objects)
+            for fqn, info in _natural(self.objects)
         ]
         yield ("object", "value", "bytes", "file"), objects, ""
         files = [
@@ -255,16 +255,23 @@ def inspect(
     provenance = checkpoint.provenance or {}
     keys = matching_keys(fqn, [*checkpoint.tensors, *checkpoint.objects])
     stored = {name: tensor for name, tensor in checkpoint.tensors.items() if name in keys}
-    held = {name: one for name, one in checkpoint.objects.items() if name in keys}
+    held = {name: record for name, record in checkpoint.objects.items() if name in keys}
     values = plain_values(checkpoint, held.values())
     # Tensors that differ in their keys alone share what is shown of them.
     infos: dict[Hashable, TensorInfo] = {}
     tensors = {}
-    for name, one in stored.items():
-        files = one.files
-        kind = one.shape, one.dtype, one.cut, files
+    for name, tensor in stored.items():
+        files = tensor.files
+        kind = tensor.shape, tensor.dtype, tensor.cut, files
         if kind not in infos:
-            shown = one.shape, one.dtype_name, one.count, files, ranks_of(files), one.nbytes
+            shown = (
+                tensor.shape,
+                tensor.dtype_name,
+                tensor.count,
+                files,
+                ranks_of(files),
+                tensor.nbytes,
+            )
             infos[kind] = TensorInfo(*shown)
         tensors[name] = infos[kind]
     every = tensors.values()
@@ -274,8 +281,8 @@ def inspect(
         groups=tuple(_groups(tensors)),
         tensors=tensors,
         objects={
-            name: ObjectInfo((one.file,) if one.file else (), one.nbytes, values.get(name))
-            for name, one in held.items()
+            name: ObjectInfo((record.file,) if record.file else (), record.nbytes, values.get(name))
+            for name, record in held.items()
         },
         files={
             name: FileInfo(size, writer_of(name), name in checkpoint.files)
@@ -284,8 +291,8 @@ def inspect(
         totals={
             "tensors": len(tensors),
             "objects": len(held),
-            "chunks": sum([one.chunks for one in every]),
-            "bytes": sum([one.nbytes for one in every]),
+            "chunks": sum([info.chunks for info in every]),
+            "bytes": sum([info.nbytes for info in every]),
             "ranks": _ranks(every),
         },
         provenance={key: provenance[key] for key in SHOWN_PROVENANCE if key in provenance}
@@ -299,16 +306,16 @@ def inspect(
 
 def _ranks(tensors: Iterable[TensorInfo]) -> tuple[int, ...]:
     """Return the ranks that wrote any of some tensors, sorted."""
-    return tuple(sorted(set(chain.from_iterable({one.ranks for one in tensors}))))
+    return tuple(sorted(set(chain.from_iterable({info.ranks for info in tensors}))))
 
 
 def _groups(tensors: Mapping[str, TensorInfo]) -> Iterator[TensorGroup]:
     """Yield tensors whose keys differ in numbers alone, with one shape and dtype."""
-    for family in folded_keys({fqn: (one.shape, one.dtype) for fqn, one in tensors.items()}):
+    for family in folded_keys({fqn: (info.shape, info.dtype) for fqn, info in tensors.items()}):
         held = [tensors[fqn] for fqn in family.keys]
-        chunks, nbytes = sum([one.chunks for one in held]), sum([one.nbytes for one in held])
-        alike = held[0].shape, held[0].dtype
-        yield TensorGroup(family.name, len(held), *alike, chunks, _ranks(held), nbytes)
+        chunks, nbytes = sum([info.chunks for info in held]), sum([info.nbytes for info in held])
+        kind = held[0].shape, held[0].dtype
+        yield TensorGroup(family.name, len(held), *kind, chunks, _ranks(held), nbytes)
 
 
 def _cuts(record: SaveRecord, fqns: Iterable[str]) -> tuple[CutsInfo, ...]:

@@ -36,8 +36,8 @@ def model_tensors(
     """
     of_optimizer = OptimizerStates(held)
     states = {
-        fqn: one
-        for fqn, one in tensors.items()
+        fqn: tensor
+        for fqn, tensor in tensors.items()
         if of_optimizer.of(fqn) is not None or ".param_groups." in f".{fqn}."
     }
     model = [fqn for fqn in tensors if fqn not in states]

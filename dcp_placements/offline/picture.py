@@ -99,10 +99,10 @@ def bytes_figure(title: str, nbytes: Mapping[str, Mapping[str, int]]) -> Any:
     height = min(1.1 + 0.3 * max(len(writers), 2), MAX_HEIGHT)
     figure, axes = _new_figure(height, title, facts)
     axes.barh(range(len(writers)), totals, 0.78, color=FEW[0])
-    for at, writer in enumerate(writers if len(writers) <= MAX_LABELS else ()):
+    for row, writer in enumerate(writers if len(writers) <= MAX_LABELS else ()):
         several = f" in {len(nbytes[writer])} files" if len(nbytes[writer]) > 1 else ""
-        label = format_nbytes(totals[at]) + several
-        axes.text(totals[at] + longest * 0.01, at, label, **_LABEL)
+        label = format_nbytes(totals[row]) + several
+        axes.text(totals[row] + longest * 0.01, row, label, **_LABEL)
     axes.axvline(mean, color=DARK, linewidth=0.9, linestyle="--")
     axes.set_xlim(0, longest * 1.2 or 1)
     axes.set_xticks([])
@@ -121,8 +121,8 @@ def tensor_figure(fqn: str, shape: Sequence[int], dtype: str, pieces: Sequence[W
     boxes = [piece.box for piece in pieces if piece.box.numel]
     array = as_array(boxes, len(shape))
     holes = uncovered(Box.whole(tuple(shape)), array, MAX_FLAWS)
-    one, other = np.array(overlaps(array, MAX_FLAWS), np.int64).reshape(-1, 2).T
-    doubles = list(dict.fromkeys(as_boxes(intersect(array[one], array[other]))))
+    first, other = np.array(overlaps(array, MAX_FLAWS), np.int64).reshape(-1, 2).T
+    doubles = list(dict.fromkeys(as_boxes(intersect(array[first], array[other]))))
     # By dim, where boxes begin and end; an empty tensor is drawn as one of a single element.
     edges = [
         sorted({0, max(size, 1), *starts, *map(add, starts, sizes)})
@@ -151,7 +151,7 @@ def tensor_figure(fqn: str, shape: Sequence[int], dtype: str, pieces: Sequence[W
     figure, axes = _new_figure(1.2 + height, fqn, facts)
     from matplotlib.patches import Patch, Rectangle
 
-    shown = [(piece, at) for piece in pieces if (at := rectangle(piece.box))]
+    shown = [(piece, area) for piece in pieces if (area := rectangle(piece.box))]
     is_labelled = len(shown) <= MAX_LABELS
     around: Any = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1.5}
     for piece, (x, y, wide, high) in shown:
@@ -171,7 +171,7 @@ def tensor_figure(fqn: str, shape: Sequence[int], dtype: str, pieces: Sequence[W
     writers = [] if is_labelled else list(colors)
     if len(writers) > len(FEW):
         writers = [writers[(len(writers) - 1) * i // 4] for i in range(5)]
-    handles += [Patch(facecolor=colors[one], label=format_name(one)) for one in writers]
+    handles += [Patch(facecolor=colors[writer], label=format_name(writer)) for writer in writers]
     if handles:
         place = {"loc": "outside lower center", "ncols": 5}
         figure.legend(handles=handles, fontsize=8, frameon=False, **place)

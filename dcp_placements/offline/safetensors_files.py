@@ -306,7 +306,7 @@ def renamed_by_export(directory: Directory, file: str) -> dict[str, str]:
         return {}
 
 
-def _entry(file: str, entry: Any, offsets: Any, base: int) -> _Header:
+def _entry(file: str, entry: Any, saved_offsets: Any, base: int) -> _Header:
     shape = counts(entry["shape"])
     start, stop = counts(entry["data_offsets"])
     if entry["dtype"] not in NAMED_DTYPES:
@@ -314,12 +314,13 @@ def _entry(file: str, entry: Any, offsets: Any, base: int) -> _Header:
     dtype = NAMED_DTYPES[entry["dtype"]]
     if stop - start != prod(shape) * dtype.itemsize:
         raise ValueError(f"{stop - start} bytes of a {shape} tensor of {entry['dtype']}")
-    at = (0,) * len(shape) if offsets is None else counts(offsets)
-    if len(at) != len(shape):
-        raise ValueError(f"{len(at)} offsets of a tensor of {len(shape)} dims")
-    if any(offset + size >= LARGEST for offset, size in zip(at, shape, strict=True)):
+    offsets = (0,) * len(shape) if saved_offsets is None else counts(saved_offsets)
+    if len(offsets) != len(shape):
+        raise ValueError(f"{len(offsets)} offsets of a tensor of {len(shape)} dims")
+    if any(offset + size >= LARGEST for offset, size in zip(offsets, shape, strict=True)):
         raise ValueError("a part of a tensor that is larger than any")
-    return _Header(file, dtype, Box(at, shape), offsets is not None, base + start, stop - start)
+    is_placed = saved_offsets is not None
+    return _Header(file, dtype, Box(offsets, shape), is_placed, base + start, stop - start)
 
 
 def _check_ranges(entries: Mapping[str, _Header], base: int, size: int) -> None:
@@ -328,7 +329,7 @@ def _check_ranges(entries: Mapping[str, _Header], base: int, size: int) -> None:
     A file that ends too early is left to whoever reads its tensors.
     """
     end = base
-    for fqn, entry in sorted(entries.items(), key=lambda one: (one[1].start, one[1].nbytes)):
+    for fqn, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if entry.start != end:
             raise ValueError(f"{fqn} begins at byte {entry.start}; those before it end at {end}")
         end += entry.nbytes
@@ -347,15 +348,15 @@ def write_header(
         notes: Free text by name, for the header's ``__metadata__``.
     """
     header: dict[str, Any] = {"__metadata__": dict(notes)}
-    at = 0
+    offset = 0
     for name, dtype, shape in tensors:
         nbytes = prod(shape) * dtype.itemsize
         header[name] = {
             "dtype": _DTYPE_NAMES[dtype],
             "shape": list(shape),
-            "data_offsets": [at, at + nbytes],
+            "data_offsets": [offset, offset + nbytes],
         }
-        at += nbytes
+        offset += nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text

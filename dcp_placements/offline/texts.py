@@ -83,7 +83,7 @@ def to_json(result: Any) -> Any:
     listed = getattr(result, "JSON", "")
     if listed or is_dataclass(result):
         values: dict[str, Any] = {}
-        listed = listed or " ".join([one.name for one in fields(result)])
+        listed = listed or " ".join([field.name for field in fields(result)])
         for name in listed.split():
             key, _, attribute = name.partition("=")
             value = to_json(getattr(result, attribute or key))

@@ -299,8 +299,8 @@ class _Checks:
                 opened = CountedFile(stream)
                 if self._contents and self._checkpoint.records_in_files:
                     for kind, finding in self._checksums(Part(opened, 0, size)):
-                        found = CheckpointFault(kind, fqns_of(records), (file,), finding)
-                        faults.append(found)
+                        fault = CheckpointFault(kind, fqns_of(records), (file,), finding)
+                        faults.append(fault)
                 for record in records:
                     if record.end > size:
                         continue
@@ -428,8 +428,8 @@ class _Checks:
                     # A load goes by what follows the elements.
                     behind = part.read(tensor.start + tensor.nbytes, BEHIND)
                     if wrong_crc(checksum, behind) is not None:
-                        found = f"their checksum {checksum:08x} does not follow them"
-                        yield "checksum", f"the elements: {found}"
+                        mismatch = f"their checksum {checksum:08x} does not follow them"
+                        yield "checksum", f"the elements: {mismatch}"
         except BROKEN as error:
             sentence = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
             yield "wrong_record", f"this is no whole file of torch.save: {sentence}"
@@ -437,9 +437,9 @@ class _Checks:
 
 def _pieces(part: Part, start: int, nbytes: int) -> Iterator[memoryview]:
     buffer = memoryview(bytearray(min(nbytes, FILE_PART_NBYTES)))
-    for at in range(0, nbytes, FILE_PART_NBYTES):
-        piece = buffer[: min(FILE_PART_NBYTES, nbytes - at)]
-        part.read_into(piece, start + at)
+    for offset in range(0, nbytes, FILE_PART_NBYTES):
+        piece = buffer[: min(FILE_PART_NBYTES, nbytes - offset)]
+        part.read_into(piece, start + offset)
         yield piece
 
 
@@ -580,19 +580,19 @@ def tiling_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
 def box_faults(whole: Box, boxes: Iterable[Box]) -> Iterator[tuple[str, str]]:
     """Yield ``(kind, message)`` of the holes and overlaps of boxes that should tile a tensor."""
     shape = whole.sizes
-    for kind, _, found in flaws(whole, as_array(boxes, len(shape)), 2 * MAX_BOXES):
+    for kind, _, flawed in flaws(whole, as_array(boxes, len(shape)), 2 * MAX_BOXES):
         match kind:
             case "out_of_bounds":
-                names = format_names([format_box(box) for box in found], MAX_BOXES)
+                names = format_names([format_box(box) for box in flawed], MAX_BOXES)
                 yield "out_of_bounds", f"{names} of a {shape} tensor"
             case "repeated":
-                yield "overlap", f"{format_boxes(found, shape)} is there more than once"
+                yield "overlap", f"{format_boxes(flawed, shape)} is there more than once"
             case "overlap":
-                texts = [format_box(box, shape) for box in found[: 2 * MAX_BOXES]]
+                texts = [format_box(box, shape) for box in flawed[: 2 * MAX_BOXES]]
                 pairs = map(" and ".join, zip(texts[::2], texts[1::2], strict=True))
                 yield "overlap", f"chunks of {shape} overlap: {'; '.join(pairs)}"
             case "hole":
-                yield "hole", f"no chunk holds {format_boxes(found, shape)}"
+                yield "hole", f"no chunk holds {format_boxes(flawed, shape)}"
             case _:
                 assert_never(kind)
 
@@ -613,8 +613,8 @@ def _place_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
                 continue  # a record of this package's own, such as that of a save's id
             for offset, (file, *_) in checkpoint.places_of(fqn).items():
                 if offset not in boxes_of:
-                    at = "" if offset is None else f" at {offset}"
-                    message = f"{file} has a chunk{at} that the tensor's metadata do not list"
+                    where = "" if offset is None else f" at {offset}"
+                    message = f"{file} has a chunk{where} that the tensor's metadata do not list"
                     yield CheckpointFault("unclaimed", (fqn,), (file,), message)
     for file in sorted(set(checkpoint.absent.values())):
         names = tuple(sorted(fqn for fqn, name in checkpoint.absent.items() if name == file))
@@ -666,7 +666,7 @@ def file_faults(
     for record in records:
         # Parts of a rank's tensor may lie within each other, as columns do.
         if reached.start < record.start < end and not checkpoint.records_in_files:
-            names = (record_name(checkpoint, one) for one in (reached, record))
+            names = (record_name(checkpoint, holder) for holder in (reached, record))
             message = f"bytes {record.start}-{end} belong to {' and to '.join(names)}"
             yield CheckpointFault("shared_bytes", fqns_of([reached, record]), (file,), message)
         if record.end > end:

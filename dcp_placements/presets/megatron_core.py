@@ -81,7 +81,7 @@ def megatron_core(
     chunks = [_unwrapped(chunk) for chunk in (model if isinstance(model, Sequence) else [model])]
     config = next((chunk.config for chunk in chunks if hasattr(chunk, "config")), None)
     _check_config(config, dense_mesh, expert_mesh)
-    prefixes = [f"model{at}." for at in range(len(chunks))] if len(chunks) > 1 else [""]
+    prefixes = [f"model{number}." for number in range(len(chunks))] if len(chunks) > 1 else [""]
     rename = _rename(chunks, config, expert_mesh)
     gated = bool(getattr(config, "gated_linear_unit", False))
     of_expert = None if expert_mesh is None else without_axis(expert_mesh, "ep")
@@ -175,13 +175,13 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 def _rename(chunks: Sequence[nn.Module], config: Any, expert_mesh: Mesh | None) -> Renames:
     steps: list[Rename] = []
     ids: dict[int | str, Sequence[int]] = {
-        at: _layer_numbers(chunk) for at, chunk in enumerate(chunks)
+        number: _layer_numbers(chunk) for number, chunk in enumerate(chunks)
     }
     total = getattr(config, "num_layers", None)
     if len(chunks) > 1:
         steps.append(Renumber("model{chunk}.decoder.layers.{}", ids, total))
         # The last one renames the pattern itself, which the check of all ranks' numbers uses.
-        steps += [Replace(f"model{at}", "model") for at in (*range(len(chunks)), "{chunk}")]
+        steps += [Replace(f"model{number}", "model") for number in (*range(len(chunks)), "{chunk}")]
     elif ids[0]:
         steps.append(Renumber("decoder.layers.{}", ids[0], total))
     experts = getattr(config, "num_moe_experts", None)

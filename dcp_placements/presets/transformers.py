@@ -72,7 +72,9 @@ def transformers(model: nn.Module, mesh: Mesh, *, tp: str = "tp", ep: str = "ep"
             f"{ep!r} can be found"
         )
     kinds = {ep: "ep_plan", tp: "tp_plan"}
-    plans = {one: getattr(model, kind, None) or {} for one, kind in kinds.items() if one in sizes}
+    plans = {
+        axis: getattr(model, kind, None) or {} for axis, kind in kinds.items() if axis in sizes
+    }
     for axis, plan in plans.items():
         if sizes[axis] > 1 and not plan:
             raise PlacementError(

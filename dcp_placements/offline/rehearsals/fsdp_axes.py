@@ -64,18 +64,18 @@ class FsdpAxes:
         Returns:
             The mesh; None where no axis is left.
         """
-        taken: set[str | None] = set()
+        cut_over: set[str | None] = set()
         if placement is not None:
             names = placement.mesh.mesh_dim_names or ()
             entries = zip(names, placement.placements, strict=False)
-            taken = {name for name, entry in entries if kind_of(entry)}
-        own = tuple([name for name in axes if name not in taken])
+            cut_over = {name for name, entry in entries if kind_of(entry)}
+        own = tuple([name for name in axes if name not in cut_over])
         if not own:
             return None
         if own not in self._flattened:
             self._flattened[own] = [
-                _flattened(mesh_at(self._mesh_axes, at)[own])
-                for at in range(prod(self._mesh_axes.values()))
+                _flattened(mesh_at(self._mesh_axes, other)[own])
+                for other in range(prod(self._mesh_axes.values()))
             ]
         return self._flattened[own][rank]
 

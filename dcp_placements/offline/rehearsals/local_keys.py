@@ -47,24 +47,26 @@ def checkpoint_steps(rename: Any) -> Steps:
         None of them where one is a function of the user's: which keys a rank has does not follow
         from that, so it has all.
     """
-    found = steps(rename)
-    if any(step.kind == FUNCTION for step in found):
+    all_steps = steps(rename)
+    if any(step.kind == FUNCTION for step in all_steps):
         return ()
     made: list[Renames] = []
-    for at, step in enumerate(found):
-        one = step.rename
-        if isinstance(one, Replace):
+    for number, step in enumerate(all_steps):
+        operation = step.rename
+        if isinstance(operation, Replace):
             continue
-        later = [other.rename for other in found[at:] if isinstance(other.rename, Replace)]
+        later = [other.rename for other in all_steps[number:] if isinstance(other.rename, Replace)]
         pattern = _replaced(step.pattern, later)
-        ids = one.ids if isinstance(one, Renumber) else ()
+        ids = operation.ids if isinstance(operation, Renumber) else ()
         if isinstance(ids, Mapping) and re.search(r"\{\w+\}", pattern) is None:
             # A Replace has taken the selector out of the keys.
-            one = Renumber(pattern, sorted({*chain(*ids.values())}), one.total)
-        one = replace(one, pattern=pattern)
-        if isinstance(one, Split):
-            one = replace(one, names=[_replaced(name, later) for name in one.names])
-        made.append(Renames(one, optional=step.declared is None))
+            operation = Renumber(pattern, sorted({*chain(*ids.values())}), operation.total)
+        operation = replace(operation, pattern=pattern)
+        if isinstance(operation, Split):
+            operation = replace(
+                operation, names=[_replaced(name, later) for name in operation.names]
+            )
+        made.append(Renames(operation, optional=step.declared is None))
     return tuple(made)
 
 
@@ -95,18 +97,18 @@ class LocalKeys:
             if isinstance(step, Renumber):
                 key = step.pattern, tuple(rest)
                 if key not in self._numbered:
-                    others = [one for one in rest if not isinstance(one.steps[0], Renumber)]
+                    others = [later for later in rest if not isinstance(later.steps[0], Renumber)]
                     stored = self.before(tuple(others))
                     self._numbered[key] = _Numbered(step.pattern, after, stored)
-                found = self._numbered[key].held(step)
+                wholes = self._numbered[key].held(step)
             elif isinstance(step, Stack):
-                found = dict(_rows(step, after))
+                wholes = dict(_rows(step, after))
             elif isinstance(step, Unstack):
-                found = _unstacked(step, after)
+                wholes = _unstacked(step, after)
             else:
                 assert isinstance(step, Split), "checkpoint_steps leaves no other"
-                found = _fused(step, after)
-            self._before[steps] = found
+                wholes = _fused(step, after)
+            self._before[steps] = wholes
         return self._before[steps]
 
 
@@ -121,16 +123,18 @@ class _Numbered:
 
     def __init__(self, pattern: str, wholes: Wholes, stored: Wholes) -> None:
         numbers = [number_in(pattern, key) for key in stored]
-        self._stored = {(one.by, one.number) for one in numbers if one is not None}
+        self._stored = {
+            (numbered.by, numbered.number) for numbered in numbers if numbered is not None
+        }
         self._others: dict[str, Whole] = {}
         self._members: dict[str, dict[int, dict[str, Whole]]] = {}
         for key, whole in wholes.items():
-            found = number_in(pattern, key)
-            if found is None:
+            numbered = number_in(pattern, key)
+            if numbered is None:
                 self._others[key] = whole
                 continue
-            by_number = self._members.setdefault(found.by, {})
-            by_number.setdefault(found.number, {})[f"{found.head}\0{found.tail}"] = whole
+            by_number = self._members.setdefault(numbered.by, {})
+            by_number.setdefault(numbered.number, {})[f"{numbered.head}\0{numbered.tail}"] = whole
 
     def held(self, step: Renumber) -> dict[str, Whole]:
         """Return the keys of a rank under its own numbers.
@@ -205,9 +209,9 @@ def _fused(step: Split, wholes: Wholes) -> dict[str, Whole]:
 
 def _fused_key(step: Split, key: str) -> str | None:
     """Return the key of the tensor that a key is a part of; None where it is no part."""
-    for at, part in enumerate(step.names):
+    for index, part in enumerate(step.names):
         fused = Replace(part, step.pattern)(key)
         name = step(fused)
-        if isinstance(name, Parts) and name.fqns[at] == key:
+        if isinstance(name, Parts) and name.fqns[index] == key:
             return fused
     return None

@@ -109,8 +109,13 @@ class Rehearsal:
     def __str__(self) -> str:
         if self.requests:
             requests = [
-                (one.fqn, format_box(one.box, one.shape), _ranks(one.ranks), short(one.files))
-                for one in self.requests
+                (
+                    request.fqn,
+                    format_box(request.box, request.shape),
+                    _ranks(request.ranks),
+                    short(request.files),
+                )
+                for request in self.requests
             ]
             table = format_table(("key", "box", "ranks", "files"), requests)
         else:
@@ -188,12 +193,12 @@ def rehearse(
     columns = [*costs.columns.values(), np.bincount(costs.opened[:, 0], minlength=world.size)]
     coordinates = product(*map(range, world.axes.values()))
     ranks = [
-        RankRehearsal(rank, at, *numbers)
-        for rank, (at, numbers) in enumerate(
+        RankRehearsal(rank, coordinate, *numbers)
+        for rank, (coordinate, numbers) in enumerate(
             zip(coordinates, np.stack(columns, axis=1).tolist(), strict=True)
         )
     ]
-    tensors = [one for fqn, one in checkpoint.tensors.items() if fqn in expected]
+    tensors = [tensor for fqn, tensor in checkpoint.tensors.items() if fqn in expected]
     return Rehearsal(
         axes=world.axes,
         ranks=tuple(ranks),
@@ -201,9 +206,9 @@ def rehearse(
         notes=(*world.notes(), *unmatched_faults(unmatched, sorted(expected))),
         missing=tuple(sorted(expected - stored)),
         unread=tuple(sorted(stored - expected)),
-        replicated=sum(one.fqn not in costs.cut for one in tensors),
+        replicated=sum(tensor.fqn not in costs.cut for tensor in tensors),
         unmatched=unmatched,
-        unique_nbytes=sum(one.nbytes for one in tensors),
+        unique_nbytes=sum(tensor.nbytes for tensor in tensors),
         requests=tuple(_requests(world, shown)),
     )
 
@@ -236,11 +241,11 @@ class _Costs:
             if piece.group.kind == OBJECT or len(ndims) > 1:
                 continue  # it is refused
             cover = piece.cover
-            alike: dict[Any, list[StoredTensor]] = {}
+            by_cut: dict[Any, list[StoredTensor]] = {}
             for fqn in piece.fqns:
-                if (one := world.checkpoint.tensors.get(fqn)) is not None:
-                    alike.setdefault((one.cut, one.dtype), []).append(one)
-            for tensors in alike.values():
+                if (tensor := world.checkpoint.tensors.get(fqn)) is not None:
+                    by_cut.setdefault((tensor.cut, tensor.dtype), []).append(tensor)
+            for tensors in by_cut.values():
                 if len(tensors[0].shape) == cover.boxes.shape[2]:
                     self._add(tensors, cover)
             if cover.boxes[:, 1].tolist() != [list(piece.group.shape)]:
@@ -268,14 +273,16 @@ class _Costs:
         box, chunk = stored.meeting(boxes)
         shared = intersect(boxes[box], stored.boxes[chunk])
         exact = numel(shared) * itemsize
-        of_chunks = [one.chunks for one in tensors]
+        of_chunks = [tensor.chunks for tensor in tensors]
         # By tensor and chunk its file, -1 for none, and the length of its record.
         rows = [[self._numbers.get(c.file or "", -1) for c in chunks] for chunks in of_chunks]
         files = np.array(rows, np.int64)
-        nbytes = np.array([[one.nbytes for one in chunks] for chunks in of_chunks], np.int64)
-        lies = stored.boxes[chunk, 1], shared[:, 0] - stored.boxes[chunk, 0], shared[:, 1]
-        parts = np.stack(lies, axis=1).tolist()
-        by_pair = np.array([_slice_nbytes(*map(tuple, one), itemsize) for one in parts], np.int64)
+        nbytes = np.array([[record.nbytes for record in chunks] for chunks in of_chunks], np.int64)
+        in_chunks = stored.boxes[chunk, 1], shared[:, 0] - stored.boxes[chunk, 0], shared[:, 1]
+        parts = np.stack(in_chunks, axis=1).tolist()
+        by_pair = np.array(
+            [_slice_nbytes(*map(tuple, triple), itemsize) for triple in parts], np.int64
+        )
         slices, chunks, reads = np.zeros((3, len(boxes)), np.int64)
         for lengths, number in zip(*np.unique(nbytes, axis=0, return_counts=True), strict=True):
             whole = is_read_whole(lengths[chunk], exact)
@@ -301,8 +308,8 @@ class _Costs:
             self._pairs.append(np.unique(ranks[file >= 0] * size + file[file >= 0]))
             if len(lacking := np.unique(ranks[file < 0])):
                 headline = "the metadata names no file for a chunk that is needed"
-                for at in np.flatnonzero((files == of_chunk).all(axis=1)).tolist():
-                    self._world.add_fault(Fault(tensors[at].fqn, headline), lacking.tolist())
+                for index in np.flatnonzero((files == of_chunk).all(axis=1)).tolist():
+                    self._world.add_fault(Fault(tensors[index].fqn, headline), lacking.tolist())
 
 
 @lru_cache(maxsize=1 << 14)
@@ -311,8 +318,8 @@ def _slice_nbytes(
 ) -> int:
     """Return the bytes that are read for a part of a stored chunk."""
     strides = c_strides(shape)
-    found = segments(strides, offsets=start, lengths=sizes, itemsize=itemsize, gap=cheap_gap)
-    return found.total_nbytes
+    spans = segments(strides, offsets=start, lengths=sizes, itemsize=itemsize, gap=cheap_gap)
+    return spans.total_nbytes
 
 
 def _requests(world: RehearsedWorld, fqns: set[str]) -> Iterator[AskedBox]:
@@ -325,8 +332,8 @@ def _requests(world: RehearsedWorld, fqns: set[str]) -> Iterator[AskedBox]:
             pairs = map(np.ndarray.tolist, stored.cut.meeting(cover.boxes))
             for box, chunk in zip(*pairs, strict=True):
                 of_box[box].add(chunks[chunk].file or "")
-            for at, box in enumerate(as_boxes(cover.boxes)):
-                ranks, files = tuple(cover.holders(at).tolist()), tuple(sorted(of_box[at]))
+            for number, box in enumerate(as_boxes(cover.boxes)):
+                ranks, files = tuple(cover.holders(number).tolist()), tuple(sorted(of_box[number]))
                 yield AskedBox(fqn, box, ranks, files, stored.shape)
 
 

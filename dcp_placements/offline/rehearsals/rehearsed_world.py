@@ -143,12 +143,12 @@ class Lot:
     @cached_property
     def targets(self) -> dict[str, list[tuple[int, Target]]]:
         """By key of the checkpoint, the kinds that it is made of, and as which part of it."""
-        found: dict[str, list[tuple[int, Target]]] = {}
-        for at, kind in enumerate(self.keys.kinds):
+        targets: dict[str, list[tuple[int, Target]]] = {}
+        for number, kind in enumerate(self.keys.kinds):
             for tensor in kind.tensors:
                 for target in tensor.targets:
-                    found.setdefault(target.fqn, []).append((at, target))
-        return found
+                    targets.setdefault(target.fqn, []).append((number, target))
+        return targets
 
 
 class RehearsedWorld:
@@ -185,9 +185,11 @@ class RehearsedWorld:
         self.checkpoint, self.axes = checkpoint, dict(axes)
         self._declared = DeclaredWorld(self.axes, function)
         self._fsdp = FsdpAxes(fsdp, axes)
-        wholes = {fqn: Whole(one.shape, one.dtype) for fqn, one in checkpoint.tensors.items()}
+        wholes = {
+            fqn: Whole(tensor.shape, tensor.dtype) for fqn, tensor in checkpoint.tensors.items()
+        }
         wholes |= {fqn: Whole((), None) for fqn in checkpoint.objects}
-        stored = {f: one for f, one in wholes.items() if expected is None or f in expected}
+        stored = {f: whole for f, whole in wholes.items() if expected is None or f in expected}
         self._local = LocalKeys(stored)
         self._damaged = {fqn for fault in tiling_faults(checkpoint) for fqn in fault.tensors}
         self._faults: dict[Fault, list[int]] = {}
@@ -200,7 +202,7 @@ class RehearsedWorld:
             self.lots += self._planned(lot)
             done += len(lot.cuttings)
             progress(done, self.size)
-        held = {rank: one for lot in self.lots for rank, one in _sent(lot, lot.held).items()}
+        held = {rank: sent for lot in self.lots for rank, sent in _sent(lot, lot.held).items()}
         self.table = World([held[rank] for rank in range(self.size)])
 
     @property
@@ -211,16 +213,18 @@ class RehearsedWorld:
     def numberings(self) -> dict[Family, Numbering]:
         """Return the lists of keys to which the renames give numbers."""
         statements = [lot.statement for lot in self.lots if lot.statement is not None]
-        return {key: value for one in statements for key, value in one.numberings.items()}
+        return {
+            key: value for statement in statements for key, value in statement.numberings.items()
+        }
 
     def unmatched(self) -> tuple[str, ...]:
         """Return what is declared by pattern and matches no key on any rank."""
         statements = [lot.statement for lot in self.lots if lot.statement is not None]
         if len(statements) < len(self.lots):
             return ()
-        matches = [one for each in statements for one in (each.matched, each.declared)]
+        matches = [patterns for each in statements for patterns in (each.matched, each.declared)]
         kinds = [kind for lot in self.lots for kind in lot.keys.kinds]
-        names = {one.rule_name for kind in kinds for one in kind.tensors}
+        names = {tensor.rule_name for kind in kinds for tensor in kind.tensors}
         return matched_nowhere([*matches, self._fsdp.matches(names)])
 
     def faults(self) -> tuple[Fault, ...]:
@@ -241,14 +245,16 @@ class RehearsedWorld:
         """The faults and notes of all ranks together, of which none is refused by itself."""
         keys, whole = self.checkpoint.metadata.state_dict_metadata, self._wholes[0]
         given = [
-            Stated(Statement(has_whole=one is not None), [rank])
-            for rank, one in enumerate(self._wholes)
+            Stated(Statement(has_whole=model is not None), [rank])
+            for rank, model in enumerate(self._wholes)
         ]
         disagreement, _ = disagreements(given, "this load")
         if disagreement:
             return disagreement, []
         policy = Policy(waived=[*map(compile_pattern, self.lots[0].waive)])
-        sent = {rank: one for lot in self.lots for rank, one in _sent(lot, lot.asked).items()}
+        sent = {
+            rank: of_rank for lot in self.lots for rank, of_rank in _sent(lot, lot.asked).items()
+        }
         different = [Stated(lot.statement, lot.ranks) for lot in self.lots if lot.statement]
         of_ranks = [sent[rank] for rank in range(self.size)]
         record = record_of(self.checkpoint.provenance, keys)
@@ -270,7 +276,7 @@ class RehearsedWorld:
 
     def _unplanned(self) -> list[Lot]:
         """Return the ranks by what decides their plans."""
-        alike: dict[Hashable, tuple[Steps, dict[str, str], dict[int, Rules]]] = {}
+        declarations: dict[Hashable, tuple[Steps, dict[str, str], dict[int, Rules]]] = {}
         for rank in range(self.size):
             declared = self._declared.placements(rank)
             rules = PlacementRules({}) if declared.rules is None else declared.rules
@@ -280,18 +286,20 @@ class RehearsedWorld:
             steps = checkpoint_steps(declared.rename)
             patterns = rules.patterns if isinstance(rules, PlacementRules) else rank
             key = patterns, steps, tuple(waive.items())
-            alike.setdefault(key, (steps, dict(waive), {}))[2][rank] = rules
+            declarations.setdefault(key, (steps, dict(waive), {}))[2][rank] = rules
         lots: dict[Hashable, Lot] = {}
-        for steps, waive, ranks in alike.values():
+        for steps, waive, ranks in declarations.values():
             first = next(iter(ranks.values()))
             keys = self._keys_of(first, steps)
             by_kind = [self._cuttings(kind, ranks) for kind in keys.kinds]
             rules_key: Hashable = getattr(first, "patterns", None)
             if rules_key is None:
-                rules_key = tuple([tuple([one.key for one in kind.tensors]) for kind in keys.kinds])
+                rules_key = tuple(
+                    [tuple([tensor.key for tensor in kind.tensors]) for kind in keys.kinds]
+                )
             for rank, rules in ranks.items():
                 cuttings = [of_rank[rank] for of_rank in by_kind]
-                signatures = tuple([one.signature for one in cuttings])
+                signatures = tuple([cutting.signature for cutting in cuttings])
                 lot_key = rules_key, steps, tuple(waive.items()), signatures
                 if lot_key not in lots:
                     lots[lot_key] = Lot(keys, rules, Renames(*steps) if steps else None, waive)
@@ -303,33 +311,33 @@ class RehearsedWorld:
         wholes = self._local.before(steps)
         faults: list[Fault] = []
         named = named_tensors(wholes, Renames(*steps), faults)
-        by_name = {one.rule_name: one for one in named}
+        by_name = {tensor.rule_name: tensor for tensor in named}
         states = OptimizerStates(dict.fromkeys([*by_name, *wholes]))
         owners = {name: state.owner for name in by_name if (state := states.of(name)) is not None}
         weights = states.weights_of(set(owners.values()), by_name)
         kinds: dict[Hashable, Alike] = {}
-        for one in named:
-            rule_key, label, dims = one.rule_name, _rule_label(rules, one), None
-            of_state = weights[owners[rule_key]] if rule_key in owners and one.shape else ()
+        for tensor in named:
+            rule_key, label, dims = tensor.rule_name, _rule_label(rules, tensor), None
+            of_state = weights[owners[rule_key]] if rule_key in owners and tensor.shape else ()
             # State follows its parameter, unless a rule matches it alone.
             if of_state and label in (None, of := _rule_label(rules, by_name[of_state[0]])):
                 rule_key, label = of_state[0], of
-                ways = followed_dims(one.rule_shape, by_name[rule_key].rule_shape)
+                ways = followed_dims(tensor.rule_shape, by_name[rule_key].rule_shape)
                 dims = ways[0] if ways else ()
-            target_dims = one.targets[0].dims if one.targets else ()
-            row_dims = sorted(set(range(len(one.shape))) - set(target_dims))
-            is_damaged = any(target.fqn in self._damaged for target in one.targets)
-            lies = (
-                one.shape,
-                one.dtype,
-                one.rule_shape,
-                one.row and one.row.axes,
+            target_dims = tensor.targets[0].dims if tensor.targets else ()
+            row_dims = sorted(set(range(len(tensor.shape))) - set(target_dims))
+            is_damaged = any(target.fqn in self._damaged for target in tensor.targets)
+            form = (
+                tensor.shape,
+                tensor.dtype,
+                tensor.rule_shape,
+                tensor.row and tensor.row.axes,
                 self._fsdp.of(rule_key),
             )
             row_dim = row_dims[0] if row_dims else None
             kind = Alike([], rule_key, row_dim, is_damaged, by_name[rule_key], dims)
-            kinds.setdefault((lies, tuple(row_dims), label, is_damaged, dims), kind).tensors.append(
-                one
+            kinds.setdefault((form, tuple(row_dims), label, is_damaged, dims), kind).tensors.append(
+                tensor
             )
         objects = [key for key, whole in wholes.items() if whole.dtype is None]
         return Keys(list(kinds.values()), objects, faults)
@@ -361,12 +369,12 @@ class RehearsedWorld:
         state: dict[str, Any] = dict.fromkeys(lot.keys.objects)
         for kind, cutting in zip(lot.keys.kinds, cuttings, strict=True):
             if isinstance(cutting, Refused):
-                for one in kind.tensors:
-                    self.add_fault(Fault(one.rule_name, *cutting), lot.ranks)
+                for tensor in kind.tensors:
+                    self.add_fault(Fault(tensor.rule_name, *cutting), lot.ranks)
                 continue
             nbytes = prod(cutting.local_shape) * kind.tensors[0].dtype.itemsize
             lot.memory += nbytes * len(kind.tensors)
-            state.update({one.key: _value(one.dtype, cutting) for one in kind.tensors})
+            state.update({tensor.key: _value(tensor.dtype, cutting) for tensor in kind.tensors})
         metadata = self.checkpoint.metadata
         whole = self._wholes[rank]
         planner = PlacementLoadPlanner(lot.rules, rename=lot.rename, waive=lot.waive, whole=whole)
@@ -387,8 +395,8 @@ class RehearsedWorld:
         if len(lot.cuttings) > 1 and not self._follow(lot):
             return [
                 planned
-                for rank, one in lot.cuttings.items()
-                for planned in self._planned(replace(lot, cuttings={rank: one}, memory=0))
+                for rank, of_rank in lot.cuttings.items()
+                for planned in self._planned(replace(lot, cuttings={rank: of_rank}, memory=0))
             ]
         return [lot]
 
@@ -421,12 +429,12 @@ def _sent(lot: Lot, first: Sent) -> dict[int, Sent]:
     """Return what each rank of a lot sends where the first one sends ``first``."""
     if len(lot.cuttings) == 1 or not first.tables:
         return dict.fromkeys(lot.cuttings, first)
-    found = [(piece.boxes, _boxes(lot, piece)) for piece in World([first]).pieces]
+    by_piece = [(piece.boxes, _boxes(lot, piece)) for piece in World([first]).pieces]
     sent = {}
-    for at, rank in enumerate(lot.cuttings):
-        boxes = [same if of_ranks is None else of_ranks[at] for same, of_ranks in found]
-        numbers = np.concatenate([one.reshape(-1) for one in boxes])
-        counts = packed_ints([len(one) for one in boxes])
+    for index, rank in enumerate(lot.cuttings):
+        boxes = [same if of_ranks is None else of_ranks[index] for same, of_ranks in by_piece]
+        numbers = np.concatenate([array.reshape(-1) for array in boxes])
+        counts = packed_ints([len(array) for array in boxes])
         sent[rank] = first._replace(counts=counts, boxes=packed_ints(numbers))
     return sent
 
