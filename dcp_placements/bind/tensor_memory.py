@@ -2,15 +2,17 @@
 
 Before a save or a load: a tensor without contents, or whose storage was freed; two names of one
 storage with different places. Before a load alone: a tensor whose elements share memory, or whose
-``to_local()`` is a copy that nobody keeps::
+``to_local()`` is a copy that nobody keeps; and the keys that share memory::
 
     "head.w" and "embed.w" are one storage, and a rule shards only "embed.w"  -> a fault of "head.w"
     torch.ones(3).expand(2, 3): two rows, one memory                          -> a fault
+    "head.w" and "embed.w" are one storage, and whole                         -> tied keys
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from math import gcd
 from typing import Any
 
@@ -211,3 +213,40 @@ def extent(tensor: torch.Tensor) -> int:
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
     return (last + 1) * tensor.itemsize if tensor.numel() else 0
+
+
+def tied_keys(destinations: Sequence[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, ...]]:
+    """Return the keys that overlap in memory, each with all that it overlaps, also over others.
+
+    Such keys are those of a model that ties its embedding and its head. If the checkpoint has
+    different tensors under them, the one that is read last would stay.
+
+    >>> w, b = torch.ones(4), torch.ones(2)
+    >>> tied_keys([("embed", w), ("head", w), ("bias", b)])
+    {'embed': ('embed', 'head'), 'head': ('embed', 'head')}
+
+    Args:
+        destinations: The tensors that are read into, and their keys; a key may have several.
+    """
+    tensors = [tensor for _, tensor in destinations]
+    # Of tensors that have no memory, or none that can be seen, the start is 0.
+    starts = np.array([data_pointer(tensor) for tensor in tensors], np.int64)
+    nbytes = np.zeros(len(tensors), np.int64)
+    for number in np.flatnonzero(starts).tolist():
+        tensor = tensors[number]
+        nbytes[number] = tensor.nbytes if tensor.is_contiguous() else extent(tensor)
+    held = np.flatnonzero(nbytes)
+    held = held[starts[held].argsort(kind="stable")]
+    ends = np.maximum.accumulate((starts + nbytes)[held])
+    cuts = (0, *np.flatnonzero(starts[held][1:] >= ends[:-1]) + 1, len(held))
+    tied: dict[str, tuple[str, ...]] = {}
+    for begin, end in pairwise(cuts):
+        if end - begin < 2:
+            continue
+        numbers = held[begin:end].tolist()
+        views = [tensors[number] for number in numbers]
+        # The extent of a column of a matrix has other columns, too.
+        if all(view.is_contiguous() for view in views) or share_memory(views):
+            keys = tuple(dict.fromkeys([destinations[number][0] for number in sorted(numbers)]))
+            tied.update(dict.fromkeys(keys, keys))
+    return tied
