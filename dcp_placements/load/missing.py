@@ -39,6 +39,9 @@ from dcp_placements.short_text import (
 )
 from dcp_placements.storage.provenance import SaveRecord
 
+ON_PURPOSE = "optional=[pattern] or waive={pattern: reason} where the rest is left out on purpose"
+"""The way out where a load asks for a part of what was saved."""
+
 
 @dataclass(frozen=True)
 class Policy:

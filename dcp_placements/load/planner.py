@@ -53,18 +53,14 @@ from dcp_placements.items import (
     object_read,
     quiet_gc,
 )
+from dcp_placements.load.all_asked import AllAsked, unasked_notes
 from dcp_placements.load.arrival import LOOK, Arrival, Exchange, warn
 from dcp_placements.load.casting import CASTS
-from dcp_placements.load.compare import (
-    AllAsked,
-    check_load,
-    doubt_notes,
-    unasked_notes,
-    unknown_notes,
-    unnumbered_rows,
-)
+from dcp_placements.load.compare import check_load, doubt_notes, unknown_notes
 from dcp_placements.load.messages import LoadMessage
 from dcp_placements.load.missing import Policy
+from dcp_placements.load.rename_differences import unnumbered_rows
+from dcp_placements.load.renamed_states import renamed_states
 from dcp_placements.load.request import NOTHING, Request, request_of
 from dcp_placements.names.flat import Path, RenamedKeys, check_texts, put_at, rename_keys
 from dcp_placements.names.renames import recorded
@@ -411,7 +407,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
                 resets.setdefault(owner, []).extend(ranks)
         unasked = asked.unasked(own.state_dict) if resets or load.report.unread else []
         if resets:
-            faults += asked.renamed_states(resets, unasked)
+            faults += renamed_states(asked, resets, unasked)
         if faults:
             raise_faults("the ranks do not ask for what was saved", [*faults, *mistakes])
         # A rank that loads alone does not know what others ask for.

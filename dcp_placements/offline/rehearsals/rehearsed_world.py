@@ -29,7 +29,7 @@ from dcp_placements.errors import (
 )
 from dcp_placements.layout.boxes import Boxes, as_array, as_boxes
 from dcp_placements.layout.sharding import Box
-from dcp_placements.load.compare import AllAsked
+from dcp_placements.load.all_asked import AllAsked
 from dcp_placements.load.missing import Policy
 from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.names.numbers import Family, Numbering

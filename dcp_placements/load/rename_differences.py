@@ -1,0 +1,123 @@
+"""Does a load rename its keys as the save did? The renames of one rank against those recorded.
+
+Another ``Stack`` or ``Split`` than that of the save, or another total of a ``Renumber``, finds keys
+of the right shapes, with rows or experts of others. So each step is compared with that of the save
+by its pattern, and each list of keys by its total.
+
+A load that numbers eight experts of which the save had four::
+
+    saved     Numbering(4, "Renumber('experts.{}', total=4)")
+    loaded    Numbering(8, "Renumber('experts.{}', total=8)")
+    fault     experts.{}: this load numbers 8 of it, and the save numbered 4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import count, takewhile
+
+from dcp_placements.errors import Fault
+from dcp_placements.load.missing import ON_PURPOSE, Asked
+from dcp_placements.names.numbers import Numberings, numbers_of
+from dcp_placements.names.renames import FUNCTION, Step, recorded
+from dcp_placements.names.stacks_and_parts import Rename
+from dcp_placements.short_text import format_numbers
+from dcp_placements.storage.provenance import SaveRecord
+
+
+def rename_faults(record: SaveRecord, renames: Iterable[Step], asked: Asked) -> Iterator[Fault]:
+    """Yield the steps that stack, unstack or split in another way than the save did."""
+    for step in renames:
+        same = (step.kind, step.pattern)
+        saved = [of for of in record.renames if of.shaping and (of.kind, of.pattern) == same]
+        if not step.shaping or not saved or step.shaping in [of.shaping for of in saved]:
+            continue
+        # A negative dim counts from the end, of a number of dims that is not known here.
+        signs = {tuple([dim < 0 for dim in of.shaping[:1]]) for of in (step, *saved)}
+        if len(signs) == 1 and not asked.policy.waives(step.pattern):
+            yield Fault(
+                step.pattern,
+                f"this load has another {step.kind} of it than the save had",
+                (
+                    f"saved with:  rename={saved[0]}",
+                    f"this load:   rename={step}",
+                    "way out:     the rename= of the save; waive={pattern: reason} where this "
+                    "model is another one on purpose",
+                ),
+            )
+
+
+def total_faults(record: SaveRecord, given: Numberings, asked: Asked) -> Iterator[Fault]:
+    """Yield the lists of keys of which this load numbers more, or fewer, than the save did."""
+    differing = {
+        family: (saved, numbering)
+        for family, numbering in given.items()
+        if (saved := record.numberings.get(family)) is not None
+        and None not in (saved.total, numbering.total)
+        and saved.total != numbering.total
+    }
+    excused = numbers_of(filter(asked.policy.excuses, asked.state_dict), differing)
+    for family, (saved, numbering) in differing.items():
+        if not excused[family]:
+            yield Fault(
+                str(family),
+                f"this load numbers {numbering.total} of it, and the save numbered {saved.total}",
+                (
+                    f"saved with:  rename={saved.step}",
+                    f"this load:   rename={numbering.step}",
+                    "way out:     the rename= of the save; waive={pattern: reason} where this "
+                    "model is another one on purpose",
+                ),
+            )
+
+
+def unstacked_faults(asked: Asked) -> Iterator[Fault]:
+    """Yield the families of which a load asks for the first numbers only, as rows of a stack."""
+    for key, total in asked.placing.totals.items():
+        head, _, tail = key.partition("{}")
+        names = takewhile(asked.stored.__contains__, (f"{head}{n}{tail}" for n in count(total)))
+        beyond = [fqn for fqn in names if not asked.policy.excuses(fqn)]
+        if not beyond or asked.states.of(beyond[0]) is not None:
+            continue
+        numbers = format_numbers(range(total, total + len(beyond)))
+        yield Fault(
+            f"{head}{{}}{tail.partition('.')[0]}",
+            f"this load asks for {format_numbers(range(total))} of it, and not for {numbers}, "
+            "which the checkpoint has, too",
+            (
+                f"this load:   a stacked tensor of {total} rows, which rename= unstacks",
+                f"way out:     the model of the save; {ON_PURPOSE}",
+            ),
+        )
+
+
+def unnumbered_rows(asked: Asked, rename: Rename | None) -> Iterator[Fault]:
+    """Yield the tensors whose rows a rank that loads alone numbers from 0, unlike the save.
+
+    Every rank has rows of these local numbers; the save gave them their numbers in the whole model.
+    """
+    own = recorded(rename)
+    numbered = {step.pattern for step in own if step.kind in ("Renumber", FUNCTION)}
+    of_save = () if asked.record is None else asked.record.renames
+    saved = {step.pattern: step for step in of_save if step.kind == "Renumber" and step.total}
+    for step in own:
+        if step.kind != "Stack" or step.pattern in numbered or step.pattern not in saved:
+            continue
+        (dim, *_), name = step.shaping, step.pattern.partition(".{}")[0].rpartition(".")[2]
+        for fqn, placed in asked.placing.placed.items():
+            rows = {chunk.offsets[dim] for chunk in placed.place.chunks} if placed.rows else set()
+            are_first = (
+                rows == set(range(len(rows)))
+                and 0 < len(rows) < placed.place.sharding.global_shape[dim]
+            )
+            if are_first and name in fqn.split(".") and not asked.policy.excuses(fqn):
+                yield Fault(
+                    fqn,
+                    f"this load asks for rows {format_numbers(rows)} of it, by its local numbers",
+                    (
+                        f"saved with:  rename={saved[step.pattern]}",
+                        f"this load:   rename={step}",
+                        "likely:      the Renumber was forgotten in this load",
+                        f"way out:     rename= as in the save; {ON_PURPOSE}",
+                    ),
+                )
