@@ -30,14 +30,14 @@ def differences(columns: npt.ArrayLike) -> npt.NDArray[Any]:
     array([[  5,   1,   1,   1],
            [  0,   0,   0, 300]], dtype=int16)
     """
-    found = np.diff(np.asarray(columns, np.int64), prepend=0, axis=-1)
-    lowest, highest = int(found.min(initial=0)), int(found.max(initial=0))
-    return found.astype(np.min_scalar_type(min(lowest, -1 - highest)))
+    deltas = np.diff(np.asarray(columns, np.int64), prepend=0, axis=-1)
+    lowest, highest = int(deltas.min(initial=0)), int(deltas.max(initial=0))
+    return deltas.astype(np.min_scalar_type(min(lowest, -1 - highest)))
 
 
-def summed(found: npt.NDArray[Any]) -> Ints:
+def summed(deltas: npt.NDArray[Any]) -> Ints:
     """Return the columns of which these are the differences."""
-    columns: Ints = np.cumsum(found, axis=-1, dtype=np.int64)
+    columns: Ints = np.cumsum(deltas, axis=-1, dtype=np.int64)
     return columns
 
 
@@ -53,7 +53,7 @@ def components(texts: Sequence[str]) -> list[list[str | None]]:
 def joined(columns: Sequence[Sequence[str | None]]) -> list[str]:
     """Return the texts of which these are the components."""
     rows = zip(*columns, strict=True)
-    return [".".join([part for part in row if part is not None]) for row in rows]
+    return [".".join([component for component in row if component is not None]) for row in rows]
 
 
 def check_below(column: Ints, below: int, least: int = 0) -> None:

@@ -112,13 +112,13 @@ class Segments(NamedTuple):
         """Bytes of all segments."""
         return self.nbytes * prod(self.counts)
 
-    def positions(self, chunk: int = 0) -> Iterator[int]:
+    def positions(self, chunk_start: int = 0) -> Iterator[int]:
         """Yield where each segment begins, in C order, if the chunk begins at ``chunk``."""
         ranges = [range(0, n * step, step) for n, step in zip(self.counts, self.steps, strict=True)]
         *outer, inner = ranges or [range(1)]
         for steps in product(*outer):
-            at = chunk + self.start + sum(steps)
-            yield from range(at, at + inner.stop, inner.step)
+            first = chunk_start + self.start + sum(steps)
+            yield from range(first, first + inner.stop, inner.step)
 
 
 def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -212,8 +212,12 @@ class CountedFile:
 
     def held(self, position: int, nbytes: int) -> memoryview | None:
         """Return bytes that are held; None where not all of them are."""
-        at = position - self._held_at
-        return self._held[at : at + nbytes] if 0 <= at < self._held.nbytes + 1 - nbytes else None
+        offset = position - self._held_at
+        return (
+            self._held[offset : offset + nbytes]
+            if 0 <= offset < self._held.nbytes + 1 - nbytes
+            else None
+        )
 
     def read_into(self, buffer: memoryview, position: int) -> None:
         """Fill ``buffer`` with the bytes from ``position`` on.
@@ -241,13 +245,17 @@ class CountedFile:
         """Fill ``buffer`` as ``read_into``; return the CRC-32 with that of the bytes before."""
         # At a URL a request for each block would take longer.
         step = BLOCK_NBYTES if self.is_local else max(buffer.nbytes, 1)
-        for at in range(0, buffer.nbytes, step):
-            if not at % ANNOUNCED_NBYTES and buffer.nbytes > step and hasattr(os, "posix_fadvise"):
-                nbytes = min(ANNOUNCED_NBYTES, buffer.nbytes - at)  # and no more than is wanted
+        for offset in range(0, buffer.nbytes, step):
+            if (
+                not offset % ANNOUNCED_NBYTES
+                and buffer.nbytes > step
+                and hasattr(os, "posix_fadvise")
+            ):
+                nbytes = min(ANNOUNCED_NBYTES, buffer.nbytes - offset)  # and no more than is wanted
                 assert self._fd is not None
-                os.posix_fadvise(self._fd, position + at, nbytes, os.POSIX_FADV_WILLNEED)
-            block = buffer[at : at + step]
-            self.read_into(block, position + at)
+                os.posix_fadvise(self._fd, position + offset, nbytes, os.POSIX_FADV_WILLNEED)
+            block = buffer[offset : offset + step]
+            self.read_into(block, position + offset)
             checksum = crc32(block, checksum)
         return checksum
 

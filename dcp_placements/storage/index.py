@@ -235,7 +235,7 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
     def _rank_of(self) -> Ints:
         """By writer, the rank whose number its first file has; -1 where there is none."""
         has_files = self.writers.files > 0
-        ranks = [writer_of(self.files[at]) for at in self._first_files[has_files].tolist()]
+        ranks = [writer_of(self.files[first]) for first in self._first_files[has_files].tolist()]
         rank_of = np.full(len(has_files), -1)
         rank_of[has_files] = [-1 if rank is None else rank for rank in ranks]
         return rank_of
@@ -260,10 +260,10 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
         number = self._class_of(fqn)
         if number < 0:
             return []
-        at = self._places_of(number, copies=copies)
+        locations = self._places_of(number, copies=copies)
         offsets = self.offsets(number)
-        names = [(fqn, offsets[chunk]) for chunk in self.places.chunk[at].tolist()]
-        places = self._stored(names, self._rows_at(np.array(self.numbers[fqn]), at))
+        names = [(fqn, offsets[chunk]) for chunk in self.places.chunk[locations].tolist()]
+        places = self._stored(names, self._rows_at(np.array(self.numbers[fqn]), locations))
         return [place for place in places if place is not None]
 
     def find(
@@ -276,17 +276,19 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
             rank: Of several places of a chunk that in a file of this rank counts, and otherwise the
                 first.
         """
-        keys = np.array([self.numbers.get(one.fqn, -1) for one in indices], np.int64)
+        keys = np.array([self.numbers.get(index.fqn, -1) for index in indices], np.int64)
         numbers = np.append(self.class_of, NOWHERE)[keys]
-        at = np.full(len(keys), -1)
+        locations = np.full(len(keys), -1)
         for number in np.unique(numbers[numbers >= 0]).tolist():
             of_class = np.flatnonzero(numbers == number)
-            wanted = [indices[one] for one in of_class.tolist()]
-            at[of_class] = self._nearest(number, self._chunks(number, wanted), rank)
+            wanted = [indices[position] for position in of_class.tolist()]
+            locations[of_class] = self._nearest(number, self._chunks(number, wanted), rank)
         rows = FileRows(*np.full((4, len(keys)), -1))
-        for column, values in zip(rows, self._rows_at(keys[at >= 0], at[at >= 0]), strict=True):
-            column[at >= 0] = values
-        return self._stored([(one.fqn, one.offset) for one in indices], rows)
+        for column, values in zip(
+            rows, self._rows_at(keys[locations >= 0], locations[locations >= 0]), strict=True
+        ):
+            column[locations >= 0] = values
+        return self._stored([(index.fqn, index.offset) for index in indices], rows)
 
     def _stored(
         self, names: Iterable[tuple[str, Offset]], rows: FileRows
@@ -309,22 +311,26 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
         """Return which chunk of a class each index means; -1 for none."""
         listed = int(self.classes.listed[number])
         offsets: Any = self.lists[listed].offsets if listed >= 0 else ()
-        wanted = [(one.index or 0, one.offset) for one in indices]
+        wanted = [(index.index or 0, index.offset) for index in indices]
         chunk_of = dict.fromkeys(wanted, -1)
         for chunk, offset in chunk_of:
             if 0 <= chunk < len(offsets) and offset == tuple(offsets[chunk].tolist()):
                 chunk_of[chunk, offset] = chunk
                 continue
             if number not in self._chunk_of:
-                every = {one: at for at, one in enumerate(self.offsets(number))}
+                every = {offset: chunk for chunk, offset in enumerate(self.offsets(number))}
                 self._chunk_of[number] = every
             chunk_of[chunk, offset] = self._chunk_of[number].get(offset, -1)
-        return np.array([chunk_of[one] for one in wanted], np.int64)
+        return np.array([chunk_of[pair] for pair in wanted], np.int64)
 
     def _places_of(self, number: int, *, copies: bool = False) -> Ints:
         """Return the places of a class; the first of each chunk, or all with ``copies``."""
-        at: Ints = np.arange(self.classes.places[number]) + self._first_places[number]
-        return at if copies else at[np.diff(self.places.chunk[at], prepend=-1) != 0]
+        locations: Ints = np.arange(self.classes.places[number]) + self._first_places[number]
+        return (
+            locations
+            if copies
+            else locations[np.diff(self.places.chunk[locations], prepend=-1) != 0]
+        )
 
     def _nearest(self, number: int, chunks: Ints, rank: int | None) -> Ints:
         """Return the place that counts of each chunk: of ``rank``, or else the first."""
@@ -335,11 +341,11 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
             nearest[self.places.chunk[own]] = own
         return np.where(chunks < 0, -1, nearest[chunks])
 
-    def _rows_at(self, keys: Ints, at: Ints) -> FileRows:
+    def _rows_at(self, keys: Ints, locations: Ints) -> FileRows:
         """Return where the bytes of keys at places are; keys and places are broadcast."""
-        writers = self.places.writer[at]
+        writers = self.places.writer[locations]
         codes, order = self._order
-        wanted = self._codes(self.writers.template[writers], keys, self.places.slot[at])
+        wanted = self._codes(self.writers.template[writers], keys, self.places.slot[locations])
         row, rows = order[codes.searchsorted(wanted)], self.rows
         file = rows.file[row] + self._first_files[writers]
         return FileRows(file, rows.transforms[row], rows.start[row], rows.length[row])
@@ -361,11 +367,11 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
             The numbers of some of the keys; and for each of them and each chunk the row, in
             columns of ``(keys, chunks)``.
         """
-        at = self._places_of(number)
-        step = max(_PIECE_ROWS // len(at), 1)
+        locations = self._places_of(number)
+        step = max(_PIECE_ROWS // len(locations), 1)
         for start in range(0, len(keys), step):
-            some = keys[start : start + step]
-            yield some, self._rows_at(some[:, None], at)
+            batch = keys[start : start + step]
+            yield batch, self._rows_at(batch[:, None], locations)
 
     def check(self) -> None:
         """Check that every number refers to what is there, before anything is looked up.
@@ -424,8 +430,8 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
         first, last = [self.class_of[order].searchsorted(kind_class, s) for s in ("left", "right")]
         if sum((last - first).tolist()) > len(self.rows.key):
             raise IndexDamage("more chunks than its writers wrote")
-        kind, at = expanded(first, last - first)
-        wanted = self._codes(template[kind], order[at], slot[kind])
+        kind, position = expanded(first, last - first)
+        wanted = self._codes(template[kind], order[position], slot[kind])
         codes, _ = self._order
         if (np.append(codes, -1)[codes.searchsorted(wanted)] != wanted).any():
             raise IndexDamage("a chunk is not among what its writer wrote")
@@ -497,11 +503,11 @@ def build_index(
             the later one counts.
     """
     written = list(results)
-    if apart := list(chain.from_iterable(one.apart for one in results)):
+    if apart := list(chain.from_iterable(result.apart for result in results)):
         written.append(WriteResults.of(apart))
     groups: dict[Any, list[int]] = {}
-    for writer, one in enumerate(written):
-        content = one.template if isinstance(one.template, bytes) else one.template.content
+    for writer, result in enumerate(written):
+        content = result.template if isinstance(result.template, bytes) else result.template.content
         groups.setdefault(content, []).append(writer)
     template_of = np.zeros(len(written), np.int64)
     numbers = {fqn: number for number, fqn in enumerate(entries.fqns)}
@@ -512,7 +518,10 @@ def build_index(
         template_of[writers] = number
         template = Template.unpacked(written[writers[0]].template)
         keys = [numbers.setdefault(fqn, len(numbers)) for fqn in template.fqns]
-        steps = [transforms.setdefault(one, len(transforms)) for one in template.transforms]
+        steps = [
+            transforms.setdefault(descriptors, len(transforms))
+            for descriptors in template.transforms
+        ]
         templates.append(
             template.rows._replace(
                 key=np.array(keys, np.int64)[template.rows.key],
@@ -523,7 +532,7 @@ def build_index(
             _slots(template.dims, writers, [written[writer].offsets for writer in writers])
         )
     rows = TemplateRows(*map(np.concatenate, zip(*templates, strict=True)))
-    of_rows = np.repeat(np.arange(len(groups)), [len(one.key) for one in templates[1:]])
+    of_rows = np.repeat(np.arange(len(groups)), [len(table.key) for table in templates[1:]])
     class_of, kinds = _classes(of_rows, rows, entries, len(numbers))
     lists = list(entries.lists)
     classes = [_places(kind, slots, lists, copies=copies) for kind in kinds]
@@ -532,8 +541,8 @@ def build_index(
         entries,
         tuple(numbers),
         tuple(transforms),
-        list(chain.from_iterable(one.paths for one in written)),
-        Writers(np.array([len(one.paths) for one in written], np.int64), template_of),
+        list(chain.from_iterable(result.paths for result in written)),
+        Writers(np.array([len(result.paths) for result in written], np.int64), template_of),
         of_rows,
         rows,
         class_of,
@@ -552,13 +561,16 @@ def _slots(
     """Return by slot of a template: each writer, and its offset."""
     columns = np.stack(offsets)
     slots: list[Sequence[tuple[int, Offset]]] = []
-    at = 0
+    column = 0
     for ndim in dims:
-        part = columns[:, at : at + max(ndim, 0)].tolist()
+        offsets_of_slot = columns[:, column : column + max(ndim, 0)].tolist()
         slots.append(
-            [(w, None if ndim < 0 else tuple(o)) for w, o in zip(writers, part, strict=True)]
+            [
+                (w, None if ndim < 0 else tuple(o))
+                for w, o in zip(writers, offsets_of_slot, strict=True)
+            ]
         )
-        at += max(ndim, 0)
+        column += max(ndim, 0)
     return slots
 
 
@@ -650,8 +662,10 @@ def packed_index(index: RowIndex, values: bytes) -> tuple[bytes, bytes]:
         "classes": differences(index.classes),
         "places": differences(index.places),
         "forms": differences([entries.list_of]),
-        "lists": differences([[len(one) for one in lists], [one.shape[2] for one in lists]]),
-        "boxes": differences([np.concatenate([_NONE, *[one.T.ravel() for one in lists]])]),
+        "lists": differences(
+            [[len(boxes) for boxes in lists], [boxes.shape[2] for boxes in lists]]
+        ),
+        "boxes": differences([np.concatenate([_NONE, *[boxes.T.ravel() for boxes in lists]])]),
     }
     stream = io.BytesIO()
     np.savez_compressed(stream, **arrays)
@@ -793,11 +807,11 @@ def _unpacked(members: Mapping[str, Any], forms: Sequence[Any]) -> RowIndex:
     check_below(form_of, len(forms), -1)
     check_below(list_of, len(lists), -1)
     own, numbers = lists[: int(list_of.max(initial=-1)) + 1], list_of.tolist()
-    whole = [with_chunks(form, at, lists) for form, at in zip(forms, numbers, strict=True)]
+    whole = [with_chunks(form, number, lists) for form, number in zip(forms, numbers, strict=True)]
     return RowIndex(
         Entries(fqns[:with_form], form_of[:with_form].tolist(), whole, own, numbers),
         fqns,
-        [None if one is None else tuple(map(str, one)) for one in names["transforms"]],
+        [None if steps is None else tuple(map(str, steps)) for steps in names["transforms"]],
         files,
         Writers(*members["writers"]),
         template_of,
@@ -877,11 +891,11 @@ def places_of(
     """
     indices = [item.storage_index for item in items]
     if isinstance(places, RowIndex):
-        found = places.find(indices, rank)
+        locations = places.find(indices, rank)
     else:
         rows = [(index, places.get(index)) for index in indices]
-        found = [None if one is None else StoredPlace.of(at, one) for at, one in rows]
-    if None in found:
+        locations = [None if info is None else StoredPlace.of(index, info) for index, info in rows]
+    if None in locations:
         faults = [
             Fault(
                 index.fqn,
@@ -889,8 +903,8 @@ def places_of(
                 + ("it" if index.offset is None else f"the chunk at {tuple(index.offset)}"),
                 DAMAGED_METADATA,
             )
-            for index, place in zip(indices, found, strict=True)
+            for index, place in zip(indices, locations, strict=True)
             if place is None
         ]
         raise_faults("the checkpoint is not whole", faults)
-    return cast(list[StoredPlace], found)
+    return cast(list[StoredPlace], locations)

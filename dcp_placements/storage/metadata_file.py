@@ -84,11 +84,11 @@ def write_metadata(metadata: Metadata, stream: IO[bytes], *, stock_metadata: boo
     with quiet_gc():
         index = index_of(metadata)
         packed, digest = packed_index(index, values_pickle(metadata, index.entries.forms))
-        pieces = (
+        blocks = (
             stock_pickle(metadata, index, digest) if stock_metadata else [refusing_pickle(digest)]
         )
-        for piece in chain(pieces, [packed]):
-            stream.write(piece)
+        for block in chain(blocks, [packed]):
+            stream.write(block)
         return packed
 
 
@@ -134,19 +134,19 @@ class SentEntries(dict[str, Any]):
             except (AttributeError, TypeError, ValueError):
                 return dict, (dict(self),)  # a user has put into it what no checkpoint has
             forms = [
-                form if at < 0 else replace(form, chunks=entries.lists[at].array)
-                for form, at in zip(entries.forms, entries.list_of, strict=True)
+                form if number < 0 else replace(form, chunks=entries.lists[number].array)
+                for form, number in zip(entries.forms, entries.list_of, strict=True)
             ]
-            parts = components(entries.fqns), entries.form_of, forms, entries.list_of
-            return _received_entries, (zlib.compress(pickle.dumps(parts), 1),)
+            columns = components(entries.fqns), entries.form_of, forms, entries.list_of
+            return _received_entries, (zlib.compress(pickle.dumps(columns), 1),)
 
 
 def _received_entries(packed: bytes) -> SentEntries:
     with quiet_gc():
         fqns, form_of, forms, list_of = pickle.loads(zlib.decompress(packed))
         whole = [
-            form if at < 0 else replace(form, chunks=ChunkList(form.chunks))
-            for form, at in zip(forms, list_of, strict=True)
+            form if number < 0 else replace(form, chunks=ChunkList(form.chunks))
+            for form, number in zip(forms, list_of, strict=True)
         ]
         return SentEntries(Entries(joined(fqns), form_of, whole, [], list_of).stored())
 
@@ -271,8 +271,10 @@ def in_columns(metadata: Any) -> Metadata:
     if not isinstance(places, RowIndex):
         if isinstance(stored, dict):
             # Keys may share a list.
-            lists = [getattr(one, "chunks", ()) for one in stored.values()]
-            check_count(sum(len(one) for one in lists if isinstance(one, list)), len(places))
+            lists = [getattr(entry, "chunks", ()) for entry in stored.values()]
+            check_count(
+                sum(len(chunks) for chunks in lists if isinstance(chunks, list)), len(places)
+            )
         check_fields(metadata)
         check_files(paths_of(places))
     rows = index_of(metadata)

@@ -61,9 +61,9 @@ class _Unpickler(pickle.Unpickler):
         # Megatron's class adds nothing that a load needs. It needs Megatron.
         if (module, name) == MEGATRON:
             return Metadata
-        found = PICKLED_PROPERTIES.get((module, name))
-        if found is not None:
-            return found
+        substitute = PICKLED_PROPERTIES.get((module, name))
+        if substitute is not None:
+            return substitute
         return super().find_class(PATHS if module == PATHS_OF_3_13 else module, name)
 
 
@@ -203,7 +203,7 @@ def _check_unfolded(metadata: Metadata, most: int) -> None:
     for name, value in (stored(metadata) or {}).items():
         if name in _BY_KEY and type(value) is dict:
             # Entries of keys, of values that many keys share.
-            most -= len(value) + sum(len(one) for one in value.values() if type(one) is dict)
+            most -= len(value) + sum(len(inner) for inner in value.values() if type(inner) is dict)
         else:
             todo.append(value)
     check_unfolded(todo, most)

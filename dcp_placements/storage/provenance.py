@@ -222,7 +222,7 @@ def doubts_of(
         for reason in kept.keys() & {DIFFERED, UNCOMPARED}:
             data = _inflated(kept[reason], (len(ordered) + 7) // 8)
             bits = np.unpackbits(np.frombuffer(data, np.uint8), count=len(ordered))
-            doubts[reason] = frozenset([ordered[at] for at in np.flatnonzero(bits)])
+            doubts[reason] = frozenset([ordered[index] for index in np.flatnonzero(bits)])
     except Exception:  # damaged: a checkpoint without a record
         return {}
     return doubts

@@ -47,10 +47,10 @@ def only_of_ranks(path: str | os.PathLike[str], names: Iterable[str]) -> str | N
     Returns:
         The text; None if there are no metadata of ranks, either.
     """
-    found = sorted(filter(_RANK_METADATA.fullmatch, names), key=lambda name: (len(name), name))
-    if not found:
+    of_ranks = sorted(filter(_RANK_METADATA.fullmatch, names), key=lambda name: (len(name), name))
+    if not of_ranks:
         return None
     return (
         f"{os.fspath(path)}: no checkpoint of whole tensors: there is no .metadata, and that of a "
-        f"rank describes its own part alone\n    found:       {format_names(found, 4)}\n{_OUT}"
+        f"rank describes its own part alone\n    found:       {format_names(of_ranks, 4)}\n{_OUT}"
     )

@@ -209,7 +209,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         except BaseException as error:
             # Ranks that wait for what this one was to read have to learn of it.
             failed = error
-        unchecked = sum(one.unchecked for one in readers)
+        unchecked = sum(reader.unchecked for reader in readers)
         if isinstance(planner, AfterReads):
             traffic = Traffic(self.opens - opens, self.bytes_read - nbytes)
             planner.finish_reads(plan, failed, traffic=traffic, unchecked=unchecked)
@@ -240,8 +240,8 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
                 items = [i for i in items if not i.storage_index.fqn.startswith(ID_PREFIX)]
             places = places_of(items, self.storage_data, global_rank())
             wanted = [
-                Wanted(item, at.path, at.start, at.length, at.transforms)
-                for item, at in zip(items, places, strict=True)
+                Wanted(item, location.path, location.start, location.length, location.transforms)
+                for item, location in zip(items, places, strict=True)
             ]
             wanted.sort(key=itemgetter(1, 2, 3))
             files = {file: list(some) for file, some in groupby(wanted, itemgetter(1))}
@@ -357,7 +357,7 @@ PART_NBYTES = 1 << 20
 
 def _parts(wanted: Sequence[Wanted], most: int) -> Iterator[Sequence[Wanted]]:
     """Yield what is wanted of a file in up to ``most`` parts, for as many threads."""
-    parts = max(min(most, 1 + sum([one.nbytes for one in wanted]) // PART_NBYTES), 1)
+    parts = max(min(most, 1 + sum([read.nbytes for read in wanted]) // PART_NBYTES), 1)
     step = max(-(-len(wanted) // parts), 1)
     for start in range(0, max(len(wanted), 1), step):
         yield wanted[start : start + step]

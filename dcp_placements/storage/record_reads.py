@@ -155,7 +155,7 @@ class ChunkReader:
         self._heads = RecordHeads()
         self._span, self._elements = _Buffer(), _Buffer()
 
-    def read(self, file: CountedFile, wanted: Sequence[Wanted]) -> None:
+    def read(self, file: CountedFile, reads: Sequence[Wanted]) -> None:
         """Read what is wanted of a file.
 
         Args:
@@ -165,58 +165,58 @@ class ChunkReader:
         Raises:
             PlacementError: The file does not hold what the metadata says.
         """
-        if not wanted:
+        if not reads:
             return
-        starts = np.array([one.start for one in wanted], np.int64)
-        nbytes = np.array([one.nbytes for one in wanted], np.int64)
+        starts = np.array([read.start for read in reads], np.int64)
+        nbytes = np.array([read.nbytes for read in reads], np.int64)
         ends = starts + nbytes
         is_outside = (starts < 0) | (nbytes < 0) | (nbytes > file.size - starts)
-        outside = [wanted[at] for at in np.flatnonzero(is_outside).tolist()]
+        outside = [reads[index] for index in np.flatnonzero(is_outside).tolist()]
         # One number for all of them, so that they are one fault.
-        needed = max([one.start + one.nbytes for one in outside], default=0)
-        faults = [self._fault(one, _beyond(one, file.size, needed)) for one in outside]
+        needed = max([read.start + read.nbytes for read in outside], default=0)
+        faults = [self._fault(read, _beyond(read, file.size, needed)) for read in outside]
         raise_faults(IS_DAMAGED, faults)
-        is_small = self._are_small(wanted, starts, nbytes)
+        is_small = self._are_small(reads, starts, nbytes)
         # Records of one length without gaps.
-        runs = np.flatnonzero((starts[1:] != ends[:-1]) | (nbytes[1:] != nbytes[:-1])) + 1
+        breaks = np.flatnonzero((starts[1:] != ends[:-1]) | (nbytes[1:] != nbytes[:-1])) + 1
         for first, last in _spans(is_small, starts, ends):
-            together = is_small[first]
-            held_nbytes = int(ends[first:last].max() - starts[first]) if together else 0
+            is_held = is_small[first]
+            held_nbytes = int(ends[first:last].max() - starts[first]) if is_held else 0
             file.hold(self._span.take(held_nbytes), int(starts[first]))
-            cuts = runs[slice(*runs.searchsorted((first + 1, last)))].tolist()
+            cuts = breaks[slice(*breaks.searchsorted((first + 1, last)))].tolist()
             for begin, end in pairwise((first, *cuts, last)):
-                some = wanted[begin:end]
-                if together and self._read_alike(file, some):
+                batch = reads[begin:end]
+                if is_held and self._read_alike(file, batch):
                     continue
-                for one in some:
-                    self._read_one(file, one)
+                for read in batch:
+                    self._read_one(file, read)
         file.hold(memoryview(b""), 0)
 
-    def tensor_record(self, one: Wanted, part: Part) -> TensorRecord | None:
+    def tensor_record(self, read: Wanted, part: Part) -> TensorRecord | None:
         """Return where the elements of a record are; None where it is not plain."""
-        if one.record is not None:
-            return one.record
-        if one.is_object or one.transforms:
+        if read.record is not None:
+            return read.record
+        if read.is_object or read.transforms:
             return None
         return self._heads.find(part)
 
-    def _are_small(self, wanted: Sequence[Wanted], starts: Array, nbytes: Array) -> Array:
+    def _are_small(self, reads: Sequence[Wanted], starts: Array, nbytes: Array) -> Array:
         """Return which records are read with their neighbours."""
-        elements = np.zeros(len(wanted), np.int64)
+        elements = np.zeros(len(reads), np.int64)
         is_doubtful = (nbytes > _PAGE_NBYTES) & (nbytes <= SMALL_NBYTES)
-        for at in np.flatnonzero(is_doubtful).tolist():
-            item = wanted[at].item
+        for index in np.flatnonzero(is_doubtful).tolist():
+            item = reads[index].item
             stored = self._stored.get(item.storage_index.fqn)
             if isinstance(stored, TensorStorageMetadata):
-                elements[at] = item.lengths.numel() * stored.properties.dtype.itemsize
+                elements[index] = item.lengths.numel() * stored.properties.dtype.itemsize
             else:
-                elements[at] = SMALL_NBYTES  # all of an object
+                elements[index] = SMALL_NBYTES  # all of an object
         # Of a record all items count.
         record = np.cumsum(np.diff(starts, prepend=-1) != 0)
-        found: Array = is_read_whole(nbytes, np.bincount(record, elements)[record])
-        return found
+        is_small: Array = is_read_whole(nbytes, np.bincount(record, elements)[record])
+        return is_small
 
-    def _read_alike(self, file: CountedFile, some: Sequence[Wanted]) -> bool:
+    def _read_alike(self, file: CountedFile, reads: Sequence[Wanted]) -> bool:
         """Deliver small records that are all wanted whole, and begin alike.
 
         Args:
@@ -226,39 +226,39 @@ class ChunkReader:
         Returns:
             Whether they are such records.
         """
-        start, nbytes = some[0].start, some[0].nbytes
-        tensor = self.tensor_record(some[0], Part(file, start, nbytes))
+        start, nbytes = reads[0].start, reads[0].nbytes
+        tensor = self.tensor_record(reads[0], Part(file, start, nbytes))
         if tensor is None or not tensor.nbytes or not tensor.is_contiguous:
             return False
-        record, shape, begin = some[0].record, tensor.shape, (0,) * len(tensor.shape)
+        record, shape, begin = reads[0].record, tensor.shape, (0,) * len(tensor.shape)
         if not all(
             [
-                one.record == record
-                and not one.transforms
-                and one.item.lengths == shape
-                and one.item.storage_offsets == begin
-                for one in some
+                read.record == record
+                and not read.transforms
+                and read.item.lengths == shape
+                and read.item.storage_offsets == begin
+                for read in reads
             ]
         ):
             return False
-        held: Any = file.held(start, nbytes * len(some))
+        held: Any = file.held(start, nbytes * len(reads))
         rows = np.frombuffer(held, np.uint8).reshape(-1, nbytes)
         if not (rows[:, : tensor.start] == rows[0, : tensor.start]).all():
             return False
-        for one in some if self._as_declared else ():
-            self._check_declared(one, tensor.dtype, tensor.shape)
-        targets, is_plain = self._targets(some, tensor.shape)
+        for read in reads if self._as_declared else ():
+            self._check_declared(read, tensor.dtype, tensor.shape)
+        targets, is_plain = self._targets(reads, tensor.shape)
         end = tensor.start + tensor.nbytes
         # A copy is aligned, as torch takes it to be; a single row would be a view.
         elements = rows[:, tensor.start : end].copy()
-        if self._is_summed(tensor, len(some)):
+        if self._is_summed(tensor, len(reads)):
             sums = list(map(crc32, elements))
-            self._check(some, tensor, sums, rows[:, end : end + BEHIND].tobytes())
+            self._check(reads, tensor, sums, rows[:, end : end + BEHIND].tobytes())
         values = torch.from_numpy(elements).view(-1).view(tensor.dtype).view(-1, *tensor.shape)
         if targets[0].is_cuda:
             values = values.to(targets[0].device)  # in one transfer
         copy_all(targets, values.unbind(), is_plain=is_plain)
-        self._commit(some, targets)
+        self._commit(reads, targets)
         return True
 
     def _is_summed(self, tensor: TensorRecord, records: int = 1) -> bool:
@@ -268,7 +268,7 @@ class ChunkReader:
         return self._check_crc and tensor.has_crc
 
     def _check(
-        self, some: Sequence[Wanted], tensor: TensorRecord, sums: Sequence[int], behind: bytes
+        self, reads: Sequence[Wanted], tensor: TensorRecord, sums: Sequence[int], behind: bytes
     ) -> None:
         """Compare the checksums of elements with those behind them.
 
@@ -284,90 +284,93 @@ class ChunkReader:
         if behind == b"".join(map(crc_entry, sums)):
             return
         faults = []
-        for at, (one, checksum) in enumerate(zip(some, sums, strict=True)):
-            wrong = wrong_crc(checksum, behind[at * BEHIND : (at + 1) * BEHIND])
+        for index, (read, checksum) in enumerate(zip(reads, sums, strict=True)):
+            wrong = wrong_crc(checksum, behind[index * BEHIND : (index + 1) * BEHIND])
             if wrong is not None:
-                place = f"its elements at byte {one.start + tensor.start} of {one.file} "
-                faults.append(self._fault(one, place + wrong, _OTHER_SUM))
+                place = f"its elements at byte {read.start + tensor.start} of {read.file} "
+                faults.append(self._fault(read, place + wrong, _OTHER_SUM))
         raise_faults(IS_DAMAGED, faults)
 
-    def _read_one(self, file: CountedFile, one: Wanted) -> None:
+    def _read_one(self, file: CountedFile, read: Wanted) -> None:
         """Deliver an item.
 
         Raises:
             PlacementError: Its record does not hold what the metadata says.
         """
-        item, part = one.item, Part(file, one.start, one.nbytes)
-        tensor = self.tensor_record(one, part)
+        item, part = read.item, Part(file, read.start, read.nbytes)
+        tensor = self.tensor_record(read, part)
         if tensor is not None and len(tensor.shape) == len(item.lengths):
             if self._as_declared:
-                self._check_declared(one, tensor.dtype, tensor.shape)
-            self._read_slice(one, tensor, part)
+                self._check_declared(read, tensor.dtype, tensor.shape)
+            self._read_slice(read, tensor, part)
             return
-        decoded = self._decode(one, part)
-        if one.is_object:
+        decoded = self._decode(read, part)
+        if read.is_object:
             data = io.BytesIO(decoded.getbuffer())
             value = _plain(item, data) if self._restricted else data
             with self._lock:
                 self._planner.load_bytes(item, value)
             return
         if self._as_declared:
-            self._check_declared(one, decoded.dtype, tuple(decoded.shape))
+            self._check_declared(read, decoded.dtype, tuple(decoded.shape))
         source = narrow_tensor_by_index(decoded, item.storage_offsets, item.lengths)
-        targets, _ = self._targets([one], source.shape)
+        targets, _ = self._targets([read], source.shape)
         copy_into(targets[0], source)
-        self._commit([one], targets)
+        self._commit([read], targets)
 
-    def _decode(self, one: Wanted, part: Part) -> Any:
+    def _decode(self, read: Wanted, part: Part) -> Any:
         """Return an object's stream in memory; the tensor of a record that is not plain."""
         try:
-            stream = self._transformed(one.item, one.transforms or (), part.stream())
+            stream = self._transformed(read.item, read.transforms or (), part.stream())
         except ValueError as error:  # of torch's registry of extensions
-            raise self._refused(one, f"it cannot be decoded: {error}", NO_EXTENSION) from error
-        if one.is_object or not stream.seekable():
+            raise self._refused(read, f"it cannot be decoded: {error}", NO_EXTENSION) from error
+        if read.is_object or not stream.seekable():
             stream = io.BytesIO(stream.read(-1))
         if self._check_crc:
             problem, has_crc = zip_problem(stream)
             self.unchecked += not has_crc
             if problem is not None:
-                text = f"the record at byte {one.start} of {one.file} is not what was written: "
-                raise_faults(IS_DAMAGED, [self._fault(one, text + problem, _OTHER_SUM)])
-        return stream if one.is_object else self._load(stream, one)
+                text = f"the record at byte {read.start} of {read.file} is not what was written: "
+                raise_faults(IS_DAMAGED, [self._fault(read, text + problem, _OTHER_SUM)])
+        return stream if read.is_object else self._load(stream, read)
 
-    def _load(self, stream: Any, one: Wanted) -> torch.Tensor:
+    def _load(self, stream: Any, read: Wanted) -> torch.Tensor:
         """Return the tensor of a record by way of ``torch.load``."""
         try:
             return load_saved_tensor(stream)
         except RefusedGlobal as error:
             details = (
-                f"found:       in {one.file}",
+                f"found:       in {read.file}",
                 "way out:     torch.serialization.add_safe_globals([the type]) before the load, if "
                 "the checkpoint is trusted",
             )
             problem = f"is of a type that torch.load does not allow: {error.name}"
-            opening, fault = "the checkpoint holds another type", self._fault(one, problem, details)
+            opening, fault = (
+                "the checkpoint holds another type",
+                self._fault(read, problem, details),
+            )
             raise PlacementError(format_faults(opening, [fault])) from error
         except Exception as error:
             # Only the first sentence: torch goes on with advice for other situations.
             sentence = (str(error).splitlines() or [format_error(error)])[0].partition(". ")[0]
-            found = f"found:       {type(error).__name__}: {sentence}"
-            problem = f"what {one.file} holds of it is no tensor"
-            fault = self._fault(one, problem, (found, *DAMAGED))
+            cause = f"found:       {type(error).__name__}: {sentence}"
+            problem = f"what {read.file} holds of it is no tensor"
+            fault = self._fault(read, problem, (cause, *DAMAGED))
             raise PlacementError(format_faults(IS_DAMAGED, [fault])) from error
 
-    def _read_slice(self, one: Wanted, tensor: TensorRecord, part: Part) -> None:
+    def _read_slice(self, read: Wanted, tensor: TensorRecord, part: Part) -> None:
         """Read a slice of a plain record."""
-        item, shape = one.item, tensor.shape
+        item, shape = read.item, tensor.shape
         offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
         is_whole = lengths == shape
         sizes = None if is_whole else self._stored_sizes(item)
-        holds = f"{one.file} holds a {shape} tensor, where the metadata says"
+        holds = f"{read.file} holds a {shape} tensor, where the metadata says"
         if sizes not in (None, shape):
-            raise self._refused(one, f"{holds} that it is a chunk of {sizes}")
+            raise self._refused(read, f"{holds} that it is a chunk of {sizes}")
         ends = zip(offsets, lengths, shape, strict=True)
         if any(offset + length > size for offset, length, size in ends):
-            raise self._refused(one, f"{holds} that {lengths} can be read at {offsets}")
-        targets, _ = self._targets([one], lengths)
+            raise self._refused(read, f"{holds} that {lengths} can be read at {offsets}")
+        targets, _ = self._targets([read], lengths)
         if targets[0].numel():
             is_summed, target = is_whole and self._is_summed(tensor), targets[0]
             if not tensor.is_contiguous:
@@ -376,20 +379,20 @@ class ChunkReader:
             checksum = self._fill(target, offsets, tensor, part, 0 if is_summed else None)
             if checksum is not None:
                 behind = part.read(tensor.start + tensor.nbytes, BEHIND)
-                self._check([one], tensor, [checksum], behind)
-        self._commit([one], targets)
+                self._check([read], tensor, [checksum], behind)
+        self._commit([read], targets)
 
-    def _check_declared(self, one: Wanted, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    def _check_declared(self, read: Wanted, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         """Refuse a record that is of another dtype, or of other sizes, than the metadata says."""
-        stored = self._stored.get(one.item.storage_index.fqn)
-        if one.record is not None:
+        stored = self._stored.get(read.item.storage_index.fqn)
+        if read.record is not None:
             return  # no head says it
         assert isinstance(stored, TensorStorageMetadata), "a tensor's"
-        declared = stored.properties.dtype, self._stored_sizes(one.item)
+        declared = stored.properties.dtype, self._stored_sizes(read.item)
         if declared != (dtype, shape):
-            holds = f"{one.file} holds a {shape} {dtype} tensor at byte {one.start}"
+            holds = f"{read.file} holds a {shape} {dtype} tensor at byte {read.start}"
             says = f"where the metadata says {declared[1]} {declared[0]}"
-            raise self._refused(one, f"{holds}, {says}")
+            raise self._refused(read, f"{holds}, {says}")
 
     def _stored_sizes(self, item: ReadItem) -> tuple[int, ...] | None:
         """Return the sizes of the chunk that an item is read from; None where they are unknown."""
@@ -433,8 +436,10 @@ class ChunkReader:
             dim = next(dim for dim, size in enumerate(sizes) if size > 1)
             half = sizes[dim] // 2
             for begin, size in ((0, half), (half, sizes[dim] - half)):
-                at = (*offsets[:dim], offsets[dim] + begin, *offsets[dim + 1 :])
-                checksum = self._fill(target.narrow(dim, begin, size), at, tensor, part, checksum)
+                half_offsets = (*offsets[:dim], offsets[dim] + begin, *offsets[dim + 1 :])
+                checksum = self._fill(
+                    target.narrow(dim, begin, size), half_offsets, tensor, part, checksum
+                )
             return checksum
         buffer = self._elements.take(slices.total_nbytes) if memory is None else memory
         if checksum is not None:
@@ -447,37 +452,37 @@ class ChunkReader:
         return checksum
 
     def _targets(
-        self, some: Sequence[Wanted], sizes: Sequence[int]
+        self, reads: Sequence[Wanted], sizes: Sequence[int]
     ) -> tuple[list[torch.Tensor], bool]:
         """Return a planner's tensors, to be filled with elements of these sizes.
 
         And whether they are no more than elements in memory.
         """
         with self._lock:
-            targets = [self._planner.resolve_tensor(one.item) for one in some]
-        for one, target in zip(some, targets, strict=True):
+            targets = [self._planner.resolve_tensor(read.item) for read in reads]
+        for read, target in zip(reads, targets, strict=True):
             if target.shape != sizes:
                 text = f"a {tuple(sizes)} tensor was read, where {tuple(target.shape)} is to be"
-                raise self._refused(one, f"{text} filled")
+                raise self._refused(read, f"{text} filled")
         # Detached views take writes also where they are of parameters, or of inference tensors; and
         # the scale of a quantized one is set on the view alone, so that the planner can compare it.
         is_plain = are_plain(targets)
         return targets if is_plain else [target.detach() for target in targets], is_plain
 
-    def _commit(self, some: Sequence[Wanted], targets: Sequence[torch.Tensor]) -> None:
+    def _commit(self, reads: Sequence[Wanted], targets: Sequence[torch.Tensor]) -> None:
         with self._lock:
-            for one, target in zip(some, targets, strict=True):
-                self._planner.commit_tensor(one.item, target)
+            for read, target in zip(reads, targets, strict=True):
+                self._planner.commit_tensor(read.item, target)
 
     def _refused(
-        self, one: Wanted, problem: str, details: Sequence[str] = DAMAGED
+        self, read: Wanted, problem: str, details: Sequence[str] = DAMAGED
     ) -> PlacementError:
-        return PlacementError(format_faults(_IS_OTHER, [self._fault(one, problem, details)]))
+        return PlacementError(format_faults(_IS_OTHER, [self._fault(read, problem, details)]))
 
-    def _fault(self, one: Wanted, problem: str, details: Sequence[str] = DAMAGED) -> Fault:
+    def _fault(self, read: Wanted, problem: str, details: Sequence[str] = DAMAGED) -> Fault:
         """Return that a record is not as it should be."""
-        fault = Fault(one.item.storage_index.fqn, problem, tuple(details))
-        return with_copies(fault, self._places, one.item, one.file)
+        fault = Fault(read.item.storage_index.fqn, problem, tuple(details))
+        return with_copies(fault, self._places, read.item, read.file)
 
 
 class _Buffer:
@@ -505,12 +510,12 @@ def _spans(is_small: Array, starts: Array, ends: Array) -> Iterator[tuple[int, i
             first = stop
 
 
-def _beyond(one: Wanted, nbytes: int, needed: int) -> str:
+def _beyond(read: Wanted, nbytes: int, needed: int) -> str:
     """Return that a record does not lie within its file of ``nbytes``, which lacks some."""
-    if 0 <= one.start <= one.start + one.nbytes:
-        return f"{one.file} ends before it: {nbytes} bytes, {needed} needed"
-    end = one.start + one.nbytes
-    return f"{one.file} has no bytes from {one.start} to {end}, where the metadata has it"
+    if 0 <= read.start <= read.start + read.nbytes:
+        return f"{read.file} ends before it: {nbytes} bytes, {needed} needed"
+    end = read.start + read.nbytes
+    return f"{read.file} has no bytes from {read.start} to {end}, where the metadata has it"
 
 
 def _plain(item: ReadItem, data: io.BytesIO) -> io.BytesIO:

@@ -97,11 +97,11 @@ def _batches(
     loaded: Iterable[tuple[torch.Tensor, WriteItem]],
 ) -> Iterator[tuple[list[torch.Tensor], list[WriteItem]]]:
     """Yield one tensor, or small ones of one dtype and shape, with their items."""
-    for (dtype, shape, is_plain), alike in groupby(loaded, _kind):
+    for (dtype, shape, is_plain), pairs in groupby(loaded, _kind):
         nbytes = shape.numel() * dtype.itemsize
         is_small = is_plain and nbytes <= ALIKE_NBYTES
         most = BATCH_NBYTES // (nbytes + _AROUND_NBYTES) if is_small else 1
-        while batch := list(islice(alike, most)):
+        while batch := list(islice(pairs, most)):
             yield [tensor for tensor, _ in batch], [item for _, item in batch]
 
 
@@ -229,7 +229,7 @@ class RecordTemplate:
         self._tail = np.frombuffer(tail, np.uint8)
         self.length = len(self._head) + self._nbytes + len(tail)
         crc = tail[4:8]
-        self._crc_at = [at for at in range(len(tail) - 3) if tail.startswith(crc, at)]
+        self._crc_at = [offset for offset in range(len(tail) - 3) if tail.startswith(crc, offset)]
         if not (
             tail.startswith(DESCRIPTOR)
             and len(self._crc_at) == 2
@@ -261,8 +261,8 @@ class RecordTemplate:
     def _tail_of(self, checksum: int) -> bytes:
         """Return what follows elements with this CRC-32."""
         tail = self._tail.copy()
-        for at in self._crc_at:
-            tail[at : at + 4] = np.frombuffer(checksum.to_bytes(4, "little"), np.uint8)
+        for offset in self._crc_at:
+            tail[offset : offset + 4] = np.frombuffer(checksum.to_bytes(4, "little"), np.uint8)
         return tail.tobytes()
 
     def write_blocks(self, slabs: Iterable[memoryview], write: Callable[[memoryview], Any]) -> None:
@@ -295,8 +295,8 @@ class RecordTemplate:
         elements[:] = data
         tails[:] = self._tail
         checksums = np.array(list(map(crc32, data)), "<u4").view(np.uint8).reshape(-1, 4)
-        for at in self._crc_at:
-            tails[:, at : at + 4] = checksums
+        for offset in self._crc_at:
+            tails[:, offset : offset + 4] = checksums
         stream.write(records.data.cast("B"))
 
 

@@ -370,10 +370,10 @@ class RemoteFileSystem:
         """
         root = str(self.fs._strip_protocol(os.fspath(path))).rstrip("/")
         try:
-            found = self._ask("find" if below else "ls", path, detail=True)
+            listing = self._ask("find" if below else "ls", path, detail=True)
         except FileNotFoundError:
             return {}
-        infos = found.values() if below else found
+        infos = listing.values() if below else listing
         entries = {str(info["name"]).rstrip("/"): _entry(info) for info in infos}
         entries.pop(root, None)  # the object that a console creates for a folder
         return {name.removeprefix(f"{root}/"): entry for name, entry in entries.items()}
@@ -389,11 +389,11 @@ class RemoteFileSystem:
 
 def _entry(info: Mapping[str, Any]) -> Entry:
     # Each library has a name and a form of its own for the time.
-    at = next((info[key] for key in _TIMES if info.get(key) is not None), 0.0)
-    if isinstance(at, str):
-        at = datetime.fromisoformat(at)
+    written = next((info[key] for key in _TIMES if info.get(key) is not None), 0.0)
+    if isinstance(written, str):
+        written = datetime.fromisoformat(written)
     nbytes = int(info["size"]) if info["type"] == "file" else None
-    return Entry(nbytes, at.timestamp() if isinstance(at, datetime) else at)
+    return Entry(nbytes, written.timestamp() if isinstance(written, datetime) else written)
 
 
 class UrlPath:

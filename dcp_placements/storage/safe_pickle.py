@@ -200,10 +200,10 @@ class SafeUnpickler(pickle._Unpickler):
     def named(self, module: str, name: str) -> Any:
         """Return what a file gets for a name."""
         # Protocols before 3 name modules as Python 2 did.
-        found = self.allowed.get(("builtins" if module == "__builtin__" else module, name))
-        if found is None:
+        value = self.allowed.get(("builtins" if module == "__builtin__" else module, name))
+        if value is None:
             raise RefusedGlobal(f"{module}.{name}", self.subject)
-        return found
+        return value
 
     def persistent_load(self, pid: Any) -> Any:
         """Return the value of a persistent id."""

@@ -62,12 +62,12 @@ def check_rank(dtensor: Made, rank: int) -> None:
         CannotPlace: It does.
     """
     try:
-        found = _spec_of(dtensor)["mesh"].fields.get(RANK)
+        saved_rank = _spec_of(dtensor)["mesh"].fields.get(RANK)
     except (AttributeError, KeyError, IndexError):
         return  # of a form that no torch writes
-    if found not in (None, rank):
+    if saved_rank not in (None, rank):
         raise CannotPlace(
-            f"was written by rank {found}, in the file of rank {rank}",
+            f"was written by rank {saved_rank}, in the file of rank {rank}",
             "likely:      the file was renamed, or copied over another one",
         )
 

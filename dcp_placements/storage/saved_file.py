@@ -121,33 +121,33 @@ class SavedFile:
         entry = self._entries.get(tensor.storage)
         return entry.CRC if entry is not None and entry.file_size == tensor.nbytes else None
 
-    def record(self, fqn: str, at: SavedChunk) -> tuple[int, int, TensorRecord]:
+    def record(self, fqn: str, chunk: SavedChunk) -> tuple[int, int, TensorRecord]:
         """Return where a chunk is: its first byte, its bytes, and how it lies in them.
 
         Raises:
             PlacementError: The file has another tensor at the path, or none, or ends too early.
         """
-        assert at.dtype is not None, "a tensor's"
-        if 0 in at.sizes:
-            return 0, 0, TensorRecord(at.dtype, at.sizes, c_strides(at.sizes))
-        tensor = self.tensor(at.path)
-        if tensor is None or (tensor.shape, tensor.dtype) != (at.shape, at.dtype):
+        assert chunk.dtype is not None, "a tensor's"
+        if 0 in chunk.sizes:
+            return 0, 0, TensorRecord(chunk.dtype, chunk.sizes, c_strides(chunk.sizes))
+        tensor = self.tensor(chunk.path)
+        if tensor is None or (tensor.shape, tensor.dtype) != (chunk.shape, chunk.dtype):
             there = "no plain tensor" if tensor is None else f"{tensor.shape} {tensor.dtype}"
-            where = f"{self.name} has {there} at {'.'.join(map(str, at.path))!r}"
-            headline = f"{where}, where {at.shape} {at.dtype} was saved"
+            where = f"{self.name} has {there} at {'.'.join(map(str, chunk.path))!r}"
+            headline = f"{where}, where {chunk.shape} {chunk.dtype} was saved"
             raise fault_error("the checkpoint is not what it says", fqn, headline, *_OTHER)
-        chunk = _chunk_of(tensor, at)
-        entry, nbytes = self._entries.get(chunk.storage), chunk.span_nbytes
-        if entry is None or chunk.start + nbytes > entry.file_size:
+        elements = _chunk_of(tensor, chunk)
+        entry, nbytes = self._entries.get(elements.storage), elements.span_nbytes
+        if entry is None or elements.start + nbytes > entry.file_size:
             raise fault_error(IS_DAMAGED, fqn, f"{self.name} ends before its elements do", *DAMAGED)
         try:
-            start = entry_start(self._part.read_into, entry) + chunk.start
+            start = entry_start(self._part.read_into, entry) + elements.start
         except BROKEN as error:
             headline = f"{self.name}: {format_error(error)}"
             raise fault_error(IS_DAMAGED, fqn, headline, *DAMAGED) from error
-        is_all = nbytes == entry.file_size and chunk.in_order()[0].is_contiguous
+        is_all = nbytes == entry.file_size and elements.in_order()[0].is_contiguous
         has_crc = is_all and self._has_crcs and bool(entry.flag_bits & SIZES_FOLLOW)
-        record = replace(chunk, start=0, has_crc=has_crc, storage="")
+        record = replace(elements, start=0, has_crc=has_crc, storage="")
         return start, nbytes + BEHIND * has_crc, record
 
     def mapped(self, tensor: TensorRecord, file: torch.UntypedStorage) -> torch.Tensor:
@@ -201,15 +201,15 @@ class SavedFile:
                 local one, if any.
         """
 
-        def made(value: Any, path: Path) -> Any:
+        def converted(value: Any, path: Path) -> Any:
             if isinstance(value, Mapping):
-                return {key: made(inner, (*path, key)) for key, inner in value.items()}
+                return {key: converted(inner, (*path, key)) for key, inner in value.items()}
             if isinstance(value, list):
-                return [made(inner, (*path, at)) for at, inner in enumerate(value)]
+                return [converted(inner, (*path, index)) for index, inner in enumerate(value)]
             tensor, dtensor = saved_tensor(value)
             return value if tensor is None else as_value(path, tensor, dtensor)
 
-        return made(self._tree, ())
+        return converted(self._tree, ())
 
 
 def _has_storage(value: Any) -> bool:
@@ -245,20 +245,20 @@ def saved_tensor(value: Any) -> tuple[TensorRecord | None, Made | None]:
         name, fields = getattr(kind, "name", ""), state[-1] if type(state) is tuple else state
         if name.endswith(".DTensor") and type(fields) is dict:
             # Its local tensor is the one tensor among its attributes.
-            inner = [saved_tensor(one)[0] for one in fields.values()]
+            inner = [saved_tensor(field)[0] for field in fields.values()]
             return next(filter(None, inner), None), value
         if type(make) is Call and name in ("torch.Tensor", "torch.nn.parameter.Parameter"):
             return saved_tensor(Made(make.name, args))  # one with attributes
     return strided_tensor(value), None
 
 
-def _chunk_of(tensor: TensorRecord, at: SavedChunk) -> TensorRecord:
+def _chunk_of(tensor: TensorRecord, chunk: SavedChunk) -> TensorRecord:
     """Return where a chunk of a tensor is in the storage of the tensor.
 
     The second column of a ``(4, 3)`` tensor of float32 that was saved transposed, from element 1 of
     C order by steps of 3: from byte 16 of the storage, by steps of 1 element.
     """
-    offset, start = 0, at.start
+    offset, start = 0, chunk.start
     strides: dict[int, int] = {}
     dims = zip(tensor.shape, c_strides(tensor.shape), tensor.strides, strict=True)
     for size, step, stride in dims:
@@ -266,6 +266,6 @@ def _chunk_of(tensor: TensorRecord, at: SavedChunk) -> TensorRecord:
         offset += index * stride
         if size > 1:
             strides[step] = stride
-    steps = tuple([strides.get(step, 0) for step in at.steps])
+    steps = tuple([strides.get(step, 0) for step in chunk.steps])
     start = tensor.start + offset * tensor.dtype.itemsize
-    return replace(tensor, shape=at.sizes, strides=steps, start=start)
+    return replace(tensor, shape=chunk.sizes, strides=steps, start=start)

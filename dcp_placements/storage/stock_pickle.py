@@ -104,23 +104,28 @@ def stock_pickle(metadata: Metadata, index: RowIndex, digest: bytes) -> Iterator
     yield b"}" + pickling.dump("state_dict_metadata")
     lists = [chunks.as_list() for chunks in entries.lists]
     forms = [
-        form if at < 0 else replace(form, chunks=lists[at])
-        for form, at in zip(entries.forms, entries.list_of, strict=True)
+        form if number < 0 else replace(form, chunks=lists[number])
+        for form, number in zip(entries.forms, entries.list_of, strict=True)
     ]
     stored = entries._replace(forms=forms).stored()
     yield pickling.dump(stored) + b"s" + pickling.dump("storage_data")
     own = [
-        torch.Size(offset) for one in index.lists[len(lists) :] for offset in one.offsets.tolist()
+        torch.Size(offset)
+        for chunks in index.lists[len(lists) :]
+        for offset in chunks.offsets.tolist()
     ]
     yield pickling.dump(own) + b"0"
     # None is put into the memo, too, so that all records have the same parts.
     steps = []
-    for one in index.transforms:
+    for descriptors in index.transforms:
         steps.append(pickling.count())
-        yield b"" if one is None else pickling.dump(list(one)) + b"0"
+        yield b"" if descriptors is None else pickling.dump(list(descriptors)) + b"0"
     none = pickling.count()
     yield b"Nr" + struct.pack("<I", none) + b"0}"
-    numbers = [none if one is None else n for one, n in zip(index.transforms, steps, strict=True)]
+    numbers = [
+        none if descriptors is None else n
+        for descriptors, n in zip(index.transforms, steps, strict=True)
+    ]
     memo = {None: none} | pickling.memo()
     yield from _rows(index, memo, np.array(numbers, np.int64))
     # Into the state of the metadata, and that into the metadata.
@@ -140,7 +145,7 @@ def _rows(index: RowIndex, memo: Mapping[Any, int], steps: Ints) -> Iterator[byt
     if max(column.max(initial=0) for column in (index.rows.start, index.rows.length)) >= _I32:
         integer, code = "<i8", b"\x8a\x08"
     # NEWOBJ of the class, then BUILD with a dict of its attributes; "j" gets a shared value.
-    parts = [
+    attributes = [
         (words[MetadataIndex] + b")\x81}(" + words["fqn"] + b"j", "fqn", "<u4"),
         (words["offset"] + b"j", "offset", "<u4"),
         (b"ub" + words[StorageInfo] + b")\x81}(" + words["relative_path"] + b"j", "path", "<u4"),
@@ -148,9 +153,9 @@ def _rows(index: RowIndex, memo: Mapping[Any, int], steps: Ints) -> Iterator[byt
         (words["length"] + code, "length", integer),
     ]
     if set(index.transforms) - {None}:
-        parts.append((words["transform_descriptors"] + b"j", "transforms", "<u4"))
+        attributes.append((words["transform_descriptors"] + b"j", "transforms", "<u4"))
     record, fields = b"", []
-    for before, name, kind in parts:
+    for before, name, kind in attributes:
         fields.append((name, kind, len(record) + len(before)))
         record += before + bytes(int(kind[-1]))
     record += b"ubs"
@@ -164,11 +169,11 @@ def _rows(index: RowIndex, memo: Mapping[Any, int], steps: Ints) -> Iterator[byt
     for number, (begin, end) in enumerate(pairwise(starts.tolist())):
         offsets = np.array([memo[offset] for offset in index.offsets(number)])
         keys = order[begin:end]
-        for some, found in index.pieces(number, keys):
-            data = bytearray(record) * found.file.size
-            rows = np.frombuffer(data, dtype).reshape(found.file.shape)
-            columns = [fqns[some][:, None], offsets, paths[found.file]]
-            columns += [found.start, found.length, steps[found.transforms]]
+        for batch, located in index.pieces(number, keys):
+            data = bytearray(record) * located.file.size
+            rows = np.frombuffer(data, dtype).reshape(located.file.shape)
+            columns = [fqns[batch][:, None], offsets, paths[located.file]]
+            columns += [located.start, located.length, steps[located.transforms]]
             for (name, _, _), column in zip(fields, columns, strict=False):
                 rows[name] = column
             yield data

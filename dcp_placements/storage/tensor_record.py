@@ -73,7 +73,7 @@ class TensorRecord:
     def in_order(self) -> tuple[TensorRecord, list[int]]:
         """Return it with the dim of the largest stride first, and its dims in this order."""
         dims = sorted(range(len(self.shape)), key=self.strides.__getitem__, reverse=True)
-        shape, strides = ([one[dim] for dim in dims] for one in (self.shape, self.strides))
+        shape, strides = ([values[dim] for dim in dims] for values in (self.shape, self.strides))
         return replace(self, shape=tuple(shape), strides=tuple(strides)), dims
 
     @property
@@ -138,8 +138,8 @@ def parse_record(head: bytes, nbytes: int) -> TensorRecord | None:
             if name == f"{prefix}/data/{tensor.storage}":
                 stop = start + tensor.nbytes
                 has_crc = has_crc and stop + _DESCRIPTOR_NBYTES <= nbytes
-                found = replace(tensor, start=start, has_crc=has_crc, storage="")
-                return found if stop <= nbytes else None
+                record = replace(tensor, start=start, has_crc=has_crc, storage="")
+                return record if stop <= nbytes else None
             if name.startswith(f"{prefix}/data/"):
                 return None
             if name == f"{prefix}/byteorder" and head[start:end].decode() != sys.byteorder:
@@ -195,10 +195,10 @@ def _check_extra(extra: bytes | bytearray) -> None:
     Raises:
         zipfile.BadZipFile: Together they have another.
     """
-    at = 0
-    while at + 4 <= len(extra):
-        at += 4 + int.from_bytes(extra[at + 2 : at + 4], "little")
-    if at != len(extra):
+    position = 0
+    while position + 4 <= len(extra):
+        position += 4 + int.from_bytes(extra[position + 2 : position + 4], "little")
+    if position != len(extra):
         raise zipfile.BadZipFile("an entry is padded by another length than it says")
 
 
@@ -336,11 +336,11 @@ def _check_shown(name: str, args: Sequence[Any]) -> None:
         raise refusal(f"it calls {name} with other arguments than it takes")
 
 
-def strided_tensor(made: Any) -> TensorRecord | None:
+def strided_tensor(stub: Any) -> TensorRecord | None:
     """Return where a pickle says that a tensor is; None if it is more than strided elements."""
-    if type(made) is not Made or made.by not in _REBUILT:
+    if type(stub) is not Made or stub.by not in _REBUILT:
         return None
-    storage, offset, shape, strides, _, _, *more = made.args
+    storage, offset, shape, strides, _, _, *more = stub.args
     if type(storage) is not Storage or type(shape) is not tuple or type(strides) is not tuple:
         return None
     numbers = (offset, *shape, *strides)

@@ -108,7 +108,7 @@ class ChunkList(Sequence[ChunkStorageMetadata]):
         if not isinstance(other, Sequence) or isinstance(other, str | bytes):
             return NotImplemented
         return len(self) == len(other) and all(
-            one == another for one, another in zip(self, other, strict=True)
+            chunk == other_chunk for chunk, other_chunk in zip(self, other, strict=True)
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -138,8 +138,8 @@ def chunk_boxes(chunks: Sequence[ChunkStorageMetadata], ndim: int) -> Boxes:
         boxes = [Box(chunk.offsets, chunk.sizes) for chunk in chunks]
         dims = {len(row) for box in boxes for row in box}
     if not dims <= {ndim}:
-        found = " and ".join(map(str, sorted(dims)))
-        raise ValueError(f"chunks of {found} dims, of a tensor of {ndim} dims")
+        text = " and ".join(map(str, sorted(dims)))
+        raise ValueError(f"chunks of {text} dims, of a tensor of {ndim} dims")
     return chunks.array if isinstance(chunks, ChunkList) else as_array(boxes, ndim)
 
 
@@ -204,30 +204,30 @@ def build_entries(stored: Mapping[str, Any]) -> Entries:
     return entries
 
 
-def differing_keys(one: Entries, other: Entries) -> set[str]:
+def differing_keys(entries: Entries, other: Entries) -> set[str]:
     """Return the keys that two checkpoints describe otherwise, or that one of them lacks."""
-    numbers, others = (dict(zip(e.fqns, e.form_of, strict=True)) for e in (one, other))
+    numbers, others = (dict(zip(e.fqns, e.form_of, strict=True)) for e in (entries, other))
     pairs = {fqn: (numbers.get(fqn, -1), others.get(fqn, -1)) for fqn in {**numbers, **others}}
     equal = {
         pair
         for pair in set(pairs.values())
-        if min(pair) >= 0 and _same_form(one.forms[pair[0]], other.forms[pair[1]])
+        if min(pair) >= 0 and _same_form(entries.forms[pair[0]], other.forms[pair[1]])
     }
     return {fqn for fqn, pair in pairs.items() if pair not in equal}
 
 
-def _same_form(one: Any, other: Any) -> bool:
-    if type(one) is not type(other) or not isinstance(one, TensorStorageMetadata):
-        return bool(one == other)
-    properties, others = map(_PORTABLE, (one.properties, other.properties))
-    return bool(properties == others and one.size == other.size and one.chunks == other.chunks)
+def _same_form(form: Any, other: Any) -> bool:
+    if type(form) is not type(other) or not isinstance(form, TensorStorageMetadata):
+        return bool(form == other)
+    properties, others = map(_PORTABLE, (form.properties, other.properties))
+    return bool(properties == others and form.size == other.size and form.chunks == other.chunks)
 
 
 def _content(chunks: Sequence[ChunkStorageMetadata]) -> Hashable:
     """Return what equal lists of chunks have in common, and no others."""
     if isinstance(chunks, ChunkList):
         return chunks.array.shape, chunks.array.tobytes()
-    return tuple([(tuple(one.offsets), tuple(one.sizes)) for one in chunks])
+    return tuple([(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks])
 
 
 Offset = tuple[int, ...] | None
@@ -363,13 +363,15 @@ def check_fields(metadata: Metadata) -> None:
         _check("a key", entries, str)
         # Chunks in arrays are those of an index.
         listed = [
-            one for one in entries.values() if type(getattr(one, "chunks", None)) is not ChunkList
+            entry
+            for entry in entries.values()
+            if type(getattr(entry, "chunks", None)) is not ChunkList
         ]
         _check("the metadata of a key", listed, _ENTRIES)
-        tensors = [one for one in listed if isinstance(one, TensorStorageMetadata)]
-        check_properties([one.properties for one in tensors])
-        _check("size", [one.size for one in tensors], tuple | list)
-        lists = [one.chunks for one in tensors]
+        tensors = [entry for entry in listed if isinstance(entry, TensorStorageMetadata)]
+        check_properties([tensor.properties for tensor in tensors])
+        _check("size", [tensor.size for tensor in tensors], tuple | list)
+        lists = [tensor.chunks for tensor in tensors]
         _check("the chunks of a tensor", lists, Sequence)
         chunks = list(chain.from_iterable(lists))
         _check("a chunk", chunks, ChunkStorageMetadata)
@@ -379,11 +381,13 @@ def check_fields(metadata: Metadata) -> None:
                 _check(name, sizes, tuple | list)
                 _check(name, list(chain.from_iterable(sizes)), Integral)
         dims = {
-            (len(one.size), len(at.offsets), len(at.sizes)) for one in tensors for at in one.chunks
+            (len(tensor.size), len(chunk.offsets), len(chunk.sizes))
+            for tensor in tensors
+            for chunk in tensor.chunks
         }
-        if any(len(set(found)) > 1 for found in dims):
+        if any(len(set(counts_of_dims)) > 1 for counts_of_dims in dims):
             raise ValueError("a chunk has other dims than its tensor")
-    if type(places) is dict and any(isinstance(one, StorageInfo) for one in places.values()):
+    if type(places) is dict and any(isinstance(info, StorageInfo) for info in places.values()):
         _check("the index of a place", places, MetadataIndex)
         _check("the key of a place", [index.fqn for index in places], str)
         infos = places.values()
@@ -391,7 +395,7 @@ def check_fields(metadata: Metadata) -> None:
         _check("relative_path", map(attrgetter("relative_path"), infos), str)
         for name in ("offset", "length"):
             _check(name, list(map(attrgetter(name), infos)), Integral)
-        steps = [getattr(one, "transform_descriptors", None) for one in infos]
+        steps = [getattr(info, "transform_descriptors", None) for info in infos]
         _check("transform_descriptors", steps, (list, tuple, type(None)))
         _check("a transform", chain.from_iterable(filter(None, steps)), str)
 
@@ -401,17 +405,17 @@ def check_properties(properties: Sequence[TensorProperties]) -> None:
     _check("the properties of a tensor", properties, TensorProperties)
     kinds = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
     kinds |= {"requires_grad": bool, "pin_memory": bool}
-    for types in {tuple(map(type, one)) for one in map(attrgetter(*kinds), properties)}:
-        for found, (name, kind) in zip(types, kinds.items(), strict=True):
-            if not issubclass(found, kind):
-                raise TypeError(f"{name} is a {found.__name__}")
+    for types in {tuple(map(type, values)) for values in map(attrgetter(*kinds), properties)}:
+        for value_type, (name, kind) in zip(types, kinds.items(), strict=True):
+            if not issubclass(value_type, kind):
+                raise TypeError(f"{name} is a {value_type.__name__}")
 
 
 def _check(name: str, values: Iterable[Any], kind: Any) -> None:
     """Check the types of values, and that integers are counts of elements or bytes."""
-    for found in set(map(type, values)):
-        if not issubclass(found, kind):
-            raise TypeError(f"{name} is a {found.__name__}")
+    for value_type in set(map(type, values)):
+        if not issubclass(value_type, kind):
+            raise TypeError(f"{name} is a {value_type.__name__}")
     if kind is Integral and min(values, default=0) < 0:
         raise ValueError(f"{name} is negative")
     if kind is Integral and max(values, default=0) >= LARGEST:

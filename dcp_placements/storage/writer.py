@@ -287,9 +287,11 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             logger.warning("%s: files of another save are left over: %s", self.path, error)
 
     def _write_metadata(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        columns: list[Any] = [one for one in results if isinstance(one, WriteResults)]
-        others = [one for held in results if not isinstance(held, WriteResults) for one in held]
-        if any(type(one.storage_data) is not StorageInfo for one in others):
+        columns: list[Any] = [result for result in results if isinstance(result, WriteResults)]
+        others = [
+            result for held in results if not isinstance(held, WriteResults) for result in held
+        ]
+        if any(type(result.storage_data) is not StorageInfo for result in others):
             super().finish(metadata, results)  # of a subclass with a type of its own
             return
         with quiet_gc():
@@ -299,8 +301,8 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             if len(columns) == len(results):
                 metadata.storage_data = build_index(columns, entries, copies=copies)
             else:
-                every = [one for held in results for one in held]
-                places = [StoredPlace.of(one.index, one.storage_data) for one in every]
+                every = [result for held in results for result in held]
+                places = [StoredPlace.of(result.index, result.storage_data) for result in every]
                 metadata.storage_data = index_of_places(places, entries, copies=copies)
             metadata.storage_meta = self.storage_meta()
             has_stock = self._has_stock(len(metadata.storage_data))

@@ -109,7 +109,7 @@ class Template(NamedTuple):
         texts, kind, data = pickle.loads(zlib.decompress(packed))
         fqns, dims, transforms = json.loads(texts)
         columns = np.frombuffer(data, kind).reshape(len(TemplateRows._fields), -1)
-        steps = [None if one is None else tuple(one) for one in transforms]
+        steps = [None if descriptors is None else tuple(descriptors) for descriptors in transforms]
         return Template(joined(fqns), dims, steps, TemplateRows.unpacked(summed(columns)))
 
 
@@ -159,7 +159,9 @@ class WriteResults(Sequence[WriteResult]):
         latest = list({(place.fqn, place.offset): place for place in places}.values())
         apart = [place for place in latest if place.fqn in whole]
         paths = tuple(dict.fromkeys([place.path for place in latest]))
-        template, offsets = Template.of([one for one in latest if one.fqn not in whole], paths)
+        template, offsets = Template.of(
+            [location for location in latest if location.fqn not in whole], paths
+        )
         return WriteResults(template, offsets, paths, apart)
 
     @staticmethod
@@ -172,9 +174,9 @@ class WriteResults(Sequence[WriteResult]):
             records: Of each file its name, and the items and the length of records of one length.
         """
         places, whole = [], set()
-        for path, alike in records:
+        for path, batches in records:
             start = 0
-            for items, length in alike:
+            for items, length in batches:
                 for item in items:
                     if is_whole(item):
                         whole.add(item.index.fqn)
@@ -188,11 +190,11 @@ class WriteResults(Sequence[WriteResult]):
         """Those of the template, then those apart."""
         template, numbers = Template.unpacked(self.template), iter(self.offsets.tolist())
         slots = [None if n < 0 else tuple(islice(numbers, n)) for n in template.dims]
-        found = []
+        locations = []
         for key, slot, file, steps, start, length in np.stack(template.rows, axis=1).tolist():
             names = template.fqns[key], slots[slot], self.paths[file]
-            found.append(StoredPlace(*names, start, length, template.transforms[steps]))
-        return [*found, *self.apart]
+            locations.append(StoredPlace(*names, start, length, template.transforms[steps]))
+        return [*locations, *self.apart]
 
     def __reduce__(self) -> tuple[Any, ...]:
         own = self.offsets.tolist(), self.paths, [tuple(place) for place in self.apart]
@@ -210,7 +212,7 @@ class WriteResults(Sequence[WriteResult]):
 def _arrived(template: bytes, packed: bytes) -> WriteResults:
     offsets, paths, apart = pickle.loads(zlib.decompress(packed))
     return WriteResults(
-        template, np.array(offsets, np.int64), paths, [StoredPlace(*one) for one in apart]
+        template, np.array(offsets, np.int64), paths, [StoredPlace(*columns) for columns in apart]
     )
 
 

@@ -36,10 +36,13 @@ def no_checkpoint(path: str | os.PathLike[str], names_at_url: Iterable[str] = ()
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     if text_of_ranks := only_of_ranks(path, names):
         return NoCheckpoint(text_of_ranks)
-    found = format_names(names, 4) or "an empty directory"
+    contents = format_names(names, 4) or "an empty directory"
     if not folder.is_dir():
-        found = "a file, and no directory" if folder.exists() else "no such directory"
-    lines = [f"{path}: no complete checkpoint, as there is no .metadata", f"found:       {found}"]
+        contents = "a file, and no directory" if folder.exists() else "no such directory"
+    lines = [
+        f"{path}: no complete checkpoint, as there is no .metadata",
+        f"found:       {contents}",
+    ]
     if any(name.startswith(".metadata.") or name.endswith(".distcp") for name in names):
         lines.append("likely:      a save that was cut off, as .metadata comes last")
     if "metadata.pkl" in names:
