@@ -70,9 +70,9 @@ from dcp_placements import (
 from dcp_placements.items import quiet_gc
 from dcp_placements.layout.sharding import Box
 from dcp_placements.save.coordinator import tensor_properties
-from dcp_placements.storage.index import places_of
+from dcp_placements.storage.index import locations_of
 from dcp_placements.storage.save_ids import writer_of
-from dcp_placements.storage.torch_metadata import StoredPlace
+from dcp_placements.storage.torch_metadata import StoredLocation
 from dcp_placements.storage.written import WriteResults
 
 RECORD_NBYTES = 1200
@@ -147,7 +147,7 @@ def _sent(records: Iterable[tuple[str, Any, int]], file: str, whole: set[str]) -
     """Return what a rank sends of the records in its file."""
     places, start = [], 0
     for fqn, offset, nbytes in records:
-        places.append(StoredPlace(fqn, offset, file, start, nbytes + RECORD_NBYTES))
+        places.append(StoredLocation(fqn, offset, file, start, nbytes + RECORD_NBYTES))
         start += nbytes + RECORD_NBYTES
     return WriteResults.of(places, whole)
 
@@ -257,7 +257,7 @@ def load(workload: Workload, path: Path) -> dict[str, Any]:
     def look_up() -> list[Any]:
         reader.set_up_storage_reader(metadata, False, rank=rank)
         with quiet_gc():
-            return places_of(plan.items, reader.storage_data)
+            return locations_of(plan.items, reader.storage_data)
 
     looked_up, found = cpu_ms(look_up)
     costs = _load_costs(read, planned + finished, looked_up, memory, before)

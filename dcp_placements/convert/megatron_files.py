@@ -49,7 +49,7 @@ from dcp_placements.presets.megatron_core import NUMBERED_EXPERTS, VOCABULARY
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.patterns import PlacementRules
 from dcp_placements.rules.placement import CheckpointPlacement, FusedShard
-from dcp_placements.storage.safe_pickle import Made
+from dcp_placements.storage.safe_pickle import Stub
 
 _OUTPUT = "output_layer.weight"
 _EXTRA_STATE = "_extra_state"
@@ -144,7 +144,7 @@ def _add(tensors: RankTensors, model: _Model, file: RankFile) -> None:
                 why = "private state of Transformer Engine, one per rank"
                 tensors.leave_out(_EXTRA_STATE, why, nbytes_in(weight))
             elif type(weight) is not torch.Tensor:
-                kind = weight.by if isinstance(weight, Made) else type(weight).__name__
+                kind = weight.by if isinstance(weight, Stub) else type(weight).__name__
                 headline = f"{file.directory} has a {kind} there, not a plain tensor"
                 way_out = "way out:     save it in Megatron with plain weights (no fp8 parameters)"
                 tensors.faults.append(Fault(key, headline, (way_out,)))

@@ -32,7 +32,7 @@ from dcp_placements.convert.torch_files import UnreadableFile, load_torch_file
 from dcp_placements.errors import CannotLook
 from dcp_placements.offline.texts import Progress
 from dcp_placements.short_text import format_name, format_names
-from dcp_placements.storage.safe_pickle import Made
+from dcp_placements.storage.safe_pickle import Stub
 
 WEIGHTS = "model_optim_rng.pt"
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -108,7 +108,7 @@ class RankFile:
     def args(self) -> argparse.Namespace:
         """The run's arguments; without any where the file holds none."""
         args, named = self.contents.get("args"), argparse.Namespace()
-        if isinstance(args, Made) and args.by == "argparse.Namespace":
+        if isinstance(args, Stub) and args.by == "argparse.Namespace":
             vars(named).update(args.fields)
         return named
 

@@ -53,13 +53,13 @@ from dcp_placements.rules.mesh import MeshAxes, format_mesh_axes
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.save.messages import Holders, proof_faults
 from dcp_placements.short_text import format_names
-from dcp_placements.storage.index import index_of_places
+from dcp_placements.storage.index import index_of_locations
 from dcp_placements.storage.metadata_file import with_columns
-from dcp_placements.storage.safe_pickle import Made
+from dcp_placements.storage.safe_pickle import Stub
 from dcp_placements.storage.saved_dtensor import rank_shard
 from dcp_placements.storage.saved_file import Records
 from dcp_placements.storage.tensor_record import TensorRecord
-from dcp_placements.storage.torch_metadata import ChunkList, StoredPlace, build_entries
+from dcp_placements.storage.torch_metadata import ChunkList, StoredLocation, build_entries
 from dcp_placements.table.digests import Digests
 from dcp_placements.table.prove import Compared, prove
 from dcp_placements.table.table import Holding, held_chunks, holding_of
@@ -225,7 +225,7 @@ class RankTensors:
     def _described(self, world: World, held: Array) -> tuple[Metadata, Records]:
         """Return metadata of the whole tensors, and how their parts lie in the files."""
         stored: dict[str, Any] = {}
-        places: list[StoredPlace] = []
+        places: list[StoredLocation] = []
         records: Records = {}
         columns = {
             fqn: (piece, parts)
@@ -248,9 +248,9 @@ class RankTensors:
                 record = TensorRecord(dtype, sizes, data.stride())
                 nbytes = record.span_nbytes if record.nbytes else 0
                 start = int(data.storage_offset()) * dtype.itemsize  # in the file, which is mapped
-                places.append(StoredPlace(fqn, torch.Size(offsets), file, start, nbytes))
+                places.append(StoredLocation(fqn, torch.Size(offsets), file, start, nbytes))
                 records[fqn, file, offsets] = record
-        index = index_of_places(places, build_entries(stored))
+        index = index_of_locations(places, build_entries(stored))
         return with_columns(Metadata(stored), index), records
 
 
@@ -375,7 +375,7 @@ def _tensors(
                 yield name, shard
         elif isinstance(inner, torch.Tensor):
             yield name, inner
-        elif isinstance(inner, Made) and inner.by.startswith(REBUILT):
+        elif isinstance(inner, Stub) and inner.by.startswith(REBUILT):
             headline = f"is a tensor with more than elements: {inner.by}"
             way_out = "way out:     save it again as a plain tensor"
             faults.append(Fault(name, headline, (way_out,)))

@@ -1,7 +1,7 @@
 """Untrusted ``torch.save`` files, mapped into memory, without executing anything from them.
 
 A training run saves more with its weights: arguments, enumerations, random states, DTensors. Of
-these what stands for them is kept, with its arguments and state (``Made``). Any other class than
+these what stands for them is kept, with its arguments and state (``Stub``). Any other class than
 those of the training stack is refused. The torch that wrote a DTensor may be another.
 """
 
@@ -21,7 +21,7 @@ from dcp_placements.short_text import (
     format_names,
 )
 from dcp_placements.storage.file_reads import read_only_mapping, why_barred
-from dcp_placements.storage.safe_pickle import Made
+from dcp_placements.storage.safe_pickle import Stub
 from dcp_placements.storage.saved_file import SavedFile, saved_tensor
 from dcp_placements.storage.tensor_record import TensorRecord
 from dcp_placements.storage.torch_load import zip_problem
@@ -56,7 +56,7 @@ class SavedDTensor(NamedTuple):
     """A DTensor as it is in a file; ``rank_shard`` reads it."""
 
     local: torch.Tensor
-    made: Made
+    made: Stub
 
 
 def load_torch_file(path: Path) -> Any:
@@ -70,7 +70,7 @@ def load_torch_file(path: Path) -> Any:
         MemoryError: There is no room for its pickle.
     """
 
-    def value(own: Any, tensor: TensorRecord, dtensor: Made | None) -> Any:
+    def value(own: Any, tensor: TensorRecord, dtensor: Stub | None) -> Any:
         local = file.mapped(tensor, storage)
         return local if dtensor is None else SavedDTensor(local, dtensor)
 
@@ -145,7 +145,7 @@ def nbytes_in(value: Any) -> int:
             todo += inner
         elif (tensor := saved_tensor(inner)[0]) is not None:
             nbytes += tensor.nbytes
-        elif isinstance(inner, Made) and inner not in seen:
+        elif isinstance(inner, Stub) and inner not in seen:
             seen.add(inner)
             todo += inner.args, inner.state
     return nbytes

@@ -51,7 +51,7 @@ from dcp_placements.short_text import (
     format_ranks,
 )
 from dcp_placements.storage.file_reads import memory_of
-from dcp_placements.storage.index import index_of_places
+from dcp_placements.storage.index import index_of_locations
 from dcp_placements.storage.metadata_file import write_metadata
 from dcp_placements.storage.provenance import (
     RESERVED_KEY,
@@ -63,7 +63,7 @@ from dcp_placements.storage.provenance import (
 from dcp_placements.storage.records import RecordTemplate
 from dcp_placements.storage.save_ids import named
 from dcp_placements.storage.torch_load import zip_problem
-from dcp_placements.storage.torch_metadata import ChunkList, StoredPlace, build_entries
+from dcp_placements.storage.torch_metadata import ChunkList, StoredLocation, build_entries
 from dcp_placements.table.prove import Compared, prove
 
 NOT_REWRITTEN = "the checkpoint cannot be rewritten for this world"
@@ -482,16 +482,16 @@ class DcpOut(Writer):
         for place in self._places:
             self.files[place.path] += place.length
 
-    def _placed(self, name: str) -> Iterator[StoredPlace]:
+    def _placed(self, name: str) -> Iterator[StoredLocation]:
         """Yield the place of every record of a file, in file order."""
         start = 0
         for held in self._objects.get(name, ()):
             transforms = held.transforms or None
-            yield StoredPlace(held.fqn, None, name, start, held.nbytes, transforms)
+            yield StoredLocation(held.fqn, None, name, start, held.nbytes, transforms)
             start += held.nbytes
         for fqn, box in self._boxes[name]:
             length = _record_of(self.tensors[fqn].dtype, box.sizes).length
-            yield StoredPlace(fqn, torch.Size(box.offsets), name, start, length)
+            yield StoredLocation(fqn, torch.Size(box.offsets), name, start, length)
             start += length
 
     def write(self, name: str, stream: IO[bytes], elements: Elements) -> None:
@@ -500,7 +500,7 @@ class DcpOut(Writer):
             with quiet_gc():
                 metadata = self._metadata()
                 entries = build_entries(metadata.state_dict_metadata)
-                metadata.storage_data = index_of_places(self._places, entries)
+                metadata.storage_data = index_of_locations(self._places, entries)
                 write_metadata(metadata, stream)
             return
         for stored in self._objects.get(name, ()):

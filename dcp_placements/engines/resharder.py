@@ -36,7 +36,7 @@ from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.names.flat import Path
 from dcp_placements.save.coordinator import NOT_PLACED
 from dcp_placements.storage.provenance import plain_of_numberings, plain_of_rename
-from dcp_placements.storage.record_reads import ChunkReader, Wanted
+from dcp_placements.storage.record_reads import ChunkReader, RecordRead
 from dcp_placements.storage.saved_file import SavedChunk, SavedFile
 from dcp_placements.table.table import OBJECT
 
@@ -266,7 +266,7 @@ class PlacementResharder(Resharder):
         wanted: list[tuple[ReadItem, SavedChunk]],
     ) -> None:
         """Read what is wanted of one file."""
-        tensors: list[Wanted] = []
+        tensors: list[RecordRead] = []
         for item, chunk in wanted:
             fqn = item.storage_index.fqn
             if chunk.dtype is None:
@@ -276,7 +276,7 @@ class PlacementResharder(Resharder):
                 planner.load_bytes(item, buffer)
                 continue
             start, nbytes, record = file.record(fqn, chunk)
-            tensors.append(Wanted(item, file.name, start, nbytes, record=record))
+            tensors.append(RecordRead(item, file.name, start, nbytes, record=record))
         tensors.sort(key=lambda one: one.start)
         stored = metadata.state_dict_metadata
         ChunkReader(planner, stored, check_crc=self._check_crc).read(file.file, tensors)

@@ -40,8 +40,8 @@ from dcp_placements.names.renames import Step
 from dcp_placements.save.coordinator import Coordinator, LocalPlan
 from dcp_placements.save.messages import copies_fault
 from dcp_placements.short_text import format_error, format_names
-from dcp_placements.storage.file_reads import Part
-from dcp_placements.storage.index import index_of_places
+from dcp_placements.storage.file_reads import ByteRange
+from dcp_placements.storage.index import index_of_locations
 from dcp_placements.storage.metadata_file import with_columns
 from dcp_placements.storage.provenance import (
     DOUBTS,
@@ -50,15 +50,15 @@ from dcp_placements.storage.provenance import (
     rename_of_plain,
 )
 from dcp_placements.storage.safe_pickle import (
-    Made,
     SafeUnpickler,
+    Stub,
     check_unfolded,
     most_elements,
 )
 from dcp_placements.storage.saved_dtensor import check_rank, rank_shard
 from dcp_placements.storage.saved_file import Records, SavedChunk, SavedFile
 from dcp_placements.storage.tensor_record import TensorRecord
-from dcp_placements.storage.torch_metadata import StoredPlace, build_entries
+from dcp_placements.storage.torch_metadata import StoredLocation, build_entries
 from dcp_placements.table.digests import (
     DIGEST_NBYTES,
     digest_of_bytes,
@@ -134,7 +134,7 @@ class Described(NamedTuple):
         """
         faults: list[Fault] = []
 
-        def value(own: Path, tensor: TensorRecord, dtensor: Made | None) -> None:
+        def value(own: Path, tensor: TensorRecord, dtensor: Stub | None) -> None:
             key = _key(self.item_key, own)
             if tuple(map(str, own)) not in self.paths and 0 not in tensor.shape:
                 headline = f"is in {file.name}, and not in {METADATA_FILE}"
@@ -300,9 +300,9 @@ def read_engine(
         offsets = at or ()
         for name, chunk in copies:
             start, nbytes, records[fqn, name, offsets] = lies[name, chunk]
-            rows.append(StoredPlace(fqn, offsets, name, start, nbytes))
+            rows.append(StoredLocation(fqn, offsets, name, start, nbytes))
     entries = build_entries(metadata.state_dict_metadata)
-    metadata = with_columns(metadata, index_of_places(rows, entries, copies=True))
+    metadata = with_columns(metadata, index_of_locations(rows, entries, copies=True))
     return metadata, records, left_out
 
 
@@ -443,7 +443,7 @@ def _state_of(file: SavedFile, item_key: str, rank: int) -> tuple[Any, list[Path
     outside: list[Path] = []
     faults: list[Fault] = []
 
-    def value(own: Path, tensor: TensorRecord, dtensor: Made | None) -> Any:
+    def value(own: Path, tensor: TensorRecord, dtensor: Stub | None) -> Any:
         local = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         if dtensor is None:
             return local
@@ -492,7 +492,7 @@ def _add_digests(
         with closing(opened(files[rank], open_file, rank)) as file:
             for chunk, fqn in chunks.items():
                 start, nbytes, record = file.record(fqn, chunk)
-                read = Part(file.file, start, nbytes).read
+                read = ByteRange(file.file, start, nbytes).read
                 if record.is_contiguous:
                     size = prod(record.shape), record.dtype.itemsize
                     digests[rank, chunk] = digest_of_bytes(read, *size)

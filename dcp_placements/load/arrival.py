@@ -38,7 +38,7 @@ from dcp_placements.names.flat import put_at, value_at
 from dcp_placements.names.optimizer_state import FLATTEN, OptimizerStates, ParameterNames
 from dcp_placements.report import LoadReport
 from dcp_placements.short_text import folded_names, format_names
-from dcp_placements.storage.torch_metadata import StoredPlace
+from dcp_placements.storage.torch_metadata import StoredLocation
 from dcp_placements.table.digests import full_digest
 from dcp_placements.table.table import Sent
 
@@ -114,7 +114,7 @@ class Arrival:
         self.report = report
         self.lookup = lookup
         self.exchange = exchange
-        self.ids: dict[MetadataIndex, StoredPlace] = {}
+        self.ids: dict[MetadataIndex, StoredLocation] = {}
         self._asked = request.asked
         self._nested: Any = request.asked.nested
         self._buffered: list[Buffered] = []

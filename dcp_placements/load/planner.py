@@ -74,14 +74,14 @@ from dcp_placements.rules.patterns import (
     unmatched_faults,
     waiver_matches,
 )
-from dcp_placements.storage.index import places_of
+from dcp_placements.storage.index import locations_of
 from dcp_placements.storage.provenance import saved_by, stored
 from dcp_placements.storage.record_reads import DAMAGED, IS_DAMAGED
 from dcp_placements.storage.save_ids import (
     MIXED,
     id_fault,
     id_records,
-    speaking_for,
+    ids_to_check,
 )
 from dcp_placements.storage.torch_metadata import check_fields, refusing
 from dcp_placements.table.statement import Statement, disagreements, stated
@@ -486,10 +486,10 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             return items
         places = [files.get(item.storage_index) for item in items]
         if None in places:
-            places_of(items, files)  # refuses them
+            locations_of(items, files)  # refuses them
         names = [place.relative_path for place in places if place is not None]
         ids = []
-        for record in speaking_for(set(names), records):
+        for record in ids_to_check(set(names), records):
             index = MetadataIndex(record.fqn, record.offset)
             ids.append(object_read(index, arrival))
             arrival.ids[index] = record

@@ -22,8 +22,8 @@ from dcp_placements.offline.checkpoint import (
     StoredRecord,
     StoredTensor,
 )
-from dcp_placements.storage.file_reads import CountedFile, Part, c_strides
-from dcp_placements.storage.record_reads import IS_DAMAGED, ChunkReader, Wanted
+from dcp_placements.storage.file_reads import ByteRange, CountedFile, c_strides
+from dcp_placements.storage.record_reads import IS_DAMAGED, ChunkReader, RecordRead
 from dcp_placements.storage.tensor_record import BEHIND, TensorRecord, wrong_crc
 
 MAX_OPEN_FILES = 32
@@ -110,7 +110,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         if into is None:
             into = torch.zeros(box.sizes, dtype=tensor.dtype, device="cpu")
         self._target.tensor = into
-        by_file: dict[str, list[Wanted]] = {}
+        by_file: dict[str, list[RecordRead]] = {}
         chunks = self._chunks(tensor)
         for number, _, shared in tensor.cut.overlaps(box):
             chunk = chunks[number]
@@ -159,7 +159,9 @@ class BoxReader(AbstractContextManager["BoxReader"]):
                 raise _unread(tensor.fqn, chunk.file, "it ends too early")
             wanted = self._wanted(tensor, number, shared, box)
             try:
-                head = self._reader.tensor_record(wanted, Part(file, chunk.start, chunk.nbytes))
+                head = self._reader.tensor_record(
+                    wanted, ByteRange(file, chunk.start, chunk.nbytes)
+                )
             except EOFError as error:  # it was cut off since it was opened
                 raise _unread(tensor.fqn, chunk.file, str(error)) from error
             declared = tensor.dtype, held.sizes, True
@@ -200,7 +202,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         if run.is_summed and (wrong := wrong_crc(checksum, behind)):
             raise _unread(run.fqn, run.file, f"its elements at byte {run.begin} {wrong}")
 
-    def _wanted(self, tensor: StoredTensor, number: int, shared: Box, box: Box) -> Wanted:
+    def _wanted(self, tensor: StoredTensor, number: int, shared: Box, box: Box) -> RecordRead:
         chunk = self._chunks(tensor)[number]
         assert chunk.box is not None, "a tensor's"
         assert chunk.file is not None
@@ -217,7 +219,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         record = self._checkpoint.records_in_files.get((tensor.fqn, chunk.file, offsets))
         if self._checkpoint.format == SAFETENSORS:
             record = TensorRecord(tensor.dtype, sizes, c_strides(sizes))
-        return Wanted(item, chunk.file, chunk.start, chunk.nbytes, chunk.transforms, record)
+        return RecordRead(item, chunk.file, chunk.start, chunk.nbytes, chunk.transforms, record)
 
     def _chunks(self, tensor: StoredTensor) -> tuple[StoredRecord, ...]:
         if self._last is None or self._last[0] is not tensor:

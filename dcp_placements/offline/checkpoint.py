@@ -47,7 +47,7 @@ from dcp_placements.storage.save_ids import (
     writer_of,
 )
 from dcp_placements.storage.saved_file import Records
-from dcp_placements.storage.torch_metadata import Offset, StoredPlace
+from dcp_placements.storage.torch_metadata import Offset, StoredLocation
 
 DCP = "dcp"
 SAFETENSORS = "safetensors"
@@ -273,7 +273,7 @@ class Checkpoint:
         }
 
     @cached_property
-    def id_records(self) -> tuple[dict[str, StoredPlace], list[Fault]]:
+    def id_records(self) -> tuple[dict[str, StoredLocation], list[Fault]]:
         """The records of save ids, as ``save_ids.id_records`` returns them."""
         return id_records(self.rows)
 
@@ -301,7 +301,7 @@ class Checkpoint:
         known: dict[bytes, tuple[str, ...]] = {}  # many keys are in the same files
         for keys in self.alike:
             number = int(rows.class_of[keys[0]])
-            for some, table in rows.pieces(number, np.array(keys)) if number >= 0 else ():
+            for some, table in rows.row_batches(number, np.array(keys)) if number >= 0 else ():
                 for key, files in zip(some.tolist(), table.file, strict=True):
                     content = files.tobytes()
                     if content not in known:
@@ -345,7 +345,7 @@ class Checkpoint:
             ]
             if not chunks:
                 continue
-            for some, table in rows.pieces(int(rows.class_of[keys[0]]), np.array(keys)):
+            for some, table in rows.row_batches(int(rows.class_of[keys[0]]), np.array(keys)):
                 by_key = np.stack(table, axis=2).tolist()
                 for key, places in zip(some.tolist(), by_key, strict=True):
                     for index, box in chunks:

@@ -17,12 +17,12 @@ from dcp_placements.errors import CannotLook
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.directory import MARKER, Directory
 from dcp_placements.short_text import format_name, format_names
-from dcp_placements.storage.index import index_of_places
+from dcp_placements.storage.index import index_of_locations
 from dcp_placements.storage.metadata_file import with_columns
 from dcp_placements.storage.torch_metadata import (
     LARGEST,
     ChunkList,
-    StoredPlace,
+    StoredLocation,
     build_entries,
     counts,
 )
@@ -121,12 +121,12 @@ def read_safetensors_metadata(
         tensors[fqn] = _tensor(directory, fqn, entries)
         for entry in entries:
             place = entry.box.offsets, entry.file, entry.start, entry.nbytes
-            places.append(StoredPlace(fqn, *place))
+            places.append(StoredLocation(fqn, *place))
     held = {(fqn, entry.file) for fqn, entries in entries_of.items() for entry in entries}
     absent = {fqn: file for fqn, file in (index or {}).items() if (fqn, file) not in held}
     if not tensors and not absent:
         raise CannotLook(f"{directory.path}: no tensor in {format_names(files, 4)}")
-    rows = index_of_places(places, build_entries(tensors))
+    rows = index_of_locations(places, build_entries(tensors))
     return with_columns(Metadata({}), rows), absent
 
 

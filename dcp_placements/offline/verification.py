@@ -42,7 +42,7 @@ from dcp_placements.short_text import (
     format_nbytes,
     natural_key,
 )
-from dcp_placements.storage.file_reads import CountedFile, Part, crc32, part_of
+from dcp_placements.storage.file_reads import ByteRange, CountedFile, crc32, range_in_memory
 from dcp_placements.storage.index import OtherVersion
 from dcp_placements.storage.metadata_file import read_stock_pickle
 from dcp_placements.storage.provenance import OWN_PREFIX
@@ -298,7 +298,7 @@ class _Checks:
             with self._checkpoint.directory.open(file) as stream:
                 opened = CountedFile(stream)
                 if self._contents and self._checkpoint.records_in_files:
-                    for kind, finding in self._checksums(Part(opened, 0, size)):
+                    for kind, finding in self._checksums(ByteRange(opened, 0, size)):
                         fault = CheckpointFault(kind, fqns_of(records), (file,), finding)
                         faults.append(fault)
                 for record in records:
@@ -308,7 +308,7 @@ class _Checks:
                     if is_small and opened.held(record.start, record.nbytes) is None:
                         window = bytearray(min(WINDOW_NBYTES, size - record.start))
                         opened.hold(memoryview(window), record.start)
-                    part = Part(opened, record.start, record.nbytes)
+                    part = ByteRange(opened, record.start, record.nbytes)
                     for kind, finding in self._findings(part, record):
                         message = f"{record_name(self._checkpoint, record)} in {file}: {finding}"
                         faults.append(CheckpointFault(kind, (record.fqn,), (file,), message))
@@ -320,7 +320,7 @@ class _Checks:
             return [CheckpointFault(kind, fqns_of(records), (file,), message)]
         return faults
 
-    def _findings(self, part: Part, record: StoredRecord) -> Iterator[FileFinding]:
+    def _findings(self, part: ByteRange, record: StoredRecord) -> Iterator[FileFinding]:
         """Yield what is wrong with a record: its shape and dtype, and what it contains."""
         if record.transforms:
             if not self._contents:
@@ -338,7 +338,7 @@ class _Checks:
             if content is None:
                 self.skipped.append(record_name(self._checkpoint, record))
                 return
-            part = part_of(content)
+            part = range_in_memory(content)
         if record.box is None:
             # An object may be written in any way: if it begins or ends as a zip file, it has sums.
             is_zip = part.read(0, len(LOCAL)) == LOCAL or zipfile.is_zipfile(part.stream())
@@ -360,7 +360,7 @@ class _Checks:
         if head is None and not broken:
             yield from self._loaded(part, record)
 
-    def _loaded(self, part: Part, record: StoredRecord) -> Iterator[FileFinding]:
+    def _loaded(self, part: ByteRange, record: StoredRecord) -> Iterator[FileFinding]:
         """Check a tensor whose record is not plain: other strides, or transforms."""
         if record.nbytes > self._limit_nbytes:
             self.skipped.append(record_name(self._checkpoint, record))
@@ -393,7 +393,9 @@ class _Checks:
         self.nbytes += nbytes
         self._progress(self.nbytes)
 
-    def _checksums(self, part: Part, tensor: TensorRecord | None = None) -> Iterator[FileFinding]:
+    def _checksums(
+        self, part: ByteRange, tensor: TensorRecord | None = None
+    ) -> Iterator[FileFinding]:
         """Yield the parts that do not match their checksums.
 
         Args:
@@ -435,7 +437,7 @@ class _Checks:
             yield "wrong_record", f"this is no whole file of torch.save: {sentence}"
 
 
-def _pieces(part: Part, start: int, nbytes: int) -> Iterator[memoryview]:
+def _pieces(part: ByteRange, start: int, nbytes: int) -> Iterator[memoryview]:
     buffer = memoryview(bytearray(min(nbytes, FILE_PART_NBYTES)))
     for offset in range(0, nbytes, FILE_PART_NBYTES):
         piece = buffer[: min(FILE_PART_NBYTES, nbytes - offset)]

@@ -291,7 +291,7 @@ class CountedFile:
         self.nbytes += complete * nbytes
 
 
-class Part(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes of a file that are read as a file of their own, as a record in it."""
 
     file: CountedFile
@@ -310,7 +310,7 @@ class Part(NamedTuple):
 
     def stream(self) -> io.BufferedIOBase:
         """Return them as a stream."""
-        return io.BufferedReader(RawPart(self.size, self.read_into))
+        return io.BufferedReader(ByteRangeIO(self.size, self.read_into))
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview | None:
@@ -355,12 +355,12 @@ def read_only_mapping(descriptor: int, nbytes: int) -> torch.Tensor:
     return torch.from_numpy(np.asarray(_Mapping(mapping)))
 
 
-def part_of(data: bytes | memoryview) -> Part:
+def range_in_memory(data: bytes | memoryview) -> ByteRange:
     """Return bytes in memory, as what is read of a file."""
-    return Part(CountedFile(io.BytesIO(data)), 0, len(data))
+    return ByteRange(CountedFile(io.BytesIO(data)), 0, len(data))
 
 
-class RawPart(io.RawIOBase):
+class ByteRangeIO(io.RawIOBase):
     """Bytes that are read at a position, as a file of Python's.
 
     Args:

@@ -4,19 +4,20 @@ Thousands of ranks write their files alike, but for the names of the files, the 
 chunks, and the keys that one rank alone has. So three things are kept, each once:
 
 - a *template*: the rows of a writer in its own order. Writers that wrote alike share one.
-- *places*: for each chunk of a key its writer, and its slot among the offsets of that writer. Keys
-  that are cut and assigned alike are a class, and have the same places. A chunk has several places
-  where ranks wrote copies; a reader takes that of its own rank's file, and otherwise the first, as
-  torch does.
-- per writer its template, and the names of its files.
+- *locations*: for each chunk of a key its writer, and its slot among the offsets of that writer.
+  Keys that are cut and assigned alike are a *class*, and have the same locations. A chunk has
+  several locations where ranks wrote copies; a reader takes the one in its own rank's file, and
+  otherwise the first, as torch does.
+- for each writer its template, and the names of its files.
 
-Keys of one chunk in all are the rows of one more writer, which has the files of all others. Two
-ranks of ``ep`` with half of ``experts`` and a key of its own each, ``rng.0`` and ``rng.1``::
+Keys that have only one chunk are the rows of an additional writer, which has the files of all
+others. Two ranks of ``ep``, each with half of ``experts`` and a key of its own, ``rng.0`` or
+``rng.1``::
 
     template 0:  experts, slot 0, file 0, from byte 0, 64 bytes
     template 1:  rng.0, slot 0, file 0, from byte 64, 900 bytes; rng.1, slot 0, file 1, ...
     writers:     0 and 1 by template 0, with a file each; 2 by template 1, with both
-    places:      experts: chunk (0, 0): writer 0, slot 0; chunk (2, 0): writer 1, slot 0
+    locations:   experts: chunk (0, 0): writer 0, slot 0; chunk (2, 0): writer 1, slot 0
                  rng.0 and rng.1: the object: writer 2, slot 0
 
 In a file the index is an archive as ``numpy.savez_compressed`` writes it: an array for each table,
@@ -64,7 +65,7 @@ from dcp_placements.storage.torch_metadata import (
     ChunkList,
     Entries,
     Offset,
-    StoredPlace,
+    StoredLocation,
     Transforms,
     build_entries,
     check_count,
@@ -73,10 +74,10 @@ from dcp_placements.storage.torch_metadata import (
 from dcp_placements.storage.written import Template, TemplateRows, WriteResults
 
 NOWHERE = -2
-"""In place of the number of a class: of a key without rows."""
+"""The class number of a key without rows."""
 
 INDEX_VERSION = 7
-"""Of the index: another one is not read."""
+"""The version of the index that is written, and the only one that is read."""
 
 _MAGIC = b"dcp_placements/%d" % INDEX_VERSION
 _MAGIC_OF_ANY = re.compile(rb"dcp_placements/(\d{1,4})\Z")
@@ -84,31 +85,31 @@ _TRAILER = struct.Struct(f"<Q16s{len(_MAGIC)}s")
 """The comment of the archive, at the end of a file: its bytes, its digest, and ``_MAGIC``."""
 
 _INFLATED_RATIO, _SPARE_NBYTES = 1 << 10, 1 << 26
-"""The archive inflates to at most so many times its bytes, and some more."""
+"""An archive inflates to at most this many times its size, plus the second number of bytes."""
 
 _NAMES_RATIO, _SPARE_NAMES_NBYTES = 1 << 8, 1 << 25
-"""The same of its names, which become objects; those of 140,000 keys are 12 MB of 36 KB."""
+"""The same limits for its names, which become objects: 140,000 keys are 12 MB in 36 KB."""
 
 MOST_NUMBERS = 1 << 27
-"""Integers that an archive may have."""
+"""The most integers that an archive may have."""
 
 _TABLES = {
     **{"keys": 2, "writers": 2, "rows": 7, "classes": 2, "places": 3, "forms": 1},
     **{"lists": 2, "boxes": 1},
 }
-"""By member of the archive that is a table, how many columns it has."""
+"""The number of columns of each member of the archive that is a table."""
 
 _NONE = np.zeros(0, np.int64)
 
-_PIECE_ROWS = 1 << 16
+_BATCH_ROWS = 1 << 16
 
 
 class Writers(NamedTuple):
-    """Columns by writer.
+    """One row per writer.
 
     Attributes:
-        files: How many files it has.
-        template: The number of its template.
+        files: Number of its files.
+        template: Number of its template.
     """
 
     files: Ints
@@ -116,23 +117,23 @@ class Writers(NamedTuple):
 
 
 class Classes(NamedTuple):
-    """Columns by class of keys.
+    """One row per class of keys.
 
     Attributes:
-        listed: The number of the list that has its offsets, in order; -1 of an object.
-        places: How many places it has.
+        listed: Number of the list that has its offsets, in order; -1 for objects.
+        locations: Number of its locations.
     """
 
     listed: Ints
-    places: Ints
+    locations: Ints
 
 
-class Places(NamedTuple):
-    """Columns by place, class by class.
+class Locations(NamedTuple):
+    """One row per location, class by class.
 
     Attributes:
-        chunk: Number of the chunk, ascending from 0.
-        writer: Number of the writer, ascending for a chunk.
+        chunk: Number of the chunk, ascending from 0 within a class.
+        writer: Number of the writer, ascending within a chunk.
         slot: Number of the slot among the offsets of the writer.
     """
 
@@ -142,13 +143,13 @@ class Places(NamedTuple):
 
 
 class FileRows(NamedTuple):
-    """Where bytes are: columns, or numbers, of any shape.
+    """Where the bytes of records are: integers, or columns of any one shape.
 
     Attributes:
-        file: Number among the files of all writers; -1 for nowhere.
+        file: Number among the files of all writers; -1 where there is no record.
         transforms: Number of the list of transforms.
         start: First byte in the file.
-        length: Bytes.
+        length: Size in bytes.
     """
 
     file: Ints
@@ -159,26 +160,26 @@ class FileRows(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class RowIndex(Mapping[MetadataIndex, StorageInfo]):
-    """``Metadata.storage_data``: a read-only mapping as torch's dict, and pickled as that.
+    """``Metadata.storage_data``: a read-only mapping as torch's dict, and pickled as a dict.
 
     Attributes:
-        entries: Of the state dict, to whose lists of chunks classes refer.
-        fqns: Keys, those of the state dict first.
-        transforms: Each list of transforms once; None for none.
+        entries: Entries of the state dict; classes refer to their lists of chunks.
+        fqns: All keys, those of the state dict first.
+        transforms: Different lists of transforms; None for no transforms.
         files: Names of the files of all writers, one writer after another.
-        writers: What each writer has.
-        template_of: By row, the number of its template.
-        rows: Those of the templates, one template after another; keys and transforms by their
-            numbers here.
-        class_of: By key, the number of its class; ``NOWHERE`` of one without rows.
-        lists: Of chunks: those of ``entries``, then others of which the offsets alone count.
-        classes: What the keys of each class have alike.
-        places: Of the chunks of all classes.
+        writers: Number of files and template of each writer.
+        template_of: Number of the template of each row.
+        rows: Rows of all templates, one template after another; keys and transforms are numbers
+            in ``fqns`` and ``transforms``.
+        class_of: Class number of each key; ``NOWHERE`` for a key without rows.
+        lists: Lists of chunks: those of ``entries``, then others, of which only the offsets count.
+        classes: What the keys of each class have in common.
+        locations: Locations of the chunks of all classes.
 
-    A chunk is looked up by its class and writer. Of the example above, ``experts`` at (2, 0)::
+    A chunk is looked up by its class and writer. In the example above, ``experts`` at (2, 0)::
 
         class_of[0] = 0                     classes.listed[0]: a list with offsets (0, 0), (2, 0)
-        place 1 of class 0                  chunk 1, writer 1, slot 0
+        location 1 of class 0               chunk 1, writer 1, slot 0
         writers.template[1] = 0             the row of template 0, key 0, slot 0: byte 0, 64 bytes
         files before those of writer 1: 1   and file 0 among its own: files[1]
     """
@@ -193,33 +194,33 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
     class_of: Ints
     lists: Sequence[ChunkList]
     classes: Classes
-    places: Places
+    locations: Locations
 
     @cached_property
     def numbers(self) -> dict[str, int]:
-        """By key, its number."""
+        """The number of each key."""
         return dict(zip(self.fqns, range(len(self.fqns)), strict=True))
 
     @cached_property
     def has_copies(self) -> bool:
-        """Whether any chunk has several places."""
-        return bool((self._chunk_counts < self.classes.places).any())
+        """Whether any chunk has several locations."""
+        return bool((self._chunk_counts < self.classes.locations).any())
 
     @cached_property
     def _chunk_counts(self) -> Ints:
-        return np.asarray(self.places.chunk[np.cumsum(self.classes.places) - 1] + 1)
+        return np.asarray(self.locations.chunk[np.cumsum(self.classes.locations) - 1] + 1)
 
     @cached_property
     def _first_files(self) -> Ints:
         return np.cumsum(self.writers.files) - self.writers.files
 
     @cached_property
-    def _first_places(self) -> Ints:
-        return np.cumsum(self.classes.places) - self.classes.places
+    def _first_positions(self) -> Ints:
+        return np.cumsum(self.classes.locations) - self.classes.locations
 
     @cached_property
     def _order(self) -> tuple[Ints, Ints]:
-        """The codes of ``rows``, sorted, and their order."""
+        """The sorted codes of ``rows``, and the rows in this order."""
         codes = self._codes(self.template_of, self.rows.key, self.rows.slot)
         order = np.argsort(codes, kind="stable")
         return codes[order], order
@@ -229,11 +230,15 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
         return int(self.rows.slot.max(initial=0)) + 1
 
     def _codes(self, template: Ints, key: Ints, slot: Ints) -> Ints:
+        """Return one integer for each template, key and slot, so that a binary search finds rows.
+
+        With 3 keys and 2 slots, template 1, key 2 and slot 0 are (1 * 3 + 2) * 2 + 0 = 10.
+        """
         return (template * len(self.fqns) + key) * self._slots + slot
 
     @cached_property
     def _rank_of(self) -> Ints:
-        """By writer, the rank whose number its first file has; -1 where there is none."""
+        """The rank of each writer, by the name of its first file; -1 where no name says it."""
         has_files = self.writers.files > 0
         ranks = [writer_of(self.files[first]) for first in self._first_files[has_files].tolist()]
         rank_of = np.full(len(has_files), -1)
@@ -242,7 +247,7 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
 
     @cached_property
     def _chunk_of(self) -> dict[int, dict[Offset, int]]:
-        """By class that was searched, and offset: the number of the chunk."""
+        """The chunk number of each offset, for classes that were searched."""
         return {}
 
     def offsets(self, number: int) -> Sequence[Offset]:
@@ -255,51 +260,51 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
         number = self._class_of(fqn)
         return () if number < 0 else self.offsets(number)
 
-    def rows_of(self, fqn: str, *, copies: bool = False) -> list[StoredPlace]:
-        """Return the place of each chunk of a key, in order; with ``copies`` all places of each."""
+    def rows_of(self, fqn: str, *, copies: bool = False) -> list[StoredLocation]:
+        """Return where each chunk of a key is, in order; with ``copies`` all locations of each."""
         number = self._class_of(fqn)
         if number < 0:
             return []
-        locations = self._places_of(number, copies=copies)
+        positions = self._positions(number, copies=copies)
         offsets = self.offsets(number)
-        names = [(fqn, offsets[chunk]) for chunk in self.places.chunk[locations].tolist()]
-        places = self._stored(names, self._rows_at(np.array(self.numbers[fqn]), locations))
-        return [place for place in places if place is not None]
+        names = [(fqn, offsets[chunk]) for chunk in self.locations.chunk[positions].tolist()]
+        stored = self._stored(names, self._rows_at(np.array(self.numbers[fqn]), positions))
+        return [location for location in stored if location is not None]
 
     def find(
         self, indices: Sequence[MetadataIndex], rank: int | None = None
-    ) -> list[StoredPlace | None]:
+    ) -> list[StoredLocation | None]:
         """Return where chunks are; None where there is no such chunk.
 
         Args:
-            indices: Of the chunks; their positions in lists of chunks are tried first.
-            rank: Of several places of a chunk that in a file of this rank counts, and otherwise the
-                first.
+            indices: Indices of the chunks; their positions in lists of chunks are tried first.
+            rank: The rank whose own copy is preferred where a chunk has several locations;
+                otherwise the first one counts.
         """
         keys = np.array([self.numbers.get(index.fqn, -1) for index in indices], np.int64)
         numbers = np.append(self.class_of, NOWHERE)[keys]
-        locations = np.full(len(keys), -1)
+        positions = np.full(len(keys), -1)
         for number in np.unique(numbers[numbers >= 0]).tolist():
             of_class = np.flatnonzero(numbers == number)
             wanted = [indices[position] for position in of_class.tolist()]
-            locations[of_class] = self._nearest(number, self._chunks(number, wanted), rank)
+            positions[of_class] = self._nearest(number, self._chunks(number, wanted), rank)
         rows = FileRows(*np.full((4, len(keys)), -1))
         for column, values in zip(
-            rows, self._rows_at(keys[locations >= 0], locations[locations >= 0]), strict=True
+            rows, self._rows_at(keys[positions >= 0], positions[positions >= 0]), strict=True
         ):
-            column[locations >= 0] = values
+            column[positions >= 0] = values
         return self._stored([(index.fqn, index.offset) for index in indices], rows)
 
     def _stored(
         self, names: Iterable[tuple[str, Offset]], rows: FileRows
-    ) -> list[StoredPlace | None]:
-        """Return the places of chunks by key and offset, and by rows as of ``_rows_at``."""
+    ) -> list[StoredLocation | None]:
+        """Return locations of chunks, made of their keys, offsets and rows; None without a row."""
         files, transforms = self.files, self.transforms
         columns = [column.tolist() for column in rows]
         return [
             None
             if file < 0
-            else StoredPlace(fqn, offset, files[file], start, length, transforms[steps])
+            else StoredLocation(fqn, offset, files[file], start, length, transforms[steps])
             for (fqn, offset), file, steps, start, length in zip(names, *columns, strict=True)
         ]
 
@@ -308,7 +313,7 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
         return NOWHERE if key is None else int(self.class_of[key])
 
     def _chunks(self, number: int, indices: Sequence[MetadataIndex]) -> Ints:
-        """Return which chunk of a class each index means; -1 for none."""
+        """Return the number of the chunk of a class that each index names; -1 for none."""
         listed = int(self.classes.listed[number])
         offsets: Any = self.lists[listed].offsets if listed >= 0 else ()
         wanted = [(index.index or 0, index.offset) for index in indices]
@@ -318,68 +323,71 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
                 chunk_of[chunk, offset] = chunk
                 continue
             if number not in self._chunk_of:
-                every = {offset: chunk for chunk, offset in enumerate(self.offsets(number))}
-                self._chunk_of[number] = every
+                offsets_in_order = enumerate(self.offsets(number))
+                self._chunk_of[number] = {begin: position for position, begin in offsets_in_order}
             chunk_of[chunk, offset] = self._chunk_of[number].get(offset, -1)
         return np.array([chunk_of[pair] for pair in wanted], np.int64)
 
-    def _places_of(self, number: int, *, copies: bool = False) -> Ints:
-        """Return the places of a class; the first of each chunk, or all with ``copies``."""
-        locations: Ints = np.arange(self.classes.places[number]) + self._first_places[number]
+    def _positions(self, number: int, *, copies: bool = False) -> Ints:
+        """Return positions in ``locations``: the first of each chunk of a class, or all."""
+        positions: Ints = np.arange(self.classes.locations[number]) + self._first_positions[number]
         return (
-            locations
+            positions
             if copies
-            else locations[np.diff(self.places.chunk[locations], prepend=-1) != 0]
+            else positions[np.diff(self.locations.chunk[positions], prepend=-1) != 0]
         )
 
     def _nearest(self, number: int, chunks: Ints, rank: int | None) -> Ints:
-        """Return the place that counts of each chunk: of ``rank``, or else the first."""
-        nearest = self._places_of(number)
+        """Return the position of each chunk's location in a file of ``rank``, or else the first."""
+        nearest = self._positions(number)
         if rank is not None and self.has_copies:
-            every = self._places_of(number, copies=True)
-            own = every[self._rank_of[self.places.writer[every]] == rank]
-            nearest[self.places.chunk[own]] = own
+            every = self._positions(number, copies=True)
+            own = every[self._rank_of[self.locations.writer[every]] == rank]
+            nearest[self.locations.chunk[own]] = own
         return np.where(chunks < 0, -1, nearest[chunks])
 
-    def _rows_at(self, keys: Ints, locations: Ints) -> FileRows:
-        """Return where the bytes of keys at places are; keys and places are broadcast."""
-        writers = self.places.writer[locations]
+    def _rows_at(self, keys: Ints, positions: Ints) -> FileRows:
+        """Return where the bytes of keys are, by positions in ``locations``; both broadcast."""
+        writers = self.locations.writer[positions]
         codes, order = self._order
-        wanted = self._codes(self.writers.template[writers], keys, self.places.slot[locations])
+        wanted = self._codes(self.writers.template[writers], keys, self.locations.slot[positions])
         row, rows = order[codes.searchsorted(wanted)], self.rows
         file = rows.file[row] + self._first_files[writers]
         return FileRows(file, rows.transforms[row], rows.start[row], rows.length[row])
 
-    def beginning(self, prefix: str) -> list[StoredPlace]:
-        """Return the places of keys that begin with ``prefix``."""
+    def with_prefix(self, prefix: str) -> list[StoredLocation]:
+        """Return the locations of all keys that begin with ``prefix``."""
         fqns = [fqn for fqn in self.fqns if fqn.startswith(prefix)]
-        return [place for fqn in fqns for place in self.rows_of(fqn)]
+        return [location for fqn in fqns for location in self.rows_of(fqn)]
 
-    def all_rows(self) -> Iterator[StoredPlace]:
-        """Yield every row, those of copies, too."""
+    def all_rows(self) -> Iterator[StoredLocation]:
+        """Yield the location of every row, those of copies included."""
         for fqn in self.fqns:
             yield from self.rows_of(fqn, copies=True)
 
-    def pieces(self, number: int, keys: Ints) -> Iterator[tuple[Ints, FileRows]]:
-        """Yield the rows of some keys of a class, those of copies aside, in bounded pieces.
+    def row_batches(self, number: int, keys: Ints) -> Iterator[tuple[Ints, FileRows]]:
+        """Yield the rows of keys of a class without copies, for a bounded number of keys at a time.
 
         Yields:
-            The numbers of some of the keys; and for each of them and each chunk the row, in
-            columns of ``(keys, chunks)``.
+            The numbers of the next keys, and their rows: columns of shape ``(keys, chunks)``.
         """
-        locations = self._places_of(number)
-        step = max(_PIECE_ROWS // len(locations), 1)
+        positions = self._positions(number)
+        step = max(_BATCH_ROWS // len(positions), 1)
         for start in range(0, len(keys), step):
             batch = keys[start : start + step]
-            yield batch, self._rows_at(batch[:, None], locations)
+            yield batch, self._rows_at(batch[:, None], positions)
 
     def check(self) -> None:
-        """Check that every number refers to what is there, before anything is looked up.
+        """Check that every number is in range, before anything is looked up.
 
         Raises:
-            IndexDamage: One does not.
+            IndexDamage: A number is out of range, or tables contradict each other.
         """
-        keys, writers, classes = len(self.fqns), len(self.writers.files), len(self.classes.places)
+        keys, writers, classes = (
+            len(self.fqns),
+            len(self.writers.files),
+            len(self.classes.locations),
+        )
         check_below(self.writers.files, LARGEST_VALUE)
         if sum(self.writers.files.tolist()) != len(self.files):
             raise IndexDamage("other files than its writers have")
@@ -403,10 +411,10 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
         check_below(self.class_of, classes, NOWHERE)
         if (self.class_of == -1).any() or len(self.class_of) != keys:
             raise IndexDamage("a key of no class")
-        self._check_places(writers, classes)
+        self._check_locations(writers, classes)
 
-    def _check_places(self, writers: int, classes: int) -> None:
-        counts, (chunk, writer, slot) = self.classes.places, self.places
+    def _check_locations(self, writers: int, classes: int) -> None:
+        counts, (chunk, writer, slot) = self.classes.locations, self.locations
         check_below(counts, LARGEST_VALUE, 1)
         check_below(self.classes.listed, len(self.lists), -1)
         if sum(counts.tolist()) != len(chunk):
@@ -423,7 +431,7 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
         chunks = np.array([*map(len, self.lists), 1])[self.classes.listed]  # the last of an object
         if not np.array_equal(self._chunk_counts, chunks):
             raise IndexDamage("places of other chunks than there are")
-        # Each key of a class has a row in each slot of a template that any of its places is of.
+        # Each key of a class has a row for each template and slot of the class's locations.
         kinds = np.stack([of_class, self.writers.template[writer], slot], axis=1)
         kind_class, template, slot = kinds[unique(kinds)[0]].T
         order = np.argsort(self.class_of, kind="stable")
@@ -437,10 +445,10 @@ class RowIndex(Mapping[MetadataIndex, StorageInfo]):
             raise IndexDamage("a chunk is not among what its writer wrote")
 
     def __getitem__(self, index: MetadataIndex) -> StorageInfo:
-        (place,) = self.find([index])
-        if place is None:
+        (location,) = self.find([index])
+        if location is None:
             raise KeyError(index)
-        return place.info()
+        return location.info()
 
     def __len__(self) -> int:
         counts = np.bincount(self.class_of[self.class_of >= 0], minlength=len(self._chunk_counts))
@@ -462,29 +470,29 @@ def index_of(metadata: Metadata) -> RowIndex:
     """Return the index of metadata of any origin."""
     entries, data = build_entries(metadata.state_dict_metadata), metadata.storage_data or {}
     if not isinstance(data, RowIndex):
-        return index_of_places([StoredPlace.of(*item) for item in data.items()], entries)
+        return index_of_locations([StoredLocation.of(*item) for item in data.items()], entries)
     if data.entries == entries:
         return data
-    return index_of_places(data.all_rows(), entries, copies=data.has_copies)
+    return index_of_locations(data.all_rows(), entries, copies=data.has_copies)
 
 
-def index_of_places(
-    places: Iterable[StoredPlace], entries: Entries, *, copies: bool = False
+def index_of_locations(
+    locations: Iterable[StoredLocation], entries: Entries, *, copies: bool = False
 ) -> RowIndex:
-    """Return the index of places of any origin, as if each file had a writer of its own.
+    """Return the index of locations of any origin, as if each file had a writer of its own.
 
     Args:
-        places: Of all chunks.
-        entries: Of the state dict.
-        copies: As of ``build_index``.
+        locations: Locations of all chunks.
+        entries: Entries of the state dict.
+        copies: As in ``build_index``.
     """
     if not copies:
-        # Of two rows for the same chunk the later one counts.
-        places = {(place.fqn, place.offset): place for place in places}.values()
-    files: dict[str, list[StoredPlace]] = {}
-    for place in places:
-        files.setdefault(place.path, []).append(place)
-    counts = Counter([place.fqn for held in files.values() for place in held])
+        # If two rows are for the same chunk, the later one counts.
+        locations = {(location.fqn, location.offset): location for location in locations}.values()
+    files: dict[str, list[StoredLocation]] = {}
+    for location in locations:
+        files.setdefault(location.path, []).append(location)
+    counts = Counter([location.fqn for held in files.values() for location in held])
     whole = {fqn for fqn, count in counts.items() if count == 1}
     results = [WriteResults.of(held, whole) for held in files.values()]
     return build_index(results, entries, copies=copies)
@@ -496,25 +504,25 @@ def build_index(
     """Return the index of what writers wrote.
 
     Args:
-        results: By writer, in order.
-        entries: Of the state dict: their keys come first in the index, and places are in the order
-            of their chunks.
+        results: What each writer wrote, in the order of writers.
+        entries: Entries of the state dict: their keys come first in the index, and locations are
+            in the order of their chunks.
         copies: Whether rows of several writers for one chunk are copies, which all count; otherwise
-            the later one counts.
+            the last one counts.
     """
     written = list(results)
     if apart := list(chain.from_iterable(result.apart for result in results)):
         written.append(WriteResults.of(apart))
-    groups: dict[Any, list[int]] = {}
+    writers_of: dict[Any, list[int]] = {}  # by what equal templates have in common
     for writer, result in enumerate(written):
         content = result.template if isinstance(result.template, bytes) else result.template.content
-        groups.setdefault(content, []).append(writer)
+        writers_of.setdefault(content, []).append(writer)
     template_of = np.zeros(len(written), np.int64)
     numbers = {fqn: number for number, fqn in enumerate(entries.fqns)}
     transforms: dict[Transforms, int] = {}
     templates = [TemplateRows(*np.zeros((len(TemplateRows._fields), 0), np.int64))]
     slots: list[list[Sequence[tuple[int, Offset]]]] = []
-    for number, writers in enumerate(groups.values()):
+    for number, writers in enumerate(writers_of.values()):
         template_of[writers] = number
         template = Template.unpacked(written[writers[0]].template)
         keys = [numbers.setdefault(fqn, len(numbers)) for fqn in template.fqns]
@@ -532,11 +540,14 @@ def build_index(
             _slots(template.dims, writers, [written[writer].offsets for writer in writers])
         )
     rows = TemplateRows(*map(np.concatenate, zip(*templates, strict=True)))
-    of_rows = np.repeat(np.arange(len(groups)), [len(table.key) for table in templates[1:]])
+    of_rows = np.repeat(np.arange(len(writers_of)), [len(table.key) for table in templates[1:]])
     class_of, kinds = _classes(of_rows, rows, entries, len(numbers))
     lists = list(entries.lists)
-    classes = [_places(kind, slots, lists, copies=copies) for kind in kinds]
-    places = [np.zeros((len(Places._fields), 0), np.int64), *[places for _, places in classes]]
+    classes = [_locations(kind, slots, lists, copies=copies) for kind in kinds]
+    locations = [
+        np.zeros((len(Locations._fields), 0), np.int64),
+        *[locations for _, locations in classes],
+    ]
     return RowIndex(
         entries,
         tuple(numbers),
@@ -549,16 +560,25 @@ def build_index(
         lists,
         Classes(
             np.array([listed for listed, _ in classes], np.int64),
-            np.array([places.shape[1] for _, places in classes], np.int64),
+            np.array([locations.shape[1] for _, locations in classes], np.int64),
         ),
-        Places(*np.concatenate(places, axis=1)),
+        Locations(*np.concatenate(locations, axis=1)),
     )
 
 
 def _slots(
     dims: Sequence[int], writers: Sequence[int], offsets: Sequence[Ints]
 ) -> list[Sequence[tuple[int, Offset]]]:
-    """Return by slot of a template: each writer, and its offset."""
+    """Return for each slot of a template its writers, each with its offset.
+
+    Dims (2, -1) of writers 0 and 1 with offsets [0, 0] and [2, 0] give
+    ``[[(0, (0, 0)), (1, (2, 0))], [(0, None), (1, None)]]``.
+
+    Args:
+        dims: Number of dims of each slot's offset; -1 for objects.
+        writers: Numbers of the writers that have the template.
+        offsets: Offsets of all slots of each writer, one after another.
+    """
     columns = np.stack(offsets)
     slots: list[Sequence[tuple[int, Offset]]] = []
     column = 0
@@ -577,9 +597,16 @@ def _slots(
 def _classes(
     template_of: Ints, rows: TemplateRows, entries: Entries, keys: int
 ) -> tuple[Ints, list[Ints]]:
-    """Return by key the number of its class; and by class ``(slots, 3)``, what its keys have alike.
+    """Return the class number of each key; and of each class what its keys have in common.
 
-    That is the number of their list of chunks, -1 for none; and a template and a slot of it each.
+    A class is an array ``(slots, 3)``: in each row the number of the list of chunks (-1 for none),
+    a template, and a slot of the template.
+
+    Args:
+        template_of: Number of the template of each row.
+        rows: Rows of all templates.
+        entries: Entries of the state dict.
+        keys: Number of all keys.
     """
     lists = np.full(keys, -1)
     lists[: len(entries.fqns)] = np.array([*entries.list_of, -1])[entries.form_of]
@@ -597,20 +624,21 @@ def _classes(
     return class_of, [np.frombuffer(kind, np.int64).reshape(-1, 3) for kind in kinds]
 
 
-def _places(
+def _locations(
     kind: Ints,
     slots: Sequence[Sequence[Sequence[tuple[int, Offset]]]],
     lists: list[ChunkList],
     *,
     copies: bool,
 ) -> tuple[int, Ints]:
-    """Return the list of chunks of a class, -1 for none, and its places.
+    """Return the number of the list of chunks of a class (-1 for none), and its locations.
 
     Args:
-        kind: As ``_classes`` returns it.
-        slots: By template, as ``_slots`` returns them.
-        lists: Of chunks; one with the offsets of the class is added where its keys have another.
-        copies: As of ``build_index``.
+        kind: The class, as ``_classes`` returns it.
+        slots: Slots of each template, as ``_slots`` returns them.
+        lists: Lists of chunks; one with the offsets of the class is appended where the list of its
+            keys has others.
+        copies: As in ``build_index``.
     """
     held = [
         (offset, writer, slot)
@@ -620,7 +648,7 @@ def _places(
     listed = int(kind[0, 0])
     offsets: list[Any] = list(dict.fromkeys([offset for offset, _, _ in held]))
     in_order = list(map(tuple, lists[listed].offsets.tolist())) if listed >= 0 else []
-    # Empty chunks may stand at the offset of another.
+    # Empty chunks may have the offset of another chunk.
     if len(in_order) == len(offsets) and set(in_order) == set(offsets):
         offsets = in_order
     elif offsets == [None]:
@@ -629,20 +657,20 @@ def _places(
         listed, begin = len(lists), np.array(offsets, np.int64)
         lists.append(ChunkList(np.stack([begin, np.zeros_like(begin)], axis=1)))
     chunk_of = {offset: chunk for chunk, offset in enumerate(offsets)}
-    places = np.array([(chunk_of[offset], *rest) for offset, *rest in held], np.int64).T
-    places = places[:, np.lexsort(places[1::-1])]
+    locations = np.array([(chunk_of[offset], *rest) for offset, *rest in held], np.int64).T
+    locations = locations[:, np.lexsort(locations[1::-1])]
     if not copies:
-        # Of two rows for the same chunk the later one counts.
-        places = places[:, np.diff(places[0], append=-1) != 0]
-    return listed, places
+        # If two rows are for the same chunk, the later one counts.
+        locations = locations[:, np.diff(locations[0], append=-1) != 0]
+    return listed, locations
 
 
 def packed_index(index: RowIndex, values: bytes) -> tuple[bytes, bytes]:
-    """Return the archive of an index, and its digest.
+    """Return the archive of an index, and the digest of the archive.
 
     Args:
-        index: The rows; its entries are stored with it.
-        values: The pickle of what is neither a row nor a list of chunks.
+        index: The index, with its entries.
+        values: The pickle of all metadata that are neither rows nor lists of chunks.
     """
     entries, lists = index.entries, [chunks.array for chunks in index.lists]
     names = {
@@ -650,7 +678,7 @@ def packed_index(index: RowIndex, values: bytes) -> tuple[bytes, bytes]:
         "files": index.files,
         "transforms": index.transforms,
     }
-    # Keys that are none of the state dict have no form.
+    # Keys that are not in the state dict have no form.
     form_of = np.full(len(index.fqns), -1)
     form_of[: len(entries.form_of)] = entries.form_of
     arrays: dict[str, Any] = {
@@ -660,7 +688,7 @@ def packed_index(index: RowIndex, values: bytes) -> tuple[bytes, bytes]:
         "writers": differences(index.writers),
         "rows": index.rows.packed(index.template_of),
         "classes": differences(index.classes),
-        "places": differences(index.places),
+        "places": differences(index.locations),
         "forms": differences([entries.list_of]),
         "lists": differences(
             [[len(boxes) for boxes in lists], [boxes.shape[2] for boxes in lists]]
@@ -675,10 +703,10 @@ def packed_index(index: RowIndex, values: bytes) -> tuple[bytes, bytes]:
 
 
 class OtherVersion(ValueError):
-    """An index that another release wrote, in another way.
+    """An index of another version, which another release wrote.
 
     Args:
-        version: Its version, as ``INDEX_VERSION``.
+        version: Version of the index, as ``INDEX_VERSION``.
     """
 
     def __init__(self, version: int) -> None:
@@ -687,11 +715,11 @@ class OtherVersion(ValueError):
 
 
 def archive_in(stream: IO[bytes]) -> tuple[bytes, bytes] | None:
-    """Return the archive of an index that a file ends with, and its digest; None without one.
+    """Return the archive of the index at the end of a file, and its digest; None without one.
 
     Raises:
-        OtherVersion: It is of another version.
-        IndexDamage: It is not what was written.
+        OtherVersion: The index is of another version.
+        IndexDamage: The digest differs.
     """
     size = stream.seek(0, io.SEEK_END)
     stream.seek(max(size - _TRAILER.size, 0))
@@ -710,10 +738,10 @@ def archive_in(stream: IO[bytes]) -> tuple[bytes, bytes] | None:
 
 
 def unpacked_archive(data: bytes) -> dict[str, Any]:
-    """Return what ``packed_index`` put into an archive, by name.
+    """Return the members that ``packed_index`` put into an archive, by name.
 
     Raises:
-        IndexDamage: It is none, or it is far larger than its file.
+        IndexDamage: The bytes are not such an archive, or inflate to far more than their size.
     """
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as held:
@@ -724,17 +752,17 @@ def unpacked_archive(data: bytes) -> dict[str, Any]:
     except IndexDamage:
         raise
     except Exception as error:
-        # A member may be anything; the header of an array is a Python expression.
+        # The contents of a member are arbitrary; the header of an array is a Python expression.
         raise IndexDamage(f"a member is not of its kind: {error}") from error
     return members
 
 
 def _check_members(archive: ZipFile, nbytes: int) -> None:
-    """Refuse an archive of other members, or too large ones, by their headers alone.
+    """Refuse an archive with other members or too large ones, by their headers alone.
 
     Args:
         archive: The archive.
-        nbytes: Its size.
+        nbytes: Size of the archive.
     """
     names = [name.removesuffix(".npy") for name in archive.namelist()]
     if {*names} != {*_TABLES, "names", "values"}:
@@ -770,11 +798,11 @@ def unpacked_index(members: Mapping[str, Any], forms: Sequence[Any]) -> RowIndex
     """Return the index in an archive, checked.
 
     Args:
-        members: As ``unpacked_archive`` returned them.
-        forms: Of entries, tensors without their chunks.
+        members: Members of the archive, as ``unpacked_archive`` returns them.
+        forms: Forms of entries, tensors without their chunks.
 
     Raises:
-        IndexDamage: It is none.
+        IndexDamage: The members are not those of an index, or contradict each other.
     """
     try:
         index = _unpacked(members, forms)
@@ -798,12 +826,12 @@ def _unpacked(members: Mapping[str, Any], forms: Sequence[Any]) -> RowIndex:
         raise IndexDamage("other keys than there are")
     if len({*fqns}) != len(fqns):
         raise IndexDamage("a key that it has twice")
-    # Each of these becomes an object, and small numbers of a file may claim any count of them.
-    classes, places = len(members["classes"][0]), len(members["places"][0])
+    # Each of these becomes an object, and a few bytes of a file may claim any number of them.
+    classes, locations = len(members["classes"][0]), len(members["places"][0])
     if max(classes, len(list_of)) > len(fqns) or len(counts) > len(list_of) + classes:
         raise IndexDamage("more forms, classes or lists of chunks than its keys have")
     lists = _lists(counts, dims, boxes)
-    check_count(sum(counts[dims == 0].tolist()), places)  # others are as long as their numbers
+    check_count(sum(counts[dims == 0].tolist()), locations)  # the others have numbers for each
     check_below(form_of, len(forms), -1)
     check_below(list_of, len(lists), -1)
     own, numbers = lists[: int(list_of.max(initial=-1)) + 1], list_of.tolist()
@@ -819,7 +847,7 @@ def _unpacked(members: Mapping[str, Any], forms: Sequence[Any]) -> RowIndex:
         class_of,
         lists,
         Classes(*members["classes"]),
-        Places(*members["places"]),
+        Locations(*members["places"]),
     )
 
 
@@ -828,15 +856,15 @@ def _lists(counts: Ints, dims: Ints, numbers: Ints) -> list[ChunkList]:
     check_below(counts, LARGEST_VALUE)
     check_below(numbers, LARGEST_VALUE)
     shapes = list(zip(dims.tolist(), counts.tolist(), strict=True))
-    parts = split(numbers, [2 * prod(shape) for shape in shapes])
+    columns = split(numbers, [2 * prod(shape) for shape in shapes])
     return [
-        ChunkList(np.ascontiguousarray(part.reshape(ndim, 2, count).T))
-        for part, (ndim, count) in zip(parts, shapes, strict=True)
+        ChunkList(np.ascontiguousarray(column.reshape(ndim, 2, count).T))
+        for column, (ndim, count) in zip(columns, shapes, strict=True)
     ]
 
 
 def with_chunks(form: Any, listed: int, lists: Sequence[ChunkList]) -> Any:
-    """Return a form with its list of chunks."""
+    """Return a form with its list of chunks, by the number of the list; -1 for no list."""
     if (type(form) is TensorStorageMetadata) != (listed >= 0):
         raise IndexDamage("a list of chunks of what is no tensor, or none of one")
     if listed < 0:
@@ -847,7 +875,7 @@ def with_chunks(form: Any, listed: int, lists: Sequence[ChunkList]) -> Any:
 
 
 def paths_of(data: Mapping[MetadataIndex, StorageInfo]) -> set[str]:
-    """Return the files that ``storage_data`` names."""
+    """Return the names of all files in ``storage_data``."""
     if isinstance(data, RowIndex):
         return set(data.files)
     return {info.relative_path for info in data.values()}
@@ -860,13 +888,13 @@ DAMAGED_METADATA = (
 
 
 def with_copies(
-    fault: Fault, places: Mapping[MetadataIndex, StorageInfo], item: ReadItem, file: str
+    fault: Fault, storage_data: Mapping[MetadataIndex, StorageInfo], item: ReadItem, file: str
 ) -> Fault:
-    """Return a fault of the chunk of an item in a file, with where other copies of it are."""
-    if not isinstance(places, RowIndex) or not places.has_copies:
+    """Return a fault of an item's chunk in a file, extended by where other copies of it are."""
+    if not isinstance(storage_data, RowIndex) or not storage_data.has_copies:
         return fault
     fqn, offset = item.storage_index.fqn, item.storage_index.offset
-    rows = places.rows_of(fqn, copies=True)
+    rows = storage_data.rows_of(fqn, copies=True)
     others = [row for row in rows if row.offset == offset and row.path != file]
     if not others:
         return fault
@@ -874,27 +902,29 @@ def with_copies(
     return replace(fault, place=(*fault.place, f"a copy:      {text}"))
 
 
-def places_of(
+def locations_of(
     items: Iterable[ReadItem],
-    places: Mapping[MetadataIndex, StorageInfo],
+    storage_data: Mapping[MetadataIndex, StorageInfo],
     rank: int | None = None,
-) -> list[StoredPlace]:
-    """Return the places of the chunks and objects that items are read from.
+) -> list[StoredLocation]:
+    """Return the locations of the chunks and objects that items are read from.
 
     Args:
         items: The items.
-        places: A checkpoint's ``storage_data``.
-        rank: Whose copies count, as in ``RowIndex.find``.
+        storage_data: Locations of all chunks of the checkpoint.
+        rank: The rank whose own copies are preferred, as in ``RowIndex.find``.
 
     Raises:
-        PlacementError: There is none of some; all of them in one error.
+        PlacementError: Chunks have no location; the error names all of them.
     """
     indices = [item.storage_index for item in items]
-    if isinstance(places, RowIndex):
-        locations = places.find(indices, rank)
+    if isinstance(storage_data, RowIndex):
+        locations = storage_data.find(indices, rank)
     else:
-        rows = [(index, places.get(index)) for index in indices]
-        locations = [None if info is None else StoredPlace.of(index, info) for index, info in rows]
+        rows = [(index, storage_data.get(index)) for index in indices]
+        locations = [
+            None if info is None else StoredLocation.of(index, info) for index, info in rows
+        ]
     if None in locations:
         faults = [
             Fault(
@@ -903,8 +933,8 @@ def places_of(
                 + ("it" if index.offset is None else f"the chunk at {tuple(index.offset)}"),
                 DAMAGED_METADATA,
             )
-            for index, place in zip(indices, locations, strict=True)
-            if place is None
+            for index, location in zip(indices, locations, strict=True)
+            if location is None
         ]
         raise_faults("the checkpoint is not whole", faults)
-    return cast(list[StoredPlace], locations)
+    return cast(list[StoredLocation], locations)

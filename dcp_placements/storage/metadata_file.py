@@ -111,8 +111,8 @@ class SentRows(Mapping[MetadataIndex, StorageInfo]):
             return _indexed(self._packed, load_metadata_pickle).storage_data
 
     def __getitem__(self, index: MetadataIndex) -> StorageInfo:
-        place: StorageInfo = self._rows[index]
-        return place
+        location: StorageInfo = self._rows[index]
+        return location
 
     def __iter__(self) -> Iterator[MetadataIndex]:
         return iter(self._rows)
@@ -266,19 +266,17 @@ def in_columns(metadata: Any) -> Metadata:
     if type(metadata) is not Metadata:
         raise TypeError(f"a {type(metadata).__name__} in place of a Metadata")
     check_facts(metadata)
-    stored, places = metadata.state_dict_metadata, metadata.storage_data
-    assert places is not None
-    if not isinstance(places, RowIndex):
+    stored, data = metadata.state_dict_metadata, metadata.storage_data
+    assert data is not None
+    if not isinstance(data, RowIndex):
         if isinstance(stored, dict):
             # Keys may share a list.
             lists = [getattr(entry, "chunks", ()) for entry in stored.values()]
-            check_count(
-                sum(len(chunks) for chunks in lists if isinstance(chunks, list)), len(places)
-            )
+            check_count(sum(len(chunks) for chunks in lists if isinstance(chunks, list)), len(data))
         check_fields(metadata)
-        check_files(paths_of(places))
+        check_files(paths_of(data))
     rows = index_of(metadata)
-    check_entries(rows.entries, len(places))
+    check_entries(rows.entries, len(data))
     return with_columns(metadata, rows)
 
 

@@ -35,15 +35,15 @@ from dcp_placements.errors import (
 from dcp_placements.items import quiet_gc
 from dcp_placements.report import Traffic
 from dcp_placements.short_text import format_count, format_name
-from dcp_placements.storage.file_reads import CountedFile, Part, open_inside
-from dcp_placements.storage.index import places_of, with_copies
+from dcp_placements.storage.file_reads import ByteRange, CountedFile, open_inside
+from dcp_placements.storage.index import locations_of, with_copies
 from dcp_placements.storage.metadata_file import read_metadata
 from dcp_placements.storage.record_reads import (
     DAMAGED,
     IS_DAMAGED,
     NO_EXTENSION,
     ChunkReader,
-    Wanted,
+    RecordRead,
 )
 from dcp_placements.storage.remote import (
     URL_THREADS,
@@ -58,11 +58,11 @@ from dcp_placements.storage.save_ids import (
     id_fault,
     id_item,
     id_records,
+    ids_to_check,
     missing,
-    speaking_for,
 )
-from dcp_placements.storage.torch_metadata import StoredPlace, check_facts, refusing
-from dcp_placements.storage.wrong_path import no_checkpoint, unreadable
+from dcp_placements.storage.torch_metadata import StoredLocation, check_facts, refusing
+from dcp_placements.storage.wrong_path import no_checkpoint, unreadable_metadata
 
 
 @runtime_checkable
@@ -138,7 +138,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         self._storage_options = dict(storage_options or {})
         self.bytes_read = self.opens = self.reads = 0
         self._stored: Mapping[str, Any] = {}
-        self._ids: Mapping[str, StoredPlace] = {}
+        self._ids: Mapping[str, StoredLocation] = {}
         self._refusal: Exception | None = None
         if is_url(path):
             self._use(path)
@@ -238,14 +238,16 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
             items = plan.items
             if self._ids:
                 items = [i for i in items if not i.storage_index.fqn.startswith(ID_PREFIX)]
-            places = places_of(items, self.storage_data, global_rank())
+            locations = locations_of(items, self.storage_data, global_rank())
             wanted = [
-                Wanted(item, location.path, location.start, location.length, location.transforms)
-                for item, location in zip(items, places, strict=True)
+                RecordRead(
+                    item, location.path, location.start, location.length, location.transforms
+                )
+                for item, location in zip(items, locations, strict=True)
             ]
             wanted.sort(key=itemgetter(1, 2, 3))
             files = {file: list(some) for file, some in groupby(wanted, itemgetter(1))}
-        ids = {record.path: record for record in speaking_for(files, self._ids)}
+        ids = {record.path: record for record in ids_to_check(files, self._ids)}
         files |= {file: [] for file in ids if file not in files}
         most = threads // max(len(files), 1)
         jobs = [(file, part) for file in sorted(files) for part in _parts(files[file], most)]
@@ -257,7 +259,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
                 planner,
                 self._stored,
                 self.transforms.transform_load_stream,
-                places=self.storage_data,
+                storage_data=self.storage_data,
                 check_crc=self.check_crc,
                 restricted=self.restricted,
                 lock=lock,
@@ -280,11 +282,15 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
                     result.result()
         # Those that speak for other files may have been replaced before those were read.
         others = [file for file in files if files[file] and file not in self._ids]
-        for record in speaking_for(others, self._ids):
+        for record in ids_to_check(others, self._ids):
             self._read_file(readers[0], record.path, [], record)
 
     def _read_file(
-        self, work: ChunkReader, name: str, wanted: Sequence[Wanted], record: StoredPlace | None
+        self,
+        work: ChunkReader,
+        name: str,
+        wanted: Sequence[RecordRead],
+        record: StoredLocation | None,
     ) -> None:
         """Read what is wanted of one file. Runs in any thread."""
         with ExitStack() as stack:
@@ -319,7 +325,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
             raise PlacementError(f"{format_name(name)}: a file outside of the checkpoint")
         return self.fs.create_stream(self.fs.concat_path(self.path, name), "rb")
 
-    def _check_id(self, file: CountedFile, record: StoredPlace | None) -> None:
+    def _check_id(self, file: CountedFile, record: StoredLocation | None) -> None:
         """Compare the id of the save that wrote a file with that in the metadata.
 
         Raises:
@@ -328,7 +334,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         if record is None:
             return
         nbytes = max(min(record.length, ID_NBYTES, file.size - record.start), 0)
-        stream: Any = Part(file, record.start, nbytes).stream()
+        stream: Any = ByteRange(file, record.start, nbytes).stream()
         if record.transforms:
             undone = self.transforms.transform_load_stream
             try:
@@ -348,14 +354,14 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         except Exception as error:
             # A broken or hostile pickle can raise anything.
             # What is untrusted is not printed as it is, as a traceback prints a cause.
-            raise unreadable(path, error) from (None if self.restricted else error)
+            raise unreadable_metadata(path, error) from (None if self.restricted else error)
 
 
 PART_NBYTES = 1 << 20
 """Parts of a file that different threads read are about this large, or larger."""
 
 
-def _parts(wanted: Sequence[Wanted], most: int) -> Iterator[Sequence[Wanted]]:
+def _parts(wanted: Sequence[RecordRead], most: int) -> Iterator[Sequence[RecordRead]]:
     """Yield what is wanted of a file in up to ``most`` parts, for as many threads."""
     parts = max(min(most, 1 + sum([read.nbytes for read in wanted]) // PART_NBYTES), 1)
     step = max(-(-len(wanted) // parts), 1)

@@ -38,7 +38,7 @@ from dcp_placements.errors import (
 )
 from dcp_placements.layout.boxes import Array
 from dcp_placements.short_text import format_error, format_name
-from dcp_placements.storage.file_reads import CountedFile, Part, crc32, memory_of, segments
+from dcp_placements.storage.file_reads import ByteRange, CountedFile, crc32, memory_of, segments
 from dcp_placements.storage.index import with_copies
 from dcp_placements.storage.safe_pickle import RefusedGlobal
 from dcp_placements.storage.tensor_record import (
@@ -97,7 +97,7 @@ def is_read_whole(nbytes: Any, wanted_nbytes: Any) -> Any:
     return (nbytes <= SMALL_NBYTES) & ((nbytes <= _PAGE_NBYTES) | most)
 
 
-class Wanted(NamedTuple):
+class RecordRead(NamedTuple):
     """What is wanted of a stored chunk or object: an item, and where the record is."""
 
     item: ReadItem
@@ -120,7 +120,7 @@ class ChunkReader:
         planner: Gives the tensors to fill.
         stored: The metadata of what is stored, by key.
         transformed: Undoes the transforms of a record's stream.
-        places: Of all chunks, for messages that name another copy.
+        storage_data: Where all chunks are, for messages that name another copy.
         check_crc: Whether what is read whole is compared with its checksum.
         restricted: Whether objects that name more than plain values are refused.
         as_declared: Whether a record is refused that has another dtype, or other sizes, than the
@@ -137,7 +137,7 @@ class ChunkReader:
         stored: Mapping[str, Any],
         transformed: Transformed = lambda item, descriptors, stream: stream,
         *,
-        places: Mapping[MetadataIndex, StorageInfo] | None = None,
+        storage_data: Mapping[MetadataIndex, StorageInfo] | None = None,
         check_crc: bool = False,
         restricted: bool = False,
         as_declared: bool = False,
@@ -147,7 +147,7 @@ class ChunkReader:
         self._planner = planner
         self._stored = stored
         self._transformed = transformed
-        self._places = places or {}
+        self._storage_data = storage_data or {}
         self._check_crc = check_crc
         self._restricted = restricted
         self._as_declared = as_declared
@@ -155,7 +155,7 @@ class ChunkReader:
         self._heads = RecordHeads()
         self._span, self._elements = _Buffer(), _Buffer()
 
-    def read(self, file: CountedFile, reads: Sequence[Wanted]) -> None:
+    def read(self, file: CountedFile, reads: Sequence[RecordRead]) -> None:
         """Read what is wanted of a file.
 
         Args:
@@ -192,7 +192,7 @@ class ChunkReader:
                     self._read_one(file, read)
         file.hold(memoryview(b""), 0)
 
-    def tensor_record(self, read: Wanted, part: Part) -> TensorRecord | None:
+    def tensor_record(self, read: RecordRead, part: ByteRange) -> TensorRecord | None:
         """Return where the elements of a record are; None where it is not plain."""
         if read.record is not None:
             return read.record
@@ -200,7 +200,7 @@ class ChunkReader:
             return None
         return self._heads.find(part)
 
-    def _are_small(self, reads: Sequence[Wanted], starts: Array, nbytes: Array) -> Array:
+    def _are_small(self, reads: Sequence[RecordRead], starts: Array, nbytes: Array) -> Array:
         """Return which records are read with their neighbours."""
         elements = np.zeros(len(reads), np.int64)
         is_doubtful = (nbytes > _PAGE_NBYTES) & (nbytes <= SMALL_NBYTES)
@@ -216,7 +216,7 @@ class ChunkReader:
         is_small: Array = is_read_whole(nbytes, np.bincount(record, elements)[record])
         return is_small
 
-    def _read_alike(self, file: CountedFile, reads: Sequence[Wanted]) -> bool:
+    def _read_alike(self, file: CountedFile, reads: Sequence[RecordRead]) -> bool:
         """Deliver small records that are all wanted whole, and begin alike.
 
         Args:
@@ -227,7 +227,7 @@ class ChunkReader:
             Whether they are such records.
         """
         start, nbytes = reads[0].start, reads[0].nbytes
-        tensor = self.tensor_record(reads[0], Part(file, start, nbytes))
+        tensor = self.tensor_record(reads[0], ByteRange(file, start, nbytes))
         if tensor is None or not tensor.nbytes or not tensor.is_contiguous:
             return False
         record, shape, begin = reads[0].record, tensor.shape, (0,) * len(tensor.shape)
@@ -268,7 +268,7 @@ class ChunkReader:
         return self._check_crc and tensor.has_crc
 
     def _check(
-        self, reads: Sequence[Wanted], tensor: TensorRecord, sums: Sequence[int], behind: bytes
+        self, reads: Sequence[RecordRead], tensor: TensorRecord, sums: Sequence[int], behind: bytes
     ) -> None:
         """Compare the checksums of elements with those behind them.
 
@@ -287,17 +287,17 @@ class ChunkReader:
         for index, (read, checksum) in enumerate(zip(reads, sums, strict=True)):
             wrong = wrong_crc(checksum, behind[index * BEHIND : (index + 1) * BEHIND])
             if wrong is not None:
-                place = f"its elements at byte {read.start + tensor.start} of {read.file} "
-                faults.append(self._fault(read, place + wrong, _OTHER_SUM))
+                where = f"its elements at byte {read.start + tensor.start} of {read.file} "
+                faults.append(self._fault(read, where + wrong, _OTHER_SUM))
         raise_faults(IS_DAMAGED, faults)
 
-    def _read_one(self, file: CountedFile, read: Wanted) -> None:
+    def _read_one(self, file: CountedFile, read: RecordRead) -> None:
         """Deliver an item.
 
         Raises:
             PlacementError: Its record does not hold what the metadata says.
         """
-        item, part = read.item, Part(file, read.start, read.nbytes)
+        item, part = read.item, ByteRange(file, read.start, read.nbytes)
         tensor = self.tensor_record(read, part)
         if tensor is not None and len(tensor.shape) == len(item.lengths):
             if self._as_declared:
@@ -318,7 +318,7 @@ class ChunkReader:
         copy_into(targets[0], source)
         self._commit([read], targets)
 
-    def _decode(self, read: Wanted, part: Part) -> Any:
+    def _decode(self, read: RecordRead, part: ByteRange) -> Any:
         """Return an object's stream in memory; the tensor of a record that is not plain."""
         try:
             stream = self._transformed(read.item, read.transforms or (), part.stream())
@@ -334,7 +334,7 @@ class ChunkReader:
                 raise_faults(IS_DAMAGED, [self._fault(read, text + problem, _OTHER_SUM)])
         return stream if read.is_object else self._load(stream, read)
 
-    def _load(self, stream: Any, read: Wanted) -> torch.Tensor:
+    def _load(self, stream: Any, read: RecordRead) -> torch.Tensor:
         """Return the tensor of a record by way of ``torch.load``."""
         try:
             return load_saved_tensor(stream)
@@ -358,7 +358,7 @@ class ChunkReader:
             fault = self._fault(read, problem, (cause, *DAMAGED))
             raise PlacementError(format_faults(IS_DAMAGED, [fault])) from error
 
-    def _read_slice(self, read: Wanted, tensor: TensorRecord, part: Part) -> None:
+    def _read_slice(self, read: RecordRead, tensor: TensorRecord, part: ByteRange) -> None:
         """Read a slice of a plain record."""
         item, shape = read.item, tensor.shape
         offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
@@ -382,7 +382,7 @@ class ChunkReader:
                 self._check([read], tensor, [checksum], behind)
         self._commit([read], targets)
 
-    def _check_declared(self, read: Wanted, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    def _check_declared(self, read: RecordRead, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         """Refuse a record that is of another dtype, or of other sizes, than the metadata says."""
         stored = self._stored.get(read.item.storage_index.fqn)
         if read.record is not None:
@@ -409,7 +409,7 @@ class ChunkReader:
         target: torch.Tensor,
         offsets: tuple[int, ...],
         tensor: TensorRecord,
-        part: Part,
+        part: ByteRange,
         checksum: int | None,
     ) -> int | None:
         """Read a slice of a plain record into ``target``.
@@ -452,7 +452,7 @@ class ChunkReader:
         return checksum
 
     def _targets(
-        self, reads: Sequence[Wanted], sizes: Sequence[int]
+        self, reads: Sequence[RecordRead], sizes: Sequence[int]
     ) -> tuple[list[torch.Tensor], bool]:
         """Return a planner's tensors, to be filled with elements of these sizes.
 
@@ -469,20 +469,20 @@ class ChunkReader:
         is_plain = are_plain(targets)
         return targets if is_plain else [target.detach() for target in targets], is_plain
 
-    def _commit(self, reads: Sequence[Wanted], targets: Sequence[torch.Tensor]) -> None:
+    def _commit(self, reads: Sequence[RecordRead], targets: Sequence[torch.Tensor]) -> None:
         with self._lock:
             for read, target in zip(reads, targets, strict=True):
                 self._planner.commit_tensor(read.item, target)
 
     def _refused(
-        self, read: Wanted, problem: str, details: Sequence[str] = DAMAGED
+        self, read: RecordRead, problem: str, details: Sequence[str] = DAMAGED
     ) -> PlacementError:
         return PlacementError(format_faults(_IS_OTHER, [self._fault(read, problem, details)]))
 
-    def _fault(self, read: Wanted, problem: str, details: Sequence[str] = DAMAGED) -> Fault:
+    def _fault(self, read: RecordRead, problem: str, details: Sequence[str] = DAMAGED) -> Fault:
         """Return that a record is not as it should be."""
         fault = Fault(read.item.storage_index.fqn, problem, tuple(details))
-        return with_copies(fault, self._places, read.item, read.file)
+        return with_copies(fault, self._storage_data, read.item, read.file)
 
 
 class _Buffer:
@@ -510,7 +510,7 @@ def _spans(is_small: Array, starts: Array, ends: Array) -> Iterator[tuple[int, i
             first = stop
 
 
-def _beyond(read: Wanted, nbytes: int, needed: int) -> str:
+def _beyond(read: RecordRead, nbytes: int, needed: int) -> str:
     """Return that a record does not lie within its file of ``nbytes``, which lacks some."""
     if 0 <= read.start <= read.start + read.nbytes:
         return f"{read.file} ends before it: {nbytes} bytes, {needed} needed"

@@ -33,7 +33,7 @@ from dcp_placements.storage.file_reads import BLOCK_NBYTES, crc32, memory_of, re
 from dcp_placements.storage.tensor_record import DESCRIPTOR
 from dcp_placements.storage.written import is_whole
 
-ALIKE_NBYTES = 32 << 10
+BATCHED_NBYTES = 32 << 10
 """Tensors up to this are small: their records are made together."""
 
 BATCH_NBYTES = 512 << 10
@@ -99,7 +99,7 @@ def _batches(
     """Yield one tensor, or small ones of one dtype and shape, with their items."""
     for (dtype, shape, is_plain), pairs in groupby(loaded, _kind):
         nbytes = shape.numel() * dtype.itemsize
-        is_small = is_plain and nbytes <= ALIKE_NBYTES
+        is_small = is_plain and nbytes <= BATCHED_NBYTES
         most = BATCH_NBYTES // (nbytes + _AROUND_NBYTES) if is_small else 1
         while batch := list(islice(pairs, most)):
             yield [tensor for tensor, _ in batch], [item for _, item in batch]
@@ -165,7 +165,7 @@ def save_tensors(tensors: Sequence[torch.Tensor], stream: Any) -> int:
             first = first.clone()  # torch.save would write all of the storage
         torch.save(first, stream)
         return int(stream.tell() - before)
-    if first.nbytes <= ALIKE_NBYTES:
+    if first.nbytes <= BATCHED_NBYTES:
         stacked = torch.stack(list(tensors)).reshape(-1).view(torch.uint8)
         template.write(stacked.numpy().reshape(len(tensors), -1), stream)
         return template.length

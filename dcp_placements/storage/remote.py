@@ -25,7 +25,7 @@ from typing import IO, Any, NamedTuple, TypeVar
 
 from dcp_placements.errors import CannotLook
 from dcp_placements.short_text import format_name
-from dcp_placements.storage.file_reads import RawPart
+from dcp_placements.storage.file_reads import ByteRangeIO
 
 OBJECT_STORES = frozenset(
     ["abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss", "r2", "s3", "s3a", "tos"]
@@ -282,7 +282,7 @@ class RemoteFileSystem:
             end = start + view.nbytes
             view[:] = request(url, lambda: _download(fs, url, end - start, start=start, end=end))
 
-        return io.BufferedReader(RawPart(nbytes, read_into, REQUEST_NBYTES), READ_AHEAD_NBYTES)
+        return io.BufferedReader(ByteRangeIO(nbytes, read_into, REQUEST_NBYTES), READ_AHEAD_NBYTES)
 
     def opener(self, url: str) -> Callable[[], IO[bytes]]:
         """Return a function that opens a file, any number of times.

@@ -81,7 +81,7 @@ class Call:
         return self.make(*args)
 
 
-class Made:
+class Stub:
     """Stands for what is not made of a pickle.
 
     Attributes:
@@ -279,7 +279,7 @@ class SafeUnpickler(pickle._Unpickler):
         todo, count = list(values), 0
         while todo:
             value = todo.pop()
-            if isinstance(value, Made):
+            if isinstance(value, Stub):
                 count += value.elements
             elif isinstance(value, str | bytes):
                 count += len(value)
@@ -382,7 +382,7 @@ def check_unfolded(values: Iterable[Any], most: int) -> None:
                 todo.extend(value.values())
             elif most >= 0 and not isinstance(value, str | bytes):
                 todo.extend(value)
-        elif isinstance(value, Made) and value not in seen:
+        elif isinstance(value, Stub) and value not in seen:
             seen.add(value)
             todo += value.args, value.state
     if most < 0:

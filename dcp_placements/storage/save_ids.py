@@ -27,7 +27,7 @@ from dcp_placements.errors import Fault
 from dcp_placements.items import object_read
 from dcp_placements.short_text import format_ranks
 from dcp_placements.storage.provenance import RESERVED_KEY
-from dcp_placements.storage.torch_metadata import StoredPlace
+from dcp_placements.storage.torch_metadata import StoredLocation
 
 ID_PREFIX = "dcp_placements.save."
 """The prefix of keys of id records in ``storage_data``; the id follows."""
@@ -166,27 +166,27 @@ def id_data(index: MetadataIndex) -> io.BytesIO | None:
 
 def id_records(
     data: Mapping[MetadataIndex, StorageInfo],
-) -> tuple[dict[str, StoredPlace], list[Fault]]:
+) -> tuple[dict[str, StoredLocation], list[Fault]]:
     """Return the first record of an id in each file, and the files with those of several ranks.
 
-    A rank writes files of its own. In torch's pickle all places of a rank may have one text for its
-    file, so that a single flipped bit gives all of them the file of another rank.
+    Each rank writes its own files. In torch's pickle all locations of a rank may share one text for
+    its file, so that a single flipped bit gives all of them the file of another rank.
 
     Args:
-        data: A checkpoint's ``storage_data``.
+        data: The checkpoint's ``storage_data``.
     """
-    beginning = getattr(data, "beginning", None)  # an index need not look at every row
-    if beginning is not None:
-        places = list(beginning(ID_PREFIX))
+    with_prefix = getattr(data, "with_prefix", None)  # an index need not search all rows
+    if with_prefix is not None:
+        locations = list(with_prefix(ID_PREFIX))
     else:
         own = [item for item in data.items() if item[0].fqn.startswith(ID_PREFIX)]
-        places = [StoredPlace.of(*item) for item in own]
-    records: dict[str, StoredPlace] = {}
+        locations = [StoredLocation.of(*item) for item in own]
+    records: dict[str, StoredLocation] = {}
     ranks: dict[str, set[int]] = {}
-    for place in places:
-        records.setdefault(place.path, place)
-        if place.offset:
-            ranks.setdefault(place.path, set()).add(place.offset[0])
+    for location in locations:
+        records.setdefault(location.path, location)
+        if location.offset:
+            ranks.setdefault(location.path, set()).add(location.offset[0])
     faults = []
     for file, some in sorted(ranks.items()):
         if len(some) > 1:
@@ -195,12 +195,12 @@ def id_records(
     return records, faults
 
 
-def id_item(record: StoredPlace) -> ReadItem:
+def id_item(record: StoredLocation) -> ReadItem:
     """Return what reads the record of an id."""
     return object_read(MetadataIndex(record.fqn, record.offset))
 
 
-def id_fault(record: StoredPlace, data: bytes) -> Fault | None:
+def id_fault(record: StoredLocation, data: bytes) -> Fault | None:
     """Return the fault that another save wrote a file; None where the save of ``.metadata`` did.
 
     Args:
@@ -218,7 +218,9 @@ def id_fault(record: StoredPlace, data: bytes) -> Fault | None:
     return Fault(record.path, headline, (LIKELY_CUT_OFF, WAY_OUT))
 
 
-def speaking_for(files: Iterable[str], records: Mapping[str, StoredPlace]) -> list[StoredPlace]:
+def ids_to_check(
+    files: Iterable[str], records: Mapping[str, StoredLocation]
+) -> list[StoredLocation]:
     """Return the id records to check for files.
 
     For a file without a record they are those in the other files of the rank that wrote it.

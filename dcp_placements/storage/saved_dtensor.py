@@ -20,11 +20,11 @@ from dcp_placements.bind.rank_shard import RankShard
 from dcp_placements.errors import CannotPlace
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.short_text import format_error
-from dcp_placements.storage.safe_pickle import Made
+from dcp_placements.storage.safe_pickle import Stub
 from dcp_placements.storage.tensor_record import strided_tensor
 
 
-def rank_shard(local: torch.Tensor, dtensor: Made, rank: int) -> RankShard | None:
+def rank_shard(local: torch.Tensor, dtensor: Stub, rank: int) -> RankShard | None:
     """Return what a DTensor says of itself; None where its mesh does not have the rank.
 
     Args:
@@ -55,7 +55,7 @@ def rank_shard(local: torch.Tensor, dtensor: Made, rank: int) -> RankShard | Non
     return None if mesh is None else RankShard(local, mesh, placements, sizes)
 
 
-def check_rank(dtensor: Made, rank: int) -> None:
+def check_rank(dtensor: Stub, rank: int) -> None:
     """Refuse a DTensor that says that another rank has it.
 
     Raises:
@@ -72,10 +72,10 @@ def check_rank(dtensor: Made, rank: int) -> None:
         )
 
 
-def _spec_of(dtensor: Made) -> dict[str, Any]:
+def _spec_of(dtensor: Stub) -> dict[str, Any]:
     """Return the fields of its mesh and placements."""
     dtensor.state = dtensor.args[3]  # what it is given when it is made
-    spec: Made = dtensor.fields[SPEC]
+    spec: Stub = dtensor.fields[SPEC]
     return spec.fields
 
 
@@ -98,7 +98,7 @@ def _mesh_of(state: Mapping[str, Any]) -> MeshCoordinate | None:
     return None if coordinate is None else MeshCoordinate(tuple(names), sizes, tuple(coordinate))
 
 
-def _placement_of(placement: Made) -> Any:
+def _placement_of(placement: Stub) -> Any:
     """Return torch's placement for what stands for it."""
     kind = placement.by.rpartition(".")[2]
     if kind == "Shard":

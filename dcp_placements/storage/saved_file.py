@@ -16,9 +16,9 @@ import torch
 from dcp_placements.errors import fault_error
 from dcp_placements.names.flat import Path, value_at
 from dcp_placements.short_text import format_error
-from dcp_placements.storage.file_reads import CountedFile, Part, c_strides
+from dcp_placements.storage.file_reads import ByteRange, CountedFile, c_strides
 from dcp_placements.storage.record_reads import DAMAGED, IS_DAMAGED
-from dcp_placements.storage.safe_pickle import Call, Made, check_unfolded, most_elements
+from dcp_placements.storage.safe_pickle import Call, Stub, check_unfolded, most_elements
 from dcp_placements.storage.tensor_record import (
     BEHIND,
     SIZES_FOLLOW,
@@ -91,7 +91,7 @@ class SavedFile:
         # Only a buffered file is known to be a plain one.
         is_raw = isinstance(stream, io.FileIO)
         self.file = CountedFile(io.BufferedReader(stream) if is_raw else stream)
-        self._part = Part(self.file, 0, self.file.size)
+        self._part = ByteRange(self.file, 0, self.file.size)
         self._loaded: dict[bool, Any] = {}  # by whether it is restricted
         try:
             data, self._entries = saved_pickle(self._part.stream())
@@ -193,7 +193,7 @@ class SavedFile:
             headline = f"this object of {self.name} cannot be loaded: {format_error(error)}"
             raise fault_error("objects cannot be loaded", fqn, headline, *_OBJECTS) from error
 
-    def state(self, as_value: Callable[[Path, TensorRecord, Made | None], Any]) -> Any:
+    def state(self, as_value: Callable[[Path, TensorRecord, Stub | None], Any]) -> Any:
         """Return what is in it, with a value of the caller's for each tensor.
 
         Args:
@@ -223,7 +223,7 @@ def _has_storage(value: Any) -> bool:
             todo += inner.values()
         elif isinstance(inner, list | tuple):
             todo += inner
-        elif isinstance(inner, Made) and inner not in seen:
+        elif isinstance(inner, Stub) and inner not in seen:
             seen.add(inner)
             todo += inner.args, inner.state
     return False
@@ -232,15 +232,15 @@ def _has_storage(value: Any) -> bool:
 _PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 
 
-def saved_tensor(value: Any) -> tuple[TensorRecord | None, Made | None]:
+def saved_tensor(value: Any) -> tuple[TensorRecord | None, Stub | None]:
     """Return the plain tensor that a parameter or a DTensor has inside, and the DTensor.
 
     That is a call with four arguments: what makes the outer tensor, its class, with what, and its
     attributes.
     """
-    if type(value) is Made and value.by in _PARAMETERS:
+    if type(value) is Stub and value.by in _PARAMETERS:
         return saved_tensor(value.args[0])
-    if type(value) is Made and value.by == "torch._tensor._rebuild_from_type_v2":
+    if type(value) is Stub and value.by == "torch._tensor._rebuild_from_type_v2":
         make, kind, args, state = value.args
         name, fields = getattr(kind, "name", ""), state[-1] if type(state) is tuple else state
         if name.endswith(".DTensor") and type(fields) is dict:
@@ -248,7 +248,7 @@ def saved_tensor(value: Any) -> tuple[TensorRecord | None, Made | None]:
             inner = [saved_tensor(field)[0] for field in fields.values()]
             return next(filter(None, inner), None), value
         if type(make) is Call and name in ("torch.Tensor", "torch.nn.parameter.Parameter"):
-            return saved_tensor(Made(make.name, args))  # one with attributes
+            return saved_tensor(Stub(make.name, args))  # one with attributes
     return strided_tensor(value), None
 
 

@@ -165,11 +165,11 @@ def _rows(index: RowIndex, memo: Mapping[Any, int], steps: Ints) -> Iterator[byt
     fqns = np.array([memo[fqn] for fqn in index.fqns], np.int64)
     paths = np.array([memo[path] for path in index.files], np.int64)
     order = np.argsort(index.class_of, kind="stable")
-    starts = index.class_of[order].searchsorted(np.arange(len(index.classes.places) + 1))
+    starts = index.class_of[order].searchsorted(np.arange(len(index.classes.locations) + 1))
     for number, (begin, end) in enumerate(pairwise(starts.tolist())):
         offsets = np.array([memo[offset] for offset in index.offsets(number)])
         keys = order[begin:end]
-        for batch, located in index.pieces(number, keys):
+        for batch, located in index.row_batches(number, keys):
             data = bytearray(record) * located.file.size
             rows = np.frombuffer(data, dtype).reshape(located.file.shape)
             columns = [fqns[batch][:, None], offsets, paths[located.file]]

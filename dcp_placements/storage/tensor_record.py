@@ -20,12 +20,12 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from dcp_placements.storage.file_reads import Part, crc32, is_contiguous
+from dcp_placements.storage.file_reads import ByteRange, crc32, is_contiguous
 from dcp_placements.storage.safe_pickle import (
     DTYPES,
     Call,
-    Made,
     SafeUnpickler,
+    Stub,
     describe,
     refusal,
 )
@@ -94,7 +94,7 @@ class RecordHeads:
     def __init__(self) -> None:
         self._latest: dict[int, tuple[bytes, TensorRecord]] = {}
 
-    def find(self, part: Part) -> TensorRecord | None:
+    def find(self, part: ByteRange) -> TensorRecord | None:
         """Return where the elements of a record are; None where the record is not plain.
 
         Args:
@@ -242,7 +242,7 @@ class TorchUnpickler(SafeUnpickler):
     """
 
     subject = "what torch.load(weights_only=True) loads"
-    hashed: ClassVar = {*SafeUnpickler.hashed, Made, Call, Storage}
+    hashed: ClassVar = {*SafeUnpickler.hashed, Stub, Call, Storage}
 
     def __init__(self, data: bytes, storages: Mapping[str, zipfile.ZipInfo] | None) -> None:
         super().__init__(data)
@@ -278,16 +278,16 @@ class TorchUnpickler(SafeUnpickler):
         # Whatever is called may show its arguments in an error, or hash them.
         elements = self.elements_of(args)
         if type(called) is not Call:
-            if type(called) is not Made or called.by not in _CALLABLE:
+            if type(called) is not Stub or called.by not in _CALLABLE:
                 raise refusal(f"it calls {describe(called)}")
-            return Made(elements=elements + called.elements)
+            return Stub(elements=elements + called.elements)
         module, _, name = called.name.rpartition(".")
         _check_shown(name, args)
         if module in _TORCH and called.name not in _OF_TORCH:
             raise refusal(f"it calls {called.name}, which allocates by a number")
         if name == "bytearray":
             self.look_at(args)
-            if not set(map(type, args)) <= {str, bytes, Made}:
+            if not set(map(type, args)) <= {str, bytes, Stub}:
                 raise refusal("it has a bytearray of a length without contents")
         if name in _HASHING:
             for arg in args:
@@ -295,35 +295,35 @@ class TorchUnpickler(SafeUnpickler):
                 self.look_at(keys)
                 self.check_keys(keys)
         is_dict = called.name == "collections.OrderedDict" and not args
-        return {} if is_dict or name == "defaultdict" else Made(called.name, args, elements)
+        return {} if is_dict or name == "defaultdict" else Stub(called.name, args, elements)
 
     def new(self, kind: Any, args: Any) -> Any:
         return self.call(kind, args)
 
     def fill(self, instance: Any, state: Any) -> Any:
         """Return what is not made, with its state."""
-        if type(instance) is Made:
+        if type(instance) is Stub:
             instance.elements += self.elements_of(state)
             instance.state = state
         return instance
 
     def add_items(self, held: Any, items: Sequence[Any]) -> Any:
-        if type(held) is Made and held.by == "collections.deque":  # which is no list
+        if type(held) is Stub and held.by == "collections.deque":  # which is no list
             held.elements += self.elements_of(items)
             held.state = held.state, items
             return held
-        return super().add_items([] if type(held) is Made else held, items)
+        return super().add_items([] if type(held) is Stub else held, items)
 
     def set_items(self, held: Any, items: Sequence[Any]) -> Any:
         # A dict of a class of its own is not known before its first items.
-        return super().set_items({} if type(held) is Made else held, items)
+        return super().set_items({} if type(held) is Stub else held, items)
 
 
 def _check_shown(name: str, args: Sequence[Any]) -> None:
     """Refuse arguments that torch would refuse with a text of them: that of a tensor is long."""
     if name == "_rebuild_sparse_tensor":
         (layout,) = args[:1]
-        is_short = type(layout) is Made and layout.by == "torch.serialization._get_layout"
+        is_short = type(layout) is Stub and layout.by == "torch.serialization._get_layout"
     elif name == "_rebuild_qtensor":
         size, quantizer = args[2], args[4]
         is_short = type(size) is tuple and set(map(type, size)) <= {int}
@@ -338,7 +338,7 @@ def _check_shown(name: str, args: Sequence[Any]) -> None:
 
 def strided_tensor(stub: Any) -> TensorRecord | None:
     """Return where a pickle says that a tensor is; None if it is more than strided elements."""
-    if type(stub) is not Made or stub.by not in _REBUILT:
+    if type(stub) is not Stub or stub.by not in _REBUILT:
         return None
     storage, offset, shape, strides, _, _, *more = stub.args
     if type(storage) is not Storage or type(shape) is not tuple or type(strides) is not tuple:

@@ -19,8 +19,8 @@ import torch
 from dcp_placements.short_text import format_name
 from dcp_placements.storage.safe_pickle import (
     MAX_NAME_CHARS,
-    Made,
     RefusedGlobal,
+    Stub,
     check_unfolded,
     describe,
     most_elements,
@@ -50,7 +50,7 @@ def load_saved_tensor(stream: Any) -> torch.Tensor:
     """
     nbytes = int(stream.seek(0, io.SEEK_END))
     described = TorchUnpickler(*saved_pickle(stream)).load()
-    if type(described) is not Made:
+    if type(described) is not Stub:
         raise ValueError(f"it holds {describe(described)}, and no tensor")
     if described.by.partition(".")[0] in {"__builtin__", *sys.stdlib_module_names}:
         shown = format_name(described.by[:MAX_NAME_CHARS])

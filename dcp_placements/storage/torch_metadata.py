@@ -1,4 +1,4 @@
-"""Torch's metadata: what they have of each key and place, and their checks.
+"""Torch's metadata: what they have of each key and location, and their checks.
 
 Thousands of keys have a few forms. At thousands of ranks a list of torch's objects has thousands of
 elements for each way in which tensors are cut, and a rank needs few of them. So each form is kept
@@ -234,7 +234,7 @@ Offset = tuple[int, ...] | None
 Transforms = tuple[str, ...] | None
 
 
-class StoredPlace(NamedTuple):
+class StoredLocation(NamedTuple):
     """Key and offset of a stored chunk, and where it is; the offset of an object is None."""
 
     fqn: str
@@ -245,13 +245,15 @@ class StoredPlace(NamedTuple):
     transforms: Transforms = None
 
     @staticmethod
-    def of(index: MetadataIndex, info: Any) -> StoredPlace:
-        """Return the place of a chunk by torch's ``MetadataIndex`` and ``_StorageInfo``."""
+    def of(index: MetadataIndex, info: Any) -> StoredLocation:
+        """Return the location of a chunk by torch's ``MetadataIndex`` and ``_StorageInfo``."""
         offset = None if index.offset is None else tuple(index.offset)
         # Checkpoints of older torch versions have no such field.
         steps = getattr(info, "transform_descriptors", None)
         steps = None if steps is None else tuple(steps)
-        return StoredPlace(index.fqn, offset, info.relative_path, info.offset, info.length, steps)
+        return StoredLocation(
+            index.fqn, offset, info.relative_path, info.offset, info.length, steps
+        )
 
     def info(self) -> StorageInfo:
         """Return it as torch has it in ``Metadata.storage_data``."""
@@ -290,7 +292,7 @@ def check_entries(entries: Entries, rows: int) -> None:
 
 
 def check_count(listed: int, rows: int) -> None:
-    """Check that keys do not list far more chunks than there are places."""
+    """Check that keys do not list far more chunks than there are locations."""
     if listed > 4 * rows + _SPARE_CHUNKS:
         raise ValueError(f"{listed:,} chunks or more, and places for {rows:,}")
 
@@ -346,7 +348,7 @@ def check_facts(metadata: Metadata) -> None:
 
 
 def check_fields(metadata: Metadata) -> None:
-    """Check the types of entries and places.
+    """Check the types of entries and locations.
 
     Only plain dicts and lists are looked at. Others are those of an index, which was checked, or of
     another reader.
@@ -355,7 +357,7 @@ def check_fields(metadata: Metadata) -> None:
         TypeError: A field is missing or of another type.
         ValueError: A number is negative, or larger than any tensor.
     """
-    entries, places = metadata.state_dict_metadata, metadata.storage_data
+    entries, locations = metadata.state_dict_metadata, metadata.storage_data
     _check("state_dict_metadata", [entries], Mapping)
     _check("planner_data", [metadata.planner_data], (Mapping, type(None)))
     check_provenance(stored(metadata) or {})
@@ -387,10 +389,12 @@ def check_fields(metadata: Metadata) -> None:
         }
         if any(len(set(counts_of_dims)) > 1 for counts_of_dims in dims):
             raise ValueError("a chunk has other dims than its tensor")
-    if type(places) is dict and any(isinstance(info, StorageInfo) for info in places.values()):
-        _check("the index of a place", places, MetadataIndex)
-        _check("the key of a place", [index.fqn for index in places], str)
-        infos = places.values()
+    if type(locations) is dict and any(
+        isinstance(info, StorageInfo) for info in locations.values()
+    ):
+        _check("the index of a place", locations, MetadataIndex)
+        _check("the key of a place", [index.fqn for index in locations], str)
+        infos = locations.values()
         _check("a place", infos, StorageInfo)
         _check("relative_path", map(attrgetter("relative_path"), infos), str)
         for name in ("offset", "length"):

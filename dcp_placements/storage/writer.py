@@ -2,8 +2,8 @@
 
 The files are those of torch's writer. The writer differs from torch's in three ways: it divides
 items among the files of several threads by the bytes of their chunks, not of whole tensors; it
-writes small tensors without ``torch.save``; and it sends the places of chunks, and stores them in
-``.metadata``, in columns.
+writes small tensors without ``torch.save``; and it sends the locations of chunks, and stores them
+in ``.metadata``, in columns.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dcp_placements._torch import (
 )
 from dcp_placements.errors import PlacementError
 from dcp_placements.items import quiet_gc
-from dcp_placements.storage.index import build_index, index_of_places
+from dcp_placements.storage.index import build_index, index_of_locations
 from dcp_placements.storage.metadata_file import (
     read_file_names,
     send_compactly,
@@ -57,7 +57,7 @@ from dcp_placements.storage.save_ids import (
     sync_directory,
     unfinished_name,
 )
-from dcp_placements.storage.torch_metadata import StoredPlace, build_entries
+from dcp_placements.storage.torch_metadata import StoredLocation, build_entries
 from dcp_placements.storage.written import WriteResults
 
 logger = logging.getLogger(__name__)
@@ -302,8 +302,10 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
                 metadata.storage_data = build_index(columns, entries, copies=copies)
             else:
                 every = [result for held in results for result in held]
-                places = [StoredPlace.of(result.index, result.storage_data) for result in every]
-                metadata.storage_data = index_of_places(places, entries, copies=copies)
+                locations = [
+                    StoredLocation.of(result.index, result.storage_data) for result in every
+                ]
+                metadata.storage_data = index_of_locations(locations, entries, copies=copies)
             metadata.storage_meta = self.storage_meta()
             has_stock = self._has_stock(len(metadata.storage_data))
             facts = metadata.planner_data, metadata.storage_data, metadata.storage_meta

@@ -1,4 +1,4 @@
-"""What one rank wrote: the places of its chunks, as it sends them, and as torch's results.
+"""What one rank wrote: the locations of its chunks, as it sends them, and as torch's results.
 
 Ranks write their files alike, but for the offsets of the chunks, the names of the files, and the
 keys of which one rank has all: random states, positions in the data. So a rank sends its
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_placements.layout.boxes import Ints
 from dcp_placements.storage.columns import components, differences, joined, summed
-from dcp_placements.storage.torch_metadata import StoredPlace, Transforms
+from dcp_placements.storage.torch_metadata import StoredLocation, Transforms
 
 T = TypeVar("T")
 
@@ -76,9 +76,9 @@ class Template(NamedTuple):
     rows: TemplateRows
 
     @staticmethod
-    def of(places: Iterable[StoredPlace], paths: Iterable[str]) -> tuple[Template, Ints]:
-        """Return the template of places in files of these names, and the offsets of its slots."""
-        columns = list(zip(*places, strict=True)) or [()] * len(StoredPlace._fields)
+    def of(locations: Iterable[StoredLocation], paths: Iterable[str]) -> tuple[Template, Ints]:
+        """Return the template of locations in these files, and the offsets of its slots."""
+        columns = list(zip(*locations, strict=True)) or [()] * len(StoredLocation._fields)
         fqns, offsets, files, starts, lengths, steps = columns
         keys, key = _numbered(fqns)
         different, slot = _numbered(offsets)
@@ -136,7 +136,7 @@ class WriteResults(Sequence[WriteResult]):
         template: What ranks have in common; packed where it was sent.
         offsets: Of all slots, one after another.
         paths: The files, relative to the checkpoint.
-        apart: Keys of which all is in one place.
+        apart: Keys of which all is in one location.
     """
 
     def __init__(
@@ -144,21 +144,23 @@ class WriteResults(Sequence[WriteResult]):
         template: Template | bytes,
         offsets: Ints,
         paths: Sequence[str],
-        apart: Sequence[StoredPlace],
+        apart: Sequence[StoredLocation],
     ) -> None:
         self.template, self.offsets, self.paths, self.apart = template, offsets, paths, apart
 
     @staticmethod
-    def of(places: Iterable[StoredPlace], whole: Collection[str] = ()) -> WriteResults:
+    def of(locations: Iterable[StoredLocation], whole: Collection[str] = ()) -> WriteResults:
         """Return what a rank sends.
 
         Args:
-            places: In the order in which they were written; the later one of a chunk counts.
-            whole: Keys of which all is in one place.
+            locations: In the order in which they were written; the later one of a chunk counts.
+            whole: Keys of which all is in one location.
         """
-        latest = list({(place.fqn, place.offset): place for place in places}.values())
-        apart = [place for place in latest if place.fqn in whole]
-        paths = tuple(dict.fromkeys([place.path for place in latest]))
+        latest = list(
+            {(location.fqn, location.offset): location for location in locations}.values()
+        )
+        apart = [location for location in latest if location.fqn in whole]
+        paths = tuple(dict.fromkeys([location.path for location in latest]))
         template, offsets = Template.of(
             [location for location in latest if location.fqn not in whole], paths
         )
@@ -173,52 +175,55 @@ class WriteResults(Sequence[WriteResult]):
         Args:
             records: Of each file its name, and the items and the length of records of one length.
         """
-        places, whole = [], set()
+        locations, whole = [], set()
         for path, batches in records:
             start = 0
             for items, length in batches:
                 for item in items:
                     if is_whole(item):
                         whole.add(item.index.fqn)
-                    place = item.index.fqn, item.index.offset, path, start, length
-                    places.append(StoredPlace(*place))
+                    location = item.index.fqn, item.index.offset, path, start, length
+                    locations.append(StoredLocation(*location))
                     start += length
-        return WriteResults.of(places, whole)
+        return WriteResults.of(locations, whole)
 
     @cached_property
-    def places(self) -> list[StoredPlace]:
+    def locations(self) -> list[StoredLocation]:
         """Those of the template, then those apart."""
         template, numbers = Template.unpacked(self.template), iter(self.offsets.tolist())
         slots = [None if n < 0 else tuple(islice(numbers, n)) for n in template.dims]
         locations = []
         for key, slot, file, steps, start, length in np.stack(template.rows, axis=1).tolist():
             names = template.fqns[key], slots[slot], self.paths[file]
-            locations.append(StoredPlace(*names, start, length, template.transforms[steps]))
+            locations.append(StoredLocation(*names, start, length, template.transforms[steps]))
         return [*locations, *self.apart]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        own = self.offsets.tolist(), self.paths, [tuple(place) for place in self.apart]
+        own = self.offsets.tolist(), self.paths, [tuple(location) for location in self.apart]
         packed = self.template if isinstance(self.template, bytes) else self.template.packed()
         return _arrived, (packed, zlib.compress(pickle.dumps(own), 1))
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.locations)
 
     def __getitem__(self, index: Any) -> Any:
-        places = self.places[index]
-        return list(map(_result, places)) if isinstance(index, slice) else _result(places)
+        locations = self.locations[index]
+        return list(map(_result, locations)) if isinstance(index, slice) else _result(locations)
 
 
 def _arrived(template: bytes, packed: bytes) -> WriteResults:
     offsets, paths, apart = pickle.loads(zlib.decompress(packed))
     return WriteResults(
-        template, np.array(offsets, np.int64), paths, [StoredPlace(*columns) for columns in apart]
+        template,
+        np.array(offsets, np.int64),
+        paths,
+        [StoredLocation(*columns) for columns in apart],
     )
 
 
-def _result(place: StoredPlace) -> WriteResult:
-    offset = None if place.offset is None else torch.Size(place.offset)
-    return WriteResult(MetadataIndex(place.fqn, offset), place.length, place.info())
+def _result(location: StoredLocation) -> WriteResult:
+    offset = None if location.offset is None else torch.Size(location.offset)
+    return WriteResult(MetadataIndex(location.fqn, offset), location.length, location.info())
 
 
 def is_whole(item: WriteItem) -> bool:

@@ -51,7 +51,7 @@ def no_checkpoint(path: str | os.PathLike[str], names_at_url: Iterable[str] = ()
     return NoCheckpoint("\n    ".join([*lines, _way_out(folder)]))
 
 
-def unreadable(path: str | os.PathLike[str], error: Exception) -> PlacementError:
+def unreadable_metadata(path: str | os.PathLike[str], error: Exception) -> PlacementError:
     """Return the error of a load from metadata that cannot be read.
 
     Args:

@@ -29,7 +29,7 @@ from dcp_placements.storage import metadata_file
 from dcp_placements.storage.index import build_index
 from dcp_placements.storage.metadata_file import write_metadata
 from dcp_placements.storage.stock_pickle import stock_pickle
-from dcp_placements.storage.torch_metadata import ChunkList, StoredPlace, build_entries
+from dcp_placements.storage.torch_metadata import ChunkList, StoredLocation, build_entries
 from dcp_placements.storage.written import WriteResults
 from dcp_placements.testing import World
 from tests.offline_scenes import Run
@@ -185,7 +185,7 @@ def save_index(path: Path, *, ranks: int, keys: int) -> None:
     chunks: Any = ChunkList(np.stack([offsets, np.tile([1, 4], (ranks, 1))], 1))
     entry = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size((ranks, 4)), chunks)
     places = [
-        StoredPlace(fqn, (0, 0), "__0_0.distcp", 1216 * number, 1216)
+        StoredLocation(fqn, (0, 0), "__0_0.distcp", 1216 * number, 1216)
         for number, fqn in enumerate(fqns)
     ]
     template = WriteResults.of(places).template

@@ -25,7 +25,7 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.offline import verify
-from dcp_placements.storage.file_reads import part_of
+from dcp_placements.storage.file_reads import range_in_memory
 from dcp_placements.storage.torch_load import zip_problem
 from dcp_placements.testing import FakeDTensor, World
 from tests.storage_scenes import (
@@ -255,10 +255,10 @@ def test_a_damaged_directory_is_a_problem_of_the_record_and_no_error_of_the_disk
     held = io.BytesIO()
     torch.save(torch.arange(6.0).reshape(2, 3).t(), held)
     sound = held.getvalue()
-    assert zip_problem(part_of(sound).stream()) == (None, True)
+    assert zip_problem(range_in_memory(sound).stream()) == (None, True)
     for at in range(len(sound) - 98, len(sound)):
         for bit in range(8):
             data = sound[:at] + bytes([sound[at] ^ 1 << bit]) + sound[at + 1 :]
-            problem, has_crc = zip_problem(part_of(data).stream())
+            problem, has_crc = zip_problem(range_in_memory(data).stream())
             assert has_crc
             assert problem is None or problem

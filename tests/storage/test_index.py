@@ -342,7 +342,7 @@ def test_of_every_flipped_byte_comes_the_same_or_an_error(tmp_path: Path) -> Non
 def test_places_of_chunks_before_the_first_are_damage(tmp_path: Path) -> None:
     save(tmp_path)
     rows = read(tmp_path).storage_data
-    rows.places.chunk[:3] -= 2
+    rows.locations.chunk[:3] -= 2
     with pytest.raises(IndexDamage, match="a number out of"):
         rows.check()
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from dcp_placements.storage.file_reads import CountedFile
-from dcp_placements.storage.record_reads import ChunkReader, Wanted
+from dcp_placements.storage.record_reads import ChunkReader, RecordRead
 from dcp_placements.storage.tensor_record import TensorRecord
 
 
@@ -73,7 +73,7 @@ def test_slices_are_those_of_the_strided_tensor(
         )
         record = TensorRecord(torch.int16, shape, strides)
         planner: object = OneTarget(target)
-        wanted = Wanted(item, "file", 2 * first, 2 * (256 - first), record=record)
+        wanted = RecordRead(item, "file", 2 * first, 2 * (256 - first), record=record)
         with open(tmp_path / "file", "rb") as stream:
             ChunkReader(planner, {}).read(CountedFile(stream), [wanted])
         assert target.equal(expected), (shape, strides, offsets, lengths)
