@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
 
 from dcp_placements.short_text import (
     format_count,
@@ -89,6 +90,11 @@ class SaveReport:
     def replica_nbytes(self) -> int:
         """Bytes that the ranks hold beyond the first copy, and that are not written."""
         return sum(key.held_nbytes - key.unique_nbytes for key in self.keys.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all attributes, and the sums of bytes, as plain values for ``json.dumps``."""
+        sums = ("unique_nbytes", "whole_nbytes", "replica_nbytes")
+        return {**_plain(self), **{name: getattr(self, name) for name in sums}}
 
     def __str__(self) -> str:
         if not self.planned:
@@ -184,6 +190,11 @@ class LoadReport:
     warnings: tuple[str, ...] = ()
     planned: bool = True
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return all attributes as plain values for ``json.dumps``."""
+        described: dict[str, Any] = _plain(self)
+        return described
+
     def __str__(self) -> str:
         if not self.planned:
             return "load: not planned yet"
@@ -211,6 +222,15 @@ class LoadReport:
             f"for {format_nbytes(self.wanted_nbytes)} wanted"
         )
         return _format(opening, rows, self)
+
+
+def _plain(value: Any) -> Any:
+    """Return dataclasses, mappings and tuples as dicts and lists."""
+    if is_dataclass(value):
+        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(held) for key, held in value.items()}
+    return list(map(_plain, value)) if isinstance(value, tuple) else value
 
 
 def _named(label: str, names: Sequence[str], what: str = "") -> list[tuple[str, str]]:

@@ -7,7 +7,8 @@ The program runs as ``__main__`` inside ``installed``, with its own arguments an
 
 Without ``--placements`` it is an alarm: saves and loads are those of torch's planners, but for what
 would be lost, which is refused. With it, ``placements(meshes)`` returns the declaration. It is
-called at each save and load, so that meshes that the program makes later are there.
+called at each save and load, so that meshes that the program makes later are there. A load of a
+checkpoint in which experts were lost is told of; ``--report FILE`` gets a line per save and load.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from dcp_placements.installation import Serving
 from dcp_placements.placements import Placements
 from dcp_placements.program_meshes import ProgramMeshes
 from dcp_placements.short_text import format_error
+from dcp_placements.watching import Watch
 
 Declare = Callable[[ProgramMeshes], Any]
 """A function of the user's, which returns the ``Placements`` of this rank."""
 
 _USAGE = """\
 python -m dcp_placements.run [--placements FILE.py:FUNCTION] [--save KEY=VALUE] [--load KEY=VALUE]
-                             PROGRAM.py | -m MODULE  [ARGUMENTS]"""
+                             [--report FILE] PROGRAM.py | -m MODULE  [ARGUMENTS]"""
 _NOTHING = Placements(None)
 
 
@@ -67,7 +69,8 @@ def main(arguments: Sequence[str]) -> None:
         return placements
 
     try:
-        serving = Serving(declared, save=_options(given.save), load=_options(given.load))
+        save, load = _options(given.save), _options(given.load)
+        serving = Serving(declared, save=save, load=load, ended=Watch(given.report).ended)
     except PlacementError as error:
         raise RefusedStart(f"--{format_error(error)}") from None
     code, spec = _program(given)
@@ -94,6 +97,7 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         parser.add_argument(
             f"--{kind}", metavar="KEY=VALUE", action="append", default=[], help=help_text
         )
+    parser.add_argument("--report", metavar="FILE", help="gets a JSON line per save and load")
     parser.add_argument("-m", dest="is_module", action="store_true", help="PROGRAM is a module")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM ARGUMENTS")
     given = parser.parse_args(arguments)

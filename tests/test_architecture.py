@@ -30,9 +30,11 @@ FLOORS = (
     {"engines"},
     {"placements"},
     {"installation", "advice", "program_meshes"},
-    {"preflight", "run"},
+    {"preflight"},
     {"presets"},
     {"offline"},
+    {"watching"},
+    {"run"},
     {"convert"},
     {"cli"},
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,8 +13,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
 from dcp_placements.run import RefusedStart, main
-from tests.torchrun import ROOT, forked, tail
+from tests.torchrun import ROOT, forked, tail, torchrun
 
 TRAINER = """
 import sys
@@ -31,9 +33,12 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     ep = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "edp"))["ep"].get_local_rank()
     whole = torch.arange(24.0).reshape(8, 3)
-    weights = {"experts.w1": whole.chunk(2)[ep].clone(), "norm.weight": torch.ones(3)}
+    weights = {"layers.0.experts.w1": whole.chunk(2)[ep].clone(), "norm.weight": torch.ones(3)}
     if "right" in sys.argv:
-        weights.pop("experts.w1")
+        weights.pop("layers.0.experts.w1")
+    if "resume" in sys.argv:
+        name = "layers.0.experts.w1"
+        dcp.load({"model": {name: weights[name]}}, checkpoint_id="stock")
     dcp.save({"model": weights, "step": 3}, checkpoint_id="saved")
     assert sys.modules["__main__"].OfMain is OfMain
     sys.stdout.write(f"SAVED {sys.argv}\\n")  # in one piece: four ranks print
@@ -63,6 +68,7 @@ def without_meshes():
     return Placements(None)
 """
 WHOLE = torch.arange(24.0).reshape(8, 3)
+RUN = ROOT / "dcp_placements" / "run.py"
 
 
 @pytest.fixture
@@ -75,7 +81,7 @@ def trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Return what four ranks print that run a program so."""
-    return forked(ROOT / "dcp_placements" / "run.py", *arguments, cwd=Path.cwd())
+    return forked(RUN, *arguments, cwd=Path.cwd())
 
 
 def one(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -94,17 +100,17 @@ def one(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def stored() -> torch.Tensor:
     """Return what torch reads of the experts in one process."""
-    state = {"model": {"experts.w1": torch.zeros(8, 3)}}
+    state = {"model": {"layers.0.experts.w1": torch.zeros(8, 3)}}
     dcp.load(state, checkpoint_id="saved", no_dist=True)
-    return state["model"]["experts.w1"]
+    return state["model"]["layers.0.experts.w1"]
 
 
 @pytest.mark.dist
 def test_the_alarm_refuses_what_would_be_lost(trainer: Path) -> None:
-    done = ran("train.py", "0")
+    done = torchrun(RUN, "train.py", "0", cwd=trainer)
     assert done.returncode != 0
     assert "SAVED" not in done.stdout
-    assert "model.experts.w1: 2 different contents on 4 ranks" in done.stderr, tail(done)
+    assert "model.layers.0.experts.w1: 2 different contents on 4 ranks" in done.stderr, tail(done)
     assert not (trainer / "saved" / ".metadata").exists()
 
 
@@ -228,6 +234,27 @@ def test_a_module_is_run_as_python_runs_it(tmp_path: Path, monkeypatch: pytest.M
     assert done.stdout == "package trainers trainers.__main__ ['--x', 'y']\n", tail(done)
 
 
+@pytest.mark.dist
+def test_a_resume_of_a_checkpoint_that_lost_experts_is_told_of_and_reported(trainer: Path) -> None:
+    lost = {
+        "model": {
+            "layers.0.experts.w1": WHOLE[:4].clone(),
+            "layers.0.router.weight": torch.zeros(8, 3),
+        }
+    }
+    dcp.save(lost, checkpoint_id="stock", no_dist=True)
+    done = ran("--save", "step=7", "--report", "lines.json", "train.py", "resume", "0")
+    assert done.returncode == 0, tail(done)
+    assert "stock was written without some experts" in done.stderr, tail(done)
+    assert "4 of 8 experts stored" in done.stderr
+    load, save = map(json.loads, (trainer / "lines.json").read_text().splitlines())
+    assert (load["kind"], load["path"], load["step"]) == ("load", "stock", None)
+    assert (save["kind"], save["path"], save["step"]) == ("save", "saved", 7)
+    assert (save["ranks"], save["tensors"], save["objects"]) == (4, 2, 1)
+    assert save["unique_nbytes"] == 4 * 12 + 12
+    assert save["warnings"] == []
+
+
 MESHES = """
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -272,3 +299,21 @@ def test_meshes_are_reached_by_the_names_of_their_axes(tmp_path: Path) -> None:
     (tmp_path / "meshes.py").write_text(MESHES)
     done = forked(tmp_path / "meshes.py", cwd=tmp_path)
     assert done.returncode == 0, tail(done)
+
+
+def test_reports_are_plain_values(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(2, 3, dtype=torch.float64), "step": 3}
+    save, load = PlacementSavePlanner(), PlacementLoadPlanner()
+    dcp.save(state, checkpoint_id=tmp_path, planner=save, no_dist=True)
+    target = {"w": torch.zeros(2, 3)}
+    with pytest.warns(UserWarning, match="float64"):
+        dcp.load(target, checkpoint_id=tmp_path, planner=load, no_dist=True)
+    saved = json.loads(json.dumps(save.report.as_dict()))
+    assert saved["keys"]["w"] == {
+        **{"shape": [2, 3], "dtype": "float64", "chunks": 1},
+        **{"unique_nbytes": 48, "whole_nbytes": 48, "held_nbytes": 48},
+    }
+    assert (saved["objects"], saved["unique_nbytes"], saved["replica_nbytes"]) == (["step"], 48, 0)
+    loaded = json.loads(json.dumps(load.report.as_dict()))
+    assert loaded["casts"] == {"w": "float64 -> float32"}
+    assert loaded["traffic"] == {"opens": 0, "storage_nbytes": 0, "exchanged_nbytes": 0}

@@ -1,0 +1,110 @@
+"""What is told of the saves and loads of a program that runs inside ``installed``.
+
+The reports leave the process as lines of JSON, one per save and load, which rank 0 appends to a
+file. The first load of a checkpoint that another planner wrote is looked at as ``doctor`` looks at
+it: such a save may have lost experts, and nobody was told.
+
+A line of a save by two ranks::
+
+    {"kind": "save", "path": "ckpt/3", "step": 3, "seconds": 0.4, "ranks": 2, "tensors": 2, ...}
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from typing import Any
+
+from dcp_placements._torch import global_rank
+from dcp_placements.errors import PlacementError
+from dcp_placements.installation import EndedCall
+from dcp_placements.offline.checkpoint import Checkpoint
+from dcp_placements.offline.doctor import OVERWRITTEN, Diagnosis, diagnose
+from dcp_placements.storage.provenance import stored
+
+_COUNTED = {"keys": "tensors", "objects": "objects", "missing": "missing", "unread": "unread"}
+"""Collections of keys of a report, of which a line has the number, by its name there."""
+
+_LISTED = (
+    *("ranks", "rules", "items", "unique_nbytes", "whole_nbytes", "replica_nbytes"),
+    *("wanted_nbytes", "read_nbytes", "compared", "warnings"),
+)
+"""Attributes of a report that a line has as they are."""
+
+
+class Watch:
+    """Takes the saves and loads of a program as they end.
+
+    Args:
+        report: The file to which rank 0 appends a line for each; None for none.
+    """
+
+    def __init__(self, report: str | None = None) -> None:
+        self._report = report
+        self._looked_at: set[str] = set()
+
+    def ended(self, call: EndedCall) -> None:
+        """Tell of a save or load; on rank 0 alone."""
+        if global_rank() != 0:
+            return
+        path = path_of(call)
+        if call.kind == "load" and path not in self._looked_at:
+            self._looked_at.add(path)
+            if finding := lost_experts(path, call.planner):
+                warnings.warn(finding, stacklevel=2)
+        if self._report is not None:
+            line = json.dumps({"kind": call.kind, "path": path, **line_of(call)})
+            with open(self._report, "a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
+
+def path_of(call: EndedCall) -> str:
+    """Return the path or URL that a save writes to or a load reads; empty where nothing tells."""
+    storage = call.arguments.get(f"storage_{'writer' if call.kind == 'save' else 'reader'}")
+    path: Any = getattr(storage, "checkpoint_id", None) or getattr(storage, "path", "")
+    return str(path)
+
+
+def line_of(call: EndedCall) -> dict[str, Any]:
+    """Return what a line has of a save or load: step, seconds, and numbers of its report.
+
+    A planner that is none of ours has no report; one that was sent to another process has none
+    here.
+    """
+    provenance = stored(call.planner.metadata) if call.kind == "load" else None
+    step = getattr(call.planner, "step", None) if call.kind == "save" else None
+    line: dict[str, Any] = {
+        "step": step if provenance is None else provenance.get("step"),
+        "seconds": round(call.seconds, 3),
+    }
+    report = getattr(call.planner, "report", None)
+    if report is None or not report.planned:
+        return line
+    described = report.as_dict()
+    for attribute, name in _COUNTED.items():
+        if attribute in described:
+            line[name] = len(described[attribute])
+    line |= {name: described[name] for name in _LISTED if name in described}
+    return line
+
+
+def lost_experts(path: str, planner: Any) -> str | None:
+    """Return what ``doctor`` finds lost in the checkpoint that a planner has read; None if nothing.
+
+    Args:
+        path: Of the checkpoint.
+        planner: The planner of the load.
+    """
+    if stored(planner.metadata) is not None:  # its save was proved
+        return None
+    try:
+        diagnosis = diagnose(Checkpoint(path))
+    except PlacementError:  # not a checkpoint that the command line opens
+        return None
+    lost = {
+        fqn: tensor for fqn, tensor in diagnosis.tensors.items() if tensor.verdict == OVERWRITTEN
+    }
+    if not lost:
+        return None
+    text = str(Diagnosis(diagnosis.path, lost, ()))
+    return f"{path} was written without some experts, and this program has loaded it\n    {text}"
