@@ -314,7 +314,7 @@ def decide(whole: WholeModel, facts: Sequence[RankFacts], sizes: Mapping[str, in
         held[key] = [(rank.position, rank.tensors[key]) for rank in ranks if key in rank.tensors]
         if not held[key] and model.names.get(key, (key,))[0] != key:
             continue
-        shapes = tuple([(part.shape, tuple(position.items())) for position, part in held[key]])
+        shapes = tuple([(tensor.shape, tuple(position.items())) for position, tensor in held[key]])
         kinds.setdefault(without_numbers(key), {}).setdefault((shape, shapes), []).append(key)
     options: dict[str, tuple[Fitting, list[str]]] = {}
     for name, of_name in kinds.items():
@@ -433,9 +433,9 @@ def _fitting(
         axes: Those of the mesh, of more than one rank.
     """
     parts = held[0]
-    own = {name for _, part in parts for name, _ in part.own}
+    own = {name for _, tensor in parts for name, _ in tensor.own}
     free = {name: size for name, size in axes.items() if name not in own}
-    if any(len(part.shape) != len(shape) for _, part in parts):
+    if any(len(tensor.shape) != len(shape) for _, tensor in parts):
         return [], f"the ranks hold {parts[0][1].shape}, the whole model has {shape}"
     differ, equal = along(held, free)
     fitting: list[Fitting] = []
@@ -447,7 +447,7 @@ def _fitting(
         if option is not None:
             fitting.append(option)
     if not fitting:
-        shapes = ", ".join(sorted({str(part.shape) for _, part in parts}))
+        shapes = ", ".join(sorted({str(tensor.shape) for _, tensor in parts}))
         text = " x ".join(f"{name} {size}" for name, size in free.items()) or "no axis"
         return [], f"no Shard over {text} makes {shape} of the parts {shapes}"
     sharding: list[set[str]] = [{name for name, _ in option.placements} for option in fitting]
@@ -486,25 +486,25 @@ def _option(
         [cut_of(placement, len(shape), name, sizes[name]) for name, placement in placements]
     )
     first = parts[0][1].shape
-    made = list(first)
+    joined = list(first)
     for cut in cuts:
-        made[cut.dim] *= cut.size
+        joined[cut.dim] *= cut.size
 
     def fits(sharding: Sharding) -> bool:
         return all(
-            sharding.shard([position[name] for name, _ in placements])[0] == part.shape
-            for position, part in parts
+            sharding.shard([position[name] for name, _ in placements])[0] == tensor.shape
+            for position, tensor in parts
         )
 
     if fits(Sharding(shape, cuts)):
-        return Fitting(placements, None if tuple(made) == shape else shape)
-    is_padded = all(size >= two for size, two in zip(made, shape, strict=True))
+        return Fitting(placements, None if tuple(joined) == shape else shape)
+    is_padded = all(size >= two for size, two in zip(joined, shape, strict=True))
     cut_dims = {cut.dim for cut in cuts}
-    only_cut = all(made[d] == shape[d] or d in cut_dims for d in range(len(shape)))
+    only_cut = all(joined[d] == shape[d] or d in cut_dims for d in range(len(shape)))
     # Each rank has rows that are no padding.
-    is_held = all(shape[dim] > made[dim] - first[dim] for dim in cut_dims)
-    if is_padded and only_cut and is_held and fits(Sharding(shape, cuts, tuple(made))):
-        return Fitting(placements, shape, tuple(made))
+    is_held = all(shape[dim] > joined[dim] - first[dim] for dim in cut_dims)
+    if is_padded and only_cut and is_held and fits(Sharding(shape, cuts, tuple(joined))):
+        return Fitting(placements, shape, tuple(joined))
     return None
 
 
@@ -520,13 +520,13 @@ def along(
         contents: dict[Any, set[bytes]] = {}
         count = 0
         for number, parts in enumerate(held):
-            for position, part in parts:
-                if part.digest is not None:
+            for position, tensor in parts:
+                if tensor.digest is not None:
                     rest = tuple(
                         [(name, where) for name, where in position.items() if name != axis]
                     )
-                    peers = number, rest, part.own, part.shape
-                    contents.setdefault(peers, set()).add(part.digest)
+                    peers = number, rest, tensor.own, tensor.shape
+                    contents.setdefault(peers, set()).add(tensor.digest)
                     count += 1
         if any(len(digests) > 1 for digests in contents.values()):
             differ.add(axis)

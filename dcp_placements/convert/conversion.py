@@ -1,7 +1,7 @@
 """The one conversion, by its names: ``export_safetensors``, ``import_checkpoint``, ``reshard``.
 
-A source has tensors; a rename assembles those to write of them; a layout says which file has which
-boxes; a writer knows a format; an output appears when all is there. Every fault that can be found
+A source has tensors; a rename assembles the tensors to write; a layout says which file has which
+boxes; a writer knows a format; an output appears when it is complete. Every fault that can be found
 without reading data is reported before anything is written.
 """
 
@@ -39,7 +39,7 @@ from dcp_placements.names.renames import Unstack, number_in, steps
 from dcp_placements.names.scales import scale_of
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.offline.assembly import AssembledTensor, assemble
-from dcp_placements.offline.box_reads import BoxReader, pieces
+from dcp_placements.offline.box_reads import BoxReader, sub_boxes
 from dcp_placements.offline.checkpoint import (
     RANK_FILES,
     SAFETENSORS,
@@ -71,7 +71,7 @@ SHARD_NBYTES = 5 << 30
 MEMORY_NBYTES = 1 << 30
 
 MAX_NAMES_BEFORE = 32
-"""Families of names that an export notes in its files."""
+"""Renamed names, numbers apart, that an export notes in its files."""
 
 _RANKS = "a torch file per rank (files=, --files NAME_{rank}.pt)"
 _MEGATRON = "Megatron's mp_rank_* files"
@@ -90,20 +90,21 @@ def open_source(
     expert_parallel_size: int | None = None,
     expert_tensor_parallel_size: int | None = None,
 ) -> Checkpoint:
-    """Return the checkpoint at a path, whatever its format: what its files' names are decides.
+    """Return the checkpoint at a path; the names of its files decide which format it has.
 
     Args:
-        path: Of a DCP checkpoint, of safetensors files, of Megatron's ``mp_rank_*`` directories, or
-            of a torch file per rank.
-        files: As of ``rank_files``.
-        rules: Likewise.
-        axes: Likewise.
-        vocab_size: As of ``megatron_checkpoint``.
-        expert_parallel_size: Likewise.
-        expert_tensor_parallel_size: Likewise.
+        path: Directory or URL of a DCP checkpoint, of safetensors files, of Megatron's
+            ``mp_rank_*`` directories, or of a torch file per rank.
+        files: Argument of ``rank_files``.
+        rules: Argument of ``rank_files``.
+        axes: Argument of ``rank_files``.
+        vocab_size: Argument of ``megatron_checkpoint``.
+        expert_parallel_size: Argument of ``megatron_checkpoint``.
+        expert_tensor_parallel_size: Argument of ``megatron_checkpoint``.
 
     Raises:
-        CannotLook: There is nothing of the kind, or of several kinds; or an option of another.
+        CannotLook: There are no such files, or files of several formats; or an option belongs to
+            another format.
     """
     options: dict[str, dict[str, Any]] = {
         _RANKS: {"files": files, "rules": rules, "axes": axes},
@@ -145,7 +146,7 @@ def open_source(
 
 
 def _opened(source: AnySource) -> Checkpoint:
-    """Return a source, with the versions of its files from before data of it is read."""
+    """Return a source, with the versions that its files had before any data was read."""
     opened = source if isinstance(source, Checkpoint) else open_source(source)
     opened.versions = opened.versions or opened.directory.versions(opened.files)
     return opened
@@ -173,11 +174,11 @@ def export_safetensors(
     """Write a checkpoint's tensors as a directory of safetensors files, as on the Hugging Face hub.
 
     Args:
-        checkpoint: The checkpoint, or ranks' files; data is read piece by piece.
+        checkpoint: The checkpoint, or ranks' files; data is read box by box.
         out: The directory or URL, which must not exist.
         max_shard_size: Bytes of tensors in a file; a larger tensor has a file to itself.
-        dtype: The dtype that floating-point tensors of 16 bits or more get, itself such a one; None
-            changes none.
+        dtype: The dtype that floating-point tensors of 16 bits or more are cast to, of 16 bits or
+            more itself; None casts none.
         rename: From the model's name of a tensor to the file's: to a name, or to a ``Rows`` or
             ``Parts`` (of an ``Unstack`` or a ``Split``), or a ``Row``. ``presets.hub`` has some.
         prefix: The prefix of the model's names in the checkpoint; keys without it are left out. By
@@ -195,8 +196,8 @@ def export_safetensors(
         CannotLook: There is no checkpoint, or it cannot be read; ``out`` exists, or another process
             is writing it.
         PlacementError: The checkpoint is not whole; a name is missing or given twice; safetensors
-            has no such dtype, or elements are not cast to ``dtype``; tied tensors differ. All of
-            it before anything is written. A record is not what was written.
+            has no such dtype, or elements are not cast to ``dtype``; tied tensors differ. All
+            these are found before anything is written. A record is not what was written.
     """
     if dtype is not None and dtype not in _CAST:
         raise PlacementError(
@@ -207,14 +208,13 @@ def export_safetensors(
     output = output_at(out, source=_path_of(checkpoint))
     source, tied = _opened(checkpoint), dict(tied or {})
     tensors, head, left_out = _model_of(source, prefix, optimizer, exclude)
-    made, unchanged = _renamed(tensors, rename, "the checkpoint cannot be exported")
+    renamed, unchanged = _renamed(tensors, rename, "the checkpoint cannot be exported")
     if dtype is not None:
-        made |= {
-            f: replace(tensor, dtype=dtype) for f, tensor in made.items() if tensor.dtype in _CAST
-        }
-    raise_faults("the checkpoint cannot be exported", _scale_faults(source, made, dtype))
-    _check_tied(source, made, tied, memory)
-    written = {fqn: tensor for fqn, tensor in made.items() if fqn not in tied}
+        cast = {f: tensor for f, tensor in renamed.items() if tensor.dtype in _CAST}
+        renamed |= {fqn: replace(tensor, dtype=dtype) for fqn, tensor in cast.items()}
+    raise_faults("the checkpoint cannot be exported", _scale_faults(source, renamed, dtype))
+    _check_tied(source, renamed, tied, memory)
+    written = {fqn: tensor for fqn, tensor in renamed.items() if fqn not in tied}
     writer = SafetensorsOut(source, written, max_shard_size, _names_before(tensors, written))
     converted = write_output(output, source, writer, memory, dry_run, progress)
     return replace(converted, prefix=head, left_out=left_out, unchanged=unchanged, tied=tuple(tied))
@@ -237,8 +237,8 @@ def import_checkpoint(
     Args:
         source: A directory or URL of ``*.safetensors``, with or without an index; or ranks' files.
         out: The checkpoint's directory or URL, which must not exist.
-        rename: From the files' names to the checkpoint's, such as a ``Stack``. That of an export
-            leads the other way, and is refused.
+        rename: Map from the files' names to the checkpoint's, such as a ``Stack``. The rename of
+            an export leads the other way, and is refused.
         memory: Bytes that data may take.
         dry_run: Whether to plan only.
         progress: Called with ``(done, total)`` bytes as files are written.
@@ -247,8 +247,8 @@ def import_checkpoint(
         CannotLook: There are no such files, or they cannot be read; ``out`` exists, or another
             process is writing it. The files were overwritten meanwhile; nothing is written then.
         PlacementError: The files are not whole; a name is missing or given twice; ``rename``
-            changes no name, or unstacks names that have a number already. All of it before
-            anything is written.
+            changes no name, or unstacks names that have a number already. All these are found
+            before anything is written.
     """
     output = output_at(out, source=_path_of(source))
     opened = _opened(source)
@@ -261,17 +261,17 @@ def import_checkpoint(
     opening = "the files cannot be imported"
     way_out = "way out:     no rename, if the names are those that are wanted"
     numbered = [
-        Fault(name, f"has a number already where {step!r} puts one", (way_out,))
-        for step in [step.rename for step in steps(rename) if isinstance(step.rename, Unstack)]
+        Fault(name, f"has a number already where {unstack!r} puts one", (way_out,))
+        for unstack in [step.rename for step in steps(rename) if isinstance(step.rename, Unstack)]
         for name in opened.tensors
-        if number_in(step.pattern, name) and step(name) != name
+        if number_in(unstack.pattern, name) and unstack(name) != name
     ]
     raise_faults(opening, numbered)
     if rename is not None and opened.format == SAFETENSORS:
         raise_faults(opening, _applied_already(opened, rename))
-    made, _ = _renamed(opened.tensors, rename, opening)
-    raise_faults(opening, _scale_faults(opened, made))
-    writer = DcpOut(opened, made, whole_files(made))
+    renamed, _ = _renamed(opened.tensors, rename, opening)
+    raise_faults(opening, _scale_faults(opened, renamed))
+    writer = DcpOut(opened, renamed, whole_files(renamed))
     return write_output(output, opened, writer, memory, dry_run, progress)
 
 
@@ -292,7 +292,7 @@ def reshard(
     interrupted attempt is continued, if it has the same arguments and source.
 
     Args:
-        checkpoint: The source; its data is read piece by piece.
+        checkpoint: The source; its data is read box by box.
         out: A directory or URL where nothing is yet.
         rules: As for ``rehearse``: what each rank of the world declares.
         axes: The mesh: sizes by axis name, the last axis fastest in rank order.
@@ -306,7 +306,7 @@ def reshard(
             The checkpoint was overwritten while it was read; nothing is written then.
         PlacementError: The checkpoint is not whole; a load in that world would be refused; its
             ranks do not hold all of a tensor; a pattern of the rules, or a step of the rename,
-            matches no key. All of it before anything is written.
+            matches no key. All these are found before anything is written.
     """
     output = output_at(out, source=_path_of(checkpoint))
     source = _opened(checkpoint)
@@ -393,15 +393,15 @@ def _model_of(
 def _renamed(
     tensors: Mapping[str, StoredTensor], rename: Rename | None, opening: str
 ) -> tuple[dict[str, AssembledTensor], tuple[str, ...]]:
-    """Return the tensors that a rename makes, and the names that it leaves.
+    """Return the tensors that a rename makes, and the names that it does not change.
 
     Raises:
         PlacementError: It cannot make them, or changes no name.
     """
-    made, faults = assemble(tensors, rename)
+    renamed, faults = assemble(tensors, rename)
     unchanged = tuple(
         fqn
-        for fqn, tensor in made.items()
+        for fqn, tensor in renamed.items()
         if rename is not None
         and fqn in tensors
         and all(block.source.fqn == tensors[fqn].fqn for block in tensor.blocks)
@@ -415,24 +415,24 @@ def _renamed(
         )
         faults.append(Fault("rename=", f"matches none of the {len(tensors)} tensors", details))
     raise_faults(opening, faults)
-    return made, unchanged
+    return renamed, unchanged
 
 
 def _names_before(
-    tensors: Mapping[str, StoredTensor], made: Mapping[str, AssembledTensor]
+    tensors: Mapping[str, StoredTensor], renamed: Mapping[str, AssembledTensor]
 ) -> dict[str, str]:
-    """Return the names of some tensors before a rename by those after it: one of each family.
+    """Map names after a rename to names before it: one of all names that differ in numbers alone.
 
     >>> _names_before({"model.w": one}, {"net.w": of_one})  # doctest: +SKIP
     {'net.w': 'model.w'}
     """
     names = {tensor.fqn: name for name, tensor in tensors.items()}
-    families: dict[str, tuple[str, str]] = {}
-    for fqn, tensor in made.items():
+    by_form: dict[str, tuple[str, str]] = {}
+    for fqn, tensor in renamed.items():
         before = names[tensor.blocks[0].source.fqn] if len(tensor.blocks) == 1 else fqn
         if before != fqn and tensor.blocks[0].source.shape == tensor.shape:
-            families.setdefault(without_numbers(fqn), (fqn, before))
-    return dict(list(families.values())[:MAX_NAMES_BEFORE])
+            by_form.setdefault(without_numbers(fqn), (fqn, before))
+    return dict(list(by_form.values())[:MAX_NAMES_BEFORE])
 
 
 def _applied_already(source: Checkpoint, rename: Rename) -> list[Fault]:
@@ -458,20 +458,20 @@ def _applied_already(source: Checkpoint, rename: Rename) -> list[Fault]:
 
 
 def _scale_faults(
-    source: Checkpoint, made: Mapping[str, AssembledTensor], dtype: torch.dtype | None = None
+    source: Checkpoint, written: Mapping[str, AssembledTensor], dtype: torch.dtype | None = None
 ) -> list[Fault]:
     """Return the faults of quantized tensors that would be written without their scales.
 
     Args:
-        source: Of the tensors.
-        made: Those to write.
-        dtype: What floating-point numbers are cast to, which quantized ones are not.
+        source: Checkpoint of the tensors.
+        written: Tensors to write, by key.
+        dtype: Dtype that floating-point numbers are cast to; quantized numbers are not.
     """
     faults = []
-    for fqn, tensor in made.items():
+    for fqn, tensor in written.items():
         scales = [scale_of(b.source.fqn, b.source.dtype, source.tensors) for b in tensor.blocks]
         scale = next(filter(None, scales), None)
-        if scale is None or (dtype is None and scale_of(fqn, tensor.dtype, made)):
+        if scale is None or (dtype is None and scale_of(fqn, tensor.dtype, written)):
             continue
         headline = f"is quantized ({tensor.dtype_name}), and would be written without its scales"
         way_out = "way out:     a rename= that has both names alike; or neither of them"
@@ -492,7 +492,7 @@ _CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def _check_tied(
     source: Checkpoint, tensors: Mapping[str, AssembledTensor], tied: Mapping[str, str], memory: int
 ) -> None:
-    """Refuse tied tensors that are not there, or differ."""
+    """Refuse tied tensors that are missing, or differ."""
     faults = []
     with BoxReader(source, check_crc=True) as reader:
         for name, whose in tied.items():
@@ -502,7 +502,7 @@ def _check_tied(
                 faults.append(Fault(name, f"cannot be tied to {whose}: {why}"))
                 continue
             tensor, other = tensors[name], tensors[whose]
-            boxes = pieces(tensor.whole, max(memory // 8 // tensor.dtype.itemsize, 1))
+            boxes = sub_boxes(tensor.whole, max(memory // 8 // tensor.dtype.itemsize, 1))
             if (tensor.shape, tensor.dtype) != (other.shape, other.dtype) or not all(
                 same_bits(tensor.read(reader, box), other.read(reader, box)) for box in boxes
             ):

@@ -1,9 +1,9 @@
-"""The model that Megatron-LM's files make, as a checkpoint: each file's placements, by names alone.
+"""Megatron-LM's files as a checkpoint: each file's placements, from names alone.
 
-A ``mp_rank_*`` file is one rank's state dict, as any other rank's file. What Megatron does not
-write beside it follows from the files of all ranks: layers are numbered from 0 in each model chunk
-and experts from 0 on each expert-parallel rank, which is a rename; a weight's name says how tensor
-parallelism cuts it, which is a rule; the vocabulary is padded; and rows against columns tell
+A ``mp_rank_*`` file is one rank's state dict, as any other rank's file. Facts that Megatron does
+not write beside it follow from the files of all ranks: layers are numbered from 0 in each model
+chunk and experts from 0 on each expert-parallel rank, which is a rename; a weight's name says how
+tensor parallelism cuts it, which is a rule; the vocabulary is padded; and rows against columns tell
 whether ``linear_fc1`` joins gate and up. The run's arguments inside the files must say the same.
 
 Facts of the rules: Megatron-LM ``megatron/core/``. ``linear_qkv`` is ordered by query group, and
@@ -89,13 +89,14 @@ def megatron_checkpoint(
         path: The directory of one iteration, or of all with the tracker file.
         vocab_size: Rows of the vocabulary without padding; by default from the run's arguments,
             and all rows if they do not say.
-        expert_parallel_size: As in ``megatron_layout``; needed if the directory is ambiguous.
-        expert_tensor_parallel_size: Of the experts, if the files hold no arguments.
+        expert_parallel_size: Argument of ``megatron_layout``; needed if the directory is ambiguous.
+        expert_tensor_parallel_size: Tensor-parallel size of the experts, if the files hold no
+            arguments.
 
     Raises:
         CannotLook: There are no such files, or one cannot be read or is refused.
         PlacementError: Files are missing or contradict each other, a weight has no rule, or parts
-            do not make whole tensors; all of them at once.
+            do not make whole tensors; all faults at once.
     """
     folder = find_iteration(path)
     files = [f"{name}/{WEIGHTS}" for name in rank_directories(folder)]
@@ -129,7 +130,7 @@ def megatron_checkpoint(
 
 
 def _add(tensors: RankTensors, model: _Model, file: RankFile) -> None:
-    """Place the weights of one file, and leave out what else it holds."""
+    """Place the weights of one file, and leave out its other contents."""
     coordinate = model.layout.coordinates[file.directory]
     rules, name = model.rules(coordinate), f"{file.directory}/{WEIGHTS}"
     for top, value in file.contents.items():
@@ -163,19 +164,19 @@ class _Model:
     """What the files of all ranks say of the model, compared with the run's arguments.
 
     Args:
-        layout: Which file is whose.
-        vocab_size: As of ``megatron_checkpoint``.
+        layout: Which rank wrote which file.
+        vocab_size: Argument of ``megatron_checkpoint``.
 
     Attributes:
         first_layer: The number of the first layer of ``(block, stage, chunk)``.
         layers: Number of layers by block (``decoder``, ``encoder``).
-        experts: Of an MoE layer; 0 for none.
+        experts: Number of experts of an MoE layer; 0 for none.
         is_gated: Whether ``linear_fc1`` joins gate and up.
         vocabulary: Rows without and with padding, and hidden size; None if no row is dropped.
         notes: What to check by hand.
 
     Raises:
-        PlacementError: Files or arguments that contradict each other, all at once.
+        PlacementError: Files or arguments contradict each other; all faults at once.
     """
 
     def __init__(self, layout: MegatronLayout, vocab_size: int | None) -> None:
@@ -231,7 +232,7 @@ class _Model:
         return Renames(*steps)
 
     def rules(self, coordinate: Coordinate) -> PlacementRules:
-        """Return the rules for the tensors of one file; those of replicated ones are None."""
+        """Return the rules for the tensors of one file; a replicated tensor's is None."""
         tp = MeshCoordinate(("tp",), (self.sizes.tp,), (coordinate.tp,))
         etp = MeshCoordinate(("etp",), (self.sizes.etp or self.sizes.tp,), (coordinate.etp,))
         fc1 = [FusedShard(0, 2) if self.is_gated else Shard(0)]

@@ -2,7 +2,7 @@
 
 A legacy file is in ``mp_rank_TT``, followed by the pipeline coordinate if there are several stages
 and by the expert coordinate if experts are spread over ranks. So the second of two numbers in a
-name is one or the other, and the name does not say which. These decide, in this order: the run's
+name may be either, and the name does not say which. These decide, in this order: the run's
 arguments inside the files; a set of files that is not a grid; which weights are in which file; the
 expert-parallel size that the caller gives.
 
@@ -116,9 +116,7 @@ class RankFile:
     def chunks(self) -> dict[int, dict[str, Any]]:
         """The weights of its model chunks by number: ``model``, or ``model0`` and up."""
         numbers = {name: chunk_number(name, value) for name, value in self.contents.items()}
-        return {
-            number: self.contents[name] for name, number in numbers.items() if number is not None
-        }
+        return {n: self.contents[name] for name, n in numbers.items() if n is not None}
 
     @cached_property
     def keys(self) -> frozenset[str]:
@@ -192,10 +190,10 @@ def megatron_layout(
 
     Args:
         path: The directory of one iteration, or the one that contains them all.
-        expert_parallel_size: Of the run that is to load it.
-        tensor_parallel_size: Likewise.
-        pipeline_parallel_size: Likewise.
-        expert_tensor_parallel_size: Of the run that wrote it, if the files do not say it.
+        expert_parallel_size: Size in the run that is to load it.
+        tensor_parallel_size: Size in the run that is to load it.
+        pipeline_parallel_size: Size in the run that is to load it.
+        expert_tensor_parallel_size: Size in the run that wrote it, if the files do not say it.
         progress: Called with the number of files read, and of all.
 
     Raises:
@@ -231,7 +229,7 @@ def megatron_layout(
         expected = _writers(sizes)
         present = {rank.directory for rank in ranks}
         mismatches += _set_mismatches(present, sizes)
-        coordinates = {name: coordinate for name, coordinate in expected.items() if name in present}
+        coordinates = {name: expected[name] for name in expected if name in present}
         mismatches += _rank_mismatches(ranks, sizes, coordinates)
     mismatches += _given_mismatches(given, sizes, axes)
     if etp not in (None, sizes.etp):
@@ -477,7 +475,7 @@ def _asked_form(given: Mapping[str, int], axes: Axes) -> str:
 
 
 def _by(values: Iterable[tuple[T, str]]) -> dict[T, list[str]]:
-    """Return the names by what they have."""
+    """Map each value to the names that have it."""
     by: dict[T, list[str]] = {}
     for value, name in values:
         by.setdefault(value, []).append(name)
@@ -487,8 +485,8 @@ def _by(values: Iterable[tuple[T, str]]) -> dict[T, list[str]]:
 def differences(values: Iterable[tuple[Any, str]]) -> str:
     """Return what files differ in: ``10 in mp_rank_00; 20 in mp_rank_01``; empty if in nothing."""
     by = _by(values)
-    parts = [f"{value} in {format_names(names)}" for value, names in by.items()]
-    return "; ".join(parts) if len(parts) > 1 else ""
+    texts = [f"{value} in {format_names(names)}" for value, names in by.items()]
+    return "; ".join(texts) if len(texts) > 1 else ""
 
 
 def _file_mismatches(ranks: Sequence[RankFile]) -> Iterator[str]:

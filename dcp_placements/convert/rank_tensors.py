@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +81,11 @@ class RankTensors:
     """Tensors of ranks' files, put together. Every byte is placed, or left out for a reason.
 
     Args:
-        directory: Of the files.
-        files: The names of those with tensors.
+        directory: Directory of the files.
+        files: Names of the files with tensors.
 
     Attributes:
-        faults: Of what was added.
+        faults: Faults of the tensors that were added.
         notes: Lines for the report.
     """
 
@@ -93,7 +94,7 @@ class RankTensors:
         self.notes: list[str] = []
         self._directory = directory
         self._versions = directory.versions(files)
-        # By call of ``add``.
+        # One entry per call of ``add``.
         self._files: list[str] = []
         self._holdings: list[Holding] = []
         # Boxes that a file has twice: the key, the file and both.
@@ -103,14 +104,14 @@ class RankTensors:
 
     def leave_out(self, what: str, why: str, nbytes: int) -> None:
         """Note something that is no tensor of the model."""
-        part = self._left_out.setdefault((what, why), LeftOut(what, why))
-        part.entries += 1
-        part.nbytes += nbytes
+        entry = self._left_out.setdefault((what, why), LeftOut(what, why))
+        entry.entries += 1
+        entry.nbytes += nbytes
 
     def refuse(self, file: str, faults: Iterable[Fault]) -> None:
         """Add faults of what is in a file."""
-        place = (f"file:        {file}",)
-        self.faults += [replace(fault, place=(*place, *fault.place)) for fault in faults]
+        where = (f"file:        {file}",)
+        self.faults += [replace(fault, place=(*where, *fault.place)) for fault in faults]
 
     def add(
         self,
@@ -122,10 +123,10 @@ class RankTensors:
         """Place the tensors of one rank, as a save of that rank does.
 
         Args:
-            file: The name of its file.
+            file: Name of the rank's file.
             state_dict: Tensors and ``RankShard``s, by the rank's own keys.
-            rules: Its own.
-            rename: Its own.
+            rules: Rules of the rank.
+            rename: Rename of the rank.
         """
         renamed = rename_keys(dict(state_dict), {}, rename)
         if renamed.faults:
@@ -152,13 +153,13 @@ class RankTensors:
     @property
     def nbytes(self) -> int:
         """Bytes of all that was collected or left out."""
-        held = [part for holding in self._holdings for part in _parts(holding)]
+        held = [tensor for holding in self._holdings for tensor in _held_tensors(holding)]
         held += [view for *_, view in self._repeats]
-        left_out = sum([part.nbytes for part in self._left_out.values()])
-        return sum([part.nbytes for part in held]) + self._padding + left_out
+        left_out = sum([tensor.nbytes for tensor in self._left_out.values()])
+        return sum([tensor.nbytes for tensor in held]) + self._padding + left_out
 
     def checkpoint(self) -> Checkpoint:
-        """Return them as a checkpoint, when they are whole and were compared.
+        """Return the tensors as a checkpoint, after checks that they are whole and copies equal.
 
         Raises:
             PlacementError: The files do not make whole tensors, or contradict each other.
@@ -191,52 +192,52 @@ class RankTensors:
         raise_faults(f"{path}: files contradict each other", differing)
         metadata, records = self._described(world, held)
         stored = sum([record.nbytes for record in records.values()])
-        left_out = sum([part.nbytes for part in self._left_out.values()])
+        left_out = sum([entry.nbytes for entry in self._left_out.values()])
         accounted = {
             "source": self.nbytes,
             "copies, found equal": self.nbytes - left_out - self._padding - stored,
             "padding, dropped": self._padding,
         }
-        made = Checkpoint(self._directory, described=(metadata, records))
-        made.versions, made.notes = self._versions, self.notes
-        made.left_out = sorted(self._left_out.values(), key=lambda part: (part.what, part.why))
-        made.accounted = {what: nbytes for what, nbytes in accounted.items() if nbytes}
-        return made
+        checkpoint = Checkpoint(self._directory, described=(metadata, records))
+        checkpoint.versions, checkpoint.notes = self._versions, self.notes
+        checkpoint.left_out = sorted(self._left_out.values(), key=attrgetter("what", "why"))
+        checkpoint.accounted = {what: nbytes for what, nbytes in accounted.items() if nbytes}
+        return checkpoint
 
     def _by_cell(self, world: World) -> Array:
-        """Return what the files hold by cell of their world: mapped, not read."""
+        """Return the local tensor of each cell of the world: mapped, not read."""
         held = np.empty(world.count, object)
         of_files = world.by_rank(np.arange(world.count))
         for cells, holding in zip(of_files, self._holdings, strict=True):
-            for cell, part in zip(cells.tolist(), _parts(holding), strict=True):
-                held[cell] = part
+            for cell, tensor in zip(cells.tolist(), _held_tensors(holding), strict=True):
+                held[cell] = tensor
         return held
 
     def _differences(self, compared: Compared, held: Array) -> Iterator[Fault]:
-        """Yield that files hold different contents of one box."""
-        piece, parts = compared.piece, compared.piece.take(held)
+        """Yield faults of files that hold different contents of one box."""
+        piece, tensors = compared.piece, compared.piece.take(held)
         for position, contents in zip(compared.positions, compared.contents.T, strict=True):
-            for first, row in zip(_first_rows(piece), range(len(parts)), strict=True):
+            for first, row in zip(_first_rows(piece), range(len(tensors)), strict=True):
                 if contents[row] != contents[first]:
                     kept, copy = (self._files[piece.ranks[holder]] for holder in (first, row))
-                    both = parts[first, position], parts[row, position]
+                    both = tensors[first, position], tensors[row, position]
                     yield _difference(piece.fqns[position], kept, copy, *both)
 
     def _described(self, world: World, held: Array) -> tuple[Metadata, Records]:
-        """Return metadata of the whole tensors, and how their parts lie in the files."""
+        """Return metadata of the whole tensors, and where their chunks are in the files."""
         stored: dict[str, Any] = {}
         places: list[StoredLocation] = []
         records: Records = {}
         columns = {
-            fqn: (piece, parts)
+            fqn: (piece, tensors)
             for piece in world.pieces
-            for fqn, parts in zip(piece.fqns, piece.take(held).T, strict=True)
+            for fqn, tensors in zip(piece.fqns, piece.take(held).T, strict=True)
         }
         for fqn in dict.fromkeys(fqn for holding in self._holdings for fqn in holding.fqns):
-            piece, parts = columns[fqn]
+            piece, tensors = columns[fqn]
             shape, dtype, cover = piece.group.shape, piece.group.dtype, piece.cover
             assert dtype is not None, "it is a tensor"
-            # An empty part may begin where another one does.
+            # An empty box may begin where another box does.
             kept = np.flatnonzero((cover.numel > 0) | (0 in shape))
             chunks: Any = ChunkList(cover.boxes[kept])
             stored[fqn] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), chunks)
@@ -244,7 +245,7 @@ class RankTensors:
             for row, (offsets, sizes) in zip(
                 rows.tolist(), as_boxes(cover.boxes[kept]), strict=True
             ):
-                file, data = self._files[piece.ranks[row]], parts[row]
+                file, data = self._files[piece.ranks[row]], tensors[row]
                 record = TensorRecord(dtype, sizes, data.stride())
                 nbytes = record.span_nbytes if record.nbytes else 0
                 start = int(data.storage_offset()) * dtype.itemsize  # in the file, which is mapped
@@ -254,32 +255,32 @@ class RankTensors:
         return with_columns(Metadata(stored), index), records
 
 
-def _parts(holding: Holding) -> list[torch.Tensor]:
-    """Return the tensors that a file has, by key and box."""
-    parts = [part for held in holding.groups for part in held.data() if part is not None]
-    return [part.detach() for part in parts]
+def _held_tensors(holding: Holding) -> list[torch.Tensor]:
+    """Return the local tensors that a file has, by key and box."""
+    tensors = [tensor for held in holding.groups for tensor in held.data() if tensor is not None]
+    return [tensor.detach() for tensor in tensors]
 
 
 def _first_rows(piece: Piece) -> list[int]:
-    """Return by row of a piece the first row of its box: that of the first file."""
+    """Map each row of a piece to the first row with the same box, which is the first file's."""
     cover = piece.cover
     first: list[int] = cover.order[cover.starts[:-1]][cover.box_of].tolist()
     return first
 
 
 def _contents(piece: Piece, held: Array) -> Digests:
-    """Return by row and key 1 where the bits are those of the first row of the box, else others."""
-    parts = piece.take(held)
-    contents = np.ones(parts.shape, np.int64)
+    """Return a number by row and key: 1 where bits equal those of the box's first row."""
+    tensors = piece.take(held)
+    contents = np.ones(tensors.shape, np.int64)
     for row, first in enumerate(_first_rows(piece)):
         for position in range(len(piece.fqns) if row != first else 0):
-            if not same_bits(parts[first, position], parts[row, position]):
+            if not same_bits(tensors[first, position], tensors[row, position]):
                 contents[row, position] = row + 2
     return contents
 
 
 def _difference(fqn: str, kept: str, copy: str, tensor: torch.Tensor, other: torch.Tensor) -> Fault:
-    """Return that two files hold different contents of one box."""
+    """Return a fault saying that two files hold different contents of one box."""
     return Fault(
         fqn,
         f"{copy} and {kept} hold it, and differ in {int((tensor != other).sum())} of "
@@ -302,7 +303,7 @@ def rank_files(
     """Return a torch file per rank as a checkpoint of whole tensors.
 
     Args:
-        path: The directory, of this machine.
+        path: Directory on this machine.
         files: The files' name with ``{rank}`` for the rank's number, such as
             ``"shard_{rank}.pt"``; by default verl's, or the only names that end in ``rank_N``.
         rules: ``mesh -> Placements``, as for ``rehearse``: what each rank would declare to a save.
@@ -311,8 +312,8 @@ def rank_files(
             rank order.
 
     Raises:
-        CannotLook: There are no such files, names of several kinds, or a file that cannot be read,
-            or that asks for more than tensors, plain values and classes of a training run.
+        CannotLook: There are no such files, or names of several kinds; or a file cannot be read,
+            or needs more than tensors, plain values and classes of a training run.
         PlacementError: Ranks are missing; files contradict each other, or do not make whole
             tensors.
     """
@@ -399,7 +400,7 @@ def local_directory(path: str | os.PathLike[str]) -> Path:
 
 
 def rank_file_names(names: Iterable[str]) -> dict[str, dict[int, str]]:
-    """Return names that end in a rank's number, by rank, by what they have in common.
+    """Return names that end in a rank's number: by their common text, and by rank.
 
     >>> rank_file_names(["m_rank_0.pt", "m_rank_1.pt", "notes.txt"])
     {'m_rank_{rank}.pt': {0: 'm_rank_0.pt', 1: 'm_rank_1.pt'}}
@@ -414,7 +415,7 @@ def rank_file_names(names: Iterable[str]) -> dict[str, dict[int, str]]:
 
 
 def _why_left_out(name: str) -> str | None:
-    """Return why a file of verl's is no part of the model; None of other files."""
+    """Return why a file of verl's is not the model's; None for other files."""
     return next((why for head, why in _VERLS_OTHERS.items() if name.startswith(head)), None)
 
 

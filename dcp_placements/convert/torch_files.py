@@ -1,8 +1,8 @@
 """Untrusted ``torch.save`` files, mapped into memory, without executing anything from them.
 
-A training run saves more with its weights: arguments, enumerations, random states, DTensors. Of
-these what stands for them is kept, with its arguments and state (``Stub``). Any other class than
-those of the training stack is refused. The torch that wrote a DTensor may be another.
+A training run saves more with its weights: arguments, enumerations, random states, DTensors. For
+each a stand-in with its arguments and state (``Stub``) is kept. Classes from outside the training
+stack are refused. Another version of torch may have written a DTensor.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _INERT_NAMES = (
 
 
 REBUILT = ("torch._utils._rebuild_", "torch._tensor._rebuild_")
-"""What makes tensors begins with one of these."""
+"""Beginnings of the names of functions that rebuild tensors."""
 
 
 class RefusedFile(CannotLook):
@@ -62,7 +62,7 @@ class SavedDTensor(NamedTuple):
 def load_torch_file(path: Path) -> Any:
     """Return the contents of a ``torch.save`` file; tensors are mapped, not read.
 
-    What is neither a tensor, nor a ``SavedDTensor``, a dict or a list, is as ``SavedFile`` has it.
+    Values other than tensors, ``SavedDTensor``, dicts and lists are those of ``SavedFile``.
 
     Raises:
         RefusedFile: It needs a class or function that is not admitted.
@@ -116,10 +116,10 @@ def load_torch_file(path: Path) -> Any:
 
 
 def check_contents(path: Path) -> None:
-    """Compare all that is in a file of ``torch.save`` with its CRC-32, where it has any.
+    """Compare the contents of a file of ``torch.save`` with their CRC-32, where it has any.
 
     Raises:
-        UnreadableFile: Something is not what was written.
+        UnreadableFile: The contents are not what was written.
     """
     with open(path, "rb") as stream:
         problem, _ = zip_problem(stream)
@@ -131,7 +131,7 @@ def check_contents(path: Path) -> None:
 
 
 def nbytes_in(value: Any) -> int:
-    """Return the bytes of all tensors in what a file has somewhere."""
+    """Return the bytes of all tensors in a nested value of a file."""
     nbytes, todo, seen = 0, [value], set()
     while todo:
         inner = todo.pop()

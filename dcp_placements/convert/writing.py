@@ -1,8 +1,8 @@
-"""Files written block by block in a format, an output, a report: what every conversion ends with.
+"""The end of every conversion: files written block by block in a format, an output, a report.
 
 The files of an output follow from its identity: a digest of the source's files, by their versions,
-and of all that is written. So an interrupted conversion of the same source by the same arguments
-continues with the files that it has finished, and its bytes are those of one that was not.
+and of all that is written. So an interrupted conversion continues, if source and arguments are the
+same, after the files that it finished, and writes the same bytes as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dcp_placements.layout.sharding import Box, Cuts
 from dcp_placements.names.numbers import Numberings
 from dcp_placements.names.renames import Step
 from dcp_placements.offline.assembly import AssembledTensor
-from dcp_placements.offline.box_reads import BoxReader, pieces
+from dcp_placements.offline.box_reads import BoxReader, sub_boxes
 from dcp_placements.offline.checkpoint import Checkpoint, LeftOut, StoredRecord
 from dcp_placements.offline.output import AnyOutput
 from dcp_placements.offline.rehearsals.rehearsed_world import RehearsedWorld
@@ -69,7 +69,7 @@ from dcp_placements.table.prove import Compared, prove
 NOT_REWRITTEN = "the checkpoint cannot be rewritten for this world"
 """The opening line of refusals."""
 
-_ALL_PARTS = (
+_HOLD_ALL = (
     "way out:     rules, a mesh and renames by which the ranks of this world together hold it all"
 )
 
@@ -86,22 +86,22 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """What was written; or what would be, of a conversion that only plans."""
+    """What a conversion wrote; with ``dry_run``, what it would write."""
 
     JSON: ClassVar[str] = (
         "source out is_written files tensors objects nbytes prefix unchanged left_out tied kept "
         "beside accounted notes"
     )
 
-    source: str  # the directory or URL
-    out: str  # likewise
+    source: str  # the source's directory or URL
+    out: str  # the output's directory or URL
     is_written: bool
-    files: Mapping[str, int]  # bytes by file: of a checkpoint those of the file, else of tensors
+    files: Mapping[str, int]  # by name: bytes of a checkpoint's file, or of a file's tensors
     keys: tuple[str, ...]  # of the tensors, in order
     nbytes: int  # bytes of the tensors' elements
     kept: tuple[str, ...]  # files of an earlier attempt
     beside: tuple[LeftOut, ...]  # what ranks' files have besides, with the reasons
-    # Bytes of ranks' files by what became of them, beside what is written
+    # Bytes of ranks' files that are not written, by what became of them
     accounted: Mapping[str, int]
     notes: tuple[str, ...]  # what to know besides
     objects: int = 0  # number of keys that are no tensors
@@ -114,7 +114,7 @@ class Converted:
 
     @property
     def tensors(self) -> int:
-        """How many there are."""
+        """The number of tensors."""
         return len(self.keys)
 
     def __str__(self) -> str:
@@ -133,22 +133,22 @@ class Converted:
         lines += [
             f"    {what}: {format_names(names, 3)}" for what, names in listed.items() if names
         ]
-        for why in dict.fromkeys(part.why for part in self.beside):
-            parts = [part for part in self.beside if part.why == why]
-            nbytes = format_nbytes(sum(part.nbytes for part in parts))
-            names = format_names([part.what for part in parts], 4)
+        for why in dict.fromkeys(entry.why for entry in self.beside):
+            entries = [entry for entry in self.beside if entry.why == why]
+            nbytes = format_nbytes(sum(entry.nbytes for entry in entries))
+            names = format_names([entry.what for entry in entries], 4)
             lines.append(f"    left out: {names} ({nbytes}): {why}")
         lines += [f"    note: {note}" for note in self.notes]
         return "\n".join(map(format_name, lines))
 
 
 class Elements(AbstractContextManager["Elements"]):
-    """Gives the elements of boxes of tensors, in blocks; the next is read while one is written.
+    """Reads the elements of boxes in blocks: the next block is read while one is written.
 
-    Records that are read whole are compared with their CRC-32 on the way.
+    Records that are read whole are compared with their CRC-32.
 
     Args:
-        reader: Of the source.
+        reader: Reader of the source.
         memory: Bytes that data may take.
         progress: Called with the bytes written, and those to write.
         total: Bytes to write.
@@ -156,7 +156,7 @@ class Elements(AbstractContextManager["Elements"]):
 
     def __init__(self, reader: Any, memory: int, progress: Progress, total: int) -> None:
         self._reader = reader
-        # A slab takes four times its bytes: what is read, joined, cast, and written.
+        # A slab takes four times its bytes: it is read, joined, cast, and written.
         self._limit = max((memory - _BESIDES_NBYTES) // 4, LEAST_NBYTES)
         self._progress = progress
         self._total = total
@@ -184,31 +184,30 @@ class Elements(AbstractContextManager["Elements"]):
     def _blocks(self, tensor: AssembledTensor, box: Box) -> Iterator[memoryview]:
         if not box.numel:
             return
-        runs = tensor.runs(self._reader, box)
-        if runs is None:
+        stretches = tensor.stretches(self._reader, box)
+        if stretches is None:
             sources = [block.source.dtype.itemsize for block in tensor.blocks]
-            for piece in pieces(box, self._limit // max([*sources, tensor.dtype.itemsize])):
-                slab = tensor.read(self._reader, piece)
+            for small in sub_boxes(box, self._limit // max([*sources, tensor.dtype.itemsize])):
+                slab = tensor.read(self._reader, small)
                 data = memory_of(slab.contiguous())
                 assert data is not None, "it was read from a file"
                 yield data
             return
-        for run in runs:
-            yield from self._reader.blocks(run)
+        for stretch in stretches:
+            yield from self._reader.blocks(stretch)
 
 
 class Writer:
     """Writes tensors in a format.
 
     Args:
-        source: Of the tensors.
-        tensors: That are written, by key.
-        described: What decides the bytes of the files beside the tensors.
+        source: Checkpoint of the tensors.
+        tensors: Tensors to write, by key.
+        described: All that decides the bytes of the files beside the tensors.
 
     Attributes:
-        tensors: That are written, by key.
-        identity: Of the output: a digest of the source's files, by their versions, and of all that
-            is written.
+        tensors: Tensors to write, by key.
+        identity: Digest of the source's files, by their versions, and of all that is written.
         files: Bytes by file, in the order of writing.
         last: The file that completes the output; its index if it is none of these.
     """
@@ -230,7 +229,7 @@ class Writer:
             )
             for t in tensors.values()
         )
-        # What says where the elements are is no file, whose version differs.
+        # Places that come from no file have no version that would tell them apart.
         places = chain(source.records(), source.records_in_files.items())
         of_all = source.path, torch.__version__, *(places if source.records_in_files else ())
         for line in chain(of_all, blocks, described):
@@ -250,12 +249,12 @@ def write_output(
     dry_run: bool,
     progress: Progress,
 ) -> Converted:
-    """Write tensors of a source, whose versions were asked for before anything of it was read.
+    """Write tensors of a source, whose file versions were noted before any data was read.
 
     Args:
-        output: Where.
-        source: Of the tensors.
-        writer: Has the tensors.
+        output: The output to create.
+        source: Checkpoint of the tensors.
+        writer: Writer of a format, with the tensors.
         memory: Bytes that data may take.
         dry_run: Whether to plan only.
         progress: Called as files are written.
@@ -296,7 +295,7 @@ def write_output(
 
 @contextmanager
 def _room_for(output: AnyOutput, nbytes: int) -> Iterator[None]:
-    """Say what is needed, where a disk, a quota, or a limit on files ends the block."""
+    """Name the bytes needed, where a disk, a quota, or a limit on files ends the block."""
     output.check_room(nbytes)
     try:
         yield
@@ -316,10 +315,10 @@ class SafetensorsOut(Writer):
     The last file is the index, if there are several.
 
     Args:
-        source: Of the tensors.
-        tensors: By key.
-        max_shard_size: Bytes of tensors in a file.
-        renamed: Names before the rename by those after it, which the files keep.
+        source: Checkpoint of the tensors.
+        tensors: Tensors to write, by key.
+        max_shard_size: Most bytes of tensors in a file.
+        renamed: Names before the rename by names after it, which the files keep.
 
     Raises:
         PlacementError: The format has no such dtype.
@@ -382,10 +381,10 @@ class Layout:
 
     Attributes:
         files: By rank, keys and boxes in file order. Objects are in the first file.
-        world_size: Of the world that the checkpoint is for.
-        cuts: How its ranks declare keys.
-        renames: In force there.
-        numberings: The lists of keys to which they give numbers.
+        world_size: Number of ranks that the checkpoint is for.
+        cuts: Cuts that these ranks declare, by key.
+        renames: Renames of these ranks.
+        numberings: Lists of keys to which the renames give numbers.
     """
 
     files: dict[int, list[tuple[str, Box]]] = field(default_factory=lambda: {0: []})
@@ -401,7 +400,7 @@ def whole_files(tensors: Mapping[str, AssembledTensor]) -> Layout:
     filled = 0
     for fqn, tensor in tensors.items():
         itemsize = tensor.dtype.itemsize
-        for box in pieces(tensor.whole, max(FILE_NBYTES // itemsize, 1)):
+        for box in sub_boxes(tensor.whole, max(FILE_NBYTES // itemsize, 1)):
             nbytes = box.numel * itemsize
             if filled and filled + nbytes > FILE_NBYTES:
                 layout.files[len(layout.files)] = []
@@ -414,7 +413,7 @@ def whole_files(tensors: Mapping[str, AssembledTensor]) -> Layout:
 def world_files(world: RehearsedWorld) -> Layout:
     """Return each box in the file of the lowest rank that holds it.
 
-    A rank whose boxes no other holds then reads one file; replicas read that of the lowest.
+    A rank whose boxes no other rank holds then reads one file; replicas read the lowest rank's.
 
     Raises:
         PlacementError: A load in that world would be refused, or its ranks do not hold everything.
@@ -423,10 +422,10 @@ def world_files(world: RehearsedWorld) -> Layout:
     owners_of: dict[str, dict[Box, int]] = {}
     renames, given = dict.fromkeys(world.renames), world.numberings()
     layout = Layout({}, world.size, renames=renames, numberings=given)
-    ranks = Holders(format_ranks, "rank", "on", world.size, missing=_ALL_PARTS)
+    ranks = Holders(format_ranks, "rank", "on", world.size, missing=_HOLD_ALL)
     faults: list[Fault] = []
     for finding in prove(world.table):
-        # What no rank has is named below.
+        # Keys that no rank has are named below.
         if not isinstance(finding, Compared) and len(finding.piece.ranks):
             faults += proof_faults(finding, world.table, ranks)
     for piece in world.table.pieces:
@@ -436,7 +435,7 @@ def world_files(world: RehearsedWorld) -> Layout:
         lowest = cover.ranks[cover.order[cover.starts[:-1]]].tolist()
         owners = dict(zip(as_boxes(cover.boxes), lowest, strict=True))
         owners_of |= dict.fromkeys(piece.fqns, owners)
-        # Nothing is recorded of keys that ranks declare in several ways.
+        # No cuts are recorded of keys that ranks declare in several ways.
         declared = {source.group.cuts for source in piece.sources}
         layout.cuts |= dict.fromkeys(piece.fqns, declared.pop() if len(declared) == 1 else ())
     for fqn in world.checkpoint.tensors:
@@ -456,10 +455,10 @@ class DcpOut(Writer):
     """Writes one file for each rank of a layout.
 
     Args:
-        source: Has the objects, which are copied record by record with their transforms, and the
-            facts that the new checkpoint keeps.
-        tensors: By key, in the order of the new checkpoint.
-        layout: Which file has which of their boxes.
+        source: Checkpoint of the objects, which are copied record by record with their transforms,
+            and of the facts that the new checkpoint keeps.
+        tensors: Tensors by key, in the order of the new checkpoint.
+        layout: Which file has which boxes of the tensors.
     """
 
     last = ".metadata"
@@ -557,15 +556,13 @@ class DcpOut(Writer):
     def _provenance(self, keys: Mapping[str, Any]) -> dict[str, Any]:
         """Return the record of this save."""
         old, record, layout = self._source.provenance or {}, self._source.record, self._layout
-        # Those of the source still describe the keys.
+        # The source's renames still describe the keys.
         renames = ({} if record is None else dict.fromkeys(record.renames)) | layout.renames
         numberings = {**({} if record is None else record.numberings), **layout.numberings}
         numbers: dict[Cuts, int] = {(): 0}
-        group_of = {
-            fqn: numbers.setdefault(cuts, len(numbers)) for fqn, cuts in layout.cuts.items()
-        }
+        cut_of = {fqn: numbers.setdefault(cuts, len(numbers)) for fqn, cuts in layout.cuts.items()}
         provenance = identity(self._save_id, world_size=layout.world_size, step=old.get("step"))
-        provenance |= packed_record(list(numbers), group_of, keys, renames, numberings)
+        provenance |= packed_record(list(numbers), cut_of, keys, renames, numberings)
         provenance |= packed_doubts(doubts_of(old, self._source.metadata.state_dict_metadata), keys)
         if "save_id" in old:
             provenance["resharded_from"] = old["save_id"]

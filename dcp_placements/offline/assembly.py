@@ -35,7 +35,7 @@ from dcp_placements.names.stacks_and_parts import (
     moved_box,
     renamed_boxes,
 )
-from dcp_placements.offline.box_reads import BoxReader, Run, is_run, position
+from dcp_placements.offline.box_reads import BoxReader, Stretch, is_contiguous, position
 from dcp_placements.offline.checkpoint import SourceTensor, StoredTensor
 from dcp_placements.short_text import format_names
 
@@ -51,9 +51,9 @@ class SourceBlock:
     # along which ``stored_box`` has size 1
     dims: tuple[int | None, ...]
 
-    def source_box(self, piece: Box) -> Box:
-        """Return the box of the source for a piece of ``box``."""
-        return moved_box(piece, self.box, self.stored_box, self.dims)
+    def source_box(self, part: Box) -> Box:
+        """Return the box of the stored tensor for a part of ``box``."""
+        return moved_box(part, self.box, self.stored_box, self.dims)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,54 +65,54 @@ class AssembledTensor(SourceTensor):
     dtype: torch.dtype
     blocks: tuple[SourceBlock, ...]  # the blocks that tile it
 
-    def read(self, reader: BoxReader, piece: Box) -> torch.Tensor:
-        """Return the elements of a piece, contiguous.
+    def read(self, reader: BoxReader, box: Box) -> torch.Tensor:
+        """Return the elements of a box, contiguous.
 
         Raises:
             PlacementError: As ``BoxReader.read``.
         """
         into: torch.Tensor | None = None
         for block in self.blocks:
-            shared = common(block.box, piece)
+            shared = common(block.box, box)
             if shared is None:
                 continue
             read = reader.read(block.source, block.source_box(shared))
             elements = read.reshape(shared.sizes).to(self.dtype)
-            if shared == piece:
+            if shared == box:
                 return elements.contiguous()
             if into is None:
-                into = torch.empty(piece.sizes, dtype=self.dtype, device="cpu")
-            spans = zip(shared.offsets, piece.offsets, shared.sizes, strict=True)
+                into = torch.empty(box.sizes, dtype=self.dtype, device="cpu")
+            spans = zip(shared.offsets, box.offsets, shared.sizes, strict=True)
             into[tuple(slice(a - b, a - b + n) for a, b, n in spans)] = elements
-        return torch.empty(piece.sizes, dtype=self.dtype, device="cpu") if into is None else into
+        return torch.empty(box.sizes, dtype=self.dtype, device="cpu") if into is None else into
 
-    def runs(self, reader: BoxReader, box: Box) -> list[Run] | None:
-        """Return the runs of file bytes that are the elements of a box, in C order.
+    def stretches(self, reader: BoxReader, box: Box) -> list[Stretch] | None:
+        """Return the stretches of file bytes that are the elements of a box, in C order.
 
-        None if there are no such runs, if the dtypes differ, or if the runs are too short.
+        None if there are no such stretches, if dtypes differ, or if the stretches are too short.
         """
-        runs: list[tuple[int, Run]] = []
+        stretches: list[tuple[int, Stretch]] = []  # each with its start in the box
         for block in self.blocks:
             shared = common(block.box, box)
             if shared is None:
                 continue
-            if block.source.dtype != self.dtype or not is_run(shared.sizes, box.sizes):
+            if block.source.dtype != self.dtype or not is_contiguous(shared.sizes, box.sizes):
                 return None
             if block.source.count > 1 and box.numel * self.dtype.itemsize < SHORT_NBYTES:
-                return None  # which saves the time to find out that its runs are too short
+                return None  # its stretches are too short
             offsets = [a - b for a, b in zip(shared.offsets, box.offsets, strict=True)]
             start = position(offsets, box.sizes) * self.dtype.itemsize
-            read = reader.runs(block.source, block.source_box(shared))
+            read = reader.stretches(block.source, block.source_box(shared))
             if read is None:
                 return None
-            runs += [(start + run.start, run) for run in read]
-        if len(runs) > 1 and len(runs) * SHORT_NBYTES > box.numel * self.dtype.itemsize:
+            stretches += [(start + stretch.start, stretch) for stretch in read]
+        if len(stretches) > 1 and len(stretches) * SHORT_NBYTES > box.numel * self.dtype.itemsize:
             return None
-        return [run for _, run in sorted(runs, key=itemgetter(0))]
+        return [stretch for _, stretch in sorted(stretches, key=itemgetter(0))]
 
 
 SHORT_NBYTES = 64 << 10
-"""Runs shorter than this on average are read and assembled in memory."""
+"""Stretches shorter than this on average are read and assembled in memory."""
 
 
 class _Answered(NamedTuple):
@@ -142,7 +142,7 @@ def assemble(
     """Return the tensors that a rename makes of stored ones, by their new names, and its faults.
 
     Args:
-        tensors: By the names that are renamed.
+        tensors: Stored tensors, by the names that are renamed.
         rename: Name to name, or to a ``Row``, ``Rows`` or ``Parts``; None changes nothing. A name
             without an answer (a ``LookupError`` or ``ValueError``, None, or "") is a fault.
     """
@@ -194,7 +194,7 @@ def assembled(
     """Return the tensors that a rename makes of a checkpoint's, by their new keys.
 
     Raises:
-        CannotLook: It does not make tensors of all of them; every fault is in the message.
+        CannotLook: The rename does not fit some tensor; every fault is in the message.
     """
     renamed, faults = assemble(tensors, rename)
     if faults:

@@ -30,7 +30,7 @@ MAX_OPEN_FILES = 32
 
 BOX_NBYTES = 8 << 20
 REMOTE_BLOCK_NBYTES = 32 << 20
-"""Of a URL, where a request takes long."""
+"""Size of a block that is read at a URL, where a request takes long."""
 
 
 @dataclass
@@ -47,22 +47,22 @@ class _Target:
         """Do nothing: ``resolve_tensor`` returned a view."""
 
 
-class Run(NamedTuple):
+class Stretch(NamedTuple):
     """Bytes of a file that are elements of a box, one after another in C order."""
 
-    start: int  # where they begin in the box, in bytes from its first element
+    start: int  # offset in the box, in bytes from its first element
     fqn: str  # the tensor's key
-    file: str  # its name
-    begin: int  # where they begin in the file
-    nbytes: int  # how many they are
-    is_summed: bool  # whether they are all of a record whose CRC-32 follows them
+    file: str  # the file's name
+    begin: int  # offset in the file, in bytes
+    nbytes: int  # length in bytes
+    is_summed: bool  # whether it is all elements of a record, whose CRC-32 follows them
 
 
 class BoxReader(AbstractContextManager["BoxReader"]):
     """Reads boxes of a checkpoint's tensors. Keeps a few files open; close it.
 
     Args:
-        checkpoint: The checkpoint.
+        checkpoint: The checkpoint to read.
         check_crc: Whether records that are read whole are compared with their CRC-32.
 
     Attributes:
@@ -72,7 +72,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
     def __init__(self, checkpoint: Checkpoint, *, check_crc: bool = False) -> None:
         self.nbytes = 0
         self._checkpoint = checkpoint
-        # The chunks of the tensor that was read last: tensors are read piece by piece.
+        # The chunks of the tensor that was read last: a tensor is read in many boxes.
         self._last: tuple[StoredTensor, tuple[StoredRecord, ...]] | None = None
         self._files: OrderedDict[str, tuple[Any, CountedFile]] = OrderedDict()
         self._target = _Target(torch.empty(0, device="cpu"))
@@ -94,11 +94,11 @@ class BoxReader(AbstractContextManager["BoxReader"]):
     def read(
         self, tensor: StoredTensor, box: Box, *, into: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the elements of a box; where no chunk covers it they are zeros.
+        """Return the elements of a box; elements that no chunk covers are zeros.
 
         Args:
-            tensor: One of the checkpoint's.
-            box: Within it; memory for it is taken, and 20 MiB besides.
+            tensor: A tensor of the checkpoint.
+            box: The box, within the tensor. Reading takes its bytes and 20 MiB of memory.
             into: A contiguous tensor of the box's sizes to fill instead; elements that no chunk
                 covers stay as they are.
 
@@ -135,24 +135,24 @@ class BoxReader(AbstractContextManager["BoxReader"]):
                 self.nbytes += file.nbytes - before
         return into
 
-    def runs(self, tensor: StoredTensor, box: Box) -> list[Run] | None:
-        """Return the contiguous runs of file bytes that a box consists of.
+    def stretches(self, tensor: StoredTensor, box: Box) -> list[Stretch] | None:
+        """Return the stretches of file bytes that a box consists of.
 
         Returns:
-            None where there is none for some element: a chunk that overlaps the box in no
-            contiguous run of both, or a record that is not plain.
+            None where some elements are in no stretch: what a chunk shares with the box is not
+            contiguous in both, or a record is not plain.
 
         Raises:
             PlacementError: A file is missing or too short.
         """
         itemsize = tensor.dtype.itemsize
         chunks = self._chunks(tensor)
-        runs = []
+        stretches = []
         for number, held, shared in tensor.cut.overlaps(box):
             chunk = chunks[number]
             if chunk.file is None or chunk.transforms:
                 return None
-            if not (is_run(shared.sizes, held.sizes) and is_run(shared.sizes, box.sizes)):
+            if not all(is_contiguous(shared.sizes, around.sizes) for around in (held, box)):
                 return None
             file = self._open(chunk.file, tensor.fqn)
             if chunk.start + chunk.nbytes > file.size:
@@ -171,36 +171,38 @@ class BoxReader(AbstractContextManager["BoxReader"]):
             start = position(_minus(shared, box), box.sizes) * itemsize
             begin, nbytes = chunk.start + head.start + skipped, shared.numel * itemsize
             is_summed = head.has_crc and shared == held
-            runs.append(Run(start, tensor.fqn, chunk.file, begin, nbytes, is_summed))
-        return runs
+            stretches.append(Stretch(start, tensor.fqn, chunk.file, begin, nbytes, is_summed))
+        return stretches
 
-    def blocks(self, run: Run) -> Iterator[memoryview]:
-        """Yield the bytes of a run; each block may be used until the next but one is asked for.
+    def blocks(self, stretch: Stretch) -> Iterator[memoryview]:
+        """Yield the bytes of a stretch; each block is valid until the next but one is asked for.
 
         Raises:
             PlacementError: The file is missing or too short, or the elements of a whole record are
                 not those of its CRC-32.
         """
-        file = self._open(run.file, run.fqn)
-        most = min(run.nbytes, BOX_NBYTES if file.is_local else REMOTE_BLOCK_NBYTES)
-        buffers = [memoryview(bytearray(most)) for _ in range(1 if most == run.nbytes else 2)]
+        file = self._open(stretch.file, stretch.fqn)
+        most = min(stretch.nbytes, BOX_NBYTES if file.is_local else REMOTE_BLOCK_NBYTES)
+        buffers = [memoryview(bytearray(most)) for _ in range(1 if most == stretch.nbytes else 2)]
         checksum = 0
         try:
-            for number, offset in enumerate(range(0, run.nbytes, max(most, 1))):
-                block = buffers[number % 2][: run.nbytes - offset]
-                if run.is_summed:
-                    checksum = file.read_summed(block, run.begin + offset, checksum)
+            for number, offset in enumerate(range(0, stretch.nbytes, max(most, 1))):
+                block = buffers[number % 2][: stretch.nbytes - offset]
+                if stretch.is_summed:
+                    checksum = file.read_summed(block, stretch.begin + offset, checksum)
                 else:
-                    file.read_into(block, run.begin + offset)
+                    file.read_into(block, stretch.begin + offset)
                 self.nbytes += block.nbytes
                 yield block
-            if run.is_summed:
+            if stretch.is_summed:
                 behind = memoryview(bytearray(BEHIND))
-                file.read_into(behind, run.begin + run.nbytes)
+                file.read_into(behind, stretch.begin + stretch.nbytes)
         except EOFError as error:
-            raise _unread(run.fqn, run.file, str(error)) from error
-        if run.is_summed and (wrong := wrong_crc(checksum, behind)):
-            raise _unread(run.fqn, run.file, f"its elements at byte {run.begin} {wrong}")
+            raise _unread(stretch.fqn, stretch.file, str(error)) from error
+        if stretch.is_summed and (wrong := wrong_crc(checksum, behind)):
+            raise _unread(
+                stretch.fqn, stretch.file, f"its elements at byte {stretch.begin} {wrong}"
+            )
 
     def _wanted(self, tensor: StoredTensor, number: int, shared: Box, box: Box) -> RecordRead:
         chunk = self._chunks(tensor)[number]
@@ -242,10 +244,10 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         return file
 
 
-def is_run(sizes: Sequence[int], shape: Sequence[int]) -> bool:
+def is_contiguous(sizes: Sequence[int], shape: Sequence[int]) -> bool:
     """Whether a box's elements follow each other in a tensor of ``shape`` in C order.
 
-    >>> is_run((1, 2, 5), (4, 3, 5)), is_run((2, 2, 5), (4, 3, 5))
+    >>> is_contiguous((1, 2, 5), (4, 3, 5)), is_contiguous((2, 2, 5), (4, 3, 5))
     (True, False)
     """
     rest = list(zip(sizes, shape, strict=True))
@@ -255,7 +257,7 @@ def is_run(sizes: Sequence[int], shape: Sequence[int]) -> bool:
 
 
 def position(offsets: Sequence[int], shape: Sequence[int]) -> int:
-    """Return where the element at ``offsets`` stands in a tensor of ``shape`` in C order."""
+    """Return the index in C order of the element at ``offsets`` of a tensor of ``shape``."""
     return sum(a * b for a, b in zip(offsets, c_strides(tuple(shape)), strict=True))
 
 
@@ -267,10 +269,10 @@ def _unread(fqn: str, name: str, reason: str) -> PlacementError:
     return fault_error(IS_DAMAGED, fqn, f"{name} cannot be read: {reason}")
 
 
-def pieces(box: Box, limit: int) -> Iterator[Box]:
-    """Yield a box in pieces of up to ``limit`` elements each, in C order.
+def sub_boxes(box: Box, limit: int) -> Iterator[Box]:
+    """Yield boxes of up to ``limit`` elements each that tile a box, in C order.
 
-    >>> [piece.offsets for piece in pieces(Box((0, 4), (3, 2)), 4)]
+    >>> [small.offsets for small in sub_boxes(Box((0, 4), (3, 2)), 4)]
     [(0, 4), (2, 4)]
     """
     if box.numel <= max(limit, 1):
@@ -282,4 +284,4 @@ def pieces(box: Box, limit: int) -> Iterator[Box]:
     for start in range(0, box.sizes[dim], step):
         size = min(step, box.sizes[dim] - start)
         offsets = (*box.offsets[:dim], box.offsets[dim] + start, *box.offsets[dim + 1 :])
-        yield from pieces(Box(offsets, (*box.sizes[:dim], size, *box.sizes[dim + 1 :])), limit)
+        yield from sub_boxes(Box(offsets, (*box.sizes[:dim], size, *box.sizes[dim + 1 :])), limit)

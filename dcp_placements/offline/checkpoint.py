@@ -1,7 +1,7 @@
 """A checkpoint as its files describe it: DCP's or safetensors.
 
-Both are described in DCP's terms: tensors made of chunks, and for each chunk a place in a file. The
-other modules of this folder see one kind of checkpoint.
+Both are described in DCP's terms: tensors made of chunks, and for each chunk a location in a file.
+So the other modules of this folder see one kind of checkpoint.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class StoredRecord(NamedTuple):
     """A stretch of a file, as the metadata describe it: one chunk of a tensor, or an object."""
 
     fqn: str  # the key
-    box: Box | None  # of the chunk, in the whole tensor; None of an object, whose bytes are opaque
-    file: str | None = None  # name of its file; None where the metadata name no place
+    box: Box | None  # the chunk's box in the whole tensor; None for an object
+    file: str | None = None  # name of its file; None where the metadata name none
     # Offset of its record in the file, in bytes. A record of a ``.distcp`` file is a small zip file
     # around the elements; one of a safetensors file is the elements
     start: int = 0
@@ -79,7 +79,7 @@ class StoredRecord(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Where it ends in the file, in bytes."""
+        """The offset of its end in the file, in bytes."""
         return self.start + self.nbytes
 
     @property
@@ -93,8 +93,8 @@ class SourceTensor:
 
     __slots__ = ()
     fqn: str  # its key
-    shape: tuple[int, ...]  # of the whole tensor
-    dtype: torch.dtype  # of its elements
+    shape: tuple[int, ...]  # shape of the whole tensor
+    dtype: torch.dtype  # dtype of its elements
 
     @property
     def dtype_name(self) -> str:
@@ -122,7 +122,7 @@ class ChunkBoxes(Index):
 
     @cached_property
     def by_offset(self) -> dict[Offset, Box | None]:
-        """The boxes by their offsets; one with elements rather than an empty one."""
+        """The boxes by their offsets; of two with equal offsets, the one with elements."""
         return {box.offsets: box for box in sorted(self.listed, key=lambda box: box.numel)}
 
 
@@ -138,7 +138,7 @@ class StoredTensor(SourceTensor):
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """Of its chunks, in the metadata's order; one object for tensors with equal boxes."""
+        """Boxes of its chunks, in the metadata's order; tensors with equal boxes share them."""
         return self.cut.listed
 
     @property
@@ -167,7 +167,7 @@ class LeftOut:
 
     what: str  # its name in the files
     why: str  # the reason
-    entries: int = 0  # how many
+    entries: int = 0  # number of entries of that name
     nbytes: int = 0  # bytes of tensors in them
 
 
@@ -177,26 +177,27 @@ class Checkpoint:
     Args:
         path: A directory, or a URL that fsspec knows: DCP, Megatron's ``torch_dist``,
             safetensors, or the items of ``torch_checkpointing``.
-        source: The world that saved those without this package, a ``DeclaredWorld``.
-        described: Of files of ranks that no file describes: the metadata, and how chunks lie.
+        source: The ``DeclaredWorld`` that saved items without this package.
+        described: The metadata, and where chunks are, for ranks' files that no file describes.
 
     Attributes:
         directory: Its files.
         format: ``"dcp"``, ``"torch_dist"``, ``"safetensors"``, ``"torch_checkpointing"``, or
             ``"rank_files"``.
-        records_in_files: Of the last two, how chunks lie in the files.
-        notes: What it has that is not read.
-        left_out: Of files of ranks that no file describes, what is none of the model's tensors.
-        accounted: Bytes of these files by what became of them, beside the tensors.
-        versions: Of a conversion, what is different after its files were written again.
-        metadata: Of DCP, or in DCP's terms.
-        rows: The places of all chunks.
-        tensors: By key, in the checkpoint's order.
-        objects: By key.
+        records_in_files: Where chunks are in the files of the last two formats.
+        notes: Contents that are not read.
+        left_out: Contents of ranks' files (``described``) that are no tensors of the model.
+        accounted: Bytes of ranks' files beside the tensors, by what became of them.
+        versions: File versions at the start of a conversion; it is refused if they change.
+        metadata: DCP's metadata, or other metadata in DCP's terms.
+        rows: The locations of all chunks.
+        tensors: Tensors by key, in the checkpoint's order.
+        objects: Objects by key.
         provenance: Facts about its save that it stores; None where it stores none.
-        newer: What plain torch of this version, under this Python, fails at in its metadata.
-        unused_indexes: Why the index of ``.metadata`` is not used, in place of which torch's pickle
-            is; empty where it is used, and without one.
+        newer: Features of its metadata that plain torch of this version, under this Python, cannot
+            read.
+        unused_indexes: Why torch's pickle is read instead of the index of ``.metadata``; empty if
+            the index is used, and without one.
         absent: File by key, of keys that the index of safetensors files names and the file lacks.
 
     Raises:
@@ -233,10 +234,8 @@ class Checkpoint:
             self.objects: dict[str, StoredRecord] = {}
             cuts = [ChunkBoxes(chunks.array) for chunks in entries.lists]
             kinds: list[tuple[tuple[int, ...], torch.dtype, ChunkBoxes] | None] = [
-                (tuple(form.size), form.properties.dtype, cuts[list_number])
-                if list_number >= 0
-                else None
-                for form, list_number in zip(entries.forms, entries.list_of, strict=True)
+                (tuple(form.size), form.properties.dtype, cuts[n]) if n >= 0 else None
+                for form, n in zip(entries.forms, entries.list_of, strict=True)
             ]
             for fqn, number in zip(entries.fqns, entries.form_of, strict=True):
                 kind = kinds[number]
@@ -255,7 +254,7 @@ class Checkpoint:
 
     @cached_property
     def record(self) -> SaveRecord | None:
-        """How it was saved; None where that is not recorded."""
+        """The record of its save; None where it has none."""
         return record_of(self.provenance, tuple(self.metadata.state_dict_metadata))
 
     @cached_property
@@ -298,16 +297,16 @@ class Checkpoint:
         """Names of the files that hold any of a key, sorted, by key."""
         rows = self.rows
         files_of: dict[str, tuple[str, ...]] = {}
-        known: dict[bytes, tuple[str, ...]] = {}  # many keys are in the same files
-        for keys in self.alike:
+        names_of: dict[bytes, tuple[str, ...]] = {}  # many keys are in the same files
+        for keys in self.key_classes:
             number = int(rows.class_of[keys[0]])
             for some, table in rows.row_batches(number, np.array(keys)) if number >= 0 else ():
                 for key, files in zip(some.tolist(), table.file, strict=True):
                     content = files.tobytes()
-                    if content not in known:
+                    if content not in names_of:
                         names = {rows.files[file] for file in files.tolist()}
-                        known[content] = tuple(sorted(names))
-                    files_of[rows.fqns[key]] = known[content]
+                        names_of[content] = tuple(sorted(names))
+                    files_of[rows.fqns[key]] = names_of[content]
         return files_of
 
     def places_of(self, fqn: str) -> dict[Offset, tuple[Any, ...]]:
@@ -324,8 +323,8 @@ class Checkpoint:
         return {None: None} if fqn in self.objects else {}
 
     @cached_property
-    def alike(self) -> list[list[int]]:
-        """The numbers of all keys in ``rows``, those together that are cut and placed alike."""
+    def key_classes(self) -> list[list[int]]:
+        """Numbers of keys in ``rows``; keys that are cut and placed equally are in one list."""
         classes: dict[Hashable, list[int]] = {}
         places = self.rows.class_of.tolist()
         for key, (fqn, number) in enumerate(zip(self.rows.fqns, places, strict=True)):
@@ -335,10 +334,10 @@ class Checkpoint:
         return list(classes.values())
 
     def records(self) -> Iterator[StoredRecord]:
-        """Yield the records of all tensors and objects that have a place, and those of copies."""
+        """Yield the records of all tensors and objects that have a location, and their copies."""
         rows = self.rows
         files, steps, fqns = rows.files, [names or () for names in rows.transforms], rows.fqns
-        for keys in self.alike:
+        for keys in self.key_classes:
             offsets, boxes = rows.offsets_of(fqns[keys[0]]), self.boxes_of(fqns[keys[0]])
             chunks = [
                 (index, boxes[offset]) for index, offset in enumerate(offsets) if offset in boxes
@@ -365,7 +364,7 @@ class Checkpoint:
 
         Args:
             stored: One of the checkpoint's.
-            most: The most bytes to return.
+            most: Largest number of bytes to return.
 
         Returns:
             The bytes; None where there are more, before or after the transforms.
@@ -442,10 +441,10 @@ def read_dcp(
     """Return the metadata in a file, with entries and rows in columns; nothing is executed.
 
     Args:
-        directory: Of the checkpoint.
-        name: Of the file.
-        newer: As of ``read_metadata``.
-        unused: As of ``read_metadata``.
+        directory: Directory of the checkpoint.
+        name: Name of the file.
+        newer: Argument of ``read_metadata``.
+        unused: Argument of ``read_metadata``.
 
     Raises:
         CannotLook: It is refused, or cannot be read.
@@ -469,7 +468,7 @@ def reading(directory: Directory, name: str) -> Iterator[None]:
     except OSError as error:
         raise CannotLook(f"{where}: cannot be read: {format_name(error)}") from error
     except PlacementError as error:
-        # Its lines are those of this package, and nothing of the file's.
+        # Its text is this package's, and has nothing of the file's.
         raise CannotLook(f"{where}: {error}") from error
     except Exception as error:
         # A broken or hostile pickle can raise anything.
@@ -484,8 +483,8 @@ def check_count(path: str, count: int) -> None:
     """Refuse more chunks than can be handled one by one; an index may claim any number.
 
     Args:
-        path: Of the checkpoint, for the message.
-        count: How many there are.
+        path: Path of the checkpoint, for the message.
+        count: Number of chunks.
 
     Raises:
         CannotLook: There are more.

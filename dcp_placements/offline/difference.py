@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, by content: whatever their layouts and formats.
+"""The differences between two checkpoints, by content, whatever their layouts and formats.
 
 Without tolerances elements are the same if their bits are: a NaN is the same as itself, and 0.0 is
 not -0.0. With tolerances, near numbers are the same.
@@ -26,7 +26,7 @@ from dcp_placements.layout.sharding import Box
 from dcp_placements.names.scales import scale_of
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.offline.assembly import AssembledTensor, assembled
-from dcp_placements.offline.box_reads import BoxReader, pieces
+from dcp_placements.offline.box_reads import BoxReader, sub_boxes
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredRecord, StoredTensor
 from dcp_placements.offline.key_patterns import matching_keys
 from dcp_placements.offline.model_keys import model_tensors
@@ -51,7 +51,7 @@ OBJECT_NBYTES = 1 << 20
 
 
 STEP_ELEMENTS = 1 << 20
-"""Pieces that differ are compared in steps of this many elements, which take 30 bytes each."""
+"""Boxes that differ are compared in steps of this many elements, which take 30 bytes each."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -120,12 +120,12 @@ class Diff:
         tensors, nbytes = format_count(self.compared["tensors"], "tensor"), self.compared["bytes"]
         lines = [f"{result} ({tensors}, {format_nbytes(nbytes)} compared)"]
         families = self.families
-        for family in families[:most]:
-            number = f" ({family.keys:,})" if family.keys > 1 else ""
-            first = f"{family.first.fqn}: " if family.keys > 1 else ""
-            lines += [f"{family.name}: {family.kind}{number}"]
-            lines += [f"    {first}{family.first.message}"]
-        if rest := sum(family.keys for family in families[most:]):
+        for folded in families[:most]:
+            number = f" ({folded.keys:,})" if folded.keys > 1 else ""
+            first = f"{folded.first.fqn}: " if folded.keys > 1 else ""
+            lines += [f"{folded.name}: {folded.kind}{number}"]
+            lines += [f"    {first}{folded.first.message}"]
+        if rest := sum(folded.keys for folded in families[most:]):
             lines.append(f"... and {format_count(rest, 'more difference')}; --all")
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(map(format_name, lines))
@@ -137,9 +137,9 @@ class Diff:
         for difference in self.differences:
             by_kind.setdefault(difference.kind, {})[difference.fqn] = difference
         return tuple(
-            DifferenceFamily(family.name, kind, len(family.keys), of_key[family.keys[0]])
+            DifferenceFamily(folded.name, kind, len(folded.keys), of_key[folded.keys[0]])
             for kind, of_key in by_kind.items()
-            for family in folded_keys(list(of_key))
+            for folded in folded_keys(list(of_key))
         )
 
     @property
@@ -160,31 +160,31 @@ def diff(
     memory: int = VERIFIED_NBYTES,
     progress: Progress = lambda done, total: None,
 ) -> Diff:
-    """Return what differs between two checkpoints.
+    """Return the differences between two checkpoints.
 
-    Without tolerances elements are the same if their bits are; with them, if
+    Without tolerances elements are equal if their bits are; with them, if
     ``|a - b| <= atol + rtol * |b|``, or if both are NaN. Tensors of two dtypes always differ, and
     are compared as float64.
 
-    Where the second one alone is of safetensors files, it is taken for an export of the first: that
-    one's weights are compared by the model's own names, its optimizer state only where the
-    second has any.
+    If only the second has safetensors files, it is taken for an export of the first: the first's
+    weights are compared under the model's own names, its optimizer state only if the second has
+    any.
 
     Args:
         a: A checkpoint.
         b: Another checkpoint, of any layout and format.
-        fqn: A pattern, as in ``PlacementRules``, of the second's keys: only those are compared.
+        fqn: A pattern, as in ``PlacementRules``: only the second's keys that match are compared.
         rtol: Relative tolerance.
         atol: Absolute tolerance.
-        rename: From the first's keys to the second's: to a name, or to a ``Row``, ``Rows`` or
-            ``Parts``, as an export takes it.
-        prefix: Of the model's names in the first, as an export takes it.
+        rename: Map from the first's keys to the second's, as for an export: to a name, or to a
+            ``Row``, ``Rows`` or ``Parts``.
+        prefix: Prefix of the model's names in the first, as for an export.
         memory: Bytes that data may take.
         progress: Called as tensors are compared.
 
     Raises:
-        CannotLook: One of them is no checkpoint, or it or a file of it cannot be read; or
-            ``rename`` does not make tensors of all of the first's; or no key matches ``fqn``.
+        CannotLook: A path is no checkpoint, or a file cannot be read; ``rename`` does not fit some
+            tensor of the first; or no key matches ``fqn``.
     """
     first = a if isinstance(a, Checkpoint) else Checkpoint(a)
     second = b if isinstance(b, Checkpoint) else Checkpoint(b)
@@ -241,20 +241,20 @@ def _exported(
     tensors = {**classified.model, **(classified.states if of_second.states else {})}
     kept = {tensor.fqn for tensor in tensors.values()}
     if rest := [fqn for fqn in first.tensors if fqn not in kept]:
-        names = format_names([family.name for family in folded_keys(rest)], 4)
+        names = format_names([folded.name for folded in folded_keys(rest)], 4)
         notes.append(f"not compared, as an export leaves them out: {names}")
     return tensors
 
 
 def _kind(tensor: AssembledTensor | StoredTensor | None, stored: StoredRecord | None) -> str | None:
-    """Return what a checkpoint has under a key; None for nothing."""
+    """Return a text for what a checkpoint has under a key; None if it has nothing."""
     if tensor is not None:
         return f"a {tensor.shape} {tensor.dtype_name} tensor"
     return None if stored is None else "an object"
 
 
 def _renamed(rename: Rename | None, key: str) -> str:
-    """Return the name of what is no tensor: its key where the rename has no name for it."""
+    """Return the new name of an object: its key where the rename has no name for it."""
     try:
         name = key if rename is None else rename(key)
     except (LookupError, ValueError, CannotPlace):
@@ -264,7 +264,7 @@ def _renamed(rename: Rename | None, key: str) -> str:
 
 @dataclass(slots=True, eq=False)
 class _TensorComparison:
-    """Compares what two checkpoints have under one key, tensors in pieces that fit into memory."""
+    """Compares what two checkpoints have under one key, tensors box by box within the memory."""
 
     checkpoints: tuple[Checkpoint, Checkpoint]
     readers: tuple[BoxReader, BoxReader]
@@ -273,7 +273,7 @@ class _TensorComparison:
     memory: int
     progress: Progress
     total: int  # bytes of the tensors to compare
-    nbytes: int = 0  # of those that were compared
+    nbytes: int = 0  # bytes of the tensors compared so far
     box_messages: dict[Any, str] = field(default_factory=dict)
 
     def of_tensors(self, key: str, a: AssembledTensor, b: StoredTensor) -> TensorDifference | None:
@@ -305,19 +305,19 @@ class _TensorComparison:
         return _difference(key, a, b, tally) if a.dtype != b.dtype or tally.differing else None
 
     def _boxes(self, a: AssembledTensor, b: StoredTensor) -> Iterator[Box]:
-        """Yield pieces of the whole: along the first's chunks, to read files in order."""
-        piece_nbytes = max(min(COMPARED_NBYTES, self.memory // 8), 1)
-        limit = max(piece_nbytes // max(a.dtype.itemsize, b.dtype.itemsize), 1)
+        """Yield boxes that tile the whole, chunk by chunk of the first, to read files in order."""
+        box_nbytes = max(min(COMPARED_NBYTES, self.memory // 8), 1)
+        limit = max(box_nbytes // max(a.dtype.itemsize, b.dtype.itemsize), 1)
         boxes: Sequence[Box] = (a.whole,)
         if a.whole.numel > limit:
             source = _sources(a)[0]
             is_as_stored = len(a.blocks) == 1 and source.shape == a.shape
             boxes = source.boxes if is_as_stored else [block.box for block in a.blocks]
         for box in boxes:
-            yield from pieces(box, limit)
+            yield from sub_boxes(box, limit)
 
     def _quantized_message(self, a: AssembledTensor, b: StoredTensor) -> str:
-        """Return that numbers are not compared with quantized elements; empty where none are."""
+        """Return why numbers and quantized elements are not compared; empty where they are."""
         sides = ("first", _sources(a), b.dtype), ("second", [b], a.dtype)
         for (side, tensors, other), checkpoint in zip(sides, self.checkpoints, strict=True):
             for tensor in tensors if other.is_floating_point and other.itemsize > 1 else ():
@@ -329,7 +329,7 @@ class _TensorComparison:
         return ""
 
     def _box_message(self, tensor: StoredTensor) -> str:
-        """Return which holes and overlaps a tensor has; empty for none."""
+        """Return a text of the holes and overlaps of a tensor; empty for none."""
         key = tensor.shape, tensor.cut
         if key not in self.box_messages:
             faults = box_faults(tensor.whole, tensor.boxes)
@@ -372,7 +372,7 @@ def _record(checkpoint: Checkpoint, stored: StoredRecord, most: int) -> bytes | 
 
 
 def _sources(tensor: AssembledTensor) -> list[StoredTensor]:
-    """Return the stored tensors that it is made of."""
+    """Return the stored tensors that a tensor is assembled from."""
     return list({block.source.fqn: block.source for block in tensor.blocks}.values())
 
 
@@ -418,7 +418,7 @@ def _equal(value: Any, other: Any) -> bool:
 
 @dataclass(slots=True)
 class Tally:
-    """The differences of the pieces compared so far."""
+    """The differences of the boxes compared so far."""
 
     differing: int = 0  # elements that differ
     # The largest absolute difference of two numbers; None if no two numbers differ
@@ -436,14 +436,14 @@ class Tally:
         rtol: float,
         atol: float,
     ) -> None:
-        """Compare two pieces.
+        """Compare one box of two tensors.
 
         Args:
-            one: A contiguous piece.
-            other: The same piece of the other tensor.
-            offsets: Where the pieces begin in the whole tensors.
-            rtol: Relative to the other's absolute value.
-            atol: Absolute.
+            tensor: The elements of the box, contiguous.
+            other: The elements of the same box of the other tensor.
+            offsets: Offsets of the box in the whole tensors.
+            rtol: Tolerance relative to the absolute value in ``other``.
+            atol: Absolute tolerance.
         """
         same_dtype = tensor.dtype == other.dtype
         if same_bits(tensor, other):
@@ -495,8 +495,8 @@ def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits of a contiguous tensor's elements as integers; two of a complex128."""
-    # Of one element any stride is contiguous.
+    """Return the bits of a contiguous tensor's elements as integers, two for a complex128."""
+    # A tensor of one element may have any stride.
     flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
     kind = _INTEGERS.get(tensor.itemsize)
     return flat.view(torch.int64 if kind is None else kind)
@@ -504,7 +504,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @cache
 def has_numbers(dtype: torch.dtype) -> bool:
-    """Whether torch makes numbers of elements; not of those that pack several (float4)."""
+    """Whether torch converts elements to numbers; it does not where they pack several (float4)."""
     wide = torch.complex128 if dtype.is_complex else torch.float64
     try:
         torch.zeros(dtype.itemsize, dtype=torch.uint8, device="cpu").view(dtype).to(wide)
@@ -514,7 +514,7 @@ def has_numbers(dtype: torch.dtype) -> bool:
 
 
 def _numberless_message(a: AssembledTensor, b: StoredTensor) -> str:
-    """Return why elements cannot be compared as bits; empty where they can, or are numbers."""
+    """Return why elements cannot be compared; empty where they can, as bits or as numbers."""
     kinds = {tensor.dtype for tensor in (a, b) if not has_numbers(tensor.dtype)}
     if not kinds or a.dtype.itemsize == b.dtype.itemsize:
         return ""

@@ -21,7 +21,7 @@ MARKER = ".unfinished"
 """The marker of an unfinished output at a URL. Older versions put a number behind it."""
 
 _DESCRIBING = (".metadata", ".index.json", "metadata.json")
-"""How the names of files end that tell where the tensors are."""
+"""Endings of the names of files that describe where the tensors are."""
 
 
 class Directory:
@@ -105,18 +105,18 @@ class Directory:
     def check_damage(self, name: str, error: Exception) -> None:
         """Raise an error of reading a file anew unless it is about the file.
 
-        It is missing, it ends too early, or the disk is broken. That it may not be read, or that
-        its service does not answer, says nothing about it.
+        A file that is missing or ends too early, or a broken disk, is damage. A file that may not
+        be read, or a service that does not answer, is none.
 
         Raises:
-            CannotLook: It says nothing about the file.
+            CannotLook: The error is no damage of the file.
         """
         is_missing = isinstance(error, FileNotFoundError)
         if isinstance(error, OSError) and not is_missing and error.errno != errno.EIO:
             raise CannotLook(f"{self.path}/{name}: it cannot be read: {error}") from error
 
     def version(self, name: str) -> str:
-        """Return what is different after a file was written again: its size and time, or its tag.
+        """Return the version of a file, which each write changes: its size and time, or its tag.
 
         Raises:
             OSError: There is no such file.
@@ -127,9 +127,9 @@ class Directory:
         return f"{stat.st_size} {stat.st_mtime_ns}"
 
     def versions(self, files: Iterable[str]) -> dict[str, str]:
-        """Return what is different after files were written again, by name.
+        """Return the versions of files by name.
 
-        Of metadata it is a digest of the bytes, and of other ``files`` what ``version`` returns.
+        The version of metadata is a digest of the bytes, that of other ``files`` is ``version``.
         """
         described = [name for name in self.names() if name.endswith(_DESCRIBING)]
         versions = {}
@@ -146,10 +146,10 @@ class Directory:
         return versions
 
     def check_versions(self, versions: Mapping[str, str]) -> None:
-        """Refuse what was read, if a file was written again since.
+        """Refuse what was read if a file was written again since.
 
         Args:
-            versions: What ``versions`` returned before anything was read.
+            versions: Result of ``versions`` before anything was read.
 
         Raises:
             CannotLook: A file was written again, or is not there any more.
@@ -170,7 +170,7 @@ class Directory:
         )
 
     def local(self, name: str) -> Path | None:
-        """Return where a file is on this machine's disk; None where it is elsewhere."""
+        """Return the path of a file on this machine's disk; None for a URL."""
         return None if self._remote else Path(self._path(name))
 
     def _path(self, name: str) -> str:

@@ -55,7 +55,7 @@ class ExpertTensor:
     # ``"whole"``; ``"overwritten"``: experts of several ranks were taken for replicas;
     # ``"unclear"``
     verdict: str
-    reason: str  # who says how many experts there are; or why it is unclear
+    reason: str  # the source of the number of experts; or why it is unclear
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Diagnosis:
             where[tensor.layer] = None
         lines = []
         for (verdict, finding), layers in findings.items():
-            names = short([family.name for family in folded_keys(list(layers))])
+            names = short([folded.name for folded in folded_keys(list(layers))])
             lines.append(f"{names}: {'unclear: ' * (verdict == UNCLEAR)}{finding}")
         verdicts = {verdict for verdict, _ in findings}
         if UNCLEAR in verdicts:
@@ -107,14 +107,15 @@ def diagnose(
     experts_per_layer: int | None = None,
     axes: MeshAxes | None = None,
 ) -> Diagnosis:
-    """Return of which tensors fewer experts are stored than the model has; no data is read.
+    """Return the expert tensors, and whether all experts are stored; no data is read.
 
     Args:
         path: The checkpoint.
         experts_per_layer: The number of experts in a layer of the model. By default it is the
             number stored, for tensors that the checkpoint records as cut or numbered over ep;
-            for others it is taken from the routers' shapes, layer by layer, or from the mesh.
-        axes: The mesh of the ranks that saved: sizes by axis name; one is ``ep``. It is used where
+            for other tensors it is taken from the routers' shapes, layer by layer, or from the
+            mesh.
+        axes: The mesh of the ranks that saved: sizes by axis name, ``ep`` among them. It is used if
             nothing else gives the number of experts: each ep rank held as many as are stored.
             Ignored if the checkpoint records how all of its experts were saved.
 
@@ -122,14 +123,14 @@ def diagnose(
         CannotLook: There is no checkpoint; or ``axes`` has no ``ep``, or fewer ranks than wrote.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
-    stored_experts = _families(checkpoint)
+    by_key = _stored_experts(checkpoint)
     recorded = {
         fqn: cut
-        for fqn, experts_of_key in stored_experts.items()
-        if (cut := _recorded(checkpoint, fqn, experts_of_key))
+        for fqn, experts_of in by_key.items()
+        if (cut := _recorded(checkpoint, fqn, experts_of))
     }
-    routers = _routers(checkpoint, {_layer(family.layer) for family in stored_experts.values()})
-    if axes is not None and len(recorded) < len(stored_experts):
+    routers = _routers(checkpoint, {_layer(experts_of.layer) for experts_of in by_key.values()})
+    if axes is not None and len(recorded) < len(by_key):
         beyond = [rank for rank in ranks_of(tuple(checkpoint.files)) if rank >= prod(axes.values())]
         if EP not in axes:
             raise CannotLook(f"the mesh {axes} has no axis {EP}, of ranks with different experts")
@@ -139,18 +140,18 @@ def diagnose(
                 "wrote a part of the checkpoint\n    way out:     the mesh of all ranks that saved"
             )
     tensors = {}
-    for fqn, family in stored_experts.items():
-        stored = len(family.keys) if family.dim is None else family.stacked
+    for fqn, experts_of in by_key.items():
+        stored = len(experts_of.keys) if experts_of.dim is None else experts_of.stacked
         experts, reason = experts_per_layer, f"--experts-per-layer says {experts_per_layer}"
         if experts is None and fqn in recorded:
             experts, reason = stored, f"saved as {recorded[fqn]}"
         if experts is None:
-            experts = routers.get(_layer(family.layer))
+            experts = routers.get(_layer(experts_of.layer))
             reason = f"the router says {experts}"
         if experts is None and axes is not None:
             experts = stored * axes[EP]
             reason = f"--mesh says {experts}"
-        numbers = sorted(family.keys) if family.dim is None else []
+        numbers = sorted(experts_of.keys) if experts_of.dim is None else []
         verdict = WHOLE if stored == experts else OVERWRITTEN
         if experts is None:
             verdict, reason = UNCLEAR, "how many experts the model has is not known"
@@ -160,20 +161,20 @@ def diagnose(
         elif stored != experts and (not stored or experts % stored):
             reason = f"{experts} experts are not a multiple of the {stored} stored"
             verdict = UNCLEAR
-        tensors[fqn] = ExpertTensor(fqn, family.layer, stored, experts, verdict, reason)
-    checked = {key for family in stored_experts.values() for key in family.keys.values()}
+        tensors[fqn] = ExpertTensor(fqn, experts_of.layer, stored, experts, verdict, reason)
+    checked = {key for experts_of in by_key.values() for key in experts_of.keys.values()}
     keys = (*checkpoint.tensors, *checkpoint.objects)
     return Diagnosis(checkpoint.path, tensors, tuple(key for key in keys if key not in checked))
 
 
-class _Family(NamedTuple):
-    """One tensor of all experts of a layer: stacked, or as a tensor per expert.
+class _StoredExperts(NamedTuple):
+    """A tensor of all experts of a layer: stacked, or a tensor per expert.
 
     Attributes:
         layer: The key up to the experts, which identifies the layer.
-        keys: Of its tensors, by expert; of a stacked one, the only one.
+        keys: Keys of its tensors, by expert; a stacked tensor has the one key ``{0: key}``.
         dim: The dim along which experts are stacked; None if each has its own tensor.
-        stacked: How many are stacked.
+        stacked: Number of experts that are stacked.
     """
 
     layer: str
@@ -182,14 +183,14 @@ class _Family(NamedTuple):
     stacked: int = 0
 
 
-def _families(checkpoint: Checkpoint) -> dict[str, _Family]:
-    """Return the tensors of experts by key, with ``{}`` for the expert if each has a key.
+def _stored_experts(checkpoint: Checkpoint) -> dict[str, _StoredExperts]:
+    """Return the experts' tensors by key, with ``{}`` for the expert if each has a key.
 
     A stacked tensor of one dim counts if larger tensors of the layer have as many experts.
     """
-    by_key: dict[str, _Family] = {}
+    by_key: dict[str, _StoredExperts] = {}
     counts: set[tuple[str, int]] = set()
-    short_ones: list[_Family] = []
+    one_dim: list[_StoredExperts] = []
     for fqn, tensor in checkpoint.tensors.items():
         key = split_expert_key(fqn)
         if key is None:
@@ -199,17 +200,17 @@ def _families(checkpoint: Checkpoint) -> dict[str, _Family]:
         # are the second dim there.
         dim = 1 if _LAYER_AXIS.search(fqn) else 0
         if index is not None:
-            by_key.setdefault(template, _Family(layer, {})).keys[index] = fqn
+            by_key.setdefault(template, _StoredExperts(layer, {})).keys[index] = fqn
         elif len(tensor.shape) > dim:
-            family = _Family(layer, {0: fqn}, dim, tensor.shape[dim])
+            stored = _StoredExperts(layer, {0: fqn}, dim, tensor.shape[dim])
             if len(tensor.shape) > dim + 1:
-                by_key[fqn] = family
-                counts.add((_layer(layer), family.stacked))
+                by_key[fqn] = stored
+                counts.add((_layer(layer), stored.stacked))
             else:
-                short_ones.append(family)
-    for family in short_ones:
-        if (_layer(family.layer), family.stacked) in counts:
-            by_key[family.keys[0]] = family
+                one_dim.append(stored)
+    for stored in one_dim:
+        if (_layer(stored.layer), stored.stacked) in counts:
+            by_key[stored.keys[0]] = stored
     return dict(sorted(by_key.items()))
 
 
@@ -241,9 +242,9 @@ def _layer(layer: str) -> str:
     >>> _layer("optim.state.layers.0.mlp.experts")
     'layers.0.mlp.experts'
     """
-    parts = layer.split(".")
-    numbered = [position for position, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[numbered[0] - 1 :] if numbered and numbered[0] else parts[-1:])
+    names = layer.split(".")
+    numbered = [position for position, name in enumerate(names) if name.isdigit()]
+    return ".".join(names[numbered[0] - 1 :] if numbered and numbered[0] else names[-1:])
 
 
 def _routers(checkpoint: Checkpoint, layers: set[str]) -> dict[str, int]:
@@ -262,7 +263,7 @@ def _routers(checkpoint: Checkpoint, layers: set[str]) -> dict[str, int]:
     return {layer: shapes.pop() for layer, shapes in counts.items() if len(shapes) == 1}
 
 
-def _recorded(checkpoint: Checkpoint, fqn: str, family: _Family) -> str | None:
+def _recorded(checkpoint: Checkpoint, fqn: str, experts: _StoredExperts) -> str | None:
     """Return how an expert tensor was saved; None where the checkpoint does not record it.
 
     A stacked tensor counts if its dim of experts was cut over ep, or into rows that ranks list.
@@ -272,12 +273,12 @@ def _recorded(checkpoint: Checkpoint, fqn: str, family: _Family) -> str | None:
     record = checkpoint.record
     if record is None:
         return None
-    if family.dim is not None:
+    if experts.dim is not None:
         for cut in record.cuts(fqn):
-            if cut.dim == family.dim and (cut.axis == EP or cut.kind is Kind.LISTED):
+            if cut.dim == experts.dim and (cut.axis == EP or cut.kind is Kind.LISTED):
                 return str(cut)
         return None
-    for numbered, numbering in record.numberings.items():
-        if f"{fqn}.".startswith(f"{numbered}."):
+    for family, numbering in record.numberings.items():
+        if f"{fqn}.".startswith(f"{family}."):
             return numbering.step
     return None

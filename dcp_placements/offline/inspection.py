@@ -73,7 +73,7 @@ class ObjectInfo:
 
     files: tuple[str, ...]  # the name of its file; none if the metadata names none
     nbytes: int  # length of its record
-    # What it is, if it is small and plain: numbers, strings and containers of them; else None
+    # Its value, if that is small and plain: numbers, strings and containers of them; else None
     value: Any = None
 
 
@@ -82,10 +82,10 @@ class TensorGroup:
     """Tensors whose keys differ in numbers alone, with one shape and dtype."""
 
     name: str  # their keys as one name, with ranges of numbers
-    tensors: int  # how many they are
-    shape: tuple[int, ...]  # of each whole tensor
+    tensors: int  # number of tensors
+    shape: tuple[int, ...]  # shape of each whole tensor
     dtype: str  # its torch name without ``torch.``
-    chunks: int  # of all of them
+    chunks: int  # number of chunks of all tensors
     ranks: tuple[int, ...]  # ranks that wrote any of them, as far as the files' names show
     nbytes: int  # bytes of all their elements
 
@@ -101,10 +101,10 @@ class FileInfo:
 
 @dataclass(frozen=True, slots=True)
 class CutsInfo:
-    """Tensors that were cut alike when they were saved."""
+    """Tensors with equal cuts when they were saved."""
 
     cuts: tuple[str, ...]  # the cut of each axis as text, in the order in which they apply
-    keys: tuple[str, ...]  # the tensors
+    keys: tuple[str, ...]  # keys of the tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class Inspection:
     """What is in a checkpoint."""
 
     path: str  # where it is
-    format: str  # as of ``Checkpoint``
+    format: str  # ``Checkpoint.format``
     groups: tuple[TensorGroup, ...]  # of numbered keys, in natural order
     tensors: Mapping[str, TensorInfo]  # by key
     objects: Mapping[str, ObjectInfo]  # by key
@@ -132,7 +132,7 @@ class Inspection:
         """Return tensors, objects, files and the record of the save.
 
         Args:
-            keys: Every key and every file, in place of groups of keys.
+            keys: Whether to list every key and every file instead of groups of keys.
         """
         lines: list[str] = []
         for headings, rows, more in self._keys() if keys else self._largest():
@@ -158,11 +158,11 @@ class Inspection:
         yield ("tensors", "keys", "shape", "dtype", "bytes", "chunks", "ranks"), rows, more
         listed = []
         objects = folded_keys(list(self.objects))
-        for family in objects[:SHOWN_GROUPS]:
-            stored = [self.objects[key] for key in family.keys]
+        for folded in objects[:SHOWN_GROUPS]:
+            stored = [self.objects[key] for key in folded.keys]
             value = "-" if len(stored) > 1 or stored[0].value is None else brief(stored[0].value)
             nbytes = format_nbytes(sum(info.nbytes for info in stored))
-            listed.append((family.name, value, f"{len(stored):,}", nbytes))
+            listed.append((folded.name, value, f"{len(stored):,}", nbytes))
         rest = len(objects) - len(listed)
         more = format_count(rest, "more group") if rest else ""
         yield ("objects", "value", "keys", "bytes"), listed, more
@@ -217,9 +217,9 @@ class Inspection:
                 value = ", ".join(f"{name} {item}" for name, item in value.items())
             if value not in ("", None):
                 yield f"{key.replace('_', ' ') + ':':<11} {value}"
-        for number, group in enumerate(self.cuts[:MAX_CUTS]):
-            names = short([family.name for family in folded_keys(group.keys)])
-            yield f"{'' if number else 'cut:':<11} {names}: {', then '.join(group.cuts)}"
+        for number, cut in enumerate(self.cuts[:MAX_CUTS]):
+            names = short([folded.name for folded in folded_keys(cut.keys)])
+            yield f"{'' if number else 'cut:':<11} {names}: {', then '.join(cut.cuts)}"
         if len(self.cuts) > MAX_CUTS:
             more = format_count(len(self.cuts) - MAX_CUTS, "more cut")
             yield f"{'':<11} and {more}; --json"
@@ -228,7 +228,7 @@ class Inspection:
 
 
 _Table = tuple[Sequence[str], Sequence[Sequence[str]], str]
-"""Headings, rows, and what is left out."""
+"""Headings, rows, and a text of what is left out."""
 
 
 def _natural(items: Mapping[str, _T]) -> list[tuple[str, _T]]:
@@ -305,17 +305,17 @@ def inspect(
 
 
 def _ranks(tensors: Iterable[TensorInfo]) -> tuple[int, ...]:
-    """Return the ranks that wrote any of some tensors, sorted."""
+    """Return the ranks that wrote a chunk of some tensors, sorted."""
     return tuple(sorted(set(chain.from_iterable({info.ranks for info in tensors}))))
 
 
 def _groups(tensors: Mapping[str, TensorInfo]) -> Iterator[TensorGroup]:
     """Yield tensors whose keys differ in numbers alone, with one shape and dtype."""
-    for family in folded_keys({fqn: (info.shape, info.dtype) for fqn, info in tensors.items()}):
-        held = [tensors[fqn] for fqn in family.keys]
+    for folded in folded_keys({fqn: (info.shape, info.dtype) for fqn, info in tensors.items()}):
+        held = [tensors[fqn] for fqn in folded.keys]
         chunks, nbytes = sum([info.chunks for info in held]), sum([info.nbytes for info in held])
         kind = held[0].shape, held[0].dtype
-        yield TensorGroup(family.name, len(held), *kind, chunks, _ranks(held), nbytes)
+        yield TensorGroup(folded.name, len(held), *kind, chunks, _ranks(held), nbytes)
 
 
 def _cuts(record: SaveRecord, fqns: Iterable[str]) -> tuple[CutsInfo, ...]:
@@ -379,7 +379,7 @@ def shapes(
 
     Args:
         path: A checkpoint of any format, such as a directory of safetensors from the Hub.
-        rename: From its keys to those of the model, where they differ: to a name, or to the
+        rename: Map from its keys to the model's, where they differ: to a name, or to the
             ``Row``, ``Rows`` or ``Parts`` of a ``Stack``, an ``Unstack`` or a ``Split``.
 
     Raises:
@@ -389,8 +389,8 @@ def shapes(
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
     if lost := sorted(set(checkpoint.absent.values())):
         raise CannotLook(f"{checkpoint.path}: it is not whole: {format_names(lost)} missing")
-    made = assembled(checkpoint.path, checkpoint.tensors, rename)
-    return {fqn: tensor.shape for fqn, tensor in made.items()}
+    tensors = assembled(checkpoint.path, checkpoint.tensors, rename)
+    return {fqn: tensor.shape for fqn, tensor in tensors.items()}
 
 
 class _PlainUnpickler(SafeUnpickler):

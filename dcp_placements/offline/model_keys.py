@@ -9,13 +9,13 @@ from dcp_placements.names.optimizer_state import OptimizerStates
 
 
 class ModelTensors(NamedTuple):
-    """The tensors of a checkpoint, by what they are. Of ``{"model": {"w": w}, "optim": ...}``::
+    """The model's tensors and optimizer state of a checkpoint ``{"model": ..., "optim": ...}``::
 
     ModelTensors("model", {"w": ...}, {"optim.state.w.exp_avg": ...})
     """
 
-    prefix: str  # what the names of the model's tensors have in front; may be empty
-    model: dict[str, Any]  # by the model's own names; other prefixes are left out
+    prefix: str  # the prefix of the model's names in the checkpoint; may be empty
+    model: dict[str, Any]  # tensors by the model's own names; other prefixes are left out
     states: dict[str, Any]  # optimizer state, by the checkpoint's keys
 
 
@@ -28,11 +28,12 @@ def model_tensors(
     """Return the model's tensors, by the model's own names, and its optimizer state.
 
     Args:
-        tensors: By key.
+        tensors: Tensors by key.
         held: All tensors and objects of the checkpoint, by key.
-        planner_data: Of its metadata: the path of each key in the saved state dict, if it says so.
-        prefix: The prefix of the model's names. By default that of the saved state dict: ``model``
-            for ``{"model": model.state_dict(), "rng": ...}``.
+        planner_data: ``planner_data`` of its metadata: the path of each key in the saved state
+            dict, if it says so.
+        prefix: The prefix of the model's names. By default the saved state dict's: ``model`` for
+            ``{"model": model.state_dict(), "rng": ...}``.
     """
     of_optimizer = OptimizerStates(held)
     states = {

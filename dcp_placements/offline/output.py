@@ -56,7 +56,7 @@ def output_at(
     """Return the directory that is to be created at a path of this machine, or at a URL.
 
     Args:
-        path: Where nothing is yet, or an empty directory, or an unfinished output.
+        path: A path without anything, an empty directory, or an unfinished output.
         source: The path or URL that the output is written from.
 
     Raises:
@@ -80,11 +80,11 @@ class Output(AbstractContextManager["Output"]):
     """The right to create one directory of this machine, from the first check to the rename.
 
     Args:
-        path: Of the output.
+        path: Path of the output.
 
     Attributes:
-        path: Likewise.
-        partial: Where it is while it is unfinished.
+        path: Path of the output.
+        partial: Path of the directory while it is unfinished.
 
     Raises:
         CannotLook: The path exists, is no name, or another process is writing it.
@@ -130,9 +130,9 @@ class Output(AbstractContextManager["Output"]):
         """Let files be written in the block; they become the output when it ends.
 
         Args:
-            files: As of ``RemoteOutput.directory``, whose files have no directory to themselves.
-            identity: Different for different outputs. The directory outlasts a block that raises,
-                and the next block of the same identity gets it with its files.
+            files: Argument of ``RemoteOutput.directory``, whose files share the directory.
+            identity: Text that differs for different outputs. The directory outlasts a block that
+                raises, and the next block of the same identity gets it with its files.
         """
         if not self._is_unfinished(identity):
             _remove(self.partial)
@@ -167,10 +167,10 @@ class Output(AbstractContextManager["Output"]):
     def check_room(self, nbytes: int) -> None:
         """Check that there is room for an output of so many bytes.
 
-        Room is what is free, and what an unfinished directory has: it is continued, or removed.
+        Room is the free space and that of an unfinished directory, which is continued or removed.
 
         Raises:
-            CannotLook: There is not.
+            CannotLook: There is not enough room.
         """
         held = 0
         if self.partial.is_dir() and not self.partial.is_symlink():
@@ -224,7 +224,7 @@ class RemoteOutput(AbstractContextManager["RemoteOutput"]):
     """One directory to be created at a URL, in the manner of ``Output``.
 
     Args:
-        path: The URL, where nothing is but what an earlier attempt left unfinished.
+        path: A URL without anything but an unfinished earlier attempt.
 
     Attributes:
         path: The URL.
@@ -244,7 +244,7 @@ class RemoteOutput(AbstractContextManager["RemoteOutput"]):
             raise _is_there(self.path)
 
     def __exit__(self, *raised: object) -> None:
-        """Do nothing: what was begun is there for the next attempt."""
+        """Do nothing: the next attempt continues with what was begun."""
 
     @contextmanager
     def directory(self, files: Sequence[str], identity: str) -> Iterator[None]:
@@ -253,8 +253,8 @@ class RemoteOutput(AbstractContextManager["RemoteOutput"]):
         Args:
             files: The names of all files that are written, the last one at the end. No other file
                 is ever removed.
-            identity: As of ``Output.directory``, on an object store. Elsewhere a file may be there
-                in part, so that nothing is left of a block that raises.
+            identity: Argument of ``Output.directory``, on an object store. Other file systems may
+                hold a file in part, so a block that raises there leaves nothing.
         """
         is_resumable = self._fs.is_object_store
         self._fs.mkdir(self.path)
@@ -289,7 +289,7 @@ class RemoteOutput(AbstractContextManager["RemoteOutput"]):
         """Check nothing: the room at a URL is not known."""
 
     def _begin(self, files: Sequence[str], mark: str, is_resumable: bool) -> frozenset[str]:
-        """Create the marker, or take that of the same identity; return which files are there."""
+        """Create the marker, or take one of the same identity; return which files are there."""
         marker = self._fs.concat_path(self.path, MARKER)
         is_new = self._fs.create(marker, mark.encode())
         try:
@@ -389,7 +389,7 @@ def _new_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _is_own(path: Path, is_of_kind: Callable[[int], bool]) -> bool:
-    """Whether this is of a kind and this user's, and no link."""
+    """Whether a path is of a kind, is this user's, and is no link."""
     try:
         held = os.lstat(path)
     except OSError:

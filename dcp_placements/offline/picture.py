@@ -37,7 +37,7 @@ MAX_HEIGHT = 9.0
 """In inches."""
 
 MAX_LABELS = 32
-"""Up to so many writers or chunks have a label each; more have a legend."""
+"""Most writers or chunks that have a label each; more have a legend."""
 
 MAX_FLAWS = 500
 
@@ -70,8 +70,8 @@ def draw(path: str | os.PathLike[str] | Checkpoint, fqn: str | None = None) -> A
     if fqn is not None:
         tensor = checkpoint.tensor(fqn)
         writers = map(_writer, tensor.chunks)
-        pieces = list(map(WrittenBox, tensor.boxes, writers))
-        return tensor_figure(fqn, tensor.shape, tensor.dtype_name, pieces)
+        chunks = list(map(WrittenBox, tensor.boxes, writers))
+        return tensor_figure(fqn, tensor.shape, tensor.dtype_name, chunks)
     nbytes: dict[str, Counter[str]] = {}
     for record in checkpoint.records():
         nbytes.setdefault(_writer(record), Counter())[str(record.file)] += record.nbytes
@@ -87,7 +87,7 @@ def bytes_figure(title: str, nbytes: Mapping[str, Mapping[str, int]]) -> Any:
 
     Args:
         title: The checkpoint's name.
-        nbytes: By writer and file.
+        nbytes: Bytes by writer and file.
     """
     writers = sorted(nbytes, key=natural_key)
     totals = [sum(nbytes[writer].values()) for writer in writers]
@@ -112,18 +112,18 @@ def bytes_figure(title: str, nbytes: Mapping[str, Mapping[str, int]]) -> Any:
     return figure
 
 
-def tensor_figure(fqn: str, shape: Sequence[int], dtype: str, pieces: Sequence[WrittenBox]) -> Any:
+def tensor_figure(fqn: str, shape: Sequence[int], dtype: str, chunks: Sequence[WrittenBox]) -> Any:
     """Return the picture of one tensor: its chunks, coloured by the ranks that wrote them.
 
-    The two dims that are cut into most steps are drawn, the later one across; of a further dim the
-    first step. Holes are hatched grey; elements that are stored twice are hatched red.
+    The two dims with the most edges of chunks are drawn, the later one across, at the first index
+    of all other dims. Holes are hatched grey; elements that are stored twice are hatched red.
     """
-    boxes = [piece.box for piece in pieces if piece.box.numel]
+    boxes = [chunk.box for chunk in chunks if chunk.box.numel]
     array = as_array(boxes, len(shape))
     holes = uncovered(Box.whole(tuple(shape)), array, MAX_FLAWS)
     first, other = np.array(overlaps(array, MAX_FLAWS), np.int64).reshape(-1, 2).T
     doubles = list(dict.fromkeys(as_boxes(intersect(array[first], array[other]))))
-    # By dim, where boxes begin and end; an empty tensor is drawn as one of a single element.
+    # By dim, the edges of boxes; an empty tensor is drawn as a tensor of one element.
     edges = [
         sorted({0, max(size, 1), *starts, *map(add, starts, sizes)})
         for size, starts, sizes in zip(shape, *array.T.swapaxes(0, 1).tolist(), strict=True)
@@ -141,24 +141,24 @@ def tensor_figure(fqn: str, shape: Sequence[int], dtype: str, pieces: Sequence[W
         y, height = (0, 1) if down is None else (box.offsets[down], box.sizes[down])
         return x, y, width, height
 
-    colors = _colors([piece.writer for piece in pieces])
+    colors = _colors([chunk.writer for chunk in chunks])
     facts = [
         f"{tuple(shape)} {dtype}",
-        f"{format_count(len(pieces), 'chunk')} of {format_count(len(colors), 'writer')}",
+        f"{format_count(len(chunks), 'chunk')} of {format_count(len(colors), 'writer')}",
         *[f"dim {dim}: the first part" for dim in hidden if len(edges[dim]) > 2],
     ]
     height = 1.0 if down is None else min(max(2.8, 0.135 * len(edges[down]) + 0.5), MAX_HEIGHT)
     figure, axes = _new_figure(1.2 + height, fqn, facts)
     from matplotlib.patches import Patch, Rectangle
 
-    shown = [(piece, area) for piece in pieces if (area := rectangle(piece.box))]
+    shown = [(chunk, area) for chunk in chunks if (area := rectangle(chunk.box))]
     is_labelled = len(shown) <= MAX_LABELS
     around: Any = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1.5}
-    for piece, (x, y, wide, high) in shown:
-        style: Any = {"facecolor": colors[piece.writer], "linewidth": 1.2 if is_labelled else 0.2}
+    for chunk, (x, y, wide, high) in shown:
+        style: Any = {"facecolor": colors[chunk.writer], "linewidth": 1.2 if is_labelled else 0.2}
         axes.add_patch(Rectangle((x, y), wide, high, edgecolor="white", **style))
         if is_labelled:
-            label = format_name(piece.writer)
+            label = format_name(chunk.writer)
             axes.text(x + wide / 2, y + high / 2, label, ha="center", bbox=around, **_LABEL)
     handles = []
     for flaws, style, what in (
@@ -173,8 +173,8 @@ def tensor_figure(fqn: str, shape: Sequence[int], dtype: str, pieces: Sequence[W
         writers = [writers[(len(writers) - 1) * i // 4] for i in range(5)]
     handles += [Patch(facecolor=colors[writer], label=format_name(writer)) for writer in writers]
     if handles:
-        place = {"loc": "outside lower center", "ncols": 5}
-        figure.legend(handles=handles, fontsize=8, frameon=False, **place)
+        placement = {"loc": "outside lower center", "ncols": 5}
+        figure.legend(handles=handles, fontsize=8, frameon=False, **placement)
     axes.set_xlim(0, 1 if across is None else edges[across][-1])
     axes.set_ylim(1 if down is None else edges[down][-1], 0)
     for axis, drawn in ((axes.xaxis, across), (axes.yaxis, down)):

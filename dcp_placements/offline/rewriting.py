@@ -1,4 +1,4 @@
-"""A ``.metadata`` that torch reads: of an index alone, or of what only a later torch reads."""
+"""A ``.metadata`` that torch reads, in place of an index alone or of a later torch's form."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def stock_metadata(path: str | os.PathLike[str]) -> Metadata:
     """Write the ``.metadata`` of a checkpoint anew, with all that torch's reader needs.
 
     ``PlacementFileSystemWriter(stock_metadata=False)`` writes an index alone, which torch refuses.
-    Torch 2.15 and Python 3.13 write fields and paths that older ones do not read. What this writes
-    has the form that every torch from 2.10 on reads, and an index. It replaces the older file when
+    Torch 2.15 and Python 3.13 write fields and paths that older versions do not read. The new file
+    has an index, and the form that every torch from 2.10 on reads. It replaces the older file when
     it is complete; data files are left as they are.
 
     Memory is needed for the index and for some hundred thousand rows at a time.

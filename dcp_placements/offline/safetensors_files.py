@@ -31,7 +31,7 @@ RENAMED = "dcp_placements.renamed"
 """The note in an export's files: names before its rename, by some of those after it."""
 
 _HEADER_LIMIT_NBYTES = 100 << 20
-"""What the safetensors library allows."""
+"""The limit of the safetensors library."""
 
 NAMED_DTYPES = {
     "F64": torch.float64,
@@ -57,10 +57,10 @@ NAMED_DTYPES = {
 _DTYPE_NAMES = {dtype: name for name, dtype in NAMED_DTYPES.items()}
 
 _WHOLE = {"model", "consolidated", "adapter_model"}
-"""How files are named that hold a whole model, or a whole adapter, without their numbers."""
+"""Names, without numbers, of files that hold a whole model or a whole adapter."""
 
 _NUMBERING = re.compile(r"^shard-\d+-|-\d+-of-\d+$")
-_PART = re.compile(r"-(\d+)-of-(\d+)$")
+_FILE_NUMBER = re.compile(r"-(\d+)-of-(\d+)$")
 
 
 _UNSOUND = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -72,18 +72,18 @@ class _Header(NamedTuple):
 
     file: str
     dtype: torch.dtype
-    # Its place in the whole tensor: at the origin, unless torch's ``HuggingFaceStorageWriter`` cut
-    # it and recorded the offsets
+    # Its box in the whole tensor: at the origin, unless torch's ``HuggingFaceStorageWriter`` cut it
+    # and recorded the offsets
     box: Box
-    is_placed: bool  # whether the file says where in the whole tensor it is
-    start: int  # where its bytes begin in the file
-    nbytes: int  # how many they are
+    is_placed: bool  # whether the file has these offsets
+    start: int  # offset of its bytes in the file
+    nbytes: int  # number of its bytes
 
 
 def read_safetensors_metadata(
     directory: Directory, files: Sequence[str]
 ) -> tuple[Metadata, dict[str, str]]:
-    """Return safetensors files as metadata in columns, and the keys that are not there.
+    """Return safetensors files as metadata in columns, and the keys that are missing.
 
     Args:
         directory: The files' directory.
@@ -96,9 +96,9 @@ def read_safetensors_metadata(
     Raises:
         CannotLook: The index or a header is broken, files disagree about a tensor, or the export to
             the directory has not finished. There are several indices; or, without one, the files of
-            a whole model or adapter beside files of other names, or some parts of a model. Files
-            are those of ranks, each with its part of one tensor, or some of them. A file leads out
-            of the directory, nowhere, or is no plain file. There is no tensor.
+            a whole model or adapter beside files of other names, or only some files of a model.
+            Files are those of ranks, each with a part of every tensor. A file is a link out of the
+            directory or to nothing, or no plain file. There is no tensor.
     """
     index = _read_index(directory)
     if index is None:
@@ -131,7 +131,7 @@ def read_safetensors_metadata(
 
 
 def _tensor(directory: Directory, fqn: str, entries: Sequence[_Header]) -> TensorStorageMetadata:
-    """Return the metadata of a tensor, of which files have all or parts."""
+    """Return the metadata of a tensor that files have whole or in chunks."""
     name, files = format_name(fqn), format_names([entry.file for entry in entries])
     if len({(entry.dtype, len(entry.box.sizes)) for entry in entries}) > 1:
         raise CannotLook(
@@ -153,7 +153,7 @@ def _tensor(directory: Directory, fqn: str, entries: Sequence[_Header]) -> Tenso
 
 
 def _read_index(directory: Directory) -> dict[str, str] | None:
-    """Return file by key, as the index has it; None where there is no index."""
+    """Return the index: file by key; None where there is no index."""
     names = [name for name in directory.names() if name.endswith(".safetensors.index.json")]
     if not names:
         return None
@@ -179,20 +179,20 @@ def _read_index(directory: Directory) -> dict[str, str] | None:
 
 
 def _check_one_model(directory: Directory, files: Sequence[str]) -> None:
-    """Refuse files without an index that are none, or several models, or a part of one."""
+    """Refuse files without an index that are unfinished, several models, or a part of one."""
     if any(name.startswith(MARKER) for name in directory.names()):
         raise CannotLook(
             f"{directory.path}: the export to this directory has not finished\n"
             "    way out:     wait for it, or export again with the same arguments: it continues"
         )
     kinds: dict[str, list[str]] = {}
-    parts: dict[tuple[str, int], set[int]] = {}
+    numbers_of: dict[tuple[str, int], set[int]] = {}
     for file in files:
         name = file.removesuffix(".safetensors")
         model = _NUMBERING.sub("", name)
         kinds.setdefault(model, []).append(file)
-        if part := _PART.search(name):
-            parts.setdefault((model, int(part[2])), set()).add(int(part[1]))
+        if match := _FILE_NUMBER.search(name):
+            numbers_of.setdefault((model, int(match[2])), set()).add(int(match[1]))
     if len(kinds) > 1 and not kinds.keys().isdisjoint(_WHOLE):
         raise CannotLook(
             f"{directory.path}: safetensors files of {len(kinds)} kinds, and no index: "
@@ -201,7 +201,7 @@ def _check_one_model(directory: Directory, files: Sequence[str]) -> None:
             "meant\n"
             "    way out:     give a directory with the files of one of them"
         )
-    for (name, most), numbers in parts.items():
+    for (name, most), numbers in numbers_of.items():
         if len(numbers) < most:
             raise CannotLook(
                 f"{directory.path}: {len(numbers)} of {most} parts of {format_name(name)}, and no "
@@ -283,7 +283,7 @@ def _read_header(
 
 
 def _header(stream: IO[bytes], size: int) -> tuple[Any, int]:
-    """Return the header of a file of a size, and where its elements begin."""
+    """Return the header of a file, and the offset of its elements."""
     (length,) = struct.unpack("<Q", stream.read(8))
     if not 2 <= length <= min(_HEADER_LIMIT_NBYTES, max(size - 8, 0)):
         raise ValueError(f"a header of {length} bytes in a file of {size}")
@@ -291,11 +291,11 @@ def _header(stream: IO[bytes], size: int) -> tuple[Any, int]:
 
 
 def renamed_by_export(directory: Directory, file: str) -> dict[str, str]:
-    """Return the names before an export's rename by those in the file, as it says itself.
+    """Map names in an exported file to the names before the export's rename, as it notes them.
 
     Args:
-        directory: The file's.
-        file: Its name; its header is sound.
+        directory: Directory of the file.
+        file: Name of the file, whose header is sound.
     """
     try:
         with directory.open(file) as stream:

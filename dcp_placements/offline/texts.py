@@ -1,4 +1,4 @@
-"""What results say: as text, ranges of numbers and tables; and as the JSON of ``--json``."""
+"""Results as text (ranges of numbers, tables) and as the JSON of ``--json``."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def to_json(result: Any) -> Any:
     not finite become strings.
 
     Args:
-        result: What a function of ``dcp_placements.offline`` returns, or a part of it.
+        result: Result of a function of ``dcp_placements.offline``, or a value in it.
     """
     listed = getattr(result, "JSON", "")
     if listed or is_dataclass(result):

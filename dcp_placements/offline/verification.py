@@ -1,7 +1,7 @@
 """``verify``: whether a checkpoint is whole, by its metadata and by its data files.
 
 Metadata and the sizes of files prove holes, overlaps and missing files. A record of a ``.distcp``
-file is a zip file that ``torch.save`` wrote. Its first bytes tell shape and dtype, and every part
+file is a zip file that ``torch.save`` wrote. Its first bytes tell shape and dtype, and every entry
 of it has a checksum, which ``torch.load`` does not compare.
 """
 
@@ -65,13 +65,13 @@ AFTER_S = 1.0
 """A data file that is younger than ``.metadata`` by more than this is noted."""
 
 FILE_PART_NBYTES = 4 << 20
-"""Contents are read in pieces of this size."""
+"""Contents are read in blocks of this size."""
 
 WINDOW_NBYTES = 1 << 20
 """Small records are read so many bytes at a time."""
 
-MAX_GROUPS = 10
-"""Files and kinds of faults that are shown at first: three lines each."""
+MAX_SHOWN = 10
+"""Pairs of a file and a kind of fault that are shown by default: three lines each."""
 
 MAX_BOXES = 4
 """Boxes that a message lists."""
@@ -82,11 +82,11 @@ FileFinding = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFault:
-    """One thing wrong with a checkpoint."""
+    """One fault of a checkpoint."""
 
-    kind: str  # what it is, in one word that stays; the guide of cli lists them
-    tensors: tuple[str, ...]  # keys that it is about, sorted
-    files: tuple[str, ...]  # files that it is about, sorted
+    kind: str  # the kind, one stable word; the guide of cli lists them
+    tensors: tuple[str, ...]  # the keys concerned, sorted
+    files: tuple[str, ...]  # the files concerned, sorted
     message: str  # the numbers in the files against those declared
 
 
@@ -111,24 +111,25 @@ class Verification:
     def __str__(self) -> str:
         return self.text()
 
-    def text(self, most: int = MAX_GROUPS) -> str:
+    def text(self, most: int = MAX_SHOWN) -> str:
         """Return the faults by file and kind, the notes and the verdict.
 
         Args:
-            most: The most groups of faults to show.
+            most: Largest number of pairs of file and kind to show.
         """
-        groups: dict[tuple[str, str], list[CheckpointFault]] = {}
+        by_file_and_kind: dict[tuple[str, str], list[CheckpointFault]] = {}
         for fault in self.faults:
             where = short(fault.files) if fault.files else "in the metadata"
-            groups.setdefault((where, fault.kind), []).append(fault)
-        ordered = sorted(groups.items(), key=lambda item: (natural_key(item[0][0]), item[0][1]))
+            by_file_and_kind.setdefault((where, fault.kind), []).append(fault)
+        ordered = sorted(by_file_and_kind, key=lambda key: (natural_key(key[0]), key[1]))
         lines: list[str] = []
-        place = None
-        for (where, kind), faults in ordered[:most]:
-            lines += [] if where == place else [where]
-            place = where
+        shown = None
+        for where, kind in ordered[:most]:
+            faults = by_file_and_kind[where, kind]
+            lines += [] if where == shown else [where]
+            shown = where
             keys = folded_keys({fqn for fault in faults for fqn in fault.tensors})
-            names = short([family.name for family in keys]) if keys else "no key"
+            names = short([folded.name for folded in keys]) if keys else "no key"
             several = len(faults) > 1
             number = f"{format_count(len(faults), 'fault')}, " if several else ""
             lines.append(f"    {kind}: {number}{names}")
@@ -136,9 +137,9 @@ class Verification:
             lines.append(f"        found:       {faults[0].message}{first}")
         rest = ordered[most:]
         if rest:
-            number = format_count(sum(len(faults) for _, faults in rest), "more fault")
-            places = format_count(len({where for (where, _), _ in rest}), "place")
-            lines.append(f"... and {number} in {places}; --all")
+            number = format_count(sum(len(by_file_and_kind[key]) for key in rest), "more fault")
+            count = format_count(len({where for where, _ in rest}), "place")
+            lines.append(f"... and {number} in {count}; --all")
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join([*lines, f"{self.path}: {self._verdict()}"])
 
@@ -165,15 +166,15 @@ def verify(
     memory: int = VERIFIED_NBYTES,
     progress: Progress = lambda done, total: None,
 ) -> Verification:
-    """Return what is wrong with a checkpoint.
+    """Return the faults of a checkpoint.
 
-    Without ``contents`` only the head of every record is read. Checked are then:
-    chunks tile their tensors, files exist and are long enough, records match the metadata.
+    Without ``contents`` only the head of every record is read. This proves that chunks tile their
+    tensors, that files exist and are long enough, and that records match the metadata.
 
     Args:
         path: The checkpoint.
-        contents: Read everything, and compare it with the checksums that ``torch.save`` writes.
-            What the pickle of ``.metadata`` says to torch is compared with its index, too.
+        contents: Whether to read everything and compare it with the checksums that ``torch.save``
+            writes, and the pickle of ``.metadata`` that torch reads with its index.
         memory: Bytes that data may take.
         progress: Called as files are read.
 
@@ -223,7 +224,7 @@ def verify(
 
 
 def _version(directory: Directory) -> str | None:
-    """Return what is different after ``.metadata`` was written again; None without one."""
+    """Return the version of ``.metadata``, which each write of it changes; None without one."""
     try:
         return directory.version(".metadata")
     except OSError:
@@ -236,13 +237,13 @@ class _Checks:
     Args:
         checkpoint: The checkpoint.
         contents: Whether to read everything and compare checksums.
-        limit_nbytes: Records that cannot be checked in pieces are skipped above this size.
-        progress: Called with the bytes checked so far, after every piece.
+        limit_nbytes: Size above which records that cannot be checked in blocks are skipped.
+        progress: Called with the bytes checked so far, after every block.
 
     Attributes:
         nbytes: Bytes of contents that were checked.
         skipped: Names of the records above ``limit_nbytes``.
-        other_types: Names of those of types that ``torch.load`` was not told to allow.
+        other_types: Names of records of types that ``torch.load`` was not told to allow.
     """
 
     def __init__(
@@ -321,12 +322,12 @@ class _Checks:
         return faults
 
     def _findings(self, part: ByteRange, record: StoredRecord) -> Iterator[FileFinding]:
-        """Yield what is wrong with a record: its shape and dtype, and what it contains."""
+        """Yield the faults of a record: of its shape and dtype, and of its contents."""
         if record.transforms:
             if not self._contents:
                 self._transformed += 1
                 return
-            # All of it must be read to undo them.
+            # To undo transforms, the whole record must be read.
             try:
                 content = self._checkpoint.read_record(record, self._limit_nbytes)
             except OSError:
@@ -396,11 +397,11 @@ class _Checks:
     def _checksums(
         self, part: ByteRange, tensor: TensorRecord | None = None
     ) -> Iterator[FileFinding]:
-        """Yield the parts that do not match their checksums.
+        """Yield the entries of a zip file that do not match their checksums.
 
         Args:
             part: The record.
-            tensor: Where its elements are, if it is plain.
+            tensor: The record's description, if it is plain.
         """
         try:
             file = stored_zip(part.stream())
@@ -418,9 +419,9 @@ class _Checks:
             for entry in entries:
                 start = entry_start(part.read_into, entry)
                 checksum = 0
-                for piece in _pieces(part, start, entry.file_size):
-                    checksum = crc32(piece, checksum)
-                    self._advance(piece.nbytes)
+                for block in _blocks(part, start, entry.file_size):
+                    checksum = crc32(block, checksum)
+                    self._advance(block.nbytes)
                 plain = tensor and (start, entry.file_size) == (tensor.start, tensor.nbytes)
                 if has_sums and checksum != entry.CRC:
                     what = "the elements" if plain else f"its {entry.filename.partition('/')[2]}"
@@ -437,16 +438,16 @@ class _Checks:
             yield "wrong_record", f"this is no whole file of torch.save: {sentence}"
 
 
-def _pieces(part: ByteRange, start: int, nbytes: int) -> Iterator[memoryview]:
+def _blocks(part: ByteRange, start: int, nbytes: int) -> Iterator[memoryview]:
     buffer = memoryview(bytearray(min(nbytes, FILE_PART_NBYTES)))
     for offset in range(0, nbytes, FILE_PART_NBYTES):
-        piece = buffer[: min(FILE_PART_NBYTES, nbytes - offset)]
-        part.read_into(piece, start + offset)
-        yield piece
+        block = buffer[: min(FILE_PART_NBYTES, nbytes - offset)]
+        part.read_into(block, start + offset)
+        yield block
 
 
 def _reason(error: Exception) -> str:
-    """Return what is wrong with a record; of torch's message without its advice."""
+    """Return the fault of a record, in the words of torch's message without its advice."""
     text = str(error)
     _, refused, reason = text.partition("WeightsUnpickler error: ")
     if refused:
@@ -516,7 +517,7 @@ def record_name(checkpoint: Checkpoint, record: StoredRecord) -> str:
 
 
 def structural_faults(checkpoint: Checkpoint) -> list[CheckpointFault]:
-    """Return all that the metadata, the sizes of files and the ids of saves prove to be wrong."""
+    """Return all faults that the metadata, the sizes of files and the ids of saves prove."""
     faults = metadata_faults(checkpoint)
     for file, records in records_by_file(checkpoint).items():
         faults += file_faults(checkpoint, file, records)
@@ -524,13 +525,13 @@ def structural_faults(checkpoint: Checkpoint) -> list[CheckpointFault]:
 
 
 def metadata_faults(checkpoint: Checkpoint) -> list[CheckpointFault]:
-    """Return what the metadata prove to be wrong, and files of another save."""
+    """Return the faults that the metadata prove, and files of another save."""
     check_count(checkpoint.path, len(checkpoint.rows))
     return [*tiling_faults(checkpoint), *_place_faults(checkpoint), *_id_faults(checkpoint)]
 
 
 def stock_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
-    """Yield what torch's readers, which know no index, find otherwise than the index has it.
+    """Yield where the pickle that torch's readers read differs from the index.
 
     Raises:
         CannotLook: The pickle before the index is refused, or cannot be read.
@@ -570,10 +571,10 @@ def _stock_fault(what: str, fqns: Iterable[str]) -> CheckpointFault:
 
 def tiling_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
     """Yield holes, overlaps, and chunks out of bounds: one fault for tensors that are cut alike."""
-    groups: dict[tuple[tuple[int, ...], ChunkBoxes], list[StoredTensor]] = {}
+    by_cut: dict[tuple[tuple[int, ...], ChunkBoxes], list[StoredTensor]] = {}
     for tensor in checkpoint.tensors.values():
-        groups.setdefault((tensor.shape, tensor.cut), []).append(tensor)
-    for tensors in groups.values():
+        by_cut.setdefault((tensor.shape, tensor.cut), []).append(tensor)
+    for tensors in by_cut.values():
         for kind, message in box_faults(tensors[0].whole, tensors[0].boxes):
             names = tuple(sorted([tensor.fqn for tensor in tensors]))
             yield CheckpointFault(kind, names, (), message)
@@ -601,7 +602,7 @@ def box_faults(whole: Box, boxes: Iterable[Box]) -> Iterator[tuple[str, str]]:
 
 def _place_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
     """Yield chunks without a place, places without a chunk, and keys of an index without either."""
-    for keys in checkpoint.alike:
+    for keys in checkpoint.key_classes:
         fqns = tuple(sorted([checkpoint.rows.fqns[key] for key in keys]))
         offsets, boxes_of = set(checkpoint.rows.offsets_of(fqns[0])), checkpoint.boxes_of(fqns[0])
         unplaced = [box for offset, box in boxes_of.items() if offset not in offsets]
@@ -650,7 +651,7 @@ def _id_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
 def file_faults(
     checkpoint: Checkpoint, file: str, records: Sequence[StoredRecord]
 ) -> Iterator[CheckpointFault]:
-    """Yield that a file is missing or too short, and which of its records share bytes."""
+    """Yield faults of a file that is missing or too short, and of records that share bytes."""
     size = checkpoint.directory.size(file)
     if size is None:
         why = checkpoint.directory.why_barred(file) or "the file is not there"
@@ -663,10 +664,10 @@ def file_faults(
             f"{len(beyond)} of {len(records)} records end beyond its end"
         )
         yield CheckpointFault("truncated_file", fqns_of(beyond), (file,), message)
-    # Two keys may share one whole record; that they share a part of one is a fault.
-    reached, end = records[0], records[0].end  # the record before that reaches farthest
+    # Two keys may share one whole record; two records may not share some bytes.
+    reached, end = records[0], records[0].end  # the earlier record that ends last
     for record in records:
-        # Parts of a rank's tensor may lie within each other, as columns do.
+        # Chunks of a rank's tensor may interleave, as columns do.
         if reached.start < record.start < end and not checkpoint.records_in_files:
             names = (record_name(checkpoint, holder) for holder in (reached, record))
             message = f"bytes {record.start}-{end} belong to {' and to '.join(names)}"
@@ -676,5 +677,5 @@ def file_faults(
 
 
 def fqns_of(records: Iterable[StoredRecord]) -> tuple[str, ...]:
-    """Return the keys of what records hold, sorted."""
+    """Return the keys of records, sorted."""
     return tuple(sorted({record.fqn for record in records}))

@@ -204,8 +204,8 @@ def _layer_numbers(chunk: nn.Module) -> Sequence[int]:
                     "    way out:     your own rename= (dcp_placements.names.renames)"
                 )
             numbers.append(int(number) - 1)
-    run = range(numbers[0], numbers[0] + len(numbers)) if numbers else range(0)
-    return run if numbers == list(run) else numbers
+    consecutive = range(numbers[0], numbers[0] + len(numbers)) if numbers else range(0)
+    return consecutive if numbers == list(consecutive) else numbers
 
 
 def _check_config(config: Any, dense: Mesh, expert: Mesh | None) -> None:

@@ -47,10 +47,10 @@ def rules_of(placements: Mapping[str, CheckpointPlacement | None]) -> PlacementR
     # One object for equal placements.
     shared: dict[CheckpointPlacement | None, CheckpointPlacement | None] = {}
     placements = {fqn: shared.setdefault(kind, kind) for fqn, kind in placements.items()}
-    groups: dict[str, list[CheckpointPlacement | None]] = {}
+    by_pattern: dict[str, list[CheckpointPlacement | None]] = {}
     for fqn, placement in placements.items():
-        groups.setdefault(starred(fqn), []).append(placement)
-    common = {pattern: Counter(kinds).most_common(1)[0][0] for pattern, kinds in groups.items()}
+        by_pattern.setdefault(starred(fqn), []).append(placement)
+    common = {pattern: Counter(kinds).most_common(1)[0][0] for pattern, kinds in by_pattern.items()}
     patterns: dict[str, CheckpointPlacement | None] = {}
     patterns |= {pattern: kind for pattern, kind in common.items() if kind is not None}
     while True:
@@ -60,7 +60,7 @@ def rules_of(placements: Mapping[str, CheckpointPlacement | None]) -> PlacementR
         if not wrong:
             return rules
         for fqn in wrong:
-            group = starred(fqn)
+            pattern = starred(fqn)
             # One pattern for the group, if its members have one placement.
-            own = fqn if group in patterns or common[group] is not placements[fqn] else group
+            own = fqn if pattern in patterns or common[pattern] is not placements[fqn] else pattern
             patterns[own] = placements[fqn]

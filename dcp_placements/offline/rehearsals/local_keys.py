@@ -50,7 +50,7 @@ def checkpoint_steps(rename: Any) -> Steps:
     all_steps = steps(rename)
     if any(step.kind == FUNCTION for step in all_steps):
         return ()
-    made: list[Renames] = []
+    kept: list[Renames] = []
     for number, step in enumerate(all_steps):
         operation = step.rename
         if isinstance(operation, Replace):
@@ -66,8 +66,8 @@ def checkpoint_steps(rename: Any) -> Steps:
             operation = replace(
                 operation, names=[_replaced(name, later) for name in operation.names]
             )
-        made.append(Renames(operation, optional=step.declared is None))
-    return tuple(made)
+        kept.append(Renames(operation, optional=step.declared is None))
+    return tuple(kept)
 
 
 def _replaced(text: str, steps: Sequence[Replace]) -> str:
@@ -171,40 +171,40 @@ def _rows(step: Stack, wholes: Wholes) -> Iterator[tuple[str, Whole]]:
 def _unstacked(step: Unstack, wholes: Wholes) -> dict[str, Whole]:
     """Return the stacks of rows that the checkpoint has one by one, and all other keys."""
     stacked = Stack(step.pattern, sys.maxsize)
-    made: dict[str, Whole] = {}
+    stacked_by_key: dict[str, Whole] = {}
     rows: dict[str, int] = {}
     for key, whole in wholes.items():
         name = stacked(key)
         if isinstance(name, Row):
-            made.setdefault(name.fqn, whole)
+            stacked_by_key.setdefault(name.fqn, whole)
             rows[name.fqn] = max(rows.get(name.fqn, 0), name.index + 1)
         else:
-            made[key] = whole
+            stacked_by_key[key] = whole
     for key, count in rows.items():
-        if shape := made[key].shape:
+        if shape := stacked_by_key[key].shape:
             ndim = len(shape) + 1
             dim = min(max(step.dim, -ndim), ndim - 1) % ndim
-            made[key] = made[key]._replace(shape=inserted(shape, dim, count))
-    return made
+            stacked_by_key[key] = stacked_by_key[key]._replace(shape=inserted(shape, dim, count))
+    return stacked_by_key
 
 
 def _fused(step: Split, wholes: Wholes) -> dict[str, Whole]:
     """Return the tensors of which the checkpoint has the parts, and all other keys."""
-    made: dict[str, Whole] = {}
+    fused_by_key: dict[str, Whole] = {}
     for key, whole in wholes.items():
         fused = _fused_key(step, key)
         name = None if fused is None else step(fused)
         if fused is None or not isinstance(name, Parts) or not wholes.keys() >= set(name.fqns):
-            made[key] = whole
-        elif fused not in made:
+            fused_by_key[key] = whole
+        elif fused not in fused_by_key:
             shape = whole.shape
             if shape and -len(shape) <= step.dim < len(shape):
                 dim = step.dim % len(shape)
                 of_parts = [wholes[fqn].shape for fqn in name.fqns]
                 size = sum(part[dim] for part in of_parts if len(part) > dim)
                 whole = whole._replace(shape=replaced(shape, dim, size))
-            made[fused] = whole
-    return made
+            fused_by_key[fused] = whole
+    return fused_by_key
 
 
 def _fused_key(step: Split, key: str) -> str | None:

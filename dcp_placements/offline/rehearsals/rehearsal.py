@@ -279,9 +279,9 @@ class _Costs:
         files = np.array(rows, np.int64)
         nbytes = np.array([[record.nbytes for record in chunks] for chunks in of_chunks], np.int64)
         in_chunks = stored.boxes[chunk, 1], shared[:, 0] - stored.boxes[chunk, 0], shared[:, 1]
-        parts = np.stack(in_chunks, axis=1).tolist()
+        triples = np.stack(in_chunks, axis=1).tolist()
         by_pair = np.array(
-            [_slice_nbytes(*map(tuple, triple), itemsize) for triple in parts], np.int64
+            [_slice_nbytes(*map(tuple, triple), itemsize) for triple in triples], np.int64
         )
         slices, chunks, reads = np.zeros((3, len(boxes)), np.int64)
         for lengths, number in zip(*np.unique(nbytes, axis=0, return_counts=True), strict=True):
@@ -303,8 +303,8 @@ class _Costs:
             # Each box with each file once, then each holder of the box with the file.
             pairs = np.unique(box * (size + 1) + of_chunk[chunk] + 1)
             opened, file = np.divmod(pairs, size + 1)
-            row, place = expanded(cover.starts[opened], np.diff(cover.starts)[opened])
-            ranks, file = cover.ranks[cover.order[place]], file[row] - 1
+            row, position = expanded(cover.starts[opened], np.diff(cover.starts)[opened])
+            ranks, file = cover.ranks[cover.order[position]], file[row] - 1
             self._pairs.append(np.unique(ranks[file >= 0] * size + file[file >= 0]))
             if len(lacking := np.unique(ranks[file < 0])):
                 headline = "the metadata names no file for a chunk that is needed"

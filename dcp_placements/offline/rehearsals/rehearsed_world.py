@@ -492,8 +492,8 @@ def _rule_label(rules: Rules, tensor: Named) -> Hashable:
     except CannotPlace:  # said where each rank's cutting is made
         return CannotPlace
     coordinate = None if placement is None else placement.mesh.get_coordinate()
-    place = None if coordinate is None else tuple(coordinate)
-    return placement and (_cut_signature(placement), place)
+    position = None if coordinate is None else tuple(coordinate)
+    return placement and (_cut_signature(placement), position)
 
 
 def _value(dtype: torch.dtype, cutting: Cutting) -> Any:
