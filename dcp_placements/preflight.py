@@ -1,4 +1,4 @@
-"""The pre-flight: all that a save would check, and no byte written."""
+"""The pre-flight: all checks of a save, without writing a byte."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.distributed.checkpoint import CheckpointException, SavePlan
 
 from dcp_placements._torch import DistWrapper, state_dicts_of_statefuls, world_size
 from dcp_placements.advice.proposal import (
+    LocalTensor,
     RankFacts,
     TensorFacts,
     along,
@@ -41,15 +42,15 @@ def check(
     whole: Any = None,
     **options: Any,
 ) -> SaveReport:
-    """Return what a save of ``state_dict`` would come to, or refuse as it would.
+    """Return the report of a save of ``state_dict``, or refuse as the save would.
 
-    To be called on all ranks, at step 0 and whenever the rules are new. One gather of the plans
+    Call it on all ranks, at step 0 and whenever the rules are new. One gather of the plans
     and one answer; no data moves but the digests.
 
     Args:
-        state_dict: As for ``dcp.save``.
+        state_dict: The state dict, as for ``dcp.save``.
         rules: ``Placements``, or rules as for ``PlacementSavePlanner``.
-        process_group: As for ``dcp.save``.
+        process_group: The process group, as for ``dcp.save``.
         whole: The unsharded model, or that of each level, as for ``Placements``, in place of that
             of ``rules``.
         options: Further options of ``PlacementSavePlanner``; with ``Placements``, of its
@@ -77,15 +78,14 @@ def check(
         planner.set_up_planner(plain, is_coordinator=rank == 0)
         plan = planner.create_local_plan()
         if planner.whole is None:
-            return plan, _declared_parts(planner)
+            return plan, _declared_shards(planner)
         return plan, None if mesh is None else rank_facts(plain, mesh)
 
     def on_coordinator(sent: list[tuple[SavePlan, RankFacts | None]]) -> SaveReport:
         try:
             planner.create_global_plan([plan for plan, _ in sent])
-            if planner.whole is None and (
-                notes := _equal_parts([facts for _, facts in sent if facts])
-            ):
+            shards = [facts for _, facts in sent if facts]
+            if planner.whole is None and (notes := _equal_shards(shards)):
                 planner.report.warnings += tuple(map(str, notes))
                 warnings.warn(format_faults("look at this save", notes, "note"), stacklevel=2)
         except PlacementError as refusal:
@@ -101,19 +101,16 @@ def check(
         return planner.report
 
     try:
-        group = DistWrapper(process_group, world_size() > 1, 0)
-        return group.all_reduce("check", on_rank, on_coordinator)
+        ranks = DistWrapper(process_group, world_size() > 1, 0)
+        return ranks.all_reduce("check", on_rank, on_coordinator)
     except CheckpointException as failed:
         raise one_error(failed) from None
 
 
-def _declared_parts(planner: PlacementSavePlanner) -> RankFacts:
-    """Return the parts of tensors that the rules cut over axes that are not expert-parallel.
-
-    Experts may well be equal before the first step.
-    """
+def _declared_shards(planner: PlacementSavePlanner) -> RankFacts:
+    """Return the shards of tensors that the rules cut, with the rank's position along each axis."""
     tensors: dict[str, TensorFacts] = {}
-    parts = {}
+    shards = {}
     for fqn, placed in planner._save.placing.placed.items():
         cuts = zip(placed.place.sharding.cuts, placed.place.positions, strict=False)
         positions = [
@@ -122,27 +119,30 @@ def _declared_parts(planner: PlacementSavePlanner) -> RankFacts:
             if cut.size > 1 and isinstance(position, int)
         ]
         if placed.rule is not None and positions and len(placed.tensors) == 1:
-            tensors[fqn], parts[fqn] = (
-                TensorFacts(placed.place.sharding.global_shape, tuple(positions), None),
-                placed.tensor,
-            )
-    digests = contents_of(parts)
-    return RankFacts(
-        {}, {fqn: tensor._replace(digest=digests[fqn]) for fqn, tensor in tensors.items()}
-    )
+            shape = placed.place.sharding.global_shape
+            tensors[fqn] = TensorFacts(shape, tuple(positions), None)
+            shards[fqn] = placed.tensor
+    digests = contents_of(shards)
+    facts = {fqn: tensor._replace(digest=digests[fqn]) for fqn, tensor in tensors.items()}
+    return RankFacts({}, facts)
 
 
-def _equal_parts(facts: Sequence[RankFacts]) -> list[Fault]:
-    """Return the notes on parts that are equal along an axis that a rule cuts, and not constant."""
+def _equal_shards(facts: Sequence[RankFacts]) -> list[Fault]:
+    """Return notes on shards that are equal along an axis of a rule, and not constant.
+
+    Expert-parallel axes are left out: experts may be equal before the first step.
+    """
     notes = []
     for fqn in dict.fromkeys(fqn for rank in facts for fqn in rank.tensors):
         held = [rank.tensors[fqn] for rank in facts if fqn in rank.tensors]
         axes = [name for name, _ in held[0].own if name and not EXPERT_AXIS.match(name)]
-        parts = [
-            ({name: position for name, position in tensor.own if name}, tensor._replace(own=()))
+        shards = [
+            LocalTensor(
+                {name: position for name, position in tensor.own if name}, tensor._replace(own=())
+            )
             for tensor in held
         ]
-        for axis in sorted(along([parts], axes)[1]):
+        for axis in sorted(along([shards], axes)[1]):
             details = (
                 f"found:       equal parts, of which the rule makes {held[0].shape}",
                 f"likely:      a tensor that every rank of {axis!r} holds whole, declared Shard; "

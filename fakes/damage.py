@@ -1,7 +1,7 @@
 """Ways in which checkpoint directories break, each one a function.
 
-They work on what ``dcp.save`` left, with torch's own classes and Python's zip reader alone, so that
-the library's reading of files has no part in it. Each returns the names of the files it changed.
+They work on the files of ``dcp.save`` with torch's own classes and Python's zip reader, and use no
+code of the library. Each returns the names of the files it changed.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ def overlap_chunk(path: str | Path, fqn: str, *, chunk: int = 0) -> str:
 def half_overwrite(path: str | Path, later: str | Path, files: Sequence[str] = ()) -> list[str]:
     """Put data files of a later save in the place of this one's, and not its metadata.
 
-    As a save into the same directory leaves it that is killed half-way. A file takes the place of
-    that of the same rank, whatever the names; those are returned.
+    A save into the same directory that is killed half-way leaves such files. A file takes the place
+    of the same rank's file, whatever the names; the names of replaced files are returned.
 
     Args:
-        path: The checkpoint that is damaged.
+        path: The checkpoint to damage.
         later: Another save of the same tensors.
-        files: Which files; every second one by default.
+        files: Names of the files to take; every second file by default.
     """
     names = list(files) or sorted(file.name for file in Path(later).glob("*.distcp"))[1::2]
     replaced = []
@@ -107,7 +107,7 @@ class _Foreign:
 
 
 def _elements(path: Path, fqn: str, chunk: int) -> tuple[Path, int, int]:
-    """Return the file of a chunk, and where its elements begin and how many bytes they are."""
+    """Return the file of a chunk, and the offset and length of its elements in bytes."""
     metadata = _read(path)
     offsets = _chunks(metadata, fqn)[chunk].offsets
     info = metadata.storage_data[MetadataIndex(fqn, offsets)]
@@ -140,7 +140,7 @@ def _chunks(metadata: Metadata, fqn: str) -> list[ChunkStorageMetadata]:
 
 
 def _give_chunks(metadata: Metadata, fqn: str, chunks: list[ChunkStorageMetadata]) -> None:
-    # Tensors that are cut alike may share one list.
+    # Tensors with equal cuts may share one list.
     entry = metadata.state_dict_metadata[fqn]
     assert isinstance(entry, TensorStorageMetadata)
     metadata.state_dict_metadata[fqn] = TensorStorageMetadata(entry.properties, entry.size, chunks)

@@ -2,8 +2,8 @@
 
 ``MegatronModel.wholes()`` is the truth: every weight of a GPT or MoE model in Megatron-Core's
 names, with layers and experts numbered over all ranks, and gate before up. ``write_legacy`` cuts it
-for every rank and writes ``iter_*/mp_rank_*/model_optim_rng.pt`` of those that Megatron would have
-write. Names, shapes, who writes what and what stands beside the weights follow Megatron-LM's
+for every rank and writes ``iter_*/mp_rank_*/model_optim_rng.pt`` for the ranks that write in
+Megatron. Names, shapes, writers and the other entries of a file follow Megatron-LM's
 ``training/checkpointing.py``, ``core/parallel_state.py`` and ``core/optimizer/optimizer.py``.
 """
 
@@ -28,7 +28,7 @@ import torch
 Wholes = dict[str, torch.Tensor]
 
 STEPS = 1_000_000
-"""Steps that the fake optimizer has made."""
+"""Steps of the fake optimizer."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class MegatronModel:
 
     Attributes:
         layers: Transformer layers.
-        dense_layers: How many of them, the first ones, have no experts.
+        dense_layers: Number of first layers without experts.
         hidden: Hidden size.
         heads: Attention heads.
         query_groups: Groups of heads that share a key and a value.
@@ -52,7 +52,7 @@ class MegatronModel:
         gated: Whether ``linear_fc1`` joins gate and up.
         bias: Whether linear layers have biases.
         grouped: Experts as ``TEGroupedMLP`` (``weight{i}``), not ``SequentialMLP``.
-        dtype: Of the weights.
+        dtype: Dtype of the weights.
     """
 
     layers: int = 4
@@ -199,7 +199,7 @@ class MegatronRun:
 
 @dataclass(frozen=True)
 class RankOf:
-    """Where a rank stands: its position along each axis, and its number among all ranks."""
+    """A rank: its position along each axis, and its number among all ranks."""
 
     tp: int
     pp: int
@@ -222,10 +222,10 @@ def write_legacy(
 
     Args:
         path: The directory of all iterations.
-        model: What is saved.
-        run: By how many ranks.
-        seed: Of the weights.
-        iteration: Its number.
+        model: The model to save.
+        run: The parallel sizes.
+        seed: Seed of the weights.
+        iteration: Number of the iteration.
         args: Whether the files hold the run's arguments.
         optimizer: ``"float16"`` (weights in float32 and moments in the file), ``"distributed"``
             (moments flat in a file beside it), or None.
@@ -246,9 +246,9 @@ def write_legacy(
         if optimizer == "float16":
             weights = [weight for chunk in chunks for weight in chunk.values()]
             state = {index: {"exp_avg": weight + 1} for index, weight in enumerate(weights)}
-            groups = [{"step": STEPS, "lr": 1e-4, "params": [*state]}]
+            parameter_groups = [{"step": STEPS, "lr": 1e-4, "params": [*state]}]
             held["optimizer"] = {
-                "optimizer": {"state": state, "param_groups": groups},
+                "optimizer": {"state": state, "param_groups": parameter_groups},
                 "grad_scaler": {"scale": torch.ones(1)},
                 "fp32_from_fp16_params": [weights],
             }
@@ -289,7 +289,7 @@ def local_weights(
         layer = re.search(r"(?<=layers\.)\d+", key)
         expert = re.search(r"(?<=local_experts\.)\d+|(?<=\.weight)\d+$|(?<=\.bias)\d+$", key)
         name = key
-        # From the end, so that what stands before keeps its place.
+        # The expert's number first: the layer's, before it, keeps its position in the text.
         if expert is not None:
             number = int(expert[0]) - rank.ep * per_rank
             if not 0 <= number < per_rank:
@@ -392,7 +392,7 @@ def _with_extra_state(weights: Wholes) -> dict[str, Any]:
 
 
 class AttnBackend(enum.Enum):
-    """Of Megatron's enumerations, one that ``args`` holds; written under Megatron's name."""
+    """One of Megatron's enumerations in ``args``; written under Megatron's name."""
 
     flash = 1
     auto = 5

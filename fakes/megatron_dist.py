@@ -29,9 +29,9 @@ def write_torch_dist(
 
     Args:
         path: The directory.
-        model: What is saved; without dense layers before those with experts, so that all layers
-            make one tensor.
-        tp: Ranks that the rows of each weight are cut over.
+        model: The model to save; without dense layers before the layers with experts, so that all
+            layers make one tensor.
+        tp: Number of ranks over which the last dim of each weight is cut.
     """
     root = Path(path)
     whole = _dist_keys(model.truth())

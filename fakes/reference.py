@@ -1,7 +1,7 @@
 """The truth: a shard is the whole tensor cut by torch's own operators.
 
-Imports nothing of the library, and works on the elements themselves instead of intervals, so that
-an error in the one is no error in the other.
+This module imports nothing of the library and works on elements instead of intervals, so that an
+error in one is no error in the other.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ def cut(
     """Return what one coordinate of a mesh holds of ``whole``; a tensor of its own.
 
     Args:
-        whole: What is being cut.
+        whole: The whole tensor.
         placements: One per mesh axis, applied left to right: torch's, ``FusedShard`` or
             ``IndexShard``.
-        sizes: Ranks along each axis.
+        sizes: Number of ranks along each axis.
         coordinate: The position along each axis.
 
     Raises:
-        ValueError: A placement of another class, also of a subclass of these.
+        ValueError: A placement is of another class, or of a subclass of these.
     """
     held = whole
     for placement, size, position in zip(placements, sizes, coordinate, strict=True):
@@ -40,12 +40,12 @@ def cut(
             case "dcp_placements", "FusedShard":
                 held = _fused(held, placement, size, position)
             case "torch", "_StridedShard":
-                parts = _pieces(held, placement.split_factor, placement.dim)
+                strides = _chunks(held, placement.split_factor, placement.dim)
                 held = torch.cat(
-                    [_pieces(p, size, placement.dim)[position] for p in parts], placement.dim
+                    [_chunks(s, size, placement.dim)[position] for s in strides], placement.dim
                 )
             case "torch", "Shard":
-                held = _pieces(held, size, placement.dim)[position]
+                held = _chunks(held, size, placement.dim)[position]
             case "torch", "Replicate" | "Partial":
                 pass
             case _:
@@ -59,18 +59,18 @@ def cut(
 def _fused(held: torch.Tensor, placement: Any, size: int, position: int) -> torch.Tensor:
     dim = placement.dim
     parts = (
-        _pieces(held, placement.parts, dim)
+        _chunks(held, placement.parts, dim)
         if isinstance(placement.parts, int)
         else list(held.split(placement.parts, dim))
     )
-    return torch.cat([_pieces(part, size, dim)[position] for part in parts], dim)
+    return torch.cat([_chunks(part, size, dim)[position] for part in parts], dim)
 
 
-def _pieces(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
-    """Return ``torch.chunk`` with the empty pieces that it leaves out."""
-    pieces = list(torch.chunk(tensor, count, dim)) if tensor.shape[dim] else []
+def _chunks(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
+    """Return ``torch.chunk`` with the empty chunks that it leaves out."""
+    chunks = list(torch.chunk(tensor, count, dim)) if tensor.shape[dim] else []
     empty = tensor.narrow(dim, 0, 0)
-    return pieces + [empty] * (count - len(pieces))
+    return chunks + [empty] * (count - len(chunks))
 
 
 def numbered(shape: Sequence[int], padded: Sequence[int] | None = None) -> torch.Tensor:
@@ -91,11 +91,11 @@ def part(
 
     Args:
         whole: The fused tensor.
-        which: Which part.
+        which: Number of the part.
         dim: The dim that the parts lie along.
-        sizes: Of the parts, in proportion to each other.
-        groups: How often they follow each other.
+        sizes: Sizes of the parts, in proportion to each other.
+        groups: Number of times that the sequence of parts repeats.
     """
     unit = whole.shape[dim] // (sum(sizes) * groups)
-    pieces = whole.split([size * unit for size in sizes] * groups, dim)
-    return torch.cat(pieces[which :: len(sizes)], dim)
+    blocks = whole.split([size * unit for size in sizes] * groups, dim)
+    return torch.cat(blocks[which :: len(sizes)], dim)

@@ -15,7 +15,7 @@ from .reference import cut
 
 
 class FakeDTensor:
-    """Has of a ``DTensor`` what a checkpoint asks for, and nothing that could hide a mistake.
+    """Has the attributes of a ``DTensor`` that a checkpoint uses, and no others.
 
     Args:
         local: The local tensor, held as it is.
@@ -58,7 +58,7 @@ class FakeDTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the local tensor."""
+        """The dtype of the local tensor."""
         return self._local.dtype
 
     def __repr__(self) -> str:

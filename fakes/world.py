@@ -1,7 +1,7 @@
 """N ranks in one process, through DCP's own order of calls and torch's real files.
 
 ``dcp.save`` and ``dcp.load`` call planner and storage in a fixed order, and send plans between
-ranks by pickle. ``World`` does the same for every rank in turn. What the real one refuses it
+ranks by pickle. ``World`` does the same for every rank in turn. It refuses what the real one
 refuses: an error on one rank is an error on all, as a ``CheckpointException``.
 """
 
@@ -62,7 +62,7 @@ class World:
 
         Args:
             path: The checkpoint directory.
-            state_dict: What each rank saves.
+            state_dict: Each rank's state dict.
             planner: Each rank's planner; may be the same object from save to save.
             writer: Each rank's storage writer; a ``FileSystemWriter`` by default.
 
@@ -115,7 +115,7 @@ class World:
             ValueError: A planner with ``exchange=``, which needs a process group.
         """
         planners = [planner(rank) for rank in range(self.size)]
-        if any(getattr(rank_planner, "exchange", False) for rank_planner in planners):
+        if any(getattr(of_rank, "exchange", False) for of_rank in planners):
             raise ValueError(
                 "a simulated world has no process group, so its ranks cannot exchange what they "
                 "read: load without exchange="
@@ -154,10 +154,10 @@ class World:
     ) -> SavePlanner:
         """Plan a save as ``dcp.save`` does, and write nothing; return the coordinator's planner.
 
-        Its ``report`` tells what the save would come to.
+        Its ``report`` is that of the save.
 
         Raises:
-            CheckpointException: What a save would refuse.
+            CheckpointException: A save would be refused.
         """
         planners = [planner(rank) for rank in range(self.size)]
 
@@ -170,7 +170,7 @@ class World:
         return planners[0]
 
     def _on_all(self, step: str, work: Callable[[int], T]) -> list[T]:
-        """Run ``work`` on every rank; what it returns is sent to the coordinator."""
+        """Run ``work`` on every rank; its results are sent to the coordinator."""
         failures: dict[int, Any] = {}
         results: list[T] = []
         for rank in range(self.size):
@@ -194,7 +194,7 @@ class World:
 
     @contextmanager
     def _as(self, rank: int) -> Iterator[None]:
-        """Be ``rank``: what torch.distributed says of this process."""
+        """Within the block, torch.distributed answers as on ``rank``."""
         with (
             mock.patch.multiple(
                 dist,

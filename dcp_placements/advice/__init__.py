@@ -1,1 +1,1 @@
-"""Declarations, proposed: what shapes, names and contents of all ranks leave possible."""
+"""Proposed declarations: what shapes, names and contents of all ranks leave possible."""

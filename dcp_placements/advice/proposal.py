@@ -1,15 +1,15 @@
-"""A declaration, proposed: what the shapes, names and contents of all ranks leave possible.
+"""A proposed declaration: what the shapes, names and contents of all ranks leave possible.
 
-The unsharded model says how large each tensor is, and the mesh how many ranks there are along each
-axis. Of the placements of a tensor over the axes that its DTensor does not shard, few make the
-parts that the ranks hold. Where several do, copies have to be equal, so an axis along which the
-contents differ shards. Two ep ranks hold experts of shape (2, 3) of (4, 3), and equal norms::
+The unsharded model gives the size of each tensor, and the mesh the number of ranks along each axis.
+Few placements over the axes that a tensor's DTensor does not shard make the shards that the ranks
+hold. Where several do, replicas have to be equal, so an axis along which the contents differ
+shards. Two ep ranks hold experts of shape (2, 3) of (4, 3), and equal norms::
 
     shapes      experts: [None over ep] makes (4, 3), [Shard(0)] makes (2, 3): Shard(0) fits
                 norm:    [None over ep] makes (3,): no rule
     proposal    {"experts": CheckpointPlacement(mesh, {"ep": Shard(0)})}
 
-A proposal is not a declaration: what shapes and contents leave open is said, nothing is applied.
+A proposal is not a declaration: it lists what shapes and contents leave open, and applies nothing.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ _JOINED = re.compile(r"(?:^|[._])(?:w?kv(?:_proj)?(?=\.|$)|w\d_?w\d)")
 """Names of tensors that join others along a dim, perhaps: shapes and contents fit a plain shard."""
 
 _BEFORE = "_._."
-"""Stands for what a key has before it in a state dict, such as ``optim.state.``."""
+"""A prefix that stands for any levels above a key in a state dict, such as ``optim.state.``."""
 
 
 class Fitting(NamedTuple):
     """One way to place a tensor: ``Fitting((("ep", Shard(0)),))``.
 
     Attributes:
-        placements: By axis that shards it.
-        whole: Its shape, where the placements do not make it of the parts.
+        placements: Pairs of an axis that shards it, and its placement.
+        whole: Its whole shape, where the placements and the shards do not give it.
         padded: The shape that is cut, where that is larger.
     """
 
@@ -92,9 +92,9 @@ class Numbered(NamedTuple):
     """Names that each rank along an axis counts from 0: ``Numbered("experts.{}", "ep", (2, 2))``.
 
     Attributes:
-        pattern: Where the number stands.
-        axis: Along which the ranks have parts of them.
-        counts: How many each position of the axis has.
+        pattern: Pattern of the names, ``{}`` for the number.
+        axis: Axis along which the ranks divide them.
+        counts: Number of names at each position of the axis.
     """
 
     pattern: str
@@ -118,9 +118,9 @@ class Proposal:
     ``print`` of it is Python to paste, in terms of ``mesh`` and ``whole``.
 
     Attributes:
-        placements: The same as an object, on this rank. Keys that are undecided have no rule in it,
-            unless ``undecided`` says which was taken.
-        rules: By pattern, in the order in which they have to stand.
+        placements: The proposal as ``Placements`` on this rank. Undecided keys have no rule in it,
+            unless ``undecided`` says which one was chosen.
+        rules: Placements by pattern, in the order in which rules are matched.
         numberings: Renames.
         undecided: By pattern of keys, why they have no rule, or what else would fit: one option a
             line.
@@ -171,15 +171,15 @@ def propose_placements(
 ) -> Proposal:
     """Return the declaration that fits what the ranks hold of the unsharded model.
 
-    To be called on all ranks, with weights that differ as those of a real model do, and best after
+    Call it on all ranks, with weights that differ as those of a real model do, and best after
     a step. The coordinator gets shapes and digests of all ranks, some 100 bytes for each tensor and
     rank; no data moves. Nothing is applied: read what it prints, and paste it.
 
     Args:
         whole: The unsharded model, as for ``Placements``.
-        state_dict: As for ``dcp.save``.
+        state_dict: The state dict, as for ``dcp.save``.
         mesh: The mesh whose axes shard tensors beside their DTensors, with axis names.
-        process_group: As for ``dcp.save``.
+        process_group: The process group, as for ``dcp.save``.
 
     Returns:
         The proposal; its text is the same on all ranks.
@@ -197,8 +197,8 @@ def propose_placements(
         return decide(model, facts, dict(zip(names, mesh.shape, strict=True)))
 
     try:
-        group = DistWrapper(process_group, world_size() > 1, 0)
-        proposal = group.all_reduce("propose", lambda: rank_facts(plain, mesh), decided)
+        ranks = DistWrapper(process_group, world_size() > 1, 0)
+        proposal = ranks.all_reduce("propose", lambda: rank_facts(plain, mesh), decided)
     except CheckpointException as failed:
         raise one_error(failed) from None
     return proposal.on(mesh, model)
@@ -220,14 +220,22 @@ class TensorFacts(NamedTuple):
     """One tensor on one rank.
 
     Attributes:
-        shape: Over its own mesh; a plain tensor's own.
+        shape: The shape of its DTensor, or of a plain tensor.
         own: The axes over which its DTensor shards it, and this rank's position along each.
-        digest: Of its elements on this rank; None where they are all equal, as in a new moment.
+        digest: Digest of its elements on this rank; None where they are all equal, as in a new
+            moment.
     """
 
     shape: Shape
     own: tuple[tuple[str | None, int], ...]
     digest: bytes | None
+
+
+class LocalTensor(NamedTuple):
+    """A tensor of one key on a rank, and the rank's position along each axis of the mesh."""
+
+    position: dict[str, int]
+    tensor: TensorFacts
 
 
 class RankFacts(NamedTuple):
@@ -263,7 +271,7 @@ def rank_facts(state_dict: dict[str, Any], mesh: Any) -> RankFacts:
 
 
 def contents_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes | None]:
-    """Return digests of local tensors; None of those whose elements are all equal."""
+    """Return digests of local tensors; None for a tensor whose elements are all equal."""
     values = [tensor.detach() for tensor in tensors.values()]
     digests = dict(zip(tensors, sampled_digests(values), strict=True))
     for fqn, local in zip(tensors, values, strict=True):
@@ -273,11 +281,11 @@ def contents_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes | None]:
 
 
 def decide(whole: WholeModel, facts: Sequence[RankFacts], sizes: Mapping[str, int]) -> Proposal:
-    """Return what fits.
+    """Return the declaration that fits.
 
     Args:
         whole: The unsharded model.
-        facts: Of the ranks of the mesh.
+        facts: Facts of the ranks of the mesh.
         sizes: The axes of the mesh.
 
     Raises:
@@ -305,13 +313,13 @@ def decide(whole: WholeModel, facts: Sequence[RankFacts], sizes: Mapping[str, in
     axes = {name: size for name, size in sizes.items() if size > 1}
     decision = Proposal()
     ranks, unnumbered = _renumbered(model, ranks, axes, decision)
-    # By name without numbers, the keys that lie alike.
+    # By name without numbers, the keys with equal shapes on all ranks.
     kinds: dict[str, dict[Any, list[str]]] = {}
-    held: dict[str, list[tuple[dict[str, int], TensorFacts]]] = {}
+    held: dict[str, list[LocalTensor]] = {}
     for key, shape in model.shapes.items():
         if any(without_numbers(head) in unnumbered for head, *_ in numbers_in(key)):
             continue
-        held[key] = [(rank.position, rank.tensors[key]) for rank in ranks if key in rank.tensors]
+        held[key] = _held(key, ranks)
         if not held[key] and model.names.get(key, (key,))[0] != key:
             continue
         shapes = tuple([(tensor.shape, tuple(position.items())) for position, tensor in held[key]])
@@ -320,7 +328,7 @@ def decide(whole: WholeModel, facts: Sequence[RankFacts], sizes: Mapping[str, in
     for name, of_name in kinds.items():
         choices: dict[tuple[Fitting, str], list[str]] = {}
         for (shape, _), members in of_name.items():
-            choice = _taken(_starred(name), shape, [held[key] for key in members], axes)
+            choice = _chosen(_starred(name), shape, [held[key] for key in members], axes)
             choices.setdefault(choice, []).extend(members)
         for (option, why), members in choices.items():
             by_pattern = (
@@ -334,6 +342,11 @@ def decide(whole: WholeModel, facts: Sequence[RankFacts], sizes: Mapping[str, in
     return decision
 
 
+def _held(key: str, ranks: Sequence[RankFacts]) -> list[LocalTensor]:
+    """Return the tensors of one key on the ranks that have it."""
+    return [LocalTensor(rank.position, rank.tensors[key]) for rank in ranks if key in rank.tensors]
+
+
 def _starred(name: str) -> str:
     """Return the pattern of a name that has ``{}`` for its numbers."""
     return name.replace("{}", "*")
@@ -344,11 +357,11 @@ def _rules(
 ) -> dict[str, Fitting]:
     """Return the options by pattern in an order in which each key meets its own pattern first.
 
-    A pattern matches keys that have more components, too, as ``head`` does ``blocks.0.head``. Those
-    that shard nothing are left out where no other one matches their keys.
+    A pattern matches keys that have more components, too, as ``head`` matches ``blocks.0.head``.
+    Patterns that shard nothing are left out where no other pattern matches their keys.
 
     Args:
-        options: By pattern, with its keys.
+        options: By pattern, the placement and the keys.
     """
     ordered = sorted(options, key=lambda pattern: (-pattern.count("."), pattern.count("*")))
     table = PlacementRules(dict.fromkeys(ordered))
@@ -377,19 +390,19 @@ def _rules(
     }
 
 
-def _taken(
+def _chosen(
     pattern: str,
     shape: Shape,
-    held: Sequence[Sequence[tuple[dict[str, int], TensorFacts]]],
+    held: Sequence[Sequence[LocalTensor]],
     axes: Mapping[str, int],
 ) -> tuple[Fitting, str]:
-    """Return the placement of keys that lie alike, and what is open.
+    """Return the placement of keys with equal shapes on all ranks, and what is open.
 
     Args:
-        pattern: Theirs.
-        shape: Of the whole tensors.
-        held: By key, the position and the part of each rank.
-        axes: Those of the mesh, of more than one rank.
+        pattern: Pattern of the keys.
+        shape: Shape of the whole tensors.
+        held: By key, the tensors of the ranks.
+        axes: Axes of the mesh with more than one rank.
     """
     if not held[0]:
         return Fitting(), "no rank has this key"
@@ -422,32 +435,32 @@ def _taken(
 
 def _fitting(
     shape: Shape,
-    held: Sequence[Sequence[tuple[dict[str, int], TensorFacts]]],
+    held: Sequence[Sequence[LocalTensor]],
     axes: Mapping[str, int],
 ) -> tuple[list[Fitting], str]:
-    """Return the placements that make the parts of keys that lie alike, and what is open.
+    """Return the placements that make the shards of keys with equal shapes, and what is open.
 
     Args:
-        shape: Of the whole tensors.
-        held: By key, the position and the part of each rank.
-        axes: Those of the mesh, of more than one rank.
+        shape: Shape of the whole tensors.
+        held: By key, the tensors of the ranks.
+        axes: Axes of the mesh with more than one rank.
     """
-    parts = held[0]
-    own = {name for _, tensor in parts for name, _ in tensor.own}
+    shards = held[0]
+    own = {name for _, tensor in shards for name, _ in tensor.own}
     free = {name: size for name, size in axes.items() if name not in own}
-    if any(len(tensor.shape) != len(shape) for _, tensor in parts):
-        return [], f"the ranks hold {parts[0][1].shape}, the whole model has {shape}"
+    if any(len(tensor.shape) != len(shape) for _, tensor in shards):
+        return [], f"the ranks hold {shards[0].tensor.shape}, the whole model has {shape}"
     differ, equal = along(held, free)
     fitting: list[Fitting] = []
     for dims in product([None, *range(len(shape))], repeat=len(free)):
         placements = tuple(
             [(name, Shard(dim)) for name, dim in zip(free, dims, strict=True) if dim is not None]
         )
-        option = _option(shape, parts, placements, free)
+        option = _option(shape, shards, placements, free)
         if option is not None:
             fitting.append(option)
     if not fitting:
-        shapes = ", ".join(sorted({str(tensor.shape) for _, tensor in parts}))
+        shapes = ", ".join(sorted({str(tensor.shape) for _, tensor in shards}))
         text = " x ".join(f"{name} {size}" for name, size in free.items()) or "no axis"
         return [], f"no Shard over {text} makes {shape} of the parts {shapes}"
     sharding: list[set[str]] = [{name for name, _ in option.placements} for option in fitting]
@@ -459,7 +472,7 @@ def _fitting(
             "rank counts for itself, or copies that drifted"
         )
     if len(sound) > 1:
-        # Parts of one tensor that are equal would be a coincidence.
+        # Shards of one tensor that are equal would be a coincidence.
         likely = [option for option in sound if not equal & {name for name, _ in option.placements}]
         sound = likely or sound
     if len(sound) > 1:
@@ -477,7 +490,7 @@ def _fitting(
 
 def _option(
     shape: Shape,
-    parts: Sequence[tuple[dict[str, int], TensorFacts]],
+    shards: Sequence[LocalTensor],
     placements: tuple[tuple[str, Any], ...],
     sizes: Mapping[str, int],
 ) -> Fitting | None:
@@ -485,7 +498,7 @@ def _option(
     cuts = tuple(
         [cut_of(placement, len(shape), name, sizes[name]) for name, placement in placements]
     )
-    first = parts[0][1].shape
+    first = shards[0].tensor.shape
     joined = list(first)
     for cut in cuts:
         joined[cut.dim] *= cut.size
@@ -493,24 +506,22 @@ def _option(
     def fits(sharding: Sharding) -> bool:
         return all(
             sharding.shard([position[name] for name, _ in placements])[0] == tensor.shape
-            for position, tensor in parts
+            for position, tensor in shards
         )
 
     if fits(Sharding(shape, cuts)):
         return Fitting(placements, None if tuple(joined) == shape else shape)
-    is_padded = all(size >= two for size, two in zip(joined, shape, strict=True))
+    is_padded = all(padded >= size for padded, size in zip(joined, shape, strict=True))
     cut_dims = {cut.dim for cut in cuts}
     only_cut = all(joined[d] == shape[d] or d in cut_dims for d in range(len(shape)))
-    # Each rank has rows that are no padding.
+    # Each rank has rows beside padding.
     is_held = all(shape[dim] > joined[dim] - first[dim] for dim in cut_dims)
     if is_padded and only_cut and is_held and fits(Sharding(shape, cuts, tuple(joined))):
         return Fitting(placements, shape, tuple(joined))
     return None
 
 
-def along(
-    held: Sequence[Sequence[tuple[dict[str, int], TensorFacts]]], axes: Iterable[str]
-) -> tuple[set[str], set[str]]:
+def along(held: Sequence[Sequence[LocalTensor]], axes: Iterable[str]) -> tuple[set[str], set[str]]:
     """Return the axes along which contents differ, and those along which all are equal.
 
     Ranks are compared that differ in their position along one axis alone.
@@ -519,12 +530,10 @@ def along(
     for axis in axes:
         contents: dict[Any, set[bytes]] = {}
         count = 0
-        for number, parts in enumerate(held):
-            for position, tensor in parts:
+        for number, shards in enumerate(held):
+            for position, tensor in shards:
                 if tensor.digest is not None:
-                    rest = tuple(
-                        [(name, where) for name, where in position.items() if name != axis]
-                    )
+                    rest = tuple([(name, position[name]) for name in position if name != axis])
                     peers = number, rest, tensor.own, tensor.shape
                     contents.setdefault(peers, set()).add(tensor.digest)
                     count += 1
@@ -538,16 +547,16 @@ def along(
 def _renumbered(
     model: ModelKeys, ranks: list[RankFacts], axes: Mapping[str, int], decision: Proposal
 ) -> tuple[list[RankFacts], set[str]]:
-    """Return the ranks with the model's numbers in their keys, and what stays without them.
+    """Return the ranks with the model's numbers in their keys, and the keys that lack them.
 
     Args:
         model: The unsharded model.
-        ranks: With the model's keys that they have.
-        axes: Those of the mesh, of more than one rank.
-        decision: Takes in the renames, and what is open.
+        ranks: Facts of the ranks, by the model's keys that they have.
+        axes: Axes of the mesh with more than one rank.
+        decision: Receives the renames, and what is open.
 
     Returns:
-        The ranks; and, of numbers that are not found, the keys up to them, with ``{}`` for other
+        The ranks; and, for numbers that stay local, the keys up to them, with ``{}`` for other
         numbers.
     """
     unnumbered = set()
@@ -572,7 +581,7 @@ def _renumbered(
             )
             continue
         named = {key for rank in ranks for key in rank.tensors if head in _numbers([key])}
-        held = [[(r.position, r.tensors[key]) for r in ranks if key in r.tensors] for key in named]
+        held = [_held(key, ranks) for key in named]
         differ, _ = along(held, axes)
         fitting = [option for option in fitting if option.axis in differ] or fitting
         if len(fitting) == 1:
@@ -594,7 +603,7 @@ def _renumbered(
 
 
 def _numbers(keys: Iterable[str]) -> dict[str, set[int]]:
-    """Return the numbers in keys, by the key up to them, with ``{}`` for others in that."""
+    """Return the numbers in keys, by the key up to the number, with ``{}`` for numbers in that."""
     by_head: dict[str, set[int]] = {}
     for key in keys:
         for head, number, _ in numbers_in(key):
