@@ -549,3 +549,26 @@ def test_m129_ranks_that_lack_the_whole_model_and_levels_that_differ_are_named(
     assert "ema: is not the whole model: an average" in str(with_note)
     waived = Placements({}, whole=whole, waive={"ema": "of one layer"})
     assert not rehearse(tmp_path, lambda mesh: waived, {"ep": 3}).notes
+
+
+def test_state_follows_none_of_several_parameters_that_are_cut_differently(tmp_path: Path) -> None:
+    world, w = World(2), torch.arange(24.0).reshape(8, 3)
+
+    def placements(mesh: Any) -> Placements:
+        return Placements({"model.w": CheckpointPlacement(mesh, {"ep": Shard(0)}), "ema.w": None})
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        state = {"exp_avg": w + 2}
+        return {
+            "model": {"w": cut(w, [Shard(0)], (2,), (rank,))},
+            "ema": {"w": w + 1},
+            "optim": {"state": {"w": state}, "param_groups": {"w": {"lr": 0.1}}},
+        }
+
+    def planner(rank: int) -> PlacementSavePlanner:
+        return placements(world.mesh(rank, ep=2)).save_planner()
+
+    world.save(tmp_path / "c", state_dict, planner)
+    rehearsal = rehearse(tmp_path / "c", placements, {"ep": 2})
+    assert rehearsal.loads, str(rehearsal)
+    assert {rank.memory_nbytes for rank in rehearsal.ranks} == {(12 + 24 + 24) * 4}

@@ -8,7 +8,7 @@ the load planner itself. They differ in their boxes, which are computed for all 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -19,6 +19,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from dcp_placements._torch import rehearsed
+from dcp_placements.bind.followers import States, states_of
 from dcp_placements.bind.one_tensor import Place, declared_place
 from dcp_placements.bind.rank_shard import RankShard
 from dcp_placements.bind.reshape import row_axes
@@ -32,10 +33,11 @@ from dcp_placements.layout.sharding import Box
 from dcp_placements.load.all_asked import AllAsked
 from dcp_placements.load.missing import Policy
 from dcp_placements.load.planner import PlacementLoadPlanner
+from dcp_placements.names.flat import RenamedValue, Reshaped
 from dcp_placements.names.numbers import Family, Numbering
-from dcp_placements.names.optimizer_state import Dims, OptimizerStates, followed_dims
+from dcp_placements.names.optimizer_state import Dims, followed_dims
 from dcp_placements.names.renames import Renames, Step, recorded
-from dcp_placements.names.stacks_and_parts import Target, dims_of_row
+from dcp_placements.names.stacks_and_parts import Row, Target, dims_of_row
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.rehearsals.fsdp_axes import Fsdp, FsdpAxes
 from dcp_placements.offline.rehearsals.local_keys import LocalKeys, Steps, checkpoint_steps
@@ -311,19 +313,24 @@ class RehearsedWorld:
         wholes = self._local.before(steps)
         faults: list[Fault] = []
         named = named_tensors(wholes, Renames(*steps), faults)
+        objects = [key for key, whole in wholes.items() if whole.dtype is None]
         by_name = {tensor.rule_name: tensor for tensor in named}
-        states = OptimizerStates(dict.fromkeys([*by_name, *wholes]))
-        owners = {name: state.owner for name in by_name if (state := states.of(name)) is not None}
-        weights = states.weights_of(set(owners.values()), by_name)
+        parameters = _states(named, objects).parameters
         kinds: dict[Hashable, Alike] = {}
         for tensor in named:
             rule_key, label, dims = tensor.rule_name, _rule_label(rules, tensor), None
-            of_state = weights[owners[rule_key]] if rule_key in owners and tensor.shape else ()
-            # State follows its parameter, unless a rule matches it alone.
-            if of_state and label in (None, of := _rule_label(rules, by_name[of_state[0]])):
-                rule_key, label = of_state[0], of
-                ways = followed_dims(tensor.rule_shape, by_name[rule_key].rule_shape)
-                dims = ways[0] if ways else ()
+            # State follows its parameter, unless a rule matches it alone. Where its parameter may
+            # be one of several tensors, these have to be cut equally.
+            candidates = {
+                (other.rule_shape, _rule_label(rules, other), self._fsdp.of(other.rule_name)): other
+                for other in map(by_name.__getitem__, parameters.get(rule_key, ()))
+            }
+            if len(candidates) == 1:
+                (((shape, of_parameter, _), parameter),) = candidates.items()
+                if label in (None, of_parameter):
+                    rule_key, label = parameter.rule_name, of_parameter
+                    ways = followed_dims(tensor.rule_shape, shape)
+                    dims = ways[0] if ways else ()
             target_dims = tensor.targets[0].dims if tensor.targets else ()
             row_dims = sorted(set(range(len(tensor.shape))) - set(target_dims))
             is_damaged = any(target.fqn in self._damaged for target in tensor.targets)
@@ -339,7 +346,6 @@ class RehearsedWorld:
             kinds.setdefault((form, tuple(row_dims), label, is_damaged, dims), kind).tensors.append(
                 tensor
             )
-        objects = [key for key, whole in wholes.items() if whole.dtype is None]
         return Keys(list(kinds.values()), objects, faults)
 
     def _cuttings(self, kind: Alike, ranks: Mapping[int, Rules]) -> dict[int, Cutting | Refused]:
@@ -407,6 +413,21 @@ class RehearsedWorld:
             or set(as_boxes(of_ranks[0])) == {box for box in as_boxes(piece.boxes) if box.numel}
             for piece in World([lot.held]).pieces
         )
+
+
+def _states(named: Sequence[Named], objects: Iterable[str]) -> States:
+    """Return which tensors of a rank are optimizer state, as its load planner has it."""
+    values: dict[str, Any] = dict.fromkeys(objects)
+    paths: dict[str, tuple[str, ...]] = {}
+    rows: dict[str, list[RenamedValue[Row]]] = {}
+    for tensor in named:
+        value = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        if tensor.row is None:
+            values[tensor.rule_name], paths[tensor.rule_name] = value, (tensor.key,)
+        else:
+            row = RenamedValue(tensor.row, tensor.key, value, None)
+            rows.setdefault(tensor.rule_name, []).append(row)
+    return states_of(values, paths, Reshaped(rows=rows))
 
 
 def _boxes(lot: Lot, piece: Piece) -> list[Boxes] | None:
