@@ -1,6 +1,6 @@
 """All commands, and the exit codes of their errors.
 
-What needs torch is imported where something is called: help and completion need none.
+Modules that need torch are imported in the functions that use them: help and completion need none.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ PRESETS = {
 
 
 class Command(click.Command):
-    """A command whose help says what its arguments are."""
+    """A command whose help lists its arguments."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the lists of arguments and options."""
@@ -75,14 +75,15 @@ class CommandGroup(click.Group):
         """Write the lists of commands and presets."""
         for purpose, held in PURPOSES.items():
             with formatter.section(purpose):
-                # The first paragraph of each docstring.
-                texts = [
-                    " ".join((function.__doc__ or "").partition("\n\n")[0].split())
-                    for function in held
-                ]
+                texts = [_first_paragraph(function) for function in held]
                 formatter.write_dl([*zip(map(_name, held), texts, strict=True)])
         with formatter.section("Presets, for a trainer's rules and for --rename MODULE:FUNC"):
             formatter.write_dl(list(PRESETS.items()))
+
+
+def _first_paragraph(command: Callable[..., Shown]) -> str:
+    """Return the first paragraph of a command's docstring, as one line."""
+    return " ".join((command.__doc__ or "").partition("\n\n")[0].split())
 
 
 def _name(command: Callable[..., Shown]) -> str:
@@ -110,8 +111,8 @@ def _command(function: Callable[..., Shown]) -> click.Command:
             print_error(message)
         raise click.exceptions.Exit(code)
 
-    made = click.command(_name(function), cls=Command)(command)
-    made.params += [
+    printing = click.command(_name(function), cls=Command)(command)
+    printing.params += [
         click.Option(["--json"], is_flag=True, help="Print one JSON document."),
         click.Option(
             ["--storage-option"],
@@ -121,7 +122,7 @@ def _command(function: Callable[..., Shown]) -> click.Command:
             help="An option of the URL's file system, for fsspec. May be repeated.",
         ),
     ]
-    return made
+    return printing
 
 
 def _print_version(context: click.Context, option: click.Parameter, is_asked: bool) -> None:
@@ -152,7 +153,7 @@ def app(context: click.Context, most_memory: int | None) -> None:
     read or write.
     """
     if most_memory is not None:
-        # What its import takes, more of a build for CUDA, is not counted.
+        # The memory of its import, larger for a build with CUDA, is not counted.
         import torch  # noqa: F401
     else:
         most_memory = default_limit()
@@ -164,12 +165,12 @@ for _function in chain.from_iterable(PURPOSES.values()):
 
 
 def _print_warning(message: Warning | str, category: type[Warning], *place: Any) -> None:
-    """Print a warning of this package without the place in the source where it is given."""
+    """Print a warning without its location in the source."""
     print_error(str(message) if category is UserWarning else f"{category.__name__}: {message}")
 
 
 def _explained(error: Exception) -> tuple[int, str]:
-    """Return the exit code and the message of an error; raise one of ours for who debugs it."""
+    """Return the exit code and the message of an error; raise a bug again for debugging."""
     if isinstance(error, PlacementError | OSError):
         is_finding = isinstance(error, PlacementError) and not isinstance(error, CannotLook)
         return 1 if is_finding else 2, str(error)

@@ -1,4 +1,4 @@
-"""The commands: each calls a function of ``dcp_placements.offline``, and returns what is shown."""
+"""The commands: each calls a function of ``dcp_placements.offline`` and returns what to print."""
 
 from __future__ import annotations
 

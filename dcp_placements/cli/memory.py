@@ -16,10 +16,10 @@ def default_limit() -> int | None:
 
 @contextmanager
 def limited_memory(nbytes: int | None) -> Iterator[None]:
-    """Raise ``MemoryError`` inside for what would take more memory; no limit elsewhere than Linux.
+    """Within the block, raise ``MemoryError`` above a limit of memory; only Linux has one.
 
     Args:
-        nbytes: What may be taken beyond what the process has; None for no limit.
+        nbytes: Bytes beyond the current memory of the process; None for no limit.
     """
     held = None
     with suppress(OSError, ValueError, IndexError), open("/proc/self/status") as stream:

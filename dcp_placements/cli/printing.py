@@ -15,11 +15,11 @@ BYTES = "bytes"
 
 
 class Shown(NamedTuple):
-    """What a command prints, and its exit code."""
+    """The output of a command, and its exit code."""
 
-    result: Any  # what ``to_json`` takes
+    result: Any  # argument of ``to_json``
     code: int = 0
-    # Returns it as text, in which names are escaped; by default it is ``str(result)``
+    # Returns the result as text, whose names are escaped; by default ``str(result)``
     text: Callable[[], str] | None = None
 
     def show(self, *, json: bool) -> int:
@@ -36,7 +36,7 @@ class Shown(NamedTuple):
 
 @contextmanager
 def readers_may_stop() -> Iterator[None]:
-    """Within the block, the reader of a pipe may stop early: what it does not read is dropped."""
+    """Within the block, the reader of a pipe may stop early; the rest of the output is dropped."""
     try:
         yield
         sys.stdout.flush()
@@ -74,8 +74,8 @@ def progress(label: str, items: str = "") -> Iterator[Callable[[int, int], None]
     The bar goes when the block ends.
 
     Args:
-        label: What the bar is of.
-        items: What ``done`` and ``total`` count: bytes, with their rate, or items of this name.
+        label: Label of the bar.
+        items: Unit of ``done`` and ``total``: bytes, shown with their rate, or items of this name.
             Without it the bar shows the time alone.
     """
     if not sys.stderr.isatty():

@@ -26,7 +26,7 @@ CommandOption = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]  # older versions have none
-    """What a function makes of the text of an option."""
+    """The type of options whose text a function parses."""
 
     name = "text"
 
@@ -34,7 +34,7 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # older versions have 
         self._parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the value of a text; its errors are those of the option."""
+        """Return the parsed value; an error of the function is the option's."""
         try:
             return self._parse(value) if isinstance(value, str) else value
         except PlacementError as error:
@@ -150,8 +150,8 @@ def parse_fsdp(text: str) -> tuple[str, list[str]]:
 
 
 def fsdp_of(given: Iterable[tuple[str, list[str]]]) -> dict[str, list[str]]:
-    """Return the axes of FSDP by pattern; those of all other keys are the last."""
-    return dict(sorted(given, key=lambda entry: entry[0] == EVERY))
+    """Return the axes of FSDP by pattern; the pattern of all other keys comes last."""
+    return dict(sorted(given, key=lambda pattern_axes: pattern_axes[0] == EVERY))
 
 
 class Argument(click.Argument):
@@ -216,7 +216,7 @@ def function_option(name: str, help_text: str, *, required: bool = False) -> Com
 
 
 def rules_option(*, required: bool = False) -> CommandOption:
-    """Return the option for what each rank declares."""
+    """Return the option for the declaration of each rank."""
     return function_option("--rules", "A function mesh -> Placements.", required=required)
 
 

@@ -294,9 +294,9 @@ def reshard(
     Args:
         checkpoint: The source; its data is read box by box.
         out: A directory or URL where nothing is yet.
-        rules: As for ``rehearse``: what each rank of the world declares.
+        rules: Argument of ``rehearse``: what each rank of the world declares.
         axes: The mesh: sizes by axis name, the last axis fastest in rank order.
-        fsdp: As for ``rehearse``: axes over which FSDP cuts dim 0.
+        fsdp: Argument of ``rehearse``: axes over which FSDP cuts dim 0.
         dry_run: Whether to plan only.
         progress: Called as files are written.
 

@@ -98,7 +98,7 @@ class RankFile:
     """A rank's directory and its file, whose tensors are mapped."""
 
     directory: str  # its name
-    numbers: tuple[int, ...]  # in the name
+    numbers: tuple[int, ...]  # numbers in the name
     contents: Mapping[Any, Any] = field(default_factory=dict, repr=False)
     problem: str = ""  # why the file cannot be used; empty if it can
     # Name, CRC-32 and size of everything in the zip file; empty if it is none
@@ -141,14 +141,14 @@ class MegatronLayout:
     # How ranks are addressed: ``"1D"`` (tp), ``"2D"`` (tp, pp), ``"3D"`` (tp, pp, ep: wherever
     # there is expert parallelism), or ``"ambiguous"``
     layout: str
-    fields: int  # how many numbers a name has, 1 to 3; an axis of size 1 may have none
+    fields: int  # count of numbers in a name, 1 to 3; an axis of size 1 may have none
     # ``"pp"`` or ``"ep"`` if a name has two fields and it is known; else None
     second_field: str | None
-    reason: str  # how that is known, or what would settle it
+    reason: str  # evidence for the layout, or what would settle it
     pattern: str  # the path of a rank's file, below ``path``'s parent, for the given sizes
     loader: str | None  # ``"non-EP"`` or ``"EP-aware"``; None if ambiguous
-    sizes: Sizes  # of the run; without meaning if ambiguous
-    mismatches: tuple[str, ...]  # what is contradictory or missing
+    sizes: Sizes  # parallel sizes of the run; without meaning if ambiguous
+    mismatches: tuple[str, ...]  # contradictions and missing files
     files: tuple[str, ...]  # the files present, below ``path``
     ranks: tuple[RankFile, ...] = field(repr=False)
     # The position of each directory's writer; empty if ambiguous

@@ -165,7 +165,7 @@ class RankTensors:
             PlacementError: The files do not make whole tensors, or contradict each other.
         """
         path = self._directory.path
-        raise_faults(f"{path} cannot be put together", self.faults)  # what is refused leaves holes
+        raise_faults(f"{path} cannot be put together", self.faults)  # refused tensors leave holes
         world = World([holding.sent for holding in self._holdings])
         if not world.pieces:
             raise PlacementError(f"{path}: its files hold no tensor of a model")
@@ -368,7 +368,7 @@ def _tensors(
             yield from _tensors(inner, f"{name}.", rank, leave_out, faults)
         elif isinstance(inner, SavedDTensor):
             try:
-                shard = rank_shard(inner.local, inner.made, rank)
+                shard = rank_shard(inner.local, inner.stub, rank)
             except CannotPlace as error:
                 faults.append(error.fault(name))
                 continue

@@ -56,7 +56,7 @@ class SavedDTensor(NamedTuple):
     """A DTensor as it is in a file; ``rank_shard`` reads it."""
 
     local: torch.Tensor
-    made: Stub
+    stub: Stub
 
 
 def load_torch_file(path: Path) -> Any:

@@ -97,16 +97,16 @@ class Converted:
     out: str  # the output's directory or URL
     is_written: bool
     files: Mapping[str, int]  # by name: bytes of a checkpoint's file, or of a file's tensors
-    keys: tuple[str, ...]  # of the tensors, in order
+    keys: tuple[str, ...]  # keys of the tensors, in order
     nbytes: int  # bytes of the tensors' elements
     kept: tuple[str, ...]  # files of an earlier attempt
-    beside: tuple[LeftOut, ...]  # what ranks' files have besides, with the reasons
+    beside: tuple[LeftOut, ...]  # other contents of ranks' files, with the reasons
     # Bytes of ranks' files that are not written, by what became of them
     accounted: Mapping[str, int]
-    notes: tuple[str, ...]  # what to know besides
+    notes: tuple[str, ...]  # other remarks
     objects: int = 0  # number of keys that are no tensors
     prefix: str = ""  # the prefix that was removed from the names
-    left_out: tuple[str, ...] = ()  # what the source has besides
+    left_out: tuple[str, ...] = ()  # keys or files of the source that are not written
     # Names that ``rename`` left as they are; empty without a rename
     unchanged: tuple[str, ...] = ()
     # Names of tensors that are equal to another one and were not written

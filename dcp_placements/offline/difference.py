@@ -66,7 +66,7 @@ class TensorDifference:
     # ``values``, ``object``, ``incomplete`` (holes or overlaps), ``unreadable``
     kind: str
     fqn: str  # the key in the second checkpoint
-    message: str  # what differs
+    message: str  # text of the difference
     elements: int = 0  # elements of the tensor; 0 if none were compared
     differing: int = 0  # elements that differ
     max_abs: float | None = None  # the largest absolute difference; None if no two numbers differ
@@ -87,9 +87,9 @@ class DifferenceFamily:
     """Differences of one kind, of keys that differ in numbers alone."""
 
     name: str  # the keys as one name, with ranges of numbers
-    kind: str  # of the differences
-    keys: int  # how many they are
-    first: TensorDifference  # the first of them
+    kind: str  # kind of the differences
+    keys: int  # number of keys
+    first: TensorDifference  # the first difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Diff:
     a: str  # the path of the first
     b: str  # the path of the second
     differences: tuple[TensorDifference, ...]  # sorted by key
-    notes: tuple[str, ...]  # what was not compared
+    notes: tuple[str, ...]  # contents that were not compared
     compared: Mapping[str, int]  # ``tensors``, element by element, and their ``bytes`` in the first
 
     def __str__(self) -> str:

@@ -59,7 +59,7 @@ SHOWN_PROVENANCE = ("save_id", "step", "world_size", "versions")
 class TensorInfo:
     """One tensor."""
 
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # shape of the whole tensor
     dtype: str  # its torch name without ``torch.``
     chunks: int  # number of boxes that it is stored as
     files: tuple[str, ...]  # names of the files that hold any of it
@@ -111,9 +111,9 @@ class CutsInfo:
 class Inspection:
     """What is in a checkpoint."""
 
-    path: str  # where it is
+    path: str  # path of the checkpoint
     format: str  # ``Checkpoint.format``
-    groups: tuple[TensorGroup, ...]  # of numbered keys, in natural order
+    groups: tuple[TensorGroup, ...]  # groups of numbered keys, in natural order
     tensors: Mapping[str, TensorInfo]  # by key
     objects: Mapping[str, ObjectInfo]  # by key
     files: Mapping[str, FileInfo]  # by name; those that hold data, and the others beside them
@@ -123,7 +123,7 @@ class Inspection:
     provenance: Mapping[str, Any] | None
     cuts: tuple[CutsInfo, ...]  # the cuts of the save, if the checkpoint records them
     renames: tuple[str, ...]  # the renames of the save, if the checkpoint records them
-    notes: tuple[str, ...] = ()  # what the checkpoint has that is not read
+    notes: tuple[str, ...] = ()  # contents of the checkpoint that are not read
 
     def __str__(self) -> str:
         return self.text()
@@ -331,11 +331,11 @@ class TensorChunks:
     """Where one tensor of a checkpoint is stored."""
 
     fqn: str  # its key
-    shape: tuple[int, ...]  # of the whole tensor
+    shape: tuple[int, ...]  # shape of the whole tensor
     dtype: str  # its torch name without ``torch.``
-    nbytes: int  # of the whole tensor's elements
+    nbytes: int  # bytes of the whole tensor's elements
     cuts: tuple[str, ...]  # the cut of each axis, if the checkpoint records them
-    chunks: tuple[StoredRecord, ...]  # in the metadata's order
+    chunks: tuple[StoredRecord, ...]  # chunks in the metadata's order
 
     def __str__(self) -> str:
         rows = [

@@ -96,8 +96,8 @@ class Verification:
 
     JSON: ClassVar[str] = "path sound faults notes checked"
 
-    path: str  # where it is
-    faults: tuple[CheckpointFault, ...]  # what is wrong, sorted by kind, file and key
+    path: str  # path of the checkpoint
+    faults: tuple[CheckpointFault, ...]  # its faults, sorted by kind, file and key
     notes: tuple[str, ...]  # observations that prove no fault
     checked: Mapping[str, int]  # ``tensors``, their ``chunks``, ``bytes`` read and compared
     unread: int  # records that were not read; the notes name them

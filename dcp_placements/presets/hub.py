@@ -4,8 +4,8 @@ Facts: transformers 5.23, ``conversion_mapping.py``: what ``from_pretrained`` jo
 on dim 1 of ``MergeModulelist`` on dim 0), inverted. Module: ``mlp.experts.gate_up_proj``
 ``(E, 2F, H)``, gate first, and ``mlp.experts.down_proj`` ``(E, H, F)``. Hub: a matrix per expert.
 
-Each of these is a ``rename``: for ``export_safetensors``, from the model's names to the hub's, and
-for the planners of a model that reads or writes files with those names. Rules still match the
+Each of these is a ``rename`` from the model's names to the hub's: for ``export_safetensors``, and
+for the planners of a model that reads or writes files with the hub's names. Rules still match the
 module's names.
 """
 

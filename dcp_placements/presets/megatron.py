@@ -61,7 +61,7 @@ def megatron_meshes(
         cp: Context parallelism: replicas.
         pp: Pipeline stages.
         ep: Expert parallelism.
-        etp: Tensor parallelism of an expert; None: as ``tp``, which is Megatron's default.
+        etp: Tensor parallelism of an expert; None for ``tp``, which is Megatron's default.
 
     Raises:
         PlacementError: A rank beyond the world, or sizes whose product does not divide it.
@@ -124,7 +124,7 @@ def check_meshes(dense: Mesh, expert: Mesh | None, data_parallel: str) -> None:
 def without_axis(mesh: Mesh, name: str) -> MeshCoordinate:
     """Return ``mesh`` as this rank sees it, without one axis.
 
-    Ranks that differ along it hold tensors with different names, so no rule concerns it.
+    Ranks that differ along the axis hold tensors with different names, so no rule concerns it.
     """
     seen = _seen(mesh)
     return seen[[axis for axis in seen.names if axis != name]]

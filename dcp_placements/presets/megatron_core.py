@@ -166,7 +166,7 @@ def _parameters(chunk: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside of DDP, Float16Module and their like."""
+    """Return the model inside wrappers such as DDP and Float16Module."""
     while isinstance(inner := getattr(model, "module", None), nn.Module):
         model = inner
     return model

@@ -40,9 +40,9 @@ def starred(fqn: str) -> str:
 def rules_of(placements: Mapping[str, CheckpointPlacement | None]) -> PlacementRules:
     """Return rules with few patterns that give each FQN its placement.
 
-    FQNs that differ only in numbers share a pattern. Those among them with another placement get a
-    pattern of their own, above it, and so do FQNs that the pattern of others would match. A longer
-    pattern comes before a shorter one, which may be a part of it.
+    FQNs that differ only in numbers share a pattern, that of their most common placement. FQNs with
+    another placement get a pattern of their own, above it, and so do FQNs that another pattern
+    would match. A longer pattern comes before a shorter one, which may be its end.
     """
     # One object for equal placements.
     shared: dict[CheckpointPlacement | None, CheckpointPlacement | None] = {}
@@ -61,6 +61,6 @@ def rules_of(placements: Mapping[str, CheckpointPlacement | None]) -> PlacementR
             return rules
         for fqn in wrong:
             pattern = starred(fqn)
-            # One pattern for the group, if its members have one placement.
+            # One pattern for all FQNs that differ in numbers, if they have one placement.
             own = fqn if pattern in patterns or common[pattern] is not placements[fqn] else pattern
             patterns[own] = placements[fqn]

@@ -24,7 +24,7 @@ class FsdpAxes:
     MeshCoordinate(names=('edp_ep',), sizes=(8,), coordinate=(5,))
 
     Args:
-        declared: Of all tensors, or by pattern.
+        declared: Axes for all tensors, or by pattern.
         axes: The mesh.
 
     Raises:
@@ -35,7 +35,7 @@ class FsdpAxes:
         by_pattern = declared if isinstance(declared, Mapping) else {EVERY: declared}
         self._mesh_axes = axes
         self._axes: dict[str | None, tuple[str, ...]] = {None: ()}
-        # By the axes that are flattened, the mesh of each rank.
+        # By flattened axes, the mesh of each rank.
         self._flattened: dict[tuple[str, ...], list[MeshCoordinate]] = {}
         for pattern, names in by_pattern.items():
             if unknown := sorted(set(names) - set(axes)):
@@ -57,9 +57,9 @@ class FsdpAxes:
         """Return the one axis that axes of a tensor are flattened into, seen from a rank.
 
         Args:
-            axes: Those of the tensor.
+            axes: Axes of the tensor.
             rank: The rank.
-            placement: That of its rule, over whose cutting axes FSDP does not cut.
+            placement: Placement of its rule; FSDP does not cut over the axes that this cuts over.
 
         Returns:
             The mesh; None where no axis is left.
@@ -74,8 +74,8 @@ class FsdpAxes:
             return None
         if own not in self._flattened:
             self._flattened[own] = [
-                _flattened(mesh_at(self._mesh_axes, other)[own])
-                for other in range(prod(self._mesh_axes.values()))
+                _flattened(mesh_at(self._mesh_axes, each_rank)[own])
+                for each_rank in range(prod(self._mesh_axes.values()))
             ]
         return self._flattened[own][rank]
 

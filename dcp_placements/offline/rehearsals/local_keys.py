@@ -1,4 +1,4 @@
-"""Which tensors a rank has of a checkpoint, by its rename alone: the steps undone, the last first.
+"""The tensors that a rank has of a checkpoint, from its rename alone: steps undone, the last first.
 
 A checkpoint with ``experts.w`` of shape ``(4, 6, 3)``, and a rank whose rename is ``Renumber(
 "experts.{}", [2, 3], total=4)``, then ``Stack("experts.{}", 4)``::
@@ -7,8 +7,8 @@ A checkpoint with ``experts.w`` of shape ``(4, 6, 3)``, and a rank whose rename 
     before the Stack         experts.0.w  ... experts.3.w, each (6, 3)
     before the Renumber      experts.0.w, experts.1.w, which are 2 and 3 of the whole
 
-What a real rank calls its tensors before a ``Replace`` does not matter to a load, so the steps that
-are undone have the names that the checkpoint has, and no ``Replace`` is among them.
+The names of a real rank's tensors before a ``Replace`` do not matter to a load. So the steps that
+are undone have the checkpoint's names, and no ``Replace`` is among them.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ Steps = tuple[Renames, ...]
 def checkpoint_steps(rename: Any) -> Steps:
     """Return the steps of a rename as they would be without any ``Replace``.
 
-    The pattern of a step is what the later ``Replace`` make of it as a key.
+    The pattern of a step is renamed by the later ``Replace`` steps, as a key is.
 
     Returns:
-        None of them where one is a function of the user's: which keys a rank has does not follow
-        from that, so it has all.
+        No step where one is a function of the user's: a rank's keys do not follow from a function,
+        so the rank has all.
     """
     all_steps = steps(rename)
     if any(step.kind == FUNCTION for step in all_steps):
@@ -71,7 +71,7 @@ def checkpoint_steps(rename: Any) -> Steps:
 
 
 def _replaced(text: str, steps: Sequence[Replace]) -> str:
-    """Return what steps make of a pattern, or of a name, as a key."""
+    """Return a pattern, or a name, renamed by steps as a key is."""
     for step in steps:
         text = step(text)
     return text
@@ -89,7 +89,7 @@ class LocalKeys:
         self._numbered: dict[Any, _Numbered] = {}
 
     def before(self, steps: Steps) -> Wholes:
-        """Return what a rank has before these steps of its rename."""
+        """Return the tensors and objects that a rank has before these steps of its rename."""
         if steps not in self._before:
             first, *rest = steps
             (step,) = first.steps
@@ -117,8 +117,8 @@ class _Numbered:
 
     Args:
         pattern: The pattern of the step.
-        wholes: What ranks have after it, of which later steps have left out some.
-        stored: What all ranks together have after it.
+        wholes: Tensors that a rank has after the step, without those that later steps leave out.
+        stored: Tensors that all ranks together have after the step.
     """
 
     def __init__(self, pattern: str, wholes: Wholes, stored: Wholes) -> None:
@@ -139,7 +139,7 @@ class _Numbered:
     def held(self, step: Renumber) -> dict[str, Whole]:
         """Return the keys of a rank under its own numbers.
 
-        Of a number that the checkpoint does not have it has the keys that another number has.
+        A number that the checkpoint does not have gets the keys of another number.
         """
         held = dict(self._others)
         for selector, numbers in step.by_selector.items():
@@ -153,7 +153,7 @@ class _Numbered:
 
 
 def _rows(step: Stack, wholes: Wholes) -> Iterator[tuple[str, Whole]]:
-    """Yield the rows of stacks, and what is no stack as it is."""
+    """Yield the rows of stacks, and all other keys as they are."""
     numbered = Unstack(step.pattern)
     for key, whole in wholes.items():
         name = numbered(key)
@@ -189,7 +189,7 @@ def _unstacked(step: Unstack, wholes: Wholes) -> dict[str, Whole]:
 
 
 def _fused(step: Split, wholes: Wholes) -> dict[str, Whole]:
-    """Return the tensors of which the checkpoint has the parts, and all other keys."""
+    """Return the fused tensors whose parts the checkpoint has, and all other keys."""
     fused_by_key: dict[str, Whole] = {}
     for key, whole in wholes.items():
         fused = _fused_key(step, key)

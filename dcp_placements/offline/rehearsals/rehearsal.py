@@ -1,6 +1,6 @@
 """Whether a checkpoint loads into a topology, and at what cost: only planning, for every rank.
 
-There is no model, so what a rank needs is derived from the checkpoint: each of its tensors, cut
+There is no model, so a rank's tensors are derived from the checkpoint: each of its tensors, cut
 over the mesh by the rules.
 """
 
@@ -51,17 +51,17 @@ MAX_RANKS_WIDTH = 16
 class RankRehearsal:
     """What a load costs one rank. Bytes are of data files."""
 
-    rank: int  # its number, the last axis fastest
+    rank: int  # number of the rank, the last axis fastest
     coordinate: tuple[int, ...]  # its position along each axis
     memory_nbytes: int  # bytes of its tensors, padding included
     wanted_nbytes: int  # bytes of the elements that it needs
-    # What ``PlacementFileSystemReader`` reads for that, up to the few hundred bytes before the
-    # elements of each chunk
+    # Bytes that ``PlacementFileSystemReader`` reads for them, without the few hundred bytes before
+    # the elements of each chunk
     slices_nbytes: int
-    # What torch's ``FileSystemReader`` reads for that: every chunk that it needs a part of
+    # Bytes that torch's ``FileSystemReader`` reads for them: every chunk that shares elements
     chunks_nbytes: int
-    # What it reads with ``exchange=True``: an even share of the boxes that other ranks need as
-    # well, and all of the others
+    # Bytes read with ``exchange=True``: an even share of the boxes that other ranks need as well,
+    # and all other boxes
     exchange_nbytes: int
     reads: int  # read items: one per stored chunk and box of a tensor that it overlaps
     files: int  # files opened
@@ -74,10 +74,10 @@ class AskedBox:
     JSON: ClassVar[str] = "fqn box ranks files"
 
     fqn: str  # the key in the checkpoint
-    box: Box  # in the checkpoint's tensor
-    ranks: tuple[int, ...]  # who asks for it
-    files: tuple[str, ...]  # names of the files that hold any of it, sorted
-    shape: tuple[int, ...]  # of the checkpoint's tensor
+    box: Box  # box in the checkpoint's tensor
+    ranks: tuple[int, ...]  # ranks that ask for it
+    files: tuple[str, ...]  # names of the files with a chunk that overlaps it, sorted
+    shape: tuple[int, ...]  # shape of the checkpoint's tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +89,17 @@ class Rehearsal:
     )
 
     axes: Mapping[str, int]  # sizes by axis name
-    ranks: tuple[RankRehearsal, ...]  # what it costs each rank, by rank
-    faults: tuple[Fault, ...]  # what cannot be loaded
-    notes: tuple[Fault, ...]  # what a load would warn about
+    ranks: tuple[RankRehearsal, ...]  # cost of each rank, by rank
+    faults: tuple[Fault, ...]  # reasons why a load is refused
+    notes: tuple[Fault, ...]  # warnings of a load
     missing: tuple[str, ...]  # keys that are expected and not in the checkpoint, sorted
     # Keys of the checkpoint that are not expected, sorted; they are not counted
     unread: tuple[str, ...]
-    replicated: int  # how many tensors no rule cuts: every rank needs all of them
+    replicated: int  # number of tensors that every rank needs whole
     # Patterns of rules, and steps of ``rename=``, that match no key
     unmatched: tuple[str, ...]
     unique_nbytes: int  # bytes of the whole tensors that are needed, each once
-    requests: tuple[AskedBox, ...] = ()  # who asks for what of the tensors that ``fqn`` names
+    requests: tuple[AskedBox, ...] = ()  # boxes of the tensors that match ``fqn``, with their ranks
 
     @property
     def loads(self) -> bool:
@@ -162,7 +162,7 @@ def rehearse(
 
     Args:
         path: The checkpoint that is to be loaded.
-        rules: Called with each rank's place in the mesh. Returns ``Placements``, or what
+        rules: Called with each rank's coordinate in the mesh. Returns ``Placements``, or what
             ``Placements`` takes as rules. There are no DTensors, so the rules have to cover every
             axis that cuts a tensor but ``fsdp``; every rank needs all of a tensor without a rule.
             From its rename follows which of the checkpoint's tensors a rank has; with a function
@@ -214,16 +214,16 @@ def rehearse(
 
 
 class _Costs:
-    """What ranks read for the boxes that they need; adds the faults of what no file has.
+    """Bytes, items and files that ranks read for their boxes; adds faults of missing chunks.
 
-    Costs are computed once for each different box of tensors that are stored alike, and then added
+    Costs are computed once for each different box of tensors with equal chunks, and then added
     to the ranks that hold the box.
 
     Attributes:
-        columns: One number per rank: bytes of its tensors; of the elements that it needs; read by
-            this package's reader, by torch's, with an exchange; read items.
-        opened: The files that ranks open, ``[pairs, 2]``: rank and number, sorted.
-        cut: Tensors of which some rank does not need all.
+        columns: By name, one number per rank: bytes of its tensors; bytes of the elements that it
+            needs; bytes read by this package's reader, by torch's, with an exchange; read items.
+        opened: The files that ranks open, ``[pairs, 2]``: rank and file number, sorted.
+        cut: Keys of tensors that some rank does not need whole.
     """
 
     def __init__(self, world: RehearsedWorld) -> None:
@@ -267,14 +267,14 @@ class _Costs:
                 self._pairs.append(ranks * len(self._numbers) + self._numbers[stored.file])
 
     def _add(self, tensors: Sequence[StoredTensor], cover: Cover) -> None:
-        """Add tensors, stored alike, that the same ranks hold in the same boxes."""
+        """Add tensors with equal chunks that the same ranks hold in the same boxes."""
         count, boxes, itemsize = len(tensors), cover.boxes, tensors[0].dtype.itemsize
         stored = tensors[0].cut
         box, chunk = stored.meeting(boxes)
         shared = intersect(boxes[box], stored.boxes[chunk])
         exact = numel(shared) * itemsize
         of_chunks = [tensor.chunks for tensor in tensors]
-        # By tensor and chunk its file, -1 for none, and the length of its record.
+        # By tensor and chunk: number of its file, -1 for none, and length of its record.
         rows = [[self._numbers.get(c.file or "", -1) for c in chunks] for chunks in of_chunks]
         files = np.array(rows, np.int64)
         nbytes = np.array([[record.nbytes for record in chunks] for chunks in of_chunks], np.int64)
@@ -316,14 +316,14 @@ class _Costs:
 def _slice_nbytes(
     shape: tuple[int, ...], start: tuple[int, ...], sizes: tuple[int, ...], itemsize: int
 ) -> int:
-    """Return the bytes that are read for a part of a stored chunk."""
+    """Return the bytes that are read for a box of a stored chunk."""
     strides = c_strides(shape)
     spans = segments(strides, offsets=start, lengths=sizes, itemsize=itemsize, gap=cheap_gap)
     return spans.total_nbytes
 
 
 def _requests(world: RehearsedWorld, fqns: set[str]) -> Iterator[AskedBox]:
-    """Yield which boxes ranks ask for of some tensors, and the files that hold them."""
+    """Yield the boxes of some tensors that ranks ask for, with ranks and files."""
     for piece in world.table.pieces:
         for fqn in sorted(fqns.intersection(piece.fqns)):
             stored = world.checkpoint.tensors[fqn]
@@ -338,7 +338,7 @@ def _requests(world: RehearsedWorld, fqns: set[str]) -> Iterator[AskedBox]:
 
 
 def _rows(ranks: Sequence[RankRehearsal]) -> list[tuple[str, ...]]:
-    """Return a row per distinct cost; if these are too many, of the least, median and most read."""
+    """Return a row per distinct cost; if there are too many, the least, median and most read."""
     equal: dict[tuple[str, ...], list[int]] = {}
     for rank in ranks:
         equal.setdefault(_costs(rank), []).append(rank.rank)

@@ -1,8 +1,8 @@
-"""What the ranks of a world that does not run ask for of a checkpoint, as its load planner has it.
+"""The requests of all ranks of a world that does not run, as its load planner makes them.
 
-Each rank's state dict is derived from the checkpoint and from what is declared, with tensors on
-``meta``. Ranks whose tensors are declared alike and have equal local shapes are planned once, by
-the load planner itself. They differ in their boxes, which are computed for all of them together.
+Each rank's state dict is derived from the checkpoint and from the declaration, with tensors on
+``meta``. Ranks with equal declarations and equal local shapes are planned once, by the load planner
+itself. They differ in their boxes, which are computed for all of them together.
 """
 
 from __future__ import annotations
@@ -61,15 +61,17 @@ from dcp_placements.table.whole import WholeModel, compare_with_whole
 from dcp_placements.table.world import Piece, World
 
 
-class Alike(NamedTuple):
-    """Tensors of ranks with equal renames and rules that are cut alike."""
+class EqualTensors(NamedTuple):
+    """Tensors with equal cuts on every rank of some ranks with equal renames and rules."""
 
     tensors: list[Named]
-    rule_key: str  # the key by which the rules are asked
+    rule_key: str  # the key that the rules are asked about: optimizer state's is its parameter's
     row_dim: int | None  # the dim whose rows are tensors in the checkpoint
     is_damaged: bool  # whether chunks of some of them are missing in the checkpoint
-    asked: Named  # the tensor of that key
-    dims: Dims | None  # of optimizer state, the dims of that tensor; none of another shape
+    asked: Named  # the tensor of ``rule_key``
+    # For optimizer state, the dims of its parameter that it follows, empty if it follows none; None
+    # for other tensors
+    dims: Dims | None
 
     def placement(self, rules: Rules) -> CheckpointPlacement | None:
         """Return the placement by the rules of a rank."""
@@ -80,32 +82,40 @@ class Alike(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """What ranks with equal renames and rules have."""
+    """The keys of ranks with equal renames and rules."""
 
-    kinds: list[Alike]
+    kinds: list[EqualTensors]
     objects: list[str]
-    faults: list[Fault]  # of keys that have no name in the checkpoint
+    faults: list[Fault]  # faults of keys that have no name in the checkpoint
 
 
 class Cutting(NamedTuple):
-    """How one rank has the tensors of a kind."""
+    """The local tensors of a kind on one rank."""
 
     signature: Hashable  # equal for ranks that are planned together
-    place: Place  # where each of them lies as what it is on the rank
-    local_shape: tuple[int, ...]  # of the local tensor
+    place: Place  # place of each in the whole tensor, before it is stacked, unstacked or split
+    local_shape: tuple[int, ...]  # shape of the local tensor
     mesh: MeshCoordinate | None  # the axis of FSDP, flattened; None without one
-    shape: tuple[int, ...]  # over that mesh
+    shape: tuple[int, ...]  # shape of its DTensor over ``mesh``
+
+
+class _Declaration(NamedTuple):
+    """What ranks with equal patterns, renames and waivers declare."""
+
+    steps: Steps
+    waive: dict[str, str]
+    rules: dict[int, Rules]  # by rank
 
 
 class Refused(NamedTuple):
-    """Why one rank cannot have the tensors of a kind."""
+    """The reason why one rank cannot have the tensors of a kind."""
 
     headline: str
     details: tuple[str, ...]
 
     @property
     def signature(self) -> Hashable:
-        """Equal for ranks that are refused alike."""
+        """Equal for ranks that are refused for the same reason."""
         return self
 
 
@@ -114,16 +124,16 @@ class Lot:
     """Ranks that are planned together.
 
     Attributes:
-        keys: What they have.
-        held: What the first of them has of the checkpoint's tensors.
-        asked: What it asks for.
-        objects: The checkpoint's objects that they read.
+        keys: Keys of the ranks.
+        held: Boxes of the checkpoint's tensors that the first rank holds.
+        asked: Boxes that the first rank asks for.
+        objects: The checkpoint's objects that the ranks read.
         memory: Bytes of the local tensors of each rank, padding included.
-        statement: What they state; None where their keys cannot be renamed.
-        rules: The rules of the first of them.
-        rename: Their rename, without ``Replace``.
+        statement: Statement of the ranks; None where their keys cannot be renamed.
+        rules: Rules of the first rank.
+        rename: Rename of the ranks, without ``Replace``.
         waive: Patterns of keys whose differences are accepted.
-        cuttings: By rank, one for each kind.
+        cuttings: By rank, one entry for each kind.
     """
 
     keys: Keys
@@ -144,7 +154,7 @@ class Lot:
 
     @cached_property
     def targets(self) -> dict[str, list[tuple[int, Target]]]:
-        """By key of the checkpoint, the kinds that it is made of, and as which part of it."""
+        """By key of the checkpoint, each kind that it is made of, by number, and the target."""
         targets: dict[str, list[tuple[int, Target]]] = {}
         for number, kind in enumerate(self.keys.kinds):
             for tensor in kind.tensors:
@@ -158,9 +168,9 @@ class RehearsedWorld:
 
     Args:
         checkpoint: The checkpoint.
-        function: Called with each rank's place in the mesh, as ``rehearse`` has it.
+        function: Argument ``rules`` of ``rehearse``.
         axes: The mesh.
-        fsdp: Axes over which FSDP cuts dim 0, as ``rehearse`` has it.
+        fsdp: Argument of ``rehearse``: axes over which FSDP cuts dim 0.
         expected: The keys to include; None for all.
         progress: Called with the number of ranks planned, and of all.
 
@@ -168,8 +178,8 @@ class RehearsedWorld:
         checkpoint: The checkpoint.
         axes: The mesh.
         renames: The renames in force, as a checkpoint keeps them.
-        lots: The ranks by what they have.
-        table: What all ranks hold.
+        lots: The ranks, those that are planned together in one lot.
+        table: The boxes that all ranks hold.
 
     Raises:
         CannotLook: An axis in ``fsdp`` is unknown; the function fails, or returns no rules.
@@ -220,7 +230,7 @@ class RehearsedWorld:
         }
 
     def unmatched(self) -> tuple[str, ...]:
-        """Return what is declared by pattern and matches no key on any rank."""
+        """Return the declared patterns that match no key on any rank."""
         statements = [lot.statement for lot in self.lots if lot.statement is not None]
         if len(statements) < len(self.lots):
             return ()
@@ -230,7 +240,7 @@ class RehearsedWorld:
         return matched_nowhere([*matches, self._fsdp.matches(names)])
 
     def faults(self) -> tuple[Fault, ...]:
-        """Return why the load is refused, sorted by key: by ranks, or else by all together."""
+        """Return the faults of the load, sorted by key: of single ranks, else of all together."""
         faults = [
             replace(fault, ranks=tuple(sorted(set(ranks)))) for fault, ranks in self._faults.items()
         ]
@@ -238,13 +248,13 @@ class RehearsedWorld:
         return tuple(sorted(faults, key=lambda fault: astuple(fault)[:2]))
 
     def notes(self) -> tuple[Fault, ...]:
-        """Return what a load would warn about, sorted by key."""
+        """Return the notes of the load, sorted by key."""
         notes = [*self._notes, *([] if self._faults else self._judged[1])]
         return tuple(sorted(notes, key=lambda note: (note.fqn, note.headline)))
 
     @cached_property
     def _judged(self) -> tuple[list[Fault], list[Fault]]:
-        """The faults and notes of all ranks together, of which none is refused by itself."""
+        """The faults and notes of all ranks together, where no rank is refused by itself."""
         keys, whole = self.checkpoint.metadata.state_dict_metadata, self._wholes[0]
         given = [
             Stated(Statement(has_whole=model is not None), [rank])
@@ -277,8 +287,8 @@ class RehearsedWorld:
         self._faults.setdefault(fault, []).extend(ranks)
 
     def _unplanned(self) -> list[Lot]:
-        """Return the ranks by what decides their plans."""
-        declarations: dict[Hashable, tuple[Steps, dict[str, str], dict[int, Rules]]] = {}
+        """Return lots of ranks whose plans are equal but for their boxes."""
+        declarations: dict[Hashable, _Declaration] = {}
         for rank in range(self.size):
             declared = self._declared.placements(rank)
             rules = PlacementRules({}) if declared.rules is None else declared.rules
@@ -288,7 +298,8 @@ class RehearsedWorld:
             steps = checkpoint_steps(declared.rename)
             patterns = rules.patterns if isinstance(rules, PlacementRules) else rank
             key = patterns, steps, tuple(waive.items())
-            declarations.setdefault(key, (steps, dict(waive), {}))[2][rank] = rules
+            declared_by = declarations.setdefault(key, _Declaration(steps, dict(waive), {}))
+            declared_by.rules[rank] = rules
         lots: dict[Hashable, Lot] = {}
         for steps, waive, ranks in declarations.values():
             first = next(iter(ranks.values()))
@@ -309,14 +320,14 @@ class RehearsedWorld:
         return list(lots.values())
 
     def _keys_of(self, rules: Rules, steps: Steps) -> Keys:
-        """Return what a rank has, by what is cut alike."""
+        """Return the keys of a rank, tensors with equal cuts together."""
         wholes = self._local.before(steps)
         faults: list[Fault] = []
         named = named_tensors(wholes, Renames(*steps), faults)
         objects = [key for key, whole in wholes.items() if whole.dtype is None]
         by_name = {tensor.rule_name: tensor for tensor in named}
         parameters = _states(named, objects).parameters
-        kinds: dict[Hashable, Alike] = {}
+        kinds: dict[Hashable, EqualTensors] = {}
         for tensor in named:
             rule_key, label, dims = tensor.rule_name, _rule_label(rules, tensor), None
             # State follows its parameter, unless a rule matches it alone. Where its parameter may
@@ -342,14 +353,16 @@ class RehearsedWorld:
                 self._fsdp.of(rule_key),
             )
             row_dim = row_dims[0] if row_dims else None
-            kind = Alike([], rule_key, row_dim, is_damaged, by_name[rule_key], dims)
+            kind = EqualTensors([], rule_key, row_dim, is_damaged, by_name[rule_key], dims)
             kinds.setdefault((form, tuple(row_dims), label, is_damaged, dims), kind).tensors.append(
                 tensor
             )
         return Keys(list(kinds.values()), objects, faults)
 
-    def _cuttings(self, kind: Alike, ranks: Mapping[int, Rules]) -> dict[int, Cutting | Refused]:
-        """Return how each of some ranks has the tensors of a kind."""
+    def _cuttings(
+        self, kind: EqualTensors, ranks: Mapping[int, Rules]
+    ) -> dict[int, Cutting | Refused]:
+        """Return the cutting of the tensors of a kind on each of some ranks."""
         tensor, fsdp = kind.tensors[0], self._fsdp.of(kind.rule_key)
         has_rows = kind.dims is None or 0 in kind.dims
         cuttings: dict[int, Cutting | Refused] = {}
@@ -368,7 +381,7 @@ class RehearsedWorld:
         return cuttings
 
     def _planned(self, lot: Lot) -> list[Lot]:
-        """Plan the first of some ranks; all of them one by one where their boxes do not follow."""
+        """Plan the first rank of a lot; every rank by itself where the others do not follow it."""
         rank, cuttings = next(iter(lot.cuttings.items()))
         for fault in lot.keys.faults:
             self.add_fault(fault, lot.ranks)
@@ -407,7 +420,7 @@ class RehearsedWorld:
         return [lot]
 
     def _follow(self, lot: Lot) -> bool:
-        """Whether the boxes that are computed for the first rank are those that were planned."""
+        """Whether the boxes computed for the first rank equal those that were planned."""
         return all(
             (of_ranks := _boxes(lot, piece)) is None
             or set(as_boxes(of_ranks[0])) == {box for box in as_boxes(piece.boxes) if box.numel}
@@ -431,7 +444,7 @@ def _states(named: Sequence[Named], objects: Iterable[str]) -> States:
 
 
 def _boxes(lot: Lot, piece: Piece) -> list[Boxes] | None:
-    """Return what each rank of a lot holds of a piece of the first; None where all hold it."""
+    """Return the boxes of a piece on each rank of a lot; None where all ranks hold the whole."""
     shape, targets = piece.group.shape, lot.targets[piece.fqns[0]]
     if not piece.group.cuts or 0 in shape:
         return None
@@ -447,7 +460,7 @@ def _boxes(lot: Lot, piece: Piece) -> list[Boxes] | None:
 
 
 def _sent(lot: Lot, first: Sent) -> dict[int, Sent]:
-    """Return what each rank of a lot sends where the first one sends ``first``."""
+    """Return what each rank of a lot sends, where the first rank sends ``first``."""
     if len(lot.cuttings) == 1 or not first.tables:
         return dict.fromkeys(lot.cuttings, first)
     by_piece = [(piece.boxes, _boxes(lot, piece)) for piece in World([first]).pieces]
@@ -461,13 +474,13 @@ def _sent(lot: Lot, first: Sent) -> dict[int, Sent]:
 
 
 def _cutting(
-    kind: Alike, placement: CheckpointPlacement | None, mesh: MeshCoordinate | None
+    kind: EqualTensors, placement: CheckpointPlacement | None, mesh: MeshCoordinate | None
 ) -> Cutting:
-    """Return how a rank has the tensors of a kind.
+    """Return the cutting of the tensors of a kind on a rank.
 
     Args:
         kind: The kind.
-        placement: That of the rank's rule.
+        placement: Placement of the rank's rule.
         mesh: The axis of FSDP, seen from the rank; None without one.
 
     Raises:
@@ -491,7 +504,7 @@ def _cutting(
 
 
 def _cut_signature(placement: CheckpointPlacement | None) -> Hashable:
-    """Return what decides how a placement cuts, whatever its rank."""
+    """Return what two ranks' placements have in common if they cut equally."""
     if placement is None:
         return None
     mesh = placement.mesh
@@ -500,9 +513,9 @@ def _cut_signature(placement: CheckpointPlacement | None) -> Hashable:
 
 
 def _rule_label(rules: Rules, tensor: Named) -> Hashable:
-    """Return what tensors of one shape have in common if a rank's rules cut them alike.
+    """Return a label that tensors of one shape share if a rank's rules cut them equally.
 
-    None: no rule matches.
+    It is None where no rule matches.
     """
     if not tensor.shape:
         return None

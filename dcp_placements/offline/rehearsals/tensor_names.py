@@ -34,9 +34,9 @@ class Named:
 
     key: str  # the key that a rank has
     shape: Shape  # its whole shape, in elements
-    dtype: torch.dtype  # of its elements
+    dtype: torch.dtype  # dtype of its elements
     rule_name: str  # the key that the rules see
-    rule_shape: Shape  # the shape that the rules cut: that of the stack for one of its rows
+    rule_shape: Shape  # the shape that the rules cut: for a row of a stack, the stack's
     row: Row | None  # the row of a stack that it becomes, if it does
     targets: tuple[Target, ...]  # the checkpoint's tensors that it is, or is a part of
 
@@ -49,9 +49,9 @@ def named_tensors(wholes: Mapping[str, Whole], rename: Renames, faults: list[Fau
     """Return tensors under their names; objects have none.
 
     Args:
-        wholes: By the key that a rank has.
-        rename: From these keys to the checkpoint's.
-        faults: Takes in the tensors that have no name, or do not fit it.
+        wholes: Tensors and objects by the rank's keys.
+        rename: Map from these keys to the checkpoint's.
+        faults: Receives faults of tensors that have no name, or do not fit it.
     """
     named = []
     for key, (shape, dtype) in wholes.items():
