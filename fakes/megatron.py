@@ -401,8 +401,8 @@ class AttnBackend(enum.Enum):
 @contextmanager
 def modules_of(name: str, **classes: type) -> Iterator[None]:
     """Let pickles name classes of a module of Megatron's, which no reader here can import."""
-    parts = name.split(".")
-    modules = {".".join(parts[:end]): types.ModuleType(name) for end in range(1, len(parts) + 1)}
+    levels = name.split(".")
+    modules = {".".join(levels[:end]): types.ModuleType(name) for end in range(1, len(levels) + 1)}
     vars(modules[name]).update(classes)
     with mock.patch.dict(sys.modules, modules), ExitStack() as stack:
         for each in classes.values():

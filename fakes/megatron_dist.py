@@ -39,7 +39,7 @@ def write_torch_dist(
 
     def held(rank: int) -> dict[str, Any]:
         mesh = world.mesh(rank, tp=tp)
-        parts: dict[str, Any] = {
+        state: dict[str, Any] = {
             key: real_dtensor(
                 cut(value, [Shard(value.dim() - 1)], (tp,), (rank,)),
                 mesh,
@@ -49,8 +49,8 @@ def write_torch_dist(
             for key, value in whole.items()
         }
         if rank == 0:
-            parts["rng_state/shard_0.0_1.1"] = {"random_rng_state": (3, (1, 2))}
-        return parts
+            state["rng_state/shard_0.0_1.1"] = {"random_rng_state": (3, (1, 2))}
+        return state
 
     world.save(root, held, lambda rank: DefaultSavePlanner(flatten_state_dict=False))
     (root / "metadata.json").write_text('{"sharded_backend": "torch_dist", "version": 1}')

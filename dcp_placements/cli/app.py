@@ -164,7 +164,7 @@ for _function in chain.from_iterable(PURPOSES.values()):
     app.add_command(_command(_function))
 
 
-def _print_warning(message: Warning | str, category: type[Warning], *place: Any) -> None:
+def _print_warning(message: Warning | str, category: type[Warning], *location: Any) -> None:
     """Print a warning without its location in the source."""
     print_error(str(message) if category is UserWarning else f"{category.__name__}: {message}")
 

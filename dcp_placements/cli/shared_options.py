@@ -128,10 +128,10 @@ def parse_mesh(text: str) -> MeshAxes:
         CannotLook: It is not of that form, or names an axis twice.
     """
     axes: MeshAxes = {}
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\w+)\s*=\s*([1-9]\d*)\s*", part)
+    for axis_text in text.split(","):
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*([1-9]\d*)\s*", axis_text)
         if match is None or match[1] in axes:
-            why = f"{part.strip()!r} is not axis=size with a size of 1 and more"
+            why = f"{axis_text.strip()!r} is not axis=size with a size of 1 and more"
             if match is not None:
                 why = f"it names axis {match[1]!r} twice"
             raise CannotLook(f"{text!r} is no mesh, {why}: write for instance ep=8,edp=2")

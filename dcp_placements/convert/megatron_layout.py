@@ -290,7 +290,9 @@ def rank_directories(folder: Path) -> dict[str, tuple[int, ...]]:
     names = sorted(os.listdir(folder))
     matches = {name: match for name in names if (match := _RANK_DIRECTORY.fullmatch(name))}
     if matches:
-        return {n: tuple(int(part) for part in m.groups() if part) for n, m in matches.items()}
+        return {
+            n: tuple(int(number) for number in m.groups() if number) for n, m in matches.items()
+        }
     if ".metadata" in names:
         raise CannotLook(
             f"{folder}: this is a DCP checkpoint (torch_dist, torch_dcp or fsdp_dtensor), of whole "

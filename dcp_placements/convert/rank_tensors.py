@@ -226,7 +226,7 @@ class RankTensors:
     def _described(self, world: World, held: Array) -> tuple[Metadata, Records]:
         """Return metadata of the whole tensors, and where their chunks are in the files."""
         stored: dict[str, Any] = {}
-        places: list[StoredLocation] = []
+        locations: list[StoredLocation] = []
         records: Records = {}
         columns = {
             fqn: (piece, tensors)
@@ -249,9 +249,9 @@ class RankTensors:
                 record = TensorRecord(dtype, sizes, data.stride())
                 nbytes = record.span_nbytes if record.nbytes else 0
                 start = int(data.storage_offset()) * dtype.itemsize  # in the file, which is mapped
-                places.append(StoredLocation(fqn, torch.Size(offsets), file, start, nbytes))
+                locations.append(StoredLocation(fqn, torch.Size(offsets), file, start, nbytes))
                 records[fqn, file, offsets] = record
-        index = index_of_locations(places, build_entries(stored))
+        index = index_of_locations(locations, build_entries(stored))
         return with_columns(Metadata(stored), index), records
 
 

@@ -230,8 +230,8 @@ class Writer:
             for t in tensors.values()
         )
         # Places that come from no file have no version that would tell them apart.
-        places = chain(source.records(), source.records_in_files.items())
-        of_all = source.path, torch.__version__, *(places if source.records_in_files else ())
+        locations = chain(source.records(), source.records_in_files.items())
+        of_all = source.path, torch.__version__, *(locations if source.records_in_files else ())
         for line in chain(of_all, blocks, described):
             digest.update(f"{line}\n".encode("utf-8", "surrogatepass"))
         self.identity = digest.hexdigest()
@@ -476,10 +476,10 @@ class DcpOut(Writer):
         }
         first = next(iter(self._boxes), "")
         self._objects = {first: list(source.objects.values())}
-        self._places = [place for name in self._boxes for place in self._placed(name)]
+        self._locations = [location for name in self._boxes for location in self._placed(name)]
         self.files = dict.fromkeys(self._boxes, 0)
-        for place in self._places:
-            self.files[place.path] += place.length
+        for location in self._locations:
+            self.files[location.path] += location.length
 
     def _placed(self, name: str) -> Iterator[StoredLocation]:
         """Yield the place of every record of a file, in file order."""
@@ -499,7 +499,7 @@ class DcpOut(Writer):
             with quiet_gc():
                 metadata = self._metadata()
                 entries = build_entries(metadata.state_dict_metadata)
-                metadata.storage_data = index_of_locations(self._places, entries)
+                metadata.storage_data = index_of_locations(self._locations, entries)
                 write_metadata(metadata, stream)
             return
         for stored in self._objects.get(name, ()):

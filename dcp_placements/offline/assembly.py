@@ -51,9 +51,9 @@ class SourceBlock:
     # along which ``stored_box`` has size 1
     dims: tuple[int | None, ...]
 
-    def source_box(self, part: Box) -> Box:
-        """Return the box of the stored tensor for a part of ``box``."""
-        return moved_box(part, self.box, self.stored_box, self.dims)
+    def source_box(self, inner: Box) -> Box:
+        """Return the box of the stored tensor for a box inside ``box``."""
+        return moved_box(inner, self.box, self.stored_box, self.dims)
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,10 +154,13 @@ class StoredTensor(SourceTensor):
     @property
     def chunks(self) -> tuple[StoredRecord, ...]:
         """Its chunks, one for each of ``boxes``."""
-        places = self._checkpoint.places_of(self.fqn)
+        locations = self._checkpoint.locations_of(self.fqn)
         nowhere: tuple[Any, ...] = (None,)
         return tuple(
-            [StoredRecord(self.fqn, box, *places.get(box.offsets, nowhere)) for box in self.boxes]
+            [
+                StoredRecord(self.fqn, box, *locations.get(box.offsets, nowhere))
+                for box in self.boxes
+            ]
         )
 
 
@@ -240,8 +243,8 @@ class Checkpoint:
             for fqn, number in zip(entries.fqns, entries.form_of, strict=True):
                 kind = kinds[number]
                 if kind is None:
-                    place = self.places_of(fqn).get(None)
-                    self.objects[fqn] = StoredRecord(fqn, None, *(place or (None,)))
+                    location = self.locations_of(fqn).get(None)
+                    self.objects[fqn] = StoredRecord(fqn, None, *(location or (None,)))
                 else:
                     shape, dtype, cut = kind
                     self.tensors[fqn] = StoredTensor(fqn, shape, dtype, cut, self)
@@ -309,7 +312,7 @@ class Checkpoint:
                     files_of[rows.fqns[key]] = names_of[content]
         return files_of
 
-    def places_of(self, fqn: str) -> dict[Offset, tuple[Any, ...]]:
+    def locations_of(self, fqn: str) -> dict[Offset, tuple[Any, ...]]:
         """Return file, start, length and transforms of each chunk of a key, by offset."""
         return {
             row.offset: (row.path, row.start, row.length, row.transforms or ())
@@ -326,8 +329,8 @@ class Checkpoint:
     def key_classes(self) -> list[list[int]]:
         """Numbers of keys in ``rows``; keys that are cut and placed equally are in one list."""
         classes: dict[Hashable, list[int]] = {}
-        places = self.rows.class_of.tolist()
-        for key, (fqn, number) in enumerate(zip(self.rows.fqns, places, strict=True)):
+        locations = self.rows.class_of.tolist()
+        for key, (fqn, number) in enumerate(zip(self.rows.fqns, locations, strict=True)):
             tensor = self.tensors.get(fqn)
             cut = fqn in self.objects if tensor is None else tensor.cut
             classes.setdefault((number, cut), []).append(key)
@@ -346,17 +349,17 @@ class Checkpoint:
                 continue
             for some, table in rows.row_batches(int(rows.class_of[keys[0]]), np.array(keys)):
                 by_key = np.stack(table, axis=2).tolist()
-                for key, places in zip(some.tolist(), by_key, strict=True):
+                for key, locations in zip(some.tolist(), by_key, strict=True):
                     for index, box in chunks:
-                        file, step, start, length = places[index]
-                        place = files[file], start, length, steps[step]
-                        yield StoredRecord(fqns[key], box, *place)
+                        file, step, start, length = locations[index]
+                        location = files[file], start, length, steps[step]
+                        yield StoredRecord(fqns[key], box, *location)
         for fqn, tensor in self.tensors.items() if rows.has_copies else ():
             first, boxes = None, tensor.cut.by_offset
             for row in rows.rows_of(fqn, copies=True):
                 if row.offset is not None and row.offset == first and row.offset in boxes:
-                    place = row.path, row.start, row.length, row.transforms or ()
-                    yield StoredRecord(fqn, boxes[row.offset], *place)
+                    location = row.path, row.start, row.length, row.transforms or ()
+                    yield StoredRecord(fqn, boxes[row.offset], *location)
                 first = row.offset
 
     def read_record(self, stored: StoredRecord, most: int) -> bytes | None:

@@ -20,7 +20,7 @@ from dcp_placements.layout.boxes import format_box
 from dcp_placements.layout.sharding import Box, Cuts
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.offline.assembly import assembled
-from dcp_placements.offline.checkpoint import Checkpoint, StoredRecord, ranks_of
+from dcp_placements.offline.checkpoint import Checkpoint, StoredRecord, StoredTensor, ranks_of
 from dcp_placements.offline.key_patterns import matching_keys
 from dcp_placements.offline.texts import brief, format_table, ranges, short
 from dcp_placements.short_text import (
@@ -257,23 +257,7 @@ def inspect(
     stored = {name: tensor for name, tensor in checkpoint.tensors.items() if name in keys}
     held = {name: record for name, record in checkpoint.objects.items() if name in keys}
     values = plain_values(checkpoint, held.values())
-    # Tensors that differ in their keys alone share what is shown of them.
-    infos: dict[Hashable, TensorInfo] = {}
-    tensors = {}
-    for name, tensor in stored.items():
-        files = tensor.files
-        kind = tensor.shape, tensor.dtype, tensor.cut, files
-        if kind not in infos:
-            shown = (
-                tensor.shape,
-                tensor.dtype_name,
-                tensor.count,
-                files,
-                ranks_of(files),
-                tensor.nbytes,
-            )
-            infos[kind] = TensorInfo(*shown)
-        tensors[name] = infos[kind]
+    tensors = _tensor_infos(stored)
     every = tensors.values()
     return Inspection(
         path=checkpoint.path,
@@ -302,6 +286,27 @@ def inspect(
         renames=() if record is None else tuple(map(str, record.renames)),
         notes=tuple(checkpoint.notes),
     )
+
+
+def _tensor_infos(stored: Mapping[str, StoredTensor]) -> dict[str, TensorInfo]:
+    """Return the facts on tensors by key; tensors that differ in their keys alone share them."""
+    infos: dict[Hashable, TensorInfo] = {}
+    tensors = {}
+    for name, tensor in stored.items():
+        files = tensor.files
+        kind = tensor.shape, tensor.dtype, tensor.cut, files
+        if kind not in infos:
+            shown = (
+                tensor.shape,
+                tensor.dtype_name,
+                tensor.count,
+                files,
+                ranks_of(files),
+                tensor.nbytes,
+            )
+            infos[kind] = TensorInfo(*shown)
+        tensors[name] = infos[kind]
+    return tensors
 
 
 def _ranks(tensors: Iterable[TensorInfo]) -> tuple[int, ...]:

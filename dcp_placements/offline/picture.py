@@ -128,9 +128,7 @@ def tensor_figure(fqn: str, shape: Sequence[int], dtype: str, chunks: Sequence[W
         sorted({0, max(size, 1), *starts, *map(add, starts, sizes)})
         for size, starts, sizes in zip(shape, *array.T.swapaxes(0, 1).tolist(), strict=True)
     ]
-    ranked = sorted(range(len(shape)), key=lambda dim: -len(edges[dim]))
-    rest = sorted(ranked[1:], key=lambda dim: (-len(edges[dim]), abs(dim - ranked[0]), -dim))
-    down, across = [None, None, *sorted([*ranked[:1], *rest[:1]])][-2:]
+    down, across = _drawn_dims([len(along) for along in edges])
     hidden = [dim for dim in range(len(shape)) if dim not in (down, across)]
 
     def rectangle(box: Box) -> tuple[int, int, int, int] | None:
@@ -182,6 +180,24 @@ def tensor_figure(fqn: str, shape: Sequence[int], dtype: str, chunks: Sequence[W
         axis.set_ticks(ticks[:: -(-len(ticks) // 12) or 1])
         axis.set_label_text("" if drawn is None else f"dim {drawn} (of {shape[drawn]})")
     return figure
+
+
+def _drawn_dims(counts: Sequence[int]) -> tuple[int | None, int | None]:
+    """Return the dims that are drawn down and across; None where a tensor lacks one.
+
+    The dim with the most edges is drawn, and of the others the one with the most edges, the nearest
+    to it and then the last among equals.
+
+    >>> _drawn_dims([2, 5, 3]), _drawn_dims([2]), _drawn_dims([])
+    ((1, 2), (None, 0), (None, None))
+
+    Args:
+        counts: Number of edges of chunks along each dim.
+    """
+    ranked = sorted(range(len(counts)), key=lambda dim: -counts[dim])
+    others = sorted(ranked[1:], key=lambda dim: (-counts[dim], abs(dim - ranked[0]), -dim))
+    down, across = [None, None, *sorted([*ranked[:1], *others[:1]])][-2:]
+    return down, across
 
 
 def _colors(writers: Sequence[str]) -> dict[str, str]:

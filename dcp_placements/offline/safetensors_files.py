@@ -116,17 +116,17 @@ def read_safetensors_metadata(
             for fqn, entry in _read_header(stream, directory, file, size).items():
                 entries_of.setdefault(fqn, []).append(entry)
     tensors: dict[str, Any] = {}
-    places = []
+    locations = []
     for fqn, entries in sorted(entries_of.items()):
         tensors[fqn] = _tensor(directory, fqn, entries)
         for entry in entries:
-            place = entry.box.offsets, entry.file, entry.start, entry.nbytes
-            places.append(StoredLocation(fqn, *place))
+            location = entry.box.offsets, entry.file, entry.start, entry.nbytes
+            locations.append(StoredLocation(fqn, *location))
     held = {(fqn, entry.file) for fqn, entries in entries_of.items() for entry in entries}
     absent = {fqn: file for fqn, file in (index or {}).items() if (fqn, file) not in held}
     if not tensors and not absent:
         raise CannotLook(f"{directory.path}: no tensor in {format_names(files, 4)}")
-    rows = index_of_locations(places, build_entries(tensors))
+    rows = index_of_locations(locations, build_entries(tensors))
     return with_columns(Metadata({}), rows), absent
 
 

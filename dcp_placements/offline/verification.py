@@ -309,8 +309,8 @@ class _Checks:
                     if is_small and opened.held(record.start, record.nbytes) is None:
                         window = bytearray(min(WINDOW_NBYTES, size - record.start))
                         opened.hold(memoryview(window), record.start)
-                    part = ByteRange(opened, record.start, record.nbytes)
-                    for kind, finding in self._findings(part, record):
+                    byte_range = ByteRange(opened, record.start, record.nbytes)
+                    for kind, finding in self._findings(byte_range, record):
                         message = f"{record_name(self._checkpoint, record)} in {file}: {finding}"
                         faults.append(CheckpointFault(kind, (record.fqn,), (file,), message))
         except (OSError, EOFError) as error:
@@ -321,7 +321,7 @@ class _Checks:
             return [CheckpointFault(kind, fqns_of(records), (file,), message)]
         return faults
 
-    def _findings(self, part: ByteRange, record: StoredRecord) -> Iterator[FileFinding]:
+    def _findings(self, byte_range: ByteRange, record: StoredRecord) -> Iterator[FileFinding]:
         """Yield the faults of a record: of its shape and dtype, and of its contents."""
         if record.transforms:
             if not self._contents:
@@ -339,12 +339,14 @@ class _Checks:
             if content is None:
                 self.skipped.append(record_name(self._checkpoint, record))
                 return
-            part = range_in_memory(content)
+            byte_range = range_in_memory(content)
         if record.box is None:
             # An object may be written in any way: if it begins or ends as a zip file, it has sums.
-            is_zip = part.read(0, len(LOCAL)) == LOCAL or zipfile.is_zipfile(part.stream())
+            is_zip = byte_range.read(0, len(LOCAL)) == LOCAL or zipfile.is_zipfile(
+                byte_range.stream()
+            )
             if self._contents and is_zip:
-                yield from self._checksums(part)
+                yield from self._checksums(byte_range)
             return
         if self._checkpoint.format == SAFETENSORS:
             # Nothing but the header describes these bytes, and the metadata are the header.
@@ -352,23 +354,23 @@ class _Checks:
             return
         if self._checkpoint.records_in_files:
             return  # compared with the head of its file when that was opened
-        head = None if record.transforms else self._heads.find(part)
+        head = None if record.transforms else self._heads.find(byte_range)
         if head is not None:
             yield from self._mismatches(record, head.shape, head.dtype)
-        broken = list(self._checksums(part, head)) if self._contents else []
+        broken = list(self._checksums(byte_range, head)) if self._contents else []
         yield from broken
         # A wrong checksum is more specific than that it cannot be loaded.
         if head is None and not broken:
-            yield from self._loaded(part, record)
+            yield from self._loaded(byte_range, record)
 
-    def _loaded(self, part: ByteRange, record: StoredRecord) -> Iterator[FileFinding]:
+    def _loaded(self, byte_range: ByteRange, record: StoredRecord) -> Iterator[FileFinding]:
         """Check a tensor whose record is not plain: other strides, or transforms."""
         if record.nbytes > self._limit_nbytes:
             self.skipped.append(record_name(self._checkpoint, record))
             return
         try:
             # Not through a reader, which converts to the dtype of the metadata.
-            tensor = load_saved_tensor(io.BytesIO(part.stream().read()))
+            tensor = load_saved_tensor(io.BytesIO(byte_range.stream().read()))
         except RefusedGlobal:  # of a type that this process was not told to allow
             self.other_types.append(record_name(self._checkpoint, record))
         except Exception as error:
@@ -395,7 +397,7 @@ class _Checks:
         self._progress(self.nbytes)
 
     def _checksums(
-        self, part: ByteRange, tensor: TensorRecord | None = None
+        self, byte_range: ByteRange, tensor: TensorRecord | None = None
     ) -> Iterator[FileFinding]:
         """Yield the entries of a zip file that do not match their checksums.
 
@@ -404,7 +406,7 @@ class _Checks:
             tensor: The record's description, if it is plain.
         """
         try:
-            file = stored_zip(part.stream())
+            file = stored_zip(byte_range.stream())
             if file is None:
                 raise zipfile.BadZipFile("it is no zip file")
             entries = file.infolist()
@@ -412,14 +414,14 @@ class _Checks:
             for entry in entries:
                 file.open(entry).close()
             if any(entry.filename.endswith("/data.pkl") for entry in entries):
-                check_opens(part.stream())
+                check_opens(byte_range.stream())
             # torch.serialization.set_crc32_options(False) writes none.
             has_sums = any(entry.CRC for entry in entries)
             self._unchecked += not has_sums
             for entry in entries:
-                start = entry_start(part.read_into, entry)
+                start = entry_start(byte_range.read_into, entry)
                 checksum = 0
-                for block in _blocks(part, start, entry.file_size):
+                for block in _blocks(byte_range, start, entry.file_size):
                     checksum = crc32(block, checksum)
                     self._advance(block.nbytes)
                 plain = tensor and (start, entry.file_size) == (tensor.start, tensor.nbytes)
@@ -429,7 +431,7 @@ class _Checks:
                     yield "checksum", message
                 elif tensor and plain and tensor.has_crc and tensor.nbytes:
                     # A load goes by what follows the elements.
-                    behind = part.read(tensor.start + tensor.nbytes, BEHIND)
+                    behind = byte_range.read(tensor.start + tensor.nbytes, BEHIND)
                     if wrong_crc(checksum, behind) is not None:
                         mismatch = f"their checksum {checksum:08x} does not follow them"
                         yield "checksum", f"the elements: {mismatch}"
@@ -438,11 +440,11 @@ class _Checks:
             yield "wrong_record", f"this is no whole file of torch.save: {sentence}"
 
 
-def _blocks(part: ByteRange, start: int, nbytes: int) -> Iterator[memoryview]:
+def _blocks(byte_range: ByteRange, start: int, nbytes: int) -> Iterator[memoryview]:
     buffer = memoryview(bytearray(min(nbytes, FILE_PART_NBYTES)))
     for offset in range(0, nbytes, FILE_PART_NBYTES):
         block = buffer[: min(FILE_PART_NBYTES, nbytes - offset)]
-        part.read_into(block, start + offset)
+        byte_range.read_into(block, start + offset)
         yield block
 
 
@@ -527,7 +529,7 @@ def structural_faults(checkpoint: Checkpoint) -> list[CheckpointFault]:
 def metadata_faults(checkpoint: Checkpoint) -> list[CheckpointFault]:
     """Return the faults that the metadata prove, and files of another save."""
     check_count(checkpoint.path, len(checkpoint.rows))
-    return [*tiling_faults(checkpoint), *_place_faults(checkpoint), *_id_faults(checkpoint)]
+    return [*tiling_faults(checkpoint), *_location_faults(checkpoint), *_id_faults(checkpoint)]
 
 
 def stock_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
@@ -600,7 +602,7 @@ def box_faults(whole: Box, boxes: Iterable[Box]) -> Iterator[tuple[str, str]]:
                 assert_never(kind)
 
 
-def _place_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
+def _location_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
     """Yield chunks without a place, places without a chunk, and keys of an index without either."""
     for keys in checkpoint.key_classes:
         fqns = tuple(sorted([checkpoint.rows.fqns[key] for key in keys]))
@@ -614,7 +616,7 @@ def _place_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
         for fqn in fqns if offsets - boxes_of.keys() else ():
             if fqn.startswith(OWN_PREFIX) and not boxes_of:
                 continue  # a record of this package's own, such as that of a save's id
-            for offset, (file, *_) in checkpoint.places_of(fqn).items():
+            for offset, (file, *_) in checkpoint.locations_of(fqn).items():
                 if offset not in boxes_of:
                     where = "" if offset is None else f" at {offset}"
                     message = f"{file} has a chunk{where} that the tensor's metadata do not list"

@@ -84,7 +84,7 @@ def megatron_lite(
         # A parameter's name begins in these places; "mtp.layers" has the numbers of the whole.
         renames.append(Renumber("model*.layers.{}", layers, num_layers))
         renames += [
-            Renumber(f"{part}.layers.{{}}", layers, None) for part in ("state", "param_groups")
+            Renumber(f"{level}.layers.{{}}", layers, None) for level in ("state", "param_groups")
         ]
     if expert_mesh is not None:
         ep = axis_sizes(expert_mesh, "ep")["ep"]

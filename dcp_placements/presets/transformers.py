@@ -99,8 +99,8 @@ def _axis_and_style(plans: Mapping[str, Mapping[str, str]], name: str) -> tuple[
             if entry in plan:
                 return axis, plan[entry]
         # Below a module of this plan no other plan applies.
-        parts = module.split(".")
-        if any(".".join(parts[:end]) in plan for end in range(1, len(parts))):
+        names = module.split(".")
+        if any(".".join(names[:end]) in plan for end in range(1, len(names))):
             break
     return "", "replicate"
 
