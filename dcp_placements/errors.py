@@ -98,7 +98,7 @@ class Fault:
         headline: What is wrong, in one line, without the key.
         details: Causes and the way out, one per line. Faults with equal headlines and details
             become one entry of a message, with all their keys.
-        place: Facts about this key, on this rank, alone. An entry with several keys or ranks shows
+        where: Facts about this key, on this rank, alone. An entry with several keys or ranks shows
             those of the first.
         ranks: The ranks that have it; empty where it is about no ranks or names them itself.
     """
@@ -108,14 +108,14 @@ class Fault:
     fqn: str
     headline: str
     details: tuple[str, ...] = ()
-    place: tuple[str, ...] = ()
+    where: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
 
     @property
     def facts(self) -> tuple[str, ...]:
         """All lines below the headline."""
         on = (f"on:          {format_ranks(self.ranks)}",) if self.ranks else ()
-        return (*on, *self.place, *self.details)
+        return (*on, *self.where, *self.details)
 
     def __str__(self) -> str:
         return _format_entry([self])
@@ -127,14 +127,14 @@ class CannotPlace(PlacementError):
     Args:
         headline: What does not fit.
         details: Causes and the way out.
-        place: Facts about this rank alone.
+        where: Facts about this rank alone.
     """
 
-    def __init__(self, headline: str, *details: str, place: tuple[str, ...] = ()) -> None:
+    def __init__(self, headline: str, *details: str, where: tuple[str, ...] = ()) -> None:
         super().__init__(headline, *details)
         self.headline = headline
         self.details = details
-        self.place = place
+        self.where = where
 
     def __str__(self) -> str:
         return "\n    ".join(self.args)
@@ -142,7 +142,7 @@ class CannotPlace(PlacementError):
     def fault(self, fqn: str, rule: str | None = None) -> Fault:
         """Return it as the fault of a key, which a rule matches."""
         by_rule = () if rule is None else (f"by rule:     {rule}",)
-        return Fault(fqn, self.headline, (*self.details, *by_rule), self.place)
+        return Fault(fqn, self.headline, (*self.details, *by_rule), self.where)
 
 
 def format_faults(
@@ -176,16 +176,16 @@ def _format_entry(alike: Sequence[Fault], ranks: tuple[int, ...] = ()) -> str:
     for fault in alike:
         of_key.setdefault(fault.fqn, []).append(fault.ranks)
     everywhere = set(chain.from_iterable({fault.ranks for fault in alike}))
-    place, on = list(first.place), []
-    if place and len(everywhere) > 1:
-        place[0] += f" on {format_ranks(first.ranks[:1])}"
-    if place and len(of_key) > 1:
-        place[0] += f" (of {first.fqn})"
+    where, on = list(first.where), []
+    if where and len(everywhere) > 1:
+        where[0] += f" on {format_ranks(first.ranks[:1])}"
+    if where and len(of_key) > 1:
+        where[0] += f" (of {first.fqn})"
     fewer = any(len(set(chain(*held))) < len(everywhere) for held in of_key.values())
     if everywhere and (fewer or everywhere != set(ranks)):
         some = ", some of the keys on fewer" if fewer else ""
         on = [f"on:          {format_ranks(everywhere)}{some}"]
-    lines = [first.headline, *on, *place, *first.details]
+    lines = [first.headline, *on, *where, *first.details]
     if len(lines) > MAX_LINES:  # the last ones are the way out
         left = f"... {len(lines) - MAX_LINES} more lines"
         lines = [*lines[: MAX_LINES // 2], left, *lines[-MAX_LINES // 2 :]]

@@ -533,7 +533,7 @@ def _misfit(
         "by DTensor.from_local()",
         "way out:     correct these in the rule; or IndexShard(dim, rows) with global_shape= there "
         "says which rows this rank holds",
-        place=(f"coordinate:  ({', '.join(f'{axis}={axis.position}' for axis in axes)})",),
+        where=(f"coordinate:  ({', '.join(f'{axis}={axis.position}' for axis in axes)})",),
     )
 
 

@@ -111,7 +111,7 @@ class RankTensors:
     def refuse(self, file: str, faults: Iterable[Fault]) -> None:
         """Add faults of what is in a file."""
         where = (f"file:        {file}",)
-        self.faults += [replace(fault, place=(*where, *fault.place)) for fault in faults]
+        self.faults += [replace(fault, where=(*where, *fault.where)) for fault in faults]
 
     def add(
         self,

@@ -89,7 +89,7 @@ class PartOfPath(NamedTuple):
             "axis_names": group.axis_names,
             "cuts": tuple(map(plain_of_cut, group.cuts)),
             "padded_shape": group.padded_shape,
-            "parts": group.parts,
+            "parts": group.shards,
             "local_shape": self.chunks[0].shape if self.chunks else (),
             "chunks": tuple(
                 [
@@ -110,7 +110,7 @@ class PartOfPath(NamedTuple):
             axis_names=tuple(values["axis_names"]),
             cuts=tuple([cut_of_plain(*cut) for cut in values["cuts"]]),
             padded_shape=None if padded is None else tuple(padded),
-            parts=values["parts"],
+            shards=values["parts"],
         )
         boxes, chunks, local_shape = [], [], tuple(values["local_shape"])
         for offsets, sizes, start, steps in values["chunks"]:

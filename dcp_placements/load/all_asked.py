@@ -343,7 +343,7 @@ class AllAsked:
         whole = Box.whole(group.shape)
         if tile(whole, cover.boxes):
             return []
-        selections = cover.parts()
+        selections = cover.ranks_by_boxes()
         twice = repeated(selections)
         if not twice or not uncovered(whole, cover.boxes, 1):
             return []

@@ -219,7 +219,7 @@ def conflicts(
             headline, details = f"{headline}; that of the lowest is kept", details + _RANKS_OWN
         elif piece.group.kind == OBJECT:  # groups decide on the parameters
             details += _OTHER_GROUPS
-        (of_key,) = _of_keys(world, piece, headline, details, fault.place, [position])
+        (of_key,) = _of_keys(world, piece, headline, details, fault.where, [position])
         is_drift = len(differs) == 1 and _is_dense(world, piece, position)
         yield Conflict(of_key, is_own, differs[0] if is_drift else None)
 

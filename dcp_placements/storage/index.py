@@ -899,7 +899,7 @@ def with_copies(
     if not others:
         return fault
     text = format_names([f"byte {row.start} of {row.path}" for row in others], 2)
-    return replace(fault, place=(*fault.place, f"a copy:      {text}"))
+    return replace(fault, where=(*fault.where, f"a copy:      {text}"))
 
 
 def locations_of(

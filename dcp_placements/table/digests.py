@@ -51,8 +51,8 @@ WORLD_BUDGET_NBYTES = 64 << 20
 
 
 def may_have_replicas(group: Group, world: int) -> bool:
-    """Whether another rank may hold the same box: not if there are as many parts as ranks."""
-    return group.parts != world or world == 1
+    """Whether another rank may hold the same box: not where the cuts make a shard for each rank."""
+    return group.shards != world or world == 1
 
 
 def digests_of(

@@ -59,7 +59,7 @@ class Group(NamedTuple):
         axis_names: One per mesh axis that a rule or a DTensor names.
         cuts: How it is cut, in the order in which the cuts apply.
         padded_shape: The shape that is cut, where it is larger than the whole tensor.
-        parts: Number of different parts that the cuts make; None where they do not determine it.
+        shards: Number of different shards that the cuts make; None where they do not determine it.
     """
 
     kind: str
@@ -70,7 +70,7 @@ class Group(NamedTuple):
     axis_names: tuple[str | None, ...] = ()
     cuts: Cuts = ()
     padded_shape: tuple[int, ...] | None = None
-    parts: int | None = 1
+    shards: int | None = 1
 
     @property
     def itemsize(self) -> int:
@@ -290,12 +290,12 @@ def group_of(fqn: str, value: Any) -> tuple[Group, HeldBoxes]:
     if type(value) is Placed:
         sharding = value.place.sharding
         names = tuple([axis.name for axis in value.place.axes])
-        parts = None
+        shards = None
         if value.place.is_exact and not any(
             c.kind is Kind.LISTED or c.dim < 0 for c in sharding.cuts
         ):
-            parts = prod([cut.size for cut in sharding.cuts])
-        look = *_LOOK(value.tensor), names, sharding.cuts, sharding.padded_shape, parts
+            shards = prod([cut.size for cut in sharding.cuts])
+        look = *_LOOK(value.tensor), names, sharding.cuts, sharding.padded_shape, shards
         boxes = tuple([Box(chunk.offsets, chunk.sizes) for chunk in held_chunks(value)])
         return Group(SHARD, sharding.global_shape, *look), boxes
     if has_hooks(value):

@@ -66,7 +66,7 @@ class Cover(NamedTuple):
         """Return the ranks that hold a box, ascending."""
         return self.ranks[self.order[self.starts[box] : self.starts[box + 1]]]
 
-    def parts(self) -> dict[frozenset[int], list[int]]:
+    def ranks_by_boxes(self) -> dict[frozenset[int], list[int]]:
         """Return the ranks by the boxes that they hold: ``{{0}: [0, 2], {1}: [1, 3]}``."""
         order = np.argsort(self.ranks, kind="stable")
         ranks = self.ranks[order]

@@ -20,8 +20,8 @@ from dcp_placements.table.world import World
 
 
 def test_what_has_no_replicas_needs_no_digests() -> None:
-    def group(parts: int) -> Group:
-        return Group(SHARD, (8, 8), torch.float32, parts=parts)
+    def group(shards: int) -> Group:
+        return Group(SHARD, (8, 8), torch.float32, shards=shards)
 
     assert not may_have_replicas(group(8), 8)
     assert may_have_replicas(group(8), 16)
