@@ -23,27 +23,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import ReadItem, WriteItem
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from dcp_placements.errors import (
-    Fault,
-    PlacementError,
-    raise_faults,
-)
-
-T = TypeVar("T")
+from dcp_placements.errors import PlacementError
 
 
 @dataclass
 class RankWork:
-    """One save or load on one rank, as far as the hooks that plan it have come.
+    """One save or load on one rank: what its planning hooks have found so far.
 
-    Pickled it is empty: the state of a save is not sent to another process.
+    It is pickled empty: the state of a save is not sent to another process.
 
     Attributes:
         thread: The thread that began it, in which DCP calls all hooks that plan.
@@ -58,7 +52,7 @@ class RankWork:
         """Refuse a hook that plans in another thread.
 
         Raises:
-            PlacementError: Another thread has begun this one, perhaps while its own was planned.
+            PlacementError: Another thread has set up the planner since.
         """
         if self.thread != threading.get_ident():
             raise PlacementError(INTERLEAVED)
@@ -80,7 +74,7 @@ OVERTAKEN = (
 def held_by(work: str, name: str) -> Any:
     """Return an attribute of a planner that its current save or load has.
 
-    Torch's planners have it, so that subclasses of theirs get and set it.
+    Torch's planners have it as an attribute of their own, which subclasses get and set.
 
     Args:
         work: The attribute of the planner that is its current save or load.
@@ -93,9 +87,9 @@ def held_by(work: str, name: str) -> Any:
 
 
 def _as_torch_has_it(item: Any) -> tuple[Any, ...]:
-    """Pickle an item as torch's, without what it knows."""
+    """Pickle an item as torch's item, without its save or load."""
     plain: Any = type(item).__base__
-    values = {each.name: getattr(item, each.name) for each in fields(plain)}
+    values = {column.name: getattr(item, column.name) for column in fields(plain)}
     return partial(plain, **values), ()
 
 
@@ -105,7 +99,7 @@ class WriteItemOfSave(WriteItem):
 
     Attributes:
         save: The save; it has the objects.
-        tensor: The tensor that is written; None of an object, or where the planner looks it up.
+        tensor: The tensor that is written; None for an object, or where the planner looks it up.
         copied: Whether other ranks write the same into their files.
     """
 
@@ -132,10 +126,10 @@ class ReadItemOfLoad(ReadItem):
 
 
 def object_read(index: MetadataIndex, load: Any = None) -> ReadItemOfLoad:
-    """Return what reads all of one record, as of an object.
+    """Return an item that reads all of one record, such as that of an object.
 
     Args:
-        index: What it is of, in the checkpoint and in the state dict.
+        index: The object's, in the checkpoint and in the state dict.
         load: The load that the item knows.
     """
     size = torch.Size((0,))
@@ -143,7 +137,7 @@ def object_read(index: MetadataIndex, load: Any = None) -> ReadItemOfLoad:
 
 
 class ItemsToCome(Sequence[Any]):
-    """The items of a plan that is not finished: whoever looks at them is refused.
+    """The items of a plan that is not finished; every use of them is refused.
 
     Raises:
         PlacementError: At each use.
@@ -154,30 +148,6 @@ class ItemsToCome(Sequence[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         raise PlacementError(NOT_FINISHED)
-
-
-def messages_of(what: str, plans: Sequence[Any], kind: type[T]) -> list[T]:
-    """Return what the ranks sent with their plans.
-
-    Args:
-        what: ``"save"`` or ``"load"``.
-        plans: Of all ranks.
-        kind: Of what a planner of this package sends.
-
-    Raises:
-        PlacementError: Another planner made some of the plans.
-    """
-    sent = [plan.planner_data for plan in plans]
-    ours = [isinstance(message, kind) for message in sent]
-    if not all(ours):
-        fault = Fault(
-            f"this {what}",
-            f"{ours.count(False)} of {len(ours)} ranks planned it with another planner, the first "
-            f"at position {ours.index(False)}",
-            ("way out:     the same planner on every rank; installed() on every rank",),
-        )
-        raise_faults(f"the ranks do not {what} together", [fault])
-    return sent
 
 
 NOT_FINISHED = (
@@ -198,7 +168,7 @@ _was_on = False
 def quiet_gc() -> Iterator[None]:
     """Disable the cyclic garbage collector inside; enable it again if it was enabled.
 
-    Threads may be inside at a time: the last one that leaves enables it.
+    Several threads may be inside at a time; the last that leaves enables it.
     """
     global _inside, _was_on
     with _LOCK:
@@ -216,7 +186,7 @@ def quiet_gc() -> Iterator[None]:
 
 
 def _after_fork() -> None:
-    """Enable it in a child process, which has none of the other threads that would."""
+    """Enable it in a child process, which lacks the other threads that would."""
     global _LOCK, _inside
     _LOCK = threading.Lock()
     if _inside and _was_on:

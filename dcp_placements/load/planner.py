@@ -49,7 +49,6 @@ from dcp_placements.items import (
     ItemsToCome,
     RankWork,
     held_by,
-    messages_of,
     object_read,
     quiet_gc,
 )
@@ -84,7 +83,7 @@ from dcp_placements.storage.save_ids import (
     ids_to_check,
 )
 from dcp_placements.storage.torch_metadata import check_fields, refusing
-from dcp_placements.table.statement import Statement, disagreements, stated
+from dcp_placements.table.statement import Statement, disagreements, messages_of, stated
 from dcp_placements.table.whole import WholeModel, compare_with_whole
 
 logger = logging.getLogger(__name__)

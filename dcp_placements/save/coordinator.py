@@ -34,7 +34,6 @@ from dcp_placements.errors import (
 )
 from dcp_placements.layout.boxes import Ints
 from dcp_placements.layout.sharding import Cuts
-from dcp_placements.names.numbers import Family, Numbering
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.report import KeyReport, SaveReport, Shapes
 from dcp_placements.rules.patterns import (
@@ -184,20 +183,16 @@ class Coordinator:
         """
         if len(self.stated) > 1:
             self._faults, self._notes = disagreements(self.stated.values(), "this save")
-        declared: dict[Family, dict[Numbering, list[int]]] = {}
-        for statement, ranks in self.stated.values() if self.complete else ():
-            for family, numbering in statement.numberings.items():
-                declared.setdefault(family, {}).setdefault(numbering, []).extend(ranks)
-        if declared and not self._faults:
-            waived = [compile_pattern(pattern) for pattern in self.report.waived]
-            self._faults += numbering_faults(self.world, declared, waived)
+        waived = [compile_pattern(pattern) for pattern in self.report.waived]
+        if self.complete and not self._faults:
+            given = [statement.numberings for statement in self.statements]
+            self._faults += numbering_faults(self.world, given, waived)
         if not self._faults:
-            self._prove_parts()
+            self._prove_boxes()
         if self._whole is not None:
-            excused = [compile_pattern(pattern) for pattern in self.report.waived]
             held = {fqn: None for piece in self.world.pieces for fqn in piece.fqns}
             faults, notes, self.report.whole = compare_with_whole(
-                self._whole, self.world, OptimizerStates(held), excused, complete=self.complete
+                self._whole, self.world, OptimizerStates(held), waived, complete=self.complete
             )
             self._faults += faults
             self._notes += notes
@@ -211,7 +206,7 @@ class Coordinator:
         if self._faults:
             raise_faults("the ranks' plans do not make a checkpoint", self._faults)
 
-    def _prove_parts(self) -> None:
+    def _prove_boxes(self) -> None:
         """Prove that the parts of all ranks make wholes, and compare replicas."""
         world = self.world
         digests = digests_by_cell(world, [plan.digests for plan in self.plans], self._size)

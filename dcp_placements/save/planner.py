@@ -53,7 +53,6 @@ from dcp_placements.items import (
     RankWork,
     WriteItemOfSave,
     held_by,
-    messages_of,
     quiet_gc,
 )
 from dcp_placements.names.flat import Path, Reshaped, check_texts, checkpoint_path, rename_keys
@@ -93,7 +92,7 @@ from dcp_placements.table.digests import (
     differing_repeats,
     digests_of,
 )
-from dcp_placements.table.statement import Statement
+from dcp_placements.table.statement import Statement, messages_of
 from dcp_placements.table.table import (
     OBJECT,
     PLAIN,

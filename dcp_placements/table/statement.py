@@ -1,4 +1,4 @@
-"""What a rank states beside its keys, in a save and in a load alike, and what all must agree on.
+"""What a rank states beside its keys, in a save or a load, and what all ranks must agree on.
 
 Most ranks state the same, so each different statement is unpacked once, and stands with its ranks.
 Three ranks of a save, of which one was given another training step::
@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import pickle
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from dcp_placements.errors import Fault
+from dcp_placements.errors import Fault, raise_faults
 from dcp_placements.names.numbers import Numberings
 from dcp_placements.names.renames import Step
 from dcp_placements.report import Shapes
 from dcp_placements.rules.patterns import Matches
 from dcp_placements.short_text import format_ranks
+
+T = TypeVar("T")
 
 _SHOWN_VALUES = 4
 
@@ -29,30 +31,30 @@ _SHOWN_VALUES = 4
 class Statement:
     """What a rank states beside its keys; the same on most ranks of a pipeline stage.
 
-    All ranks must agree on the fields that ``MUST_AGREE`` names. A save and a load fill what they
-    have; what they do not fill is equal on all ranks.
+    All ranks must agree on the fields that ``MUST_AGREE`` names. A save and a load each fill the
+    fields that they have; the others keep their defaults on all ranks.
 
     Attributes:
-        matched: By rule, the number of keys here; 0 of patterns that match none.
-        declared: What else is declared by pattern, renames and waivers, and whether a key here
+        matched: The number of keys that each rule matches on this rank.
+        declared: The other patterns, of renames and waivers, and whether a key of this rank
             matches.
         renames: The renames in force.
-        numberings: The lists of keys to which they give numbers.
+        numberings: The lists of keys to which the renames give numbers.
         notes: Warnings of this rank.
-        world: Number of ranks, which decides of which groups there are digests.
+        world: Number of ranks, which decides which groups have digests.
         has_whole: Whether its planner was given the unsharded model.
-        digests: ``"sampled"``, ``"full"`` or ``"off"``, of a save.
+        digests: ``"sampled"``, ``"full"`` or ``"off"``, in a save.
         step: The training step of a save; None for none.
         directory: The directory that a save writes into; empty for none.
-        shapes: As in ``SaveReport``, of what this rank saves.
-        checkpoint: The save whose checkpoint a load reads; empty where nothing tells.
+        shapes: The shapes that this rank saves, as in ``SaveReport``.
+        checkpoint: The id of the save whose checkpoint a load reads; empty if it has none.
         declares: Whether a load has rules or renames. DTensors alone are complete over their
             meshes.
         reset: The optimizers and names of the parameters whose state a load resets.
         stateless: Parameters without optimizer state where others have it.
-        unequal: Keys of which the rank has copies that differ, and are let through.
-        lists: The parameters that a parameter group lists, by its key.
-        axis_sizes: Sizes of the named mesh axes that it knows.
+        unequal: Keys of which the rank has copies that differ and are saved anyway.
+        lists: The parameters that each parameter group lists, by the group's key.
+        axis_sizes: The sizes of the named mesh axes of this rank.
     """
 
     matched: Matches = field(default_factory=dict)
@@ -75,7 +77,7 @@ class Statement:
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
 
     def packed(self) -> bytes:
-        """Return it as it travels."""
+        """Return the statement as bytes to be sent."""
         return zlib.compress(pickle.dumps(self, protocol=5), 6)
 
 
@@ -84,7 +86,7 @@ class Stated(NamedTuple):
 
     Attributes:
         statement: The statement.
-        ranks: Their numbers, in the order of the plans.
+        ranks: The ranks, in the order of the plans.
     """
 
     statement: Statement
@@ -95,7 +97,7 @@ def stated(sent: Iterable[tuple[int, bytes]]) -> dict[bytes, Stated]:
     """Return the different statements by their packed form.
 
     Args:
-        sent: The number of each rank, and its statement, packed.
+        sent: Each rank, and its packed statement.
     """
     different: dict[bytes, Stated] = {}
     for rank, packed in sent:
@@ -114,6 +116,9 @@ class MustAgree(NamedTuple):
         headline: What the ranks do.
         details: The reason, and the way out.
         text: Returns a value as text.
+        by_key: Returns the values of the field by what they are about, where only ranks that state
+            something of one thing must agree: ``{"experts.{}": 4}``. None where all ranks state one
+            value.
     """
 
     field: str
@@ -121,6 +126,7 @@ class MustAgree(NamedTuple):
     headline: str
     details: tuple[str, ...]
     text: Callable[[Any], str] = repr
+    by_key: Callable[[Any], Mapping[str, Any]] | None = None
 
 
 MUST_AGREE = (
@@ -166,29 +172,81 @@ MUST_AGREE = (
             "way out:     choose the name on one rank, and broadcast it to the others",
         ),
     ),
+    MustAgree(
+        field="numberings",
+        is_fault=True,
+        headline="the ranks do not agree on total=",
+        details=("way out:     the number in the whole model, on every rank",),
+        by_key=lambda numberings: {
+            str(family): numbering.total
+            for family, numbering in numberings.items()
+            if numbering.total is not None
+        },
+    ),
 )
-"""What all ranks must agree on, in the order in which it is compared: what stands farther down is
-compared on ranks that agree on what stands above."""
+"""What all ranks must agree on, in the order in which it is compared: a row is compared only on
+ranks that agree on the rows above."""
 
 
 def disagreements(different: Collection[Stated], subject: str) -> tuple[list[Fault], list[Fault]]:
-    """Return on what the ranks do not agree: a fault at most, and notes.
+    """Return the faults of the first row that is refused, and the notes of the rows above.
 
     Args:
         different: The different statements.
         subject: What a fault is about: ``"this save"``.
     """
     notes: list[Fault] = []
-    for rule in MUST_AGREE:
-        ranks: dict[Any, list[int]] = {}
-        for statement, of_statement in different:
-            ranks.setdefault(getattr(statement, rule.field), []).extend(of_statement)
-        if len(ranks) > 1:
-            texts = [f"{rule.text(value)} on {format_ranks(some)}" for value, some in ranks.items()]
-            more = "; ..." if len(texts) > _SHOWN_VALUES else ""
-            headline = f"{rule.headline}: {'; '.join(texts[:_SHOWN_VALUES])}{more}"
-            fault = Fault(subject, headline, rule.details)
-            if rule.is_fault:
-                return [fault], notes
-            notes.append(fault)
+    for row in MUST_AGREE:
+        ranks_of: dict[str, dict[Any, list[int]]] = {}
+        for statement, ranks in different:
+            value = getattr(statement, row.field)
+            by_key = {subject: value} if row.by_key is None else row.by_key(value)
+            for key, of_key in by_key.items():
+                ranks_of.setdefault(key, {}).setdefault(of_key, []).extend(ranks)
+        faults = [
+            _disagreement(row, key, values) for key, values in ranks_of.items() if len(values) > 1
+        ]
+        if faults and row.is_fault:
+            return faults, notes
+        notes += faults
     return [], notes
+
+
+def _disagreement(row: MustAgree, key: str, ranks_of: Mapping[Any, Sequence[int]]) -> Fault:
+    """Return the fault of what several ranks state differently.
+
+    Args:
+        row: The field.
+        key: What the fault is about.
+        ranks_of: The ranks by the value that they state.
+    """
+    texts = [f"{row.text(value)} on {format_ranks(ranks)}" for value, ranks in ranks_of.items()]
+    more = "; ..." if len(texts) > _SHOWN_VALUES else ""
+    return Fault(key, f"{row.headline}: {'; '.join(texts[:_SHOWN_VALUES])}{more}", row.details)
+
+
+def messages_of(what: str, plans: Sequence[Any], kind: type[T]) -> list[T]:
+    """Return what the ranks sent with their plans.
+
+    That all ranks used a planner of this package is no row of ``MUST_AGREE``: another planner sends
+    no statement.
+
+    Args:
+        what: ``"save"`` or ``"load"``.
+        plans: The plans of all ranks.
+        kind: The class of what a planner of this package sends.
+
+    Raises:
+        PlacementError: Another planner made some of the plans.
+    """
+    sent = [plan.planner_data for plan in plans]
+    ours = [isinstance(message, kind) for message in sent]
+    if not all(ours):
+        fault = Fault(
+            f"this {what}",
+            f"{ours.count(False)} of {len(ours)} ranks planned it with another planner, the first "
+            f"at position {ours.index(False)}",
+            ("way out:     the same planner on every rank; installed() on every rank",),
+        )
+        raise_faults(f"the ranks do not {what} together", [fault])
+    return sent
