@@ -1,16 +1,16 @@
-"""Digests: of tensors and objects, what a rank sends of them, their comparison over all ranks.
+"""Digests of tensors and objects: what a rank sends of them, and how all ranks' are compared.
 
 Two ranks that claim the same box of the same key must hold the same bytes. A rank sends one digest
 for each key and box, group by group. Two ep ranks that both hold all of ``experts.w1`` and
 ``experts.w2``, and differ in the second::
 
-    [[0x91f3, 0x27a0],      # rank 0: by row the digests of the keys of the group
+    [[0x91f3, 0x27a0],      # rank 0: the digest of each key of the group
      [0x91f3, 0x5c1e]]      # rank 1
 
 Different digests prove a conflict; equal ones prove nothing, so nothing is inferred from them. The
 hash is XXH3 (the xxhash package), at memory speed on one core. It guards against accidental
 collisions, not against forged data. In a large world fewer bytes of each digest are sent, at least
-two: a mistake in a declaration shows in all keys that it is about.
+two: a wrong declaration shows in all keys that it declares.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Digests = Array
 """Unsigned integers of one width; 0 where there is no digest."""
 
 ContentOf = Callable[[MetadataIndex], Any]
-"""Gives the data of a tensor that names its own chunks."""
+"""Returns the data of a tensor that names its own chunks."""
 
 WIDTHS = (8, 4, 2)
 """Bytes that may be sent of a digest."""
@@ -47,7 +47,7 @@ WIDTHS = (8, 4, 2)
 DIGEST_NBYTES = WIDTHS[0]
 
 WORLD_BUDGET_NBYTES = 64 << 20
-"""What the digests of all ranks take together, if two bytes of each are little enough."""
+"""Bytes that the digests of all ranks may take together; two bytes of each are sent in any case."""
 
 
 def may_have_replicas(group: Group, world: int) -> bool:
@@ -58,17 +58,17 @@ def may_have_replicas(group: Group, world: int) -> bool:
 def digests_of(
     holding: Holding, kind: str, *, world: int, lookup: ContentOf
 ) -> tuple[bytes, tuple[str, ...]]:
-    """Return the digests of what a rank holds, as they are sent.
+    """Return the digests of a holding, packed.
 
     Args:
         holding: What the rank holds.
         kind: ``"sampled"``, ``"full"`` or ``"off"``.
         world: Number of ranks.
-        lookup: Gives the data of a tensor that names its own chunks.
+        lookup: Returns the data of a tensor that names its own chunks.
 
     Returns:
-        For each group that may have replicas, the digests by key and box, all of one width; and
-        the keys of tensors whose contents cannot be read, so that they have no digest.
+        The digests by key and box of each group that may have replicas, all of one width; and the
+        keys of tensors without a digest, since their contents cannot be read.
     """
     groups = [held for held in holding.groups if may_have_replicas(held.group, world)]
     if kind == "off" or not groups:
@@ -89,8 +89,8 @@ def digests_of(
 def differing_repeats(placed: Iterable[Placed], kind: str) -> Iterator[tuple[Placed, list[Chunk]]]:
     """Yield the boxes that this rank holds several times, with different contents.
 
-    Redundant experts, or an ``IndexShard`` with repeats: one of the copies is written, so they are
-    compared as those of two ranks are.
+    Redundant experts and an ``IndexShard`` with repeats have such boxes. One of the copies is
+    written, so they are compared like those of two ranks.
 
     Args:
         placed: This rank's tensors.
@@ -113,10 +113,10 @@ def _each_digest(
     tensors: list[torch.Tensor] = []
     for held in groups:
         if held.group.kind != OBJECT:
-            places = product(held.fqns, held.boxes)
+            cells = product(held.fqns, held.boxes)
             tensors += [
                 lookup(MetadataIndex(fqn, torch.Size(box.offsets))) if data is None else data
-                for (fqn, box), data in zip(places, held.data(), strict=True)
+                for (fqn, box), data in zip(cells, held.data(), strict=True)
             ]
     digests = iter(_DIGESTS[kind](tensors))
     for held in groups:
@@ -130,7 +130,7 @@ def _each_digest(
 
 
 def _narrowed(digests: Digests, width: int) -> Digests:
-    """Return the lowest bytes of digests; of one that there is, no 0."""
+    """Return the lowest bytes of digests; 1 where these are 0 and the digest is not."""
     narrow = digests.astype(f"<u{width}")
     narrow[(narrow == 0) & (digests != 0)] = 1
     return narrow
@@ -141,8 +141,8 @@ def digests_by_cell(world: World, sent: Sequence[bytes], size: int) -> Digests:
 
     Args:
         world: What the ranks hold.
-        sent: By rank, its digests.
-        size: Number of ranks that there are.
+        sent: The packed digests of each rank.
+        size: Number of ranks in all.
     """
     of_cohorts: list[tuple[Cohort, Bools, Digests]] = []
     for cohort in world.cohorts:
@@ -151,7 +151,7 @@ def digests_by_cell(world: World, sent: Sequence[bytes], size: int) -> Digests:
             group, fqns = world.tables[table].groups[number], world.tables[table].keys[number]
             has_digest.append(np.full(len(fqns) * count, may_have_replicas(group, size)))
         is_sent = np.concatenate(has_digest)
-        # They have equal tables, and so equal widths.
+        # The ranks of a cohort have equal tables, and so equal widths.
         members = [sent[rank] for rank in cohort.ranks.tolist()]
         if members[0]:
             width = len(members[0]) // int(is_sent.sum())
@@ -165,11 +165,11 @@ def digests_by_cell(world: World, sent: Sequence[bytes], size: int) -> Digests:
 
 
 def differing(digests: Digests, cover: Cover) -> list[int]:
-    """Return the positions of the keys of which two rows of one box have other contents.
+    """Return the positions of the keys of which two rows of one box have different contents.
 
     Args:
-        digests: By row and key of a piece.
-        cover: That of the piece.
+        digests: The digest of each row and key of a piece.
+        cover: The cover of the piece.
     """
     return np.flatnonzero(_differing(digests, cover).any(axis=0)).tolist()
 
@@ -190,8 +190,8 @@ def _differing(digests: Digests, cover: Cover) -> Bools:
 SAMPLE_BLOCKS = 16
 SAMPLE_BLOCK_NBYTES = 256
 SAMPLE_NBYTES = SAMPLE_BLOCKS * SAMPLE_BLOCK_NBYTES
-"""A sampled digest sees all of a tensor up to this size, and so many bytes of a larger one, in
-blocks spread evenly from its first element to its last."""
+"""Bytes of a tensor that a sampled digest covers: all of a tensor up to this size; of a larger one
+blocks that are spread evenly from its first element to its last."""
 
 _SLAB_NBYTES = 8 << 20
 
@@ -199,15 +199,17 @@ _SLAB_NBYTES = 8 << 20
 def sampled_digests(tensors: Sequence[torch.Tensor]) -> list[bytes | None]:
     """Return a digest of 8 bytes per tensor, over sampled elements in C order.
 
-    Tensors in host memory are read in place. Those on a device are sampled there and come over in
-    one transfer per device. A tensor that is made of others (a wrapper subclass, a quantized one)
-    has the digest of those. One that cannot be read (meta, sparse) gives None: no evidence.
+    Tensors in host memory are read in place. Those on a device are sampled there and copied in one
+    transfer per device. A tensor that is made of others (a wrapper subclass, a quantized one) has
+    their digest. A tensor that cannot be read (meta, sparse) has None: no evidence.
     """
     digests: list[bytes | None] = [None] * len(tensors)
     on_device: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
         if _is_made_of_others(tensor):
-            digests[index] = _digest_of_parts(tensor, lambda part: sampled_digests([part])[0])
+            digests[index] = _digest_of_components(
+                tensor, lambda inner: sampled_digests([inner])[0]
+            )
         elif not _readable(tensor):
             continue
         elif tensor.is_cpu:
@@ -225,7 +227,7 @@ def sampled_digests(tensors: Sequence[torch.Tensor]) -> list[bytes | None]:
 def full_digest(tensor: torch.Tensor) -> bytes | None:
     """Return a digest of 16 bytes over all bytes of ``tensor`` in C order; None if unreadable."""
     if _is_made_of_others(tensor):
-        return _digest_of_parts(tensor, full_digest)
+        return _digest_of_components(tensor, full_digest)
     if not _readable(tensor):
         return None
     hasher = xxhash.xxh3_128()
@@ -243,15 +245,15 @@ _DIGESTS: dict[str, Callable[[Sequence[torch.Tensor]], list[bytes | None]]] = {
 def object_digest(
     value: Any, of_tensor: Callable[[torch.Tensor], bytes | None] = full_digest
 ) -> bytes | None:
-    """Return a digest of 8 bytes of a pickled object; None if it cannot be pickled so.
+    """Return a digest of 8 bytes of an object; None if it cannot be pickled.
 
     Equal objects have equal digests: the order of dicts and sets does not count, nor whether two
-    equal values inside are one object, nor how tensors and arrays lie in memory. Objects that refer
-    to themselves are pickled as usual.
+    equal values inside are one object, nor the strides of tensors and arrays. Objects that refer to
+    themselves are pickled as usual.
 
     Args:
         value: The object.
-        of_tensor: Gives the digests of tensors in it; one without is pickled.
+        of_tensor: Returns the digest of a tensor in it; a tensor without one is pickled.
     """
     if isinstance(value, ParameterNames):
         value = None  # ranks list other parameters, and none of the lists is wrong
@@ -267,10 +269,10 @@ def object_digest(
 
 
 def _orderless(value: Any, of_tensor: Callable[[torch.Tensor], bytes | None]) -> bytes:
-    """Return an object pickled, without references, containers and arrays by content."""
+    """Pickle an object without references, and containers and arrays by their contents."""
 
     def sorted_all(values: Iterable[Any]) -> list[bytes]:
-        return sorted([_orderless(one, of_tensor) for one in values])
+        return sorted([_orderless(value, of_tensor) for value in values])
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, value: Any) -> Any:
@@ -299,25 +301,25 @@ def _is_made_of_others(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "__tensor_flatten__") or tensor.is_quantized
 
 
-def _digest_of_parts(
+def _digest_of_components(
     tensor: torch.Tensor, digest: Callable[[torch.Tensor], bytes | None]
 ) -> bytes | None:
-    """Return a digest of all that a tensor is made of; None where a part of it has none."""
+    """Return a digest of the tensors that a tensor is made of; None where one of them has none."""
     wait = getattr(tensor, "wait", None)
     if wait is not None:  # the result of a collective that may still be under way
         return digest(wait())
     rest: Any
     if tensor.is_quantized:
-        parts, rest = [tensor.int_repr()], quantizer(tensor)
+        components, rest = [tensor.int_repr()], quantizer(tensor)
     else:
         names, rest = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        parts = [getattr(tensor, name) for name in names]
-    digests = list(map(digest, parts))
+        components = [getattr(tensor, name) for name in names]
+    digests = list(map(digest, components))
     return None if None in digests else object_digest((digests, rest), digest)
 
 
 def quantizer(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return as plain values what gives the integers of a quantized tensor their meaning."""
+    """Return the scheme, scales and zero points of a quantized tensor as plain values."""
     scheme = tensor.qscheme()
     if scheme in (torch.per_tensor_affine, torch.per_tensor_symmetric):
         return {
@@ -339,7 +341,7 @@ def _readable(tensor: torch.Tensor) -> bool:
     if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
         return True
     try:
-        # Of the storage: a view of a wrapper subclass has a pointer that is its offset alone.
+        # The storage is asked, since the pointer of a wrapper subclass's view is only its offset.
         return tensor.numel() == 0 or tensor.untyped_storage().data_ptr() != 0
     except RuntimeError:  # wrapper subclasses have no memory of their own
         return False
@@ -358,24 +360,24 @@ def _sampled_on_host(tensor: torch.Tensor) -> bytes:
 
 
 def digest_of_bytes(read: Callable[[int, int], Any], numel: int, itemsize: int) -> bytes:
-    """Return the sampled digest of elements in C order, of which only the samples are read.
+    """Return the sampled digest of elements in C order, reading the samples only.
 
     Args:
-        read: Returns bytes, by the first and their number.
+        read: Returns bytes, given the position of the first and their number.
         numel: The number of elements.
         itemsize: Bytes of each.
     """
     if numel * itemsize <= SAMPLE_NBYTES:
         return xxhash.xxh3_64_digest(read(0, numel * itemsize))
     starts, block = _blocks(numel, itemsize)
-    parts = [read(start * itemsize, block * itemsize) for start in starts]
-    return xxhash.xxh3_64_digest(b"".join(parts))
+    blocks = [read(start * itemsize, block * itemsize) for start in starts]
+    return xxhash.xxh3_64_digest(b"".join(blocks))
 
 
 def _blocks(numel: int, itemsize: int) -> tuple[list[int], int]:
-    """Return where the blocks begin, evenly spaced and one at the very end, and their size.
+    """Return the starts of the sampled blocks and the size of a block, both in elements.
 
-    Both in elements.
+    The blocks are evenly spaced; one is at the very end.
     """
     block = SAMPLE_BLOCK_NBYTES // itemsize
     last = numel - block
@@ -387,24 +389,24 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sampled elements as bytes on the tensor's device; the same as on the host."""
     tensor = tensor.detach()
     if tensor.itemsize == 1 and tensor.dtype is not torch.bool:
-        tensor = tensor.view(torch.uint8)  # of float4 no elements are picked
+        tensor = tensor.view(torch.uint8)  # torch cannot index float4
     if tensor.nbytes > SAMPLE_NBYTES:
         starts, block = _blocks(tensor.numel(), tensor.itemsize)
         if tensor.is_contiguous():
-            # A view, as each transfer of places to a device would take longer than all the rest.
+            # Indices would have to be copied to the device, which takes longer than all the rest.
             even = tensor.as_strided((len(starts) - 1, block), (starts[1], 1))
             tensor = torch.cat([even, tensor.view(-1)[None, starts[-1] :]])
         else:
             first = torch.tensor(starts, device=tensor.device)[:, None]
-            places = (first + torch.arange(block, device=tensor.device)).reshape(-1)
-            tensor = tensor[torch.unravel_index(places, tensor.shape)]
-    # Of one element any stride counts as contiguous; a view of bytes needs stride 1.
+            positions = (first + torch.arange(block, device=tensor.device)).reshape(-1)
+            tensor = tensor[torch.unravel_index(positions, tensor.shape)]
+    # A tensor of one element is contiguous with any stride; a view of bytes needs stride 1.
     flat = _resolved(tensor).reshape(-1).contiguous()
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose memory is its values."""
+    """Return a tensor that is neither conjugated nor negated lazily."""
     return tensor.resolve_conj().resolve_neg()
 
 

@@ -1,8 +1,8 @@
-"""The one proof: the parts that several hold make wholes, and equal boxes have equal contents.
+"""The one proof: the boxes that several hold make wholes, and equal boxes have equal contents.
 
-A save of all ranks, ranks' files that are put together, the items of an engine and a world that is
-rehearsed ask it. Each brings what its holders have as the tables of a ``World``, and the contents
-of equal boxes as numbers. What is not so comes back as values: whoever asks names the holders.
+Its callers are a save of all ranks, ranks' files that are put together, the items of an engine and
+a world that is rehearsed. Each brings what its holders have as the tables of a ``World``, and the
+contents of equal boxes as numbers. The result is values: the caller names the holders.
 
 Two ep ranks that both call their halves of ``experts.w1``, of shape ``(4, 3)``, the first half::
 
@@ -24,8 +24,8 @@ from dcp_placements.table.table import OBJECT, Group
 from dcp_placements.table.world import Piece, World
 
 Contents = Callable[[Piece], Digests]
-"""Returns by row and key of a piece a number of the content: equal ones for equal contents, 0 where
-nothing is known of it."""
+"""Returns a number for the content of each row and key of a piece: equal for equal contents, 0 for
+an unknown one."""
 
 
 class Unlike(NamedTuple):
@@ -34,7 +34,7 @@ class Unlike(NamedTuple):
     Attributes:
         piece: The piece.
         what: The first of ``ASPECTS`` that differs.
-        holders: By value, the holders that have it.
+        holders: The holders of each of its values.
     """
 
     piece: Piece
@@ -55,7 +55,7 @@ class Broken(NamedTuple):
 
 
 class Doubled(NamedTuple):
-    """A piece has equal boxes, though it is cut into a part for each holder that there is.
+    """A piece has equal boxes, though its cuts make a shard for each holder.
 
     Attributes:
         piece: The piece.
@@ -71,8 +71,8 @@ class Compared(NamedTuple):
 
     Attributes:
         piece: The piece.
-        positions: Its keys of which two holders have other contents in one box; mostly none.
-        contents: Theirs, by row and key.
+        positions: The keys of which two holders have different contents in one box; mostly none.
+        contents: The contents of these keys, by row and key.
     """
 
     piece: Piece
@@ -97,20 +97,20 @@ def prove(
     complete: bool = True,
     size: int | None = None,
 ) -> Iterator[Finding]:
-    """Yield piece by piece what was compared, and what keeps the parts from making wholes.
+    """Yield piece by piece what was compared, and what keeps the boxes from making wholes.
 
-    Contents are asked for only where boxes are equal and make the whole.
+    Contents are compared only where boxes are equal and make the whole.
 
     Args:
-        world: The parts of all holders.
-        contents: Of equal boxes; None where they are not compared.
+        world: The tables of all holders.
+        contents: The contents of equal boxes; None where they are not compared.
         complete: Whether these are all holders, so that what none of them has is missing.
-        size: Number of holders that there are, where contents are known only of what may have
-            replicas among so many.
+        size: Number of holders, given where contents are known only of groups that
+            ``may_have_replicas`` among so many.
     """
     for piece in world.pieces:
         groups = [source.group for source in piece.sources]
-        if len({(one.kind == OBJECT, one.shape, one.dtype) for one in groups}) > 1:
+        if len({(group.kind == OBJECT, group.shape, group.dtype) for group in groups}) > 1:
             yield _unlike(world, piece)
             continue
         cover, shape = piece.cover, piece.group.shape
@@ -132,11 +132,11 @@ def prove(
 
 
 def _unlike(world: World, piece: Piece) -> Unlike:
-    """Return on what the holders of a piece do not agree first."""
-    for what, value in ASPECTS.items():
+    """Return the first aspect on which the holders of a piece do not agree."""
+    for what, aspect in ASPECTS.items():
         holders: dict[Hashable, list[Ints]] = {}
         for source in piece.sources:
-            holders.setdefault(value(source.group), []).append(world.members[source.table])
+            holders.setdefault(aspect(source.group), []).append(world.members[source.table])
         if len(holders) > 1:
-            return Unlike(piece, what, {one: np.concatenate(of) for one, of in holders.items()})
+            return Unlike(piece, what, {value: np.concatenate(of) for value, of in holders.items()})
     raise AssertionError("the holders agree on all of it")

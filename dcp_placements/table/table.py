@@ -1,9 +1,8 @@
-"""What a rank has: keys in groups that lie alike, and of each group the boxes that it holds.
+"""What a rank has: keys in groups of one layout, and the boxes of each group that it holds.
 
-This is the one form of it, whatever a tensor is: a plain shard, strided, fused, padded, rows of an
-``IndexShard``, a stack of experts, a tensor that names its own chunks. The same shards can be
-replicas of those of another rank only where both hold the same box of the same key, so groups and
-boxes are all that is compared.
+Every tensor has this form: a plain shard, strided, fused, padded, rows of an ``IndexShard``, a
+stack of experts, a tensor that names its own chunks. Two ranks hold replicas only where both hold
+the same box of the same key, so groups and boxes are all that is compared.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from dcp_placements.names.flat import Path
 HeldBoxes = tuple[Box, ...]
 
 OBJECT = "object"
-"""A value that is no tensor."""
+"""A value that is not a tensor."""
 PLAIN = "plain"
 """A plain tensor that no rule matches."""
 SHARD = "shard"
@@ -42,9 +41,9 @@ _OBJECT_BOXES = (Box((), ()),)
 
 
 class Group(NamedTuple):
-    """What keys that lie alike have in common; the same for every rank.
+    """The shape, dtype, declaration and layout of keys that share them; equal on every rank.
 
-    Of ``experts.w1``, a DTensor of shape ``(2, 3)`` on each of two ep ranks, declared as
+    The group of ``experts.w1``, a DTensor of shape ``(2, 3)`` on each of two ep ranks, declared as
     ``{"ep": Shard(0)}``::
 
         Group("shard", (4, 3), torch.float32, torch.strided, False, ("ep",),
@@ -52,12 +51,12 @@ class Group(NamedTuple):
 
     Attributes:
         kind: ``OBJECT``, ``PLAIN`` or ``SHARD``.
-        shape: Of the whole tensor; empty for an object.
-        dtype: None for an object.
-        layout: As the tensor says.
-        requires_grad: As the tensor says.
-        axis_names: One per mesh axis that a rule or a DTensor names.
-        cuts: How it is cut, in the order in which the cuts apply.
+        shape: The shape of the whole tensor; empty for an object.
+        dtype: The tensor's dtype; None for an object.
+        layout: The tensor's ``layout``, such as ``torch.strided``.
+        requires_grad: The tensor's ``requires_grad``.
+        axis_names: The names of the mesh axes of its rule and its DTensor.
+        cuts: The cuts, in the order in which they apply.
         padded_shape: The shape that is cut, where it is larger than the whole tensor.
         shards: Number of different shards that the cuts make; None where they do not determine it.
     """
@@ -87,10 +86,10 @@ class Held:
         Held(group, (Box((2, 0), (2, 3)),), ["experts.w1", "experts.w2"], [...])
 
     Attributes:
-        group: What they have in common.
-        boxes: The boxes that the rank holds of each.
+        group: The group.
+        boxes: The boxes that the rank holds of each key.
         fqns: The keys.
-        values: By key, its ``Placed``, or the state dict's value where it has no place.
+        values: The ``Placed`` of each key, or the state dict's value if it has no place.
     """
 
     group: Group
@@ -101,7 +100,7 @@ class Held:
     def data(self) -> list[torch.Tensor | None]:
         """Return the tensors that are written, key by key and box by box: views, no copies.
 
-        None of what has no such: an object, a chunk of a tensor that names its own.
+        None stands for an object, and for a chunk of a tensor that names its own chunks.
         """
         data: list[torch.Tensor | None] = []
         for value in self.values:
@@ -115,9 +114,9 @@ class Held:
 
 
 Form = tuple[tuple[int, ...], str | None]
-"""What is said of many keys alike: ``((1, 2), "'w1'")`` of ``model`` / ``layers.0``. Of each part
-of the path in the nested dict, the number of components of the key; 0 for an index of a list, and
-none where the state dict was not flattened. Then the name of the rule that matched, if any."""
+"""What many keys share beside their group: ``((1, 2), "'w1'")`` for ``model`` / ``layers.0``. First
+the number of components of the key in each step of its path in the nested dict; 0 for an index of a
+list, and none where the state dict was not flattened. Then the name of the rule that matches."""
 
 
 @dataclass(slots=True)
@@ -130,9 +129,9 @@ class Table:
 
     Attributes:
         groups: The groups.
-        keys: By group, its keys.
+        keys: The keys of each group.
         forms: The different forms.
-        form_of: By key of all groups in turn, position in ``forms``.
+        form_of: The position in ``forms`` of each key, group after group.
     """
 
     groups: list[Group]
@@ -150,17 +149,19 @@ class Table:
         """
         groups, sizes, columns, forms, form_of = pickle.loads(zlib.decompress(packed))
         components = zip(*columns, strict=True)
-        fqns = iter([".".join([one for one in each if one is not None]) for each in components])
+        fqns = iter(
+            [".".join([text for text in texts if text is not None]) for texts in components]
+        )
         keys = [list(islice(fqns, size)) for size in sizes]
         return Table(groups, keys, forms, unpacked_ints(form_of).tolist())
 
     def paths(self) -> dict[str, Path]:
-        """Return where each key stands in the nested state dict."""
+        """Return the path of each key in the nested state dict."""
         paths: dict[str, Path] = {}
         for fqn, number in zip(chain.from_iterable(self.keys), self.form_of, strict=True):
-            parts, (lengths, _) = iter(fqn.split(".")), self.forms[number]
+            components, (lengths, _) = iter(fqn.split(".")), self.forms[number]
             paths[fqn] = tuple(
-                [".".join(islice(parts, n)) if n else int(next(parts)) for n in lengths]
+                [".".join(islice(components, n)) if n else int(next(components)) for n in lengths]
             ) or (fqn,)
         return paths
 
@@ -174,12 +175,12 @@ class Sent(NamedTuple):
 
     Attributes:
         tables: Its tables.
-        counts: Of each group of each table in turn, the number of boxes.
-        boxes: The numbers of all these boxes.
+        counts: The number of boxes of each group, table after table.
+        boxes: The offsets and sizes of all these boxes.
     """
 
     tables: tuple[bytes, ...] = ()
-    counts: bytes = b"B"  # packed, and none
+    counts: bytes = b"B"  # no integers, packed
     boxes: bytes = b"B"
 
 
@@ -188,9 +189,9 @@ class Holding:
     """What one rank has.
 
     Attributes:
-        groups: The keys of each group of each table in turn.
+        groups: The groups, table after table, with their keys.
         fqns: All keys, in the order of the state dict.
-        sent: What other ranks get of it.
+        sent: What is sent to other ranks.
     """
 
     groups: list[Held] = field(default_factory=list)
@@ -204,13 +205,13 @@ def holding_of(
     paths: Mapping[str, Path],
     without: Collection[str] = (),
 ) -> Holding:
-    """Return what a rank has of a flat state dict, with what other ranks get of it.
+    """Return the holding of a flat state dict.
 
     Args:
-        state_dict: Flat, with the checkpoint's keys.
-        placed: Its tensors' places.
-        paths: By key, where it stands in the nested dict; empty where it was not flattened.
-        without: Keys that it has no part of, or leaves to other ranks.
+        state_dict: A flat state dict with the checkpoint's keys.
+        placed: The placed tensors, by key.
+        paths: The path of each key in the nested dict; empty where it was not flattened.
+        without: Keys of which the rank has nothing, or which it leaves to other ranks.
     """
     if without:
         state_dict = {fqn: value for fqn, value in state_dict.items() if fqn not in without}
@@ -222,26 +223,25 @@ def tables_of(
     placed: Mapping[str, Placed],
     paths: Mapping[str, Path] = MappingProxyType({}),
 ) -> list[list[Held]]:
-    """Return the keys of a flat state dict in tables, and the groups of each.
+    """Return the keys of a flat state dict in tables, each a list of groups.
 
-    Keys that other ranks need not have stand in tables apart, so that the other tables are equal on
-    more ranks: by the mesh axes of their tensors, or where they have none, by the head of the
-    nested dict.
+    Keys that other ranks may not have get tables of their own, so that more ranks have equal
+    tables: one table per set of mesh axes, or for values without axes, per head of the nested dict.
 
     Args:
-        state_dict: Flat, with the checkpoint's keys.
-        placed: Its tensors' places.
-        paths: By key, where it stands in the nested dict; empty where it was not flattened.
+        state_dict: A flat state dict with the checkpoint's keys.
+        placed: The placed tensors, by key.
+        paths: The path of each key in the nested dict; empty where it was not flattened.
     """
-    # Of each table, the groups.
+    # The groups of each table.
     by_table: dict[Any, dict[tuple[Group, HeldBoxes], Held]] = {}
     # The group of a key, by all that determines it.
     by_traits: dict[Any, Held] = {}
     for fqn, value in state_dict.items():
         head: str | None = None
         traits: Any = None
-        if (own := placed.get(fqn)) is not None:
-            value, traits = own, (own.place, own.has_own_key, _LOOK(own.tensor))
+        if (tensor := placed.get(fqn)) is not None:
+            value, traits = tensor, (tensor.place, tensor.has_own_key, _PROPERTIES(tensor.tensor))
         else:
             # Layers that are levels of the dict have one table.
             path = paths.get(fqn, ())
@@ -250,7 +250,7 @@ def tables_of(
             if has_hooks(value):
                 traits = fqn
             elif isinstance(value, torch.Tensor):
-                traits = value.shape, _LOOK(value)
+                traits = value.shape, _PROPERTIES(value)
         held = by_traits.get((head, traits))
         if held is None:
             group, boxes = group_of(fqn, value)
@@ -266,9 +266,9 @@ def tables_of(
 def as_holding(
     tables: list[list[Held]], paths: Mapping[str, Path], fqns: list[str] | None = None
 ) -> Holding:
-    """Return what a rank has of some tables, with what other ranks get of it."""
+    """Return the holding of some tables."""
     groups = list(chain.from_iterable(tables))
-    numbers = [number for held in groups for box in held.boxes for part in box for number in part]
+    numbers = [number for held in groups for box in held.boxes for row in box for number in row]
     sent = Sent(
         tuple([packed_table(members, paths) for members in tables]),
         packed_ints([len(held.boxes) for held in groups]),
@@ -277,47 +277,49 @@ def as_holding(
     return Holding(groups, fqns or [], sent)
 
 
-_LOOK = attrgetter("dtype", "layout", "requires_grad")
+_PROPERTIES = attrgetter("dtype", "layout", "requires_grad")
 
 
 def group_of(fqn: str, value: Any) -> tuple[Group, HeldBoxes]:
-    """Return what a key has in common with others, and the boxes that this rank holds of it.
+    """Return the group of a key, and the boxes that this rank holds of it.
 
     Args:
         fqn: The key.
-        value: Its ``Placed``, or the state dict's value where it has no place.
+        value: The ``Placed`` of the key, or the state dict's value if it has no place.
     """
     if type(value) is Placed:
         sharding = value.place.sharding
         names = tuple([axis.name for axis in value.place.axes])
         shards = None
         if value.place.is_exact and not any(
-            c.kind is Kind.LISTED or c.dim < 0 for c in sharding.cuts
+            cut.kind is Kind.LISTED or cut.dim < 0 for cut in sharding.cuts
         ):
             shards = prod([cut.size for cut in sharding.cuts])
-        look = *_LOOK(value.tensor), names, sharding.cuts, sharding.padded_shape, shards
+        rest = *_PROPERTIES(value.tensor), names, sharding.cuts, sharding.padded_shape, shards
         boxes = tuple([Box(chunk.offsets, chunk.sizes) for chunk in held_chunks(value)])
-        return Group(SHARD, sharding.global_shape, *look), boxes
+        return Group(SHARD, sharding.global_shape, *rest), boxes
     if has_hooks(value):
         data = [item.tensor_data for item in default_write_items(fqn, value)]
         chunks = [
-            (one, Box(tuple(one.chunk.offsets), tuple(one.chunk.sizes))) for one in data if one
+            (write, Box(tuple(write.chunk.offsets), tuple(write.chunk.sizes)))
+            for write in data
+            if write
         ]
         if chunks:
             first = chunks[0][0]
-            group = Group(SHARD, tuple(first.size), *_LOOK(first.properties))
+            group = Group(SHARD, tuple(first.size), *_PROPERTIES(first.properties))
             return group, tuple(dict.fromkeys([box for _, box in chunks]))
     elif isinstance(value, torch.Tensor):
         shape = tuple(value.shape)
-        return Group(PLAIN, shape, *_LOOK(value)), (Box.whole(shape),)
+        return Group(PLAIN, shape, *_PROPERTIES(value)), (Box.whole(shape),)
     return Group(OBJECT), _OBJECT_BOXES
 
 
 def held_chunks(placed: Placed) -> tuple[Chunk, ...]:
     """Return the chunks that a tensor is written as.
 
-    A tensor without elements keeps its key by one empty chunk; of a row that a rank holds twice
-    the first is written.
+    A tensor without elements keeps its key by one empty chunk. A row that a rank holds twice is
+    written once, the first of them.
     """
     shape, chunks = placed.place.sharding.global_shape, placed.place.chunks
     if 0 in shape:
@@ -331,23 +333,25 @@ def held_chunks(placed: Placed) -> tuple[Chunk, ...]:
 
 
 def packed_table(groups: Sequence[Held], paths: Mapping[str, Path]) -> bytes:
-    """Return the table of some groups as it travels; equal tables give equal bytes.
+    """Return the table of some groups as bytes; equal tables give equal bytes.
 
-    The keys are columns, one for each component, which repeat themselves.
+    The keys are packed as columns, one for each component, since these repeat themselves.
 
     Args:
         groups: The groups.
-        paths: By key, where it stands in the nested dict.
+        paths: The path of each key in the nested dict.
     """
     fqns = [fqn for held in groups for fqn in held.fqns]
     columns = list(map(list, zip_longest(*[fqn.split(".") for fqn in fqns])))
     forms: dict[Form, int] = {}
     form_of: list[int] = []
-    for fqn, value in zip(fqns, chain.from_iterable([one.values for one in groups]), strict=True):
-        parts: tuple[int, ...] = ()
+    for fqn, value in zip(fqns, chain.from_iterable([held.values for held in groups]), strict=True):
+        lengths: tuple[int, ...] = ()
         if fqn in paths:
-            parts = tuple([one.count(".") + 1 if type(one) is str else 0 for one in paths[fqn]])
-        form = parts, getattr(value, "rule", None)
+            lengths = tuple(
+                [step.count(".") + 1 if type(step) is str else 0 for step in paths[fqn]]
+            )
+        form = lengths, getattr(value, "rule", None)
         form_of.append(forms.setdefault(form, len(forms)))
     declared, sizes = [held.group for held in groups], [len(held.fqns) for held in groups]
     buffer = BytesIO()
@@ -359,7 +363,7 @@ def packed_table(groups: Sequence[Held], paths: Mapping[str, Path]) -> bytes:
 
 
 def packed_ints(values: Sequence[int] | Ints) -> bytes:
-    """Return integers, none of them negative, in as few bytes each as they all fit into.
+    """Pack nonnegative integers in the narrowest type that all of them fit into.
 
     >>> packed_ints([3, 1]), packed_ints([70000])
     (b'B\\x03\\x01', b'Ip\\x11\\x01\\x00')
@@ -372,7 +376,7 @@ def packed_ints(values: Sequence[int] | Ints) -> bytes:
 
 
 def unpacked_ints(packed: bytes) -> Ints:
-    """Return the integers that were packed."""
+    """Return the integers that ``packed_ints`` packed."""
     if packed[:1] == b"z":
         packed = zlib.decompress(packed[1:])
     return np.frombuffer(packed[1:], packed[:1].decode()).astype(np.int64)

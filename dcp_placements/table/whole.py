@@ -1,8 +1,8 @@
 """The unsharded model as the specification: its keys and shapes, against what all ranks have.
 
-A wrong dim, a factor too many, a layer or a row that is lost: each makes a tensor that the model
-does not have. What all ranks have is in their tables, so the comparison needs nothing more from a
-rank. A router of shape (16, 6) that two tp ranks hold whole, declared ``Shard(0)`` over ``tp``::
+A wrong dim, a wrong factor, a lost layer or row: each makes a tensor that the model does not have.
+The tables of the ranks are all that the comparison needs. A router of shape (16, 6) that two tp
+ranks hold whole, declared ``Shard(0)`` over ``tp``::
 
     WholeModel({"": ModelKeys({"router": (16, 6)})}, is_flat=True)
     table       model.router: (32, 6), cut by Shard(0) over 'tp' of size 2
@@ -50,9 +50,9 @@ class ModelKeys:
     """The keys of one unsharded model, and the shape of each.
 
     Attributes:
-        shapes: By key.
-        dtypes: By key, where they are compared.
-        names: By key of a tensor that has several names, all of them: one is enough.
+        shapes: The shape of each key.
+        dtypes: The dtypes of the keys whose dtype is compared.
+        names: All names of a tensor that has several, by each of them: one is enough.
     """
 
     shapes: Mapping[str, Shape]
@@ -61,7 +61,7 @@ class ModelKeys:
 
     @staticmethod
     def of(model: Any) -> ModelKeys:
-        """Return the keys of a module, or of a mapping to shapes, as ``WholeModel.of`` has it.
+        """Return the keys of a module or of a mapping to shapes, as ``WholeModel.of`` takes them.
 
         Raises:
             PlacementError: It is something else, has no keys, or is sharded itself.
@@ -70,7 +70,7 @@ class ModelKeys:
         if isinstance(model, torch.nn.Module):
             state = model.state_dict(keep_vars=True)
             # Extra states may be objects.
-            values = {key: one for key, one in state.items() if isinstance(one, torch.Tensor)}
+            values = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
         if not isinstance(values, Mapping):
             raise PlacementError(
                 f"whole= is a {type(model).__name__}: give {{key: shape}} of the unsharded model, "
@@ -93,41 +93,43 @@ class ModelKeys:
 
     @property
     def heads(self) -> set[str]:
-        """What the keys begin with: ``{"embed", "layers"}``."""
+        """The first components of the keys: ``{"embed", "layers"}``."""
         return {key.partition(".")[0] for key in self.shapes}
 
 
 @dataclass(frozen=True)
 class WholeModel:
-    """What is given as ``whole=``: the unsharded model, or the model of each level.
+    """The value of ``whole=``: the unsharded model, or the model of each level.
 
-    *By level*, ``{"model": {"w": (4, 3)}, "ema": {"w": (4, 3)}}``: what stands under ``model.`` in
-    the checkpoint is the first, what stands under ``ema.`` the second. Each is refused for whatever
-    it differs in. Another level with keys of these models is named in a warning. A load may ask for
-    no key of a level; a save may not leave one out.
+    *By level*, ``{"model": {"w": (4, 3)}, "ema": {"w": (4, 3)}}``: the keys under ``model.`` in the
+    checkpoint are those of the first model, the keys under ``ema.`` those of the second. Any
+    difference is refused. Another level with keys of these models is named in a warning. A load may
+    leave out a whole level; a save may not.
 
-    *Flat*, ``{"w": (4, 3)}``: the model's keys may stand under a level of the checkpoint's keys, as
-    ``model.w``, or under several. Each level that has a key of the model is compared:
+    *Flat*, ``{"w": (4, 3)}``: the model's keys may stand under a level of the checkpoint's keys,
+    such as ``model.w``, or under several. Each level that has a key of the model is compared:
 
-    - A level that lacks keys, and is right but for that, is refused, whatever it lacks.
-    - One that has other keys or other shapes is refused, unless another level is just the model:
-      then it is another model, as the larger teacher of a student, and is named in a warning with
-      what differs.
-    - An average of the weights may have other dtypes, and is named in a warning with what it lacks
-      and what differs in shape. The name of its level has the word ``ema``, ``swa``, ``avg``,
-      ``average``, ``averaged`` or ``shadow``: ``model_ema``, not ``emanet``. The same holds of what
-      an optimizer keeps by the model's keys (``optimizer.master``), which may lack some.
+    - A level that only lacks keys is refused, whatever it lacks.
+    - A level with other keys or other shapes is refused, unless another level equals the model:
+      then it is another model, such as the larger teacher of a student, and is named in a warning
+      with the differences.
+    - An average of the weights may have other dtypes, and is named in a warning with the keys that
+      it lacks and the shapes that differ. The name of its level has the word ``ema``, ``swa``,
+      ``avg``, ``average``, ``averaged`` or ``shadow``: ``model_ema``, not ``emanet``. The same is
+      true of what an optimizer keeps by the model's keys (``optimizer.master``), which may lack
+      some.
 
-    In both forms a tensor of floating-point numbers is named in a warning if it is under no level,
-    and state of no parameter there.
+    In both forms a tensor of floating-point numbers is named in a warning if it is under no level
+    and is not the state of a parameter there.
 
     Optimizer state (``optim.state.w.exp_avg``) follows its parameter dim by dim: a dim may be
-    reduced to size 1, and a factored moment lacks one. Three kinds follow none, and are not
-    compared: one element; a matrix of equal sizes (a preconditioner); and what no cut applies to
-    and has another number of dims (blocks of 8-bit state).
+    reduced to size 1, and a factored moment lacks one. Three kinds do not follow it and are not
+    compared: a single element; a matrix of equal sizes (a preconditioner); and uncut state with
+    another number of dims (blocks of 8-bit state).
 
     Attributes:
-        models: By level, with its dot; the flat form's at the empty one.
+        models: The model of each level, whose name ends in its dot; the flat form has one, at the
+            empty level.
         is_flat: Whether it is the flat form.
     """
 
@@ -136,7 +138,7 @@ class WholeModel:
 
     @staticmethod
     def of(whole: Any) -> WholeModel:
-        """Return what a user gives as ``whole=``.
+        """Return the ``WholeModel`` of a user's ``whole=``.
 
         >>> WholeModel.of({"w": torch.empty(4, 3, device="meta"), "b": (4,)}).models[""].shapes
         {'w': (4, 3), 'b': (4,)}
@@ -169,11 +171,11 @@ class WholeModel:
         return WholeModel({f"{key}." if key else "": ModelKeys.of(values[key]) for key in levels})
 
     def model_at(self, level: str) -> ModelKeys | None:
-        """Return the model that stands under a level; None where none is declared."""
+        """Return the model of a level; None where none is declared."""
         return self.models.get("" if self.is_flat else level)
 
     def keys_under(self, fqns: Iterable[str]) -> Iterator[str]:
-        """Yield the keys of all models at their levels, in the flat form at any of some keys, too.
+        """Yield the keys of all models at their levels; in the flat form at those of ``fqns``, too.
 
         >>> [*WholeModel.of({"w": ()}).keys_under(["model.a", "model.b"])]
         ['w', 'model.w']
@@ -188,15 +190,16 @@ class WholeModel:
         levels = Levels(self, fqns)
         counts = Counter([levels.of(fqn) for fqn in fqns])
         names = [name for name in levels.names if self.model_at(name) and counts[name]]
-        return max(names, key=lambda one: (not is_beside_weights(one), counts[one]), default=None)
+        return max(
+            names, key=lambda name: (not is_beside_weights(name), counts[name]), default=None
+        )
 
 
 class Levels:
-    """The levels of a nested state dict, each with its dot, and what is under each.
+    """The levels of a nested state dict, each with its dot, and the level of each key.
 
-    They are those that are declared, and those that have a key of a model. An inner level is one of
-    its own only if no key of the outer model begins like it: in a layer too many the model's
-    ``norm`` seems to stand under ``layers.7.``.
+    A level is declared, or has a key of a model. An inner level counts only if no key of the outer
+    model begins like it: in a surplus layer, the model's ``norm`` seems to be under ``layers.7.``.
 
     >>> levels = Levels(WholeModel.of({"w": (), "b": ()}), ["step", "ema.w", "model.w", "model.b"])
     >>> levels.names, levels.of("model.v"), levels.of("step")
@@ -204,10 +207,10 @@ class Levels:
 
     Args:
         whole: The models.
-        fqns: The keys of a checkpoint, but for those of optimizer state.
+        fqns: The keys of a checkpoint without those of optimizer state.
 
     Attributes:
-        names: The levels; those that are declared first.
+        names: The levels, declared ones first.
     """
 
     def __init__(self, whole: WholeModel, fqns: Iterable[str]) -> None:
@@ -216,56 +219,56 @@ class Levels:
         heads = {head for model in models.values() for head in model.heads}
         declared = [] if whole.is_flat else list(models)
         self._heads = models[""].heads if "" in models else heads
-        self._found = set(declared)
+        self._names = set(declared)
         levels = dict.fromkeys([_level_above_key(fqn, keys) for fqn in fqns])
-        for level in sorted([one for one in levels if one is not None], key=len):
+        for level in sorted([name for name in levels if name is not None], key=len):
             outer = self.of(level)
             inner = level[len(outer or "") :].partition(".")[0]
             if outer is None or (outer not in declared and inner not in heads):
-                self._found.add(level)
+                self._names.add(level)
         names = dict.fromkeys([*declared, *levels])
-        self.names = [level for level in names if level is not None and level in self._found]
+        self.names = [level for level in names if level is not None and level in self._names]
 
     def of(self, fqn: str) -> str | None:
         """Return the innermost level that a key is under; None where it is under none.
 
-        The empty level has what begins like a key of the model.
+        The empty level has the keys that begin like a key of the model.
         """
         end = len(fqn)
         while (end := fqn.rfind(".", 0, end)) >= 0:
-            if fqn[: end + 1] in self._found:
+            if fqn[: end + 1] in self._names:
                 return fqn[: end + 1]
-        return "" if "" in self._found and fqn.partition(".")[0] in self._heads else None
+        return "" if "" in self._names and fqn.partition(".")[0] in self._heads else None
 
 
 def is_beside_weights(level: str, words: frozenset[str] = _AVERAGES | _OPTIMIZERS) -> bool:
-    """Return whether a level is named as an average of weights, or as an optimizer's.
+    """Whether the name of a level says that it is an average of weights, or an optimizer's.
 
     >>> [*map(is_beside_weights, ["model_ema.", "modelEMA.", "emanet.", "swarm."])]
     [True, True, False, False]
 
     Args:
         level: Its name.
-        words: One of which is in it, as a word.
+        words: The words of such names.
     """
     return not words.isdisjoint([word.lower() for word in _WORD.findall(level)])
 
 
 def _level_above_key(fqn: str, keys: Container[str]) -> str | None:
-    """Return what stands before a model's key in a key; None where that ends in none of these."""
-    at = 0
-    while fqn[at:] not in keys:
-        at = fqn.find(".", at) + 1
-        if not at:
+    """Return the text before a model's key in a key; None where the key ends in none of them."""
+    start = 0
+    while fqn[start:] not in keys:
+        start = fqn.find(".", start) + 1
+        if not start:
             return None
-    return fqn[:at]
+    return fqn[:start]
 
 
 def _shape_and_dtype(key: Any, value: Any) -> tuple[Shape, torch.dtype | None]:
-    """Return the shape of a value of ``whole=``, and its dtype where it is to be compared.
+    """Return the shape of a value of ``whole=``, and its dtype if that is compared.
 
     Raises:
-        PlacementError: It has none.
+        PlacementError: The value has no shape.
     """
     if is_dtensor_like(value):
         raise PlacementError(
@@ -288,20 +291,20 @@ def _shape_and_dtype(key: Any, value: Any) -> tuple[Shape, torch.dtype | None]:
 
 @dataclass
 class LevelCompared:
-    """How a level differs from its model, but for what is excused.
+    """The differences of a level from its model, without those that are excused.
 
     Attributes:
-        level: Its name, with its dot.
-        model: Its model; None where it has keys of a model, and none is declared for it.
-        fqns: The keys under it.
-        faults: Of what is there.
-        missing: By key that no rank has, its shape in the model.
-        lacking: How many keys no rank has, with those that are excused.
-        is_seen: Whether any key of the model is as it should be.
-        is_other: Whether it may be something else than its model.
+        name: The name of the level, with its dot.
+        model: The model of the level; None where it has keys of a model, but no model is declared.
+        fqns: The keys under the level.
+        faults: The faults of keys that some rank has.
+        missing: The keys that no rank has, with their shapes in the model.
+        lacking: Number of keys that no rank has, excused ones included.
+        is_seen: Whether any key equals the model's.
+        is_other: Whether the level may be something else than its model.
     """
 
-    level: str
+    name: str
     model: ModelKeys | None
     fqns: list[str] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
@@ -312,15 +315,15 @@ class LevelCompared:
 
     @property
     def is_the_model(self) -> bool:
-        """Whether it is its model, as far as it is compared."""
+        """Whether the level equals its model, as far as it is compared."""
         return self.is_seen and not self.missing and not self.faults
 
     def all_faults(self) -> list[Fault]:
-        """Return the faults of what is there, and of what is missing."""
-        return self.faults + [_missing_fault(*each) for each in self.missing.items()]
+        """Return the faults of all keys, missing ones included."""
+        return self.faults + [_missing_fault(fqn, shape) for fqn, shape in self.missing.items()]
 
     def note(self, why: str) -> Fault:
-        """Return the note that a level is not its model, for a reason."""
+        """Return a note that the level is not its model, with a reason."""
         fqns_of = {f"no rank has {format_count(len(self.missing), 'key')} of it": [*self.missing]}
         fqns_of = {headline: fqns for headline, fqns in fqns_of.items() if fqns}
         for fault in self.faults:
@@ -329,7 +332,7 @@ class LevelCompared:
             f"differs:     {format_names(folded_names(fqns), 2)}: {headline}"
             for headline, fqns in list(fqns_of.items())[:MAX_DIFFERENCES]
         ]
-        return _level_note(self.level, f"is not the whole model: {why}", *differs)
+        return _level_note(self.name, f"is not the whole model: {why}", *differs)
 
 
 def compare_with_whole(
@@ -341,32 +344,32 @@ def compare_with_whole(
     complete: bool = True,
     may_lack_levels: bool = False,
 ) -> tuple[list[Fault], list[Fault], str]:
-    """Return where all ranks together have something else than the whole model, and the result.
+    """Compare the keys and shapes of all ranks together with the whole model.
 
-    ``WholeModel`` says what is compared with which.
+    ``WholeModel`` says what is compared with what.
 
     Args:
         whole: The model, or the models.
-        world: What the ranks have, or ask for.
-        states: Which keys are optimizer state.
+        world: The tables of the ranks: what they have, or ask for.
+        states: The optimizer states among the keys.
         excused: Patterns of keys that are not compared.
         complete: Whether these are all ranks, so that what none of them has is missing.
         may_lack_levels: Whether a level of which no rank has any key is left out on purpose.
 
     Returns:
-        The faults; notes on levels that are not their models, or not compared, and on tensors under
-        no level; and how many keys were compared, and which tensors were not.
+        The faults; the notes on levels that are not their models or not compared, and on tensors
+        under no level; and as text, the number of keys compared and the tensors that were not.
     """
     comparison = _LevelComparison(whole, world, states, excused)
     comparison.compare_keys()
     comparison.find_missing(complete=complete, may_lack_levels=may_lack_levels)
     counts = [
-        format_count(count, "key") + (f" under {one.level!r}" if one.level else "")
-        for one in comparison.levels.values()
-        if one.model is not None and (count := len(one.model.shapes) - one.lacking)
+        format_count(count, "key") + (f" under {level.name!r}" if level.name else "")
+        for level in comparison.levels.values()
+        if level.model is not None and (count := len(level.model.shapes) - level.lacking)
     ]
     if not counts and whole.is_flat:
-        return [_nothing_alike(whole)], [], "no key"
+        return [_no_common_key(whole)], [], "no key"
     faults, notes = comparison.judged()
     faults += comparison.state_faults()
     notes += comparison.beside_notes()
@@ -378,16 +381,16 @@ def compare_with_whole(
 
 
 class _LevelComparison:
-    """What all ranks have, by levels.
+    """The comparison of all ranks with the whole model, level by level.
 
     Args:
         whole: The model, or the models.
-        world: What the ranks have.
-        states: Which keys are optimizer state.
+        world: The tables of the ranks.
+        states: The optimizer states among the keys.
         excused: Patterns of keys that are not compared.
 
     Attributes:
-        levels: By name.
+        levels: The levels by name.
         not_compared: Tensors that are not compared.
     """
 
@@ -400,7 +403,9 @@ class _LevelComparison:
     ) -> None:
         self._whole, self._world, self._excused = whole, world, excused
         self._pieces = {
-            fqn: (piece, at) for piece in world.pieces for at, fqn in enumerate(piece.fqns)
+            fqn: (piece, position)
+            for piece in world.pieces
+            for position, fqn in enumerate(piece.fqns)
         }
         keys = {key for model in whole.models.values() for key in model.shapes}
         self._parameter_of = {
@@ -412,7 +417,7 @@ class _LevelComparison:
         }
         levels = Levels(whole, [fqn for fqn in self._pieces if fqn not in self._parameter_of])
         self._level_of = levels.of
-        self.levels = {one: LevelCompared(one, whole.model_at(one)) for one in levels.names}
+        self.levels = {name: LevelCompared(name, whole.model_at(name)) for name in levels.names}
         self.not_compared: list[str] = []
         self._beside: list[str] = []
 
@@ -423,71 +428,71 @@ class _LevelComparison:
         """Return the fault of a key; none where it is excused."""
         if self._is_excused(fqn):
             return []
-        piece, at = self._pieces[fqn]
-        declared = f"{format_cuts(piece.group.cuts)}; by rule {self._world.rules(piece, at)}"
+        piece, position = self._pieces[fqn]
+        declared = f"{format_cuts(piece.group.cuts)}; by rule {self._world.rules(piece, position)}"
         return [Fault(fqn, headline, (f"declared:    {declared}", likely, _PROPOSED_OUT))]
 
     def compare_keys(self) -> None:
-        """Compare what is under levels, but for optimizer state."""
+        """Compare the keys under levels, without optimizer state."""
         for fqn, (piece, _) in self._pieces.items():
-            level, group = self._level_of(fqn), piece.group
-            one = None if level is None else self.levels[level]
-            model, key = None if one is None else one.model, fqn[len(level or "") :]
+            name, group = self._level_of(fqn), piece.group
+            level = None if name is None else self.levels[name]
+            model, key = None if level is None else level.model, fqn[len(name or "") :]
             is_key = model is not None and key in model.shapes
             if is_key:
                 self._parameter_of.pop(fqn, None)  # of a module named ``state``
             elif fqn in self._parameter_of:
                 continue
-            if one is None:
+            if level is None:
                 self._beside += [fqn] if group.shape else []
                 continue
-            one.fqns.append(fqn)
+            level.fqns.append(fqn)
             if model is None:
                 self.not_compared.append(fqn)
             elif is_key:
-                may_cast = self._whole.is_flat and is_beside_weights(one.level)
+                may_cast = self._whole.is_flat and is_beside_weights(level.name)
                 headline = _unlike(model, key, group, may_cast=may_cast)
-                one.faults += self._faults(fqn, headline, _OTHER_SHAPE) if headline else []
-                one.is_seen = one.is_seen or not (headline or self._is_excused(fqn))
+                level.faults += self._faults(fqn, headline, _OTHER_SHAPE) if headline else []
+                level.is_seen = level.is_seen or not (headline or self._is_excused(fqn))
             elif group.kind != OBJECT:
-                one.faults += self._faults(fqn, "the whole model has no such key", _UNKNOWN)
+                level.faults += self._faults(fqn, "the whole model has no such key", _UNKNOWN)
 
     def find_missing(self, *, complete: bool, may_lack_levels: bool) -> None:
         """Find the keys that no rank has."""
-        for level, one in self.levels.items():
-            model = ModelKeys({}) if one.model is None else one.model
-            is_expected = complete and (bool(one.fqns) or not may_lack_levels)
+        for prefix, level in self.levels.items():
+            model = ModelKeys({}) if level.model is None else level.model
+            is_expected = complete and (bool(level.fqns) or not may_lack_levels)
             for key, shape in model.shapes.items():
                 names = model.names.get(key, (key,))
-                if any(level + name in self._pieces for name in names):
+                if any(prefix + name in self._pieces for name in names):
                     continue
-                one.lacking += 1
-                if is_expected and not self._is_excused(level + key):
-                    one.missing[level + key] = shape
+                level.lacking += 1
+                if is_expected and not self._is_excused(prefix + key):
+                    level.missing[prefix + key] = shape
 
     def judged(self) -> tuple[list[Fault], list[Fault]]:
-        """Return what is refused, and notes on levels that may be something else."""
+        """Return the faults, and notes on levels that may be something else."""
         faults: list[Fault] = []
         notes: list[Fault] = []
-        weights = [one for one in self.levels.values() if not is_beside_weights(one.level)]
-        exact = next((one.level for one in weights if one.is_the_model), None)
-        for one in self.levels.values():
-            if one.model is None:
-                if not all(map(self._is_excused, one.fqns)):
-                    count = format_count(len(one.fqns), "key")
+        weights = [level for level in self.levels.values() if not is_beside_weights(level.name)]
+        exact = next((level.name for level in weights if level.is_the_model), None)
+        for level in self.levels.values():
+            if level.model is None:
+                if not all(map(self._is_excused, level.fqns)):
+                    count = format_count(len(level.fqns), "key")
                     headline = f"is no level of whole=, and not compared: {count}, as the model's"
-                    notes.append(_level_note(one.level, headline))
-            elif self._whole.is_flat and is_beside_weights(one.level) and weights:
-                if is_beside_weights(one.level, _OPTIMIZERS):
-                    one.missing.clear()
-                if one.faults or one.missing:
-                    notes.append(one.note("an average may be of other weights"))
-            elif self._whole.is_flat and one.faults and exact is not None:
-                notes.append(one.note(f"it is taken for another one, since {exact!r} is"))
+                    notes.append(_level_note(level.name, headline))
+            elif self._whole.is_flat and is_beside_weights(level.name) and weights:
+                if is_beside_weights(level.name, _OPTIMIZERS):
+                    level.missing.clear()
+                if level.faults or level.missing:
+                    notes.append(level.note("an average may be of other weights"))
+            elif self._whole.is_flat and level.faults and exact is not None:
+                notes.append(level.note(f"it is taken for another one, since {exact!r} is"))
             else:
-                faults += one.all_faults()
+                faults += level.all_faults()
                 continue
-            one.is_other = True
+            level.is_other = True
         return faults, notes
 
     def state_faults(self) -> list[Fault]:
@@ -505,16 +510,16 @@ class _LevelComparison:
     def _shapes_of(self, parameter: str) -> list[Shape]:
         """Return the shapes that a parameter has, by its name with or without a level."""
         shapes: dict[Shape, None] = {}
-        for level, one in self.levels.items():
-            for name in (parameter, parameter.removeprefix(level)):
-                if one.model is not None and name in one.model.shapes:
-                    shapes[one.model.shapes[name]] = None
-                if one.is_other and level + name in self._pieces:
-                    shapes[self._pieces[level + name][0].group.shape] = None
+        for prefix, level in self.levels.items():
+            for name in (parameter, parameter.removeprefix(prefix)):
+                if level.model is not None and name in level.model.shapes:
+                    shapes[level.model.shapes[name]] = None
+                if level.is_other and prefix + name in self._pieces:
+                    shapes[self._pieces[prefix + name][0].group.shape] = None
         return list(shapes)
 
     def beside_notes(self) -> list[Fault]:
-        """Return the note on tensors of numbers that nothing is compared with."""
+        """Return the note on floating-point tensors that are compared with nothing."""
         self.not_compared += self._beside
         names = [
             fqn
@@ -548,7 +553,7 @@ _PROPOSED_OUT = f"way out:     {PROPOSE}; waive={{pattern: reason}} where it is 
 
 
 def _unlike(model: ModelKeys, key: str, group: Group, *, may_cast: bool) -> str:
-    """Return in what a key is not as in the model; empty where it is."""
+    """Return the difference of a key from the model's as text; empty if there is none."""
     shape, dtype = model.shapes[key], model.dtypes.get(key, group.dtype)
     if group.kind == OBJECT:
         return f"is an object, where the whole model has a {shape} tensor"
@@ -560,11 +565,11 @@ def _unlike(model: ModelKeys, key: str, group: Group, *, may_cast: bool) -> str:
 
 
 def _unlike_parameter(group: Group, shapes: Sequence[Shape]) -> str:
-    """Return in what optimizer state does not fit its parameter; empty where it does.
+    """Return why optimizer state does not fit its parameter as text; empty if it does.
 
     Args:
-        group: The state's.
-        shapes: Those that its parameter may have.
+        group: The group of the state.
+        shapes: The shapes that its parameter may have.
     """
     shape, ndims = group.shape, {len(of_parameter) for of_parameter in shapes}
     follows = any(followed_dims(shape, of_parameter) for of_parameter in shapes)
@@ -584,7 +589,7 @@ def _level_note(level: str, headline: str, *details: str) -> Fault:
     return Fault(name or "keys under no level", headline, (*details, way_out))
 
 
-def _nothing_alike(whole: WholeModel) -> Fault:
+def _no_common_key(whole: WholeModel) -> Fault:
     keys = [level + key for level, model in whole.models.items() for key in model.shapes]
     details = (
         f"whole model: {format_count(len(keys), 'key')}, as {keys[0]}",

@@ -3,13 +3,13 @@
 Ranks that sent the same tables and as many boxes of each group are a *cohort*: what they hold is
 one integer array. A *piece* is the keys that the same tables have: a group of one table, or a part
 of one where another table has some of its keys, too (a tied embedding on the first and the last
-pipeline stage, say). Everything that holds for one key of a piece holds for all of them: its
-*cover* is which ranks hold which box, so whether the boxes make the whole, and which are replicas.
+pipeline stage, say). What is true of one key of a piece is true of all of them: the *cover* of the
+piece says which ranks hold which box, so whether the boxes make the whole, and which are replicas.
 
 A *cell* is one box of one key on one rank. The cells of all ranks are numbered, each rank's in the
-order in which it sends them: group by group, key by key, box by box. What is said of every cell is
-one array: digests come in by it, and who writes or reads what goes out by it. Two ep ranks, each
-with half of ``experts.w1`` and ``experts.w2``, and a norm that both hold::
+order in which it sends them: group by group, key by key, box by box. The values of all cells are
+one array: digests arrive in this order, and assignments are sent in it. Two ep ranks, each with
+half of ``experts.w1`` and ``experts.w2``, and a norm that both hold::
 
     rank 0    0: half of experts.w1    1: half of experts.w2    2: norm
     rank 1    3: half of experts.w1    4: half of experts.w2    5: norm
@@ -47,10 +47,10 @@ class Cover(NamedTuple):
     Attributes:
         boxes: The different boxes, in order of offsets.
         numel: Elements of each box.
-        box_of: By row, position in ``boxes``.
-        ranks: By row, the rank (position among those that take part).
-        order: The rows by box, then by rank.
-        starts: By box, its first place in ``order``; the number of rows last.
+        box_of: The position in ``boxes`` of each row.
+        ranks: The rank of each row (position among those that take part).
+        order: The rows, sorted by box, then by rank.
+        starts: The first index in ``order`` of each box; the number of rows last.
         has_replicas: Whether any box is held more than once.
     """
 
@@ -67,22 +67,22 @@ class Cover(NamedTuple):
         return self.ranks[self.order[self.starts[box] : self.starts[box + 1]]]
 
     def ranks_by_boxes(self) -> dict[frozenset[int], list[int]]:
-        """Return the ranks by the boxes that they hold: ``{{0}: [0, 2], {1}: [1, 3]}``."""
+        """Map sets of boxes to the ranks that hold them: ``{{0}: [0, 2], {1}: [1, 3]}``."""
         order = np.argsort(self.ranks, kind="stable")
         ranks = self.ranks[order]
         starts = np.flatnonzero(np.diff(ranks, prepend=-1))
-        found: dict[frozenset[int], list[int]] = {}
+        ranks_by_boxes: dict[frozenset[int], list[int]] = {}
         for rank, boxes in zip(
             ranks[starts].tolist(), np.split(self.box_of[order], starts[1:]), strict=True
         ):
-            found.setdefault(frozenset(boxes.tolist()), []).append(rank)
-        return found
+            ranks_by_boxes.setdefault(frozenset(boxes.tolist()), []).append(rank)
+        return ranks_by_boxes
 
 
-def repeated(parts: Mapping[frozenset[int], Sequence[int]]) -> list[frozenset[int]]:
-    """Return the parts of a whole all of which another rank holds, too.
+def repeated(holders: Mapping[frozenset[int], Sequence[int]]) -> list[frozenset[int]]:
+    """Return the sets of boxes, or of numbers, that other ranks hold entirely as well.
 
-    Parts that only overlap are those of ranks with copies of some experts.
+    Sets that only overlap are not returned: these ranks have copies of some experts.
 
     >>> repeated({frozenset({0, 1}): [0], frozenset({1, 2}): [1]})
     []
@@ -90,31 +90,32 @@ def repeated(parts: Mapping[frozenset[int], Sequence[int]]) -> list[frozenset[in
     [frozenset({0, 1})]
 
     Args:
-        parts: The ranks that hold each part.
+        holders: The ranks that hold each set.
     """
-    counts = Counter(element for part in parts for element in part)
+    counts = Counter(element for elements in holders for element in elements)
     return [
-        part
-        for part, ranks in parts.items()
-        if part
+        elements
+        for elements, ranks in holders.items()
+        if elements
         and (
             len(ranks) > 1
             or (
-                all(counts[element] > 1 for element in part)
-                and any(part < other for other in parts)
+                all(counts[element] > 1 for element in elements)
+                and any(elements < other for other in holders)
             )
         )
     ]
 
 
 class Cohort(NamedTuple):
-    """Ranks that differ in the numbers of their boxes only.
+    """Ranks whose plans differ in the offsets and sizes of their boxes only.
 
     Attributes:
         tables: Positions of their tables in ``World.tables``, in their order.
         ranks: The ranks (positions among those that sent), ascending.
-        groups: Table, position there and number of boxes of each group, in the order of the boxes.
-        cells: Their cells, rank after rank; each rank has as many.
+        groups: The table of each group, its position there and its number of boxes, in the order
+            of the boxes.
+        cells: Their cells, rank after rank; equally many of each rank.
     """
 
     tables: tuple[int, ...]
@@ -126,13 +127,13 @@ class Cohort(NamedTuple):
 class Block(NamedTuple):
     """The cells of one group on the ranks of a cohort.
 
-    Of two ranks that hold two boxes each of three keys, and of no other, these are cells 0 to 12::
+    Two ranks that hold two boxes of each of three keys, and nothing else, have cells 0 to 11::
 
         Block(cells=slice(0, 12), ranks=2, start=0, keys=3, boxes=2)
 
     Attributes:
-        cells: Those of the cohort.
-        ranks: Number of its ranks.
+        cells: The cells of the cohort.
+        ranks: Number of ranks in the cohort.
         start: The first cell of the group among those of a rank.
         keys: Number of the group's keys.
         boxes: Number of boxes that each rank holds of each key.
@@ -145,26 +146,31 @@ class Block(NamedTuple):
     boxes: int
 
     def view(self, values: Array) -> Array:
-        """Return the part of an array by cell as a view ``[ranks, boxes, keys]``."""
+        """Return the values of these cells as a view ``[ranks, boxes, keys]``.
+
+        Args:
+            values: By cell. A rank has the boxes of one key side by side, as it sends them:
+                ``k0b0 k0b1 k1b0 k1b1 k2b0 k2b1``.
+        """
         by_rank = values[self.cells].reshape(self.ranks, -1)
         of_group = by_rank[:, self.start : self.start + self.keys * self.boxes]
         return of_group.reshape(self.ranks, self.keys, self.boxes).transpose(0, 2, 1)
 
 
 class Source(NamedTuple):
-    """Where one table has the keys of a piece, and what ranks hold of them: a row per rank and box.
+    """One table that has the keys of a piece, and the boxes of its ranks: a row per rank and box.
 
-    Of an expert weight of shape ``(4, 3)`` on two ep ranks::
+    An expert weight of shape ``(4, 3)`` on two ep ranks::
 
         Source(0, 0, group, [0], [0, 1], [[[0, 0], [2, 3]], [[2, 0], [2, 3]]], [Block(...)])
 
     Attributes:
-        table: Position in ``World.tables``.
-        number: Position of their group there.
-        group: What they have in common there.
-        positions: Of the piece's keys among those of the group, in the piece's order.
-        ranks: By row, cohort after cohort, the rank.
-        boxes: By row, the box.
+        table: The position of the table in ``World.tables``.
+        number: The position of the keys' group in the table.
+        group: The group.
+        positions: The positions of the piece's keys in the group, in the piece's order.
+        ranks: The rank of each row, cohort after cohort.
+        boxes: The box of each row.
         blocks: The cells of the rows, cohort after cohort.
     """
 
@@ -177,7 +183,7 @@ class Source(NamedTuple):
     blocks: Sequence[Block]
 
     def views(self, values: Array) -> Iterator[tuple[Array, Any]]:
-        """Yield the views of an array by cell that have the rows, and which of their keys count."""
+        """Yield the views of an array by cell that have the rows, and the piece's keys in each."""
         keys = slice(None) if type(self.positions) is range else self.positions
         for block in self.blocks:
             yield block.view(values), keys
@@ -185,14 +191,14 @@ class Source(NamedTuple):
 
 @dataclass
 class Piece:
-    """Keys that every rank which has one of them has all of, lying alike.
+    """Keys that the same tables have: a rank with one of them has all, in equal boxes.
 
     Attributes:
         fqns: The keys.
         sources: The tables that have them.
-        group: That of the first source.
-        ranks: By row, source after source, the rank.
-        boxes: By row, the box; none where the groups differ in their number of dims.
+        group: The group of the first source.
+        ranks: The rank of each row, source after source.
+        boxes: The box of each row; none where the groups differ in their number of dims.
     """
 
     fqns: list[str]
@@ -203,7 +209,7 @@ class Piece:
 
     @cached_property
     def cover(self) -> Cover:
-        """Which ranks hold which box, of groups that agree on the number of dims."""
+        """Which ranks hold which box, where the groups agree on the number of dims."""
         first, box_of = unique(self.boxes)
         order = np.lexsort((self.ranks, box_of))
         starts = np.searchsorted(box_of[order], np.arange(len(first) + 1))
@@ -211,16 +217,16 @@ class Piece:
         return Cover(boxes, numel(boxes), box_of, self.ranks, order, starts, has_replicas)
 
     def take(self, values: Array) -> Array:
-        """Return by row and key what an array by cell has of this piece."""
-        taken = [
+        """Return the values of this piece, by row and key, from an array by cell."""
+        of_sources = [
             view[:, :, keys].reshape(-1, len(self.fqns))
             for source in self.sources
             for view, keys in source.views(values)
         ]
-        return np.concatenate(taken)
+        return np.concatenate(of_sources)
 
     def put(self, values: Array, of_piece: Array) -> None:
-        """Put what this piece has by row and key into an array by cell."""
+        """Write the values of this piece, by row and key, into an array by cell."""
         row = 0
         for source in self.sources:
             for view, keys in source.views(values):
@@ -234,14 +240,14 @@ class World:
     """What all ranks hold.
 
     Args:
-        sent: By rank, what it sends.
+        sent: The tables and boxes that each rank sends.
 
     Attributes:
         tables: The different tables.
         cohorts: The cohorts.
-        members: By table, the ranks that have it, ascending.
+        members: The ranks that have each table, ascending.
         count: Number of cells.
-        pieces: In the order of the tables.
+        pieces: The pieces, in the order of the tables.
     """
 
     def __init__(self, sent: Sequence[Sent]) -> None:
@@ -250,13 +256,13 @@ class World:
         self.count = 0
         unpacked = cache(unpacked_ints)
         numbers: dict[bytes, int] = {}
-        alike: dict[tuple[tuple[bytes, ...], bytes], list[int]] = {}
-        for rank, one in enumerate(sent):
-            alike.setdefault((one.tables, one.counts), []).append(rank)
-        # By table and group, of each cohort the columns of a ``Source``.
+        cohorts: dict[tuple[tuple[bytes, ...], bytes], list[int]] = {}
+        for rank, of_rank in enumerate(sent):
+            cohorts.setdefault((of_rank.tables, of_rank.counts), []).append(rank)
+        # The columns of a ``Source`` for each cohort, by table and group.
         rows: dict[tuple[int, int], list[tuple[Ints, Boxes, Block]]] = {}
         having: list[list[Ints]] = []
-        for members in alike.values():
+        for members in cohorts.values():
             ranks, first = np.array(members, np.int64), sent[members[0]]
             for packed in first.tables:
                 if packed not in numbers:
@@ -270,22 +276,25 @@ class World:
                 for table in tables
                 for number in range(len(self.tables[table].groups))
             ]
-            of_rank = sum([len(self.tables[t].keys[number]) * n for t, number, n in groups])
-            cells = slice(self.count, self.count + of_rank * len(ranks))
+            ncells = sum([len(self.tables[t].keys[number]) * n for t, number, n in groups])
+            cells = slice(self.count, self.count + ncells * len(ranks))
             self.cohorts.append(Cohort(tables, ranks, groups, cells))
-            boxes, at = np.stack([unpacked(sent[rank].boxes) for rank in members]), 0
-            start = 0
             for table in tables:
                 having[table].append(ranks)
+            # A row per rank: the offsets and sizes of all its boxes.
+            boxes = np.stack([unpacked(sent[rank].boxes) for rank in members])
+            column = start = 0
             for table, number, count in groups:
                 ndim = len(self.tables[table].groups[number].shape)
-                held = boxes[:, at : at + count * 2 * ndim].reshape(len(ranks) * count, 2, ndim)
-                at += count * 2 * ndim
+                end = column + count * 2 * ndim
+                of_group = boxes[:, column:end].reshape(len(ranks) * count, 2, ndim)
+                column = end
                 block = Block(cells, len(ranks), start, len(self.tables[table].keys[number]), count)
                 start += block.keys * count
-                rows.setdefault((table, number), []).append((np.repeat(ranks, count), held, block))
+                source = np.repeat(ranks, count), of_group, block
+                rows.setdefault((table, number), []).append(source)
             self.count = cells.stop
-        self.members: list[Ints] = [np.sort(np.concatenate(parts)) for parts in having]
+        self.members: list[Ints] = [np.sort(np.concatenate(ranks)) for ranks in having]
         joined: dict[tuple[int, int], tuple[Ints, Boxes, Sequence[Block]]] = {}
         for key, of_cohorts in rows.items():
             of_ranks, of_boxes, blocks = zip(*of_cohorts, strict=True)
@@ -298,49 +307,50 @@ class World:
         """Return the pieces of all tables.
 
         Args:
-            rows: By table and group, the columns of a ``Source``.
+            rows: The columns of a ``Source`` of each table and group.
         """
         shared = _shared_keys(self.tables) if len(self.tables) > 1 else {}
-        made: dict[Hashable, tuple[list[str], list[Source]]] = {}
-        for at, table in enumerate(self.tables):
-            for number, fqns in enumerate(table.keys):
-                positions_of: dict[Hashable, Sequence[int]] = {(at, number): range(len(fqns))}
+        # What a piece is known by is its table and group, or those of all tables that share it.
+        sources_of: dict[Hashable, tuple[list[str], list[Source]]] = {}
+        for table, of_table in enumerate(self.tables):
+            for number, fqns in enumerate(of_table.keys):
+                own = table, number
+                positions_of: dict[Hashable, Sequence[int]] = {own: range(len(fqns))}
                 if not shared.keys().isdisjoint(fqns):
-                    kinds: dict[Hashable, list[int]] = {}
+                    by_piece: dict[Hashable, list[int]] = {}
                     for position, fqn in enumerate(fqns):
-                        kinds.setdefault(shared.get(fqn, (at, number)), []).append(position)
-                    positions_of = {**kinds}
-                group = table.groups[number]
-                for kind, positions in positions_of.items():
-                    named = [fqns[one] for one in positions]
-                    of_piece, sources = made.setdefault(kind, (named, []))
-                    if named != of_piece:  # another order of keys here
-                        at_of = dict(zip(named, positions, strict=True))
-                        positions = [at_of[fqn] for fqn in of_piece]
-                    sources.append(Source(at, number, group, positions, *rows[at, number]))
+                        by_piece.setdefault(shared.get(fqn, own), []).append(position)
+                    positions_of = {**by_piece}
+                group = of_table.groups[number]
+                for piece, positions in positions_of.items():
+                    named = [fqns[position] for position in positions]
+                    of_piece, sources = sources_of.setdefault(piece, (named, []))
+                    if named != of_piece:  # this table has them in another order
+                        position_of = dict(zip(named, positions, strict=True))
+                        positions = [position_of[fqn] for fqn in of_piece]
+                    sources.append(Source(table, number, group, positions, *rows[own]))
         pieces = []
-        for fqns, sources in made.values():
-            ranks = np.concatenate([one.ranks for one in sources])
-            alike = len({len(one.group.shape) for one in sources}) == 1
+        for fqns, sources in sources_of.values():
+            ranks = np.concatenate([source.ranks for source in sources])
             boxes = np.zeros((0, 2, 0), np.int64)
-            if alike:
-                boxes = np.concatenate([one.boxes for one in sources])
+            if len({len(source.group.shape) for source in sources}) == 1:
+                boxes = np.concatenate([source.boxes for source in sources])
             pieces.append(Piece(fqns, sources, sources[0].group, ranks, boxes))
         return pieces
 
-    def rules(self, piece: Piece, at: int) -> str:
+    def rules(self, piece: Piece, position: int) -> str:
         """Return the names of the rules that match the key at a position of a piece, as text."""
         names = [
-            self.tables[one.table].rule(one.number, one.positions[at]) or NO_RULE
-            for one in piece.sources
+            self.tables[source.table].rule(source.number, source.positions[position]) or NO_RULE
+            for source in piece.sources
         ]
         return ", ".join(sorted(set(names)))
 
     def by_rank(self, values: Array) -> list[Array]:
-        """Return by rank the values of its cells.
+        """Return the values of each rank's cells.
 
         Args:
-            values: By cell.
+            values: The values of all cells.
         """
         of_ranks: dict[int, Array] = {}
         for cohort in self.cohorts:
@@ -350,7 +360,7 @@ class World:
 
 
 def _shared_keys(tables: Sequence[Table]) -> dict[str, Hashable]:
-    """Return the keys that several tables have, each with the groups that have it.
+    """Map each key that several tables have to the groups that have it.
 
     ``((0, 2), (5, 0))`` is group 2 of table 0 and the first of table 5.
     """
@@ -361,8 +371,8 @@ def _shared_keys(tables: Sequence[Table]) -> dict[str, Hashable]:
             several.update(seen.intersection(fqns))
             seen.update(fqns)
     groups_of: dict[str, list[tuple[int, int]]] = {fqn: [] for fqn in several}
-    for at, table in enumerate(tables if several else ()):
+    for number, table in enumerate(tables if several else ()):
         for group, fqns in enumerate(table.keys):
             for fqn in several.intersection(fqns):
-                groups_of[fqn].append((at, group))
+                groups_of[fqn].append((number, group))
     return {fqn: tuple(groups) for fqn, groups in groups_of.items()}
