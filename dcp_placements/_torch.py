@@ -84,7 +84,7 @@ ASYNC_THREAD = "AsyncCheckpointExecutor"
 
 
 PLAIN_TYPES = torch.Tensor, torch.nn.Parameter, torch.nn.Buffer
-"""Types of tensors that are what they seem. Most are of these, so that they are asked first."""
+"""Types of tensors without behaviour of their own; most tensors, so they are tested first."""
 
 
 def watch_meshes(made: Callable[[DeviceMesh], None]) -> None:
@@ -103,13 +103,13 @@ def watch_meshes(made: Callable[[DeviceMesh], None]) -> None:
 
 
 def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether tensors are no more than elements in memory, and take any write."""
+    """Whether tensors are nothing but elements in memory, which any write may change."""
     return all(
         [
-            type(one) is torch.Tensor
-            and not (one.requires_grad or one.is_quantized or one.is_inference())
-            and not (one.is_neg() or one.is_conj())
-            for one in tensors
+            type(tensor) is torch.Tensor
+            and not (tensor.requires_grad or tensor.is_quantized or tensor.is_inference())
+            and not (tensor.is_neg() or tensor.is_conj())
+            for tensor in tensors
         ]
     )
 
@@ -117,12 +117,12 @@ def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
 def copy_all(
     targets: list[torch.Tensor], values: tuple[torch.Tensor, ...], *, is_plain: bool
 ) -> None:
-    """Copy each value into its target; where there are thousands, in a third less time.
+    """Copy each value into its target; thousands of plain ones in a third less time.
 
     Args:
         targets: The targets.
-        values: Of the same shapes, none of them negated.
-        is_plain: As ``are_plain`` says of the targets.
+        values: One per target, of its shape; none is negated.
+        is_plain: The result of ``are_plain`` for the targets.
     """
     if is_plain:
         torch._foreach_copy_(targets, values)
@@ -134,8 +134,8 @@ def copy_all(
 def copy_into(target: torch.Tensor, value: torch.Tensor) -> None:
     """Copy a value into a target.
 
-    Torch 2.13 forgets across dtypes that either is negated lazily; and a view of an inference
-    tensor, also of one that was detached, takes no writes.
+    Across dtypes, torch 2.13 ignores that a tensor is negated lazily. A view of an inference tensor
+    cannot be written, not even after ``detach()``.
     """
     value = value.resolve_neg()
     if target.is_neg():
@@ -171,11 +171,11 @@ def is_on_meta(value: Any) -> bool:
 
 
 Facts = tuple[torch.Tensor, Any, tuple[Any, ...], torch.Size]
-"""Of a DTensor the local tensor, mesh, placements and shape; a plain tensor has no mesh."""
+"""The local tensor, mesh, placements and shape of a DTensor; a plain tensor has no mesh."""
 
 
 def facts_of(value: Any) -> Facts:
-    """Return what a tensor or DTensor-like says of itself; its local tensor is no copy."""
+    """Return the facts of a tensor or DTensor-like; the local tensor is not a copy."""
     if type(value) is DTensor:
         # A plan reads thousands of tensors: the properties would double its time.
         spec, local = value._spec, value._local_tensor
@@ -191,16 +191,17 @@ def facts_of(value: Any) -> Facts:
 
 
 RANK = "_rank"
-"""Under this name a saved ``DeviceMesh`` has its rank."""
+"""The attribute of a saved ``DeviceMesh`` that has its rank."""
 
 SPEC = "_spec"
-"""Under this name a saved DTensor has its mesh and placements."""
+"""The attribute of a saved DTensor that has its mesh and placements."""
 
 
 def set_up_by_torch(kind: Any, ours: Any, state_dict: dict[str, Any]) -> Any:
-    """Return torch's planner with the options of ours, which has taken a state dict.
+    """Return torch's planner, set up with the options of ours and a state dict.
 
-    Its walk for ``ShardedTensor``s leaves all others in a flat state dict as they are.
+    Its walk for ``ShardedTensor``s is left out where it would change nothing: in a flat state dict
+    without any.
     """
     stock = kind(flatten_state_dict=ours.flatten_state_dict, flatten_sharded_tensors=False)
     stock.set_up_planner(state_dict)
@@ -212,9 +213,9 @@ def set_up_by_torch(kind: Any, ours: Any, state_dict: dict[str, Any]) -> Any:
 
 
 def without_class(data: Any) -> Any:
-    """Return a tensor as a plain one if it has a class of its own and elements as any other.
+    """Return a tensor of a subclass with ordinary elements as a plain tensor.
 
-    With their class tensors are stored in a way that no reader accepts.
+    Tensors with their class are stored in a way that no reader accepts.
     """
     kind = type(data)
     has_class = kind not in (torch.Tensor, torch.nn.Parameter) and isinstance(data, torch.Tensor)
@@ -238,20 +239,20 @@ def rehearsed(rank: int, size: int) -> Iterator[None]:
 
 def global_rank() -> int:
     """Return this process's rank; 0 without a process group."""
-    if (one := _REHEARSED.get()) is not None:
-        return one[0]
+    if (rehearsed_rank := _REHEARSED.get()) is not None:
+        return rehearsed_rank[0]
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
     """Return the number of processes; 1 without a process group."""
-    if (one := _REHEARSED.get()) is not None:
-        return one[1]
+    if (rehearsed_rank := _REHEARSED.get()) is not None:
+        return rehearsed_rank[1]
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def root_mesh(mesh: Any) -> Any:
-    """Return the mesh that a mesh was sliced from; of one that does not say so, itself."""
+    """Return the mesh that a mesh was sliced from; the mesh itself if it does not tell."""
     return mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
 
 
@@ -259,29 +260,31 @@ def named_axes(meshes: Iterable[Any]) -> dict[str, tuple[int, int]]:
     """Return ``{name: (position, size)}`` of the axes of meshes and of their root meshes."""
     axes: dict[str, tuple[int, int]] = {}
     meshes = list(meshes)
-    for each in (*map(root_mesh, meshes), *meshes):
-        coordinate = each.get_coordinate()
-        if coordinate is not None and each.mesh_dim_names:
+    for mesh in (*map(root_mesh, meshes), *meshes):
+        coordinate = mesh.get_coordinate()
+        if coordinate is not None and mesh.mesh_dim_names:
             axes.update(
-                zip(each.mesh_dim_names, zip(coordinate, each.shape, strict=True), strict=True)
+                zip(mesh.mesh_dim_names, zip(coordinate, mesh.shape, strict=True), strict=True)
             )
     return axes
 
 
-def agreeing_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device whose tensors the ranks of a group send to each other."""
-    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+def agreeing_device(process_group: dist.ProcessGroup | None) -> torch.device:
+    """Return the device whose tensors the ranks of a process group send to each other."""
+    # Such as "cpu:gloo,cuda:nccl".
+    config = dist.get_backend_config(process_group).split(",")
+    backends = dict(device_backend.split(":") for device_backend in config)
     accelerator = torch.accelerator.current_accelerator()
-    # Gloo takes tensors of a GPU for some collectives, and not to send them to one rank.
+    # Gloo takes a GPU's tensors in some collectives, but cannot send them to one rank.
     if accelerator is not None and backends.get(accelerator.type, "gloo") != "gloo":
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
     return torch.device("cpu")
 
 
 def logged_where_torch_drops_it(read_metadata: Callable[..., T]) -> Callable[..., T]:
-    """Return ``read_metadata`` of a reader; what it raises is logged where a load drops it.
+    """Return a reader's ``read_metadata`` that logs its errors where a load drops them.
 
-    Before torch 2.13 a load says "metadata is None" in place of any such error.
+    Before torch 2.13 a load raises "metadata is None" in place of any such error.
     """
     if TorchVersion(torch.__version__) >= "2.13":
         return read_metadata

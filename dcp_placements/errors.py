@@ -26,7 +26,7 @@ from dcp_placements.short_text import (
 )
 
 MAX_FAULTS = 40
-"""Different faults that one message describes; of the rest it lists the FQNs."""
+"""Different faults that one message describes; it lists the FQNs of the rest."""
 
 MAX_SENT = 1000
 """Faults that a rank sends to the coordinator."""
@@ -45,12 +45,12 @@ class PlacementError(ValueError):
     """The root of all errors of this package.
 
     ``dcp.save`` and ``dcp.load`` wrap it in torch's ``CheckpointException`` (a ``BaseException``);
-    it is then ``e.failures[rank][0]``. The faults of all ranks' plans are one error, that of the
-    coordinator, which says them: what it sends to higher ranks is one line.
+    it is then ``e.failures[rank][0]``. The coordinator raises the faults of all plans as one error;
+    higher ranks get its first line.
     """
 
     def __init__(self, *args: Any) -> None:
-        super().__init__(*[_bounded(one) if isinstance(one, str) else one for one in args])
+        super().__init__(*[_bounded(arg) if isinstance(arg, str) else arg for arg in args])
 
     def __reduce__(self) -> tuple[Any, ...]:
         kind = PlacementError if "__init__" in vars(type(self)) else type(self)
@@ -66,8 +66,9 @@ def _bounded(text: str) -> str:
 
 def _rank() -> int:
     distributed = sys.modules.get("torch.distributed")
-    is_one = distributed is not None and distributed.is_initialized()
-    return int(distributed.get_rank()) if distributed is not None and is_one else 0
+    if distributed is None or not distributed.is_initialized():
+        return 0
+    return int(distributed.get_rank())
 
 
 def _received(kind: type[PlacementError], text: str, sender: int) -> PlacementError:
@@ -81,7 +82,7 @@ def _received(kind: type[PlacementError], text: str, sender: int) -> PlacementEr
 class CannotLook(PlacementError):
     """A checkpoint cannot be examined: no such path, no checkpoint in it, or refused metadata.
 
-    It is about the request; a ``Fault`` is about the checkpoint.
+    The request is at fault; a ``Fault`` is about the checkpoint.
     """
 
 
@@ -100,7 +101,7 @@ class Fault:
             become one entry of a message, with all their keys.
         where: Facts about this key, on this rank, alone. An entry with several keys or ranks shows
             those of the first.
-        ranks: The ranks that have it; empty where it is about no ranks or names them itself.
+        ranks: The ranks that have it; empty if it concerns no ranks, or its headline names them.
     """
 
     JSON: ClassVar[str] = "fqn headline details=facts"
@@ -148,40 +149,40 @@ class CannotPlace(PlacementError):
 def format_faults(
     opening: str, faults: Iterable[Fault], noun: str = "fault", *, ranks: tuple[int, ...] = ()
 ) -> str:
-    """Return the text of one error for all ``faults``: an opening line, then each, by FQN.
+    """Return the text of one error: an opening line, then an entry per fault, sorted by FQN.
 
     Args:
         opening: The first line.
-        faults: What it describes.
+        faults: The faults.
         noun: What the first line counts.
         ranks: The ranks that the first line names: a fault on all of them does not repeat them.
     """
-    alike: dict[tuple[str, tuple[str, ...]], dict[Fault, None]] = {}
+    by_text: dict[tuple[str, tuple[str, ...]], dict[Fault, None]] = {}
     for fault in sorted(faults, key=lambda fault: (fault.fqn, fault.headline, fault.details)):
-        alike.setdefault((fault.headline, fault.details), {})[fault] = None
-    groups = [list(group) for group in alike.values()]
-    keys = sum(len({fault.fqn for fault in group}) for group in groups)
-    of_keys = f" of {format_count(keys, 'key')}" if keys > len(groups) else ""
-    lines = [f"{opening} ({format_count(len(groups), noun)}{of_keys})"]
-    lines += [_format_entry(group, ranks) for group in groups[:MAX_FAULTS]]
-    if rest := dict.fromkeys(fault.fqn for group in groups[MAX_FAULTS:] for fault in group):
+        by_text.setdefault((fault.headline, fault.details), {})[fault] = None
+    entries = [list(entry) for entry in by_text.values()]
+    keys = sum(len({fault.fqn for fault in entry}) for entry in entries)
+    of_keys = f" of {format_count(keys, 'key')}" if keys > len(entries) else ""
+    lines = [f"{opening} ({format_count(len(entries), noun)}{of_keys})"]
+    lines += [_format_entry(entry, ranks) for entry in entries[:MAX_FAULTS]]
+    if rest := dict.fromkeys(fault.fqn for entry in entries[MAX_FAULTS:] for fault in entry):
         lines.append(f"... and {len(rest)} more, at: {format_names(folded_names(rest))}")
     return shortened("\n".join(lines), MAX_TEXT)
 
 
-def _format_entry(alike: Sequence[Fault], ranks: tuple[int, ...] = ()) -> str:
-    """Return the entry of faults that differ in keys, places and ranks alone."""
-    first = alike[0]
-    of_key: dict[str, list[tuple[int, ...]]] = {}
-    for fault in alike:
-        of_key.setdefault(fault.fqn, []).append(fault.ranks)
-    everywhere = set(chain.from_iterable({fault.ranks for fault in alike}))
+def _format_entry(entry: Sequence[Fault], ranks: tuple[int, ...] = ()) -> str:
+    """Return the text of faults with one headline and equal details."""
+    first = entry[0]
+    ranks_of: dict[str, list[tuple[int, ...]]] = {}
+    for fault in entry:
+        ranks_of.setdefault(fault.fqn, []).append(fault.ranks)
+    everywhere = set(chain.from_iterable({fault.ranks for fault in entry}))
     where, on = list(first.where), []
     if where and len(everywhere) > 1:
         where[0] += f" on {format_ranks(first.ranks[:1])}"
-    if where and len(of_key) > 1:
+    if where and len(ranks_of) > 1:
         where[0] += f" (of {first.fqn})"
-    fewer = any(len(set(chain(*held))) < len(everywhere) for held in of_key.values())
+    fewer = any(len(set(chain(*of_key))) < len(everywhere) for of_key in ranks_of.values())
     if everywhere and (fewer or everywhere != set(ranks)):
         some = ", some of the keys on fewer" if fewer else ""
         on = [f"on:          {format_ranks(everywhere)}{some}"]
@@ -191,7 +192,7 @@ def _format_entry(alike: Sequence[Fault], ranks: tuple[int, ...] = ()) -> str:
         lines = [*lines[: MAX_LINES // 2], left, *lines[-MAX_LINES // 2 :]]
     # Any line may contain names of files or keys, so all of them are escaped.
     headline, *details = [format_name(line, MAX_LINE) for line in lines]
-    names = format_names(folded_names(of_key), MAX_NAMES)
+    names = format_names(folded_names(ranks_of), MAX_NAMES)
     return "\n    ".join([f"{names}: {headline}", *details])
 
 
@@ -208,7 +209,7 @@ def fault_error(opening: str, fqn: str, headline: str, *details: str) -> Placeme
 
 
 def packed_faults(faults: Sequence[Fault]) -> bytes:
-    """Return faults as they travel: the first ``MAX_SENT``. Those of most keys have one text."""
+    """Return the first ``MAX_SENT`` faults packed: most of them repeat one text."""
     sent = sorted(faults, key=lambda fault: fault.fqn)[:MAX_SENT]
     return zlib.compress(pickle.dumps(sent), 1) if sent else b""
 
@@ -228,8 +229,8 @@ def raise_faults_of_ranks(
 
     Args:
         refused: The opening line after the ranks, such as ``"cannot be loaded"``.
-        sent: By rank, its faults packed.
-        mistakes: Possible causes that no single rank knows of.
+        sent: The packed faults of each rank.
+        mistakes: Possible causes that no rank sees by itself.
     """
     by_content: dict[bytes, list[int]] = {}
     for rank, packed in sorted(sent.items()):

@@ -31,10 +31,10 @@ class Placements:
     True
 
     Attributes:
-        rules: As for the planners; a mapping has become ``PlacementRules``.
+        rules: The rules of both planners; a mapping has become ``PlacementRules``.
         rename: This rank's key to the checkpoint's; None where the two are equal.
-        waive: ``{pattern: reason}`` of keys that both planners accept although they would warn of,
-            or refuse, their name and kind of cut.
+        waive: ``{pattern: reason}``: keys that both planners accept though they would warn of, or
+            refuse, their cuts.
         whole: The keys and shapes of the unsharded model; None where it is not given.
     """
 
@@ -116,8 +116,8 @@ class Placements:
         """Return a ``Resharder`` for an ``ItemSpec`` of ``torch_checkpointing``.
 
         Args:
-            source: What each rank declared of the world that saved checkpoints without this
-                package, as the rules of ``rehearse``: what DTensors do not say, it does.
+            source: The rules of each rank of the world that saved checkpoints without this
+                package, as for ``rehearse``: they declare what its DTensors do not.
             axes: The mesh of that world: sizes by axis name, the last axis fastest in rank order.
             options: ``restricted=True`` refuses files whose objects name more than plain values;
                 ``check_crc=False`` compares no checksums; ``on_conflict="warn"`` reads one of
@@ -125,8 +125,8 @@ class Placements:
 
         Raises:
             ImportError: The engine is not installed.
-            PlacementError: One of ``source`` and ``axes`` without the other, or an option that
-                there is not.
+            PlacementError: One of ``source`` and ``axes`` without the other, or an unknown
+                option.
         """
         from dcp_placements.engines.resharder import PlacementResharder
 
@@ -150,7 +150,7 @@ class DeclaredWorld:
 
     Attributes:
         axes: The mesh: sizes by axis name, the last axis fastest in rank order.
-        rules: Called with the place of a rank in the mesh. Returns ``Placements``, or what
+        rules: Function of a rank's coordinate in the mesh. It returns ``Placements``, or what
             ``Placements`` takes as rules.
     """
 
@@ -163,7 +163,7 @@ class DeclaredWorld:
         return prod(self.axes.values())
 
     def placements(self, rank: int) -> Placements:
-        """Return what a rank declares.
+        """Return the declaration of a rank.
 
         Raises:
             CannotLook: The function fails, or returns something else.

@@ -21,7 +21,7 @@ class KeyReport:
     """One tensor of the checkpoint.
 
     Attributes:
-        shape: Of the whole tensor.
+        shape: The shape of the whole tensor.
         dtype: Its torch name without ``torch.``.
         chunks: Distinct boxes that it is stored as.
         unique_nbytes: Bytes of those boxes, each counted once.
@@ -49,16 +49,15 @@ class SaveReport:
         keys: One entry per tensor.
         objects: Keys that are not tensors.
         rules: Rules that matched, with the number of keys on the rank where each matched most.
-        shapes: Per rule, the local shapes that it makes other shapes of, with those: ``{"experts":
-            (((2, 6), (4, 6)),)}``.
-        unmatched: Patterns of rules that matched no key on any rank; with their step, as
-            ``rename=Replace('module')``, those of renames.
+        shapes: The (local shape, whole shape) pairs of each rule where the two differ:
+            ``{"experts": (((2, 6), (4, 6)),)}``.
+        unmatched: Patterns that matched no key on any rank: those of rules, and those of renames
+            with their step, such as ``rename=Replace('module')``.
         partial_keys: Keys that only some ranks have, with those ranks. Not a fault: pipeline
             stages and per-rank experts have such keys.
         stateless: Parameters without optimizer state, where others have it.
         waived: Patterns whose lint warnings are waived, with the reason given.
-        whole: What was compared with the unsharded model, as text; empty where ``whole=`` is not
-            given.
+        whole: What was compared with the unsharded model, as text; empty without ``whole=``.
         warnings: What does not refuse the save but may be wrong; each is also issued as a warning.
         planned: Whether a plan was made; if not, the numbers mean nothing.
     """
@@ -117,8 +116,8 @@ class SaveReport:
     def _rule_text(self, rule: str, count: int) -> str:
         shapes = [f"{local} -> {whole}" for local, whole in self.shapes.get(rule, ())]
         more = [f"{len(shapes) - 2} more"] if len(shapes) > 2 else []
-        made = f", {', '.join([*shapes[:2], *more])}" if shapes else ""
-        return f"{rule} for {format_count(count, 'key')}{made}"
+        pairs = f", {', '.join([*shapes[:2], *more])}" if shapes else ""
+        return f"{rule} for {format_count(count, 'key')}{pairs}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +150,12 @@ class LoadReport:
         read_nbytes: Bytes of the parts of stored chunks that fill them.
         items: Number of read items.
         missing: Keys that the checkpoint lacks; their values are left unchanged.
-        stateless: Parameters that are read, without any optimizer state in the checkpoint; theirs
-            is reset to its beginning when the load ends.
+        stateless: Parameters that are read and have no optimizer state in the checkpoint; their
+            state is reset to its initial values when the load ends.
         unread: Keys of the checkpoint that this rank does not request; other ranks may
             (pipeline stages, experts).
         unasked: Tensors of the checkpoint that no rank requests; on the coordinator only.
-        alone: With an exchange, the tensors of which this rank read by itself all that it holds.
+        alone: With an exchange, the tensors that this rank read entirely by itself.
         padded: Keys with padding, and the number of padding elements, which are left unchanged.
         casts: Keys whose dtype changes, as ``"float32 -> bfloat16"``.
         unchecked: Records that were read whole and have no checksum to compare, as

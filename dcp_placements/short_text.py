@@ -32,48 +32,50 @@ class FoldedKeys(NamedTuple):
 
 
 def natural_key(name: str) -> tuple[tuple[int, str, int], ...]:
-    """Return what sorts names by the numbers in them.
+    """Return a sort key that orders names by the numbers in them.
 
     >>> sorted(["layers.10.w", "layers.2.w", "embed"], key=natural_key)
     ['embed', 'layers.2.w', 'layers.10.w']
     """
-    parts = [part for part in _DIGITS.split(name[:MAX_NAME]) if part]
-    return tuple([(0, "", int(part)) if part.isdecimal() else (1, part, 0) for part in parts])
+    texts = [text for text in _DIGITS.split(name[:MAX_NAME]) if text]
+    return tuple([(0, "", int(text)) if text.isdecimal() else (1, text, 0) for text in texts])
 
 
 def folded_keys(keys: Iterable[str] | Mapping[str, Hashable]) -> list[FoldedKeys]:
-    """Return keys folded into as few names as say all of them, in natural order of the first ones.
+    """Fold keys into as few names as possible, in the natural order of their first keys.
 
     Args:
-        keys: The keys. Of a mapping, only keys with equal values are folded together.
+        keys: The keys. In a mapping, only keys with equal values are folded together.
 
-    >>> [each.name for each in folded_keys(["h.0.w", "h.1.w", "h.1.b", "head"])]
+    >>> [folded.name for folded in folded_keys(["h.0.w", "h.1.w", "h.1.b", "head"])]
     ['h.0-1.w', 'h.1.b', 'head']
     """
     values: Mapping[str, Hashable] = keys if isinstance(keys, Mapping) else dict.fromkeys(keys)
     by_text: dict[tuple[tuple[str, ...], Hashable], dict[_Numbers, str]] = {}
     for key, value in values.items():
-        parts = _FOLDED.split(key) if len(key) <= MAX_NAME else [key]  # texts, numbers between
-        numbers = tuple(map(int, parts[1::2]))
-        by_text.setdefault((tuple(parts[::2]), value), {})[numbers] = key
+        # "layers.0.w" is split into "layers.", "0", ".w": every second one is a number.
+        split = _FOLDED.split(key) if len(key) <= MAX_NAME else [key]
+        numbers = tuple(map(int, split[1::2]))
+        by_text.setdefault((tuple(split[::2]), value), {})[numbers] = key
     result = []
     for (texts, _), members in by_text.items():
         for ranges in _products(frozenset(members)):
-            parts = [format_numbers(numbers) for numbers in ranges]
-            between = zip([part.replace(", ", ",") for part in parts], texts[1:], strict=True)
+            formatted = [format_numbers(numbers).replace(", ", ",") for numbers in ranges]
+            between = zip(formatted, texts[1:], strict=True)
             name = texts[0] + "".join([numbers + text for numbers, text in between])
-            result.append(FoldedKeys(name, tuple([members[each] for each in product(*ranges)])))
-    return sorted(result, key=lambda each: natural_key(each.keys[0]))
+            keys_of_name = tuple([members[numbers] for numbers in product(*ranges)])
+            result.append(FoldedKeys(name, keys_of_name))
+    return sorted(result, key=lambda folded: natural_key(folded.keys[0]))
 
 
 def numbers_in(key: str) -> Iterator[tuple[str, int, str]]:
-    """Yield each number of a key by which it is folded with others.
+    """Yield the numbers of a key that may be folded into a range.
 
     >>> [*numbers_in("layers.0.experts.12.w1")]
     [('layers.', 0, '.experts.12.w1'), ('layers.0.experts.', 12, '.w1')]
 
     Yields:
-        What is before it, the number, and what is behind it.
+        The text before the number, the number, and the text after it.
     """
     for match in _FOLDED.finditer(key):
         yield key[: match.start()], int(match[0]), key[match.end() :]
@@ -89,7 +91,10 @@ def without_numbers(key: str) -> str:
 
 
 def _products(members: frozenset[_Numbers]) -> list[tuple[_Numbers, ...]]:
-    """Return tuples of numbers as products: per position, the numbers that it takes."""
+    """Return tuples of numbers as products of one tuple per position.
+
+    ``{(0, 1), (0, 2), (3, 1), (3, 2)}`` is ``[((0, 3), (1, 2))]``.
+    """
     if () in members:
         return [()]
     rests: dict[int, set[_Numbers]] = {}
@@ -107,8 +112,8 @@ _Numbers = tuple[int, ...]
 
 _DIGITS = re.compile(r"(\d+)")
 # A whole component, or the expert in Megatron's weight3; the digit of w1 belongs to the name.
-# That it begins with a digit is tested first: the search is twice as fast. Python reads no number
-# of thousands of digits.
+# The test for a first digit makes the search twice as fast. Numbers have at most 18 digits, since
+# Python refuses to read one of thousands.
 _FOLDED = re.compile(r"(?=[0-9])(?:^|(?<=\.)|(?<=\.weight)|(?<=\.bias))(0|[1-9]\d{0,17})(?=\.|$)")
 
 
@@ -142,8 +147,8 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def folded_names(names: Iterable[str]) -> list[str]:
-    """Return names with those that differ in numbers alone as one."""
-    return [each.name for each in folded_keys(list(names))]
+    """Return names, those that differ in numbers alone folded into one."""
+    return [folded.name for folded in folded_keys(list(names))]
 
 
 def format_names(names: Sequence[str], limit: int = 8) -> str:
@@ -157,7 +162,7 @@ def format_names(names: Sequence[str], limit: int = 8) -> str:
 
 
 def shortened(text: str, limit: int) -> str:
-    """Return a text of at most about ``limit`` characters: a longer one lacks its middle.
+    """Return a text without its middle if it is longer than ``limit`` characters.
 
     >>> shortened("layers.0.w", 10), shortened("a" * 50 + "b" * 50, 10)
     ('layers.0.w', 'aaaaa... (90 more characters) ...bbbbb')
@@ -169,7 +174,7 @@ def shortened(text: str, limit: int) -> str:
 
 
 def near_names(name: str, names: Iterable[str], count: int = 1) -> list[str]:
-    """Return up to ``count`` names that are spelled nearly as one; none where that takes long.
+    """Return up to ``count`` names with nearly the same spelling; none where the search is slow.
 
     >>> near_names("lm_hed", ["lm_head", "embed"])
     ['lm_head']
@@ -199,7 +204,7 @@ def format_name(name: object, limit: int = MAX_NAME) -> str:
 
 
 def format_error(error: BaseException) -> str:
-    """Return what an error says, as one line that is safe to print; what it is if it says nothing.
+    """Return the message of an error as one line that is safe to print, or its class without one.
 
     >>> format_error(ValueError("of another save")), format_error(EOFError())
     ('of another save', 'EOFError without a message')
