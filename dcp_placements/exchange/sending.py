@@ -1,9 +1,9 @@
 """One rank's part of an exchange: what it reads for others, and how it sends that.
 
-When all ranks have read they agree that none failed; then each sends what it read to those that
-need it: in round ``n`` to the ``n``-th rank behind it.
+When all ranks have read they agree that none failed. Then each sends what it read to the ranks that
+need it: in round ``n`` to the ``n``-th rank after it.
 
-Rank 0 of two that both need four norms, of which it reads the first two::
+Two ranks both need four norms, of which rank 0 reads the first two::
 
     share(items)           reads of norm.0 and norm.1, and of what it alone needs
     finish(None, lookup)   sends norm.0 and norm.1 to rank 1, receives norm.2 and norm.3
@@ -42,8 +42,8 @@ SENT_NBYTES = 8 << 20
 class ExchangeBroken(PlacementError):
     """An exchange that was cut off: a rank is gone, or too slow.
 
-    Torch would gather it from all ranks, wait for the rank that is gone, and end with an error
-    about that. It cannot be pickled: pickling raises it, at once.
+    Torch gathers errors from all ranks, so it would wait for the rank that is gone and end with an
+    error about that. Pickling this error therefore raises it at once.
     """
 
     def __reduce__(self) -> NoReturn:
@@ -54,23 +54,23 @@ class ReplicaExchange:
     """One load's exchange, on one rank.
 
     Args:
-        group: The process group that the load runs on; None for the default one.
+        process_group: The process group that the load runs on; None for the default one.
 
     Attributes:
-        ranks: Its global ranks.
-        group: Hash of these, as all ranks compare it.
-        answer: The coordinator's.
-        failure: What kept this rank from planning its reads.
+        ranks: The global ranks of the process group.
+        group: A hash of these ranks, which the coordinator compares.
+        answer: The coordinator's answer.
+        failure: The error that kept this rank from planning its reads.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
-        self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        self._process_group = process_group
+        self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(process_group))
         self.group = hash(self.ranks)
         self._holding = Holding()
-        # By rank, what is sent to it and what comes from it, in an order that both have.
+        # What is sent to each rank and received from it, in the same order on both ranks.
         self._sent: dict[int, list[MetadataIndex]] = {}
-        self._taken: dict[int, list[MetadataIndex]] = {}
+        self._received: dict[int, list[MetadataIndex]] = {}
         self._received_nbytes = 0
         self.answer = Answer()
         self.failure: Exception | None = None
@@ -81,7 +81,7 @@ class ReplicaExchange:
         return self.answer.is_active
 
     def wish(self, request: Request) -> Sent:
-        """Return what this rank could have from others: not what overlaps in memory."""
+        """Return what this rank could receive from others: tensors that share no memory."""
         asked = request.asked
         without = {
             fqn
@@ -92,56 +92,56 @@ class ReplicaExchange:
         return self._holding.sent
 
     def accept(self, answer: Any) -> Fault | None:
-        """Take the coordinator's answer; return why nothing is exchanged, if a user can change it.
+        """Keep the coordinator's answer; return why nothing is exchanged, if a user can change it.
 
-        None where the coordinator does not know the exchange.
+        The result is None if the coordinator does not know the exchange.
         """
         self.answer = answer if isinstance(answer, Answer) else Answer()
         return self.answer.obstacle
 
     def share(self, items: Sequence[ReadItem]) -> tuple[list[ReadItem], tuple[str, ...]]:
-        """Return this rank's part of the reads, and the keys of which it reads all by itself.
+        """Return this rank's share of the reads, and the keys that it reads entirely by itself.
 
         Args:
-            items: All that it needs.
+            items: The reads of all that it needs.
         """
         here = global_rank()
-        sets = {number: unpacked_ints(one).tolist() for number, one in self.answer.sets.items()}
+        sets = {n: unpacked_ints(packed).tolist() for n, packed in self.answer.sets.items()}
         numbers = iter(unpacked_ints(self.answer.numbers).tolist())
         # What others need, too, in an order that is the same on all ranks.
         shared: list[tuple[str, tuple[int, ...], int, int, int]] = []
         for held in self._holding.groups:
-            for fqn, (place, box) in product(held.fqns, list(enumerate(held.boxes))):
+            for fqn, (position, box) in product(held.fqns, list(enumerate(held.boxes))):
                 if number := next(numbers):
                     nbytes = box.numel * held.group.itemsize
-                    shared.append((fqn, box.offsets, place, nbytes, number))
+                    shared.append((fqn, box.offsets, position, nbytes, number))
         reader_of: dict[tuple[str, int | None], int] = {}
-        for fqn, offsets, place, nbytes, number in sorted(shared):
+        for fqn, offsets, position, nbytes, number in sorted(shared):
             reader, *ranks = sets[number]
-            reader_of[fqn, place] = reader
-            index = MetadataIndex(fqn, torch.Size(offsets), place)
+            reader_of[fqn, position] = reader
+            index = MetadataIndex(fqn, torch.Size(offsets), position)
             if reader == here:
                 for rank in ranks:
                     self._sent.setdefault(rank, []).append(index)
             else:
-                self._taken.setdefault(reader, []).append(index)
+                self._received.setdefault(reader, []).append(index)
                 self._received_nbytes += nbytes
         is_shared = {fqn for fqn, _ in reader_of}
         tensors = (item.dest_index.fqn for item in items if item.type is LoadItemType.TENSOR)
         alone = tuple(dict.fromkeys(fqn for fqn in tensors if fqn not in is_shared))
-        part = [
+        own = [
             item
             for item in items
             if reader_of.get((item.dest_index.fqn, item.dest_index.index), here) == here
         ]
-        return part, alone
+        return own, alone
 
     def finish(self, error: BaseException | None, lookup: MemoryOf) -> int:
         """Agree that all ranks have read, send each other what was read; return the bytes received.
 
         Args:
-            error: What went wrong on this rank before.
-            lookup: Returns a destination's memory on this rank.
+            error: The error of this rank's reads, if any.
+            lookup: Returns the memory of a destination on this rank.
 
         Raises:
             PlacementError: On all ranks, where one could not read or is gone.
@@ -165,22 +165,22 @@ class ReplicaExchange:
         return self._received_nbytes
 
     def _send(self, lookup: MemoryOf) -> None:
-        """Send what this rank read to the others, and receive what they did.
+        """Send what this rank read to the others, and receive what they read.
 
-        All ranks go through the rounds in one order, so that none waits for a rank that waits for
-        it. Two messages are under way at a time.
+        All ranks have the same order of rounds, so no two wait for each other. Two messages are
+        under way at a time.
         """
-        here, device = self.ranks.index(global_rank()), agreeing_device(self._group)
+        here, device = self.ranks.index(global_rank()), agreeing_device(self._process_group)
         under_way: deque[Callable[[], None]] = deque()
         for distance in range(1, len(self.ranks)):
             to = self.ranks[(here + distance) % len(self.ranks)]
             source = self.ranks[here - distance]
             own = [lookup(index).detach() for index in self._sent.get(to, ())]
-            theirs = [lookup(index).detach() for index in self._taken.get(source, ())]
-            for sent, taken in zip_longest(batches(own), batches(theirs)):
+            theirs = [lookup(index).detach() for index in self._received.get(source, ())]
+            for sent, received in zip_longest(batches(own), batches(theirs)):
                 if len(under_way) == 2:
                     under_way.popleft()()
-                under_way.append(self._begun(sent, to, taken, source, device))
+                under_way.append(self._begun(sent, to, received, source, device))
         for settle in under_way:
             settle()
 
@@ -188,51 +188,51 @@ class ReplicaExchange:
         self,
         sent: list[torch.Tensor] | None,
         to: int,
-        taken: list[torch.Tensor] | None,
+        received: list[torch.Tensor] | None,
         source: int,
         device: torch.device,
     ) -> Callable[[], None]:
-        """Begin to send one message and to receive one; return what waits for both."""
+        """Begin to send one message and to receive one; return a function that waits for both."""
         operations = []
         if sent:
             buffer = _direct(sent, device)
             if buffer is None:
-                buffer = torch.cat([_bytes_of(one).to(device) for one in sent])
-            operations.append(dist.P2POp(dist.isend, buffer, to, self._group))
-        if taken:
-            direct = _direct(taken, device)
-            sizes = [tensor.nbytes for tensor in taken]
+                buffer = torch.cat([_bytes_of(tensor).to(device) for tensor in sent])
+            operations.append(dist.P2POp(dist.isend, buffer, to, self._process_group))
+        if received:
+            direct = _direct(received, device)
+            sizes = [tensor.nbytes for tensor in received]
             theirs = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
             if direct is not None:
                 theirs = direct
-            operations.append(dist.P2POp(dist.irecv, theirs, source, self._group))
+            operations.append(dist.P2POp(dist.irecv, theirs, source, self._process_group))
         works = dist.batch_isend_irecv(operations)
 
         def settle() -> None:
             for work in works:
                 work.wait()
             operations.clear()  # they keep what is sent until then
-            if taken and direct is None:
-                for tensor, part in zip(taken, theirs.split(sizes), strict=True):
-                    # A copy begins where memory of any dtype may begin.
-                    tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+            if received and direct is None:
+                for tensor, data in zip(received, theirs.split(sizes), strict=True):
+                    # A clone is aligned for any dtype.
+                    tensor.copy_(data.clone().view(tensor.dtype).view(tensor.shape))
 
         return settle
 
     def _count(self, has_failed: bool) -> int:
-        """Return on how many ranks that is so; a collective call."""
-        tensor = torch.tensor([int(has_failed)], device=agreeing_device(self._group))
-        dist.all_reduce(tensor, group=self._group)
+        """Return the number of ranks that have failed; a collective call."""
+        tensor = torch.tensor([int(has_failed)], device=agreeing_device(self._process_group))
+        dist.all_reduce(tensor, group=self._process_group)
         return int(tensor)
 
     def _failures(self, error: BaseException | None) -> list[Fault]:
-        """Return a fault per rank that could not read; a collective call."""
+        """Return a fault for each rank that could not read; a collective call."""
         text = None
         if error is not None:
             kind = "" if isinstance(error, PlacementError) else f"{type(error).__name__}: "
             text = f"{kind}{error}".splitlines()
         texts: list[list[str] | None] = [None] * len(self.ranks)
-        dist.all_gather_object(texts, text, group=self._group)
+        dist.all_gather_object(texts, text, group=self._process_group)
         return [
             Fault(
                 "this load",
@@ -262,8 +262,7 @@ def _can_be_sent(value: Any, placing: Placing, fqn: str) -> bool:
     """Whether the bytes of a value can be sent as they are, chunk by chunk."""
     if (placed := placing.placed.get(fqn)) is not None:
         value = placed.tensor
-        # A tensor of stacked rows is no single piece of memory; of a row that a rank has twice
-        # each is filled.
+        # Stacked rows are not one block of memory; a row that a rank has twice is filled twice.
         offsets = {chunk.offsets for chunk in placed.place.chunks}
         if placed.rows or placed.has_own_key or len(offsets) < len(placed.place.chunks):
             return False
@@ -280,7 +279,7 @@ def batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     batch: list[torch.Tensor] = []
     nbytes = 0
     for whole in tensors:
-        for tensor in _pieces(whole):
+        for tensor in _slices(whole):
             if batch and nbytes + tensor.nbytes > SENT_NBYTES:
                 yield batch
                 batch, nbytes = [], 0
@@ -290,7 +289,7 @@ def batches(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield batch
 
 
-def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _slices(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield views of a tensor that fit a message, in C order."""
     if tensor.nbytes <= SENT_NBYTES:
         yield tensor
@@ -299,18 +298,18 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     size = tensor.shape[dim]
     rows = max(SENT_NBYTES * size // tensor.nbytes, 1)
     for start in range(0, size, rows):
-        yield from _pieces(tensor.narrow(dim, start, min(rows, size - start)))
+        yield from _slices(tensor.narrow(dim, start, min(rows, size - start)))
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor in C order as bytes; a copy where they lie otherwise."""
-    # Of one element any stride counts as contiguous; a view of bytes needs stride 1.
+    """Return the elements of a tensor in C order as bytes; a view if the tensor is contiguous."""
+    # A tensor of one element is contiguous with any stride; a view of bytes needs stride 1.
     flat = tensor.detach().contiguous()
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def _direct(batch: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor | None:
-    """Return the bytes of a batch without a copy; None where it is no single piece of memory."""
+    """Return the bytes of a batch as a view; None where they are not one block on the device."""
     first = batch[0]
     if len(batch) > 1 or not first.is_contiguous() or first.device != device:
         return None
