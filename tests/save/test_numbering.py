@@ -18,6 +18,7 @@ from dcp_placements import (
     CheckpointPlacement,
     IndexShard,
     MeshCoordinate,
+    PlacementLoadPlanner,
     PlacementRules,
     PlacementSavePlanner,
     Renames,
@@ -100,6 +101,25 @@ def test_ranks_that_do_not_agree_on_the_total_are_told() -> None:
         lambda rank: experts(2),
         lambda rank: Renumber("experts.{}", contiguous([2, 2], rank), total=4 + rank),
     )
+    assert "experts.{}: the ranks do not agree on total=: 4 on rank 0; 5 on rank 1" in message
+
+
+def test_ranks_of_a_load_have_to_agree_on_the_total(tmp_path: Path) -> None:
+    def rename(rank: int, more: int = 0) -> Rename:
+        return Renumber("experts.{}", contiguous([2, 2], rank), total=4 + more)
+
+    world = World(2)
+    world.save(tmp_path, lambda rank: experts(2), lambda r: PlacementSavePlanner(rename=rename(r)))
+    with pytest.raises(CheckpointException) as refused:
+        world.load(
+            tmp_path,
+            lambda rank: experts(2),
+            # Without the waiver, rank 1 alone is refused: its total is not that of the save.
+            lambda rank: PlacementLoadPlanner(
+                rename=rename(rank, rank), waive={"experts": "another model"}
+            ),
+        )
+    message = str(refused.value.failures[0][0])
     assert "experts.{}: the ranks do not agree on total=: 4 on rank 0; 5 on rank 1" in message
 
 
