@@ -87,7 +87,7 @@ class Placements:
 
         Args:
             waive: Adds to the waivers declared here.
-            options: Of ``PlacementSavePlanner``, but for ``rules`` and ``rename``.
+            options: Other options of ``PlacementSavePlanner``, without ``rules`` and ``rename``.
         """
         waivers = {**self.waive, **check_declaration(None, None, waive)}
         options = {"whole": self.whole, **options}
@@ -100,7 +100,7 @@ class Placements:
 
         Args:
             waive: Adds to the waivers declared here.
-            options: Of ``PlacementLoadPlanner``, but for ``rules`` and ``rename``.
+            options: Other options of ``PlacementLoadPlanner``, without ``rules`` and ``rename``.
         """
         waivers = {**self.waive, **check_declaration(None, None, waive)}
         options = {"whole": self.whole, **options}

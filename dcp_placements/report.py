@@ -22,7 +22,7 @@ class KeyReport:
 
     Attributes:
         shape: The shape of the whole tensor.
-        dtype: Its torch name without ``torch.``.
+        dtype: The dtype's torch name without ``torch.``.
         chunks: Distinct boxes that it is stored as.
         unique_nbytes: Bytes of those boxes, each counted once.
         whole_nbytes: Bytes of the whole tensor; equal to ``unique_nbytes`` in a sound save.

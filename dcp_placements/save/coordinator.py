@@ -1,9 +1,9 @@
-"""The coordinator's half of a save: what ranks send, proved, compared, and assigned to them.
+"""The coordinator's half of a save: the ranks' plans are proved, compared, and assigned.
 
 The boxes of all ranks that have a piece stand side by side in one integer array: equal boxes are
-replicas, the different ones must tile the whole. The answer to a rank is, per key and box, whether
-it writes it. No data of a tensor is needed here. Two ep ranks, of whose experts each
-holds half, and that both hold a norm::
+replicas, and the different ones must tile the whole. The answer to a rank says of each key and box
+whether the rank writes it. The coordinator needs no tensor data. Two ep ranks that hold half of the
+experts each, and both hold a norm::
 
     piece                        boxes                       a rank writes keys
     experts.w1, experts.w2       [0:2, :] on rank 0          0: both
@@ -64,10 +64,10 @@ from dcp_placements.table.whole import WholeModel, compare_with_whole
 from dcp_placements.table.world import NO_RULE, Piece, World
 
 COPIED = 2
-"""Of ``Assignment.is_written``."""
+"""In ``Assignment.is_written``: every rank that holds the box writes it."""
 
 Copies = str | int | Sequence[str]
-"""``"off"``, bytes, or patterns: as of the planner."""
+"""``"off"``, bytes, or patterns, as for the planner."""
 
 NOT_PLACED = "cannot be placed in the checkpoint"
 
@@ -75,18 +75,18 @@ NOT_PLACED = "cannot be placed in the checkpoint"
 class LocalPlan(NamedTuple):
     """All that one rank sends to the coordinator.
 
-    Ep rank 1 of two, of a rule that shards ``experts.w1`` of shape ``(4, 3)``::
+    Ep rank 1 of two, where a rule shards ``experts.w1`` of shape ``(4, 3)``::
 
         LocalPlan(1, Sent((b"... table ...",), b"... 1 ...", b"... 2, 0, 2, 3 ..."), (1,))
 
     Attributes:
-        rank: Its global rank.
-        sent: Its tables and its boxes.
-        coordinate: Its position along each of the ``axis_sizes`` of its statement, in that order.
-        digests: Of what it holds, as ``digests_of`` returns them.
+        rank: The global rank.
+        sent: The tables and boxes of the rank.
+        coordinate: The rank's position along each axis of its statement's ``axis_sizes``.
+        digests: The digests of what it holds, as ``digests_of`` returns them.
         undigested: Keys of tensors without a digest.
-        statement: Its ``Statement``, packed.
-        faults: Why the rank cannot save, packed; it has nothing else then.
+        statement: The rank's ``Statement``, packed.
+        faults: Why the rank cannot save, packed; the other fields are empty then.
     """
 
     rank: int
@@ -102,11 +102,13 @@ class Assignment(NamedTuple):
     """What the coordinator sends to one rank: what it writes.
 
     Attributes:
-        written: For each box of each key of each group that it holds, whether it writes it; a bit
-            each.
-        save_id: Names the save.
-        copied: Likewise, what every rank writes that holds it. Empty where there is no such.
-        lists: Keys of parameter groups with the parameters of all ranks, where others list others.
+        written: A bit for each box of each key of each group that the rank holds: whether it writes
+            the box.
+        save_id: The id of the save.
+        copied: Such bits for the boxes that every rank writes that holds them; empty if there are
+            none.
+        lists: The keys of parameter groups whose lists differ by rank, each with the parameters of
+            all ranks.
     """
 
     written: bytes
@@ -115,9 +117,9 @@ class Assignment(NamedTuple):
     lists: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def is_written(self, holding: Holding) -> list[int]:
-        """Return for each box of each key of each group of ``holding`` if the rank writes it.
+        """Return 1 or ``COPIED`` for each cell of ``holding`` that the rank writes, else 0.
 
-        That is ``COPIED`` where other ranks that hold it write it, too.
+        ``COPIED`` means that the other ranks that hold the box write it, too.
         """
         count = sum(len(held.fqns) * len(held.boxes) for held in holding.groups)
         bits = [
@@ -134,19 +136,19 @@ class Coordinator:
 
     Args:
         plans: One per rank that takes part.
-        size: Number of ranks that there are.
-        waived: As of the planner.
+        size: Number of ranks in all.
+        waived: The planner's ``waive=``.
         strict: Whether replicas that differ refuse the save.
         whole: The unsharded model, which the keys and shapes are compared with.
 
     Attributes:
-        plans: The same.
-        complete: False of one rank of several that saves by itself (``no_dist=True``), which may
-            hold parts of tensors, and does not see what others hold.
-        stated: What ranks state beside their keys, by its packed form.
+        plans: The plans.
+        complete: Whether all ranks are seen. A rank that saves by itself (``no_dist=True``) may
+            hold shards, and does not see those of others.
+        stated: The different statements with their ranks, by their packed form.
         statements: The different statements.
-        world: What the ranks hold.
-        report: On all ranks together.
+        world: The tables and boxes of the ranks.
+        report: The report on all ranks together.
     """
 
     def __init__(
@@ -162,18 +164,18 @@ class Coordinator:
         self.complete = len(plans) > 1 or size == 1
         self._size, self._whole = size, whole
         self.stated = stated([(plan.rank, plan.statement) for plan in plans])
-        self.statements = [one.statement for one in self.stated.values()]
+        self.statements = [statement for statement, _ in self.stated.values()]
         self.world = World([plan.sent for plan in plans])
         self.report = SaveReport(ranks=len(plans), waived=dict(waived))
         self._strict = strict
         self._faults: list[Fault] = []
         self._notes: list[Fault] = []
-        # Keys of replicas that are let through.
+        # The keys of replicas that are saved although they differ, or were not compared.
         self._doubts: dict[str, set[str]] = {DIFFERED: set(), UNCOMPARED: set()}
         self._undigested: dict[str, list[int]] = {}
-        for at, plan in enumerate(plans):
+        for position, plan in enumerate(plans):
             for fqn in plan.undigested:
-                self._undigested.setdefault(fqn, []).append(at)
+                self._undigested.setdefault(fqn, []).append(position)
 
     def prove(self) -> None:
         """Prove that the plans make a checkpoint, and compare replicas.
@@ -196,7 +198,11 @@ class Coordinator:
             )
             self._faults += faults
             self._notes += notes
-        matches = [one for each in self.statements for one in (each.matched, each.declared)]
+        matches = [
+            patterns
+            for statement in self.statements
+            for patterns in (statement.matched, statement.declared)
+        ]
         # A rank that plans alone cannot see what the patterns match on others.
         if self.complete and (unmatched := matched_nowhere(matches)):
             self.report.unmatched = unmatched
@@ -207,7 +213,7 @@ class Coordinator:
             raise_faults("the ranks' plans do not make a checkpoint", self._faults)
 
     def _prove_boxes(self) -> None:
-        """Prove that the parts of all ranks make wholes, and compare replicas."""
+        """Prove that the boxes of all ranks make wholes, and compare replicas."""
         world = self.world
         digests = digests_by_cell(world, [plan.digests for plan in self.plans], self._size)
         fqns = [fqn for piece in world.pieces for fqn in piece.fqns]
@@ -250,16 +256,18 @@ class Coordinator:
 
     @cached_property
     def _holders(self) -> messages.Holders:
-        """Return the ranks as those that hold the parts."""
+        """The ranks as the holders that messages name."""
 
-        def coordinate(at: int) -> dict[str, int]:
-            plan = self.plans[at]
+        def coordinate(position: int) -> dict[str, int]:
+            plan = self.plans[position]
             return dict(
                 zip(self.stated[plan.statement].statement.axis_sizes, plan.coordinate, strict=True)
             )
 
         return messages.Holders(
-            name=lambda positions: format_ranks([self.plans[at].rank for at in positions]),
+            name=lambda positions: format_ranks(
+                [self.plans[position].rank for position in positions]
+            ),
             noun="rank",
             inside="on",
             count=len(self.plans),
@@ -278,19 +286,19 @@ class Coordinator:
         The rules are never asked about scalars.
         """
         group = piece.group
-        is_compared = any(one.digests != "off" for one in self.statements)
+        is_compared = any(statement.digests != "off" for statement in self.statements)
         if is_compared or group.kind == OBJECT or not prod(group.shape) or not group.shape:
             return []
-        rules = [self.world.rules(piece, at) for at in range(len(piece.fqns))]
+        rules = [self.world.rules(piece, position) for position in range(len(piece.fqns))]
         return [fqn for fqn, rule in zip(piece.fqns, rules, strict=True) if rule == NO_RULE]
 
     def _joined_lists(self) -> dict[int, tuple[tuple[str, tuple[str, ...]], ...]]:
-        """Return by rank the lists of parameters that it writes where other ranks list others."""
+        """Map ranks to the lists of parameters of all ranks that they write, where ranks differ."""
         writer: dict[str, Stated] = {}
         joined: dict[str, dict[str, None]] = {}
-        for one in self.stated.values():  # by the lowest rank of each
-            for fqn, listed in one.statement.lists.items():
-                writer.setdefault(fqn, one)
+        for of_ranks in self.stated.values():  # by the lowest rank of each
+            for fqn, listed in of_ranks.statement.lists.items():
+                writer.setdefault(fqn, of_ranks)
                 joined.setdefault(fqn, {}).update(dict.fromkeys(listed))
         lists: dict[int, tuple[tuple[str, tuple[str, ...]], ...]] = {}
         for fqn, names in joined.items():
@@ -300,10 +308,10 @@ class Coordinator:
         return lists
 
     def metadata(self, first: Sequence[str]) -> dict[str, Any]:
-        """Return what ``.metadata`` has of each key, and fill the report on all keys.
+        """Return the ``.metadata`` entry of each key, and fill the report on all keys.
 
         Args:
-            first: Keys that it has first, in this order.
+            first: The first keys of the result, in this order.
         """
         metadata: dict[str, Any] = dict.fromkeys(first)
         lists: dict[Hashable, ChunkList] = {}
@@ -313,14 +321,18 @@ class Coordinator:
             group, boxes = piece.group, piece.cover.boxes
             tables = tuple([source.table for source in piece.sources])
             if tables not in ranks_of:
-                members = {at for table in tables for at in self.world.members[table].tolist()}
-                ranks_of[tables] = tuple([self.plans[at].rank for at in sorted(members)])
+                positions = {
+                    position for table in tables for position in self.world.members[table].tolist()
+                }
+                ranks_of[tables] = tuple(
+                    [self.plans[position].rank for position in sorted(positions)]
+                )
             if len(ranks_of[tables]) < len(self.plans):
                 partial.update(dict.fromkeys(piece.fqns, ranks_of[tables]))
             if group.kind == OBJECT:
                 metadata.update({fqn: BytesStorageMetadata() for fqn in piece.fqns})
                 continue
-            # Without their shape, no boxes are the same bytes as that of a scalar.
+            # The bytes alone do not tell no boxes from the box of a scalar.
             key = boxes.shape, boxes.tobytes()
             if key not in lists:
                 lists[key] = ChunkList(boxes)
@@ -340,9 +352,9 @@ class Coordinator:
         """Return what each rank writes.
 
         Args:
-            lowest_rank: Leave every replica to its lowest rank.
-            save_id: Names the save.
-            copies: What every rank that holds it writes, as of the planner.
+            lowest_rank: Whether the lowest rank writes every replica.
+            save_id: The id of the save.
+            copies: What every rank writes that holds it, as for the planner.
         """
         world = self.world
         runs = runs_of(
@@ -371,10 +383,11 @@ class Coordinator:
         ]
 
     def _copied(self, copies: Copies) -> dict[int, list[int]]:
-        """Return by piece the positions of the keys that every rank writes that holds them.
+        """Map pieces to the positions of the keys that every rank writes that holds them.
 
-        Of a number of bytes each key takes those of its replicated boxes on every rank that holds
-        them, also on the rank that writes them anyhow. The smallest keys are first.
+        ``copies`` as a number of bytes is room on each rank, which the smallest keys fill first. A
+        key takes the bytes of its replicated boxes on every rank that holds them, also on the rank
+        that writes them in any case.
         """
         copied: dict[int, list[int]] = {}
         patterns = {} if isinstance(copies, str | int) else {p: compile_pattern(p) for p in copies}
@@ -388,7 +401,7 @@ class Coordinator:
                 more = np.zeros_like(room)
                 np.add.at(more, cover.ranks, replicated[cover.box_of])
                 nbytes.append((number, piece, more))
-        for number, piece, more in sorted(nbytes, key=lambda one: int(one[2].max())):
+        for number, piece, more in sorted(nbytes, key=lambda of_piece: int(of_piece[2].max())):
             if isinstance(copies, int):
                 has = more > 0
                 count = int((room[has] // more[has]).min(initial=len(piece.fqns)))
@@ -396,48 +409,55 @@ class Coordinator:
                 room -= more * len(copied[number])
                 continue
             copied[number] = []
-            for at, fqn in enumerate(piece.fqns):
-                if found := {one for one in patterns if patterns[one].search(f".{fqn}")}:
-                    copied[number].append(at)
-                    unmatched -= found
+            for position, fqn in enumerate(piece.fqns):
+                if matching := {
+                    p for p, compiled in patterns.items() if compiled.search(f".{fqn}")
+                }:
+                    copied[number].append(position)
+                    unmatched -= matching
         if unmatched:
             names = format_names(sorted(unmatched), 4)
             warnings.warn(f"copies=: no replicated tensor matches {names}", stacklevel=4)
         return copied
 
     def record(self, keys: Collection[str]) -> dict[str, Any]:
-        """Return what a checkpoint with these keys is to keep of cuts and renames: plain values."""
+        """Return the record of the cuts and renames of these keys, as plain values."""
         numbers: dict[Cuts, int] = {(): 0}
         number_of: dict[str, int] = {}
         for piece in self.world.pieces:
-            cuts = {one.group.cuts for one in piece.sources}
-            # Nothing is kept of keys that ranks declare in several ways.
+            cuts = {source.group.cuts for source in piece.sources}
+            # Keys that ranks declare in several ways have no cuts in the record.
             here = numbers.setdefault(cuts.pop() if len(cuts) == 1 else (), len(numbers))
             number_of.update(dict.fromkeys(piece.fqns, here))
         statements = self.statements
-        renames = dict.fromkeys(step for one in statements for step in one.renames)
-        numberings = {key: value for one in statements for key, value in one.numberings.items()}
+        renames = dict.fromkeys(step for statement in statements for step in statement.renames)
+        numberings = {
+            family: numbering
+            for statement in statements
+            for family, numbering in statement.numberings.items()
+        }
         for statement in statements:
             self._doubts[DIFFERED].update(statement.unequal)
         record = packed_record(list(numbers), number_of, keys, renames, numberings)
         return record | packed_doubts(self._doubts, keys)
 
     def finish_report(self) -> None:
-        """Put into the report what ranks say beside their keys; warn of what may be wrong."""
+        """Put the ranks' statements into the report; warn of what may be wrong."""
         rules: dict[str, int] = {}
         shapes: dict[str, dict[Shapes, None]] = {}
         statements = self.statements
         for statement in statements:
             for rule, count in statement.matched.items():
                 rules[rule] = max(rules.get(rule, 0), count)
-            for rule, made in statement.shapes.items():
-                shapes.setdefault(rule, {}).update(dict.fromkeys(made))
+            for rule, pairs in statement.shapes.items():
+                shapes.setdefault(rule, {}).update(dict.fromkeys(pairs))
         self.report.rules = {rule: count for rule, count in rules.items() if count}
-        self.report.shapes = {rule: tuple(made) for rule, made in shapes.items()}
-        stateless = dict.fromkeys(name for one in statements for name in one.stateless)
+        self.report.shapes = {rule: tuple(pairs) for rule, pairs in shapes.items()}
+        stateless = dict.fromkeys(name for statement in statements for name in statement.stateless)
         self.report.stateless = tuple(stateless)
-        # Notes of several ranks with one text stand once.
-        notes = [*self._notes, *dict.fromkeys(note for one in statements for note in one.notes)]
+        # Equal notes of several ranks are given once.
+        of_ranks = dict.fromkeys(note for statement in statements for note in statement.notes)
+        notes = [*self._notes, *of_ranks]
         size, ranks = self._size, [plan.rank for plan in self.plans]
         if not dist.is_initialized():
             with suppress(ValueError):  # some launchers leave a text there, such as "auto"
@@ -458,7 +478,7 @@ def report_keys(report: SaveReport, pieces: Sequence[Piece], *, complete: bool) 
 
     Args:
         report: The report.
-        pieces: Those of the ranks, with their covers.
+        pieces: The pieces of the ranks.
         complete: Whether the boxes make the whole.
     """
     for piece in pieces:
@@ -481,8 +501,8 @@ def report_keys(report: SaveReport, pieces: Sequence[Piece], *, complete: bool) 
 def tensor_properties(group: Group) -> TensorProperties:
     """Return the properties of a group's tensors that metadata keeps.
 
-    Strides, where torch has them, are those of C order; its own planner has those of the part that
-    the first rank holds.
+    Strides, where torch has them, are those of C order; torch's planner stores those of the first
+    rank's shard.
     """
     assert group.dtype is not None
     properties = TensorProperties(group.dtype, group.layout, group.requires_grad)

@@ -1,8 +1,7 @@
-"""The text of what refuses a save or is warned of: what was found, the ranks, the way out.
+"""The messages that refuse a save or warn of it: what was found, the ranks, the way out.
 
-A message is about a piece, keys that lie alike on the same ranks, and is worked out once for all of
-them. Whoever has parts proved says by ``Holders`` who has them. Two ep ranks that both call other
-experts ``experts.w1``::
+A message is about a piece, so it is worked out once for all keys of it. ``Holders`` names whoever
+holds the boxes that were proved. Two ep ranks that both call different experts ``experts.w1``::
 
     experts.w1: 2 different contents on 2 ranks that claim to be replicas
         place:       [0:2, :] of (2, 3)
@@ -18,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import prod
 from typing import Any, NamedTuple, assert_never
 
@@ -53,15 +52,15 @@ _ANYWAY = 'on_conflict="warn" saves one of the copies anyway, and loses the othe
 
 @dataclass(frozen=True)
 class Holders:
-    """Who has the parts that are proved, as messages name them.
+    """The holders of the boxes that are proved, as messages name them.
 
     Attributes:
-        name: Returns some of them, by position, as text: ``"ranks 0-2"``.
-        noun: What one of them is.
-        inside: What stands before the names: ``"on"`` ranks, ``"in"`` files.
-        count: Number of them.
-        missing: The way out where parts are missing.
-        coordinate: Returns the position of one of them along the axes that it knows.
+        name: Returns the holders at some positions as text: ``"ranks 0-2"``.
+        noun: What a holder is, such as ``"rank"``.
+        inside: The preposition before the names: ``"on"`` ranks, ``"in"`` files.
+        count: Number of holders.
+        missing: The way out where boxes are missing.
+        coordinate: Returns the position of a holder along the axes that it knows.
         axis_sizes: The sizes of all these axes.
     """
 
@@ -70,7 +69,7 @@ class Holders:
     inside: str
     count: int
     missing: str
-    coordinate: Callable[[int], Mapping[str, int]] = lambda at: {}
+    coordinate: Callable[[int], Mapping[str, int]] = lambda position: {}
     axis_sizes: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -83,7 +82,7 @@ ALL_RANKS = (
 
 
 def proof_faults(finding: Unlike | Broken | Doubled, world: World, holders: Holders) -> list[Fault]:
-    """Return the fault of each key of a piece whose parts do not make wholes."""
+    """Return the faults of the keys of a piece whose boxes do not make wholes."""
     match finding:
         case Unlike():
             return _unlike_faults(finding, world, holders)
@@ -106,7 +105,7 @@ _ASPECTS = {"kind": "what it is", "shape": "the shape of the whole tensor", "dty
 
 
 def _unlike_faults(finding: Unlike, world: World, holders: Holders) -> list[Fault]:
-    """Return a fault saying that holders say different things of the keys of a piece."""
+    """Return faults saying that the holders of a piece do not agree on its keys."""
     piece, what, of_value = finding
     details = [
         f"way out:     make it the same on all {holders.noun}s, or give each a key of its own"
@@ -155,7 +154,8 @@ def _broken_faults(finding: Broken, world: World, holders: Holders) -> list[Faul
             headline = f"nobody holds all of the {shape} tensor"
             text = format_boxes(boxes[:5], shape)
             details = [f"missing:     {text} ({whole - held} of {whole} elements)"]
-            having = {at for one in piece.sources for at in world.members[one.table].tolist()}
+            members = [world.members[source.table].tolist() for source in piece.sources]
+            having = set(chain.from_iterable(members))
             if lacking := sorted(set(range(holders.count)) - having):
                 texts = [f"{holders.inside} {holders.name(some)}" for some in (having, lacking)]
                 details.append(f"the key is {' and not '.join(texts)}")
@@ -173,10 +173,10 @@ class Conflict(NamedTuple):
     """A key of which holders have one box with different contents.
 
     Attributes:
-        fault: What is said of it.
-        is_own: Whether it is an object of each rank's own, of which that of one is kept.
-        drifted: The one axis along which a tensor differs that no rule speaks of and that is no
-            expert's; None of others.
+        fault: The fault of the key.
+        is_own: Whether it is an object of each rank's own, of which one is kept.
+        drifted: The single axis along which the tensor differs; None where there are several, for
+            an expert, and for a key that a rule matches.
     """
 
     fault: Fault
@@ -195,10 +195,10 @@ def conflicts(
     """Yield the keys of which holders have one box with different contents.
 
     Args:
-        compared: What was compared.
-        world: What they have.
+        compared: The piece that was compared.
+        world: The tables of the holders.
         holders: The holders.
-        reduced: As ``reduced_axes`` returns it.
+        reduced: The result of ``reduced_axes``.
         lists: The keys of all lists of parameters in parameter groups.
     """
     piece = compared.piece
@@ -207,7 +207,7 @@ def conflicts(
     for position, column in zip(compared.positions, compared.contents.T, strict=True):
         fqn = piece.fqns[position]
         _, first, content = np.unique(column, return_index=True, return_inverse=True)
-        # By rank, the first rank with the same content: whatever the digests are.
+        # The first row with the same content, for each row: equal whatever the digests are.
         axes = reduced.get(fqn, ())
         key = first[content].tobytes() + (column == 0).tobytes(), axes
         if key not in texts:
@@ -225,23 +225,23 @@ def conflicts(
 
 
 def drift_faults(
-    found: Sequence[Conflict], compared: Sequence[Piece], world: World
+    differing: Sequence[Conflict], compared: Sequence[Piece], world: World
 ) -> dict[str, Fault]:
-    """Return by key what is said in place of its conflict where nearly all replicas differ.
+    """Return the fault of drifted replicas by key; empty unless nearly all replicas differ.
 
-    A rule that is missing leaves others that are equal: norms along tp, and all but the experts
-    along ep. Where those differ as well, the trainer has let them drift.
+    A missing rule leaves other replicas equal: norms along tp, and all but the experts along ep.
+    Where those differ as well, the trainer has let them drift.
 
     Args:
-        found: The conflicts of the save.
+        differing: The conflicts of the save.
         compared: The pieces whose replicas were compared.
-        world: What the ranks hold.
+        world: The tables of the ranks.
     """
     drifted: dict[str, list[str]] = {}
-    for conflict in found:
+    for conflict in differing:
         if conflict.drifted is not None:
             drifted.setdefault(conflict.drifted, []).append(conflict.fault.fqn)
-    axis, fqns = max(drifted.items(), key=lambda one: len(one[1]), default=("", []))
+    axis, fqns = max(drifted.items(), key=lambda item: len(item[1]), default=("", []))
     count = sum(
         _is_dense(world, piece, position)
         for piece in (compared if fqns else ())
@@ -261,16 +261,16 @@ def drift_faults(
 
 
 def _is_dense(world: World, piece: Piece, position: int) -> bool:
-    """Whether a tensor is no expert's, and no rule speaks of it."""
+    """Whether a key is a tensor that no rule matches and that belongs to no expert."""
     is_tensor = piece.group.kind != OBJECT and 0 not in piece.group.shape
     is_expert = "expert" in piece.fqns[position]
     return is_tensor and not is_expert and world.rules(piece, position) == NO_RULE
 
 
 def reduced_axes(world: World) -> dict[str, tuple[str, ...]]:
-    """Map keys of optimizer state to the axes that cut their parameter, and not them.
+    """Map keys of optimizer state to the axes that cut their parameter, but not the state.
 
-    Along these axes the state is reduced, as the means of rows and columns are.
+    Along these axes the state is reduced, such as the means of rows and columns.
     """
     groups = {fqn: piece.group for piece in world.pieces for fqn in piece.fqns}
     states = OptimizerStates(dict.fromkeys(groups))
@@ -288,11 +288,11 @@ def reduced_axes(world: World) -> dict[str, tuple[str, ...]]:
 def _conflict(
     piece: Piece, digests: Digests, holders: Holders, reduced: Sequence[str]
 ) -> tuple[Fault, list[str]]:
-    """Return what is said of all keys with such digests by row, and along what they differ.
+    """Return the fault of all keys with these digests, without a key, and the axes that differ.
 
     Args:
         piece: The piece of the keys.
-        digests: By row.
+        digests: The digest of each row.
         holders: The holders.
         reduced: The axes along which the keys are reduced.
     """
@@ -308,9 +308,9 @@ def _conflict(
     differs, agrees = _along(holders, contents)
     details = []
     for letter, members in zip("ABCDEFGH", contents.values(), strict=False):
-        at = [f"{name}={holders.coordinate(members[0])[name]}" for name in differs]
-        where = f" ({', '.join(at)})" if at else ""
-        details.append(f"content {letter}:   {holders.name(members)}{where}")
+        coordinate = [f"{name}={holders.coordinate(members[0])[name]}" for name in differs]
+        on_axes = f" ({', '.join(coordinate)})" if coordinate else ""
+        details.append(f"content {letter}:   {holders.name(members)}{on_axes}")
     if len(contents) > 8:
         details.append(f"... {len(contents)} different contents in all")
     if differs:
@@ -322,6 +322,7 @@ def _conflict(
     )
     if piece.group.kind == OBJECT:
         return Fault("", headline, tuple(details)), differs
+    where = f"place:       {_box(piece, box)} of {piece.group.shape}{more}"
     if reduced and (not differs or not set(differs).isdisjoint(reduced)):
         details += [
             f"likely:      statistics of a part: its parameter is cut over {_quoted(reduced)}, and "
@@ -330,8 +331,7 @@ def _conflict(
             "the whole; or a name per rank, or a rule for this key itself",
             f"             {_ANYWAY}",
         ]
-        place = f"place:       {_box(piece, box)} of {piece.group.shape}{more}"
-        return Fault("", headline, tuple(details), (place,)), differs
+        return Fault("", headline, tuple(details), (where,)), differs
     along = f" over {_quoted(differs, ' or ')}" if differs else ""
     details += [
         f"likely:      it is sharded{along}: it needs a rule with Shard; or every rank counts "
@@ -342,16 +342,20 @@ def _conflict(
         "             a name per rank (f'rng.{rank}') for a state of each rank's own",
         f"             {_ANYWAY}",
     ]
-    place = f"place:       {_box(piece, box)} of {piece.group.shape}{more}"
-    return Fault("", headline, tuple(details), (place,)), differs
+    return Fault("", headline, tuple(details), (where,)), differs
 
 
 def _along(holders: Holders, contents: Mapping[int, Sequence[int]]) -> tuple[list[str], list[str]]:
-    """Return the axes that tell contents apart, and those along which copies agree."""
-    at = {rank: holders.coordinate(rank) for ranks in contents.values() for rank in ranks}
+    """Return the axes along which contents differ, and those along which they agree.
+
+    Args:
+        holders: The holders.
+        contents: The holders of each content.
+    """
+    coordinates = {rank: holders.coordinate(rank) for ranks in contents.values() for rank in ranks}
     differs, agrees, seen_whole = [], [], []
-    for name in sorted(set.intersection(*map(set, at.values()))):
-        positions = [{at[rank][name] for rank in ranks} for ranks in contents.values()]
+    for name in sorted(set.intersection(*map(set, coordinates.values()))):
+        positions = [{coordinates[rank][name] for rank in ranks} for ranks in contents.values()]
         everywhere = set.union(*positions)
         if len(everywhere) < 2:
             continue
@@ -360,7 +364,7 @@ def _along(holders: Holders, contents: Mapping[int, Sequence[int]]) -> tuple[lis
             seen_whole += [name] if len(everywhere) == holders.axis_sizes[name] else []
         elif max(map(len, positions)) > 1:
             agrees.append(name)
-    # An axis of which only some positions are seen may tell them apart by chance.
+    # Along an axis of which only some positions are seen they may differ by chance.
     return seen_whole or differs, agrees
 
 
@@ -379,20 +383,19 @@ def _of_keys(
     piece: Piece,
     headline: str,
     details: Iterable[str],
-    place: tuple[str, ...] = (),
+    where: tuple[str, ...] = (),
     positions: Sequence[int] | None = None,
 ) -> list[Fault]:
-    """Return a fault of each key of a piece, or of some; its last line names its rules."""
-    found = []
-    for at in range(len(piece.fqns)) if positions is None else positions:
-        by_rule = f"by rule:     {world.rules(piece, at)}"
-        found.append(Fault(piece.fqns[at], headline, (*details, by_rule), place))
-    return found
+    """Return a fault for each key of a piece, or for some; its last line names its rules."""
+    faults = []
+    for position in range(len(piece.fqns)) if positions is None else positions:
+        by_rule = f"by rule:     {world.rules(piece, position)}"
+        faults.append(Fault(piece.fqns[position], headline, (*details, by_rule), where))
+    return faults
 
 
 def _box(piece: Piece, box: int) -> str:
-    (one,) = as_boxes(piece.cover.boxes[[box]])
-    return format_box(one, piece.group.shape)
+    return format_box(as_boxes(piece.cover.boxes[[box]])[0], piece.group.shape)
 
 
 def _holders(holders: Holders, piece: Piece, box: int) -> str:
@@ -421,12 +424,12 @@ def copies_fault(
 
 
 def not_all_ranks(report: SaveReport, ranks: Sequence[int], size: int) -> Fault:
-    """Return a fault saying that a save does not have what ranks hold that take no part in it.
+    """Return a fault saying that some ranks take no part in a save.
 
     Args:
-        report: On what is saved.
-        ranks: Those that take part.
-        size: Number of ranks that there are.
+        report: The report on what is saved.
+        ranks: The ranks that take part.
+        size: Number of ranks in all.
     """
     headline = f"{len(ranks)} of {size} ranks take part"
     if len(ranks) == 1:
@@ -449,7 +452,7 @@ def not_all_ranks(report: SaveReport, ranks: Sequence[int], size: int) -> Fault:
 
 
 def _ranks_by_digest(digests: Sequence[int], ranks: Sequence[int]) -> dict[int, list[int]]:
-    """Return the ranks by the digest of what they hold, where several hold something."""
+    """Map digests to the ranks that have them; empty where one rank alone holds the box."""
     ranks_by: dict[int, list[int]] = {}
     for digest, rank in zip(digests, ranks, strict=True) if len(ranks) > 1 else ():
         if digest:

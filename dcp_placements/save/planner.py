@@ -1,4 +1,4 @@
-"""The SavePlanner: torch's hooks in the order in which a save calls them, and a save's state."""
+"""The SavePlanner: torch's hooks in the order in which a save calls them, and its state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product, repeat
@@ -37,7 +37,7 @@ from dcp_placements._torch import (
     world_size,
 )
 from dcp_placements.bind.lint import dropped_rows, lint
-from dcp_placements.bind.one_tensor import Placing
+from dcp_placements.bind.one_tensor import Placed, Placing
 from dcp_placements.bind.place import numberings, place
 from dcp_placements.errors import (
     Fault,
@@ -111,23 +111,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class RankSave(RankWork):
-    """One save, seen from one rank: all that belongs to it and to no other save.
+    """The state of one save on one rank.
 
     Attributes:
-        state_dict: Flat, with the checkpoint's keys.
-        mappings: Where each key stands in the nested dict.
+        state_dict: The flat state dict, with the checkpoint's keys.
+        mappings: The path of each key in the nested dict.
         plan: What the rank writes, when all ranks have agreed.
         global_plan: Coordinator only: the plans of all ranks.
-        metadata: Coordinator only: what will be in ``.metadata``.
+        metadata: Coordinator only: the contents of ``.metadata``.
         is_coordinator: Whether this rank is the coordinator.
-        placing: Its tensors' places.
-        holding: What it holds, by group.
-        report: On all ranks, on the coordinator; None where nothing is known but ``holding``.
-        directory: That it writes into; empty for none.
+        placing: The placed tensors of the rank.
+        holding: What the rank holds, by group.
+        report: Coordinator only: the report on all ranks; None before the global plan.
+        directory: The directory that it writes into; empty for none.
         refusal: Why the rank cannot save; the coordinator raises it for all ranks.
-        reshaped: What a rename makes other tensors of.
-        rename_matches: What the rename declares by pattern, and whether a key here matches.
-        renames: What the checkpoint is to keep of the rename.
+        reshaped: The keys of which a rename makes other tensors.
+        rename_matches: The patterns of the rename, and whether a key of this rank matches.
+        renames: The steps of the rename that the checkpoint keeps.
         numbered: The keys in which the rename gave a number.
     """
 
@@ -148,7 +148,7 @@ class RankSave(RankWork):
     numbered: Sequence[NumberedKey] = ()
 
     def value_at(self, index: MetadataIndex) -> Any:
-        """Return what stands at ``index``; of a placed tensor a view.
+        """Return the value at ``index``; a view of a placed tensor.
 
         Raises:
             PlacementError: The rank has no chunk of the tensor there.
@@ -181,13 +181,13 @@ class PlacementSavePlanner(DefaultSavePlanner):
         rules: ``PlacementRules``, or any ``(fqn, tensor) -> CheckpointPlacement or None``. None:
             every tensor keeps its own mesh and placements.
         rename: This rank's key to the checkpoint's key; rules see the checkpoint's. ``Renumber``
-            and the like, or any function of a key; what is a row, or has rows or parts, is a
-            ``Row``, ``Rows`` or ``Parts``.
+            and the like, or any function of a key, which returns a ``Row``, ``Rows`` or
+            ``Parts`` for a tensor that is a row, or has rows or parts.
         digests: What the coordinator compares before it drops a replica: ``"sampled"`` (up to
             4 KiB of each item), ``"full"`` (all bytes) or ``"off"``.
         on_conflict: ``"error"`` refuses a save whose replicas differ; ``"warn"`` saves one.
-        waive: ``{pattern: reason}`` of keys whose lint warnings are known to be wrong, or whose
-            numbers are on purpose not all of ``Renumber(total=)``.
+        waive: ``{pattern: reason}``: keys whose lint warnings are wrong, or that are on purpose a
+            part of ``Renumber(total=)``.
         step: The training step, kept with the checkpoint; an attribute, to be set before each
             save.
         whole: The unsharded model, which the keys and shapes of all ranks are compared with, as in
@@ -195,14 +195,14 @@ class PlacementSavePlanner(DefaultSavePlanner):
         copies: Which replicated tensors every rank that holds them writes into its own file, too:
             ``"off"``; the bytes that a rank may write more, for the smallest tensors; or patterns
             of keys. It needs ``PlacementFileSystemWriter``; other readers read one of the copies.
-        enable_plan_caching: Accepted, and changes nothing: every save is planned by what is there.
-            This and the options that are not listed are those of ``DefaultSavePlanner``.
+        enable_plan_caching: Accepted, without effect: every save is planned from its tensors. This
+            option and those that are not listed are torch's, of ``DefaultSavePlanner``.
 
     Attributes:
-        report: After planning, a ``SaveReport``; of all ranks on the coordinator, of what this
-            rank holds on the others.
-        state_dict: Flat, with the checkpoint's keys; this and the other attributes of torch's
-            planner are of the save that was set up last.
+        report: After planning, a ``SaveReport``: on all ranks on the coordinator, on the rank's own
+            tensors on the others.
+        state_dict: The flat state dict with the checkpoint's keys. This and the other attributes of
+            torch's planner are those of the save that was set up last.
 
     Raises:
         PlacementError: An option with an unknown value.
@@ -262,7 +262,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
 
     @property
     def report(self) -> SaveReport:
-        """What the latest save comes to."""
+        """The report on the save that was set up last."""
         save = self._save
         return save.own_report(self.waive) if save.report is None else save.report
 
@@ -317,7 +317,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         """Return what this rank could write, replicas included. Called on every rank.
 
         The plan has tables and boxes in place of items, which ``finish_plan`` makes. If tensors
-        and rules do not fit, it is the reasons alone, and the coordinator raises one error for all
+        and rules do not fit, it has only the faults, and the coordinator raises one error for all
         ranks.
         """
         save, local_plan = self._save, LocalPlan(global_rank())
@@ -340,7 +340,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         return SavePlan(ItemsToCome(), planner_data=local_plan)  # type: ignore[arg-type]
 
     def _local_plan(self, save: RankSave) -> LocalPlan:
-        """Take in what the rank holds, and return what is sent to the coordinator."""
+        """Group what the rank holds, and return the plan that is sent to the coordinator."""
         rank, placing, placed = global_rank(), save.placing, save.placing.placed.values()
         paths: Mapping[str, Path] = save.mappings if self.flatten_state_dict else {}
         if self.rename is not None:
@@ -351,18 +351,19 @@ class PlacementSavePlanner(DefaultSavePlanner):
         several = [tensor for tensor in placed if len(tensor.place.chunks) > 1]
         repeats = []
         if several:
-            repeats = [repeat_fault(*one) for one in differing_repeats(several, self.digests)]
+            repeats = [
+                repeat_fault(tensor, chunks)
+                for tensor, chunks in differing_repeats(several, self.digests)
+            ]
         if repeats and self.on_conflict == "error":
             save.refusal = repeats
             return LocalPlan(rank)
         waived = [compile_pattern(pattern) for pattern in self.waive]
-        meshes = self.rules.meshes if isinstance(self.rules, PlacementRules) else []
-        of_places = [a.mesh for place in {one.place: 0 for one in placed} for a in place.axes]
-        axes = named_axes([*meshes, *{mesh_state(mesh): mesh for mesh in of_places}.values()])
-        groups = placing.groups
+        axes = self._axes(placed)
         notes = [*repeats, *lint(placed, renamed=self.rename is not None, waived=waived)]
         if self.whole is None:
             notes += dropped_rows(placed, waived=waived)
+        parameter_groups = placing.groups
         statement = Statement(
             matched=placing.matched,
             shapes=placing.shapes(),
@@ -370,7 +371,9 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 **save.rename_matches,
                 **waiver_matches(self.waive, self._waivable(save)),
             },
-            stateless=tuple(stateless_parameters(save.state_dict, groups) if groups else ()),
+            stateless=tuple(
+                stateless_parameters(save.state_dict, parameter_groups) if parameter_groups else ()
+            ),
             notes=tuple(notes),
             unequal=tuple([repeat.fqn for repeat in repeats]),
             lists={
@@ -390,8 +393,17 @@ class PlacementSavePlanner(DefaultSavePlanner):
         coordinate = tuple([position for position, _ in axes.values()])
         return LocalPlan(rank, holding.sent, coordinate, *sent_digests, statement.packed())
 
+    def _axes(self, placed: Iterable[Placed]) -> dict[str, tuple[int, int]]:
+        """Return ``{name: (position, size)}`` of the mesh axes of the rules and of the tensors."""
+        meshes = self.rules.meshes if isinstance(self.rules, PlacementRules) else []
+        places = dict.fromkeys(tensor.place for tensor in placed)
+        of_places = {
+            mesh_state(axis.mesh): axis.mesh for of_tensor in places for axis in of_tensor.axes
+        }
+        return named_axes([*meshes, *of_places.values()])
+
     def _waivable(self, save: RankSave) -> Iterator[str]:
-        """Yield what a waiver may name: a key, a pattern of the rename, a key of ``whole=``."""
+        """Yield what a waiver may match: keys, patterns of the rename, keys of ``whole=``."""
         yield from save.state_dict
         yield from [step.pattern for step in save.renames]
         if self.whole is not None:
@@ -415,13 +427,12 @@ class PlacementSavePlanner(DefaultSavePlanner):
             raise
 
     def _agree(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Return what ``create_global_plan`` does."""
+        """Return the plans and the metadata, as ``create_global_plan``."""
         save = self._save
         save.check_thread()
         if len(all_plans) == 1:
-            # Torch's writer names a rank's files before the global plan only without collectives.
-            # By any writer, a rank that is no coordinator gets here only then: with no_dist=True
-            # each is its own.
+            # Without collectives only, torch's writer names a rank's files before the global plan,
+            # and a rank that is not the coordinator gets here: with no_dist=True each rank is one.
             is_named = isinstance(all_plans[0].storage_data, StoragePrefix)
             if is_named or (world_size() > 1 and not save.is_coordinator):
                 raise without_collectives()
@@ -510,7 +521,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         return data if type(data) is torch.Tensor else without_class(data)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return what stands at ``index``; of a placed tensor a view. Called on every rank.
+        """Return the value at ``index``; a view of a placed tensor. Called on every rank.
 
         Raises:
             PlacementError: The rank has no chunk of the tensor there.
@@ -518,7 +529,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         return self._save.value_at(index)
 
     def _value(self, save: RankSave, index: MetadataIndex) -> Any:
-        """Return what a save has at ``index``, by ``lookup_object`` where it has been replaced."""
+        """Return a save's value at ``index``, by ``lookup_object`` where that is replaced."""
         if self._looks_up_itself:
             return save.value_at(index)
         if save is not self._save:
@@ -527,7 +538,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
 
     @property
     def _looks_up_itself(self) -> bool:
-        """Whether no subclass, and no user, has another ``lookup_object`` in its place."""
+        """Whether ``lookup_object`` is this class's own, not that of a subclass or a user."""
         own = getattr(self.lookup_object, "__func__", None)
         return own is PlacementSavePlanner.lookup_object
 
@@ -535,19 +546,19 @@ class PlacementSavePlanner(DefaultSavePlanner):
 def assigned_items(
     holding: Holding, assignment: Assignment, save: Any, *, know_data: bool = False
 ) -> list[WriteItem]:
-    """Return the write items that a rank was assigned, group by group; a group's share data.
+    """Return the write items that a rank was assigned; those of a group share their metadata.
 
     Args:
-        holding: What the rank has.
-        assignment: What it writes of that.
-        save: The state of its save, which the items know.
-        know_data: Whether they know their tensors, too.
+        holding: What the rank holds.
+        assignment: What the rank writes of it.
+        save: The ``RankSave``, which the items know.
+        know_data: Whether the items know their tensors, too.
     """
     is_written = iter(assignment.is_written(holding))
     items: list[WriteItem] = []
     for held in holding.groups:
         group = held.group
-        # What the items of all keys say alike, by box.
+        # What the items of all keys share, by box.
         boxes: list[tuple[torch.Size | None, WriteItemType, TensorWriteData | None]] = []
         for box in held.boxes:
             if group.kind == OBJECT:
@@ -564,11 +575,11 @@ def assigned_items(
                 )
             )
         tensors = held.data() if know_data else repeat(None)
-        places = product(held.fqns, boxes)
-        for (fqn, (offsets, kind, data)), tensor in zip(places, tensors, strict=False):
-            if copies := next(is_written):
+        cells = product(held.fqns, boxes)
+        for (fqn, (offsets, kind, data)), tensor in zip(cells, tensors, strict=False):
+            if written := next(is_written):
                 index = MetadataIndex(fqn, offsets)
-                copied = copies == COPIED
+                copied = written == COPIED
                 items.append(
                     WriteItemOfSave(
                         index, kind, tensor_data=data, save=save, tensor=tensor, copied=copied

@@ -278,7 +278,7 @@ def _orderless(value: Any, of_tensor: Callable[[torch.Tensor], bytes | None]) ->
         def persistent_id(self, value: Any) -> Any:
             kind = type(value)
             if isinstance(value, dict) and kind is not OrderedDict:
-                # The rest is what a class of its own has beside its items.
+                # The rest is the state that a subclass has beside its items.
                 rest = () if kind is dict else value.__reduce_ex__(2)[:3]
                 return kind.__qualname__, rest, sorted_all(value.items())
             if kind in (set, frozenset):

@@ -136,7 +136,7 @@ MUST_AGREE = (
         headline="the ranks do not agree on digests=",
         details=("way out:     the same options on all ranks",),
     ),
-    # By another number of ranks, digests would be compared with those of other tensors.
+    # With another number of ranks, digests would be compared with those of other tensors.
     MustAgree(
         field="world",
         is_fault=True,

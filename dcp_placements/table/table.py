@@ -174,7 +174,7 @@ class Sent(NamedTuple):
     """What a rank sends of its holding, packed.
 
     Attributes:
-        tables: Its tables.
+        tables: The packed tables.
         counts: The number of boxes of each group, table after table.
         boxes: The offsets and sizes of all these boxes.
     """

@@ -248,7 +248,7 @@ def is_beside_weights(level: str, words: frozenset[str] = _AVERAGES | _OPTIMIZER
     [True, True, False, False]
 
     Args:
-        level: Its name.
+        level: The name of the level.
         words: The words of such names.
     """
     return not words.isdisjoint([word.lower() for word in _WORD.findall(level)])

@@ -149,7 +149,7 @@ class Block(NamedTuple):
         """Return the values of these cells as a view ``[ranks, boxes, keys]``.
 
         Args:
-            values: By cell. A rank has the boxes of one key side by side, as it sends them:
+            values: The values of all cells. A rank sends the boxes of one key side by side:
                 ``k0b0 k0b1 k1b0 k1b1 k2b0 k2b1``.
         """
         by_rank = values[self.cells].reshape(self.ranks, -1)
