@@ -572,3 +572,22 @@ def test_state_follows_none_of_several_parameters_that_are_cut_differently(tmp_p
     rehearsal = rehearse(tmp_path / "c", placements, {"ep": 2})
     assert rehearsal.loads, str(rehearsal)
     assert {rank.memory_nbytes for rank in rehearsal.ranks} == {(12 + 24 + 24) * 4}
+
+
+def test_ranks_that_disagree_on_a_total_are_refused_as_in_the_load(tmp_path: Path) -> None:
+    experts = {f"experts.{n}.w": torch.ones(2) * n for n in range(4)}
+    world = World(2)
+
+    def own(rank: int) -> dict[str, Any]:
+        return {f"experts.{n}.w": experts[f"experts.{2 * rank + n}.w"] for n in range(2)}
+
+    def placements(mesh: Any, more: int = 0) -> Placements:
+        rank = mesh.get_coordinate()[0]
+        rename = Renumber("experts.{}", [2 * rank, 2 * rank + 1], total=4 + more * rank)
+        return Placements(None, rename=rename, waive={"experts": "another model"} if more else None)
+
+    world.save(tmp_path, own, lambda rank: placements(world.mesh(rank, ep=2)).save_planner())
+    assert rehearse(tmp_path, placements, {"ep": 2}).loads
+    rehearsal = rehearse(tmp_path, lambda mesh: placements(mesh, 1), {"ep": 2})
+    assert "the ranks do not agree on total=: 4 on rank 0; 5 on rank 1" in str(rehearsal)
+    assert not rehearsal.loads

@@ -256,8 +256,16 @@ class RehearsedWorld:
     def _judged(self) -> tuple[list[Fault], list[Fault]]:
         """The faults and notes of all ranks together, where no rank is refused by itself."""
         keys, whole = self.checkpoint.metadata.state_dict_metadata, self._wholes[0]
+        numberings = {
+            rank: lot.statement.numberings
+            for lot in self.lots
+            if lot.statement is not None
+            for rank in lot.ranks
+        }
         given = [
-            Stated(Statement(has_whole=model is not None), [rank])
+            Stated(
+                Statement(has_whole=model is not None, numberings=numberings.get(rank, {})), [rank]
+            )
             for rank, model in enumerate(self._wholes)
         ]
         disagreement, _ = disagreements(given, "this load")
