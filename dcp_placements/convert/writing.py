@@ -61,7 +61,7 @@ from dcp_placements.storage.provenance import (
     packed_record,
 )
 from dcp_placements.storage.records import RecordTemplate
-from dcp_placements.storage.save_ids import named
+from dcp_placements.storage.save_ids import name_with_id
 from dcp_placements.storage.torch_load import zip_problem
 from dcp_placements.storage.torch_metadata import ChunkList, StoredLocation, build_entries
 from dcp_placements.table.prove import Compared, prove
@@ -471,7 +471,7 @@ class DcpOut(Writer):
         super().__init__(source, tensors, [declared, *layout.files.items()])
         self._save_id = bytes.fromhex(self.identity)[:16]
         self._boxes = {
-            f"{named(f'__{rank}_', self._save_id)}0.distcp": boxes
+            f"{name_with_id(f'__{rank}_', self._save_id)}0.distcp": boxes
             for rank, boxes in layout.files.items()
         }
         first = next(iter(self._boxes), "")

@@ -34,7 +34,7 @@ from dcp_placements.storage.provenance import (
     UNCOMPARED,
     SaveRecord,
     doubts_of,
-    stored,
+    provenance_of,
 )
 
 _SHOWN_KEYS = 4
@@ -67,9 +67,9 @@ def check_load(
         # Most keys with equal places were saved with equal cuts, which are compared once.
         by_cuts: dict[int, list[str]] = {}
         for fqn in group.fqns:
-            by_cuts.setdefault(record.group_of[fqn], []).append(fqn)
+            by_cuts.setdefault(record.cuts_index[fqn], []).append(fqn)
         for number, fqns in by_cuts.items():
-            saved = record.groups[number]
+            saved = record.distinct_cuts[number]
             if not saved or not loaded:
                 continue
             compared += len(fqns)
@@ -305,7 +305,7 @@ def _cut_fault(fqn: str, rule: str | None, difference: _Difference) -> Fault:
 def doubt_notes(request: Request) -> list[Fault]:
     """Return a note for each key that the rank reads whose replicas the save let through."""
     asked = request.asked
-    doubts = doubts_of(stored(asked.metadata), asked.stored)
+    doubts = doubts_of(provenance_of(asked.metadata), asked.stored)
     if not doubts:
         return []
     read = {fqn for group in request.groups for fqn in group.fqns if not asked.policy.waives(fqn)}
@@ -344,10 +344,10 @@ def unknown_notes(asked: Asked) -> list[Fault]:
         return []
     by_cause: dict[str, list[str]] = {}
     for fqn in asked.state_dict:
-        number = record.group_of.get(fqn, 0)
+        number = record.cuts_index.get(fqn, 0)
         if number in record.unknown and not asked.policy.waives(fqn):
             by_cause.setdefault(record.unknown[number], []).append(fqn)
-    versions = (stored(asked.metadata) or {}).get("versions", {})
+    versions = (provenance_of(asked.metadata) or {}).get("versions", {})
     return [
         Fault(
             format_names(folded_names(fqns), _SHOWN_KEYS),

@@ -74,7 +74,7 @@ from dcp_placements.rules.patterns import (
     waiver_matches,
 )
 from dcp_placements.storage.index import locations_of
-from dcp_placements.storage.provenance import saved_by, stored
+from dcp_placements.storage.provenance import provenance_of, saved_by
 from dcp_placements.storage.record_reads import DAMAGED, IS_DAMAGED
 from dcp_placements.storage.save_ids import (
     MIXED,
@@ -462,7 +462,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         # Only the reader of this package has other mappings. It compares the ids by itself, and
         # tells when it has read and compared all files: later than the last item.
         is_told = type(metadata.storage_data) is not dict
-        if not is_told and stored(metadata) is not None:
+        if not is_told and provenance_of(metadata) is not None:
             items = self._with_ids(arrival, items)
         if not is_told and exchange is None:
             arrival.expect(len(items))

@@ -39,8 +39,7 @@ from dcp_placements.load.missing import Asked, Missing, Policy, is_tensor, settl
 from dcp_placements.names.scales import scale_of
 from dcp_placements.report import LoadReport
 from dcp_placements.short_text import format_names
-from dcp_placements.storage.provenance import record_of
-from dcp_placements.storage.provenance import stored as stored_record
+from dcp_placements.storage.provenance import provenance_of, record_of
 from dcp_placements.storage.torch_metadata import chunk_boxes
 from dcp_placements.table.table import OBJECT, Held, Holding, as_holding, tables_of
 
@@ -254,7 +253,7 @@ def request_of(
     stand_ins = {fqn: keys.tensors[fqn] for fqn in keys.numbers}
     state_dict = {**placing.state_dict, **stand_ins} if stand_ins else placing.state_dict
     unread = tuple([fqn for fqn in stored if fqn not in state_dict])
-    record = record_of(stored_record(metadata), stored)
+    record = record_of(provenance_of(metadata), stored)
     asked = Asked(state_dict, placing, metadata, stored, record, unread, policy, nested)
     faults = [*_object_faults(asked, keys.objects)] if keys.objects else []
     groups = [ReadGroup(None, fqns=keys.objects)] if keys.objects else []

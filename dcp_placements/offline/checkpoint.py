@@ -40,7 +40,7 @@ from dcp_placements.short_text import (
 )
 from dcp_placements.storage.index import RowIndex, index_of
 from dcp_placements.storage.metadata_file import UnusedIndex, read_metadata
-from dcp_placements.storage.provenance import SaveRecord, record_of, stored
+from dcp_placements.storage.provenance import SaveRecord, provenance_of, record_of
 from dcp_placements.storage.safe_pickle import RefusedGlobal
 from dcp_placements.storage.save_ids import (
     id_records,
@@ -248,7 +248,7 @@ class Checkpoint:
                 else:
                     shape, dtype, cut = kind
                     self.tensors[fqn] = StoredTensor(fqn, shape, dtype, cut, self)
-        self.provenance: Mapping[str, Any] | None = stored(self.metadata)
+        self.provenance: Mapping[str, Any] | None = provenance_of(self.metadata)
 
     @property
     def path(self) -> str:

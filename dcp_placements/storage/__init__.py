@@ -1,4 +1,4 @@
-"""The files of a checkpoint: the writer, the reader, and ``metadata`` on what is where.
+"""The files of a checkpoint: the writer, the reader, and ``.metadata``.
 
-Imports ``layout`` and the modules of the package's root, never ``save`` nor ``load``.
+The folder imports ``layout`` and the modules of the package's root, never ``save`` or ``load``.
 """

@@ -1,4 +1,4 @@
-"""Columns of integers as their differences, and of texts by component: what deflate makes small.
+"""Columns of integers as differences, and of texts by component, which deflate compresses well.
 
 Offsets, positions and the numbers of layers and experts mostly count up in equal steps, and keys
 have most of their components in common.
@@ -16,11 +16,11 @@ import numpy.typing as npt
 from dcp_placements.layout.boxes import Ints
 
 LARGEST_VALUE = 1 << 62
-"""Above all numbers of an index."""
+"""An upper bound of all numbers in an index."""
 
 
 class IndexDamage(ValueError):
-    """An index, or a part of it, that is not what was written."""
+    """An index that is not what was written."""
 
 
 def differences(columns: npt.ArrayLike) -> npt.NDArray[Any]:
@@ -36,13 +36,13 @@ def differences(columns: npt.ArrayLike) -> npt.NDArray[Any]:
 
 
 def summed(deltas: npt.NDArray[Any]) -> Ints:
-    """Return the columns of which these are the differences."""
+    """Return the columns that have these differences."""
     columns: Ints = np.cumsum(deltas, axis=-1, dtype=np.int64)
     return columns
 
 
 def components(texts: Sequence[str]) -> list[list[str | None]]:
-    """Return dotted texts as a column for each component; None behind the last one of a text.
+    """Return dotted texts as one column per component; None after the last component of a text.
 
     >>> components(["layers.0.w", "layers.1.w", "step"])
     [['layers', 'layers', 'step'], ['0', '1', None], ['w', 'w', None]]
@@ -51,7 +51,7 @@ def components(texts: Sequence[str]) -> list[list[str | None]]:
 
 
 def joined(columns: Sequence[Sequence[str | None]]) -> list[str]:
-    """Return the texts of which these are the components."""
+    """Return the texts that have these components."""
     rows = zip(*columns, strict=True)
     return [".".join([component for component in row if component is not None]) for row in rows]
 
@@ -63,7 +63,7 @@ def check_below(column: Ints, below: int, least: int = 0) -> None:
 
 
 def split(column: Ints, counts: Sequence[int]) -> list[Ints]:
-    """Return parts of these lengths."""
+    """Split a column into columns of these lengths."""
     if sum(counts) != len(column):
         raise IndexDamage(f"{len(column):,} values for {sum(counts):,} places")
     return np.split(column, np.cumsum(counts)[:-1]) if len(counts) else []

@@ -1,8 +1,8 @@
 """Reads from one data file, counted and summed; which files may be opened.
 
-A stored chunk is one run of bytes in C order. A slice of it is a number of equal *segments* at
-regular distances, each as long as possible while it includes few other bytes: columns 1 and 2 of an
-``(8, 4)`` chunk of 2 bytes an element are 8 segments of 4 bytes, at 2, 10, 18 ...
+The elements of a stored chunk are contiguous, in C order. A slice of a chunk is a number of equal
+*segments* at regular distances, each as long as possible while it includes few other bytes: columns
+1 and 2 of an ``(8, 4)`` chunk of 2 bytes an element are 8 segments of 4 bytes, at 2, 10, 18 ...
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from dcp_placements._torch import PLAIN_TYPES
 from dcp_placements.short_text import format_name
 
 crc32: Callable[..., int] = import_module("isal.isal_zlib" if find_spec("isal") else "zlib").crc32
-"""The checksum of zip files, which isal takes in a quarter of the time."""
+"""The checksum of zip files, which isal computes in a quarter of zlib's time."""
 
 ANNOUNCED_NBYTES = 16 << 20
-"""Bytes of a file announced at once."""
+"""Bytes of a file that one ``posix_fadvise`` announces."""
 
 BLOCK_NBYTES = 256 << 10
-"""Bytes of one call that are summed after it, while they are in the processor's cache. A load from
-memory takes 5 % longer with checksums; in blocks of 1 MiB 15 %, of 4 MiB 29 %."""
+"""Bytes that one call reads, and that are summed while they are in the processor's cache. A load
+from memory takes 5 % longer with checksums; in blocks of 1 MiB 15 %, of 4 MiB 29 %."""
 
 NEAR_NBYTES = 64 << 10
-"""Reads this near to each other are announced, so that the pages between come along: to fetch them
-takes less time than a second request."""
+"""Reads at most this far apart are announced, so that the system fetches the pages between them,
+too, which takes less time than a second request."""
 
 LOCAL_GAP_NBYTES = 4 << 10
-"""Where runs begin less than a page apart, all pages are fetched anyway, and a call takes longer
-than to copy a page."""
+"""Where reads begin less than a page apart, the system fetches all pages anyway, and a call takes
+longer than to copy a page."""
 
 REMOTE_GAP_NBYTES = 1 << 20
-"""A request to a URL takes as long as some MiB."""
+"""A request to a URL takes as long as the transfer of some MiB."""
 
 
 def why_barred(root: str | os.PathLike[str], name: str) -> str | None:
     """Return why a file of a directory must not be opened; None where it may be, or is missing.
 
-    A file may be opened if it is plain, and within the directory after all links are resolved. In
-    a snapshot of the hub's cache links to its ``blobs`` are allowed, too.
+    A file may be opened if it is a plain file within the directory after all links are resolved.
+    In a snapshot of the hub's cache, links to its ``blobs`` are allowed as well.
     """
     inside = Path(os.path.realpath(root))
     try:
@@ -72,15 +72,15 @@ def why_barred(root: str | os.PathLike[str], name: str) -> str | None:
 
 
 def open_inside(root: str | os.PathLike[str], name: str) -> IO[bytes]:
-    """Open a plain file of a directory for reading; never one outside, and without blocking.
+    """Open a plain file inside a directory for reading, without blocking.
 
     Raises:
-        OSError: It is missing, barred, or cannot be opened.
+        OSError: The file is missing, barred, or cannot be opened.
     """
     why = why_barred(root, name)
     if why is not None:
         raise PermissionError(errno.EPERM, why, name)
-    # Do not block if it has become a FIFO meanwhile.
+    # Do not block if the file has become a FIFO meanwhile.
     descriptor = os.open(os.path.join(root, name), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -88,24 +88,24 @@ def open_inside(root: str | os.PathLike[str], name: str) -> IO[bytes]:
     return open(descriptor, "rb")
 
 
-def cheap_gap(run_nbytes: int, most_nbytes: int = LOCAL_GAP_NBYTES) -> int:
-    """Return how many bytes between two runs cost less to read than another call.
+def cheap_gap(read_nbytes: int, most_nbytes: int = LOCAL_GAP_NBYTES) -> int:
+    """Return how many bytes between two reads of this size cost less than a second call.
 
     >>> cheap_gap(16), cheap_gap(512), cheap_gap(4096)
     (4080, 3584, 512)
     """
-    return max(most_nbytes - run_nbytes, most_nbytes // 8)
+    return max(most_nbytes - read_nbytes, most_nbytes // 8)
 
 
 class Segments(NamedTuple):
     """The reads that a slice takes."""
 
-    start: int  # where the first segment begins, in bytes from the chunk's first
-    nbytes: int  # of each segment
-    counts: tuple[int, ...]  # segments along each leading dim
+    start: int  # first byte of the first segment, from the chunk's first byte
+    nbytes: int  # size of each segment
+    counts: tuple[int, ...]  # number of segments along each leading dim
     steps: tuple[int, ...]  # bytes from one segment to the next, along each leading dim
-    strides: tuple[int, ...]  # in elements, of the slice in segments laid one after another
-    exact: bool  # whether segments hold nothing but the slice
+    strides: tuple[int, ...]  # strides of the slice in concatenated segments, in elements
+    exact: bool  # whether segments contain nothing but the slice
 
     @property
     def total_nbytes(self) -> int:
@@ -113,7 +113,7 @@ class Segments(NamedTuple):
         return self.nbytes * prod(self.counts)
 
     def positions(self, chunk_start: int = 0) -> Iterator[int]:
-        """Yield where each segment begins, in C order, if the chunk begins at ``chunk``."""
+        """Yield the first byte of each segment, in C order, of a chunk at ``chunk_start``."""
         ranges = [range(0, n * step, step) for n, step in zip(self.counts, self.steps, strict=True)]
         *outer, inner = ranges or [range(1)]
         for steps in product(*outer):
@@ -142,9 +142,9 @@ def segments(
     offsets: Sequence[int],
     lengths: Sequence[int],
     itemsize: int,
-    gap: Callable[[int], int] = lambda run_nbytes: 0,
+    gap: Callable[[int], int] = lambda read_nbytes: 0,
 ) -> Segments:
-    """Return the reads of a non-empty slice of a chunk. Of a ``(8, 4)`` chunk in C order::
+    """Return the reads of a non-empty slice of a chunk. For an ``(8, 4)`` chunk in C order::
 
     >>> rows = segments((4, 1), offsets=(2, 0), lengths=(3, 4), itemsize=2)
     >>> rows.start, rows.nbytes, rows.counts
@@ -154,11 +154,11 @@ def segments(
     (4, [2, 10, 18])
 
     Args:
-        strides: Of the chunk, in elements; the largest first.
-        offsets: Where the slice begins in the chunk.
-        lengths: Its sizes; none of them 0.
+        strides: Strides of the chunk, in elements; the largest first.
+        offsets: Offsets of the slice in the chunk.
+        lengths: Sizes of the slice; none of them 0.
         itemsize: Bytes of an element.
-        gap: Maps the bytes of a run to the largest gap that is read along with it.
+        gap: Maps the bytes of a read to the largest gap that is read along with it.
     """
     steps = [step * itemsize for step in strides]
     start = sum(offset * step for offset, step in zip(offsets, steps, strict=True))
@@ -177,12 +177,12 @@ class CountedFile:
     """An open file, or bytes in memory as a stream, read by position.
 
     Args:
-        stream: Opened by a checkpoint's file system; seekable.
+        stream: A seekable stream, opened by a checkpoint's file system.
 
     Attributes:
         nbytes: Bytes read so far.
-        reads: Calls so far.
-        size: Of the file.
+        reads: Number of calls so far.
+        size: Size of the file in bytes.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -190,28 +190,28 @@ class CountedFile:
         self.nbytes = 0
         self.reads = 0
         self._stream = stream
-        # Only for a plain file do descriptor and stream surely have the same bytes.
+        # Descriptor and stream surely have the same bytes only for a plain file.
         plain = isinstance(stream, io.BufferedReader) and isinstance(stream.raw, io.FileIO)
         self._fd = stream.fileno() if plain and hasattr(os, "preadv") else None
         self._held, self._held_at = memoryview(b""), 0
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a plain file of this machine."""
+        """Whether this is a plain file of this machine."""
         return self._fd is not None
 
     def gap(self, run_nbytes: int) -> int:
-        """Return how many bytes between two runs are read along with them."""
+        """Return how many bytes between two reads of this size are read along with them."""
         return cheap_gap(run_nbytes, LOCAL_GAP_NBYTES if self.is_local else REMOTE_GAP_NBYTES)
 
     def hold(self, buffer: memoryview, position: int) -> None:
-        """Fill ``buffer``, and take from it what is read of these bytes until the next call."""
+        """Fill ``buffer``, and serve reads of these bytes from it until the next call."""
         self._held = memoryview(b"")
         self.read_into(buffer, position)
         self._held, self._held_at = buffer, position
 
     def held(self, position: int, nbytes: int) -> memoryview | None:
-        """Return bytes that are held; None where not all of them are."""
+        """Return bytes of the held buffer; None unless it has all of them."""
         offset = position - self._held_at
         return (
             self._held[offset : offset + nbytes]
@@ -223,7 +223,7 @@ class CountedFile:
         """Fill ``buffer`` with the bytes from ``position`` on.
 
         Raises:
-            EOFError: They end before.
+            EOFError: The file ends before.
         """
         if self._held and (held := self.held(position, buffer.nbytes)) is not None:
             buffer[:] = held
@@ -242,7 +242,7 @@ class CountedFile:
             buffer = buffer[count:]
 
     def read_summed(self, buffer: memoryview, position: int, checksum: int = 0) -> int:
-        """Fill ``buffer`` as ``read_into``; return the CRC-32 with that of the bytes before."""
+        """Fill ``buffer`` as ``read_into`` does; return the CRC-32, continued from ``checksum``."""
         # At a URL a request for each block would take longer.
         step = BLOCK_NBYTES if self.is_local else max(buffer.nbytes, 1)
         for offset in range(0, buffer.nbytes, step):
@@ -251,7 +251,7 @@ class CountedFile:
                 and buffer.nbytes > step
                 and hasattr(os, "posix_fadvise")
             ):
-                nbytes = min(ANNOUNCED_NBYTES, buffer.nbytes - offset)  # and no more than is wanted
+                nbytes = min(ANNOUNCED_NBYTES, buffer.nbytes - offset)  # no more than is read
                 assert self._fd is not None
                 os.posix_fadvise(self._fd, position + offset, nbytes, os.POSIX_FADV_WILLNEED)
             block = buffer[offset : offset + step]
@@ -263,16 +263,16 @@ class CountedFile:
         """Fill ``buffer`` with the segments of a slice of a chunk, one after another.
 
         Args:
-            buffer: Where to.
-            slices: What is wanted.
-            chunk: Where the chunk begins.
+            buffer: The memory to fill.
+            slices: Segments of the slice.
+            chunk: First byte of the chunk.
 
         Raises:
             EOFError: The file ends before.
         """
         fd, nbytes, announced = None if self._held else self._fd, slices.nbytes, self.size
         distance = slices.steps[-1] if slices.steps else 0
-        # Reads that leave gaps look random to the system, which would fetch page by page.
+        # The system takes reads with gaps for random ones, and would fetch page by page.
         if 0 < distance <= NEAR_NBYTES and hasattr(os, "posix_fadvise"):
             announced = 0
         start = complete = 0
@@ -282,7 +282,7 @@ class CountedFile:
             if fd is not None and position >= announced:
                 announced = position + ANNOUNCED_NBYTES
                 os.posix_fadvise(fd, position, ANNOUNCED_NBYTES, os.POSIX_FADV_WILLNEED)
-            # As read_into, without the cost of a call: there may be a million.
+            # This inlines read_into, since there may be a million segments.
             if fd is not None and os.preadv(fd, [into], position) == nbytes:
                 complete += 1
             else:
@@ -292,24 +292,24 @@ class CountedFile:
 
 
 class ByteRange(NamedTuple):
-    """Bytes of a file that are read as a file of their own, as a record in it."""
+    """A range of a file's bytes that is read like a file of its own: a record."""
 
     file: CountedFile
-    start: int  # where they begin
-    size: int  # how many they are
+    start: int  # first byte in the file
+    size: int  # size in bytes
 
     def read_into(self, buffer: memoryview, position: int) -> None:
-        """Fill ``buffer`` with the bytes from ``position`` in the part on."""
+        """Fill ``buffer`` with the bytes from ``position`` in the range on."""
         self.file.read_into(buffer, self.start + position)
 
     def read(self, position: int, nbytes: int) -> bytes:
-        """Return the bytes from ``position`` on, up to the end of the part."""
+        """Return the bytes from ``position`` on, up to the end of the range."""
         data = bytearray(max(min(nbytes, self.size - position), 0))
         self.read_into(memoryview(data), position)
         return bytes(data)
 
     def stream(self) -> io.BufferedIOBase:
-        """Return them as a stream."""
+        """Return the bytes as a stream."""
         return io.BufferedReader(ByteRangeIO(self.size, self.read_into))
 
 
@@ -328,7 +328,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview | None:
 
 
 class _Mapping:
-    """Lends a mapping to numpy as if it could be written: torch warns of memory that cannot be."""
+    """Gives numpy a mapping as writable memory, because torch warns of read-only memory."""
 
     def __init__(self, mapping: mmap.mmap) -> None:
         self._mapping = mapping
@@ -342,31 +342,31 @@ class _Mapping:
 
 
 def read_only_mapping(descriptor: int, nbytes: int) -> torch.Tensor:
-    """Return bytes of an open file, or zeros, that take no memory: to write to them is a crash.
+    """Return bytes of an open file, or zeros, that take no memory. Writing to them crashes.
 
-    Memory that could be written counts where the memory of a process is limited
-    (``RLIMIT_DATA``), so also what ``UntypedStorage.from_file`` or ``numpy.zeros`` give.
+    Writable memory, as ``UntypedStorage.from_file`` and ``numpy.zeros`` return it, counts towards a
+    limit of the process (``RLIMIT_DATA``).
 
     Args:
-        descriptor: Of the file; -1 for zeros.
-        nbytes: How many, at least one.
+        descriptor: Descriptor of the file; -1 for zeros.
+        nbytes: Number of bytes, at least one.
     """
     mapping = mmap.mmap(descriptor, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ)
     return torch.from_numpy(np.asarray(_Mapping(mapping)))
 
 
 def range_in_memory(data: bytes | memoryview) -> ByteRange:
-    """Return bytes in memory, as what is read of a file."""
+    """Return bytes in memory as a range of a file."""
     return ByteRange(CountedFile(io.BytesIO(data)), 0, len(data))
 
 
 class ByteRangeIO(io.RawIOBase):
-    """Bytes that are read at a position, as a file of Python's.
+    """A raw stream over a function that reads at a position.
 
     Args:
-        nbytes: How many they are.
+        nbytes: Size of the stream.
         read_into: Fills a buffer from a position on.
-        most_nbytes: The most that one call reads.
+        most_nbytes: The most bytes that one call reads.
     """
 
     def __init__(
@@ -388,7 +388,7 @@ class ByteRangeIO(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        # As in io.BytesIO, and not as in files: zipfile takes an OSError for one of the disk.
+        # io.BytesIO raises this, too. A file raises OSError, which zipfile takes for a disk error.
         if whence == os.SEEK_SET and offset < 0:
             raise ValueError(f"there is no position {offset}")
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}[whence]

@@ -1,11 +1,11 @@
-"""The ``.metadata`` file: torch's pickle, and behind its end an index.
+"""The ``.metadata`` file: torch's pickle, followed by an index.
 
-Torch ignores what stands behind the pickle. Both are put in place in one step, so a file has both
-of one save, or of another. The beginning of the pickle names the index, so that a mixture of two
-files is noticed.
+Torch ignores the bytes after the pickle. One rename puts both in place, so both are always of the
+same save. The beginning of the pickle has the digest of the index, so that a mixture of two files
+is noticed.
 
-What is written has the form that every torch from 2.10 on reads, under every Python: fields that a
-later torch added are left out. What is read may have been written by any of them.
+The file has the form that every torch from 2.10 on reads, under every Python: fields that a later
+torch added are left out. Files of all these versions can be read.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ from dcp_placements.storage.torch_metadata import (
 )
 
 Opener = Callable[[], AbstractContextManager[IO[bytes]]]
-"""Opens a file, for reading by position, again and again."""
+"""Opens a file for reading by position; it may be called several times."""
 
 Load = Callable[[IO[bytes]], Any]
-"""Returns the value of a pickle of metadata, or of a part of them."""
+"""Returns the value of a pickle of metadata."""
 
 UnusedIndex = IndexDamage | OtherVersion
 """Why torch's pickle is read in place of an index."""
@@ -74,9 +74,9 @@ def write_metadata(metadata: Metadata, stream: IO[bytes], *, stock_metadata: boo
     """Write a ``.metadata`` file.
 
     Args:
-        metadata: With entries and rows.
+        metadata: Metadata with entries and rows.
         stream: The file.
-        stock_metadata: Whether to write what plain DCP reads; otherwise it is refused.
+        stock_metadata: Whether to write what plain DCP reads; otherwise plain DCP refuses the file.
 
     Returns:
         The index in the file, without the pickle before it.
@@ -93,13 +93,13 @@ def write_metadata(metadata: Metadata, stream: IO[bytes], *, stock_metadata: boo
 
 
 class SentRows(Mapping[MetadataIndex, StorageInfo]):
-    """``Metadata.storage_data`` of a save as the index that was written, read when it is used.
+    """``Metadata.storage_data`` of a save as the packed index, which is unpacked when it is used.
 
-    Torch sends the metadata of a save to all ranks, where they are mostly not used. As torch's
-    objects the rows are many times as large, and take as long to make as a rank's plan.
+    Torch sends the metadata of a save to all ranks, which rarely use them. As torch's
+    objects, the rows would be many times as large, and take as long to create as a rank's plan.
 
     Args:
-        packed: The index, as ``write_metadata`` returned it.
+        packed: The index, as ``write_metadata`` returns it.
     """
 
     def __init__(self, packed: bytes) -> None:
@@ -125,14 +125,14 @@ class SentRows(Mapping[MetadataIndex, StorageInfo]):
 
 
 class SentEntries(dict[str, Any]):
-    """``Metadata.state_dict_metadata`` that is pickled by what its keys have in common."""
+    """``Metadata.state_dict_metadata`` whose pickle has each form of an entry once."""
 
     def __reduce__(self) -> Any:
         with quiet_gc():
             try:
                 entries = build_entries(self)
             except (AttributeError, TypeError, ValueError):
-                return dict, (dict(self),)  # a user has put into it what no checkpoint has
+                return dict, (dict(self),)  # a user has added values that no checkpoint has
             forms = [
                 form if number < 0 else replace(form, chunks=entries.lists[number].array)
                 for form, number in zip(entries.forms, entries.list_of, strict=True)
@@ -152,11 +152,11 @@ def _received_entries(packed: bytes) -> SentEntries:
 
 
 def send_compactly(metadata: Metadata, packed: bytes) -> None:
-    """Let the entries and rows of metadata take few bytes in a pickle.
+    """Make the pickle of metadata small: replace their entries and rows by compact mappings.
 
     Args:
-        metadata: Those of a save.
-        packed: Their index, as ``write_metadata`` returned it.
+        metadata: Metadata of a save.
+        packed: Their index, as ``write_metadata`` returns it.
     """
     metadata.state_dict_metadata = SentEntries(metadata.state_dict_metadata)
     metadata.storage_data = SentRows(packed)
@@ -169,24 +169,25 @@ def read_metadata(
     newer: set[str] | None = None,
     unused: list[UnusedIndex] | None = None,
 ) -> Metadata:
-    """Return the metadata in a ``.metadata`` file, whoever wrote it, with whichever torch.
+    """Return the metadata in a ``.metadata`` file, of any writer and any torch.
 
-    Of a file with an index that is read. If it is damaged, or of another version, the pickle is,
-    with a warning.
+    If the file has an index, the index is read. If the index is damaged or of another version, the
+    pickle is read, with a warning.
 
     Args:
         opener: Opens the file.
-        restricted: Whether it may be anybody's: nothing that it names is called then, everything
-            is checked, and entries and rows are in columns.
-        newer: What ``pickle.load`` with this torch and Python would fail at is added here, as text;
-            of a restricted file alone.
-        unused: Why an index is not used is added here.
+        restricted: Whether the file is of unknown origin: nothing that it names is called then,
+            everything is checked, and entries and rows are in columns.
+        newer: With ``restricted``, receives texts of what ``pickle.load`` with this torch and
+            Python would fail at.
+        unused: Receives the reasons for which an index is not used.
 
     Raises:
         PlacementError: The index is that of another save; or it cannot be used, and there is no
             stock metadata.
-        RefusedGlobal: It is restricted, and names something that DCP's metadata do not.
-        Exception: It is broken, or something is not what DCP's own readers expect; of any type.
+        RefusedGlobal: A restricted file names something that DCP's metadata do not use.
+        Exception: The file is broken, or has values that DCP's own readers do not expect; of any
+            type.
     """
     load: Load = partial(load_safely, newer=newer) if restricted else load_metadata_pickle
     with quiet_gc(), opener() as stream:
@@ -217,7 +218,7 @@ def read_metadata(
 
 
 def _ways_out(unusable: UnusedIndex) -> tuple[str, str]:
-    """Return what to do about an index: where nothing else serves, and where the pickle does."""
+    """Return two ways out of an unusable index: without stock metadata, and with them."""
     renewed = "dcp-placements stock-metadata PATH"
     if isinstance(unusable, IndexDamage):
         return "copy .metadata again, or load another checkpoint", renewed
@@ -226,13 +227,13 @@ def _ways_out(unusable: UnusedIndex) -> tuple[str, str]:
 
 
 def read_file_names(opener: Opener) -> set[str]:
-    """Return the names of data files in the index of a checkpoint; none of one without an index.
+    """Return the names of data files in the index of a checkpoint; empty without an index.
 
     Args:
-        opener: Opens its ``.metadata``.
+        opener: Opens the ``.metadata`` file.
 
     Raises:
-        Exception: The index is damaged, or names other files than those of a checkpoint.
+        Exception: The index is damaged, or names files that no checkpoint has.
     """
     with opener() as stream:
         metadata = _by_index(stream, stream.read(_HEAD_NBYTES), load_safely)
@@ -240,13 +241,13 @@ def read_file_names(opener: Opener) -> set[str]:
 
 
 def read_stock_pickle(opener: Opener) -> Metadata | None:
-    """Return what the pickle before an index says, which torch reads; None where one is missing.
+    """Return the metadata in the pickle before an index; None unless the file has both.
 
     Args:
         opener: Opens the ``.metadata`` file.
 
     Raises:
-        Exception: As of ``read_metadata`` of a restricted file.
+        Exception: The same errors as those of ``read_metadata`` with ``restricted``.
     """
     with quiet_gc(), opener() as stream:
         head = stream.read(_HEAD_NBYTES)
@@ -260,8 +261,8 @@ def in_columns(metadata: Any) -> Metadata:
     """Return metadata of unknown origin, checked, with entries and rows in columns.
 
     Raises:
-        TypeError: It is none, or a field is missing or of another type.
-        ValueError: A number or a file's name is none that a checkpoint has.
+        TypeError: The value is no ``Metadata``, or a field is missing or of another type.
+        ValueError: No checkpoint has such a number or file name.
     """
     if type(metadata) is not Metadata:
         raise TypeError(f"a {type(metadata).__name__} in place of a Metadata")
@@ -288,12 +289,12 @@ def with_columns(metadata: Metadata, rows: RowIndex) -> Metadata:
 
 
 def _by_index(stream: IO[bytes], head: bytes, load: Load) -> Metadata | None:
-    """Return the metadata by the index in a file, which begins with ``head``; None without one.
+    """Return the metadata by the index of a file that begins with ``head``; None without an index.
 
     Raises:
-        IndexDamage: It is missing, or damaged.
-        OtherVersion: It is of another version.
-        PlacementError: It is that of another save.
+        IndexDamage: The index is missing although ``head`` names one, or is damaged.
+        OtherVersion: The index is of another version.
+        PlacementError: The index is that of another save.
     """
     archive = archive_in(stream)
     if archive is None:

@@ -1,6 +1,6 @@
-"""The pickle of DCP's metadata: as ``pickle.load`` reads it, and as nothing is called.
+"""The pickle of DCP's metadata, read as ``pickle.load`` does, or without calling what it names.
 
-Both make torch's own objects, of what any torch and any Python from 2.10 and 3.11 on wrote.
+Both return torch's own objects, and read what any torch from 2.10 and Python from 3.11 on wrote.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
 
 from dcp_placements._torch import MemoryFormat, StorageInfo, layout_named
-from dcp_placements.storage.provenance import stored
+from dcp_placements.storage.provenance import provenance_of
 from dcp_placements.storage.safe_pickle import (
     DTYPES,
     LARGEST_KEY,
@@ -41,7 +41,7 @@ from dcp_placements.storage.torch_metadata import (
 
 PATHS = "pathlib"
 PATHS_OF_3_13 = "pathlib._local"
-"""Where Python 3.13 says that its paths are; older ones have no such module."""
+"""The module of paths in pickles of Python 3.13; older versions have no such module."""
 
 MEGATRON = "megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"
 """Megatron-Core's class of metadata, which adds a field."""
@@ -58,7 +58,7 @@ def load_metadata_pickle(stream: IO[bytes]) -> Any:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        # Megatron's class adds nothing that a load needs. It needs Megatron.
+        # Megatron's class adds nothing that a load needs, and importing it needs Megatron.
         if (module, name) == MEGATRON:
             return Metadata
         substitute = PICKLED_PROPERTIES.get((module, name))
@@ -68,22 +68,22 @@ class _Unpickler(pickle.Unpickler):
 
 
 def load_safely(stream: IO[bytes], newer: set[str] | None = None) -> Any:
-    """Return the value of a pickle of DCP's metadata, of which nothing is called.
+    """Return the value of a pickle of DCP's metadata without calling what it names.
 
     Args:
         stream: The file.
-        newer: What ``pickle.load`` with this torch and Python would fail at is added here, as text.
+        newer: Receives texts of what ``pickle.load`` with this torch and Python would fail at.
 
     Raises:
-        RefusedGlobal: It names anything else; nothing has been called then.
-        pickle.UnpicklingError: It is broken, or is no pickle of metadata.
+        RefusedGlobal: The pickle names something else; nothing has been called then.
+        pickle.UnpicklingError: The pickle is broken, or is not one of metadata.
     """
     data = stream.read()
     unpickler = _SafeMetadata(data)
     value = unpickler.load()
     if newer is not None:
         newer.update(unpickler.newer)
-    # In an index they are the first of a tuple.
+    # In an index the metadata are the first value of a tuple.
     metadata = value[0] if type(value) is tuple and value else value
     if type(metadata) is Metadata:
         _check_unfolded(metadata, most_elements(data))
@@ -101,7 +101,7 @@ _INT = frozenset({int})
 
 @lru_cache(maxsize=1 << 10)
 def _shared_size(values: tuple[int, ...]) -> torch.Size:
-    """Return a size; thousands of keys have equal ones."""
+    """Return a size that equal sizes share, as thousands of keys have equal ones."""
     if max(values, default=0) >= LARGEST_KEY:
         raise refusal("it has a size of more elements than there are")
     return torch.Size(values)
@@ -131,10 +131,10 @@ _FORMAT = Call("_MEM_FORMAT_ENCODING", MemoryFormat, (int,))
 
 
 class _SafeMetadata(SafeUnpickler):
-    """Makes torch's objects.
+    """Creates torch's objects.
 
     Attributes:
-        newer: As of ``load_safely``.
+        newer: Texts, as in ``load_safely``.
     """
 
     subject = "DCP's metadata"
@@ -190,19 +190,19 @@ class _SafeMetadata(SafeUnpickler):
 
 
 def _check_unfolded(metadata: Metadata, most: int) -> None:
-    """Refuse values that are far longer than their file when all of them is looked at.
+    """Refuse metadata whose facts about save and storage unfold to far more than their file.
 
-    A file can refer to one value again and again, and a value to itself.
+    A pickle can refer to one value many times, and a value can refer to itself.
 
     Args:
-        metadata: The facts about its save and its storage are looked at.
-        most: Elements that they may have.
+        metadata: The metadata.
+        most: The most elements that these facts may have.
     """
     meta = metadata.storage_meta
     todo: list[Any] = [metadata.version, vars(meta) if type(meta) is StorageMeta else meta]
-    for name, value in (stored(metadata) or {}).items():
+    for name, value in (provenance_of(metadata) or {}).items():
         if name in _BY_KEY and type(value) is dict:
-            # Entries of keys, of values that many keys share.
+            # Many keys share the values of these entries.
             most -= len(value) + sum(len(inner) for inner in value.values() if type(inner) is dict)
         else:
             todo.append(value)

@@ -1,9 +1,9 @@
-"""What a checkpoint keeps of its save: which it was, and how each key was cut and renamed.
+"""What a checkpoint records of its save: its identity, and how each key was cut and renamed.
 
-It stands in ``Metadata.planner_data`` under one reserved key, which torch's readers ignore, and a
-load is compared with it. Thousands of keys are cut in a few ways: the record has these few ways, by
-the names of axes, and a column with the number of its way for each key, both as plain values that
-any unpickler admits.
+The record is in ``Metadata.planner_data`` under one reserved key, which torch's readers ignore, and
+a load is compared with it. Thousands of keys are cut in a few ways: the record has each tuple of
+cuts once, by the names of axes, and a column with an index into these for each key, both as plain
+values that any unpickler admits.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ RESERVED_KEY = "dcp_placements"
 """The key in ``Metadata.planner_data``."""
 
 OWN_PREFIX = f"{RESERVED_KEY}."
-"""Begins the keys in ``storage_data`` of records beside those of tensors and objects."""
+"""The prefix of keys in ``storage_data`` of records that are neither tensors nor objects."""
 
 COPIES = "copies"
 """The key in the provenance of a save whose ranks write copies of what others write."""
 
 DOUBTS = "doubts"
-"""The key in the provenance of a save that let replicas through: by reason the keys of these."""
+"""The key in the provenance of a save that let replicas through: it maps reasons to keys."""
 
 _LARGEST, _MOST_PARTS = 1 << 31, 1 << 20
-"""The largest number of a cut in a record, and the most parts of one by their count alone."""
+"""The largest number in a recorded cut, and the most parts of a cut that records their count."""
 
 DIFFERED, UNCOMPARED = "differed", "uncompared"
-"""Replicas that were not equal, and those that were not compared and that no rule declares."""
+"""The reasons: replicas differed; or they were not compared, and no rule declares them."""
 
 
 def identity(save_id: bytes, *, world_size: int, step: int | None) -> dict[str, Any]:
     """Return the provenance that every checkpoint has.
 
-    Keys: ``save_id``, ``versions``, ``world_size``, and ``step`` where there is one.
+    Its keys are ``save_id``, ``versions``, ``world_size``, and ``step`` unless that is None.
     """
     provenance: dict[str, Any] = {
         "save_id": save_id.hex(),
@@ -58,11 +58,11 @@ def identity(save_id: bytes, *, world_size: int, step: int | None) -> dict[str, 
     return provenance
 
 
-def stored(metadata: Any) -> Mapping[str, Any] | None:
+def provenance_of(metadata: Any) -> Mapping[str, Any] | None:
     """Return the provenance of a checkpoint; None where it has none.
 
     Args:
-        metadata: Torch's ``Metadata``, or what has ``planner_data`` as that has.
+        metadata: Torch's ``Metadata``, or another object with ``planner_data``.
     """
     data = metadata.planner_data
     provenance = data.get(RESERVED_KEY) if isinstance(data, Mapping) else None
@@ -72,11 +72,11 @@ def stored(metadata: Any) -> Mapping[str, Any] | None:
 
 
 def saved_by(metadata: Any) -> str:
-    """Return a short text that names the save; empty where nothing tells, or a rank saved alone.
+    """Return a short text that names the save; empty if no id is recorded, or a rank saved alone.
 
-    Ranks that save with ``no_dist=True``, each into a directory of its own, have an id each.
+    Ranks that save with ``no_dist=True``, each into its own directory, have different ids.
     """
-    provenance = stored(metadata)
+    provenance = provenance_of(metadata)
     if provenance is None or provenance.get("world_size", 1) == 1:
         return ""
     step = f" (step {provenance['step']})" if "step" in provenance else ""
@@ -96,11 +96,11 @@ def cut_of_plain(
     """Return the cut of plain values.
 
     In records of older saves ``alternate`` says that parts alternate row by row, which is a plain
-    cut. ``of`` is the part of a fused tensor, where that is cut: number, sizes and groups.
+    cut. ``of`` is the part of a fused tensor, if only that is cut: its number, sizes and groups.
 
     Raises:
-        CannotPlace: A kind that is not known, as of a later version; or numbers that no cut has.
-        TypeError: Something is not of its kind.
+        CannotPlace: The kind is unknown, as of a later version; or no cut has such numbers.
+        TypeError: A value has another type.
     """
     if alternate:
         kind, parts = Kind.PLAIN, 1
@@ -141,41 +141,41 @@ class SaveRecord:
     """How a checkpoint was saved, as far as that was recorded.
 
     Attributes:
-        save_id: Of the save.
-        groups: The ways of cutting; the first is that of keys of which nothing is recorded.
-        group_of: By key, position in ``groups``.
-        renames: What renames were in force on any rank.
-        numberings: The lists of keys to which they gave numbers.
-        unknown: By position in ``groups``, why a way of cutting is not known here; it is empty
-            there.
+        save_id: Id of the save, in hex.
+        distinct_cuts: Different cuts of keys; the first are those of keys without a record.
+        cuts_index: Index in ``distinct_cuts`` of each key.
+        renames: Steps of all renames that any rank used.
+        numberings: Families of keys that the renames numbered.
+        unknown: By index in ``distinct_cuts``, why these cuts are unknown to this version; they are
+            empty there.
     """
 
     save_id: str
-    groups: tuple[Cuts, ...]
-    group_of: Mapping[str, int]
+    distinct_cuts: tuple[Cuts, ...]
+    cuts_index: Mapping[str, int]
     renames: tuple[Step, ...]
     numberings: Numberings
     unknown: Mapping[int, str] = field(default_factory=dict)
 
     def cuts(self, fqn: str) -> Cuts:
         """Return how a key was cut; empty where it was not cut, or nothing is recorded."""
-        return self.groups[self.group_of.get(fqn, 0)]
+        return self.distinct_cuts[self.cuts_index.get(fqn, 0)]
 
 
 def packed_record(
-    groups: Sequence[Cuts],
-    group_of: Mapping[str, int],
+    distinct_cuts: Sequence[Cuts],
+    cuts_index: Mapping[str, int],
     keys: Collection[str],
     renames: Iterable[Step],
     numberings: Numberings,
 ) -> dict[str, Any]:
     """Return a record as plain values; ``record_of`` reads them."""
     ordered = sorted(keys)
-    column = np.fromiter(map(group_of.get, ordered, repeat(0)), np.int64, len(ordered))
-    kind = np.min_scalar_type(len(groups))
+    column = np.fromiter(map(cuts_index.get, ordered, repeat(0)), np.int64, len(ordered))
+    kind = np.min_scalar_type(len(distinct_cuts))
     record: dict[str, Any] = {
         "cuts": {
-            "groups": tuple([tuple(map(plain_of_cut, group)) for group in groups]),
+            "groups": tuple([tuple(map(plain_of_cut, cuts)) for cuts in distinct_cuts]),
             "keys": (len(ordered), _digest(ordered)),
             "group_of": (kind.char, zlib.compress(column.astype(kind).tobytes())),
         },
@@ -187,10 +187,10 @@ def packed_record(
 
 
 def packed_doubts(doubts: Mapping[str, Set[str]], keys: Collection[str]) -> dict[str, Any]:
-    """Return what a checkpoint keeps of replicas that were let through; ``doubts_of`` reads it.
+    """Return the record of replicas that were let through; ``doubts_of`` reads it.
 
     Args:
-        doubts: By reason the keys. There is a bit for each key of the checkpoint.
+        doubts: Keys by reason. The record has a bit for each key of the checkpoint.
         keys: All keys of the checkpoint.
     """
     ordered = sorted(keys)
@@ -205,10 +205,10 @@ def packed_doubts(doubts: Mapping[str, Set[str]], keys: Collection[str]) -> dict
 def doubts_of(
     provenance: Mapping[str, Any] | None, keys: Iterable[str]
 ) -> dict[str, frozenset[str]]:
-    """Return by reason the keys whose replicas a save let through; none where nothing is known.
+    """Return by reason the keys whose replicas a save let through; empty without a record.
 
     Args:
-        provenance: Of the checkpoint.
+        provenance: Provenance of the checkpoint.
         keys: All keys of the checkpoint.
     """
     kept = (provenance or {}).get(DOUBTS)
@@ -232,7 +232,7 @@ def record_of(provenance: Mapping[str, Any] | None, keys: Iterable[str]) -> Save
     """Return how a checkpoint was saved; None without a record of exactly its keys.
 
     Args:
-        provenance: Of the checkpoint.
+        provenance: Provenance of the checkpoint.
         keys: All keys of the checkpoint.
     """
     if provenance is None:
@@ -240,42 +240,44 @@ def record_of(provenance: Mapping[str, Any] | None, keys: Iterable[str]) -> Save
     ordered = sorted(keys)
     try:
         cuts = provenance["cuts"]
-        groups, unknown = _known_groups(cuts["groups"])
+        distinct_cuts, unknown = _known_cuts(cuts["groups"])
         kind, packed = cuts["group_of"]
         if tuple(cuts["keys"]) != (len(ordered), _digest(ordered)) or kind not in tuple("BHIL"):
             return None
         data = _inflated(packed, len(ordered) * np.dtype(kind).itemsize)
         column: list[int] = np.frombuffer(data, kind).tolist()
-        group_of = dict(zip(ordered, column, strict=True))
+        cuts_index = dict(zip(ordered, column, strict=True))
         renames = tuple([rename_of_plain(*step) for step in provenance["renames"]])
         plain = provenance.get("numbers")
         numberings = {} if plain is None else numberings_of_plain(plain)
-        if max(column, default=0) >= len(groups):
+        if max(column, default=0) >= len(distinct_cuts):
             return None
     except Exception:  # another version's, or damaged: a checkpoint without a record
         return None
-    return SaveRecord(str(provenance["save_id"]), groups, group_of, renames, numberings, unknown)
+    return SaveRecord(
+        str(provenance["save_id"]), distinct_cuts, cuts_index, renames, numberings, unknown
+    )
 
 
 def _inflated(packed: bytes, nbytes: int) -> bytes:
-    """Return bytes that are packed; refuse others than so many, without making more of them."""
+    """Inflate bytes; refuse any other size than ``nbytes``, without inflating more."""
     data = zlib.decompressobj().decompress(packed, nbytes + 1)  # 0 would be no limit
     if len(data) != nbytes:
         raise ValueError(f"other than {nbytes} bytes")
     return data
 
 
-def _known_groups(plain: Iterable[Any]) -> tuple[tuple[Cuts, ...], dict[int, str]]:
-    """Return ways of cutting of plain values; by position, why one is not known, and empty."""
-    groups: list[Cuts] = []
+def _known_cuts(plain: Iterable[Any]) -> tuple[tuple[Cuts, ...], dict[int, str]]:
+    """Return the cuts of plain values; and by index why cuts are unknown, which are empty."""
+    distinct_cuts: list[Cuts] = []
     unknown = {}
-    for number, group in enumerate(plain):
+    for number, cuts in enumerate(plain):
         try:
-            groups.append(tuple([cut_of_plain(*cut) for cut in group]))
+            distinct_cuts.append(tuple([cut_of_plain(*cut) for cut in cuts]))
         except (TypeError, ValueError) as error:  # a later version's
             unknown[number] = str(error)
-            groups.append(())
-    return tuple(groups), unknown
+            distinct_cuts.append(())
+    return tuple(distinct_cuts), unknown
 
 
 def rename_of_plain(
@@ -292,7 +294,7 @@ def rename_of_plain(
 
 
 def plain_of_rename(step: Step) -> tuple[Any, ...]:
-    """Return a step as plain values; without a shaping those of older versions."""
+    """Return a step as plain values; without a shaping three, as in older versions."""
     return tuple(step[: 4 if step.shaping else 3])
 
 

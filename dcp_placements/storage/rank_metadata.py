@@ -1,8 +1,8 @@
-"""Saves without collectives, which are refused, and what they leave: the metadata of single ranks.
+"""Saves without collectives, which are refused, and the metadata of single ranks that they leave.
 
 ``dcp.save(..., use_collectives=False)`` writes no ``.metadata``, but one ``__<rank>.metadata`` per
-rank with that rank's chunks alone. So no reader finds the whole tensors in it, and torch's loads on
-each rank what that rank saved. Two ep ranks, of whose experts each holds half::
+rank with only that rank's chunks. So no reader finds the whole tensors in it, and torch's planner
+loads on each rank what that rank saved. Two ep ranks, each with half of the experts::
 
     __0.metadata    experts.w1 of (4, 3): [0:2, :]
     __1.metadata    experts.w1 of (4, 3): [2:4, :]

@@ -1,8 +1,8 @@
-"""A ``FileSystemReader`` that reads only the slices wanted, in file order, into the targets.
+"""A ``FileSystemReader`` that reads only the requested slices, in file order, into the targets.
 
-Torch's reader loads every stored chunk whole, whatever slice of it is wanted, and seeks through
-its zip directory first. This one finds the elements by the few hundred bytes before them. Other
-formats, strides and extensions go through ``torch.load``.
+Torch's reader loads every stored chunk whole, whatever slice of it is requested, and first reads
+the chunk's zip directory. This reader finds the elements by the few hundred bytes before them.
+``torch.load`` reads other formats, strides and extensions.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from dcp_placements.storage.save_ids import (
     id_item,
     id_records,
     ids_to_check,
-    missing,
+    missing_file,
 )
 from dcp_placements.storage.torch_metadata import StoredLocation, check_facts, refusing
 from dcp_placements.storage.wrong_path import no_checkpoint, unreadable_metadata
@@ -70,7 +70,7 @@ class WantsReader(Protocol):
     """The data sent with a load plan that depends on whether the reader calls ``AfterReads``."""
 
     def with_reader(self) -> Any:
-        """Return the data to send from a rank whose reader does."""
+        """Return the data to send from a rank whose reader calls ``AfterReads``."""
         ...
 
 
@@ -84,20 +84,20 @@ class AfterReads(Protocol):
         """Finish, or raise.
 
         Args:
-            plan: What was read, as the planner finished it.
+            plan: The plan that was read, as the planner finished it.
             error: The error of this rank's reads; None if they succeeded.
-            traffic: What the reader moved.
-            unchecked: The number of records that it could not compare with a checksum.
+            traffic: Files opened and bytes read.
+            unchecked: Number of records without a checksum to compare.
         """
         ...
 
 
 class PlacementFileSystemReader(UrlPath, FileSystemReader):
-    """Reads whatever ``FileSystemReader`` reads; takes the same arguments.
+    """Reads all checkpoints that ``FileSystemReader`` reads, and takes the same arguments.
 
     ``dcp.load(state_dict, storage_reader=PlacementFileSystemReader(path), planner=...)``, with any
-    planner. A directory that has the metadata of single ranks alone, which
-    ``dcp.save(..., use_collectives=False)`` leaves, is refused.
+    planner. A directory that has only the metadata of single ranks, which
+    ``dcp.save(..., use_collectives=False)`` writes, is refused.
 
     Args:
         path: A directory, or a URL that fsspec knows (``s3://bucket/checkpoint``).
@@ -115,9 +115,9 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         storage_options: What fsspec passes to the file system of a URL.
 
     Attributes:
-        bytes_read: Of data files, so far.
-        opens: Data files opened so far.
-        reads: Calls that read from them so far.
+        bytes_read: Bytes read from data files so far.
+        opens: Number of data files opened so far.
+        reads: Number of calls that read from data files so far.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         storage_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        path = self._place(path)
+        path = self._absolute(path)
         super().__init__(path, *args, **kwargs)
         self.check_crc = check_crc
         self.restricted = restricted
@@ -149,8 +149,8 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
 
         Raises:
             NoCheckpoint: There are no metadata.
-            PlacementError: Metadata that cannot be read, or, with ``restricted``, are refused;
-                always with ``rank=``, as those of one rank describe its own part alone.
+            PlacementError: The metadata cannot be read, or are refused with ``restricted``. With
+                ``rank=`` always, because metadata of one rank describe only its own chunks.
         """
         if kwargs.get("rank") is not None:
             # Torch asks for these after those of all ranks were refused.
@@ -178,7 +178,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         """Take the checkpoint's metadata. Called on every rank.
 
         Raises:
-            PlacementError: Metadata that are not what DCP writes.
+            PlacementError: DCP does not write such metadata.
         """
         with refusing():
             check_facts(metadata)
@@ -199,7 +199,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         """Read this rank's items. Called on every rank.
 
         Raises:
-            PlacementError: Files that do not hold what the metadata says.
+            PlacementError: Files do not hold what the metadata say.
         """
         opens, nbytes = self.opens, self.bytes_read
         failed: BaseException | None = None
@@ -207,7 +207,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         try:
             self._read(plan, planner, readers)
         except BaseException as error:
-            # Ranks that wait for what this one was to read have to learn of it.
+            # Ranks that wait for this rank's reads have to learn of it.
             failed = error
         unchecked = sum(reader.unchecked for reader in readers)
         if isinstance(planner, AfterReads):
@@ -232,7 +232,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
             )
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner, readers: list[ChunkReader]) -> None:
-        """Read items; append the reader of each thread."""
+        """Read items; append each thread's reader to ``readers``."""
         threads = self.thread_count or (URL_THREADS if isinstance(self.fs, RemoteFileSystem) else 1)
         with quiet_gc():
             items = plan.items
@@ -250,11 +250,11 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         ids = {record.path: record for record in ids_to_check(files, self._ids)}
         files |= {file: [] for file in ids if file not in files}
         most = threads // max(len(files), 1)
-        jobs = [(file, part) for file in sorted(files) for part in _parts(files[file], most)]
+        jobs = [(file, share) for file in sorted(files) for share in _shares(files[file], most)]
         waiting, lock, grad = iter(jobs), threading.Lock(), torch.is_grad_enabled()
 
         def read() -> None:
-            # With buffers of its own.
+            # Each thread has its own buffers.
             work = ChunkReader(
                 planner,
                 self._stored,
@@ -266,9 +266,9 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
             )
             readers.append(work)
             with torch.set_grad_enabled(grad):  # the setting of a thread, not of the process
-                for name, part in waiting:
+                for name, share in waiting:
                     try:
-                        self._read_file(work, name, part, ids.get(name))
+                        self._read_file(work, name, share, ids.get(name))
                     except BaseException:
                         jobs.clear()  # the other threads end, too
                         raise
@@ -280,7 +280,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
             with ThreadPoolExecutor(min(threads, len(jobs))) as pool:
                 for result in [pool.submit(read) for _ in range(min(threads, len(jobs)))]:
                     result.result()
-        # Those that speak for other files may have been replaced before those were read.
+        # Files whose ids count for other files may have been replaced before those were read.
         others = [file for file in files if files[file] and file not in self._ids]
         for record in ids_to_check(others, self._ids):
             self._read_file(readers[0], record.path, [], record)
@@ -292,12 +292,12 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         wanted: Sequence[RecordRead],
         record: StoredLocation | None,
     ) -> None:
-        """Read what is wanted of one file. Runs in any thread."""
+        """Read the records of one file. Runs in any thread."""
         with ExitStack() as stack:
             try:
                 file = CountedFile(stack.enter_context(self._open(name)))
             except FileNotFoundError as error:
-                fault = missing(name)
+                fault = missing_file(name)
                 if wanted:
                     fault = with_copies(fault, self.storage_data, wanted[0].item, name)
                 text = format_faults("the checkpoint is not whole", [fault])
@@ -326,10 +326,10 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         return self.fs.create_stream(self.fs.concat_path(self.path, name), "rb")
 
     def _check_id(self, file: CountedFile, record: StoredLocation | None) -> None:
-        """Compare the id of the save that wrote a file with that in the metadata.
+        """Compare the id of the save that wrote a file with the id in the metadata.
 
         Raises:
-            PlacementError: They differ.
+            PlacementError: The ids differ.
         """
         if record is None:
             return
@@ -353,18 +353,18 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
             raise
         except Exception as error:
             # A broken or hostile pickle can raise anything.
-            # What is untrusted is not printed as it is, as a traceback prints a cause.
+            # A traceback would print the cause, which has untrusted text.
             raise unreadable_metadata(path, error) from (None if self.restricted else error)
 
 
-PART_NBYTES = 1 << 20
-"""Parts of a file that different threads read are about this large, or larger."""
+SHARE_NBYTES = 1 << 20
+"""The least bytes of a file for each thread, where several read it."""
 
 
-def _parts(wanted: Sequence[RecordRead], most: int) -> Iterator[Sequence[RecordRead]]:
-    """Yield what is wanted of a file in up to ``most`` parts, for as many threads."""
-    parts = max(min(most, 1 + sum([read.nbytes for read in wanted]) // PART_NBYTES), 1)
-    step = max(-(-len(wanted) // parts), 1)
+def _shares(wanted: Sequence[RecordRead], most: int) -> Iterator[Sequence[RecordRead]]:
+    """Yield the reads of a file in up to ``most`` shares, for as many threads."""
+    shares = max(min(most, 1 + sum([read.nbytes for read in wanted]) // SHARE_NBYTES), 1)
+    step = max(-(-len(wanted) // shares), 1)
     for start in range(0, max(len(wanted), 1), step):
         yield wanted[start : start + step]
 

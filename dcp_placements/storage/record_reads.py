@@ -1,12 +1,11 @@
-"""Records of one data file, read in file order into a planner's tensors: only the wanted bytes.
+"""Records of one data file, read in file order into a planner's tensors: only the requested bytes.
 
-Small records are read with their neighbours, in one call; of a large one only the wanted slices,
-straight into the planner's tensor where its memory allows that, otherwise through a buffer of
-bounded size. A record that is not plain goes through ``torch.load``.
+One call reads a small record together with its neighbours. Of a large record only the requested
+slices are read, straight into the planner's tensor where its memory allows that, otherwise through
+a buffer of bounded size. ``torch.load`` reads records that are not plain.
 
-What is read whole is compared with its CRC-32, which stands behind the bytes of each entry of a zip
-file, also in files of torch's writer. So damage after a save is found by the load, wherever the
-planner puts the elements.
+Records that are read whole are compared with their CRC-32, which follows the bytes of each entry of
+a zip file, also in files of torch's writer. So a load finds damage that happened after the save.
 """
 
 from __future__ import annotations
@@ -52,18 +51,18 @@ from dcp_placements.storage.tensor_record import (
 from dcp_placements.storage.torch_load import load_plain, load_saved_tensor, zip_problem
 
 SMALL_NBYTES = 64 << 10
-"""A record up to this is read with its neighbours, where most of it is wanted."""
+"""A record up to this size is read with its neighbours, if most of it is requested."""
 
 NEIGHBOUR_NBYTES = 2 << 10
-"""Records this near to each other are neighbours. What ``torch.save`` puts between small tensors
-lies in pages that are fetched anyhow: 500 tensors of 4 KiB are 2.8 MB from the disk in one call or
-in 500, and one call takes a quarter of the time."""
+"""Records at most this far apart are neighbours. The bytes that ``torch.save`` puts between small
+tensors are in pages that are fetched anyway: 500 tensors of 4 KiB are 2.8 MB from the disk in one
+call or in 500, and one call takes a quarter of the time."""
 
 SPAN_NBYTES = 2 << 20
-"""Neighbours are read together up to this: it is what a load takes in memory beyond torch's."""
+"""The most bytes of neighbours in one call: the memory that a load takes beyond torch's."""
 
 _PAGE_NBYTES = 4 << 10
-"""A record up to this is small, whatever is wanted of it: its page is fetched anyhow."""
+"""A record up to this size is small, whatever is requested of it: its page is fetched anyway."""
 
 BUFFER_NBYTES = 16 << 20
 """The largest buffer for elements that cannot be read in place."""
@@ -92,24 +91,24 @@ _OTHER_SUM = (
 
 
 def is_read_whole(nbytes: Any, wanted_nbytes: Any) -> Any:
-    """Whether all of a record is read, by its length and that of the elements that are wanted."""
+    """Whether all of a record is read, by its size and that of the requested elements."""
     most = 2 * (wanted_nbytes + HEADS_NBYTES[0]) >= nbytes
     return (nbytes <= SMALL_NBYTES) & ((nbytes <= _PAGE_NBYTES) | most)
 
 
 class RecordRead(NamedTuple):
-    """What is wanted of a stored chunk or object: an item, and where the record is."""
+    """A read of a stored chunk or object: an item, and where its record is."""
 
     item: ReadItem
     file: str
     start: int
     nbytes: int
     transforms: Sequence[str] | None = None
-    record: TensorRecord | None = None  # where its elements are, unless its head says it
+    record: TensorRecord | None = None  # where its elements are; None if its head says it
 
     @property
     def is_object(self) -> bool:
-        """Whether it is no tensor."""
+        """Whether the record is an object, not a tensor."""
         return self.item.type is LoadItemType.BYTE_IO
 
 
@@ -117,18 +116,18 @@ class ChunkReader:
     """Reads records into a planner's tensors, file after file.
 
     Args:
-        planner: Gives the tensors to fill.
-        stored: The metadata of what is stored, by key.
+        planner: The planner, which returns the tensors to fill.
+        stored: Metadata of stored tensors and objects, by key.
         transformed: Undoes the transforms of a record's stream.
-        storage_data: Where all chunks are, for messages that name another copy.
-        check_crc: Whether what is read whole is compared with its checksum.
+        storage_data: Locations of all chunks, for messages that name another copy.
+        check_crc: Whether records that are read whole are compared with their checksums.
         restricted: Whether objects that name more than plain values are refused.
-        as_declared: Whether a record is refused that has another dtype, or other sizes, than the
-            metadata says, although it could be cast: where what is read is written anew by them.
-        lock: Held while the planner is called, where several threads read for it.
+        as_declared: Whether a record of another dtype or other sizes than the metadata say is
+            refused instead of cast, because it is written again by these metadata.
+        lock: A lock to hold while the planner is called, if several threads read for it.
 
     Attributes:
-        unchecked: Records that were read whole and have no checksum.
+        unchecked: Number of records that were read whole and have no checksum.
     """
 
     def __init__(
@@ -156,14 +155,14 @@ class ChunkReader:
         self._span, self._elements = _Buffer(), _Buffer()
 
     def read(self, file: CountedFile, reads: Sequence[RecordRead]) -> None:
-        """Read what is wanted of a file.
+        """Read records of a file.
 
         Args:
             file: The file.
-            wanted: In file order.
+            reads: Reads in file order.
 
         Raises:
-            PlacementError: The file does not hold what the metadata says.
+            PlacementError: The file does not hold what the metadata say.
         """
         if not reads:
             return
@@ -172,12 +171,12 @@ class ChunkReader:
         ends = starts + nbytes
         is_outside = (starts < 0) | (nbytes < 0) | (nbytes > file.size - starts)
         outside = [reads[index] for index in np.flatnonzero(is_outside).tolist()]
-        # One number for all of them, so that they are one fault.
+        # One number for all of them makes their texts equal, so that they become one fault.
         needed = max([read.start + read.nbytes for read in outside], default=0)
         faults = [self._fault(read, _beyond(read, file.size, needed)) for read in outside]
         raise_faults(IS_DAMAGED, faults)
         is_small = self._are_small(reads, starts, nbytes)
-        # Records of one length without gaps.
+        # Between breaks, records have one size and no gaps.
         breaks = np.flatnonzero((starts[1:] != ends[:-1]) | (nbytes[1:] != nbytes[:-1])) + 1
         for first, last in _spans(is_small, starts, ends):
             is_held = is_small[first]
@@ -211,20 +210,20 @@ class ChunkReader:
                 elements[index] = item.lengths.numel() * stored.properties.dtype.itemsize
             else:
                 elements[index] = SMALL_NBYTES  # all of an object
-        # Of a record all items count.
+        # All items of a record count.
         record = np.cumsum(np.diff(starts, prepend=-1) != 0)
         is_small: Array = is_read_whole(nbytes, np.bincount(record, elements)[record])
         return is_small
 
     def _read_alike(self, file: CountedFile, reads: Sequence[RecordRead]) -> bool:
-        """Deliver small records that are all wanted whole, and begin alike.
+        """Deliver small records if all are read whole and their heads are equal.
 
         Args:
-            file: Holds them.
-            some: Of one length, one after another.
+            file: The file, which holds their bytes in memory.
+            reads: Reads of adjacent records of one size.
 
         Returns:
-            Whether they are such records.
+            Whether the records were delivered.
         """
         start, nbytes = reads[0].start, reads[0].nbytes
         tensor = self.tensor_record(reads[0], ByteRange(file, start, nbytes))
@@ -249,7 +248,7 @@ class ChunkReader:
             self._check_declared(read, tensor.dtype, tensor.shape)
         targets, is_plain = self._targets(reads, tensor.shape)
         end = tensor.start + tensor.nbytes
-        # A copy is aligned, as torch takes it to be; a single row would be a view.
+        # Torch assumes aligned memory, as that of a copy; a single row would be a view.
         elements = rows[:, tensor.start : end].copy()
         if self._is_summed(tensor, len(reads)):
             sums = list(map(crc32, elements))
@@ -262,7 +261,7 @@ class ChunkReader:
         return True
 
     def _is_summed(self, tensor: TensorRecord, records: int = 1) -> bool:
-        """Whether records that are read whole are compared; those that cannot be are counted."""
+        """Whether records that are read whole are compared; count those without checksums."""
         if self._check_crc and not tensor.has_crc:
             self.unchecked += records
         return self._check_crc and tensor.has_crc
@@ -270,16 +269,16 @@ class ChunkReader:
     def _check(
         self, reads: Sequence[RecordRead], tensor: TensorRecord, sums: Sequence[int], behind: bytes
     ) -> None:
-        """Compare the checksums of elements with those behind them.
+        """Compare the checksums of elements with those stored after them.
 
         Args:
-            some: Records that begin alike.
-            tensor: Where the elements are in each.
-            sums: The checksums of what was read.
-            behind: What is behind the elements, record by record.
+            reads: Reads of records with equal heads.
+            tensor: Where the elements are in each record.
+            sums: Checksums of the elements that were read.
+            behind: The bytes after the elements, record by record.
 
         Raises:
-            PlacementError: Some differ.
+            PlacementError: Checksums differ.
         """
         if behind == b"".join(map(crc_entry, sums)):
             return
@@ -295,7 +294,7 @@ class ChunkReader:
         """Deliver an item.
 
         Raises:
-            PlacementError: Its record does not hold what the metadata says.
+            PlacementError: The record does not hold what the metadata say.
         """
         item, part = read.item, ByteRange(file, read.start, read.nbytes)
         tensor = self.tensor_record(read, part)
@@ -319,7 +318,7 @@ class ChunkReader:
         self._commit([read], targets)
 
     def _decode(self, read: RecordRead, part: ByteRange) -> Any:
-        """Return an object's stream in memory; the tensor of a record that is not plain."""
+        """Return an object's stream in memory, or the tensor of a record that is not plain."""
         try:
             stream = self._transformed(read.item, read.transforms or (), part.stream())
         except ValueError as error:  # of torch's registry of extensions
@@ -351,7 +350,7 @@ class ChunkReader:
             )
             raise PlacementError(format_faults(opening, [fault])) from error
         except Exception as error:
-            # Only the first sentence: torch goes on with advice for other situations.
+            # Torch's further sentences are advice for other situations.
             sentence = (str(error).splitlines() or [format_error(error)])[0].partition(". ")[0]
             cause = f"found:       {type(error).__name__}: {sentence}"
             problem = f"what {read.file} holds of it is no tensor"
@@ -415,11 +414,11 @@ class ChunkReader:
         """Read a slice of a plain record into ``target``.
 
         Args:
-            target: Of the slice's shape.
-            offsets: Where the slice begins in the chunk.
-            tensor: Where the elements are.
+            target: The tensor to fill, of the slice's shape.
+            offsets: Offsets of the slice in the chunk.
+            tensor: Where the elements are in the record.
             part: The record.
-            checksum: The CRC-32 of the elements before, if all are read; otherwise None.
+            checksum: The CRC-32 of the elements before the slice; None if not all are read.
 
         Returns:
             The CRC-32 up to the end of the slice.
@@ -432,7 +431,7 @@ class ChunkReader:
         is_direct = target.dtype == tensor.dtype and slices.exact
         memory = memory_of(target) if is_direct else None
         if memory is None and slices.total_nbytes > BUFFER_NBYTES:
-            # Along the first dim that can be cut: of a whole tensor the halves are in order.
+            # Halves along the first dim that can be cut: a whole tensor is then read in order.
             dim = next(dim for dim, size in enumerate(sizes) if size > 1)
             half = sizes[dim] // 2
             for begin, size in ((0, half), (half, sizes[dim] - half)):
@@ -454,9 +453,9 @@ class ChunkReader:
     def _targets(
         self, reads: Sequence[RecordRead], sizes: Sequence[int]
     ) -> tuple[list[torch.Tensor], bool]:
-        """Return a planner's tensors, to be filled with elements of these sizes.
+        """Return a planner's tensors to fill, checked to be of these sizes.
 
-        And whether they are no more than elements in memory.
+        The boolean says whether all of them are plain elements in memory.
         """
         with self._lock:
             targets = [self._planner.resolve_tensor(read.item) for read in reads]
@@ -464,8 +463,8 @@ class ChunkReader:
             if target.shape != sizes:
                 text = f"a {tuple(sizes)} tensor was read, where {tuple(target.shape)} is to be"
                 raise self._refused(read, f"{text} filled")
-        # Detached views take writes also where they are of parameters, or of inference tensors; and
-        # the scale of a quantized one is set on the view alone, so that the planner can compare it.
+        # Detached views can be written even if they are of parameters or of inference tensors; and
+        # the scale of a quantized one is set on the view only, so that the planner can compare it.
         is_plain = are_plain(targets)
         return targets if is_plain else [target.detach() for target in targets], is_plain
 
@@ -480,13 +479,13 @@ class ChunkReader:
         return PlacementError(format_faults(_IS_OTHER, [self._fault(read, problem, details)]))
 
     def _fault(self, read: RecordRead, problem: str, details: Sequence[str] = DAMAGED) -> Fault:
-        """Return that a record is not as it should be."""
+        """Return a fault of a record, with where other copies are."""
         fault = Fault(read.item.storage_index.fqn, problem, tuple(details))
         return with_copies(fault, self._storage_data, read.item, read.file)
 
 
 class _Buffer:
-    """Memory that every use takes again."""
+    """Memory that is used again and again."""
 
     def __init__(self) -> None:
         self._held = memoryview(bytearray())
@@ -498,7 +497,7 @@ class _Buffer:
 
 
 def _spans(is_small: Array, starts: Array, ends: Array) -> Iterator[tuple[int, int]]:
-    """Yield first and last of what is read in one call: small ones, near together."""
+    """Yield ``(first, stop)`` of the records that one call reads: small neighbours, or one."""
     is_near = starts[1:] - ends[:-1] <= NEIGHBOUR_NBYTES
     cuts = np.flatnonzero(~(is_near & is_small[1:] & is_small[:-1])) + 1
     for first, last in pairwise((0, *cuts.tolist(), len(starts))):
@@ -511,7 +510,7 @@ def _spans(is_small: Array, starts: Array, ends: Array) -> Iterator[tuple[int, i
 
 
 def _beyond(read: RecordRead, nbytes: int, needed: int) -> str:
-    """Return that a record does not lie within its file of ``nbytes``, which lacks some."""
+    """Return a text saying that a record is beyond the ``nbytes`` of its file."""
     if 0 <= read.start <= read.start + read.nbytes:
         return f"{read.file} ends before it: {nbytes} bytes, {needed} needed"
     end = read.start + read.nbytes
@@ -522,16 +521,16 @@ def _plain(item: ReadItem, data: io.BytesIO) -> io.BytesIO:
     """Return an object that ``torch.load`` accepts with ``weights_only``, saved again.
 
     Planners load objects with ``weights_only=False``, by an unpickler that may read the same bytes
-    otherwise: so they get the value that was checked, and not the bytes.
+    differently: so they get the value that was checked, and not the bytes.
 
     Raises:
-        PlacementError: Its pickle names more than plain values.
+        PlacementError: The object's pickle names more than plain values.
     """
     checked = io.BytesIO()
     try:
         torch.save(load_plain(data), checked)
     except Exception as error:
-        # Of any type, by what is in the pickle.
+        # The contents of the pickle decide the type of the error.
         reason = format_name((str(error).strip() or type(error).__name__).splitlines()[0])
         raise PlacementError(
             f"{format_name(item.storage_index.fqn)}: this object is not loaded with "

@@ -3,9 +3,9 @@
 ``torch.save`` takes 100 us and more, however small the tensor, which dominates a checkpoint of many
 small tensors, and its CRC-32 is a quarter of the time of writing a large one. Two records of one
 dtype and shape differ in the elements, in their CRC-32, and in an id that torch derives from all
-checksums and that no reader compares. So a record is that of zeros with other elements, and with
-their CRC-32 in the two places where a zip file has it. Small ones are made many at a time, and
-large ones pass through the processor's cache once, for the checksum and for the system call.
+checksums and that no reader compares. So a record is the record of zeros with other elements, and
+with their CRC-32 in the two places where a zip file has it. Small records are made many at a time,
+and large ones pass through the processor's cache once, for the checksum and for the system call.
 Elements are written in C order, also those of a transposed tensor.
 """
 
@@ -34,16 +34,16 @@ from dcp_placements.storage.tensor_record import DESCRIPTOR
 from dcp_placements.storage.written import is_whole
 
 BATCHED_NBYTES = 32 << 10
-"""Tensors up to this are small: their records are made together."""
+"""Tensors up to this size are small: their records are made in batches."""
 
 BATCH_NBYTES = 512 << 10
-"""So many bytes of small records are made at a time, while they are in the processor's cache."""
+"""Bytes of small records in one batch, which stays in the processor's cache."""
 
 _AROUND_NBYTES = 3 << 9
-"""A record has about so many besides its elements."""
+"""The approximate bytes of a record besides its elements."""
 
 PROVED_NBYTES = 64 << 10
-"""A template with at most so many bytes of elements is tried out when it is made."""
+"""A template with at most this many bytes of elements is tried out when it is made."""
 
 _DIRECTORY_ENTRY = b"PK\x01\x02"
 
@@ -58,18 +58,18 @@ def write_items(
 ) -> Iterator[tuple[Sequence[WriteItem], int]]:
     """Write a data file: the chunks of cut tensors, then whole tensors, then objects.
 
-    The records of cut tensors are so where they are in the files of other ranks, whatever this rank
-    alone has besides.
+    In this order the records of cut tensors have equal positions in the files of all ranks,
+    whatever else a rank writes.
 
     Args:
-        items: What it is to hold.
-        stream: Open for writing, at its beginning.
-        planner: Gives the data of items.
-        threads: That write files.
+        items: Items to write.
+        stream: A stream open for writing, at its beginning.
+        planner: The planner, which returns the data of items.
+        threads: Number of threads that write files.
         ahead_nbytes: Bytes that may be copied to the host ahead.
 
     Yields:
-        Items as they are written, and the length of the record of each.
+        Items as they are written, and the size of each item's record.
 
     Raises:
         PlacementError: A tensor of another dtype or shape than its item says.
@@ -96,7 +96,7 @@ def write_items(
 def _batches(
     loaded: Iterable[tuple[torch.Tensor, WriteItem]],
 ) -> Iterator[tuple[list[torch.Tensor], list[WriteItem]]]:
-    """Yield one tensor, or small ones of one dtype and shape, with their items."""
+    """Yield one tensor, or small tensors of one dtype and shape, with their items."""
     for (dtype, shape, is_plain), pairs in groupby(loaded, _kind):
         nbytes = shape.numel() * dtype.itemsize
         is_small = is_plain and nbytes <= BATCHED_NBYTES
@@ -106,10 +106,10 @@ def _batches(
 
 
 def _kind(pair: tuple[torch.Tensor, WriteItem]) -> tuple[torch.dtype, torch.Size, bool]:
-    """Return what decides how a tensor is written.
+    """Return dtype and shape of a tensor, and whether it is plain.
 
     Raises:
-        PlacementError: It is not what its item says.
+        PlacementError: Dtype or shape differ from those of its item.
     """
     tensor, item = pair
     data: Any = item.tensor_data
@@ -126,7 +126,7 @@ def _kind(pair: tuple[torch.Tensor, WriteItem]) -> tuple[torch.dtype, torch.Size
 
 
 def _nbytes(item: WriteItem) -> int:
-    """Return the bytes of the elements that an item writes; 0 of an object, whose are not known."""
+    """Return the bytes of the elements that an item writes; 0 for objects of unknown size."""
     data = item.tensor_data
     return 0 if data is None else int(data.chunk.sizes.numel() * data.properties.dtype.itemsize)
 
@@ -134,7 +134,7 @@ def _nbytes(item: WriteItem) -> int:
 def split_by_chunk(bins: int, items: Sequence[WriteItem]) -> list[list[WriteItem]]:
     """Return the items in bins of about equal bytes, the largest placed first.
 
-    Torch's own function takes every chunk to be as large as its whole tensor.
+    Torch's own function assumes that every chunk is as large as its whole tensor.
     """
     if bins == 1:
         return [list(items)]
@@ -151,11 +151,11 @@ def save_tensors(tensors: Sequence[torch.Tensor], stream: Any) -> int:
     """Write a record of each tensor, which ``torch.load`` reads.
 
     Args:
-        tensors: One, or small ones of one dtype and shape.
-        stream: Open for writing.
+        tensors: One tensor, or small tensors of one dtype and shape.
+        stream: A stream open for writing.
 
     Returns:
-        The length of the record of each.
+        The size of each record in bytes.
     """
     first = tensors[0]
     template = _template_of(first.dtype, first.shape) if _is_plain(first) else None
@@ -186,7 +186,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 @lru_cache(maxsize=1024)
 def _template_of(dtype: torch.dtype, shape: torch.Size) -> RecordTemplate | None:
-    """Return the template of a dtype and shape; None where this torch writes in another way."""
+    """Return the template of a dtype and shape; None if this torch writes another format."""
     try:
         return RecordTemplate(dtype, shape)
     except ValueError:
@@ -194,18 +194,18 @@ def _template_of(dtype: torch.dtype, shape: torch.Size) -> RecordTemplate | None
 
 
 class RecordTemplate:
-    """Writes records of tensors of one dtype and shape. Of a ``(4, 3)`` tensor of float32::
+    """Writes records of tensors of one dtype and shape. For a ``(4, 3)`` tensor of float32::
 
         head          704 bytes: the pickle, and the header of the elements
         elements       48 bytes
         tail          825 bytes: their CRC-32, the other entries, the directory with it once more
 
     Args:
-        dtype: Of the elements.
-        shape: Of each; one without elements is all head.
+        dtype: Dtype of the elements.
+        shape: Shape of each tensor; the record of one without elements is all head.
 
     Attributes:
-        length: Bytes of a record.
+        length: Size of a record in bytes.
 
     Raises:
         ValueError: This torch writes another format, or no checksums.
@@ -259,7 +259,7 @@ class RecordTemplate:
             raise ValueError("torch.save writes another kind of file")
 
     def _tail_of(self, checksum: int) -> bytes:
-        """Return what follows elements with this CRC-32."""
+        """Return the bytes after elements with this CRC-32."""
         tail = self._tail.copy()
         for offset in self._crc_at:
             tail[offset : offset + 4] = np.frombuffer(checksum.to_bytes(4, "little"), np.uint8)
@@ -269,8 +269,8 @@ class RecordTemplate:
         """Write the record of one tensor, a block of its elements at a time.
 
         Args:
-            slabs: Its bytes, in parts.
-            write: Writes some bytes.
+            slabs: The bytes of the tensor, in any number of buffers.
+            write: Writes bytes.
         """
         write(memoryview(self._head))
         checksum = 0
@@ -285,8 +285,8 @@ class RecordTemplate:
         """Write the records of tensors.
 
         Args:
-            data: The bytes of a tensor in each row, contiguous uint8.
-            stream: Open for writing.
+            data: Contiguous uint8: the bytes of one tensor in each row.
+            stream: A stream open for writing.
         """
         start = len(self._head)
         records = np.empty((len(data), self.length), np.uint8)
@@ -301,7 +301,7 @@ class RecordTemplate:
 
 
 class _AroundElements:
-    """A file that ``torch.save`` writes to, of which what stands around the elements is held.
+    """A file for ``torch.save`` that keeps the bytes before and after the elements.
 
     Args:
         elements: The storage that is saved, as bytes.
@@ -331,13 +331,13 @@ class _AroundElements:
 def errors_of(path: Any) -> Iterator[None]:
     """Raise the system's error for a file that is being written, with the file's name.
 
-    ``torch.save`` closes its zip file when a write fails, which fails as well, over positions that
-    do not fit; the reason is what that error came after.
+    If a write fails, ``torch.save`` closes its zip file, which fails as well with an error about
+    positions; the reason is the error in its context.
     """
     try:
         yield
     except PlacementError:
-        raise  # of what is read
+        raise  # it is about the data, not the file
     except Exception as error:
         reason: BaseException | None = error
         while reason is not None and not isinstance(reason, OSError):

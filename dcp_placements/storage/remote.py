@@ -1,12 +1,12 @@
 """Checkpoints at URLs: torch's interface of a file system, over fsspec.
 
-On an object store a file appears whole when its upload completes, so nothing is renamed and
-nothing is synced: what completes a checkpoint is put last, in one request.
+On an object store a file appears whole when its upload completes, so nothing is renamed or synced:
+the file that completes a checkpoint is uploaded last, in one request.
 
-fsspec and the libraries below it retry some of what a service answers. A connection that is reset
-or times out is not among it everywhere. So what can be repeated is repeated here: a range of bytes,
-a whole object, a question about one. Other processes write to the same place: fsspec's memory of
-directories is not used.
+fsspec and the libraries below it retry some requests, but not all of them retry after a connection
+was reset or timed out. So this module repeats all requests that can be repeated: for a range of
+bytes, a whole object, or information about an object. Other processes write to the same URLs, so
+fsspec's cache of directories is not used.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from dcp_placements.storage.file_reads import ByteRangeIO
 OBJECT_STORES = frozenset(
     ["abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss", "r2", "s3", "s3a", "tos"]
 )
-"""Protocols without directories, on which an upload appears whole, and replaces what was there."""
+"""Protocols without directories, on which an upload appears whole, and replaces an older file."""
 
 READ_AHEAD_NBYTES = 1 << 20
-"""Read in one request where less is wanted: at 20 ms a request and 100 MB/s it costs as much."""
+"""The least bytes of one request: at 20 ms a request and 100 MB/s fewer take about as long."""
 
 REQUEST_NBYTES = 64 << 20
-"""The largest range of one request: it is in memory beside the tensor."""
+"""The most bytes of one request, which are in memory in addition to the tensor."""
 
 WHOLE_NBYTES = 16 << 20
-"""A file that is opened again and again is downloaded as a whole up to this size."""
+"""A file that is opened several times is downloaded as a whole up to this size."""
 
 URL_THREADS = 8
-"""Files that are read at once from a URL, where nobody says otherwise."""
+"""The default number of threads that read from a URL."""
 
 TRIES = 4
 PAUSE_S = 0.1
-"""Before the second try; twice as long before each further one."""
+"""The pause before the second try; each further pause is twice as long."""
 
 PATIENCE_S = 60.0
-"""No further try begins after so long: libraries with retries of their own wait in each try."""
+"""No try begins later than this, since libraries with their own retries wait in each try."""
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ _ANSWERS: dict[type[OSError], int] = {
     IsADirectoryError: errno.EISDIR,
     NotADirectoryError: errno.ENOTDIR,
 }
-"""Errors that another try would only repeat."""
+"""Errors that are answers, which another try would only repeat."""
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -80,10 +80,10 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def local_or_url(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """Return a path as it is, and of a ``file://`` URL the local path.
+    """Return a path unchanged, and the local path of a ``file://`` URL.
 
     Raises:
-        CannotLook: A relative path begins as a URL does, as ``pathlib.Path`` leaves one.
+        CannotLook: A relative path begins like a URL, as ``pathlib.Path`` makes it of one.
     """
     text = os.fspath(path)
     if text.startswith(_LOCAL):
@@ -103,12 +103,13 @@ def request(url: str, call: Callable[[], T], *, tries: int = TRIES) -> T:
     """Return the result of a call that can be repeated.
 
     Args:
-        url: What the call is about, for messages.
-        call: The request.
+        url: URL of the request, for messages.
+        call: Makes the request.
         tries: The most calls.
 
     Raises:
-        OSError: With the URL, whatever was raised; missing credentials, too.
+        OSError: The request failed, for any reason, missing credentials included; the message has
+            the URL.
     """
     deadline = time.monotonic() + PATIENCE_S
     for attempt in range(1, tries + 1):
@@ -122,7 +123,7 @@ def request(url: str, call: Callable[[], T], *, tries: int = TRIES) -> T:
                 raise OSError(f"{url}: {_reason(error)}") from error
             time.sleep(PAUSE_S * 2 ** (attempt - 1))
         except Exception as error:
-            # Of the service's own library, which has its own retries: no credentials, no route.
+            # The service's library, with its own retries, raises this: no credentials, no route.
             raise OSError(f"{url}: {type(error).__name__}: {_reason(error)}") from error
     raise AssertionError("unreachable")
 
@@ -133,7 +134,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _download(fs: Any, url: str, nbytes: int | None = None, **span: int) -> bytes:
-    """Return a file's contents, or those from ``start`` to ``end``; a caller repeats it."""
+    """Return a file's contents, or those from ``start`` to ``end``, by a single try."""
     try:
         data = bytes(fs.cat_file(url, **span))
     except OSError:
@@ -142,14 +143,14 @@ def _download(fs: Any, url: str, nbytes: int | None = None, **span: int) -> byte
         # The service has answered before, so it is not the credentials: a checksum that differs.
         raise OSError(f"{type(error).__name__}: {_reason(error)}") from error
     if nbytes not in (None, len(data)):
-        # What is longer or shorter may be of something else.
-        place = " for the range {start}-{end}".format(**span) if span else f" of {nbytes}"
-        raise OSError(f"the service returned {len(data)} bytes{place}")
+        # Data of another length may be those of another version of the file.
+        expected = " for the range {start}-{end}".format(**span) if span else f" of {nbytes}"
+        raise OSError(f"the service returned {len(data)} bytes{expected}")
     return data
 
 
 class _Upload(io.RawIOBase):
-    """A file that is being uploaded: the errors of its requests name the URL."""
+    """A stream of a file that is being uploaded; errors of its requests name the URL."""
 
     def __init__(self, stream: Any, url: str) -> None:
         super().__init__()
@@ -163,16 +164,16 @@ class _Upload(io.RawIOBase):
         return int(self._stream.tell())
 
     def write(self, data: Any) -> int:
-        # Not repeated: a part of it may be in the stream already.
+        # This is not repeated, since some of the data may be in the stream already.
         return int(request(self._url, lambda: self._stream.write(data), tries=1))
 
 
 class Entry(NamedTuple):
-    """What a service says of a file or directory.
+    """What a service reports of a file or directory.
 
     Attributes:
-        nbytes: Of a file; None for what is none.
-        written: When that was, in seconds since 1970; 0 if the service does not say.
+        nbytes: Size of a file; None for a directory.
+        written: Time of the last write, in seconds since 1970; 0 if the service does not report it.
     """
 
     nbytes: int | None
@@ -183,7 +184,7 @@ class RemoteFileSystem:
     """The file system of a URL, as torch's writers and readers use it.
 
     Args:
-        options: What fsspec passes to the file system: ``key``, ``endpoint_url`` and such.
+        options: Options that fsspec passes to the file system, such as ``endpoint_url``.
     """
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
@@ -193,19 +194,19 @@ class RemoteFileSystem:
         self._connected: tuple[int, Any] = (0, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Another process connects by itself.
+        # Each process opens its own connection.
         return {**vars(self), "_connected": (0, None)}
 
     @property
     def fs(self) -> Any:
-        """The file system of fsspec, connected in this process: none survives a fork."""
+        """The file system of fsspec, connected in this process: no connection survives a fork."""
         if self._connected[0] != os.getpid():
             try:
                 from fsspec.core import url_to_fs
 
                 self._connected = os.getpid(), url_to_fs(self._url, **self._options)[0]
             except Exception as error:
-                # Of the protocol's library by its options, beside what fsspec raises.
+                # The protocol's library raises other errors, depending on its options.
                 reason = str(error)
                 if isinstance(error, ModuleNotFoundError) and error.name == "fsspec":
                     reason = "a URL needs fsspec\n    way out:     pip install fsspec"
@@ -218,8 +219,8 @@ class RemoteFileSystem:
         """Connect to the file system of a URL; return the URL without a slash at its end.
 
         Raises:
-            CannotLook: fsspec, or its library for this protocol, is not installed; or it knows no
-                such protocol.
+            CannotLook: fsspec, or its library for this protocol, is not installed; or fsspec does
+                not support the protocol.
         """
         head, scheme, rest = os.fspath(path).partition("://")
         self._url = f"{head}{scheme}{rest.rstrip('/') or '/'}"
@@ -229,7 +230,7 @@ class RemoteFileSystem:
         return self._url
 
     def _ask(self, method: str, path: str | os.PathLike[str], **options: Any) -> Any:
-        """Ask the service, not fsspec's memory of it."""
+        """Call a method of fsspec's file system, without its cache of directories."""
         url = os.fspath(path)
 
         def ask() -> Any:
@@ -240,7 +241,7 @@ class RemoteFileSystem:
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Yield a file. What is written appears when the block ends, and not if it raises."""
+        """Yield a file. A file that is written appears when the block ends, unless it raises."""
         url = os.fspath(path)
         if mode == "rb":
             with self.open(url) as stream:
@@ -251,12 +252,12 @@ class RemoteFileSystem:
         stream = request(url, lambda: self.fs.open(url, mode))
         try:
             yield _Upload(stream, url)
-            # Not repeated: a second close does nothing, and the file would be missing.
+            # This is not repeated: a second close would do nothing, and the file would be missing.
             request(url, stream.close, tries=1)
         except BaseException:
             with suppress(Exception):
                 if isinstance(stream, AbstractBufferedFile):
-                    # close() would complete the upload of a part of the file.
+                    # close() would complete the upload of an incomplete file.
                     stream.closed = True
                     stream.discard()
                 else:
@@ -267,11 +268,11 @@ class RemoteFileSystem:
     def open(self, url: str) -> io.BufferedReader:
         """Return a file, open for reading by ranges, one request each.
 
-        fsspec's own files read ahead by up to 50 MB, whatever is asked for, and give up at the
+        fsspec's own files read ahead by up to 50 MB, whatever is requested, and give up at the
         first error that their library does not retry.
 
         Raises:
-            OSError: There is none, or it cannot be reached.
+            OSError: The file does not exist, or cannot be reached.
         """
         nbytes = _entry(self._ask("info", url)).nbytes
         if nbytes is None:
@@ -287,8 +288,8 @@ class RemoteFileSystem:
     def opener(self, url: str) -> Callable[[], IO[bytes]]:
         """Return a function that opens a file, any number of times.
 
-        Up to 16 MiB the file is downloaded now, in one request: all that is read of it is of one
-        save, even if another process replaces it.
+        A file of up to 16 MiB is downloaded now, in one request: all reads are then of the same
+        version, even if another process replaces the file.
         """
 
         def whole() -> bytes | None:
@@ -308,16 +309,16 @@ class RemoteFileSystem:
         request(url, lambda: self.fs.pipe_file(url, data))
 
     def create(self, url: str, data: bytes) -> bool:
-        """Write a file in one request, unless there is one; return whether it was written.
+        """Write a file in one request unless it exists; return whether it was written.
 
-        S3, GCS and Azure decide it. Where a service cannot, two processes may both succeed.
+        S3, GCS and Azure let only one of several processes succeed; other services may not.
         """
         if self.exists(url):
             return False
         try:
             request(url, lambda: self.fs.pipe_file(url, data, mode="create"))
         except FileExistsError:
-            # By another process; or by a request of this one whose answer was lost.
+            # Another process created it, or a request of this one whose answer was lost.
             try:
                 return self.read(url) == data
             except FileNotFoundError:
@@ -331,11 +332,11 @@ class RemoteFileSystem:
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         """Move a file."""
         source, target = os.fspath(path), os.fspath(new_path)
-        # Not repeated: it may have moved, though the answer was lost.
+        # This is not repeated: the file may have moved although the answer was lost.
         request(source, lambda: self.fs.mv(source, target), tries=1)
 
     def mkdir(self, path: str | os.PathLike[str]) -> None:
-        """Make a directory; on an object store nothing: s3fs would create a missing bucket."""
+        """Make a directory; do nothing on an object store, where s3fs would create a bucket."""
         if not self.is_object_store:
             request(os.fspath(path), lambda: self.fs.makedirs(os.fspath(path), exist_ok=True))
 
@@ -344,29 +345,32 @@ class RemoteFileSystem:
         request(os.fspath(path), lambda: self.fs.rm_file(os.fspath(path)))
 
     def rm_files(self, path: str | os.PathLike[str], names: Iterable[str]) -> None:
-        """Remove those files of a directory that are there, in as few requests as possible."""
+        """Remove files of a directory, if they exist, in as few requests as possible."""
         if wanted := set(names):
             held = wanted.intersection(self.entries(path))
             urls = [self.concat_path(path, name) for name in sorted(held)]
             request(os.fspath(path), lambda: self.fs.rm(urls) if urls else None)
 
     def exists(self, path: str | os.PathLike[str]) -> bool:
-        """Whether there is such a file or directory."""
+        """Whether a file or directory exists."""
         return self.entry(path) is not None
 
     def entry(self, path: str | os.PathLike[str]) -> Entry | None:
-        """Return a file or directory (on an object store: files below); None for none."""
-        # fsspec's own exists() takes any error for the answer no.
+        """Return the entry of a file or directory; None if it does not exist.
+
+        On an object store a directory exists if files below it do.
+        """
+        # fsspec's own exists() returns False for any error.
         with suppress(FileNotFoundError):
             return _entry(self._ask("info", path))
         return None
 
     def entries(self, path: str | os.PathLike[str], *, below: bool = False) -> dict[str, Entry]:
-        """Return what is in a directory, by name.
+        """Return the entries of a directory by name.
 
         Args:
             path: The directory.
-            below: Whether to return all files below it in place of what is in it.
+            below: Whether to return all files below the directory instead.
         """
         root = str(self.fs._strip_protocol(os.fspath(path))).rstrip("/")
         try:
@@ -375,7 +379,7 @@ class RemoteFileSystem:
             return {}
         infos = listing.values() if below else listing
         entries = {str(info["name"]).rstrip("/"): _entry(info) for info in infos}
-        entries.pop(root, None)  # the object that a console creates for a folder
+        entries.pop(root, None)  # consoles create such an object for a folder
         return {name.removeprefix(f"{root}/"): entry for name, entry in entries.items()}
 
     def version(self, url: str) -> str:
@@ -383,12 +387,12 @@ class RemoteFileSystem:
         return str(self._ask("ukey", url))
 
     def ls(self, path: str | os.PathLike[str]) -> list[str]:
-        """Return the URLs of what is in a directory."""
+        """Return the URLs of the entries of a directory."""
         return [self.concat_path(path, name) for name in self.entries(path)]
 
 
 def _entry(info: Mapping[str, Any]) -> Entry:
-    # Each library has a name and a form of its own for the time.
+    # Each library has its own name and form of the time.
     written = next((info[key] for key in _TIMES if info.get(key) is not None), 0.0)
     if isinstance(written, str):
         written = datetime.fromisoformat(written)
@@ -406,7 +410,7 @@ class UrlPath:
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another save or load, at this path if one is given. Called on every rank."""
         if checkpoint_id:
-            checkpoint_id = self._place(checkpoint_id)
+            checkpoint_id = self._absolute(checkpoint_id)
             if is_url(checkpoint_id) != isinstance(self.fs, RemoteFileSystem):
                 self._use(checkpoint_id)
         super().reset(checkpoint_id)  # type: ignore[misc]
@@ -419,17 +423,17 @@ class UrlPath:
             return True
         return bool(super().validate_checkpoint_id(checkpoint_id))  # type: ignore[misc]
 
-    def _place(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-        """Return a URL as it is, and a local path as an absolute one.
+    def _absolute(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
+        """Return a URL unchanged, and a local path as an absolute one.
 
-        A relative path stays what it was at first: the process may change its working directory
-        while an ``async_save`` is under way, in whose thread torch gives it again.
+        A relative path keeps the absolute path that it had first: torch passes it again in the
+        thread of an ``async_save``, while the process may have changed its working directory.
         """
         path = local_or_url(path)
         if is_url(path):
             return path
-        places: dict[str, Path] = vars(self).setdefault("_places", {})
-        return places.setdefault(os.fspath(path), Path(path).absolute())
+        absolute: dict[str, Path] = vars(self).setdefault("_absolute_paths", {})
+        return absolute.setdefault(os.fspath(path), Path(path).absolute())
 
     def _use(self, path: str | os.PathLike[str]) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystem

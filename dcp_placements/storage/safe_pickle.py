@@ -1,13 +1,14 @@
 """Pickles of unknown origin: the standard library's unpickler in Python, with a list of names.
 
-``pickle.load`` calls whatever a file names and sets attributes on whatever a file reaches. Here a
-name becomes what the list has for it: a value, or a ``Call``, which checks its arguments, or stands
-for a class of which the file may fill empty instances once. Memory is in proportion to the file.
+``pickle.load`` calls whatever a file names and sets attributes on whatever a file reaches. This
+unpickler looks names up in a list, which has a value, or a ``Call``: that checks its arguments, or
+stands for a class of which the file may fill empty instances once. Memory is in proportion to the
+file.
 
 The unpickler in C allocates what a file claims (a slot of the memo, the length of a ``bytearray``),
-and hashes keys before anything here sees them: tuples of tuples that a few hundred bytes describe
-take hours, or end the process. The one in Python has a method for each opcode. Those that hash
-keys, fill instances or make them are replaced here, and the others that torch does not use left
+and hashes keys before they can be checked: nested tuples that a few hundred bytes describe take
+hours, or end the process. The unpickler in Python has a method for each opcode. Methods that hash
+keys, fill instances or create them are replaced here, and opcodes that torch does not use are left
 out; it takes twice the time.
 """
 
@@ -28,21 +29,22 @@ from dcp_placements.short_text import format_name
 MAX_NAME_CHARS = 200
 _MAX_FIELDS = 64
 LARGEST_KEY = 1 << 60
-"""Numbers from here on may have equal hashes, thousands of which take hours to tell apart."""
+"""Larger integers may have equal hashes; a dict of thousands of these takes hours."""
 MAX_KEY_VALUES = 128
-"""Values that one key of a dict or one element of a set has in all, however it nests."""
+"""The most values in one key of a dict or one element of a set, at all levels of nesting."""
 
-_COPIES = 4
+_UNFOLDED_RATIO = 4
 _SPARE = 1 << 16
 _SPARE_OF_CALL = 1 << 12
+"""A value may have this many elements per byte of its pickle, and some more in all or per call."""
 
 
 class RefusedGlobal(pickle.UnpicklingError):
     """A pickle names something that its kind of file does not use.
 
     Args:
-        name: What it asks for, as ``module.name``.
-        subject: The kind of file.
+        name: The name, as ``module.name``.
+        subject: The kind of file, for the message.
     """
 
     def __init__(self, name: str, subject: str) -> None:
@@ -52,7 +54,7 @@ class RefusedGlobal(pickle.UnpicklingError):
 
 
 def refusal(text: str) -> pickle.UnpicklingError:
-    """Return the error for a pickle that is broken, or asks for something it may not have."""
+    """Return the error for a pickle that is broken or refused."""
     return pickle.UnpicklingError(text)
 
 
@@ -61,9 +63,9 @@ class Call:
     """What a file may call by a name.
 
     Attributes:
-        name: What the file names.
-        make: Returns the result; None where it may only be mentioned.
-        kinds: The types of its arguments; None where ``make`` checks them.
+        name: The name in the file.
+        make: Returns the result; None if the name may be mentioned, but not called.
+        kinds: Types of the arguments; None if ``make`` checks them.
         fills: The class of which the file may have empty instances, which is never called.
     """
 
@@ -82,13 +84,13 @@ class Call:
 
 
 class Stub:
-    """Stands for what is not made of a pickle.
+    """Stands for an object of a pickle that is not created.
 
     Attributes:
-        by: What is called for it, as ``module.name``; empty for what has no name.
-        args: With what.
-        state: What it is given then; None for nothing.
-        elements: How many it has when all of it is looked at.
+        by: The callable that would create it, as ``module.name``; empty if that has no name.
+        args: Arguments of the call.
+        state: State that the pickle sets on the object; None for no state.
+        elements: Number of elements at all levels of nesting.
     """
 
     def __init__(self, by: str = "", args: tuple[Any, ...] = (), elements: int = 1) -> None:
@@ -99,13 +101,13 @@ class Stub:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The attributes that it is given."""
-        parts = self.state if isinstance(self.state, tuple) else (self.state,)
-        return {name: value for part in parts if part is not None for name, value in part.items()}
+        """The attributes in ``state``, which may be a tuple of dicts."""
+        states = self.state if isinstance(self.state, tuple) else (self.state,)
+        return {key: value for state in states if state is not None for key, value in state.items()}
 
 
 class _Opcodes(dict[int, Any]):
-    """What is done at each opcode."""
+    """The method of each opcode."""
 
     def __missing__(self, opcode: int) -> Any:
         raise refusal(f"it has an opcode {bytes([opcode])!r}, which torch does not use")
@@ -121,7 +123,7 @@ _OPCODES = (
     *(pickle.EMPTY_LIST, pickle.EMPTY_DICT),
     *(pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.BINPERSID),
 )
-"""Opcodes that are read as in all pickles: none allocates by a number, hashes or calls."""
+"""Opcodes with the standard methods: none of these allocates by a number, hashes or calls."""
 
 
 class SafeUnpickler(pickle._Unpickler):
@@ -135,7 +137,7 @@ class SafeUnpickler(pickle._Unpickler):
     """The kind of file, for messages."""
 
     allowed: ClassVar[Mapping[tuple[str, str], Any]] = {}
-    """By module and name: what a file may name."""
+    """Values and calls that a file may name, by module and name."""
 
     kinds: ClassVar[Collection[type[Any]]] = ()
     """Classes of which a file may have empty instances, to be filled."""
@@ -144,7 +146,7 @@ class SafeUnpickler(pickle._Unpickler):
         *(str, bytes, bool, int, float, type(None), frozenset, torch.dtype),
         *(PurePosixPath, PureWindowsPath),
     }
-    """Types of keys, and of what stands in a key that is a tuple."""
+    """Types of keys, and of the values in a key that is a tuple."""
 
     memo: dict[int, Any]
     stack: list[Any]
@@ -154,15 +156,15 @@ class SafeUnpickler(pickle._Unpickler):
         self._stream, self._nbytes = io.BytesIO(data), len(data)
         self._fields: set[tuple[str, ...]] = set()
         self._unseen = most_elements(data)
-        self._most_of_call = _COPIES * len(data) + _SPARE_OF_CALL
+        self._most_of_call = _UNFOLDED_RATIO * len(data) + _SPARE_OF_CALL
         super().__init__(self._stream)
 
     def load(self) -> Any:
         """Return the value of the pickle.
 
         Raises:
-            RefusedGlobal: It names something else than its kind of file; nothing has been called.
-            pickle.UnpicklingError: It is broken, or asks for something it may not have.
+            RefusedGlobal: The pickle names something that ``allowed`` lacks; nothing was called.
+            pickle.UnpicklingError: The pickle is broken or refused.
         """
         try:
             value = self._value()
@@ -173,7 +175,7 @@ class SafeUnpickler(pickle._Unpickler):
             raise
         except EOFError as error:
             raise refusal("it is cut short") from error
-        except Exception as error:  # all that arbitrary bytes make of it
+        except Exception as error:  # arbitrary bytes can raise anything
             raise refusal(f"it is broken ({type(error).__name__})") from error
 
     def _value(self) -> Any:
@@ -192,13 +194,13 @@ class SafeUnpickler(pickle._Unpickler):
         raise EOFError
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what a file gets for a name, which is short."""
+        """Return the value of a name; refuse long names."""
         if len(module) + len(name) > MAX_NAME_CHARS:
             raise refusal("it has a name of very many characters")
         return self.named(module, name)
 
     def named(self, module: str, name: str) -> Any:
-        """Return what a file gets for a name."""
+        """Return the value of a name."""
         # Protocols before 3 name modules as Python 2 did.
         value = self.allowed.get(("builtins" if module == "__builtin__" else module, name))
         if value is None:
@@ -220,13 +222,13 @@ class SafeUnpickler(pickle._Unpickler):
         return object.__new__(kind.fills)
 
     def fill(self, instance: Any, state: Any) -> Any:
-        """Give an instance that the file had made attributes that it has not yet; return it."""
+        """Set attributes that an instance does not have yet, and return the instance."""
         if type(instance) not in self.kinds:
             raise refusal(f"it changes {describe(instance)}")
         names: Any = tuple(state) if type(state) is dict else (None,)
         if len(names) > _MAX_FIELDS:
             raise refusal(f"it has very many attributes of {describe(instance)}")
-        if names not in self._fields:  # most instances have those of another one
+        if names not in self._fields:  # most instances have the names of earlier ones
             if not all(type(name) is str and not name.startswith("_") for name in names):
                 raise refusal(f"it has attributes of {describe(instance)} that are no fields")
             self._fields.add(names)
@@ -236,7 +238,7 @@ class SafeUnpickler(pickle._Unpickler):
         return instance
 
     def set_items(self, held: Any, items: Sequence[Any]) -> Any:
-        """Put keys and values, one after another, into a dict; return it."""
+        """Set alternating keys and values in a dict, and return the dict."""
         if type(held) not in (dict, OrderedDict):
             raise TypeError
         keys = items[::2]
@@ -246,7 +248,7 @@ class SafeUnpickler(pickle._Unpickler):
         return held
 
     def add_items(self, held: Any, items: Sequence[Any]) -> Any:
-        """Put values at the end of a list; return it."""
+        """Append values to a list, and return the list."""
         if type(held) is not list:
             raise TypeError
         held.extend(items)
@@ -258,23 +260,23 @@ class SafeUnpickler(pickle._Unpickler):
             self.check_key(key)
 
     def look_at(self, values: Sized) -> None:
-        """Refuse a file that has values looked at again and again: it can name them in few bytes.
+        """Refuse a file that refers to the same values very often, which takes few bytes.
 
         Args:
-            values: That are looked at, one after another.
+            values: Values that are visited now; their number is subtracted from what is left.
         """
         self._unseen -= len(values)
         if self._unseen < 0:
             raise refusal("it makes far more of itself than its size")
 
     def elements_of(self, *values: Any) -> int:
-        """Return how many elements values have when all of them is looked at.
+        """Return the number of elements of values, at all levels of nesting.
 
-        A file can refer to one value again and again: ``t = (t, t)`` sixty times is a text, or a
-        hash, of 2**60 parts.
+        A file can refer to one value many times: ``t = (t, t)`` sixty times has a text, or a hash,
+        of 2**60 elements.
 
         Raises:
-            pickle.UnpicklingError: They have far more than the file has bytes.
+            pickle.UnpicklingError: The values have far more elements than the file has bytes.
         """
         todo, count = list(values), 0
         while todo:
@@ -296,7 +298,7 @@ class SafeUnpickler(pickle._Unpickler):
         return count
 
     def check_key(self, key: Any) -> None:
-        """Refuse one such key."""
+        """Refuse a key that takes long to hash."""
         todo, count = [key], 0
         while todo:
             value = todo.pop()
@@ -361,17 +363,17 @@ class SafeUnpickler(pickle._Unpickler):
 
 
 def most_elements(data: bytes) -> int:
-    """Return how many elements the value of a pickle may have when all of it is looked at."""
-    return _COPIES * len(data) + _SPARE
+    """Return how many elements the value of a pickle may have, at all levels of nesting."""
+    return _UNFOLDED_RATIO * len(data) + _SPARE
 
 
 def check_unfolded(values: Iterable[Any], most: int) -> None:
-    """Refuse values that have very many elements when all of them are looked at.
+    """Refuse values that have very many elements, at all levels of nesting.
 
-    A file can refer to one value again and again, and a value to itself.
+    A file can refer to one value many times, and a value can refer to itself.
 
     Raises:
-        pickle.UnpicklingError: They have more than ``most``.
+        pickle.UnpicklingError: The values have more than ``most`` elements.
     """
     todo, seen = list(values), set()
     while todo and most >= 0:
@@ -390,7 +392,7 @@ def check_unfolded(values: Iterable[Any], most: int) -> None:
 
 
 def describe(value: Any) -> str:
-    """Return what a message calls a value of a pickle."""
+    """Return the text of a value of a pickle for messages."""
     if isinstance(value, Call | type):
         return value.name if isinstance(value, Call) else value.__name__
     return f"a {type(value).__name__}"

@@ -33,12 +33,12 @@ ID_PREFIX = "dcp_placements.save."
 """The prefix of keys of id records in ``storage_data``; the id follows."""
 
 RECORDS = 4
-"""Records of a rank. Torch's writer deals objects out over the files of its threads one after the
-other, so up to so many files of a rank have one."""
+"""Id records of a rank. Torch's writer deals objects out over the files of its threads in turn, so
+up to this many files of a rank have one."""
 
 _RECORD = re.compile(rb"dcp_placements save ([0-9a-f]{32})\n")
 ID_NBYTES = 256
-"""No record of an id is longer."""
+"""The largest size of an id record."""
 
 _NAME = re.compile(r"__(\d+)(?:_([0-9a-f]{8}))?_\d+\.distcp\Z")
 _UNFINISHED = re.compile(r"(?:\.[0-9a-f]{8})?\.tmp")
@@ -53,7 +53,7 @@ WAY_OUT = "way out:     load another checkpoint; this one is not sound"
 
 
 def writer_of(file: str) -> int | None:
-    """Return the rank that wrote a file, by its name; None where the name does not say.
+    """Return the rank that wrote a file, by its name; None if the name does not say it.
 
     >>> [writer_of(name) for name in ("__3_0.distcp", "__3_5e0f1a2b_0.distcp", "a.safetensors")]
     [3, 3, None]
@@ -72,12 +72,12 @@ def is_data_file(name: str) -> bool:
 
 
 def unfinished_name(name: str) -> str:
-    """Return a new name for a metadata file while it is written, which no other save has."""
+    """Return a temporary name for a metadata file, which no other save uses."""
     return f"{name}.{uuid.uuid4().hex[:8]}.tmp"
 
 
 def is_unfinished(name: str, finished: str) -> bool:
-    """Whether a name is one under which a metadata file is, or was, being written.
+    """Whether this is the temporary name of a metadata file.
 
     >>> is_unfinished(".metadata.81c20f3d.tmp", ".metadata")
     True
@@ -88,9 +88,9 @@ def is_unfinished(name: str, finished: str) -> bool:
 def file_states(
     path: str | os.PathLike[str], wanted: Callable[[str], bool]
 ) -> dict[str, tuple[int, int, int]]:
-    """Return when files of a directory were written, by name; and their sizes and inodes.
+    """Return times of the last write, sizes and inodes of files of a directory, by name.
 
-    One of these is different after a file was written again.
+    One of these differs after a file was written again.
     """
     states = {}
     with suppress(FileNotFoundError), os.scandir(path) as entries:
@@ -102,7 +102,7 @@ def file_states(
 
 
 def sync_directory(path: str | os.PathLike[str]) -> None:
-    """Write the names of a directory to the disk, where the system can."""
+    """Write the names in a directory to the disk, if the system supports it."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -113,7 +113,7 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
 
 
 def id_in_name(file: str) -> str | None:
-    """Return the beginning of a save's id, where a file's name carries it.
+    """Return the beginning of the save's id in a file's name; None if the name has none.
 
     >>> id_in_name("__3_5e0f1a2b_0.distcp"), id_in_name("__3_0.distcp")
     ('5e0f1a2b', None)
@@ -122,23 +122,23 @@ def id_in_name(file: str) -> str | None:
     return match[2] if match else None
 
 
-def named(prefix: str, save_id: bytes) -> str:
-    """Return the beginning of file names with the id of a save.
+def name_with_id(prefix: str, save_id: bytes) -> str:
+    """Return a prefix of file names, followed by the beginning of a save's id.
 
-    >>> named("__3_", bytes.fromhex("5e0f1a2b" * 4))
+    >>> name_with_id("__3_", bytes.fromhex("5e0f1a2b" * 4))
     '__3_5e0f1a2b_'
     """
     return f"{prefix}{save_id.hex()[:8]}_"
 
 
 def is_named(storage_data: Any) -> bool:
-    """Whether the files that a writer is going to write carry the id in their names."""
+    """Whether the files of a writer will have the id in their names."""
     prefix = getattr(storage_data, "prefix", None)
     return isinstance(prefix, str) and _NAMED_PREFIX.fullmatch(prefix) is not None
 
 
 def reserved_faults(fqns: Iterable[str]) -> list[Fault]:
-    """Return the keys of a state dict that are those of records of this package."""
+    """Return a fault for each key of a state dict that this package reserves."""
     ours = [fqn for fqn in fqns if fqn.startswith(RESERVED_KEY)]
     headline, way_out = "this package has this key for itself", "way out:     another key"
     return [
@@ -149,7 +149,7 @@ def reserved_faults(fqns: Iterable[str]) -> list[Fault]:
 
 
 def id_items(save_id: bytes, rank: int) -> list[WriteItem]:
-    """Return the write items of a rank's records, to stand before all others."""
+    """Return the write items of a rank's id records, which come before all other items."""
     key = ID_PREFIX + save_id.hex()
     return [
         WriteItem(MetadataIndex(key, torch.Size((rank, number))), WriteItemType.BYTE_IO)
@@ -158,7 +158,7 @@ def id_items(save_id: bytes, rank: int) -> list[WriteItem]:
 
 
 def id_data(index: MetadataIndex) -> io.BytesIO | None:
-    """Return the contents of an id record; None where an index is that of something else."""
+    """Return the contents of an id record; None for the index of another record."""
     if not index.fqn.startswith(ID_PREFIX):
         return None
     return io.BytesIO(f"dcp_placements save {index.fqn[len(ID_PREFIX) :]}\n".encode())
@@ -167,7 +167,7 @@ def id_data(index: MetadataIndex) -> io.BytesIO | None:
 def id_records(
     data: Mapping[MetadataIndex, StorageInfo],
 ) -> tuple[dict[str, StoredLocation], list[Fault]]:
-    """Return the first record of an id in each file, and the files with those of several ranks.
+    """Return the first id record of each file, and faults of files with those of several ranks.
 
     Each rank writes its own files. In torch's pickle all locations of a rank may share one text for
     its file, so that a single flipped bit gives all of them the file of another rank.
@@ -196,16 +196,16 @@ def id_records(
 
 
 def id_item(record: StoredLocation) -> ReadItem:
-    """Return what reads the record of an id."""
+    """Return the read item of an id record."""
     return object_read(MetadataIndex(record.fqn, record.offset))
 
 
 def id_fault(record: StoredLocation, data: bytes) -> Fault | None:
-    """Return the fault that another save wrote a file; None where the save of ``.metadata`` did.
+    """Return a fault saying that another save wrote a file; None if that of ``.metadata`` did.
 
     Args:
-        record: Of the id in the file, as ``.metadata`` has it.
-        data: What the file has there, of at most ``ID_NBYTES``.
+        record: Location of the id record, as ``.metadata`` has it.
+        data: The bytes at this location, at most ``ID_NBYTES``.
     """
     save_id, match = record.fqn[len(ID_PREFIX) :], _RECORD.fullmatch(data)
     other = match[1].decode() if match else None
@@ -223,7 +223,7 @@ def ids_to_check(
 ) -> list[StoredLocation]:
     """Return the id records to check for files.
 
-    For a file without a record they are those in the other files of the rank that wrote it.
+    For a file without an id record these are in the other files of the rank that wrote it.
     """
     if not records:
         return []
@@ -233,7 +233,7 @@ def ids_to_check(
     return [records[file] for file in sorted(speakers)]
 
 
-def missing(file: str) -> Fault:
+def missing_file(file: str) -> Fault:
     """Return the fault of a missing file."""
     likely = LIKELY_CUT_OFF
     if id_in_name(file) is not None:

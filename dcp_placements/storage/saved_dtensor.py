@@ -1,8 +1,8 @@
-"""A DTensor in a file of ``torch.save``: what its mesh and placements say, without a process group.
+"""A DTensor in a file of ``torch.save``: its mesh and placements, read without a process group.
 
-Of rank 1 of two, with rows 2 and 3 of a ``(4, 6)`` tensor::
+For rank 1 of two, which has rows 2 and 3 of a ``(4, 6)`` tensor::
 
-    rank_shard(local, made, 1)
+    rank_shard(local, dtensor, 1)
     RankShard(local, MeshCoordinate(("fsdp",), (2,), (1,)), (Shard(0),), torch.Size((4, 6)))
 """
 
@@ -25,16 +25,16 @@ from dcp_placements.storage.tensor_record import strided_tensor
 
 
 def rank_shard(local: torch.Tensor, dtensor: Stub, rank: int) -> RankShard | None:
-    """Return what a DTensor says of itself; None where its mesh does not have the rank.
+    """Return the shard that a DTensor describes; None if its mesh does not have the rank.
 
     Args:
-        local: Its local tensor.
-        dtensor: What stands for it, as of ``saved_tensor``.
-        rank: That wrote the file.
+        local: The local tensor.
+        dtensor: The stub of the DTensor, as ``saved_tensor`` returns it.
+        rank: The rank that wrote the file.
 
     Raises:
-        CannotPlace: It is of another rank; or it says something else than any torch's DTensors do,
-            or is partial.
+        CannotPlace: Another rank wrote the DTensor, it has a form that no torch writes, or it is
+            partial.
     """
     check_rank(dtensor, rank)
     try:
@@ -56,15 +56,15 @@ def rank_shard(local: torch.Tensor, dtensor: Stub, rank: int) -> RankShard | Non
 
 
 def check_rank(dtensor: Stub, rank: int) -> None:
-    """Refuse a DTensor that says that another rank has it.
+    """Refuse a DTensor that another rank wrote.
 
     Raises:
-        CannotPlace: It does.
+        CannotPlace: The rank in its mesh is another one.
     """
     try:
         saved_rank = _spec_of(dtensor)["mesh"].fields.get(RANK)
     except (AttributeError, KeyError, IndexError):
-        return  # of a form that no torch writes
+        return  # no torch writes this form
     if saved_rank not in (None, rank):
         raise CannotPlace(
             f"was written by rank {saved_rank}, in the file of rank {rank}",
@@ -73,14 +73,14 @@ def check_rank(dtensor: Stub, rank: int) -> None:
 
 
 def _spec_of(dtensor: Stub) -> dict[str, Any]:
-    """Return the fields of its mesh and placements."""
-    dtensor.state = dtensor.args[3]  # what it is given when it is made
+    """Return the fields of a DTensor's spec: its mesh and placements."""
+    dtensor.state = dtensor.args[3]  # the call that creates a DTensor has its attributes
     spec: Stub = dtensor.fields[SPEC]
     return spec.fields
 
 
 def _mesh_of(state: Mapping[str, Any]) -> MeshCoordinate | None:
-    """Return a mesh as its rank sees it.
+    """Return a mesh with the coordinate of its rank; None if the rank is not in it.
 
     Torch before 2.10 stores a tensor of the ranks, and before 2.13 the sizes of all axes together.
     """
@@ -99,7 +99,7 @@ def _mesh_of(state: Mapping[str, Any]) -> MeshCoordinate | None:
 
 
 def _placement_of(placement: Stub) -> Any:
-    """Return torch's placement for what stands for it."""
+    """Return torch's placement for its stub."""
     kind = placement.by.rpartition(".")[2]
     if kind == "Shard":
         return Shard(int(placement.fields["dim"]))

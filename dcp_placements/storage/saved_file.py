@@ -1,7 +1,7 @@
 """A file of ``torch.save`` with a whole state dict: where the elements of each tensor are in it.
 
-Nothing of it is executed: of its pickle dicts and lists are made, and of all else what stands for
-it. Elements are read in place, as those of a record of DCP.
+Nothing in the file is executed: its pickle gives dicts and lists, and stubs for all other objects.
+Elements are read in place, as those of DCP's records are.
 """
 
 from __future__ import annotations
@@ -43,15 +43,17 @@ _OBJECTS = (
 
 
 class SavedChunk(NamedTuple):
-    """A chunk of a checkpoint's tensor, as a part of a tensor in a file.
+    """A chunk of a checkpoint's tensor, as a strided view of a tensor in a file.
+
+    The second column of a ``(4, 3)`` tensor has sizes ``(4,)``, start 1 and steps ``(3,)``.
 
     Attributes:
-        path: Of the tensor, in what was saved.
-        shape: Of the tensor.
-        dtype: Likewise; None of an object.
-        sizes: Of the chunk.
-        start: Where it begins in the tensor, in elements of C order.
-        steps: From one element of the chunk to the next along each of its dims, likewise.
+        path: Path of the tensor in the saved value.
+        shape: Shape of the tensor in the file.
+        dtype: Dtype of the tensor; None for an object.
+        sizes: Sizes of the chunk.
+        start: First element of the chunk in the tensor, in C order.
+        steps: Distance between neighbours along each dim of the chunk, in elements of C order.
     """
 
     path: Path
@@ -63,26 +65,26 @@ class SavedChunk(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is the tensor, element by element."""
+        """Whether the chunk is the whole tensor, with its elements in order."""
         return not self.start and (self.sizes, self.steps) == (self.shape, c_strides(self.shape))
 
 
 Records = dict[tuple[str, str, tuple[int, ...]], TensorRecord]
-"""By key, file and offsets in the whole tensor: how a chunk lies there."""
+"""Records of chunks, by key, file and offsets in the whole tensor."""
 
 
 class SavedFile:
     """One file, opened.
 
     Args:
-        name: Of the file, for messages.
-        stream: Of its bytes.
+        name: Name of the file, for messages.
+        stream: Stream of the file's bytes.
 
     Attributes:
-        file: Its bytes; it counts those that are read.
+        file: The open file, which counts the bytes that are read.
 
     Raises:
-        PlacementError: It is no whole file of ``torch.save``.
+        PlacementError: The file is not a whole file of ``torch.save``.
     """
 
     def __init__(self, name: str, stream: IO[bytes]) -> None:
@@ -107,14 +109,14 @@ class SavedFile:
         self._stream.close()
 
     def tensor(self, path: Path) -> TensorRecord | None:
-        """Return the tensor at a path; None of anything else."""
+        """Return the tensor at a path; None for any other value."""
         try:
             return saved_tensor(value_at(self._tree, path))[0]
         except (LookupError, TypeError):
             return None
 
     def crc(self, path: Path) -> int | None:
-        """Return the CRC-32 of a tensor's elements in C order; None where it is of others."""
+        """Return the CRC-32 of a tensor's elements in C order; None if it is unknown."""
         tensor = self.tensor(path)
         if tensor is None or not tensor.is_contiguous or not self._has_crcs:
             return None
@@ -122,7 +124,7 @@ class SavedFile:
         return entry.CRC if entry is not None and entry.file_size == tensor.nbytes else None
 
     def record(self, fqn: str, chunk: SavedChunk) -> tuple[int, int, TensorRecord]:
-        """Return where a chunk is: its first byte, its bytes, and how it lies in them.
+        """Return where a chunk is: its first byte, its size in bytes, and its record.
 
         Raises:
             PlacementError: The file has another tensor at the path, or none, or ends too early.
@@ -154,7 +156,7 @@ class SavedFile:
         """Return a tensor in a mapping of the file, which is its storage.
 
         Raises:
-            Exception: It is not within its own storage, or the file is broken; of any type.
+            Exception: The tensor exceeds its storage, or the file is broken; of any type.
         """
         entry = self._entries[tensor.storage]
         if tensor.nbytes and tensor.start + tensor.span_nbytes > entry.file_size:
@@ -163,17 +165,17 @@ class SavedFile:
         offset, rest = divmod(start, tensor.dtype.itemsize)
         if rest:
             raise ValueError(f"its elements begin at byte {start}, and are not aligned")
-        place = file, offset, tensor.shape, tensor.strides
-        return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(*place)
+        view = file, offset, tensor.shape, tensor.strides
+        return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(*view)
 
     def object(self, fqn: str, path: Path, *, restricted: bool) -> Any:
-        """Return the object at a path, as ``torch.load`` makes it.
+        """Return the object at a path, as ``torch.load`` returns it.
 
-        No elements of tensors are read, unless an object of the file has some in it.
+        No elements of tensors are read, unless an object of the file contains tensors.
 
         Args:
-            fqn: Of the object, for messages.
-            path: Of the object.
+            fqn: Key of the object, for messages.
+            path: Path of the object.
             restricted: Whether a pickle that names more than plain values is refused.
 
         Raises:
@@ -194,11 +196,11 @@ class SavedFile:
             raise fault_error("objects cannot be loaded", fqn, headline, *_OBJECTS) from error
 
     def state(self, as_value: Callable[[Path, TensorRecord, Stub | None], Any]) -> Any:
-        """Return what is in it, with a value of the caller's for each tensor.
+        """Return the saved value, with a value of the caller's in place of each tensor.
 
         Args:
-            as_value: Called with a tensor's path, the tensor, and the DTensor of which it is the
-                local one, if any.
+            as_value: Called with a tensor's path, the tensor, and the DTensor whose local tensor it
+                is, if any.
         """
 
         def converted(value: Any, path: Path) -> Any:
@@ -213,7 +215,7 @@ class SavedFile:
 
 
 def _has_storage(value: Any) -> bool:
-    """Whether anything in what stands for values has elements in the file."""
+    """Whether a value contains elements in the file, also in the arguments of stubs."""
     todo, seen = [value], set()
     while todo:
         inner = todo.pop()
@@ -233,10 +235,10 @@ _PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_paramet
 
 
 def saved_tensor(value: Any) -> tuple[TensorRecord | None, Stub | None]:
-    """Return the plain tensor that a parameter or a DTensor has inside, and the DTensor.
+    """Return the plain tensor inside a parameter or DTensor, and the DTensor.
 
-    That is a call with four arguments: what makes the outer tensor, its class, with what, and its
-    attributes.
+    A DTensor is a call with four arguments: the function that creates the tensor, the class, the
+    function's arguments, and the attributes.
     """
     if type(value) is Stub and value.by in _PARAMETERS:
         return saved_tensor(value.args[0])
@@ -255,8 +257,9 @@ def saved_tensor(value: Any) -> tuple[TensorRecord | None, Stub | None]:
 def _chunk_of(tensor: TensorRecord, chunk: SavedChunk) -> TensorRecord:
     """Return where a chunk of a tensor is in the storage of the tensor.
 
-    The second column of a ``(4, 3)`` tensor of float32 that was saved transposed, from element 1 of
-    C order by steps of 3: from byte 16 of the storage, by steps of 1 element.
+    The second column of a ``(4, 3)`` tensor of float32 begins at element 1 in C order, with steps
+    of 3. If the tensor was saved transposed, the column begins at byte 16 of the storage, with
+    steps of 1 element.
     """
     offset, start = 0, chunk.start
     strides: dict[int, int] = {}

@@ -1,8 +1,8 @@
-"""``.metadata`` as torch's own pickle, which grows with chunks: its rows are written in bulk.
+"""``.metadata`` as torch's own pickle, whose rows, one per chunk, are written in bulk.
 
-In this pickle the rows of two chunks differ in a few numbers only. So they are written as arrays of
-records of equal length, which refer to values in the pickle's memo. ``pickle.load`` makes torch's
-objects of it; writing needs none of them. All else is what torch's objects are pickled to.
+In this pickle the rows of two chunks differ in a few numbers only. So rows are written as arrays of
+records of equal length, which refer to values in the pickle's memo. ``pickle.load`` creates torch's
+objects from them, while writing needs none. All other values are pickled as usual.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from dcp_placements.storage.torch_metadata import portable_state
 NO_STOCK_METADATA = (
     "this checkpoint has no stock metadata: run `dcp-placements stock-metadata PATH`"
 )
-"""Plain DCP ends in "No module named ..." and this, so there is no dot in it."""
+"""Plain DCP fails with "No module named ..." and this text, which therefore has no dot."""
 
 _PROTOCOL = b"\x80\x03"
-"""A pickle begins with it. This protocol has no frames, which would need the length of the rows."""
+"""The first bytes of the pickle. Protocol 3 has no frames, which would need the rows' length."""
 
 _MARKER_TEXT = b"dcp_placements index "
 MARKER_NBYTES = 2 + 5 + len(_MARKER_TEXT) + 32 + 1
@@ -44,17 +44,20 @@ _I32 = 1 << 31
 
 _CLASSES = (MetadataIndex, StorageInfo)
 _PLACE_FIELDS = ("fqn", "offset", "relative_path", "length", "transform_descriptors")
-"""Classes and attributes that rows refer to by one byte: they come first in the pickle."""
+"""Classes and attributes come first in the pickle, so that rows refer to them by one byte."""
 
 
 def marker(digest: bytes) -> bytes:
-    """Return how a pickle begins whose index has this digest. It has no effect on its value."""
+    """Return the first bytes of a pickle whose index has this digest; they do not change its value.
+
+    They push a text on the stack and pop it again.
+    """
     text = _MARKER_TEXT + digest.hex().encode()
     return _PROTOCOL + b"X" + struct.pack("<I", len(text)) + text + b"0"
 
 
 def marked_digest(head: bytes) -> bytes | None:
-    """Return the digest in the beginning of a pickle; None where there is none."""
+    """Return the digest in the first bytes of a pickle; None without one."""
     text = head[7 + len(_MARKER_TEXT) : MARKER_NBYTES - 1]
     try:
         digest = bytes.fromhex(text.decode())
@@ -64,21 +67,21 @@ def marked_digest(head: bytes) -> bytes | None:
 
 
 def refusing_pickle(digest: bytes) -> bytes:
-    """Return a pickle that refuses to load, with a sentence that tells how to write another."""
+    """Return a pickle that fails to load, with a message that says how to add stock metadata."""
     return marker(digest) + f"c{NO_STOCK_METADATA}\nMetadata\n.".encode()
 
 
 def is_refusing(head: bytes) -> bool:
-    """Whether the beginning of a pickle is that of one that refuses to load."""
+    """Whether these are the first bytes of a pickle that fails to load."""
     return head[MARKER_NBYTES:].startswith(f"c{NO_STOCK_METADATA}\n".encode())
 
 
 def values_pickle(metadata: Metadata, forms: Sequence[Any]) -> bytes:
-    """Return what an index has as a pickle: metadata without entries and rows, and the forms.
+    """Return the pickle inside an index: metadata without entries and rows, and the forms.
 
     Args:
-        metadata: All of it.
-        forms: Of entries; the chunks of tensors are left out.
+        metadata: The whole metadata.
+        forms: Forms of entries, whose chunks are left out.
     """
     pickling = _Pickling()
     plain = [
@@ -88,12 +91,12 @@ def values_pickle(metadata: Metadata, forms: Sequence[Any]) -> bytes:
 
 
 def stock_pickle(metadata: Metadata, index: RowIndex, digest: bytes) -> Iterator[bytes | bytearray]:
-    """Yield the pickle that every torch reads, in bounded pieces.
+    """Yield the pickle that every torch reads, in blocks of bounded size.
 
     Args:
-        metadata: All of it but entries and rows.
-        index: Of entries and rows.
-        digest: Of the archive of the index.
+        metadata: The metadata; entries and rows are those of ``index``.
+        index: The index.
+        digest: Digest of the index's archive.
     """
     pickling, entries = _Pickling(), index.entries
     yield marker(digest)
@@ -115,7 +118,7 @@ def stock_pickle(metadata: Metadata, index: RowIndex, digest: bytes) -> Iterator
         for offset in chunks.offsets.tolist()
     ]
     yield pickling.dump(own) + b"0"
-    # None is put into the memo, too, so that all records have the same parts.
+    # None is put into the memo, too, so that all records refer to it in the same way.
     steps = []
     for descriptors in index.transforms:
         steps.append(pickling.count())
@@ -128,17 +131,17 @@ def stock_pickle(metadata: Metadata, index: RowIndex, digest: bytes) -> Iterator
     ]
     memo = {None: none} | pickling.memo()
     yield from _rows(index, memo, np.array(numbers, np.int64))
-    # Into the state of the metadata, and that into the metadata.
+    # Set the rows in the state of the metadata, and the state in the metadata.
     yield b"sb."
 
 
 def _rows(index: RowIndex, memo: Mapping[Any, int], steps: Ints) -> Iterator[bytearray]:
-    """Yield the records of all rows, which refer to what was pickled before, in bounded pieces.
+    """Yield the records of all rows, which refer to earlier values, in blocks of bounded size.
 
     Args:
-        index: Of the rows.
-        memo: The numbers of keys, files, offsets, and of what all rows have.
-        steps: By list of transforms, its number.
+        index: The index.
+        memo: Memo numbers of keys, files, offsets, classes and attributes.
+        steps: Memo number of each list of transforms.
     """
     words = {name: b"h" + bytes([memo[name]]) for name in (*_CLASSES, *_PLACE_FIELDS)}
     integer, code = "<i4", b"J"
@@ -180,7 +183,7 @@ def _rows(index: RowIndex, memo: Mapping[Any, int], steps: Ints) -> Iterator[byt
 
 
 class _Pickling:
-    """One pickle, piece by piece; later pieces refer to what earlier ones put into the memo."""
+    """One pickle, written block by block; later blocks refer to the memo of earlier ones."""
 
     def __init__(self) -> None:
         self._buffer = io.BytesIO()
@@ -193,7 +196,7 @@ class _Pickling:
         }
 
     def dump(self, value: Any, *, fast: bool = False) -> bytes:
-        """Return what puts a value on the stack; if ``fast``, nothing of it into the memo."""
+        """Return opcodes that push a value on the stack; with ``fast`` they use no memo."""
         self._pickler.fast = fast
         self._buffer.seek(0)
         self._buffer.truncate()
@@ -201,7 +204,7 @@ class _Pickling:
         return self._buffer.getvalue()[2:-1]
 
     def plain(self, metadata: Metadata) -> bytes:
-        """Return what puts metadata without entries and rows, as every torch reads them."""
+        """Return opcodes that push metadata without entries and rows, as every torch reads them."""
         plain, data = copy.copy(metadata), metadata.planner_data
         for name in ("state_dict_metadata", "storage_data"):
             vars(plain).pop(name, None)
@@ -217,23 +220,23 @@ class _Pickling:
             for key, path in data.items()
             if type(key) is str and type(path) is tuple and set(map(type, path)) <= {str, int}
         }
-        parts = [self.dump(plain), b"}", self.dump("planner_data"), self.dump(paths, fast=True)]
+        blocks = [self.dump(plain), b"}", self.dump("planner_data"), self.dump(paths, fast=True)]
         for item in data.items():
             if item[0] not in paths:
-                parts += [*map(self.dump, item), b"s"]
-        return b"".join([*parts, b"sb"])
+                blocks += [*map(self.dump, item), b"s"]
+        return b"".join([*blocks, b"sb"])
 
     def count(self) -> int:
-        """Return how many values are in the memo: the number of the next one."""
+        """Return the number of values in the memo, which is the memo number of the next one."""
         return len(self._pickler.memo.copy())
 
     def memo(self) -> dict[Any, int]:
-        """Return the numbers of texts, sizes and classes in the memo; of equal ones the first."""
+        """Return the memo numbers of texts, sizes and classes; the first of equal ones."""
         held = sorted(self._pickler.memo.copy().values(), key=itemgetter(0), reverse=True)
         kinds = str, torch.Size, type
         return {value: number for number, value in held if isinstance(value, kinds)}
 
 
 def _portable(properties: TensorProperties) -> tuple[Any, ...]:
-    """Return how to pickle properties: as ``pickle`` does, with fewer fields."""
+    """Return the reduction of properties: that of ``pickle``, with fewer fields."""
     return copyreg.__newobj__, (TensorProperties,), portable_state(properties)  # type: ignore[attr-defined]

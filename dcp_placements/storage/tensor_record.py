@@ -1,10 +1,10 @@
 """One tensor as ``torch.save`` writes it: a zip file with the bytes of its storage uncompressed.
 
-The bytes can therefore be read in place, as many of them as are wanted: ``RecordHeads`` finds where
-they begin. It reads forwards from the first bytes of a record, because ``zipfile`` begins with the
-directory at the end, three more reads for a tensor of a few KB.
+So any of these bytes can be read in place: ``RecordHeads`` finds where they begin. It reads
+forwards from the first bytes of a record, because ``zipfile`` begins with the directory at the end,
+which takes three more reads for a tensor of a few KB.
 
-Everything that is not plain (with gaps, conjugated, transformed) goes to ``torch.load``.
+``torch.load`` reads all records that are not plain (with gaps, conjugated, transformed).
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ LOCAL = b"PK\x03\x04"
 DESCRIPTOR = b"PK\x07\x08"
 
 HEADS_NBYTES = (1 << 10, 16 << 10)
-"""Elements begin within the first KiB of what ``torch.save`` writes; with very many dims later."""
+"""Elements begin within the first KiB of a record, or later if a tensor has very many dims."""
 
 _LOCAL_HEADER = struct.Struct("<4s2xHH8xI4xHH")
 _DESCRIPTOR_NBYTES = 16
 BEHIND = 8
-"""Behind the elements stand ``DESCRIPTOR`` and their CRC-32, four bytes each."""
+"""Bytes of ``DESCRIPTOR`` and the CRC-32, which follow the elements."""
 
 SIZES_FOLLOW = 8
-"""The flag of an entry of a zip file whose checksum stands behind its bytes."""
+"""The flag of an entry of a zip file whose checksum follows its bytes."""
 
 _UTF_8 = 0x800
 
@@ -52,10 +52,12 @@ class TensorRecord:
     """Where the elements of a saved tensor are.
 
     Attributes:
-        strides: In elements. A record of DCP has no gaps between its elements, in any order.
-        start: Where they begin, in bytes from the record's first, or from that of a storage.
-        has_crc: Whether their checksum follows them; never where there are gaps.
-        storage: The name of the storage beside a pickle in which they are; empty in a record.
+        dtype: Dtype of the tensor.
+        shape: Shape of the tensor.
+        strides: Strides in elements. In a record of DCP the elements have any order, but no gaps.
+        start: First byte of the elements in the record, or in their storage.
+        has_crc: Whether a checksum follows the elements; False if they have gaps.
+        storage: Name of the storage in a file with several; empty in a record.
     """
 
     dtype: torch.dtype
@@ -71,34 +73,34 @@ class TensorRecord:
         return is_contiguous(self.shape, self.strides)
 
     def in_order(self) -> tuple[TensorRecord, list[int]]:
-        """Return it with the dim of the largest stride first, and its dims in this order."""
+        """Return the record with dims by descending strides, and the order of the dims."""
         dims = sorted(range(len(self.shape)), key=self.strides.__getitem__, reverse=True)
         shape, strides = ([values[dim] for dim in dims] for values in (self.shape, self.strides))
         return replace(self, shape=tuple(shape), strides=tuple(strides)), dims
 
     @property
     def nbytes(self) -> int:
-        """Of the elements."""
+        """Size of the elements."""
         return prod(self.shape) * self.dtype.itemsize
 
     @property
     def span_nbytes(self) -> int:
-        """Bytes from the first element to the end of the last; of one with elements."""
+        """Bytes from the first element to the end of the last; there must be elements."""
         steps = zip(self.shape, self.strides, strict=True)
         return (1 + sum((size - 1) * stride for size, stride in steps)) * self.dtype.itemsize
 
 
 class RecordHeads:
-    """Finds the elements of records; of records of one length that begin alike, by one head."""
+    """Finds the elements of records; parses equal heads of records of one size only once."""
 
     def __init__(self) -> None:
         self._latest: dict[int, tuple[bytes, TensorRecord]] = {}
 
     def find(self, part: ByteRange) -> TensorRecord | None:
-        """Return where the elements of a record are; None where the record is not plain.
+        """Return where the elements of a record are; None if the record is not plain.
 
         Args:
-            part: The record. No more than its head is read.
+            part: The record, of which only the head is read.
         """
         start, record = self._latest.get(part.size, (b"", None))
         if record is not None and part.read(0, len(start)) == start:
@@ -114,11 +116,11 @@ class RecordHeads:
 
 
 def parse_record(head: bytes, nbytes: int) -> TensorRecord | None:
-    """Return where the elements are; None where the record is not of the plain kind.
+    """Return where the elements of a record are; None if the record is not plain.
 
     Args:
-        head: The first bytes of the record, up to its elements at least.
-        nbytes: Length of the whole record.
+        head: The first bytes of the record, at least up to its elements.
+        nbytes: Size of the whole record.
     """
     try:
         entries = _entries(head)
@@ -150,16 +152,16 @@ def parse_record(head: bytes, nbytes: int) -> TensorRecord | None:
 
 
 def crc_entry(checksum: int) -> bytes:
-    """Return what stands behind elements with this CRC-32."""
+    """Return the ``BEHIND`` bytes after elements with this CRC-32."""
     return DESCRIPTOR + checksum.to_bytes(4, "little")
 
 
 def wrong_crc(checksum: int, behind: bytes | memoryview) -> str | None:
-    """Return how elements with this CRC-32 are not what was written; None if they are that.
+    """Return a text saying that elements differ from those that were written; None if equal.
 
     Args:
-        checksum: Of the elements.
-        behind: The ``BEHIND`` bytes behind them.
+        checksum: CRC-32 of the elements that were read.
+        behind: The ``BEHIND`` bytes after them.
     """
     if behind == crc_entry(checksum):
         return None
@@ -172,10 +174,10 @@ def wrong_crc(checksum: int, behind: bytes | memoryview) -> str | None:
 def entry_start(read_into: Callable[[memoryview, int], object], entry: zipfile.ZipInfo) -> int:
     """Return where the contents of an entry begin.
 
-    The name is in the file twice: ``torch.load`` goes by the header, ``zipfile`` by the directory.
+    The name is in the file twice: ``torch.load`` uses the header, ``zipfile`` the directory.
 
     Raises:
-        zipfile.BadZipFile: The header at the place that the directory gives is of another entry.
+        zipfile.BadZipFile: The header at the directory's position is of another entry.
     """
     name = entry.orig_filename.encode("utf-8" if entry.flag_bits & _UTF_8 else "cp437")
     head = bytearray(_LOCAL_HEADER.size + len(name))
@@ -190,10 +192,12 @@ def entry_start(read_into: Callable[[memoryview, int], object], entry: zipfile.Z
 
 
 def _check_extra(extra: bytes | bytearray) -> None:
-    """Check the length of what pads an entry: its fields say theirs, in two bytes after two others.
+    """Check the length of an entry's padding, which is a sequence of fields.
+
+    A field is an id of two bytes, its size of two bytes, and as many bytes.
 
     Raises:
-        zipfile.BadZipFile: Together they have another.
+        zipfile.BadZipFile: The fields have another length than the padding.
     """
     position = 0
     while position + 4 <= len(extra):
@@ -216,7 +220,7 @@ def _entries(head: bytes) -> Iterator[tuple[str, int, int | None]]:
         position = start + size
         if flags & SIZES_FOLLOW:
             end = head.find(DESCRIPTOR, start)
-            # The four bytes may be contents; the size that follows them is then another one.
+            # The four bytes may be contents; then a wrong size follows them.
             while end >= 0 and head[end + 8 : end + 12] != struct.pack("<I", end - start):
                 end = head.find(DESCRIPTOR, end + 1)
             position = end + _DESCRIPTOR_NBYTES
@@ -227,18 +231,18 @@ def _entries(head: bytes) -> Iterator[tuple[str, int, int | None]]:
 
 
 class Storage(NamedTuple):
-    """What a saved tensor is a part of."""
+    """The storage of a saved tensor."""
 
-    kind: str  # the name of its type, which has the dtype
-    key: str  # the name of its entry in the file
+    kind: str  # name of its type, which says the dtype
+    key: str  # name of its entry in the file
 
 
 class TorchUnpickler(SafeUnpickler):
-    """Makes dicts and lists of a pickle of ``torch.save``; refuses what allocates by a number.
+    """Reads dicts, lists and stubs from a pickle of ``torch.save``; refuses calls that allocate.
 
     Args:
         data: The pickle.
-        storages: The entries of those beside it, by key; None where they are unknown.
+        storages: Zip entries of the storages by key; None if they are unknown.
     """
 
     subject = "what torch.load(weights_only=True) loads"
@@ -272,10 +276,10 @@ class TorchUnpickler(SafeUnpickler):
         return Storage(name, key)
 
     def call(self, called: Any, args: Any) -> Any:
-        """Return what stands for the result of a call, or for an instance; dicts are made."""
+        """Return a stub of a call's result or of an instance; a dict for classes of dicts."""
         if type(args) is not tuple:
             raise TypeError
-        # Whatever is called may show its arguments in an error, or hash them.
+        # Any callable may format its arguments in an error, or hash them.
         elements = self.elements_of(args)
         if type(called) is not Call:
             if type(called) is not Stub or called.by not in _CALLABLE:
@@ -301,7 +305,7 @@ class TorchUnpickler(SafeUnpickler):
         return self.call(kind, args)
 
     def fill(self, instance: Any, state: Any) -> Any:
-        """Return what is not made, with its state."""
+        """Set the state of a stub, and return it."""
         if type(instance) is Stub:
             instance.elements += self.elements_of(state)
             instance.state = state
@@ -315,12 +319,12 @@ class TorchUnpickler(SafeUnpickler):
         return super().add_items([] if type(held) is Stub else held, items)
 
     def set_items(self, held: Any, items: Sequence[Any]) -> Any:
-        # A dict of a class of its own is not known before its first items.
+        # Only its items show that a stub is a dict of another class.
         return super().set_items({} if type(held) is Stub else held, items)
 
 
 def _check_shown(name: str, args: Sequence[Any]) -> None:
-    """Refuse arguments that torch would refuse with a text of them: that of a tensor is long."""
+    """Refuse arguments that torch would format in an error: the text of a tensor is long."""
     if name == "_rebuild_sparse_tensor":
         (layout,) = args[:1]
         is_short = type(layout) is Stub and layout.by == "torch.serialization._get_layout"
@@ -337,7 +341,7 @@ def _check_shown(name: str, args: Sequence[Any]) -> None:
 
 
 def strided_tensor(stub: Any) -> TensorRecord | None:
-    """Return where a pickle says that a tensor is; None if it is more than strided elements."""
+    """Return the record of a tensor's stub; None if the tensor is more than strided elements."""
     if type(stub) is not Stub or stub.by not in _REBUILT:
         return None
     storage, offset, shape, strides, _, _, *more = stub.args
@@ -370,10 +374,10 @@ STORAGES = {
 
 _HASHING = {"set", "frozenset", "dict", "OrderedDict", "Counter", "defaultdict"}
 _CALLABLE = {"functools.partial", "builtins.getattr", "__builtin__.getattr"}
-"""What is called for something that a pickle calls in its turn; torch.load refuses it by name."""
+"""Names whose result a pickle may call; ``torch.load`` refuses them by name."""
 _TORCH = ("torch", "torch.storage")
 _OF_TORCH = {"torch.Size", "torch.device"}
-"""What pickles call of ``torch`` itself; its storages and tensors allocate by a number."""
+"""Names in ``torch`` that pickles may call; its storages and tensors allocate by a number."""
 
 _ITEMSIZES = {
     **{kind: dtype.itemsize for kind, dtype in STORAGES.items()},

@@ -1,8 +1,8 @@
 """Files that ``torch.save`` wrote, checked before ``torch.load(weights_only=True)`` reads them.
 
-``torch.load`` executes nothing of them, but takes as much memory and time as a file asks for:
+``torch.load`` does not execute them, but takes as much memory and time as a file asks for:
 compressed entries expand, a pickle may call a global with a size or nest its keys, and a tensor of
-stride 0 has more elements than bytes. ``torch.save`` writes none of these but the last.
+stride 0 has more elements than bytes. ``torch.save`` writes only the last of these.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ BROKEN = (
     *(zipfile.BadZipFile, zlib.error, struct.error),
     *(EOFError, NotImplementedError, RuntimeError, ValueError),
 )
-"""What the standard library raises of zip files whose headers are damaged."""
+"""Errors of the standard library for zip files with damaged headers."""
 
 
 def load_saved_tensor(stream: Any) -> torch.Tensor:
     """Return the tensor of a seekable stream that ``torch.save`` wrote.
 
     Raises:
-        RefusedGlobal: It is of a type that ``torch.load`` was not told to allow.
-        ValueError: It is not one tensor in stored entries, or not of the stream's size.
-        Exception: Whatever else a broken record makes ``torch.load`` raise.
+        RefusedGlobal: The value has a type that ``torch.load`` does not allow.
+        ValueError: The value is not one tensor in stored entries, or is larger than the stream.
+        Exception: A broken record makes ``torch.load`` raise another error.
     """
     nbytes = int(stream.seek(0, io.SEEK_END))
     described = TorchUnpickler(*saved_pickle(stream)).load()
@@ -70,17 +70,17 @@ def load_saved_tensor(stream: Any) -> torch.Tensor:
 
 
 def load_plain(stream: Any, device: str | None = None) -> Any:
-    """Return the value of a seekable stream that ``torch.save`` wrote; nothing of it is called.
+    """Return the value of a seekable stream that ``torch.save`` wrote, without calling its names.
 
     Args:
         stream: The file.
-        device: Where its tensors are put; None for where each of them was.
+        device: Device of its tensors; None for the device that each was saved on.
 
     Raises:
-        ValueError: It is no zip file of stored entries.
-        pickle.UnpicklingError: ``torch.load(weights_only=True)`` refuses it, or would take far more
-            memory or time for it than its size.
-        Exception: Whatever else a broken file makes ``torch.load`` raise.
+        ValueError: The file is no zip file of stored entries.
+        pickle.UnpicklingError: ``torch.load(weights_only=True)`` refuses the file, or would take
+            far more memory or time than in proportion to its size.
+        Exception: A broken file makes ``torch.load`` raise another error.
     """
     data, storages = saved_pickle(stream)
     TorchUnpickler(data, storages).load()
@@ -93,7 +93,7 @@ def saved_pickle(stream: Any) -> tuple[bytes, dict[str, zipfile.ZipInfo]]:
     """Return the pickle in a file that ``torch.save`` wrote, and the entries of its storages.
 
     Raises:
-        ValueError: It is no zip file of stored entries, with one pickle.
+        ValueError: The file is no zip file of stored entries with one pickle.
     """
     file = stored_zip(stream)
     if file is None:
@@ -103,7 +103,7 @@ def saved_pickle(stream: Any) -> tuple[bytes, dict[str, zipfile.ZipInfo]]:
     if len(names) != 1:
         raise ValueError("it has no pickle, or several")
     if not any(entry.CRC for entry in entries.values()):
-        del entries[names[0]].CRC  # it was not written, and zipfile would compare it
+        del entries[names[0]].CRC  # no checksum was written, and zipfile would compare it
     data = file.read(names[0])
     stream.seek(0)
     prefix = f"{names[0].rpartition('/')[0]}/data/"
@@ -113,14 +113,17 @@ def saved_pickle(stream: Any) -> tuple[bytes, dict[str, zipfile.ZipInfo]]:
 
 
 def stored_zip(stream: Any) -> zipfile.ZipFile | None:
-    """Return a stream as a zip file in which ``torch.load`` finds what ``zipfile`` does.
+    """Return a stream as a zip file that ``torch.load`` and ``zipfile`` read alike.
 
-    The stream is at its beginning then. None where it does not begin as a zip file: ``torch.load``
-    reads that in its older format. Of entries whose names differ at most in case, and of several
-    directories, the two may choose different ones.
+    They could choose different entries if names differ at most in case, or if there are several
+    directories. The stream is left at its beginning.
+
+    Returns:
+        None if the stream does not begin like a zip file: ``torch.load`` reads it in its older
+        format.
 
     Raises:
-        zipfile.BadZipFile: It is broken.
+        zipfile.BadZipFile: The file is broken, or could be read in two ways.
         ValueError: An entry is compressed, or the entries are more bytes than the file.
     """
     nbytes = int(stream.seek(0, io.SEEK_END))
@@ -148,8 +151,8 @@ def zip_problem(stream: Any) -> tuple[str | None, bool]:
     """Return what is wrong with a record by its checksums; leave its stream at the beginning.
 
     Returns:
-        None where all of it is as it was written, or it is no zip file; and whether it has
-        checksums, if it is one.
+        The problem, None for a sound record or another file than a zip file; and whether the record
+        has checksums, True for another file than a zip file.
     """
     stream.seek(0)
     is_zip = stream.read(len(LOCAL)) == LOCAL
@@ -160,7 +163,7 @@ def zip_problem(stream: Any) -> tuple[str | None, bool]:
         file = zipfile.ZipFile(stream)
         has_crc = any(entry.CRC for entry in file.infolist())
         for entry in file.infolist():
-            # torch.load goes by the header before an entry, which this compares.
+            # torch.load uses the header before an entry; this compares it with the directory.
             file.open(entry).close()
         damaged = file.testzip() if has_crc else None
     except BROKEN as error:
@@ -173,7 +176,7 @@ def zip_problem(stream: Any) -> tuple[str | None, bool]:
 
 
 def _directory_start(stream: Any, nbytes: int) -> int | None:
-    """Return where the directory begins by the last bytes of a zip file; None for other ends."""
+    """Return the start of the directory by the last bytes of a zip file; None for other ends."""
     stream.seek(max(nbytes - _ENDS_NBYTES, 0))
     ends = stream.read(_ENDS_NBYTES)
     mark, start, comment_nbytes = _END.unpack(ends[-_END.size :])

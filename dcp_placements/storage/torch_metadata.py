@@ -1,12 +1,13 @@
-"""Torch's metadata: what they have of each key and location, and their checks.
+"""Torch's metadata: entries of keys, locations of chunks, and checks of both.
 
-Thousands of keys have a few forms. At thousands of ranks a list of torch's objects has thousands of
-elements for each way in which tensors are cut, and a rank needs few of them. So each form is kept
-once, and each list of chunks once, as an array. All of it is pickled as torch's own objects.
+Thousands of keys have a few *forms*: entries with equal dtype, shape and chunks. At thousands of
+ranks a list of torch's objects has thousands of elements for each way in which tensors are cut, and
+a rank needs few of them. So each form is kept once, and each list of chunks once, as an array. All
+of them are pickled as torch's own objects.
 
-A pickle may have put anything into the fields of torch's classes, so they are checked before
-anything relies on them. What is of unknown origin may also name any file, and list far more than
-its file has bytes.
+A pickle can put any value into the fields of torch's classes, so these are checked before use.
+Metadata of unknown origin can also name any file, and list far more chunks than their file has
+bytes.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from dcp_placements.errors import PlacementError
 from dcp_placements.layout.boxes import Boxes, Ints, as_array, as_boxes
 from dcp_placements.layout.sharding import Box
 from dcp_placements.short_text import format_name
-from dcp_placements.storage.provenance import stored
+from dcp_placements.storage.provenance import provenance_of
 
 PORTABLE_PROPERTIES = 5
-"""The fields of ``TensorProperties`` in a pickle that every torch reads."""
+"""Number of fields of ``TensorProperties`` in a pickle that every torch reads."""
 
 PROPERTIES = len(fields(TensorProperties))
-"""Those of this torch; 2.15 added ``strides``, which no reader uses."""
+"""Number of its fields in this torch; 2.15 added ``strides``, which no reader uses."""
 
 
 class _PickledProperties(TensorProperties):
@@ -54,26 +55,26 @@ class _PickledProperties(TensorProperties):
 
 
 PICKLED_PROPERTIES = {(TensorProperties.__module__, "TensorProperties"): _PickledProperties}
-"""By module and name: what ``pickle`` makes of ``TensorProperties`` of any torch."""
+"""The class that ``pickle`` uses for ``TensorProperties`` of any torch, by module and name."""
 
 
 def portable_state(instance: TensorProperties) -> tuple[Any, ...]:
-    """Return the state of ``instance`` to pickle, in the form that every torch reads."""
+    """Return the state of ``instance`` that every torch unpickles."""
     state: tuple[Any, ...] = instance.__getstate__()
     return state[:PORTABLE_PROPERTIES]
 
 
 class ChunkList(Sequence[ChunkStorageMetadata]):
-    """What ``TensorStorageMetadata.chunks`` lists, as an array of boxes that must not change.
+    """``TensorStorageMetadata.chunks`` as an array of boxes, which must not change.
 
-    Torch's object is created for each element that is read. Equal to any sequence of equal chunks.
-    Its pickle is that of torch's list, so that every reader of DCP loads it.
+    Each access to an element creates torch's object. The list equals any sequence of equal chunks,
+    and is pickled as torch's list, so that every reader of DCP loads it.
 
     Args:
         array: ``int64[chunks, 2, ndim]``, as ``layout/boxes`` has it.
 
     Raises:
-        ValueError: An array of another shape.
+        ValueError: The array has another shape.
     """
 
     __slots__ = ("array",)
@@ -129,7 +130,7 @@ def chunk_boxes(chunks: Sequence[ChunkStorageMetadata], ndim: int) -> Boxes:
     """Return the boxes of chunks of a tensor of ``ndim`` dims.
 
     Raises:
-        ValueError: Chunks of other dims.
+        ValueError: Chunks have another number of dims.
     """
     boxes: list[Box] = []
     if isinstance(chunks, ChunkList):
@@ -148,10 +149,10 @@ class Entries(NamedTuple):
 
     Attributes:
         fqns: The keys.
-        form_of: By key, the number of its form.
-        forms: Torch's objects, each once; the chunks of tensors are a ``ChunkList``.
-        lists: Of chunks, each once.
-        list_of: By form, the number of its list; -1 where it has none.
+        form_of: Number of the form of each key.
+        forms: Different entries, as torch's objects; the chunks of tensors are a ``ChunkList``.
+        lists: Different lists of chunks.
+        list_of: Number of the list of each form; -1 for a form without chunks.
     """
 
     fqns: list[str]
@@ -174,7 +175,7 @@ def build_entries(stored: Mapping[str, Any]) -> Entries:
     numbers: dict[Hashable, int] = {}
     lists: dict[Hashable, tuple[int, ChunkList]] = {}
     entries = Entries(list(stored), [], [], [], [])
-    # Of keys that are cut alike the planner lists one object.
+    # The planner lists one object for all keys that are cut alike.
     latest: dict[Any, tuple[Any, int]] = {}
     for entry in stored.values():
         size = getattr(entry, "size", None)
@@ -205,7 +206,7 @@ def build_entries(stored: Mapping[str, Any]) -> Entries:
 
 
 def differing_keys(entries: Entries, other: Entries) -> set[str]:
-    """Return the keys that two checkpoints describe otherwise, or that one of them lacks."""
+    """Return the keys whose entries differ in two checkpoints, or are in one of them only."""
     numbers, others = (dict(zip(e.fqns, e.form_of, strict=True)) for e in (entries, other))
     pairs = {fqn: (numbers.get(fqn, -1), others.get(fqn, -1)) for fqn in {**numbers, **others}}
     equal = {
@@ -224,7 +225,7 @@ def _same_form(form: Any, other: Any) -> bool:
 
 
 def _content(chunks: Sequence[ChunkStorageMetadata]) -> Hashable:
-    """Return what equal lists of chunks have in common, and no others."""
+    """Return a value that is equal for equal lists of chunks, and for no others."""
     if isinstance(chunks, ChunkList):
         return chunks.array.shape, chunks.array.tobytes()
     return tuple([(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks])
@@ -235,7 +236,11 @@ Transforms = tuple[str, ...] | None
 
 
 class StoredLocation(NamedTuple):
-    """Key and offset of a stored chunk, and where it is; the offset of an object is None."""
+    """Key and offset of a stored chunk, and the location of its record.
+
+    An object has offset None. The chunk at (2, 0) of ``experts`` in the first 64 bytes of a file is
+    ``StoredLocation("experts", (2, 0), "__1_0.distcp", 0, 64)``.
+    """
 
     fqn: str
     offset: Offset
@@ -256,7 +261,7 @@ class StoredLocation(NamedTuple):
         )
 
     def info(self) -> StorageInfo:
-        """Return it as torch has it in ``Metadata.storage_data``."""
+        """Return the location as torch's value in ``Metadata.storage_data``."""
         steps = None if self.transforms is None else list(self.transforms)
         return StorageInfo(self.path, self.start, self.length, steps)
 
@@ -276,8 +281,8 @@ def check_entries(entries: Entries, rows: int) -> None:
     """Check properties, sizes, and that entries do not unfold to far more than their file.
 
     Args:
-        entries: What an index has of their lists of chunks is in range.
-        rows: Places of chunks.
+        entries: Entries whose lists of chunks are in range.
+        rows: Number of locations of chunks.
     """
     _check("the metadata of a key", entries.forms, _ENTRIES)
     keys = np.bincount(np.array(entries.form_of, np.int64), minlength=len(entries.forms)).tolist()
@@ -298,7 +303,7 @@ def check_count(listed: int, rows: int) -> None:
 
 
 def check_files(names: Iterable[str]) -> None:
-    """Check that names are those of files in the checkpoint."""
+    """Check that names are names of files inside the checkpoint."""
     for file in names:
         if not isinstance(file, str) or os.path.isabs(file) or ".." in file.split("/"):
             raise ValueError(f"a file outside of the checkpoint: {file!r}")
@@ -320,10 +325,10 @@ def check_provenance(provenance: Mapping[str, Any]) -> None:
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Raise what a check of metadata raises as the error of a load.
+    """Convert errors of checks of metadata to the error of a load.
 
     Raises:
-        PlacementError: In place of ``AttributeError``, ``TypeError`` and ``ValueError``.
+        PlacementError: A check raised ``AttributeError``, ``TypeError`` or ``ValueError``.
     """
     try:
         yield
@@ -337,33 +342,33 @@ def refusing() -> Iterator[None]:
 
 
 def check_facts(metadata: Metadata) -> None:
-    """Check the types of the facts about a save and its storage, which a reader relies on.
+    """Check the types of the facts about a save and its storage, on which a reader relies.
 
     Raises:
-        TypeError: One is of another type.
+        TypeError: A fact has another type.
     """
     _check("storage_data", [metadata.storage_data], Mapping)
     _check("storage_meta", [metadata.storage_meta], (StorageMeta, type(None)))
-    check_provenance(stored(metadata) or {})
+    check_provenance(provenance_of(metadata) or {})
 
 
 def check_fields(metadata: Metadata) -> None:
     """Check the types of entries and locations.
 
-    Only plain dicts and lists are looked at. Others are those of an index, which was checked, or of
+    Only plain dicts and lists are checked. Other mappings are of an index, which was checked, or of
     another reader.
 
     Raises:
-        TypeError: A field is missing or of another type.
+        TypeError: A field is missing or has another type.
         ValueError: A number is negative, or larger than any tensor.
     """
     entries, locations = metadata.state_dict_metadata, metadata.storage_data
     _check("state_dict_metadata", [entries], Mapping)
     _check("planner_data", [metadata.planner_data], (Mapping, type(None)))
-    check_provenance(stored(metadata) or {})
+    check_provenance(provenance_of(metadata) or {})
     if type(entries) is dict:
         _check("a key", entries, str)
-        # Chunks in arrays are those of an index.
+        # Chunks in arrays are those of an index, which was checked.
         listed = [
             entry
             for entry in entries.values()
@@ -436,8 +441,8 @@ def counts(values: Any) -> tuple[int, ...]:
     """Return counts of elements or bytes that came from a file.
 
     Raises:
-        TypeError: They are something else.
-        ValueError: They are negative, too large, or too many.
+        TypeError: A value is no integer, or there is no list of them.
+        ValueError: A count is negative or too large, or there are too many.
     """
     if not isinstance(values, list | tuple):
         raise TypeError(f"a {type(values).__name__} where counts should be")

@@ -44,7 +44,7 @@ from dcp_placements.storage.metadata_file import (
     send_compactly,
     write_metadata,
 )
-from dcp_placements.storage.provenance import COPIES, stored
+from dcp_placements.storage.provenance import COPIES, provenance_of
 from dcp_placements.storage.rank_metadata import without_collectives
 from dcp_placements.storage.records import errors_of, split_by_chunk, write_items
 from dcp_placements.storage.remote import RemoteFileSystem, UrlPath, is_url
@@ -53,7 +53,7 @@ from dcp_placements.storage.save_ids import (
     id_in_name,
     is_data_file,
     is_unfinished,
-    named,
+    name_with_id,
     sync_directory,
     unfinished_name,
 )
@@ -63,23 +63,23 @@ from dcp_placements.storage.written import WriteResults
 logger = logging.getLogger(__name__)
 
 REMOVAL_S = 5.0
-"""So long ranks wait for the removal of older files, which goes on afterwards."""
+"""Ranks wait this long for the removal of older files, which continues afterwards."""
 
 MOST_STOCK_ROWS = 5_000_000
-"""Chunks of all ranks up to which what plain DCP reads is written: 260 MB of ``.metadata``."""
+"""The most chunks of all ranks for which stock metadata are written: 260 MB of ``.metadata``."""
 
 
 class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
-    """Writes a checkpoint that any reader of torch's reads; takes what ``FileSystemWriter`` takes.
+    """Writes checkpoints that torch's readers read; takes the arguments of ``FileSystemWriter``.
 
     ``dcp.save(state_dict, storage_writer=PlacementFileSystemWriter(path), planner=...)``, with
     any planner. ``storage_data`` of the ``Metadata`` that ``dcp.save`` returns is a read-only
     mapping; ``dict()`` converts it.
 
-    The names of data files carry the id of the save, as in ``__3_5e0f1a2b_0.distcp``. A save over
-    an older checkpoint leaves its files as they are, and removes them when its own ``.metadata``
-    is in place: until then the older checkpoint is whole, and the directory holds both. So does the
-    temporary name of ``.metadata``; what a killed save left under one is removed, too.
+    The names of data files have the id of the save, as in ``__3_5e0f1a2b_0.distcp``. A save over
+    an older checkpoint leaves the older files as they are, and removes them when its own
+    ``.metadata`` is in place: until then the older checkpoint is whole, and the directory holds
+    both. ``.metadata`` has a unique temporary name; such a file of a killed save is removed, too.
 
     A URL is written through fsspec. On an object store ``.metadata`` is uploaded last, in one
     request, under its own name.
@@ -91,10 +91,10 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             checkpoint, by an index; ``dcp-placements stock-metadata`` adds it later. ``"auto"``
             leaves it out above 5 million chunks, where each rank of plain DCP would take minutes
             and gigabytes to read it, and says so.
-        storage_options: What fsspec passes to the file system of a URL.
+        storage_options: Options that fsspec passes to the file system of a URL.
 
     Raises:
-        PlacementError: A ``serialization_format`` that no reader of ``.distcp`` files reads.
+        PlacementError: No reader of ``.distcp`` files reads this ``serialization_format``.
     """
 
     _before: Mapping[str, tuple[float, ...]] = {}
@@ -107,7 +107,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         storage_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        path = self._place(path)
+        path = self._absolute(path)
         super().__init__(path, *args, **kwargs)
         if self.serialization_format != SerializationFormat.TORCH_SAVE:
             raise PlacementError(
@@ -124,14 +124,14 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
 
     def _use(self, path: str | os.PathLike[str]) -> None:
         super()._use(path)
-        # Torch would sync all file systems of the machine for a file that is on none.
+        # For a file at a URL torch would sync all file systems of the machine.
         self.sync_files = self._syncs_local_files and not is_url(path)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a save. Called on every rank.
 
         Raises:
-            PlacementError: It is one without collectives.
+            PlacementError: The save is without collectives.
         """
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if not self.use_collectives:
@@ -145,7 +145,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         for number, plan in enumerate(plans):
             # The planner of this package sends an id, the same to all ranks.
             save_id = getattr(plan.planner_data, "save_id", own)
-            name = named(f"__{number}_", save_id)
+            name = name_with_id(f"__{number}_", save_id)
             prepared.append(replace(plan, storage_data=StoragePrefix(name)))
         return prepared
 
@@ -156,7 +156,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             A future of a sequence of ``WriteResult`` that is small to send.
 
         Raises:
-            Exception: Whatever the planner or the file system raised, in any thread.
+            Exception: The planner or the file system raised it, in any thread.
         """
         if self.transforms.extensions:
             return super().write_data(plan, planner)
@@ -191,13 +191,13 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write ``.metadata``, which completes the checkpoint. Called on the coordinator.
 
-        Then remove the data files of the checkpoint that was there before; other ranks wait for
-        that a few seconds at most.
+        Then the data files of the older checkpoint are removed; other ranks wait for this at most
+        a few seconds.
         """
         state = self._metadata_states().get(self._metadata_name)
         older = self._older_files() if state is not None else set()
         self._write_metadata(metadata, results)
-        # By a copy: this writer may begin another save, elsewhere.
+        # A copy removes them, since this writer may begin another save, elsewhere.
         removal = threading.Thread(target=copy(self)._remove_older, args=(older,))
         removal.start()
         removal.join(REMOVAL_S)
@@ -219,7 +219,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         return str(os.path.basename(self._metadata_path))
 
     def _metadata_states(self) -> Mapping[str, tuple[float, ...]]:
-        """Return when the metadata, and what is under their temporary names, were written."""
+        """Return file states of the metadata and of files with its temporary names."""
         name, path = self._metadata_name, self._metadata_path
         if isinstance(self.fs, RemoteFileSystem):
             entry = self.fs.entry(path)
@@ -227,16 +227,16 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         return file_states(self.path, lambda held: held == name or is_unfinished(held, name))
 
     def _opener(self) -> Any:
-        """Return what opens the existing metadata, any number of times."""
+        """Return a function that opens the existing metadata, any number of times."""
         if isinstance(self.fs, RemoteFileSystem):
             return self.fs.opener(self._metadata_path)
         return partial(self.fs.create_stream, self._metadata_path, "rb")
 
     def _older_files(self) -> set[str]:
-        """Return the data files that the index of the existing metadata names; empty without one.
+        """Return the data files in the index of the existing metadata; empty without an index.
 
-        Nothing in it is executed. Whatever it names, only names of data files in this directory
-        are returned.
+        Nothing in the metadata is executed. Only names of data files in this directory are
+        returned, whatever the index names.
         """
         try:
             return set(filter(is_data_file, read_file_names(self._opener())))
@@ -247,7 +247,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
     def _remove_older(self, names: set[str]) -> None:
         """Remove the files of the checkpoint that this save has replaced."""
         self._remove(names if any(map(id_in_name, names)) else self._names_without_id())
-        # What has changed meanwhile is being written by another save.
+        # Another save is writing the files that have changed meanwhile.
         now = self._metadata_states()
         unchanged = {name for name, state in self._before.items() if now.get(name) == state}
         self._remove(unchanged - {self._metadata_name})
@@ -255,8 +255,8 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
     def _names_without_id(self) -> set[str]:
         """Return the files of an older checkpoint of torch's writer.
 
-        It may be writing files of these names again. Those of the older checkpoint are not newer
-        than its metadata, which were there when this save began.
+        Torch's writer may be writing files of these names again. Files of the older checkpoint are
+        not newer than its metadata, which existed when this save began.
         """
         if self._metadata_name not in self._before:
             return set()
@@ -292,12 +292,12 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             result for held in results if not isinstance(held, WriteResults) for result in held
         ]
         if any(type(result.storage_data) is not StorageInfo for result in others):
-            super().finish(metadata, results)  # of a subclass with a type of its own
+            super().finish(metadata, results)  # a subclass has its own type of results
             return
         with quiet_gc():
             entries = build_entries(metadata.state_dict_metadata)
             metadata.version = CURRENT_DCP_VERSION
-            copies = bool((stored(metadata) or {}).get(COPIES))
+            copies = bool((provenance_of(metadata) or {}).get(COPIES))
             if len(columns) == len(results):
                 metadata.storage_data = build_index(columns, entries, copies=copies)
             else:
@@ -338,12 +338,12 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         try:
             self.fs.rename(new, path)
         except BaseException:
-            if not is_other:  # else it is all that there is
+            if not is_other:  # otherwise no other metadata are left
                 self._remove([name])
             raise
 
     def _replace(self, new: Any, path: Any) -> None:
-        """Give a local file the name of another one, or remove it."""
+        """Rename a local file over another one; remove it if that fails."""
         try:
             # Atomic: a job that is killed here leaves the older checkpoint or the new one.
             os.replace(new, path)
@@ -363,11 +363,11 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             self._remove([os.path.basename(new)])
             raise
         if self.sync_files:
-            # What the older .metadata names is removed next, and may be gone first otherwise.
+            # Otherwise the removal of the older files, which follows, may reach the disk first.
             sync_directory(self.path)
 
     def _has_stock(self, rows: int) -> bool:
-        """Whether to write what plain DCP reads."""
+        """Whether to write the pickle that plain DCP reads."""
         if self.stock_metadata == "auto" and rows > MOST_STOCK_ROWS:
             warnings.warn(
                 f"{self.path}: {rows:,} chunks: what plain DCP reads is left out of .metadata, as "

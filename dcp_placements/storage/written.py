@@ -1,8 +1,8 @@
-"""What one rank wrote: the locations of its chunks, as it sends them, and as torch's results.
+"""The locations of the chunks that one rank wrote, as it sends them, and as torch's results.
 
-Ranks write their files alike, but for the offsets of the chunks, the names of the files, and the
-keys of which one rank has all: random states, positions in the data. So a rank sends its
-*template*, which many ranks have in common, apart from its own.
+The files of many ranks differ only in the offsets of the chunks, the names of the files, and the
+keys that one rank writes alone: random states, positions in the data. So a rank sends a *template*,
+which many ranks have in common, and separately what is its own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TemplateRows(NamedTuple):
         file: Number of the file among those of the writer.
         transforms: Number of the list of transforms.
         start: First byte in the file.
-        length: Bytes.
+        length: Size in bytes.
     """
 
     key: Ints
@@ -48,26 +48,29 @@ class TemplateRows(NamedTuple):
     length: Ints
 
     def packed(self, *before: Ints) -> Any:
-        """Return all columns as one array, behind others of as many rows; see ``differences``."""
-        # Records mostly follow one another: counted from the end of the one before, starts are 0.
+        """Return the differences of all columns in one array, after other columns of equal length.
+
+        Most records follow one another. So a start is counted from the end of the record before:
+        starts 0, 64, 128 of records of 64 bytes become 0, 0, 0.
+        """
         ends = np.concatenate([[0], (self.start + self.length)[:-1]])[: len(self.start)]
         return differences([*before, *self._replace(start=self.start - ends)])
 
     @staticmethod
     def unpacked(columns: Ints) -> TemplateRows:
-        """Return the columns of an array, which ``packed`` returned."""
+        """Return the columns of an array as ``packed`` returns it, after ``summed``."""
         rows = TemplateRows(*columns)
         return rows._replace(start=np.cumsum(rows.start) + np.cumsum(rows.length) - rows.length)
 
 
 class Template(NamedTuple):
-    """What ranks that wrote alike have in common.
+    """What ranks with equal files have in common.
 
     Attributes:
-        fqns: Keys, each once.
-        dims: By slot, the number of dims of its offset; -1 of objects.
-        transforms: The transforms that wrote the bytes, each list once; None for none.
-        rows: By row, which of these.
+        fqns: Different keys.
+        dims: Number of dims of each slot's offset; -1 for objects.
+        transforms: Different lists of the transforms that wrote the bytes; None for no transforms.
+        rows: Rows, which refer to these by number.
     """
 
     fqns: Sequence[str]
@@ -92,18 +95,18 @@ class Template(NamedTuple):
 
     @property
     def content(self) -> tuple[Any, ...]:
-        """What equal templates have in common, and no others."""
+        """A value that is equal for equal templates, and for no others."""
         return self.fqns, self.dims, self.transforms, np.stack(self.rows).tobytes()
 
     def packed(self) -> bytes:
-        """Return it as it is sent; equal templates give equal bytes."""
+        """Return the template as bytes to send; equal templates give equal bytes."""
         rows = self.rows.packed()
         texts = json.dumps([components(self.fqns), self.dims, self.transforms])
         return zlib.compress(pickle.dumps((texts, rows.dtype.char, rows.tobytes())), 6)
 
     @staticmethod
     def unpacked(packed: Template | bytes) -> Template:
-        """Return a template that may have been sent."""
+        """Return a template, unpacked if it was sent."""
         if isinstance(packed, Template):
             return packed
         texts, kind, data = pickle.loads(zlib.decompress(packed))
@@ -114,29 +117,29 @@ class Template(NamedTuple):
 
 
 def _numbered(column: Sequence[T]) -> tuple[tuple[T, ...], list[int]]:
-    """Return the different values, in order, and of each value its number among these."""
+    """Return the different values, in order, and the number of each value among these."""
     numbers = {value: number for number, value in enumerate(dict.fromkeys(column))}
     return tuple(numbers), [numbers[value] for value in column]
 
 
 class WriteResults(Sequence[WriteResult]):
-    """What one rank wrote: a sequence of torch's ``WriteResult``, small to send.
+    """What one rank wrote: a sequence of torch's ``WriteResult`` that is small to send.
 
-    A rank that wrote 64 bytes of ``experts`` at (2, 0), and behind them an object ``rng.1``::
+    A rank that wrote 64 bytes of ``experts`` at (2, 0), followed by an object ``rng.1``::
 
         template:  experts, slot 0 of offsets of 2 dims, file 0, no transforms, 64 bytes
         offsets:   [2, 0], of slot 0
         paths:     __1_0.distcp
         apart:     rng.1 is at byte 64 of __1_0.distcp
 
-    Keys of one chunk in all are apart from the template, and the writer puts them at the end of a
-    file: so their lengths move no record of a template.
+    Keys that have only one chunk are apart from the template. The writer puts them at the end of a
+    file, so that their sizes move no record of a template.
 
     Args:
-        template: What ranks have in common; packed where it was sent.
-        offsets: Of all slots, one after another.
-        paths: The files, relative to the checkpoint.
-        apart: Keys of which all is in one location.
+        template: What ranks have in common; packed if it was sent.
+        offsets: Offsets of all slots, one after another.
+        paths: Paths of the files, relative to the checkpoint.
+        apart: Locations of keys that have only one chunk.
     """
 
     def __init__(
@@ -153,8 +156,8 @@ class WriteResults(Sequence[WriteResult]):
         """Return what a rank sends.
 
         Args:
-            locations: In the order in which they were written; the later one of a chunk counts.
-            whole: Keys of which all is in one location.
+            locations: Locations in the order of writing; the last one of a chunk counts.
+            whole: Keys that have only one chunk.
         """
         latest = list(
             {(location.fqn, location.offset): location for location in locations}.values()
@@ -170,10 +173,10 @@ class WriteResults(Sequence[WriteResult]):
     def of_records(
         records: Iterable[tuple[str, Iterable[tuple[Sequence[WriteItem], int]]]],
     ) -> WriteResults:
-        """Return what a rank sends of records, which stand one after another in its files.
+        """Return what a rank sends for adjacent records in its files.
 
         Args:
-            records: Of each file its name, and the items and the length of records of one length.
+            records: Path of each file, and batches of items with the size of each item's record.
         """
         locations, whole = [], set()
         for path, batches in records:
@@ -189,7 +192,7 @@ class WriteResults(Sequence[WriteResult]):
 
     @cached_property
     def locations(self) -> list[StoredLocation]:
-        """Those of the template, then those apart."""
+        """Locations of the template, then those apart."""
         template, numbers = Template.unpacked(self.template), iter(self.offsets.tolist())
         slots = [None if n < 0 else tuple(islice(numbers, n)) for n in template.dims]
         locations = []
@@ -227,7 +230,7 @@ def _result(location: StoredLocation) -> WriteResult:
 
 
 def is_whole(item: WriteItem) -> bool:
-    """Whether an item alone writes all of a key: no other rank writes a copy."""
+    """Whether an item writes all of a key, and no other rank writes a copy."""
     data = item.tensor_data
     if getattr(item, "copied", False):
         return False

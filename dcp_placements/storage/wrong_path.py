@@ -17,7 +17,7 @@ from dcp_placements.storage.rank_metadata import only_of_ranks
 from dcp_placements.storage.remote import is_url
 
 MAX_LISTED = 200
-"""Directories beside a path that a message is derived from."""
+"""The most neighbouring directories that are searched for a message."""
 
 _WAY_OUT = "the directory of a checkpoint, in which .metadata is"
 
@@ -55,8 +55,8 @@ def unreadable_metadata(path: str | os.PathLike[str], error: Exception) -> Place
     """Return the error of a load from metadata that cannot be read.
 
     Args:
-        path: Of the file.
-        error: What reading it raised.
+        path: Path of the metadata file.
+        error: The error of reading it.
     """
     file, nbytes = Path(path), ""
     if file.is_file():
@@ -71,7 +71,7 @@ def unreadable_metadata(path: str | os.PathLike[str], error: Exception) -> Place
 
 
 def _way_out(folder: Path) -> str:
-    """Return which complete checkpoint to load: one inside, or the newest one beside."""
+    """Return a way out: a complete checkpoint inside the folder, or the newest one beside it."""
     if inside := [name for _, name in _completed(folder)]:
         return f"way out:     one of the checkpoints inside: {format_names(sorted(inside), 4)}"
     if beside := [name for _, name in _completed(folder.parent) if name != folder.name]:

@@ -26,8 +26,8 @@ from dcp_placements.storage.provenance import (
     doubts_of,
     packed_doubts,
     packed_record,
+    provenance_of,
     record_of,
-    stored,
 )
 from dcp_placements.testing import FakeDTensor, World
 from tests.offline_scenes import Run
@@ -60,7 +60,7 @@ def state(rank: int) -> dict[str, Any]:
 
 def saved_record(path: Path) -> SaveRecord:
     metadata = FileSystemReader(path).read_metadata()
-    record = record_of(stored(metadata), metadata.state_dict_metadata)
+    record = record_of(provenance_of(metadata), metadata.state_dict_metadata)
     assert record is not None
     return record
 
