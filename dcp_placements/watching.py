@@ -20,7 +20,7 @@ from dcp_placements.errors import PlacementError
 from dcp_placements.installation import EndedCall
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.doctor import OVERWRITTEN, Diagnosis, diagnose
-from dcp_placements.storage.provenance import stored
+from dcp_placements.storage.provenance import provenance_of
 
 _COUNTED = {"keys": "tensors", "objects": "objects", "missing": "missing", "unread": "unread"}
 """Collections of keys of a report, of which a line has the number, by its name there."""
@@ -71,7 +71,7 @@ def line_of(call: EndedCall) -> dict[str, Any]:
     A planner that is none of ours has no report; one that was sent to another process has none
     here.
     """
-    provenance = stored(call.planner.metadata) if call.kind == "load" else None
+    provenance = provenance_of(call.planner.metadata) if call.kind == "load" else None
     step = getattr(call.planner, "step", None) if call.kind == "save" else None
     line: dict[str, Any] = {
         "step": step if provenance is None else provenance.get("step"),
@@ -95,7 +95,7 @@ def lost_experts(path: str, planner: Any) -> str | None:
         path: Of the checkpoint.
         planner: The planner of the load.
     """
-    if stored(planner.metadata) is not None:  # its save was proved
+    if provenance_of(planner.metadata) is not None:  # its save was proved
         return None
     try:
         diagnosis = diagnose(Checkpoint(path))
