@@ -1,13 +1,13 @@
 """The algebra of boxes: which are equal, which meet, whether they make a whole, what is left.
 
-Many boxes are one array ``int64[n, 2, ndim]``: of each box its offsets, then its sizes, in elements
+Many boxes are one array ``int64[n, 2, ndim]``: each box is its offsets, then its sizes, in elements
 of the whole tensor. Two ep ranks that hold half of an expert weight of shape ``(4, 3)`` each::
 
     [[[0, 0], [2, 3]],
      [[2, 0], [2, 3]]]
 
-Whoever asks such a question asks it here: the proof of a save and of a load, the structure of a
-checkpoint, a rehearsal, an import. Boxes without elements meet nothing.
+The proof of a save and of a load, the structure of a checkpoint, rehearsals and imports all use
+these functions. Boxes without elements meet nothing.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def numel(boxes: Boxes) -> Ints:
 
 
 def unique(boxes: Ints) -> tuple[Ints, Ints]:
-    """Return where each different box is first, in order of offsets, and each box's number there.
+    """Return the first row of each different box, in order of offsets, and each box's number there.
 
-    Of any other table of integers the same of its rows.
+    ``boxes`` may be any other table of integers, whose rows are then compared.
 
     >>> first, number = unique(as_array([Box((2,), (2,)), Box((0,), (2,)), Box((2,), (2,))], 1))
     >>> first.tolist(), number.tolist()
@@ -88,23 +88,23 @@ def intersect(boxes: Boxes, others: Boxes) -> Boxes:
     return np.stack([offsets, stops - offsets], axis=1)
 
 
-def common(one: Box, other: Box) -> Box | None:
+def common(box: Box, other: Box) -> Box | None:
     """Return what two boxes share, or None; for single boxes, without arrays."""
-    offsets = tuple(map(max, one.offsets, other.offsets))
-    ends = map(min, map(add, *one), map(add, *other))
+    offsets = tuple(map(max, box.offsets, other.offsets))
+    ends = map(min, map(add, *box), map(add, *other))
     sizes = tuple(map(sub, ends, offsets))
     return Box(offsets, sizes) if min(sizes, default=1) > 0 else None
 
 
 @dataclass(eq=False)
 class Index:
-    """Boxes among which those that meet others are searched."""
+    """Boxes, searched for those that meet a given box."""
 
     boxes: Boxes
 
     @cached_property
     def _dims(self) -> list[tuple[Ints, Ints, Any]]:
-        """By dim the order of the boxes by their starts, these, and the largest size."""
+        """For each dim: the order of the boxes by start, the sorted starts, the largest size."""
         dims = []
         for dim in range(self.boxes.shape[2] if len(self.boxes) else 0):
             order = np.argsort(self.boxes[:, 0, dim], kind="stable")
@@ -112,13 +112,13 @@ class Index:
         return dims
 
     def meeting(self, boxes: Boxes) -> tuple[Ints, Ints]:
-        """Return the pairs ``(one of boxes, one of the index)`` that share elements, sorted."""
-        one, other = map(np.concatenate, zip(*self.blocks(boxes), strict=True))
-        order = np.lexsort((other, one))
-        return one[order], other[order]
+        """Return the pairs ``(row of boxes, row of the index)`` that share elements, sorted."""
+        rows, own_rows = map(np.concatenate, zip(*self.iter_pairs(boxes), strict=True))
+        order = np.lexsort((own_rows, rows))
+        return rows[order], own_rows[order]
 
-    def blocks(self, boxes: Boxes) -> Iterator[tuple[Ints, Ints]]:
-        """Yield the pairs of some boxes at a time.
+    def iter_pairs(self, boxes: Boxes) -> Iterator[tuple[Ints, Ints]]:
+        """Yield the same pairs, some of ``boxes`` at a time.
 
         The candidates of a box are found by a binary search along the dim that leaves the fewest.
         """
@@ -131,12 +131,12 @@ class Index:
             near = np.maximum(starts.searchsorted(stops[:, dim]) - low, 0)
             if near.sum() < counts.sum():
                 first, counts, order = low, near, by_start
-        blocks = np.flatnonzero(np.diff(np.cumsum(counts) // _PAIRS, prepend=-1)).tolist()
-        for start, stop in pairwise([*(blocks or [0]), len(boxes)]):
-            one, place = expanded(first[start:stop], counts[start:stop])
-            one, other = one + start, order[place]
-            shares = (intersect(boxes[one], self.boxes[other])[:, 1] > 0).all(axis=1)
-            yield one[shares], other[shares]
+        batches = np.flatnonzero(np.diff(np.cumsum(counts) // _PAIRS, prepend=-1)).tolist()
+        for start, stop in pairwise([*(batches or [0]), len(boxes)]):
+            number, candidate = expanded(first[start:stop], counts[start:stop])
+            rows, own_rows = number + start, order[candidate]
+            shares = (intersect(boxes[rows], self.boxes[own_rows])[:, 1] > 0).all(axis=1)
+            yield rows[shares], own_rows[shares]
 
     def overlaps(self, box: Box) -> list[tuple[int, Box, Box]]:
         """Return ``(number, box of the index, what both share)`` for each that meets a box.
@@ -148,7 +148,7 @@ class Index:
         equal = np.flatnonzero((self.boxes == wanted).all(axis=(1, 2)))
         if len(equal) and 0 not in box.sizes:
             return [(int(equal[0]), box, box)]
-        met = np.sort(np.concatenate([other for _, other in self.blocks(wanted)]))
+        met = np.sort(np.concatenate([own_rows for _, own_rows in self.iter_pairs(wanted)]))
         boxes = self.boxes[met]
         shared = as_boxes(intersect(boxes, wanted))
         return list(zip(met.tolist(), as_boxes(boxes), shared, strict=True))
@@ -166,11 +166,11 @@ def expanded(first: Ints, counts: Ints) -> tuple[Ints, Ints]:
 
 
 def overlaps(boxes: Boxes, limit: int = 8) -> list[tuple[int, int]]:
-    """Return up to ``limit`` pairs of positions of boxes that share elements; equal boxes do."""
+    """Return up to ``limit`` pairs of row numbers of boxes that share elements; equal boxes do."""
     pairs: list[tuple[int, int]] = []
-    for one, other in Index(boxes).blocks(boxes):
-        twice = one < other
-        pairs += zip(one[twice].tolist(), other[twice].tolist(), strict=True)
+    for first, second in Index(boxes).iter_pairs(boxes):
+        once = first < second
+        pairs += zip(first[once].tolist(), second[once].tolist(), strict=True)
         if len(pairs) >= limit:
             break
     return sorted(pairs)[:limit]
@@ -209,7 +209,7 @@ def apart(whole: Box, boxes: Boxes) -> bool:
 class Flaw(NamedTuple):
     """One reason why boxes do not make a whole.
 
-    Of a whole of ``(4, 3)``, only the first two rows::
+    Where the only box is the first two rows of a whole of ``(4, 3)``::
 
         Flaw("hole", [], [Box((2, 0), (2, 3))])
 
@@ -217,9 +217,9 @@ class Flaw(NamedTuple):
         kind: ``"out_of_bounds"``: boxes reach beyond the whole. ``"repeated"``: boxes are there
             more than once. ``"overlap"``: two different boxes share elements. ``"hole"``: no box
             covers a part.
-        numbers: The positions of the boxes that it is about; of overlaps, pair after pair. None of
-            a hole.
-        boxes: These boxes; what no box covers.
+        numbers: The rows of the boxes that it is about; for overlaps pair after pair; empty for a
+            hole.
+        boxes: These boxes; for a hole, the boxes that are not covered.
     """
 
     kind: Literal["out_of_bounds", "repeated", "overlap", "hole"]
@@ -231,9 +231,9 @@ def flaws(whole: Box, boxes: Boxes, limit: int = 8) -> Iterator[Flaw]:
     """Yield why boxes do not make a whole, one flaw of each kind; none where they do.
 
     Args:
-        whole: What they should make.
+        whole: The box that they should make.
         boxes: The boxes; those without elements do not matter.
-        limit: How many holes, and pairs that overlap, are searched.
+        limit: The largest number of holes, and of overlapping pairs, that is searched.
     """
     if tile(whole, boxes):
         return
@@ -267,6 +267,11 @@ def uncovered(whole: Box, boxes: Boxes, limit: int = 8) -> list[Box]:
 
 
 def _holes(whole: Box, boxes: Boxes, dim: int, limit: int) -> list[Box]:
+    """Return what boxes that equal ``whole`` in the dims below ``dim`` leave uncovered of it.
+
+    ``whole`` is cut into slabs at the starts and ends of the boxes along ``dim``; each slab is
+    searched along the next dim.
+    """
     if not len(boxes):
         return [whole]
     if dim == len(whole.offsets):
@@ -276,8 +281,8 @@ def _holes(whole: Box, boxes: Boxes, dim: int, limit: int) -> list[Box]:
     edges = sorted({*starts.tolist(), *stops.tolist(), start, stop})
     holes: list[Box] = []
     for low, high in pairwise(edges):
-        piece = Box(_with(whole.offsets, dim, low), _with(whole.sizes, dim, high - low))
-        for hole in _holes(piece, boxes[(starts <= low) & (high <= stops)], dim + 1, limit):
+        slab = Box(_with(whole.offsets, dim, low), _with(whole.sizes, dim, high - low))
+        for hole in _holes(slab, boxes[(starts <= low) & (high <= stops)], dim + 1, limit):
             _add_joined(holes, hole, dim)
             if len(holes) > limit:
                 return holes[:limit]

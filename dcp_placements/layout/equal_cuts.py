@@ -1,15 +1,16 @@
-"""When two declarations of the cuts of one dim are one.
+"""When two declarations of the cuts of one dim are equal.
 
 Several declarations leave the same rows at every coordinate: torch declares FSDP over shards of
 ``tp`` as a ``_StridedShard`` that stands first, a rule as a plain cut that stands last. Both are
 brought into one form, of plain and fused cuts, in which kinds, parts and the order of the axes are
 compared.
+
 An axis may have another size on each side: equal declarations cut equally for any size. So an axis
 of size 1 counts where a rule declares it, and it cuts on the other side; one that no rule declares
 is left alone.
 
 The parts of a fused tensor may be tensors of their own on one side; their cuts follow from those of
-the fused tensor. Of ``up``, the second half of a tensor of 8 rows::
+the fused tensor. ``up``, the second half of a tensor of 8 rows, is cut so::
 
     FusedShard(0, 2) over tp=2      Shard(0) over tp=2
     Shard(0) over tp=2              none: the half is on one of the two ranks
@@ -20,7 +21,9 @@ Only integers here, no messages, so that all of it is tested against plain slici
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from itertools import accumulate
+from math import floor
 from typing import NamedTuple
 
 from dcp_placements.errors import CannotPlace
@@ -37,7 +40,7 @@ from dcp_placements.layout.sharding import (
 class Difference(NamedTuple):
     """Cuts of one dim over the same axes in which two declarations differ.
 
-    Of one axis another kind or other parts; of several axes their order, as each side has it::
+    Over one axis the kinds or the parts differ, over several axes their order::
 
         Difference((Cut(0, "tp", 2),), (Cut(0, "tp", 2, Kind.FUSED, 2),))
 
@@ -53,31 +56,31 @@ class Difference(NamedTuple):
 def canonical(cuts: Sequence[Cut]) -> list[Cut]:
     """Return the cuts of one dim as plain, fused and listed ones.
 
-    ``_StridedShard(dim, split_factor=k)`` before plain cuts into ``k`` pieces is a plain cut after
-    them, and after the axes of size 1 that follow, where the pieces are of one size. Otherwise it
-    is a fused cut of ``k`` parts. FSDP over shards of ``tp=2``, as torch declares it::
+    ``_StridedShard(dim, split_factor=k)`` before plain cuts into ``k`` equal shards is a plain cut
+    after them, and after the axes of size 1 that follow. Otherwise it is a fused cut of ``k``
+    parts. FSDP over shards of ``tp=2``, as torch declares it::
 
         _StridedShard(0, split_factor=2) over fsdp, Shard(0) over tp
         -> Shard(0) over tp, Shard(0) over fsdp
 
     Raises:
-        CannotPlace: A kind that is not known.
+        CannotPlace: A cut has a kind that is not known.
     """
     ordered: list[Cut] = []
     for cut in reversed(cuts):
-        at = 0
+        index = 0  # of the cut among the later ones
         match cut.kind:
             case Kind.STRIDED:
                 assert isinstance(cut.parts, int)
-                pieces = 1
+                shards = 1
                 for after in ordered:
-                    if after.kind is not Kind.PLAIN or cut.parts % (pieces * after.size):
+                    if after.kind is not Kind.PLAIN or cut.parts % (shards * after.size):
                         break
-                    pieces, at = pieces * after.size, at + 1
-                if pieces == cut.parts:
+                    shards, index = shards * after.size, index + 1
+                if shards == cut.parts:
                     cut = cut._replace(kind=Kind.PLAIN, parts=1)
                 else:
-                    cut, at = cut._replace(kind=Kind.FUSED), 0
+                    cut, index = cut._replace(kind=Kind.FUSED), 0
             case Kind.FUSED:
                 if cut.parts == 1 or (isinstance(cut.parts, tuple) and len(cut.parts) == 1):
                     cut = cut._replace(kind=Kind.PLAIN, parts=1)
@@ -85,7 +88,7 @@ def canonical(cuts: Sequence[Cut]) -> list[Cut]:
                 pass
             case _:
                 raise unknown_kind(cut.kind)
-        ordered.insert(at, cut)
+        ordered.insert(index, cut)
     return ordered
 
 
@@ -112,7 +115,7 @@ def cuts_of_part(cuts: Sequence[Cut], size: int) -> list[Cut]:
     Raises:
         CannotPlace: A kind of cut for which this is not known.
     """
-    known: list[Cut] = []
+    result: list[Cut] = []
     of = cuts[0].of
     if of is None:
         return [*cuts]
@@ -124,54 +127,55 @@ def cuts_of_part(cuts: Sequence[Cut], size: int) -> list[Cut]:
                 fused = part_sizes(cut.parts, whole) if isinstance(cut.parts, int) else cut.parts
                 parts = _parts_inside(fused, of, groups)
                 if not parts:
-                    return known
+                    return result
             case Kind.PLAIN:
                 if groups % cut.size:
-                    return known
+                    return result
                 groups //= cut.size
             case Kind.STRIDED | Kind.LISTED:
                 raise CannotPlace(f"how {cut} cuts the parts of a fused tensor is not known")
             case _:
                 raise unknown_kind(cut.kind)
         if len(parts) > 1:
-            known.append(cut._replace(kind=Kind.FUSED, parts=parts, of=None))
+            result.append(cut._replace(kind=Kind.FUSED, parts=parts, of=None))
         else:
-            known.append(cut._replace(kind=Kind.PLAIN, parts=1, of=None))
-    return known
+            result.append(cut._replace(kind=Kind.PLAIN, parts=1, of=None))
+    return result
 
 
 def _parts_inside(rows: Sequence[int], of: FusedPart, groups: int) -> tuple[int, ...]:
     """Return the sizes of those parts of a fused cut that are, together, one fused tensor.
 
-    Both divisions of the dim are laid on one scale, on which all ends are integers. Of ``up`` in
-    [gate, up], under a cut of the parts (4, 4, 4, 4), the scale has 16 * 2 marks::
+    Both divisions of the dim are compared in units of a group, as the sizes of both are relative.
+    ``up`` of [gate, up], in one group, under a cut of the parts (4, 4, 4, 4)::
 
-        parts   [0:8] [8:16] [16:24] [24:32]
-        up                   [16:32]          (4, 4)
+        parts   [0:1/4] [1/4:1/2] [1/2:3/4] [3/4:1]
+        up                        [1/2:1]             (4, 4)
 
     Args:
         rows: The sizes of the parts of the cut.
-        of: Which of the fused tensors it is.
-        groups: How many times the sequence of these tensors repeats in the dim.
+        of: The tensor's part of the fused tensor.
+        groups: The number of times that the sequence of these tensors repeats in the dim.
 
     Returns:
-        Empty where a part is of several tensors.
+        The sizes; empty where a part of the cut belongs to several tensors.
     """
-    total, unit = sum(rows), sum(of.sizes)
-    group = total * unit
-    first = sum(of.sizes[: of.number]) * total
-    last = first + of.sizes[of.number] * total
+    total, group_size = sum(rows), sum(of.sizes)
+    if not total:
+        return ()
+    first = Fraction(sum(of.sizes[: of.number]), group_size)
+    share = Fraction(of.sizes[of.number], group_size)
     inside = []
     for size, end in zip(rows, accumulate(rows), strict=True):
-        low, high = (end - size) * unit * groups, end * unit * groups
-        before = low // group * group  # where the group of the part begins
-        if before + first <= low and high <= before + last:
+        start, stop = Fraction((end - size) * groups, total), Fraction(end * groups, total)
+        group = floor(start)
+        if first <= start - group and stop - group <= first + share:
             inside.append(size)
-    return tuple(inside) if sum(inside) * unit == total * of.sizes[of.number] else ()
+    return tuple(inside) if Fraction(sum(inside), total) == share else ()
 
 
 def differences(first: Sequence[Cut], second: Sequence[Cut], size: int) -> Iterator[Difference]:
-    """Yield the cuts of one dim, over axes that both sides declare, that are not one declaration.
+    """Yield the cuts of one dim, over axes that both sides declare, that differ.
 
     Args:
         first: The cuts of one dim by one declaration, in their canonical form.
@@ -203,12 +207,12 @@ def differences(first: Sequence[Cut], second: Sequence[Cut], size: int) -> Itera
 
 
 def declared(cuts: Sequence[Cut]) -> dict[str, Cut]:
-    """Return by axis the cuts that cut something, or that a rule declares."""
+    """Return the cuts that cut something, or that a rule declares, by axis."""
     return {cut.axis: cut for cut in cuts if cut.axis is not None and (cut.size > 1 or cut.by_rule)}
 
 
 def _has_effect(sides: Difference, count: int) -> bool:
-    """Whether on some side at least ``count`` of the axes cut: else no row depends on them."""
+    """Whether at least ``count`` of the axes cut on some side; else no row depends on them."""
     return any(sum([cut.size > 1 for cut in cuts]) >= count for cuts in sides)
 
 
@@ -223,19 +227,22 @@ def _parts(cut: Cut) -> int | tuple[int, ...]:
             raise unknown_kind(cut.kind)
 
 
-def same_parts(one: int | tuple[int, ...], other: int | tuple[int, ...], size: int) -> bool:
+def same_parts(parts: int | tuple[int, ...], other: int | tuple[int, ...], size: int) -> bool:
     """Whether two declarations give the same parts of a dim, which may be padded or cut before.
 
     >>> same_parts(2, (8, 8), 16), same_parts((4, 2, 2), (2, 1, 1), 8), same_parts(2, 3, 6)
     (True, True, False)
     """
-    count, another = (parts if isinstance(parts, int) else len(parts) for parts in (one, other))
-    if count != another or (isinstance(one, int) and isinstance(other, int)):
-        return count == another
-    total = next(sum(parts) for parts in (one, other) if not isinstance(parts, int))
-    first, second = (part_sizes(p, total) if isinstance(p, int) else [*p] for p in (one, other))
-    a, b = sum(first), sum(second)
-    in_proportion = all(x * b == y * a for x, y in zip(first, second, strict=True))
+    if isinstance(parts, int) and isinstance(other, int):
+        return parts == other
+    total = next(sum(side) for side in (parts, other) if not isinstance(side, int))
+    counts = [side if isinstance(side, int) else len(side) for side in (parts, other)]
+    if counts[0] != counts[1]:
+        return False
+    sizes, others = (part_sizes(p, total) if isinstance(p, int) else [*p] for p in (parts, other))
+    whole, other_whole = sum(sizes), sum(others)
+    if all(n * other_whole == m * whole for n, m in zip(sizes, others, strict=True)):
+        return True  # the same proportions
     # Where the parts end in the dim, without the padding behind it.
-    ends = [[min(end, size) for end in accumulate(parts)] for parts in (first, second)]
-    return in_proportion or ends[0] == ends[1]
+    ends, other_ends = ([min(end, size) for end in accumulate(of)] for of in (sizes, others))
+    return ends == other_ends

@@ -60,8 +60,8 @@ class Chunk(NamedTuple):
 class Kind(StrEnum):
     """How a cut splits its dim; the record of a save has the values.
 
-    Who treats kinds differently names each of them and ends in ``unknown_kind``, so that mypy shows
-    every place where a new kind is not handled, and none of them takes it for another.
+    Code that treats kinds differently names each of them and ends in ``unknown_kind``, so that mypy
+    shows every place where a new kind is not handled, and no place takes it for another kind.
     """
 
     PLAIN = "plain"
@@ -75,7 +75,7 @@ class Kind(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Never:
-        raise _unknown_kind(value)  # as of a later version's record
+        raise _unknown_kind(value)  # the record of a later version may have one
 
 
 def unknown_kind(kind: Never) -> CannotPlace:
@@ -88,14 +88,14 @@ def _unknown_kind(value: object) -> CannotPlace:
 
 
 class FusedPart(NamedTuple):
-    """Which part of a fused tensor a tensor is; of gate and up, joined once, ``up`` is::
+    """Which part of a fused tensor a tensor is. ``up`` of gate and up, joined once, is::
 
         FusedPart(1, (1, 1), 1)
 
     Attributes:
-        number: Among the parts.
-        sizes: Those of the parts, relative to each other.
-        groups: How many times the sequence of parts repeats.
+        number: The part's index among the parts.
+        sizes: The sizes of the parts, relative to each other.
+        groups: The number of times that the sequence of parts repeats.
     """
 
     number: int
@@ -106,20 +106,20 @@ class FusedPart(NamedTuple):
 class Cut(NamedTuple):
     """One mesh axis cuts one tensor dim, as it was declared; an axis of size 1, too.
 
-    Of expert weights as ``{"ep": Shard(0)}`` over two ranks: ``Cut(0, "ep", 2)``. It is the same on
-    every rank: where a rank stands, and which rows it lists, is its ``Position``.
+    Expert weights as ``{"ep": Shard(0)}`` over two ranks have ``Cut(0, "ep", 2)``. A cut is the
+    same on every rank: where a rank stands, and which rows it lists, is its ``Position``.
 
     Attributes:
-        dim: Tensor dim, from 0; -1 where it is none of this tensor, which is a row of the one that
-            is cut, and ranks along the axis hold other rows.
+        dim: Tensor dim, from 0; -1 where this tensor is a row of the one that is cut, along the dim
+            of the rows: ranks along the axis hold other rows.
         axis: Name of the mesh axis; None where it has none, as the rows of a stack.
-        size: Ranks along it.
+        size: Number of ranks along it.
         kind: How it cuts.
-        parts: What a fused or strided cut cuts inside of: the number of parts (split as by
-            ``torch.chunk``) or their sizes. 1 of any other.
-        of: Where it is the fused tensor that is cut, the part of it that this tensor is.
-        by_rule: Whether a rule declares it, which may be wrong; what a DTensor says of itself is
-            so.
+        parts: The parts inside of which a fused or strided cut cuts: their number (split as by
+            ``torch.chunk``) or their sizes. 1 for any other kind.
+        of: The part of the fused tensor that this tensor is, where the cut is that of the fused
+            tensor; else None.
+        by_rule: Whether a rule declares it. A rule may be wrong; a DTensor's own cut is not.
     """
 
     dim: int
@@ -132,7 +132,7 @@ class Cut(NamedTuple):
 
     @property
     def placement(self) -> str:
-        """Its placement, as its user would declare it."""
+        """The placement as a user would declare it."""
         dim = self.dim if self.dim >= 0 else "dim of the rows"
         match self.kind:
             case Kind.PLAIN:
@@ -156,10 +156,10 @@ class Cut(NamedTuple):
 
 
 Cuts = tuple[Cut, ...]
-"""In the order in which they apply."""
+"""The cuts of a tensor, in the order in which they apply."""
 
 Position = int | tuple[int, ...]
-"""Where a rank stands along the axis of a cut; of a listed cut, the rows that it lists, as indices
+"""Where a rank stands along the axis of a cut; for a listed cut, the rows that it lists, as indices
 into the rows that earlier cuts of the dim leave."""
 
 
@@ -167,14 +167,14 @@ into the rows that earlier cuts of the dim leave."""
 class Sharding:
     """How a whole tensor is cut, the same for all ranks.
 
-    Of expert weights over two ep ranks::
+    Expert weights over two ep ranks::
 
         Sharding((4, 3), (Cut(0, "ep", 2),))
 
     Attributes:
         global_shape: Shape of the checkpoint's tensor.
-        cuts: In the order in which they apply. The checkpoint's placements come first, the
-            tensor's own (FSDP) last, because FSDP cuts the model-parallel part.
+        cuts: The cuts, in the order in which they apply. The checkpoint's placements come first,
+            the tensor's own (FSDP) last, because FSDP cuts the model-parallel part.
         padded_shape: The shape that was cut, where it is larger than ``global_shape``.
     """
 
@@ -188,9 +188,9 @@ class Sharding:
         return self.global_shape if self.padded_shape is None else self.padded_shape
 
     def shard(self, positions: Sequence[Position]) -> tuple[tuple[int, ...], tuple[Chunk, ...]]:
-        """Return what a rank holds by its position along the axis of each cut.
+        """Return the local shape and the chunks of a rank, by its position along each cut's axis.
 
-        Its local shape, padding included, and its chunks in C order of the local tensor; empty ones
+        The local shape includes padding. The chunks are in C order of the local tensor; empty ones
         and padding are left out. A ``(5, 3)`` tensor cut on dim 0 by both axes of mesh
         ``(dp=2, tp=2)``::
 
@@ -201,12 +201,12 @@ class Sharding:
             (1, 1)               4
 
         Raises:
-            CannotPlace: A cut that does not fit the rows that are left.
+            CannotPlace: A cut does not fit the rows that are left.
         """
         dims = [self.dim_at(dim, positions) for dim in range(len(self.global_shape))]
         chunks = []
-        for each in product(*map(dim_intervals, dims, self.global_shape)):
-            local_offsets, offsets, sizes = zip(*each, strict=True) if each else ((), (), ())
+        for by_dim in product(*map(dim_intervals, dims, self.global_shape)):
+            local_offsets, offsets, sizes = zip(*by_dim, strict=True) if by_dim else ((), (), ())
             chunks.append(Chunk(local_offsets, offsets, sizes))
         local_shape = tuple([sum([stop - start for start, stop in held]) for held in dims])
         return local_shape, tuple(chunks)
@@ -226,14 +226,16 @@ class Sharding:
 
 
 def dim_intervals(intervals: Intervals, size: int) -> list[tuple[int, int, int]]:
-    """Return ``(start in the local tensor, start in the whole, length)`` of what a dim stores.
+    """Return ``(start in the local tensor, start in the whole, length)`` of each stored interval.
 
-    ``dim_intervals(((0, 2), (3, 5)), 6)``, which holds rows 0, 1, 3 and 4, is ``[(0, 0, 2), (2, 3,
-    2)]``.
+    Rows 0, 1, 3 and 4, of which the last is padding:
+
+    >>> dim_intervals(((0, 2), (3, 5)), size=4)
+    [(0, 0, 2), (2, 3, 1)]
 
     Args:
-        intervals: Those that a coordinate holds of the dim, in local order.
-        size: The size of the dim in the checkpoint; what lies beyond it is padding.
+        intervals: The intervals that a coordinate holds of the dim, in local order.
+        size: The size of the dim in the checkpoint; rows beyond it are padding.
     """
     stored = []
     local_offset = 0
@@ -248,9 +250,9 @@ def dim_intervals(intervals: Intervals, size: int) -> list[tuple[int, int, int]]
 def cut_intervals(intervals: Intervals, cut: Cut, position: Position) -> Intervals:
     """Return what a cut leaves of the concatenated ``intervals`` of its dim, at one position.
 
-    ``torch.chunk`` semantics: pieces of ``ceil(total / ranks)``, so the last may be short or empty.
-    With ``parts`` that happens inside each part; ``torch.distributed``'s ``_StridedShard(dim,
-    split_factor=k)`` is ``parts=k``. Ten rows over two ranks, position 1::
+    A plain cut splits as ``torch.chunk`` does, into ``ceil(total / ranks)`` rows each, so the last
+    shard may be short or empty. With ``parts`` each part is split so; torch's
+    ``_StridedShard(dim, split_factor=k)`` is ``parts=k``. Ten rows over two ranks, position 1::
 
         parts=1                     rows 5 6 7 8 9
         parts=2                     rows 3 4 8 9
@@ -259,12 +261,18 @@ def cut_intervals(intervals: Intervals, cut: Cut, position: Position) -> Interva
     Listed rows stand in the order of the list. Each stays an interval of its own, so that a row has
     the same box on every rank that holds it, whichever rows are adjacent.
 
+    The ranges that a cut keeps are counted in the concatenated rows, then looked up. Position 1 of
+    a plain cut over two ranks keeps rows 4 .. 7 of the eight rows of two intervals:
+
+    >>> cut_intervals(((0, 6), (12, 14)), Cut(0, "tp", 2), 1)
+    ((4, 6), (12, 14))
+
     Raises:
-        CannotPlace: Part sizes that do not add up to the number of rows, or a listed row beyond
-            them.
+        CannotPlace: The sizes of the parts do not add up to the number of rows, or a listed row is
+            beyond them.
     """
     total = sum([stop - start for start, stop in intervals])
-    runs: list[Interval] = []  # what is kept, in rows of the concatenated intervals
+    ranges: list[Interval] = []  # what is kept, in rows of the concatenated intervals
     match cut.kind:
         case Kind.LISTED:
             assert not isinstance(position, int)
@@ -272,21 +280,21 @@ def cut_intervals(intervals: Intervals, cut: Cut, position: Position) -> Interva
                 if not 0 <= index < total:
                     headline = f"index {index} of IndexShard is outside the {total} rows of its dim"
                     raise CannotPlace(headline)
-                runs.append((index, index + 1))
+                ranges.append((index, index + 1))
         case Kind.PLAIN | Kind.FUSED | Kind.STRIDED:
             assert isinstance(position, int)
             first = 0
             for size in [total] if cut.parts == 1 else part_sizes(cut.parts, total):
                 step = -(-size // cut.size)
                 low = min(position * step, size)
-                runs.append((first + low, first + min(low + step, size)))
+                ranges.append((first + low, first + min(low + step, size)))
                 first += size
         case _:
             raise unknown_kind(cut.kind)
-    merges = cut.kind is not Kind.LISTED  # adjacent pieces of one interval
+    merges = cut.kind is not Kind.LISTED  # adjacent ranges of one interval
     kept: list[Interval] = []
-    for low, high in runs:
-        passed = 0
+    for low, high in ranges:
+        passed = 0  # rows of the intervals before this one
         for first, last in intervals:
             start, stop = first + max(low - passed, 0), min(first + high - passed, last)
             if merges and kept and kept[-1][1] == start and first < start < stop:
@@ -298,14 +306,14 @@ def cut_intervals(intervals: Intervals, cut: Cut, position: Position) -> Interva
 
 
 def part_sizes(parts: int | tuple[int, ...], total: int) -> list[int]:
-    """Return the sizes of the parts of ``total`` rows; of more parts than rows those that have one.
+    """Return the sizes of the parts of ``total`` rows; parts without a row at the end are left out.
 
     >>> part_sizes(2, 5), part_sizes((4, 1, 1), 6), part_sizes(9, 2)
     ([3, 2], [4, 1, 1], [1, 1])
     """
     if isinstance(parts, int):
         step = -(-total // parts)
-        return [max(0, min(step, total - part * step)) for part in range(min(parts, total))]
+        return [max(0, min(step, total - start * step)) for start in range(min(parts, total))]
     if sum(parts) != total:
         raise CannotPlace(
             f"parts {parts} add up to {sum(parts)}, but {total} rows are being cut there"

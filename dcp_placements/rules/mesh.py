@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from dcp_placements.errors import PlacementError
 
 MeshAxes = dict[str, int]
-"""Sizes by axis name, the outermost first: a mesh seen from no rank."""
+"""Sizes by axis name, the outermost first: a mesh without a rank's coordinate."""
 
 
 class Mesh(Protocol):
@@ -26,15 +26,15 @@ class Mesh(Protocol):
 
 
 _MAX_TABLE = 32
-"""Ranks of a mesh that a message lists."""
+"""The largest number of ranks of a mesh that a message lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshCoordinate:
     """A mesh seen from one coordinate, without a process group.
 
-    For rehearsals, conversions and tests: it replaces the ``DeviceMesh`` of a rank in any process,
-    and has those of its methods that declarations call.
+    It replaces a rank's ``DeviceMesh`` in rehearsals, conversions and tests, in any process, and
+    has the methods of it that declarations call.
 
     >>> mesh = MeshCoordinate(("ep", "edp"), (4, 2), (3, 0))
     >>> mesh.shape, mesh.get_coordinate()
@@ -46,7 +46,7 @@ class MeshCoordinate:
         coordinate: This rank's position along each axis.
 
     Raises:
-        PlacementError: Lengths that differ, a repeated name, or a position outside its axis.
+        PlacementError: The lengths differ, a name repeats, or a position is outside its axis.
     """
 
     names: Sequence[str]
@@ -90,10 +90,10 @@ class MeshCoordinate:
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """Return this rank's position along an axis; a mesh of one axis needs no ``mesh_dim``."""
         dim = 0 if mesh_dim is None and self.ndim == 1 else mesh_dim
-        at = self.mesh_dim_names.index(dim) if dim in self.names else dim
-        if not isinstance(at, int) or not -self.ndim <= at < self.ndim:
+        axis = self.mesh_dim_names.index(dim) if dim in self.names else dim
+        if not isinstance(axis, int) or not -self.ndim <= axis < self.ndim:
             raise PlacementError(f"mesh {format_mesh(self)} has no local rank along {mesh_dim!r}")
-        return self.coordinate[at]
+        return self.coordinate[axis]
 
     def __getitem__(self, names: str | Sequence[str]) -> MeshCoordinate:
         """Return the sub-mesh over the named axes that this rank is in."""
@@ -124,10 +124,10 @@ class Axis:
 
     Attributes:
         name: The axis name; None where the mesh has no names.
-        size: Ranks along it.
+        size: Number of ranks along it.
         position: This rank's position along it.
         mesh: The mesh.
-        number: Which axis of the mesh it is.
+        number: Its index among the axes of the mesh.
     """
 
     name: str | None
@@ -142,9 +142,9 @@ class Axis:
         ranks = getattr(self.mesh, "mesh", None)
         if ranks is None:
             return None
-        at: list[Any] = list(self.mesh.get_coordinate())
-        at[self.number] = slice(None)
-        return tuple([int(rank) for rank in ranks[tuple(at)].tolist()])
+        line: list[Any] = list(self.mesh.get_coordinate())
+        line[self.number] = slice(None)
+        return tuple([int(rank) for rank in ranks[tuple(line)].tolist()])
 
     def is_same(self, other: Axis) -> bool:
         """Whether both are one axis: by name or, without names, by their ranks."""
@@ -168,10 +168,10 @@ def mesh_axes(mesh: Mesh) -> tuple[Axis, ...] | None:
 
 
 def mesh_state(mesh: Mesh) -> Hashable:
-    """Return the value of a mesh: its names, sizes, this rank's position, and its ranks.
+    """Return what makes meshes equal: their names, sizes, this rank's coordinate, and ranks.
 
-    A mesh that defines equality itself, as a ``DeviceMesh`` does, stands for its ranks; the ranks
-    of any other mesh are listed, if it has them.
+    A mesh that defines equality itself, as a ``DeviceMesh`` does, is the entry for its ranks; the
+    ranks of any other mesh are listed, if it has them.
     """
     ranks: Any = None
     names, coordinate = mesh.mesh_dim_names, mesh.get_coordinate()
@@ -184,9 +184,9 @@ def mesh_state(mesh: Mesh) -> Hashable:
 
 
 def format_ranks_of(mesh: Any) -> str:
-    """Return a mesh with the table of its ranks, or the first of many.
+    """Return a mesh and the table of its ranks as text, or the first of many ranks.
 
-    Of a ``DeviceMesh``: ``(ep=2, edp=2) of ranks [[0, 2], [1, 3]]``.
+    A ``DeviceMesh`` gives ``(ep=2, edp=2) of ranks [[0, 2], [1, 3]]``.
     """
     table = mesh.mesh
     if table.numel() <= _MAX_TABLE:

@@ -1,6 +1,6 @@
 """Which placement a key takes: patterns over FQNs, the first match wins.
 
-A pattern is dotted components matched against any run of whole components of the key. So one
+A pattern is dotted components matched against any consecutive whole components of the key. So one
 pattern names a parameter and everything that is keyed by it: ``experts.w1`` matches
 ``layers.0.experts.w1``, ``model.layers.0.experts.w1`` and
 ``optim.state.layers.0.experts.w1.exp_avg``, and never ``shared_experts.w1``.
@@ -30,10 +30,11 @@ Rules = Callable[[str, Any], CheckpointPlacement | None]
 """What the planners take: ``(fqn, tensor) -> CheckpointPlacement or None``."""
 
 RuleTable = Mapping[str | re.Pattern[str], CheckpointPlacement | None]
-"""What ``PlacementRules`` are made of."""
+"""The argument of ``PlacementRules``."""
 
 Matches = Mapping[str, int]
-"""By name, how many keys of a rank a pattern matches; of a rename only whether it matches any."""
+"""How many keys of a rank each pattern matches, by the pattern's name in messages; for a step of a
+rename only whether it matches any."""
 
 
 EVERY = "**"
@@ -52,16 +53,16 @@ class PlacementRules:
             with None the tensor keeps its own mesh and placements. ``*`` matches one component or
             a part of one (``weight*``), ``**`` any number of components. A compiled ``re.Pattern``
             is searched in the key instead.
-        optional: Do not warn of patterns that match nothing: for the table of a family of models,
-            each of which has some of the names.
+        optional: Whether patterns may match nothing without a warning: for a table that serves
+            several models, each of which has some of the names.
 
     Attributes:
         patterns: The patterns, in the order in which they are tried.
-        declared: Their names in messages; none where they are optional.
+        declared: The names of the patterns in messages; empty where they are optional.
         meshes: The meshes that the rules name, each once.
 
     Raises:
-        PlacementError: Not a mapping, an empty pattern, or a value that is not a
+        PlacementError: ``rules`` is no mapping, a pattern is empty, or a value is no
             ``CheckpointPlacement``.
     """
 
@@ -85,29 +86,29 @@ class PlacementRules:
         self.patterns = tuple([pattern for pattern, _, _ in self._rules])
         self.declared = () if optional else tuple(map(repr, self.patterns))
         given = [placement for _, _, placement in self._rules if placement is not None]
-        self.meshes = list({each.mesh_state: each.mesh for each in given}.values())
-        self._found: dict[str, tuple[str, CheckpointPlacement | None] | None] = {}
+        self.meshes = list({placement.mesh_state: placement.mesh for placement in given}.values())
+        self._matches: dict[str, tuple[str, CheckpointPlacement | None] | None] = {}
 
     def __call__(self, fqn: str, tensor: Any = None) -> CheckpointPlacement | None:
         """Return the placement of ``fqn``, or None if no rule matches or its rule is None."""
-        found = self.find(fqn)
-        return None if found is None else found[1]
+        match = self.find(fqn)
+        return None if match is None else match[1]
 
     def find(self, fqn: str) -> tuple[str, CheckpointPlacement | None] | None:
         """Return the first pattern that matches ``fqn`` and its placement, or None."""
-        if fqn not in self._found:
+        if fqn not in self._matches:
             matching = (
                 (name, placement)
                 for name, regex, placement in self._rules
                 if regex.search(fqn if name.startswith("re:") else "." + fqn)
             )
-            self._found[fqn] = next(matching, None)
-        return self._found[fqn]
+            self._matches[fqn] = next(matching, None)
+        return self._matches[fqn]
 
     def pattern_of(self, fqn: str) -> str | None:
         """Return the first pattern that matches ``fqn``, or None."""
-        found = self.find(fqn)
-        return None if found is None else found[0]
+        match = self.find(fqn)
+        return None if match is None else match[0]
 
     def __repr__(self) -> str:
         return f"PlacementRules({{{str(self).replace(chr(10), ', ')}}})"
@@ -119,7 +120,7 @@ class PlacementRules:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_found": {}}
+        return {**vars(self), "_matches": {}}
 
 
 @lru_cache(maxsize=1 << 12)
@@ -134,7 +135,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     True
 
     Raises:
-        PlacementError: An empty pattern or component, or no text.
+        PlacementError: The pattern or a component is empty, or it is no text.
     """
     if not isinstance(pattern, str):
         raise PlacementError(f"a pattern of keys is a str, not {pattern!r}")
@@ -144,12 +145,12 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
             f"pattern {pattern!r} has an empty component: write dotted names such as 'experts.w1'"
         )
     regexes = {"**": r"(?:\.[^.]+)*", "*": r"\.[^.]+"}
-    parts = [regexes.get(c) or r"\." + re.escape(c).replace(r"\*", "[^.]*") for c in components]
-    return re.compile("".join(parts) + r"(?=\.|$)")
+    texts = [regexes.get(c) or r"\." + re.escape(c).replace(r"\*", "[^.]*") for c in components]
+    return re.compile("".join(texts) + r"(?=\.|$)")
 
 
 def matches_any(patterns: Iterable[re.Pattern[str]], fqn: str) -> bool:
-    """Whether a key matches one of some patterns, which ``compile_pattern`` returned."""
+    """Whether a key matches any of some patterns, which ``compile_pattern`` returned."""
     return any(pattern.search(f".{fqn}") for pattern in patterns)
 
 
@@ -159,8 +160,8 @@ def check_declaration(
     """Return the waivers; refuse rules, a rename or waivers that cannot be used.
 
     Raises:
-        PlacementError: Rules or a rename that cannot be called; a waiver without a reason, or one
-            for every key.
+        PlacementError: Rules or a rename cannot be called; a waiver has no reason, or is for every
+            key.
     """
     if rules is not None and (isinstance(rules, type) or not callable(rules)):
         kind = f"the class {rules.__name__}" if isinstance(rules, type) else type(rules).__name__
@@ -189,7 +190,7 @@ def check_declaration(
 
 
 def waiver_matches(waive: Iterable[str], names: Iterable[str]) -> Matches:
-    """Return by waiver, named as in messages, whether it names one of some keys or patterns.
+    """Map each waiver, named as in messages, to whether it names any of some keys or patterns.
 
     >>> waiver_matches(["lm_head", "typo"], ["model.lm_head.weight"])
     {"waive={'lm_head': ...}": True, "waive={'typo': ...}": False}
@@ -212,25 +213,25 @@ def asked(
     """Return the placement that rules give to a tensor.
 
     Args:
-        rules: The user's.
+        rules: The user's rules.
         fqn: The tensor's key.
-        tensor: It, or one like it.
-        rank: For messages; None where no rank asks.
+        tensor: The tensor, or a meta tensor of its shape and dtype.
+        rank: The rank that messages name; None where no rank asks.
 
     Raises:
-        PlacementError: The function of the user's raises an error, which is its cause.
-        CannotPlace: It returns something else.
+        PlacementError: The user's function raises an error, which is its cause.
+        CannotPlace: The function returns something else.
     """
     try:
         placement = rules(fqn, tensor)
-    except CannotPlace:  # by which rules refuse a tensor
+    except CannotPlace:  # rules refuse a tensor by it
         raise
     except Exception as error:
-        at = extract_tb(error.__traceback__)[-1]
+        frame = extract_tb(error.__traceback__)[-1]
         on = "" if rank is None else f" on rank {rank}"
         raise PlacementError(
             f"{fqn}: the rules fail{on}: {type(error).__name__}: {error}\n"
-            f"    raised:      {at.filename}:{at.lineno}, in {at.name}\n"
+            f"    raised:      {frame.filename}:{frame.lineno}, in {frame.name}\n"
             f"    by rule:     {rule_name(rules, fqn)}\n"
             "    way out:     a CheckpointPlacement for this tensor, or None where it keeps its "
             "own mesh and placements"
@@ -254,27 +255,27 @@ def rule_name(rules: Rules | None, fqn: str) -> str | None:
 
 
 def matched_nowhere(of_ranks: Iterable[Matches]) -> tuple[str, ...]:
-    """Return what no rank has a match for."""
+    """Return the names of the patterns that match no key on any rank."""
     of_ranks = list(of_ranks)
     names = dict.fromkeys(name for matches in of_ranks for name in matches)
-    return tuple([name for name in names if not any(one.get(name) for one in of_ranks)])
+    return tuple([name for name in names if not any(matches.get(name) for matches in of_ranks)])
 
 
 def unmatched_faults(unmatched: Sequence[str], keys: Sequence[str]) -> list[Fault]:
-    """Return the fault, or the note, on what matches nothing.
+    """Return the fault, or the note, on patterns that match nothing.
 
     Args:
-        unmatched: What does; for nothing there is no fault.
-        keys: Those that there are.
+        unmatched: Their names in messages; without any there is no fault.
+        keys: The keys of all ranks.
     """
     if not unmatched:
         return []
     details = [f"the keys are {format_names(keys, 4)}"] if keys else []
-    known = {component for key in keys for component in key.split(".")}
-    # Of rename=Replace('module') and waive={'module': ...} the pattern alone.
+    components = {component for key in keys for component in key.split(".")}
+    # From rename=Replace('module') and waive={'module': ...} the pattern alone.
     declared = " ".join(re.findall(r"'([^']*)'", " ".join(unmatched)))
     for word in dict.fromkeys(re.findall(r"\w+", declared)):
-        if word not in known and (near := near_names(word, known)):
+        if word not in components and (near := near_names(word, components)):
             details.append(f"likely:      {word!r} is no component of any key; {near[0]!r} is")
     way_out = "correct the pattern, or drop it; optional=True of rules and Renames allows it"
     details.append(f"way out:     {way_out}")

@@ -19,10 +19,10 @@ from dcp_placements.rules.mesh import Mesh, format_mesh, mesh_state
 
 
 def row_numbers(name: str, values: Any) -> tuple[int, ...]:
-    """Return the numbers of rows that are given for an argument, in their order.
+    """Return the row numbers that are the value of an argument, in their order.
 
     Raises:
-        PlacementError: They are no integers, or have no order, as those of a set.
+        PlacementError: They are no integers, or have no order, as the elements of a set.
     """
     try:
         given = list(values)
@@ -40,16 +40,17 @@ class FusedShard:
     """A shard of a dim that joins several logical tensors, each of them split on its own.
 
     gate|up under tensor parallelism is ``FusedShard(0, 2)``: every rank holds its rows of gate,
-    then its rows of up; Q|K|V with grouped-query attention ``FusedShard(0, (4096, 1024, 1024))``.
+    then its rows of up. Q|K|V with grouped-query attention is
+    ``FusedShard(0, (4096, 1024, 1024))``.
     Parts that alternate row by row (g0 u0 g1 u1 ...) are a plain ``Shard``.
 
     Attributes:
-        dim: The tensor dim, negative from the end.
+        dim: The tensor dim; negative counts from the end.
         parts: Number of logical tensors (split as by ``torch.chunk``), or their sizes in rows,
             which must add up to the size of the dim that is split.
 
     Raises:
-        PlacementError: No part, or a part without rows.
+        PlacementError: There is no part, or a part has no rows.
     """
 
     dim: int
@@ -69,15 +70,15 @@ class FusedShard:
 class IndexShard:
     """This rank holds just these rows of a dim, in this order (expert maps, EPLB).
 
-    Any count per rank, repeats across ranks allowed; the checkpoint placement needs
-    ``global_shape``, because one rank does not have the rows of the others.
+    Ranks may list any number of rows, and several ranks the same row. The checkpoint placement
+    needs ``global_shape``, because one rank does not have the rows of the others.
 
     Attributes:
-        dim: The tensor dim, negative from the end.
-        indices: Global rows, one per local row.
+        dim: The tensor dim; negative counts from the end.
+        indices: Global row numbers, one per local row.
 
     Raises:
-        PlacementError: A negative index.
+        PlacementError: An index is negative.
     """
 
     dim: int
@@ -95,13 +96,13 @@ class CheckpointPlacement:
 
     ``CheckpointPlacement(mesh, {"ep": Shard(0)})`` declares that the tensor of this rank is its
     ``ep`` part of the checkpoint's tensor, and that the other axes of ``mesh`` hold replicas unless
-    the tensor's own DTensor shards them. Two of the same content are equal.
+    the tensor's own DTensor shards them. Placements of equal content are equal.
 
     Args:
-        mesh: A ``DeviceMesh``, or anything with ``shape``, ``mesh_dim_names``,
+        mesh: A ``DeviceMesh``, or any object with ``shape``, ``mesh_dim_names`` and
             ``get_coordinate()``.
-        placements: One per mesh axis, in mesh order; or ``{axis name: placement}``, the others
-            replicated.
+        placements: One placement per mesh axis, in mesh order; or ``{axis name: placement}``, in
+            which case the other axes hold replicas.
         global_shape: The shape of the checkpoint's tensor, where it is not the product of the
             local shape and the axes that shard it (unequal experts per rank, padding).
         padded_shape: The shape that was split, where it is larger (a padded vocabulary). Rows
@@ -111,9 +112,9 @@ class CheckpointPlacement:
             its placement is not compared with that of the save, as that of an axis of size 1 is.
 
     Raises:
-        PlacementError: An axis that is unknown and not among ``absent``, a wrong count, a dim out
-            of range, a value that is not a placement, an ``IndexShard`` without ``global_shape``,
-            or shapes that contradict each other.
+        PlacementError: An axis is unknown and not among ``absent``, the count of placements is
+            wrong, a dim is out of range, a value is no placement, an ``IndexShard`` lacks
+            ``global_shape``, or the shapes contradict each other.
     """
 
     mesh: Mesh = field(compare=False)
@@ -154,8 +155,8 @@ class CheckpointPlacement:
             if whole is not None and kind_of(entry):
                 shard_dim(entry, len(whole))
         values = (mesh, checked, whole, padded, mesh_state(mesh))
-        for each, value in zip(fields(self), values, strict=True):
-            object.__setattr__(self, each.name, value)
+        for attribute, value in zip(fields(self), values, strict=True):
+            object.__setattr__(self, attribute.name, value)
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not CheckpointPlacement:
@@ -163,16 +164,16 @@ class CheckpointPlacement:
         # In some versions of torch a _StridedShard equals the Shard of its dim.
         if [*map(type, self.placements)] != [*map(type, other.placements)]:
             return False
-        names = [each.name for each in fields(self) if each.compare]
+        names = [attribute.name for attribute in fields(self) if attribute.compare]
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def of_dims(self, origins: Sequence[int | None], ndim: int) -> CheckpointPlacement:
         """Return the placement of a tensor that follows this one dim by dim.
 
         Args:
-            origins: By dim of the tensor, the dim of this one that it follows; None of one that is
-                of size 1 in its place.
-            ndim: Dims of this one.
+            origins: For each dim of the tensor, the dim of this one that it follows; None for a dim
+                of size 1.
+            ndim: Number of dims of this one.
         """
         shapes = [
             shape and tuple([1 if dim is None else shape[dim] for dim in origins])
@@ -197,11 +198,11 @@ _SPLITTING = {
 
 
 def kind_of(placement: Any) -> Kind | None:
-    """Return how a placement splits its dim; None of one that splits none.
+    """Return how a placement splits its dim; None for one that splits none.
 
     Raises:
-        PlacementError: No placement, or one of another library: also a subclass of torch's, which
-            may hold other rows than its base class.
+        PlacementError: The value is no placement, or one of another library, also a subclass of
+            torch's: it may hold other rows than its base class.
     """
     cls = type(placement)
     kind = _SPLITTING.get((cls.__module__.partition(".")[0], cls.__name__))
@@ -225,7 +226,7 @@ def shard_dim(placement: Any, ndim: int) -> int:
     """Return the dim that a sharding ``placement`` splits, counted from 0.
 
     Raises:
-        PlacementError: A dim that a tensor of ``ndim`` dims does not have.
+        PlacementError: A tensor of ``ndim`` dims does not have the dim.
     """
     return cut_of(placement, ndim, None, 1).dim
 
@@ -238,12 +239,12 @@ def cut_of(placement: Any, ndim: int, axis: str | None, size: int) -> Cut:
 
     Args:
         placement: The placement.
-        ndim: Dims of the tensor.
+        ndim: Number of dims of the tensor.
         axis: Name of its mesh axis.
-        size: Ranks along it.
+        size: Number of ranks along it.
 
     Raises:
-        PlacementError: A dim that a tensor of ``ndim`` dims does not have; as ``kind_of``.
+        PlacementError: A tensor of ``ndim`` dims does not have the dim; and as ``kind_of``.
     """
     kind = kind_of(placement)
     if kind is None or not -ndim <= placement.dim < ndim:
@@ -266,17 +267,17 @@ def cut_of(placement: Any, ndim: int, axis: str | None, size: int) -> Cut:
 def moved_placements(
     placements: Sequence[Any], origins: Sequence[int | None], ndim: int
 ) -> tuple[Any, ...]:
-    """Return the placements of a tensor whose dims are those of another one, or are none of them.
+    """Return the placements of a tensor each of whose dims is a dim of another one, or is new.
 
-    An axis that shards a dim which the tensor does not have holds replicas of it.
+    An axis that shards a dim which the tensor lacks holds replicas of it.
 
     >>> moved_placements([FusedShard(1, 2)], [None, 1, 0], 2)
     (FusedShard(dim=1, parts=2),)
 
     Args:
-        placements: Those of the other tensor.
-        origins: By dim of the tensor, the dim of the other one; None where it has none.
-        ndim: Dims of the other one.
+        placements: The placements of the other tensor.
+        origins: For each dim of the tensor, the dim of the other one; None for a new dim.
+        ndim: Number of dims of the other tensor.
     """
     from torch.distributed.tensor import Replicate  # others that declare need no torch
 
@@ -284,8 +285,8 @@ def moved_placements(
     for entry in placements:
         kind, dim = kind_of(entry), None
         if kind is not None:
-            at = shard_dim(entry, ndim)
-            dim = origins.index(at) if at in origins else None
+            origin = shard_dim(entry, ndim)
+            dim = origins.index(origin) if origin in origins else None
         match kind:
             case None:
                 moved.append(entry)
@@ -303,7 +304,7 @@ def moved_placements(
 
 
 def format_placement(placement: Any) -> str:
-    """Return one placement as its user would write it."""
+    """Return a placement as its user would write it."""
     kind = kind_of(placement)
     match kind:
         case None:
@@ -336,7 +337,7 @@ def _without_absent(
     """Return the placements without those of the axes that may be absent, and are.
 
     Raises:
-        PlacementError: Placements without axis names, or an axis that they do not have.
+        PlacementError: The placements have no axis names, or lack an axis of ``absent``.
     """
     names = {absent} if isinstance(absent, str) else set(absent)
     if not isinstance(placements, Mapping) or not names <= placements.keys():
@@ -348,7 +349,7 @@ def _without_absent(
     lacking = names.difference(getattr(mesh, "mesh_dim_names", None) or ())
     for name in lacking:
         kind_of(placements[name])
-    return {name: one for name, one in placements.items() if name not in lacking}
+    return {name: entry for name, entry in placements.items() if name not in lacking}
 
 
 def _one_per_axis(mesh: Mesh, placements: Sequence[Any] | Mapping[str, Any]) -> tuple[Any, ...]:
