@@ -30,7 +30,7 @@ from dcp_placements import (
     Unstack,
     check,
 )
-from dcp_placements.bind.one_tensor import bind
+from dcp_placements.bind.rule_and_dtensor import bind
 from dcp_placements.errors import CannotPlace
 from dcp_placements.layout import sharding
 from dcp_placements.layout.sharding import Cut, Intervals, Kind

@@ -1,7 +1,6 @@
 """Optimizer state that follows its parameter: its place is the parameter's, dim by dim.
 
-Of a weight (8, 3), cut over two ep ranks by ``{"ep": Shard(0)}``, and its state, all trained by one
-optimizer; on the second rank::
+A weight (8, 3), cut over two ep ranks by ``{"ep": Shard(0)}``, and its state, on the second rank::
 
     model.w                (4, 3)   [4:8, 0:3] of (8, 3)
     optim.state.w.exp_avg  (4, 3)   [4:8, 0:3] of (8, 3): its parameter's place
@@ -9,7 +8,7 @@ optimizer; on the second rank::
     optim.state.w.col_var  (1, 3)   [0:1, 0:3] of (1, 3): a replica, as no cut of the weight is left
     optim.state.w.step     ()       no place: it has no dims
 
-Which dims those are, ``names/optimizer_state.py`` says from the shapes alone.
+``names/optimizer_state.py`` computes which dims follow, from the shapes alone.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dcp_placements.bind.one_tensor import CutSource, Place, Placed, SharedPlaces, has_dims
 from dcp_placements.bind.own_chunks import lists_its_chunks
+from dcp_placements.bind.rule_and_dtensor import CutSource, Place, Placed, SharedPlaces, has_dims
 from dcp_placements.errors import CannotPlace
 from dcp_placements.names.flat import Path, Reshaped
 from dcp_placements.names.optimizer_state import Dims, OptimizerStates, followed_dims
@@ -29,7 +28,7 @@ from dcp_placements.rules.placement import moved_placements
 
 
 class States(NamedTuple):
-    """Which tensors of a flat state dict are optimizer state, by their names in rules.
+    """The optimizer state among the tensors of a flat state dict, by names in rules.
 
     With a ``critic.w`` and a ``generator.w`` beside one optimizer of ``w``, and an optimizer of a
     ``v`` that is saved without it::
@@ -38,8 +37,8 @@ class States(NamedTuple):
                {"other.state.v.m": (4, 3)})
 
     Attributes:
-        parameters: By state, the tensors that its parameter may be.
-        shapes: By state of a parameter that is not there, the local shape that it must have.
+        parameters: For each state, the tensors that its parameter may be.
+        shapes: For each state of an absent parameter, the local shape that the parameter has.
     """
 
     parameters: dict[str, list[str]]
@@ -51,14 +50,14 @@ def states_of(
 ) -> States:
     """Return which tensors are optimizer state, and of which parameters.
 
-    A rank's own names say which belong together: a rename may change one and not the other. Of an
-    optimizer that is saved alone the largest sizes of a parameter's state are those of the
-    parameter, unless one has others: then nothing is known of it.
+    State and parameter are matched by a rank's own names, since a rename may change one and not the
+    other. Where an optimizer is saved alone, the largest sizes of a parameter's state are the sizes
+    of the parameter; if some state does not follow these, its shape stays unknown.
 
     Args:
         state_dict: Flat, with the names in rules, and with parameter groups.
         mappings: The path of each key in the nested dict, which has the rank's own names.
-        reshaped: The values that a rename makes other tensors of; a stack has a name per row.
+        reshaped: The values that a rename turns into other tensors; a stack has a name per row.
     """
     names, values = {}, {}
     for fqn, value in state_dict.items():
@@ -85,7 +84,7 @@ def states_of(
 
 
 def _largest(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """Return the shape of a parameter of which there is only state; None if that shows none.
+    """Return the shape of a parameter that is absent, by those of its state; None if unknown.
 
     >>> _largest([(4, 1), (4, 3), (3,)]), _largest([(4, 3), (5, 3)])
     ((4, 3), None)
@@ -104,24 +103,24 @@ def followed_parameter(
 ) -> Placed | None:
     """Return the parameter that optimizer state follows; None where it has its own place.
 
-    That is so where a rule matches the state's own key and not the parameter: the same rule is the
-    same pattern or, for a callable, an equal placement. Rows follow rows of a stack that has as
-    many, along the same dims.
+    A state has its own place where a rule matches its own key and not the parameter: the same rule
+    is the same pattern or, for a callable, an equal placement. Rows follow the rows of a stack with
+    as many rows along the same dims.
 
     Args:
         fqn: The state's name in rules.
-        states: Which tensors its parameter may be.
+        states: The tensors that its parameter may be.
         sources: The tensors, by their names in rules.
         placed: The tensors that are bound so far, all parameters among them.
-        reshaped: The values that a rename makes other tensors of.
+        reshaped: The values that a rename turns into other tensors.
     """
     candidates = states.parameters[fqn]
     if not candidates or lists_its_chunks(sources[fqn].value):
         return None
-    # Where the optimizer may call several tensors so, their places have to be equal.
+    # Where the parameter may be any of several tensors, their places have to be equal.
     places = {
-        each and (each.place.sharding, each.place.chunks): each
-        for each in map(placed.get, candidates)
+        tensor and (tensor.place.sharding, tensor.place.chunks): tensor
+        for tensor in map(placed.get, candidates)
     }
     parameter = next(iter(places.values()))
     if parameter is None or len(places) > 1:
@@ -143,7 +142,7 @@ def follow(
     reshaped: Reshaped,
     places: SharedPlaces,
 ) -> Placed | None:
-    """Return where optimizer state lies that follows its parameter dim by dim.
+    """Return the place of optimizer state that follows its parameter dim by dim.
 
     A plain tensor follows the parameter's DTensor, too; a DTensor says itself how it is cut.
 
@@ -151,15 +150,15 @@ def follow(
         fqn: Its name in rules.
         source: The state.
         parameter: The parameter, placed.
-        leading: The parameter, with its rule.
-        reshaped: The values that a rename makes other tensors of.
+        leading: The parameter, with its own rule.
+        reshaped: The values that a rename turns into other tensors.
         places: The places so far.
 
     Returns:
-        None where its shape is none of those that follow.
+        None where its shape does not follow the parameter's.
 
     Raises:
-        CannotPlace: Its shape fits in several ways, which have different places.
+        CannotPlace: Its shape follows in several ways, which have different places.
     """
     local, mesh, placements, shape = source.own
     first, other, others, whole = leading.own
@@ -174,7 +173,7 @@ def follow(
     if parameter.fqn in reshaped.rows:
         row = reshaped.rows[parameter.fqn][0].name
         ndim, ruled = len(whole) + len(row.axes), dims_of_row(row, tuple(whole))
-    found: list[Place] = []
+    candidates: list[Place] = []
     for dims in ways:
         if is_plain:
             mesh, placements = other, moved_placements(others, dims, len(whole))
@@ -182,8 +181,8 @@ def follow(
             shape = torch.Size([n if dim is None else whole[dim] for dim, n in sizes])
         origins: Dims = tuple([None if dim is None else ruled[dim] for dim in dims])
         own = local, mesh, placements, shape
-        found.append(places.bind(own, leading.placement, origins, ndim))
-    if len({(place.sharding, place.chunks) for place in found}) > 1:
+        candidates.append(places.bind(own, leading.placement, origins, ndim))
+    if len({(place.sharding, place.chunks) for place in candidates}) > 1:
         lost = [set(range(len(whole))).difference(dims).pop() for dims in ways]
         raise CannotPlace(
             f"its local shape {tuple(local.shape)} may be that of its parameter, "
@@ -191,4 +190,6 @@ def follow(
             "are cut differently",
             "way out:     a rule for this key itself, above that of its parameter",
         )
-    return Placed(fqn, local, found[0], parameter.rule, is_reduced=True) if found else None
+    return (
+        Placed(fqn, local, candidates[0], parameter.rule, is_reduced=True) if candidates else None
+    )

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from dcp_placements.bind.one_tensor import Place, Placed
+from dcp_placements.bind.rule_and_dtensor import Place, Placed
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Cut, Kind
 from dcp_placements.rules.mesh import Axis
@@ -43,6 +43,9 @@ _TENSOR_AXIS = re.compile(r"^(?:e?tp|tensor(?:_.*)?|model_parallel)$")
 EXPERT_AXIS = re.compile(r"^(?:ep|expert(?:_parallel|_model_parallel)?)$")
 _DATA_AXIS = re.compile(r"^(?:.*fsdp.*|e?dp(?:_.*)?|data(?:_.*)?)$")
 
+# The lines of each finding, with placeholders: headline "is declared as cut by {outer.axis!r} first
+# ..." and the values {"axis": "tp", "outer": Cut(0, "fsdp", 4), ...} become "is declared as cut by
+# 'fsdp' first and by 'tp' inside that".
 _ORDER = (
     "is declared as cut by {outer.axis!r} first and by {axis!r} inside that",
     "found:       Shard({cut.dim}) over {outer.axis!r} left of Shard({cut.dim}) over {axis!r}",
@@ -103,24 +106,24 @@ def lint(
 ) -> Iterator[Fault]:
     """Yield a finding for each tensor whose declaration is likely wrong.
 
-    All are about a tensor- or expert-parallel axis, so that most tensors need no look at their
-    names.
+    All are about a tensor- or expert-parallel axis, so that the names of most tensors are not
+    searched.
 
     Args:
         placed: The tensors of one ``Placing``, with the checkpoint's keys.
-        renamed: Whether they differ from the rank's own, so that a number in them is global.
+        renamed: Whether the keys differ from the rank's own, so that a number in them is global.
         waived: Patterns of keys without findings.
     """
     doubts_of: dict[Place, list[Doubt]] = {}
-    for one in placed:
-        if one.place not in doubts_of:
-            doubts_of[one.place] = _doubts(one.place)
-        for doubt in doubts_of[one.place]:
-            for texts, facts in _findings(one, *doubt, renamed=renamed):
-                if not matches_any(waived, one.fqn):
-                    headline, *details = [text.format_map(facts) for text in texts]
-                    rule = f"by rule:     {one.rule or 'no rule, its own DTensor'}"
-                    yield Fault(one.fqn, headline, (*details, _RIGHT, rule))
+    for tensor in placed:
+        if tensor.place not in doubts_of:
+            doubts_of[tensor.place] = _doubts(tensor.place)
+        for doubt in doubts_of[tensor.place]:
+            for texts, values in _findings(tensor, *doubt, renamed=renamed):
+                if not matches_any(waived, tensor.fqn):
+                    headline, *details = [text.format_map(values) for text in texts]
+                    rule = f"by rule:     {tensor.rule or 'no rule, its own DTensor'}"
+                    yield Fault(tensor.fqn, headline, (*details, _RIGHT, rule))
 
 
 def dropped_rows(
@@ -129,22 +132,22 @@ def dropped_rows(
     """Yield a finding for each tensor whose padding, which is not stored, is not constant.
 
     Args:
-        placed: As for ``lint``.
+        placed: The tensors of one ``Placing``, with the checkpoint's keys.
         waived: Patterns of keys without findings.
     """
-    for one in placed:
-        sharding = one.place.sharding
+    for tensor in placed:
+        sharding = tensor.place.sharding
         is_padded = sharding.padded_shape not in (None, sharding.global_shape)
-        if not is_padded or one.rows or matches_any(waived, one.fqn):
+        if not is_padded or tensor.rows or matches_any(waived, tensor.fqn):
             continue
-        for dim, (size, cut) in enumerate(
+        for dim, (size, padded) in enumerate(
             zip(sharding.global_shape, sharding.cut_shape, strict=True)
         ):
-            if size == cut or not any(map(_vary, _pads(one, dim))):
+            if size == padded or not any(map(_vary, _pads(tensor, dim))):
                 continue
             yield Fault(
-                one.fqn,
-                f"[{size}:{cut}] of dim {dim} is padding by the rule, and is not constant",
+                tensor.fqn,
+                f"[{size}:{padded}] of dim {dim} is padding by the rule, and is not constant",
                 (
                     f"found:       global_shape={sharding.global_shape}, "
                     f"padded_shape={sharding.padded_shape}; what is beyond is not stored",
@@ -157,7 +160,7 @@ def dropped_rows(
 def _pads(placed: Placed, dim: int) -> list[torch.Tensor]:
     """Return the views of a local tensor along a dim that hold padding only."""
     tensor, pads, end = placed.tensor.detach(), [], 0
-    held = {(one.local_offsets[dim], one.sizes[dim]) for one in placed.place.chunks}
+    held = {(chunk.local_offsets[dim], chunk.sizes[dim]) for chunk in placed.place.chunks}
     for start, size in [*sorted(held), (tensor.shape[dim], 0)]:
         if start > end:
             pads.append(tensor.narrow(dim, end, start - end))
@@ -172,8 +175,20 @@ def _vary(padding: torch.Tensor) -> bool:
     return padding.numel() > 0 and bool((padding != padding.flatten()[:1]).any())
 
 
-Doubt = tuple[Axis, Cut | None, Cut | None]
-"""An axis, the cut over it, and the data-parallel cut of the same dim that comes before that."""
+class Doubt(NamedTuple):
+    """An axis along which a declaration may be wrong.
+
+    With ``Shard(0)`` over fsdp, then over tp: ``Doubt(tp, Cut(0, "tp", 2), Cut(0, "fsdp", 4))``.
+
+    Attributes:
+        axis: The axis.
+        cut: The cut over it; None where it holds replicas.
+        outer: The data-parallel cut of the same dim that comes before ``cut``, if any.
+    """
+
+    axis: Axis
+    cut: Cut | None
+    outer: Cut | None
 
 
 def _doubts(place: Place) -> list[Doubt]:
@@ -190,50 +205,50 @@ def _doubts(place: Place) -> list[Doubt]:
             if cut.kind is Kind.PLAIN and cut.size > 1 and _DATA_AXIS.match(cut.axis or ""):
                 outer.setdefault(cut.dim, cut)
         else:
-            doubts.append((axis, None, None))
+            doubts.append(Doubt(axis, None, None))
             continue
         if cut.kind is not Kind.LISTED and cut.dim >= 0:
-            doubts.append((axis, cut, outer.get(cut.dim)))
+            doubts.append(Doubt(axis, cut, outer.get(cut.dim)))
     return doubts
 
 
 def _findings(
     placed: Placed, axis: Axis, cut: Cut | None, outer: Cut | None, *, renamed: bool
 ) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """Yield the texts of what is likely wrong along one axis, and what they tell."""
+    """Yield the lines of each finding along one axis, and the values of their placeholders."""
     fqn, name = placed.fqn, axis.name or ""
     is_numbered = NUMBERED_EXPERT.search(fqn) is not None
-    facts: dict[str, Any] = {"axis": name, "size": axis.size, "cut": cut, "outer": outer}
-    facts["shape"] = placed.place.sharding.global_shape
+    values: dict[str, Any] = {"axis": name, "size": axis.size, "cut": cut, "outer": outer}
+    values["shape"] = placed.place.sharding.global_shape
     is_plain = cut is not None and cut.kind is Kind.PLAIN
     if is_plain and outer is not None:
-        yield _ORDER, facts
+        yield _ORDER, values
     if _TENSOR_AXIS.match(name):
-        # Parts that are given with their sizes are known to whoever gave them.
+        # A user who gave the sizes of the parts has counted them.
         is_fused = cut is not None and cut.kind is Kind.FUSED and isinstance(cut.parts, int)
         count = cut.parts if cut is not None and is_fused else 1 if is_plain else None
-        facts["how"] = "plainly" if is_plain else f"as {count} parts"
+        values["how"] = "plainly" if is_plain else f"as {count} parts"
         rows = 0 if cut is None else placed.place.sharding.cut_shape[cut.dim]
         if is_fused and isinstance(count, int) and rows % count:
-            yield _NO_EQUAL_PARTS, {**facts, "size": rows, "count": count}
+            yield _NO_EQUAL_PARTS, {**values, "size": rows, "count": count}
         if QKV.search(fqn) and count not in (None, 3):
-            yield _FUSED, {**facts, **_IS_QKV}
+            yield _FUSED, {**values, **_IS_QKV}
         elif GATE_UP.search(fqn) and count not in (None, 2):
-            yield _FUSED, {**facts, **_IS_GATE_UP}
+            yield _FUSED, {**values, **_IS_GATE_UP}
     elif _EXPERTS.search(fqn):
         # Rows that no axis shards are those of a stack, whose names are distinct.
-        if any(one.axis is None for one in placed.place.sharding.cuts):
+        if any(own_cut.axis is None for own_cut in placed.place.sharding.cuts):
             return
         if cut is None and not (renamed and is_numbered) and not placed.is_reduced:
-            yield _REPLICAS, facts
+            yield _REPLICAS, values
         if (
             cut is not None
             and cut.dim
             and len(placed.place.sharding.global_shape) == 3
             and not is_numbered
         ):
-            yield _OTHER_DIM, facts
+            yield _OTHER_DIM, values
         if is_numbered and cut is not None and cut.by_rule:
-            yield _GLUED, facts
+            yield _GLUED, values
     elif cut is not None and placed.rule and not _OF_EXPERT.search(fqn) and _COPIED.search(fqn):
-        yield _NO_EXPERTS, facts
+        yield _NO_EXPERTS, values

@@ -1,4 +1,4 @@
-"""Tensors that say themselves where they lie: the attributes of torch's ``CheckpointableTensor``.
+"""Tensors that list their own chunks: the attributes of torch's ``CheckpointableTensor``.
 
 A plain tensor with ``global_shape``, ``global_offsets``, ``local_offsets`` and ``local_sizes``
 lists its chunks in the whole tensor. Default planners of torch 2.14 and newer store it by them;
@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from dcp_placements._torch import has_hooks
-from dcp_placements.bind.one_tensor import Place
+from dcp_placements.bind.rule_and_dtensor import Place
 from dcp_placements.errors import CannotPlace
 from dcp_placements.layout.boxes import as_array, format_box, overlaps, within
 from dcp_placements.layout.sharding import Box, Chunk, Sharding
 
 LISTS = ("global_offsets", "local_offsets", "local_sizes")
-"""A tensor that has only some of the attributes is a plain one, as torch takes it."""
+"""A tensor with only some of these attributes is a plain one, as in torch."""
 
 _CORRECT = "way out:     correct the attributes of this tensor, which name each element once"
 
@@ -32,7 +32,7 @@ def lists_its_chunks(value: Any) -> bool:
 
 
 def names_its_chunks(value: Any) -> bool:
-    """Whether a value says itself what is stored of it: by torch's hooks, or by the attributes."""
+    """Whether a value lists its own chunks, by torch's hooks or by the attributes."""
     return has_hooks(value) or lists_its_chunks(value)
 
 
@@ -42,7 +42,7 @@ def listed_place(tensor: Any) -> Place:
     Elements of the tensor that no chunk names are padding, and are neither saved nor loaded.
 
     Raises:
-        CannotPlace: Attributes that do not fit each other, the tensor or the whole.
+        CannotPlace: The attributes do not fit each other, the tensor or the whole.
     """
     name = "global_shape"
     lists = []
@@ -55,7 +55,7 @@ def listed_place(tensor: Any) -> Place:
         raise CannotPlace(headline, _CORRECT) from None
     local = Box.whole(tuple(tensor.shape))
     if len(set(map(len, lists))) > 1:
-        counts = ", ".join(f"{len(one)} {name}" for one, name in zip(lists, LISTS, strict=True))
+        counts = ", ".join(f"{len(of)} {name}" for of, name in zip(lists, LISTS, strict=True))
         raise CannotPlace(f"lists {counts}", _CORRECT)
     chunks = []
     sizes_at: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -80,7 +80,7 @@ def listed_place(tensor: Any) -> Place:
             raise CannotPlace(headline, _CORRECT)
     # One element cannot be loaded from two places: the last one read would win.
     boxes = [Box(chunk.local_offsets, chunk.sizes) for chunk in dict.fromkeys(chunks)]
-    for one, other in overlaps(as_array(boxes, len(local.sizes)), 1):
-        texts = f"{format_box(boxes[one])} and {format_box(boxes[other])}"
+    for first_box, other in overlaps(as_array(boxes, len(local.sizes)), 1):
+        texts = f"{format_box(boxes[first_box])} and {format_box(boxes[other])}"
         raise CannotPlace(f"lists elements of the local tensor for two places: {texts}", _CORRECT)
     return Place(Sharding(whole.sizes), (), tuple(chunks), is_exact=False)

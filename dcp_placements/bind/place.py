@@ -28,9 +28,9 @@ from dcp_placements._torch import (
     is_dtensor_like,
 )
 from dcp_placements.bind.followers import States, follow, followed_parameter, states_of
-from dcp_placements.bind.one_tensor import CutSource, Place, Placed, Placing, SharedPlaces
 from dcp_placements.bind.own_chunks import listed_place, lists_its_chunks
 from dcp_placements.bind.reshape import RowAxes, other_rows, reshape, row_axes, stack_like
+from dcp_placements.bind.rule_and_dtensor import CutSource, Place, Placed, Placing, SharedPlaces
 from dcp_placements.bind.tensor_memory import tensor_faults
 from dcp_placements.errors import CannotPlace, Fault
 from dcp_placements.layout.boxes import format_boxes
@@ -42,7 +42,7 @@ from dcp_placements.names.optimizer_state import (
     ParameterNames,
     followed_dims,
     named_lists,
-    parameter_groups,
+    parameter_groups_in,
     unnamed_faults,
 )
 from dcp_placements.names.stacks_and_parts import Rename, dims_of_row, texts_of
@@ -66,11 +66,11 @@ def place(
 
     Args:
         state_dict: Flat, as ``rename_keys`` returns it.
-        rules: The user's; None leaves every tensor its own mesh and placements.
+        rules: The user's rules; None leaves every tensor its own mesh and placements.
         mappings: The path of each key in the nested dict.
-        reshaped: The values that a rename makes other tensors of, if any. The rules are asked about
-            a stack, of which the first row is the value, and is bound as what it is.
-        rename: What has renamed the keys.
+        reshaped: The values that a rename turns into other tensors, if any. A stack has its first
+            row as value, which is bound as what it is; the rules are asked about the stack.
+        rename: The rename that the keys have gone through.
         has_contents: Whether a meta tensor, which has none, is a fault, as in a save.
     """
     mappings, reshaped = mappings or {}, reshaped or Reshaped()
@@ -98,7 +98,7 @@ def place(
         for fqn, listed in lists.items():
             placing.state_dict[fqn] = listed.numbered(placing.totals)
     if has_groups:
-        placing.groups = parameter_groups(placing.state_dict)
+        placing.parameter_groups = parameter_groups_in(placing.state_dict)
         placing.faults += _optimizer_faults(placing, rename)
     return placing
 
@@ -106,15 +106,15 @@ def place(
 def numberings(placing: Placing, numbered: Sequence[NumberedKey]) -> Numberings:
     """Return the families of keys to which a rename gives numbers on this rank.
 
-    That of optimizer state need not be whole: a parameter that was never stepped has none. Nor need
-    that of options, since a parameter may be frozen.
+    A family of optimizer state need not be whole: a parameter that was never stepped has none. Nor
+    need a family of options, since a parameter may be frozen.
 
     Args:
         placing: The tensors, bound.
         numbered: The keys in which the rename gave a number, as ``rename_keys`` returns them.
     """
     states = OptimizerStates(placing.state_dict)
-    heads = tuple([f"{head}param_groups." for head in placing.groups])
+    heads = tuple([f"{head}param_groups." for head in placing.parameter_groups])
 
     def is_listed(key: str) -> bool:
         return states.of(key) is None and not key.startswith(heads)
@@ -122,32 +122,33 @@ def numberings(placing: Placing, numbered: Sequence[NumberedKey]) -> Numberings:
     rows = {key: total for key, total in placing.totals.items() if is_listed(key)}
     listed = families(filter(is_listed, numbered), rows)
     others = families([key for key in numbered if not is_listed(key)])
-    return {**{family: one._replace(total=None) for family, one in others.items()}, **listed}
+    partial = {family: numbering._replace(total=None) for family, numbering in others.items()}
+    return {**partial, **listed}
 
 
 def _optimizer_faults(placing: Placing, rename: Rename | None) -> list[Fault]:
     """Return the faults of optimizer state that has to follow its parameters, and cannot.
 
-    Its keys have the positions of parameters, while tensors are renamed, ruled, or list their
-    chunks.
+    The keys of such state have positions instead of names of parameters, while tensors are renamed,
+    have rules, or list their chunks.
     """
     needs_names = rename is not None or any(
         not (placed.place.axes if placed.rule is None else placed.is_whole)
         for placed in placing.placed.values()
     )
-    return unnamed_faults(placing.state_dict, placing.groups) if needs_names else []
+    return unnamed_faults(placing.state_dict, placing.parameter_groups) if needs_names else []
 
 
 def _sources(placing: Placing, rules: Rules | None, reshaped: Reshaped) -> dict[str, CutSource]:
     """Return the tensors of a state dict by their names in rules, each with its rule.
 
-    Left out are tensors of which this rank has nothing, which become ``absent``, and those with
-    torch's hooks, which are left to torch's default planner.
+    Tensors of which this rank has nothing become ``absent``, and those with torch's hooks are left
+    to torch's default planner.
 
     Args:
         placing: Has the state dict; takes in the rules that match, absent keys and faults.
-        rules: The user's.
-        reshaped: The values that a rename makes other tensors of.
+        rules: The user's rules.
+        reshaped: The values that a rename turns into other tensors.
     """
     sources: dict[str, CutSource] = {}
     for fqn, value in placing.state_dict.items():
@@ -166,7 +167,7 @@ def _sources(placing: Placing, rules: Rules | None, reshaped: Reshaped) -> dict[
                 headline = f"holds a {kind}, which names its chunks itself, and has a rule"
                 placing.faults.append(CannotPlace(headline, _ONE_SPEAKS).fault(fqn, rule))
             elif not default_write_items(fqn, value):
-                placing.absent.add(fqn)  # as to torch's planners, other ranks have it
+                placing.absent.add(fqn)  # other ranks have it, as for torch's planners
             continue
         own = facts_of(value)
         if own[1] is not None and own[1].get_coordinate() is None:
@@ -179,7 +180,7 @@ def _sources(placing: Placing, rules: Rules | None, reshaped: Reshaped) -> dict[
 def _ask(
     rules: Rules | None, fqn: str, value: Any, reshaped: Reshaped
 ) -> tuple[str | None, CheckpointPlacement | None]:
-    """Return the name, for messages, of the rule that matches a tensor's key, and its placement."""
+    """Return the name in messages of the rule that matches a tensor's key, and its placement."""
     if rules is None or not value.shape:
         return None, None
     if isinstance(rules, PlacementRules):
@@ -199,11 +200,11 @@ def _bind_each(
     Args:
         placing: Takes in the tensors that have a place, and faults.
         sources: The tensors, by their names in rules.
-        states: Which of them are optimizer state.
-        reshaped: The values that a rename makes other tensors of.
+        states: The optimizer state among them.
+        reshaped: The values that a rename turns into other tensors.
 
     Returns:
-        By stack, the axis of its rule that shards each dim that its rows lie along.
+        For each stack, the axis of its rule that shards each dim that its rows lie along.
     """
     places = SharedPlaces()
     axes_of_rows: dict[str, RowAxes] = {}
@@ -237,10 +238,10 @@ def _bind_each(
 def _placed(
     fqn: str, source: CutSource, states: States, reshaped: Reshaped, places: SharedPlaces
 ) -> Placed | None:
-    """Return the place of a tensor by its own sources; None of a plain one without a rule.
+    """Return the place of a tensor by its own sources; None for a plain one without a rule.
 
     Raises:
-        CannotPlace: It does not fit its sources, or these contradict each other.
+        CannotPlace: The tensor does not fit its sources, or these contradict each other.
     """
     value, own, rule, placement = source
     local, mesh, _, shape = own

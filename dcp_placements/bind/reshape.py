@@ -1,8 +1,8 @@
-"""What a rename with ``Stack``, ``Unstack`` or ``Split`` makes of a rank's tensors.
+"""Renames that change tensors: ``Stack``, ``Unstack`` and ``Split`` of a rank's tensors.
 
-Each tensor is bound before, as what it is on this rank. A rename's targets are pairs of equal
-boxes: what the rank has of a target is the tensor's own chunks, moved by those pairs, in views of
-the tensor with the dims of the target. Nothing is copied or gathered. On the second of two ep ranks
+Each tensor is bound before, as what it is on this rank. A target of a rename has pairs of equal
+boxes. The rank's chunks of a target are the tensor's own chunks, moved by those pairs; their views
+have the dims of the target. Nothing is copied or gathered. On the second of two ep ranks
 with two experts each::
 
     Stack("experts.{}", total=4)   experts.2.w (4, 3), experts.3.w (4, 3)
@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 import torch
 
 from dcp_placements._torch import facts_of, has_hooks
-from dcp_placements.bind.one_tensor import (
+from dcp_placements.bind.own_chunks import names_its_chunks
+from dcp_placements.bind.rule_and_dtensor import (
     Place,
     Placed,
     Placing,
@@ -38,7 +39,6 @@ from dcp_placements.bind.one_tensor import (
     has_dims,
     is_tensor,
 )
-from dcp_placements.bind.own_chunks import names_its_chunks
 from dcp_placements.errors import CannotPlace, Fault
 from dcp_placements.layout.sharding import Cut, FusedPart, Kind, Sharding
 from dcp_placements.names.flat import Path, RenamedValue, Reshaped
@@ -82,7 +82,7 @@ def other_rows(reshaped: Reshaped, stacks: Container[str]) -> list[tuple[str, to
 
     Args:
         reshaped: The rows, by stack.
-        stacks: The stacks that are meant.
+        stacks: The keys of the stacks to include.
     """
     return [
         (fqn, facts_of(row.value)[0])
@@ -98,7 +98,7 @@ def row_axes(
 ) -> RowAxes:
     """Return the axes of a stack's rule that shard the dims that its rows lie along.
 
-    ``{"ep": Shard(0), "tp": Shard(1)}`` of a stack of experts: ``(Axis("ep", ...),)``.
+    ``{"ep": Shard(0), "tp": Shard(1)}`` for a stack of experts gives ``(Axis("ep", ...),)``.
 
     Args:
         placement: The placement of the stack.
@@ -135,18 +135,18 @@ def reshape(
     axes_of_rows: Mapping[str, RowAxes],
     rules: Rules | None,
 ) -> Placing:
-    """Return the tensors of a state dict with those that a rename makes in the place of others.
+    """Return the tensors of a state dict, with the results of a rename in place of their sources.
 
     Args:
         placing: The tensors, bound as what they are on this rank; a stack as its first row.
         reshaped: The values that become rows of a stack, or one tensor per row or part.
-        axes_of_rows: By stack, the axes of its rule that shard its rows.
-        rules: The user's, for messages.
+        axes_of_rows: For each stack, the axes of its rule that shard its rows.
+        rules: The user's rules, for messages.
     """
     result = replace(placing, placed={}, faults=[*placing.faults], state_dict={}, mappings={})
     unbound = placing.absent.union([fault.fqn for fault in placing.faults])
     wholes = SharedPlaces()
-    # Layers have equal tensors: what the rename makes of one, by its place.
+    # Layers have equal tensors: the results of the rename are kept by place.
     stacks: dict[Any, Place] = {}
     targets: dict[Any, list[HeldTarget]] = {}
     for fqn, value in placing.state_dict.items():
@@ -187,7 +187,7 @@ def _put(placing: Placing, fqn: str, value: Any, path: Path | None) -> None:
 
 
 def _unruled(fqn: str, value: Any, wholes: SharedPlaces) -> Placed:
-    """Return a tensor that neither a rule nor a DTensor speaks for: it is a whole."""
+    """Return a tensor without a rule and a DTensor, which is a whole."""
     local = facts_of(value)[0]
     return Placed(fqn, local, wholes.bind((local, None, (), local.shape)))
 
@@ -203,7 +203,7 @@ def _equal_tensors(rows: Sequence[RenamedValue[Row]]) -> list[torch.Tensor]:
     """Return the local tensors of the rows of one stack.
 
     Raises:
-        CannotPlace: They are not all tensors, or differ in more than their numbers.
+        CannotPlace: The rows are not all tensors, or differ in more than their numbers.
     """
     if not any(is_tensor(row.value) for row in rows):
         raise CannotPlace(
@@ -219,7 +219,7 @@ def _equal_tensors(rows: Sequence[RenamedValue[Row]]) -> list[torch.Tensor]:
     facts = [facts_of(row.value) for row in rows]
     kinds = set()
     for local, mesh, placements, shape in facts:
-        # Meshes may differ in the ranks, and not in where this rank stands along what cuts.
+        # Meshes may differ in their ranks, but not in this rank's position along cutting axes.
         axes = None if mesh is None else mesh_axes(mesh)
         entries = zip(axes or (), placements, strict=False)
         cutting = [
@@ -242,7 +242,7 @@ def _stack(
     axes: RowAxes | None,
     stacks: dict[Any, Place],
 ) -> Placed:
-    """Return one stack, of which the rank has some rows.
+    """Return one stack, some of whose rows the rank has.
 
     Args:
         own: The first row, bound as what it is.
@@ -263,7 +263,7 @@ def _stack(
 
 
 def _stack_place(own: Place, rows: Sequence[Row], axes: RowAxes) -> Place:
-    """Return the place of a stack of which a rank has rows that each have the place ``own``."""
+    """Return the place of a stack, some of whose rows a rank has, each with the place ``own``."""
     shape = own.sharding.global_shape
     listed = []
     for dim, axis in zip(stack_dims(rows[0], shape), axes, strict=True):
@@ -280,7 +280,7 @@ def _stack_place(own: Place, rows: Sequence[Row], axes: RowAxes) -> Place:
 
 
 class HeldTarget(NamedTuple):
-    """A tensor that a rename makes of another one, as far as this rank holds it.
+    """A row or part that a rename makes of a tensor, as far as this rank holds it.
 
     The ``up`` of expert 5, which is the second expert of this rank::
 
@@ -288,8 +288,8 @@ class HeldTarget(NamedTuple):
 
     Attributes:
         row: The number of its row, which replaces ``{}`` in its key; 0 without rows.
-        part: Its number among the parts of that row.
-        indices: The index of the row in the local tensor, for each time that it is there.
+        part: Its index among the parts of that row.
+        indices: The indices of the row in the local tensor; several where it is held repeatedly.
         place: Its place.
     """
 
@@ -300,10 +300,10 @@ class HeldTarget(NamedTuple):
 
 
 def _check_whole(renamed: RenamedValue[Rows | Parts]) -> None:
-    """Refuse what has no rows and no parts.
+    """Refuse a value that has no rows and no parts.
 
     Raises:
-        CannotPlace: It is an object, a scalar, or a tensor that names its chunks itself.
+        CannotPlace: The value is an object, a scalar, or a tensor that names its chunks itself.
     """
     value = renamed.value
     if not has_dims(value):
@@ -325,10 +325,10 @@ def _put_targets(
     """Add the rows and parts of a tensor that this rank has.
 
     Args:
-        placing: Takes them in.
+        placing: Takes in the rows and parts.
         own: The tensor, bound as what it is.
-        renamed: What becomes of it.
-        targets: The rows and parts of tensors so far; takes in those of this one.
+        renamed: The tensor, with the answer of the rename.
+        targets: The rows and parts of tensors so far; takes in those of this tensor.
     """
     name, shape = renamed.name, own.place.sharding.global_shape
     dim = row_dim(name, shape)
@@ -342,8 +342,8 @@ def _put_targets(
         fqn = name.fqns[part].replace("{}", str(row))
         views = [tensor if dim is None else tensor.select(dim, index) for index in indices]
         _put(placing, fqn, views[0], renamed.path)
-        copies = views if len(views) > 1 else ()
-        placing.placed[fqn] = Placed(fqn, views[0], place, own.rule, copies, has_own_key=True)
+        repeats = views if len(views) > 1 else ()
+        placing.placed[fqn] = Placed(fqn, views[0], place, own.rule, repeats, has_own_key=True)
 
 
 def _held_targets(whole: Place, name: Rows | Parts, dim: int | None) -> list[HeldTarget]:
@@ -351,14 +351,14 @@ def _held_targets(whole: Place, name: Rows | Parts, dim: int | None) -> list[Hel
 
     Args:
         whole: The place of the tensor.
-        name: What becomes of it.
+        name: The answer of the rename.
         dim: The dim that its rows lie along; None where it is only split.
 
     Raises:
         CannotPlace: The tensor cannot be cut into the parts.
     """
     shape = whole.sharding.global_shape
-    parts = part_targets(name, shape if dim is None else removed(shape, dim))
+    targets = part_targets(name, shape if dim is None else removed(shape, dim))
     indices_of: dict[int, list[int]] = {0: [0]}
     if dim is not None:
         rows = chain.from_iterable(starmap(range, whole.sharding.dim_at(dim, whole.positions)))
@@ -367,7 +367,7 @@ def _held_targets(whole: Place, name: Rows | Parts, dim: int | None) -> list[Hel
             if row < shape[dim]:  # beyond it is padding
                 indices_of.setdefault(row, []).append(index)
     held = []
-    for (row, indices), (part, target) in product(indices_of.items(), enumerate(parts)):
+    for (row, indices), (part, target) in product(indices_of.items(), enumerate(targets)):
         if dim is not None:
             target = target.of_row(row, dim)
         chunks = [
@@ -401,18 +401,18 @@ def _split_dims(target: Target, shape: tuple[int, ...]) -> list[int]:
 def _moved(
     whole: Sharding, target: Target, split: Sequence[int] = (), of: FusedPart | None = None
 ) -> Sharding:
-    """Return how axes cut what a rename makes of a tensor that they cut.
+    """Return the sharding of a rename's target, which follows from that of its source.
 
     The cut of a fused dim stays that of the whole dim: parts are not shards of equal size.
 
     Args:
-        whole: How they cut the tensor.
-        target: What becomes of it.
-        split: The dims of the target that are parts of a dim of the tensor.
-        of: Which of these parts the target is.
+        whole: The sharding of the source.
+        target: The target.
+        split: The dims of the target that are parts of a dim of the source.
+        of: The part that the target is.
 
     Raises:
-        CannotPlace: A fused dim that is padded.
+        CannotPlace: A fused dim is padded.
     """
     cuts: list[Cut] = []
     for cut in whole.cuts:

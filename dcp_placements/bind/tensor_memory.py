@@ -21,7 +21,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dcp_placements._torch import PLAIN_TYPES, facts_of, is_dtensor_like
-from dcp_placements.bind.one_tensor import Placed
+from dcp_placements.bind.rule_and_dtensor import Placed
 from dcp_placements.errors import Fault
 from dcp_placements.layout.boxes import format_boxes
 from dcp_placements.layout.sharding import Box
@@ -48,7 +48,7 @@ def tensor_faults(
         elif not tensor.numel():
             continue
         elif (
-            # Memory that was freed, as FSDP does it; the cheap question is asked first.
+            # FSDP frees memory so; the cheap test comes first.
             is_plain
             and tensor.data_ptr() == tensor.storage_offset() * tensor.itemsize
             and not tensor.untyped_storage().nbytes()
@@ -61,11 +61,11 @@ def tensor_faults(
             faults.append(Fault(fqn, headline, _AROUND))
         else:
             start = tensor.data_ptr() if is_plain else data_pointer(tensor)
-            one = fqn, tensor
-            if start and first.setdefault(start, one) is not one:
-                starts.setdefault(start, [first[start]]).append(one)
-    for named in starts.values():
-        faults += _alias_faults(named, placed)
+            named = fqn, tensor
+            if start and first.setdefault(start, named) is not named:
+                starts.setdefault(start, [first[start]]).append(named)
+    for aliases in starts.values():
+        faults += _alias_faults(aliases, placed)
     return faults
 
 
@@ -83,8 +83,8 @@ _AROUND = ("way out:     a DTensor around such a tensor; or its DTensors under k
 def _is_around_dtensors(tensor: torch.Tensor) -> bool:
     if isinstance(tensor, DTensor) or not hasattr(tensor, "__tensor_flatten__"):
         return False
-    parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    return any(isinstance(part, DTensor) or _is_around_dtensors(part) for part in parts)
+    inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return any(isinstance(held, DTensor) or _is_around_dtensors(held) for held in inner)
 
 
 def _alias_faults(
@@ -97,8 +97,8 @@ def _alias_faults(
         boxes, other = (_boxes(tensor, placed.get(name)) for name in (fqn, first))
         if boxes == other:
             continue
-        one = placed.get(first)
-        is_missed = one is None or (one.rule is None and fqn in placed)
+        first_placed = placed.get(first)
+        is_missed = first_placed is None or (first_placed.rule is None and fqn in placed)
         ruled, missed = (fqn, first) if is_missed else (first, fqn)
         ruled_boxes, missed_boxes = (boxes, other) if is_missed else (other, boxes)
         yield Fault(
@@ -150,11 +150,11 @@ def memory_faults(
     # Each call of to_local() may make another tensor: what is read into it is lost at the end.
     values = {fqn: state_dict[fqn] for fqn, _ in destinations}
     values = {fqn: value for fqn, value in values.items() if not isinstance(value, DTensor)}
-    alike = {fqn for fqn, value in values.items() if is_dtensor_like(value)}
-    starts = {(fqn, data_pointer(tensor)) for fqn, tensor in destinations if fqn in alike}
+    like_dtensor = {fqn for fqn, value in values.items() if is_dtensor_like(value)}
+    starts = {(fqn, data_pointer(tensor)) for fqn, tensor in destinations if fqn in like_dtensor}
     for fqn, tensor in destinations:
         is_spread = tensor.layout is torch.strided and not tensor.is_contiguous()
-        if not is_spread and fqn not in alike:
+        if not is_spread and fqn not in like_dtensor:
             continue
         if is_spread and share_memory([tensor]):
             headline = (
@@ -167,8 +167,10 @@ def memory_faults(
                 "own for each element), or the tensor that it was made from",
             )
             faults.append(Fault(fqn, headline, details))
-        is_new = fqn in alike and (fqn, data_pointer(facts_of(values[fqn])[0])) not in starts
-        if is_new and tensor.numel():
+        is_copy = False
+        if fqn in like_dtensor:
+            is_copy = (fqn, data_pointer(facts_of(values[fqn])[0])) not in starts
+        if is_copy and tensor.numel():
             kind = type(values[fqn]).__name__
             headline = f"to_local() of this {kind} makes a copy: what is read would be lost"
             out = "way out:     load into the tensor that it holds, and make the copy afterwards"
@@ -176,8 +178,49 @@ def memory_faults(
     return faults
 
 
+def tied_keys(destinations: Sequence[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, ...]]:
+    """Return the keys that overlap in memory, each with all that it overlaps, also over others.
+
+    If the checkpoint has different tensors under the keys of one memory, the one that is read last
+    would stay, so a load compares what it reads under all of them.
+
+    >>> w, b = torch.ones(4), torch.ones(2)
+    >>> tied_keys([("embed", w), ("head", w), ("bias", b)])
+    {'embed': ('embed', 'head'), 'head': ('embed', 'head')}
+
+    Args:
+        destinations: The tensors that are read into, and their keys; a key may have several.
+    """
+    tensors = [tensor for _, tensor in destinations]
+    # The start is 0 for tensors that have no memory, or none that can be seen.
+    starts = np.array([data_pointer(tensor) for tensor in tensors], np.int64)
+    nbytes = np.zeros(len(tensors), np.int64)
+    for number in np.flatnonzero(starts).tolist():
+        tensor = tensors[number]
+        nbytes[number] = tensor.nbytes if tensor.is_contiguous() else extent(tensor)
+    held = np.flatnonzero(nbytes)
+    held = held[starts[held].argsort(kind="stable")]
+    ends = np.maximum.accumulate((starts + nbytes)[held])
+    cuts = (0, *np.flatnonzero(starts[held][1:] >= ends[:-1]) + 1, len(held))
+    tied: dict[str, tuple[str, ...]] = {}
+    for begin, end in pairwise(cuts):
+        if end - begin < 2:
+            continue
+        overlapping = held[begin:end].tolist()
+        views = [tensors[number] for number in overlapping]
+        # The extent of a column of a matrix has other columns, too.
+        if all(view.is_contiguous() for view in views) or share_memory(views):
+            keys = tuple(dict.fromkeys([destinations[number][0] for number in sorted(overlapping)]))
+            tied.update(dict.fromkeys(keys, keys))
+    return tied
+
+
 def share_memory(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether two elements, of one tensor or of two, are one memory.
+    """Whether two elements, of one tensor or of two, share memory.
+
+    Each tensor marks its memory in units that divide all strides: if fewer bytes are marked than
+    the tensors have, some are shared. The halves [:, :3] and [:, 3:] of a float32 (4, 6) tensor are
+    rows of 12 bytes, 24 bytes apart: the unit is 12, the marks 0, 2, 4, 6 and 1, 3, 5, 7.
 
     >>> share_memory([torch.ones(3).expand(2, 3)]), share_memory([*torch.ones(4, 6).split(3, 1)])
     (True, False)
@@ -187,7 +230,7 @@ def share_memory(tensors: Sequence[torch.Tensor]) -> bool:
     views: list[tuple[int, int, list[int], list[int]]] = []
     unit = 0
     for start, tensor in zip(starts, tensors, strict=True):
-        block = tensor.itemsize  # bytes in a row; the other dims are of such blocks
+        block = tensor.itemsize  # adjacent bytes; the other dims repeat such blocks
         strides: list[int] = []
         sizes: list[int] = []
         for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -208,45 +251,8 @@ def share_memory(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def extent(tensor: torch.Tensor) -> int:
-    """Return the bytes from the first element of a tensor to the end of its last."""
+    """Return the count of bytes from the first element of a tensor to the end of its last."""
     last = sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
     return (last + 1) * tensor.itemsize if tensor.numel() else 0
-
-
-def tied_keys(destinations: Sequence[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, ...]]:
-    """Return the keys that overlap in memory, each with all that it overlaps, also over others.
-
-    Such keys are those of a model that ties its embedding and its head. If the checkpoint has
-    different tensors under them, the one that is read last would stay.
-
-    >>> w, b = torch.ones(4), torch.ones(2)
-    >>> tied_keys([("embed", w), ("head", w), ("bias", b)])
-    {'embed': ('embed', 'head'), 'head': ('embed', 'head')}
-
-    Args:
-        destinations: The tensors that are read into, and their keys; a key may have several.
-    """
-    tensors = [tensor for _, tensor in destinations]
-    # Of tensors that have no memory, or none that can be seen, the start is 0.
-    starts = np.array([data_pointer(tensor) for tensor in tensors], np.int64)
-    nbytes = np.zeros(len(tensors), np.int64)
-    for number in np.flatnonzero(starts).tolist():
-        tensor = tensors[number]
-        nbytes[number] = tensor.nbytes if tensor.is_contiguous() else extent(tensor)
-    held = np.flatnonzero(nbytes)
-    held = held[starts[held].argsort(kind="stable")]
-    ends = np.maximum.accumulate((starts + nbytes)[held])
-    cuts = (0, *np.flatnonzero(starts[held][1:] >= ends[:-1]) + 1, len(held))
-    tied: dict[str, tuple[str, ...]] = {}
-    for begin, end in pairwise(cuts):
-        if end - begin < 2:
-            continue
-        numbers = held[begin:end].tolist()
-        views = [tensors[number] for number in numbers]
-        # The extent of a column of a matrix has other columns, too.
-        if all(view.is_contiguous() for view in views) or share_memory(views):
-            keys = tuple(dict.fromkeys([destinations[number][0] for number in sorted(numbers)]))
-            tied.update(dict.fromkeys(keys, keys))
-    return tied

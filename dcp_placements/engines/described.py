@@ -23,10 +23,10 @@ from dcp_placements._torch import (
     world_size,
 )
 from dcp_placements.bind.lint import dropped_rows, lint
-from dcp_placements.bind.one_tensor import is_tensor
 from dcp_placements.bind.own_chunks import LISTS, lists_its_chunks
 from dcp_placements.bind.place import numberings, place
 from dcp_placements.bind.rank_shard import RankShard
+from dcp_placements.bind.rule_and_dtensor import is_tensor
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.flat import Path, rename_keys

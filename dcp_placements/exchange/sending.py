@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from dcp_placements._torch import PLAIN_TYPES, agreeing_device, global_rank
-from dcp_placements.bind.one_tensor import Placing
+from dcp_placements.bind.rule_and_dtensor import Placing
 from dcp_placements.errors import (
     Fault,
     PlacementError,

@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dcp_placements.names.optimizer_state import Groups, State, option_key
+from dcp_placements.names.optimizer_state import ParameterGroups, State, option_key
 
 STEP = "step"
 
@@ -168,7 +168,7 @@ def reset_of(
     names: Set[str],
     value: Any,
     values: Mapping[str, Any],
-    groups: Groups,
+    groups: ParameterGroups,
     weights: Sequence[str],
     tensors: Callable[[str], Sequence[torch.Tensor]],
 ) -> Reset | None:

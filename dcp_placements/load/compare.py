@@ -18,7 +18,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from dcp_placements import __version__
-from dcp_placements.bind.one_tensor import Placed
+from dcp_placements.bind.rule_and_dtensor import Placed
 from dcp_placements.errors import CannotPlace, Fault
 from dcp_placements.layout.equal_cuts import canonical, cuts_of_part, declared, differences
 from dcp_placements.layout.sharding import Cut, Cuts, Kind, format_cuts

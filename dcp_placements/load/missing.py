@@ -27,10 +27,10 @@ import torch
 from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 
 from dcp_placements._torch import PLAIN_TYPES, ShardedTensor, has_hooks, is_dtensor_like
-from dcp_placements.bind.one_tensor import Placing
+from dcp_placements.bind.rule_and_dtensor import Placing
 from dcp_placements.errors import Fault
 from dcp_placements.load.birth import Reset, reset_of
-from dcp_placements.names.optimizer_state import FLATTEN, OptimizerStates, parameter_groups
+from dcp_placements.names.optimizer_state import FLATTEN, OptimizerStates, parameter_groups_in
 from dcp_placements.rules.patterns import matches_any
 from dcp_placements.short_text import (
     folded_names,
@@ -150,7 +150,7 @@ def settle_missing(asked: Asked, missing: Sequence[str], *, reads_some: bool) ->
     weights = states.weights_of(
         keys_of, [fqn for fqn, value in state_dict.items() if is_tensor(value)]
     )
-    saved = parameter_groups(asked.stored)
+    saved = parameter_groups_in(asked.stored)
     resets: dict[str, Reset] = {}
     stateless: dict[str, None] = {}
     unexcused: dict[tuple[str, str], None] = {}
@@ -172,7 +172,7 @@ def settle_missing(asked: Asked, missing: Sequence[str], *, reads_some: bool) ->
         elif not is_left and not policy.partial and state.head not in saved:
             unknown.append(fqn)
         else:
-            names, groups = set(keys.values()), asked.placing.groups
+            names, groups = set(keys.values()), asked.placing.parameter_groups
             value = state_dict[fqn]
             reset = reset_of(state, names, value, state_dict, groups, parameters, asked.tensors)
             if reset is not None:

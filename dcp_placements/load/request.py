@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from dcp_placements._torch import PLAIN_TYPES, chunk_list, has_hooks, is_dtensor_like
-from dcp_placements.bind.one_tensor import Placed, Placing
+from dcp_placements.bind.rule_and_dtensor import Placed, Placing
 from dcp_placements.bind.tensor_memory import tied_keys
 from dcp_placements.errors import Fault
 from dcp_placements.items import ReadItemOfLoad, object_read

@@ -29,7 +29,7 @@ Name = TypeVar("Name", bound=Row | Rows | Parts, covariant=True)
 
 
 class RenamedValue(NamedTuple, Generic[Name]):
-    """A value of this rank that the rename makes another tensor of, or several.
+    """A value of this rank that the rename turns into another tensor, or several.
 
     Attributes:
         name: The answer of the rename.
@@ -46,11 +46,11 @@ class RenamedValue(NamedTuple, Generic[Name]):
 
 @dataclass(slots=True)
 class Reshaped:
-    """The values of this rank that a rename makes other tensors of, by the name in rules.
+    """The values of this rank that a rename turns into other tensors, by the name in rules.
 
     Attributes:
-        rows: The values that become rows of a stack, by its key in the checkpoint.
-        wholes: The values that become one tensor per row, or per part.
+        rows: The values that become rows of a stack, by the stack's key in the checkpoint.
+        wholes: The value that becomes one tensor per row, or per part, by its name in rules.
     """
 
     rows: dict[str, list[RenamedValue[Row]]] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Reshaped:
 
 
 def check_texts(state_dict: Mapping[Any, Any]) -> None:
-    """Refuse keys that are one text, such as ``0`` and ``"0"``: those of a checkpoint are texts.
+    """Refuse keys with the same text, such as ``0`` and ``"0"``: a checkpoint's keys are texts.
 
     Raises:
         PlacementError: There are such keys.
@@ -81,7 +81,7 @@ def check_texts(state_dict: Mapping[Any, Any]) -> None:
 def put_at(values: Any, path: Path, value: Any) -> None:
     """Replace the value at a path of a nested dict that was flattened.
 
-    Paths have the texts of keys. Where a dict has no such key, the one with this text is meant:
+    A path has the texts of keys. Where a dict has no such key, the key with that text is meant;
     torch would add a second key beside it.
 
     >>> state = {"state": {0: {"step": 1}}}
@@ -122,9 +122,9 @@ class RenamedKeys(NamedTuple):
         mappings: The path of each key in the nested dict.
         reshaped: The values that become other tensors; None where there are none.
         matches: Whether each step of the rename matches a key.
-        numbered: The keys in which the rename gave a number; of a stack that of the stack, of the
-            rows of a tensor the one with ``{}``.
-        faults: Two keys of this rank that become one, or a key that the rename has no name for.
+        numbered: The keys in which the rename gave a number; for a row the key of its stack, for
+            the rows of a tensor the key with ``{}``.
+        faults: A fault where two keys of this rank become one, or the rename has no name for one.
     """
 
     state_dict: dict[str, Any]
@@ -138,10 +138,11 @@ class RenamedKeys(NamedTuple):
 def rename_keys(
     state_dict: dict[str, Any], mappings: dict[str, Path], rename: Rename | None
 ) -> RenamedKeys:
-    """Return the flat state dict and its paths under the checkpoint's keys, and what matches.
+    """Return the flat state dict and its paths under the checkpoint's keys, and the matching steps.
 
-    What becomes rows of a stack stands there once, under the key of the stack, and what becomes
-    rows or parts under the name of the whole: these are the names that rules ask about.
+    Values that become rows of a stack are there once, under the key of the stack; a value that
+    becomes rows or parts is there under the name of the whole. The rules are asked about these
+    names.
 
     Args:
         state_dict: Flat, with this rank's keys.

@@ -1,9 +1,9 @@
 """The numbers that a rename gives to keys, recorded where they are given.
 
-A step that numbers a key returns a ``NumberedKey``: the new key, and where in it the number stands.
-Later steps move the number along as they change the text around it, so that nobody has to look for
-it afterwards. ``Renames(Renumber("pp*.layers.{}", [2, 3], total=4), Replace("pp*", "model"))``
-makes of ``pp1.layers.0.w``::
+A step that numbers a key returns a ``NumberedKey``: the new key, and the position of the number in
+it. Later steps move the position along as they change the text around it, so that no code has to
+search for the number afterwards. With ``Renames(Renumber("pp*.layers.{}", [2, 3], total=4),
+Replace("pp*", "model"))``, the key ``pp1.layers.0.w`` becomes::
 
     after the Renumber   "pp1.layers.2.w"     2 at [11:12]
     after the Replace    "model.layers.2.w"   2 at [13:14]
@@ -24,10 +24,10 @@ from dcp_placements.errors import CannotPlace
 from dcp_placements.names.stacks_and_parts import Rename, Renamed, Row, texts_of, with_texts
 
 _STAND_IN = "700000000007"
-"""A number that no list has: what a function makes of it shows where it puts the real one."""
+"""A number that no list has: where a function puts it is where it puts the real one."""
 
 ROW = "{}"
-"""What stands in a key for the number of each row of a tensor."""
+"""The text in a key that stands for the number of each row of a tensor."""
 
 _ANY_NUMBER = re.compile(r"\d+")
 
@@ -36,8 +36,8 @@ class Numbering(NamedTuple):
     """How a list of keys is numbered.
 
     Attributes:
-        total: How many numbers it has on all ranks together; None if some are left out on purpose,
-            or for the rows of a tensor, whose shape has the count.
+        total: The count of numbers on all ranks together; None if some are left out on purpose, or
+            for the rows of a tensor, whose shape has the count.
         step: The step of the rename that gives the numbers, as text.
     """
 
@@ -46,13 +46,15 @@ class Numbering(NamedTuple):
 
 
 class Number(NamedTuple):
-    """A number that a rename gave, by its place in a key.
+    """A number that a rename gave, by its position in a key.
+
+    The ``2`` of ``"pp1.layers.2.w"``: ``Number(11, 12, 12, Numbering(4, "Renumber(...)"))``.
 
     Attributes:
         start: Position of its first digit.
         stop: Position after its last digit.
         end: Position after the text that the pattern of the step matched.
-        numbering: How the list is numbered that it is of.
+        numbering: How its list is numbered.
     """
 
     start: int
@@ -65,7 +67,7 @@ class NumberedKey(str):
     """A key, and the numbers in it that a rename gave. It equals the key as plain text.
 
     Attributes:
-        numbers: In the order in which they were given.
+        numbers: The numbers, in the order in which they were given.
     """
 
     numbers: tuple[Number, ...]
@@ -77,7 +79,7 @@ class NumberedKey(str):
 
 
 def numbers_given(key: str) -> tuple[Number, ...]:
-    """Return the numbers that a rename gave to a key; none of plain text."""
+    """Return the numbers that a rename gave to a key; none for plain text."""
     return key.numbers if isinstance(key, NumberedKey) else ()
 
 
@@ -103,11 +105,11 @@ def spliced(key: str, start: int, stop: int, text: str) -> str:
 
     >>> key = NumberedKey("pp1.layers.2.w", [Number(11, 12, 12, Numbering(4, "Renumber"))])
     >>> new = spliced(key, 0, 3, "model")
-    >>> new, [new[one.start : one.stop] for one in numbers_given(new)]
+    >>> new, [new[number.start : number.stop] for number in numbers_given(new)]
     ('model.layers.2.w', ['2'])
 
     Raises:
-        CannotPlace: The text that is replaced has a number of a list that must be whole.
+        CannotPlace: The replaced text has a number of a list that must be whole.
     """
     new = key[:start] + text + key[stop:]
     moved = _moved(key, start, stop, text)
@@ -127,21 +129,22 @@ def _moved(key: str, start: int, stop: int, text: str) -> list[Number]:
         elif first >= stop:
             moved.append(Number(first + shift, last + shift, end, numbering))
         elif key[first:last] == ROW and ROW in text:
-            at = start + text.index(ROW)
-            after = at + len(ROW)
-            moved.append(Number(at, after, after if number.end == last else end, numbering))
+            new_first = start + text.index(ROW)
+            new_last = new_first + len(ROW)
+            new_end = new_last if number.end == last else end
+            moved.append(Number(new_first, new_last, new_end, numbering))
         elif _must_stay(key, number):
             raise _lost(key, number, f"{key[start:stop]!r} is replaced by {text!r}")
     return moved
 
 
 def with_number(key: str, number: Number, text: str) -> str:
-    """Return a key with ``text`` where a step puts a number, which it then has.
+    """Return a key with the number ``text`` where a step puts it, recorded.
 
     Args:
         key: The key before the step.
-        number: Positions in ``key``: ``[start:stop]`` is replaced. It takes the place of a number
-            that an earlier step gave there.
+        number: Positions in ``key``: ``[start:stop]`` is replaced, also where an earlier step gave
+            a number there.
         text: The number in the whole, as text.
     """
     start, stop, end, numbering = number
@@ -151,23 +154,23 @@ def with_number(key: str, number: Number, text: str) -> str:
     return NumberedKey(key[:start] + text + key[stop:], moved)
 
 
-def without_number(key: str, at: int) -> str:
-    """Return a key that no longer has the number that begins at a position, but has its text."""
+def without_number(key: str, start: int) -> str:
+    """Return a key that no longer records the number that begins at ``start``; its text stays."""
     numbers = numbers_given(key)
-    kept = [number for number in numbers if number.start != at]
+    kept = [number for number in numbers if number.start != start]
     return key if len(kept) == len(numbers) else NumberedKey(key, kept)
 
 
 def carried(function: Rename, key: str) -> Renamed:
-    """Return what a user's function makes of a key that has numbers, with these numbers.
+    """Return a user's function's answer for a key that has numbers, with these numbers.
 
-    The function is called again with another number: what it returns then has to be the same but
-    for the number. A ``Row`` may have it as its index, as a stack of layers has. What the function
-    does with numbers of its own is not known.
+    The function is called again with another number, and its answer has to be the same but for the
+    number. A ``Row`` may have it as its index, as a stack of layers has. Numbers that the function
+    gives by itself are not recorded.
 
     >>> key = NumberedKey("layers.2.w", [Number(7, 8, 8, Numbering(4, "Renumber"))])
     >>> new = carried(lambda key: "model." + key, key)
-    >>> new, [new[one.start : one.stop] for one in numbers_given(new)]
+    >>> new, [new[number.start : number.stop] for number in numbers_given(new)]
     ('model.layers.2.w', ['2'])
 
     Args:
@@ -184,8 +187,8 @@ def carried(function: Rename, key: str) -> Renamed:
         digits = key[number.start : number.stop]
         places, is_index = _places(function, key, number, new, [_STAND_IN])
         if -1 in places and digits.isdecimal():
-            # A function may look the number up, or do something else with large ones.
-            near = [str(one) for one in (int(digits) + 1, int(digits) - 1) if one >= 0]
+            # A function may look the number up in a table, which lacks large ones.
+            near = [str(other) for other in (int(digits) + 1, int(digits) - 1) if other >= 0]
             places, is_index = _places(function, key, number, new, near)
         for text, start, own in zip(texts, places, numbers, strict=True):
             stop = start + len(digits)
@@ -193,7 +196,7 @@ def carried(function: Rename, key: str) -> Renamed:
                 if _must_stay(key, number) and not is_index:
                     name = getattr(function, "__qualname__", type(function).__name__)
                     raise _lost(key, number, f"{name} makes {str(text)!r} of it")
-            elif all(one.start != start for one in own):
+            elif all(given.start != start for given in own):
                 dot = text.find(".", stop)
                 end = len(text) if dot < 0 else dot
                 own.append(number._replace(start=start, stop=stop, end=end))
@@ -213,7 +216,8 @@ def _places(
         key: A key with the number.
         number: The number.
         new: The answer for the key.
-        puts: Other numbers, as text: what the answers for them have elsewhere is not the number.
+        puts: Other numbers, as text, for which the function is called again. Where an answer has
+            the other number, the first answer has the number.
     """
     digits = key[number.start : number.stop]
     texts = texts_of(new)
@@ -223,7 +227,7 @@ def _places(
     for put in puts:
         try:
             other = function(key[: number.start] + put + key[number.stop :])
-        except Exception:  # of any type: the function is the user's
+        except Exception:  # the user's function may raise any
             continue
         if type(other) is not type(new) or len(texts_of(other)) != len(texts):
             continue
@@ -236,7 +240,7 @@ def _places(
 
 
 def _place_of(text: str, digits: str, other: str, put: str) -> int:
-    """Return where a text has a number, of which it is the same as another text; -1 for nowhere.
+    """Return where a text has a number if it differs from another text by it alone; else -1.
 
     >>> _place_of("2.layers.2.w", "2", "2.layers.3.w", "3")
     9
@@ -250,7 +254,7 @@ def _place_of(text: str, digits: str, other: str, put: str) -> int:
 
 
 def _must_stay(key: str, number: Number) -> bool:
-    """Whether a number is of a list that must be whole, as the rows of a tensor must."""
+    """Whether a number belongs to a list that must be whole, as the rows of a tensor must."""
     return number.numbering.total is not None or key[number.start : number.stop] == ROW
 
 
@@ -268,29 +272,29 @@ def _lost(key: str, number: Number, cause: str) -> CannotPlace:
 def families(keys: Iterable[str], totals: Mapping[str, int] | None = None) -> Numberings:
     """Return the families of the numbers that a rename gave, and how each is numbered.
 
-    Of several steps that number one list, the one with the largest total says how long it is.
+    Where several steps number one list, the largest total counts.
 
     Args:
         keys: Keys of one rank, with their numbers.
-        totals: By key of the rows of a tensor, with ``{}`` for the number of the row, their count.
+        totals: The count of the rows of each tensor that is unstacked, by its key with ``{}``.
     """
-    found: dict[Family, Numbering] = {}
+    numberings: dict[Family, Numbering] = {}
     for key in keys:
         for number in numbers_given(key):
             if key[number.start : number.stop] == ROW:
                 continue
-            # What rows have in common is asked of the first of them.
+            # The family of all rows is that of the first.
             head = key[: number.start].replace(ROW, "0")
             family = Family(head, key[number.stop : number.end].replace(ROW, "0"))
-            longest = found.setdefault(family, number.numbering)
+            longest = numberings.setdefault(family, number.numbering)
             if (longest.total or 0) < (number.numbering.total or 0):
-                found[family] = number.numbering
+                numberings[family] = number.numbering
     for key, total in (totals or {}).items():
         for number in numbers_given(key):
             if key[number.start : number.stop] == ROW:
                 family = Family(key[: number.start], key[number.stop : number.end])
-                found[family] = Numbering(total, number.numbering.step)
-    return found
+                numberings[family] = Numbering(total, number.numbering.step)
+    return numberings
 
 
 def numbers_of(fqns: Iterable[str], wanted: Collection[Family]) -> dict[Family, set[int]]:

@@ -24,14 +24,14 @@ from dcp_placements.errors import Fault
 from dcp_placements.layout.boxes import Shape
 
 Dims = tuple[int | None, ...]
-"""For each dim of a state the dim of its parameter that it follows; None of one that is reduced."""
+"""For each dim of a state, the dim of its parameter that it follows; None for a reduced dim."""
 
 
 def followed_dims(state: Shape, parameter: Shape) -> tuple[Dims, ...]:
     """Return the ways in which optimizer state of a shape can follow its parameter, dim by dim.
 
-    A dim of size 1 where the parameter's has another size is reduced. A state of one dim less, as a
-    factored moment, lacks one that fits.
+    A dim of size 1 is reduced where the parameter's dim has another size. A state with one dim
+    less, as a factored moment, lacks one of the parameter's dims.
 
     >>> followed_dims((4, 3), (4, 3)), followed_dims((4, 1), (4, 3)), followed_dims((3,), (4, 3))
     (((0, 1),), ((0, None),), ((1,),))
@@ -39,12 +39,12 @@ def followed_dims(state: Shape, parameter: Shape) -> tuple[Dims, ...]:
     (((0,), (1,)), ())
 
     Args:
-        state: Its shape, in elements.
-        parameter: That of its parameter; both of the same rank, or both of the whole.
+        state: The shape of the state, in elements.
+        parameter: The shape of its parameter; both are local shapes, or both whole ones.
 
     Returns:
-        None for a scalar and for any other shape, which follows no layout; several where more than
-        one dim may be the one that a factored moment lacks.
+        Empty for a scalar and for any other shape, which follows no layout; several ways where more
+        than one dim may be the one that a factored moment lacks.
     """
     if not state:
         return ()
@@ -57,16 +57,16 @@ def followed_dims(state: Shape, parameter: Shape) -> tuple[Dims, ...]:
         return ()
     dims = range(len(parameter))
     kept = [tuple([dim for dim in dims if dim != lost]) for lost in reversed(dims)]
-    return tuple([one for one in kept if state == tuple([parameter[dim] for dim in one])])
+    return tuple([way for way in kept if state == tuple([parameter[dim] for dim in way])])
 
 
 class State(NamedTuple):
-    """What a key of optimizer state says.
+    """A key of optimizer state, in its components.
 
     Attributes:
-        head: The key of its optimizer, with a dot; empty where it stands in no level.
+        head: The key of its optimizer, with a dot; empty where the state has no level above it.
         parameter: The name of its parameter in the optimizer.
-        name: What it is, as ``exp_avg``.
+        name: The name of the state, as ``exp_avg``.
     """
 
     head: str
@@ -80,42 +80,42 @@ class State(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The key that says so."""
+        """The whole key."""
         return f"{self.head}state.{self.parameter}.{self.name}"
 
 
-Groups = dict[str, dict[str | int, str]]
-"""By the head of an optimizer, with its dot: the parameters in its groups, and the key that names
-each."""
+ParameterGroups = dict[str, dict[str | int, str]]
+"""The parameters in the parameter groups of each optimizer, and the key that names each; by the
+head of the optimizer, with its dot."""
 
 
-def parameter_groups(values: Mapping[str, Any]) -> Groups:
+def parameter_groups_in(values: Mapping[str, Any]) -> ParameterGroups:
     """Return the parameters in parameter groups.
 
-    >>> parameter_groups({"optim.param_groups.0.params": ["w"], "optim.param_groups.b.lr": 0.1})
+    >>> parameter_groups_in({"optim.param_groups.0.params": ["w"], "optim.param_groups.b.lr": 0.1})
     {'optim.': {'w': 'optim.param_groups.0.params', 'b': 'optim.param_groups.b.lr'}}
 
-    A numbered group has a list of parameters. Without any list of this head a number is that of a
-    group, unless other parameters have names. Options may be dicts: no parameter has the name of
-    another one before a dot.
+    A numbered group has a list of parameters. Where a head has no list, a number is that of a
+    group, unless other parameters have names. Options may be dicts: no parameter's name is that of
+    another one, a dot and more.
 
     Args:
-        values: A flat state dict; or the metadata of a checkpoint, which does not have the lists.
+        values: A flat state dict, or the metadata of a checkpoint, which does not have the lists.
     """
     listed: dict[str, set[str]] = {}
     options: dict[str, dict[str, str]] = {}
-    groups: Groups = {}
+    parameter_groups: ParameterGroups = {}
     for fqn, value in values.items():
         match = _GROUPS.search(fqn) if "param_groups" in fqn else None
         if match is None:
             continue
         head = fqn[: match.start()]
-        named = groups.setdefault(head, {})
+        named = parameter_groups.setdefault(head, {})
         name, _, last = match[1].rpartition(".")
         if last == "params" and (not name or name.isdigit()):
             listed.setdefault(head, set()).add(name)
             if isinstance(value, list):
-                named.update({one: fqn for one in value if isinstance(one, str | int)})
+                named.update(dict.fromkeys([n for n in value if isinstance(n, str | int)], fqn))
         elif name:
             options.setdefault(head, {})[name] = fqn
     for head, fqns in options.items():
@@ -123,23 +123,23 @@ def parameter_groups(values: Mapping[str, Any]) -> Groups:
         if numbers is None:
             numbers = set(fqns) if all(map(str.isdigit, fqns)) else set()
         for name, fqn in fqns.items():
-            parts = name.split(".")
-            shorter = [".".join(parts[:end]) for end in range(1, len(parts))]
-            if parts[0] not in numbers and not any(one in fqns for one in shorter):
-                groups[head][name] = fqn
-    return groups
+            components = name.split(".")
+            shorter = [".".join(components[:end]) for end in range(1, len(components))]
+            if components[0] not in numbers and not any(map(fqns.__contains__, shorter)):
+                parameter_groups[head][name] = fqn
+    return parameter_groups
 
 
-def option_key(groups: Groups, state: State, option: str) -> str | None:
-    """Return the key of an option of a parameter's group; None of a parameter without a group.
+def option_key(parameter_groups: ParameterGroups, state: State, option: str) -> str | None:
+    """Return the key of an option of a parameter's group; None for a parameter without a group.
 
-    >>> groups = {"optim.": {"w": "optim.param_groups.0.params", "b": "optim.param_groups.b.lr"}}
-    >>> option_key(groups, State("optim.", "w", "step"), "lr")
+    >>> names = {"w": "optim.param_groups.0.params", "b": "optim.param_groups.b.lr"}
+    >>> option_key({"optim.": names}, State("optim.", "w", "step"), "lr")
     'optim.param_groups.0.lr'
-    >>> option_key(groups, State("optim.", "b", "step"), "betas")
+    >>> option_key({"optim.": names}, State("optim.", "b", "step"), "betas")
     'optim.param_groups.b.betas'
     """
-    named = {str(name): key for name, key in groups.get(state.head, {}).items()}
+    named = {str(name): key for name, key in parameter_groups.get(state.head, {}).items()}
     key = named.get(state.parameter)
     if key is None:  # a row of a stack
         forms = {_form(name): key for name, key in named.items() if "{}" in name}
@@ -159,17 +159,17 @@ class OptimizerStates:
     last component of a key is the parameter.
 
     Args:
-        held: Flat state dicts, or the metadata of a checkpoint: values by key. The first that
-            names parameters of a head has all that are looked for.
+        held: Flat state dicts, or the metadata of a checkpoint: values by key. The parameters of a
+            head are those of the first that names any.
     """
 
     def __init__(self, *held: Mapping[str, Any]) -> None:
         self._names: dict[str, set[str]] = {}
-        for groups in map(parameter_groups, held):
-            for head, named in groups.items():
+        for parameter_groups in map(parameter_groups_in, held):
+            for head, named in parameter_groups.items():
                 if not self._names.get(head):
                     self._names[head] = set(map(str, named))
-        # Rows that are unstacked have ``{}`` for their number.
+        # Unstacked rows have ``{}`` for their number.
         self._forms = {
             head: {_form(name) for name in names if "{}" in name}
             for head, names in self._names.items()
@@ -177,7 +177,7 @@ class OptimizerStates:
         self._parents: dict[str, State | None] = {}
 
     def of(self, fqn: str) -> State | None:
-        """Return what a key of optimizer state says; None of any other key."""
+        """Return a key of optimizer state in its components; None for any other key."""
         parent, _, last = fqn.rpartition(".")
         if not self._names or "state." not in parent:
             return None
@@ -187,7 +187,7 @@ class OptimizerStates:
         return state and state._replace(name=f"{state.name}{last}")
 
     def _of(self, parent: str) -> State | None:
-        """Return the state of a key without its last component; its name lacks that, too."""
+        """Return the state of a key without its last component, which its name lacks, too."""
         for match in _STATE.finditer(parent):
             head, rest = parent[: match.start()], parent[match.end() :]
             if head not in self._names:
@@ -206,26 +206,26 @@ class OptimizerStates:
     ) -> dict[tuple[str, str], list[str]]:
         """Return the keys of the tensors that parameters of optimizers may be.
 
-        A parameter ``w`` is the tensor ``model.w`` where the level ``model`` has most of the names
-        that the optimizer has, and not ``model.block.w``. Of several such levels, as a model and
-        its average, it is those that share most components with the key of the optimizer.
+        A parameter ``w`` is the tensor ``model.w``, not ``model.block.w``, where the level
+        ``model`` has more of the names that the optimizer has. Of several such levels, as a model
+        and its average, those count that share most components with the key of the optimizer.
 
         Args:
-            parameters: Head and name of each.
-            keys: Those of the tensors.
+            parameters: Head and name of each parameter.
+            keys: The keys of the tensors.
         """
         wanted = dict.fromkeys(parameters)
         names: dict[str, set[str]] = {}
         for head, name in wanted:
             names.setdefault(head, set(self._names.get(head, ()))).add(name)
-        known = set[str]().union(*names.values())
+        all_names = set[str]().union(*names.values())
         keys_of: dict[str, list[tuple[str, str]]] = {}
         names_at: dict[str, set[str]] = {}
-        for key in keys if known else ():
+        for key in keys if all_names else ():
             if self.of(key) is None:
                 end = key
                 while end:
-                    if end in known:
+                    if end in all_names:
                         level = key[: len(key) - len(end)]
                         keys_of.setdefault(end, []).append((level, key))
                         names_at.setdefault(level, set()).add(end)
@@ -236,12 +236,12 @@ class OptimizerStates:
             shared = set(level.split(".")[:-1]).intersection(head.split(".")[:-1])
             return len(names_at[level] & names[head]), len(shared)
 
-        found: dict[tuple[str, str], list[str]] = {}
+        tensors: dict[tuple[str, str], list[str]] = {}
         for head, name in wanted:
             ranked = [(likeness(head, level), key) for level, key in keys_of.get(name, ())]
             best = max([like for like, _ in ranked], default=None)
-            found[head, name] = [key for like, key in ranked if like == best]
-        return found
+            tensors[head, name] = [key for like, key in ranked if like == best]
+        return tensors
 
 
 def _form(name: str) -> str:
@@ -249,13 +249,15 @@ def _form(name: str) -> str:
     return _NUMBER.sub("#", name)
 
 
-def stateless_parameters(state_dict: Mapping[str, Any], groups: Groups) -> list[str]:
+def stateless_parameters(
+    state_dict: Mapping[str, Any], parameter_groups: ParameterGroups
+) -> list[str]:
     """Return parameters of an optimizer that have no state while others have some.
 
     Optimizers like Adam create the state of a parameter at its first step, so a parameter that
     never had a gradient has none.
     """
-    named = [str(name) for names in groups.values() for name in names]
+    named = [str(name) for names in parameter_groups.values() for name in names]
     states = OptimizerStates(state_dict)
     with_state = {state.parameter for fqn in state_dict if (state := states.of(fqn)) is not None}
     forms = set(map(_form, with_state))
@@ -270,7 +272,7 @@ class ParameterNames(list[str]):
     """The parameters that a parameter group lists, by the checkpoint's names.
 
     Ranks list other parameters in one group, so these lists are not compared: a save stores those
-    of all ranks as one list, and a load leaves a rank's own as it is. Pickled it is a list.
+    of all ranks as one list, and a load leaves a rank's own as it is. It is pickled as a list.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -298,20 +300,20 @@ def named_lists(
 ) -> tuple[dict[str, ParameterNames], list[Fault]]:
     """Return the lists of parameters in parameter groups under the checkpoint's names.
 
-    A name becomes what its optimizer state becomes, whose keys it is part of.
+    A name is renamed as the keys of its optimizer state are, which contain it.
 
     Args:
         state_dict: Flat, with the checkpoint's keys.
-        fqns_of: What a rename makes of a key; None for no rename.
+        fqns_of: Returns the keys that a rename makes of a key; None for no rename.
 
     Returns:
         The lists by key, and a fault for each whose names the rename does not take.
     """
     lists: dict[str, dict[str, None]] = {}
     faults = []
-    for head, named in parameter_groups(state_dict).items():
+    for head, named in parameter_groups_in(state_dict).items():
         state = f"{head}state."
-        # A group may have no parameter on this rank, and some on others.
+        # A parameter group may have no parameter on this rank, and some on others.
         lists |= {
             fqn: {}
             for fqn, value in state_dict.items()
@@ -327,9 +329,9 @@ def named_lists(
             if fqns_of is not None:
                 try:
                     new = fqns_of(f"{state}{name}")
-                    if not all(one.startswith(state) for one in new):
+                    if not all(fqn_of.startswith(state) for fqn_of in new):
                         new = fqns_of(name)
-                except Exception as error:  # whatever a function of the user's raises
+                except Exception as error:  # the user's function may raise any
                     headline = f"rename= does not take {name!r}, which it lists: {error!r}"
                     faults.append(Fault(fqn, headline, (FLATTEN,)))
             lists.setdefault(fqn, {}).update(dict.fromkeys([o.removeprefix(state) for o in new]))
@@ -347,22 +349,22 @@ def is_by_position(fqn: str, lists: Collection[str]) -> bool:
 
     Args:
         fqn: The key.
-        lists: The keys that may be those of lists of parameters, which each numbered group has.
+        lists: Keys, among them those of the lists of parameters; each numbered group has one.
     """
     match = _BY_POSITION.match(fqn)
     return match is not None and f"{match[0]}params" in lists
 
 
-def unnamed_faults(state_dict: Mapping[str, Any], groups: Groups) -> list[Fault]:
-    """Return the faults of optimizer state that has the positions of its parameters."""
-    found: dict[str, None] = {}
-    for head, named in groups.items():
+def unnamed_faults(state_dict: Mapping[str, Any], parameter_groups: ParameterGroups) -> list[Fault]:
+    """Return a fault for each optimizer whose state names parameters by position."""
+    by_position: dict[str, None] = {}
+    for head, named in parameter_groups.items():
         if any(isinstance(name, int) for name in named):
             position = re.compile(rf"{re.escape(head)}state\.\d+(?=\.)")
             if match := next(filter(None, map(position.match, state_dict)), None):
-                found[match[0]] = None
+                by_position[match[0]] = None
     headline = "names its parameter by its position in the optimizer"
-    return [Fault(fqn, headline, (FLATTEN,)) for fqn in found]
+    return [Fault(fqn, headline, (FLATTEN,)) for fqn in by_position]
 
 
 _NUMBER = re.compile(r"\d+|\{\}")

@@ -7,10 +7,11 @@ one tensor of many or many of one, and ``Renames`` applies several of them. All 
 that can be pickled. They find their pattern anywhere in a key, so that optimizer state is renamed
 with its parameter.
 
-``steps`` is how all others see a rename. Of ``Renames(Renumber("pp*.layers.{}", [2, 3], 4),
-Replace("pp*", "model"))`` these begin with ``("Renumber", "pp*.layers.{}", 4, ...)`` and
-``("Replace", "pp* -> model", None, ...)``: each has its own pattern, which the keys before it
-match. Which numbers the steps give to a key, the key itself has (``names/numbers.py``).
+All other code sees a rename as its ``steps``. ``Renames(Renumber("pp*.layers.{}", [2, 3], 4),
+Replace("pp*", "model"))`` has two, which begin with ``("Renumber", "pp*.layers.{}", 4, ...)`` and
+``("Replace", "pp* -> model", None, ...)``. The pattern of a step is matched against the keys that
+the steps before it make. The numbers that the steps give are recorded in the key
+(``names/numbers.py``).
 """
 
 from __future__ import annotations
@@ -85,12 +86,12 @@ def contiguous(counts: Sequence[int], at: int) -> range:
     range(3, 8)
 
     Args:
-        counts: How many each part has, in order: per ``ep`` rank, per pipeline stage, or for
+        counts: The count of each part, in order: per ``ep`` rank, per pipeline stage, or for
             interleaved stages per chunk: ``contiguous(counts, at=chunk * stages + stage)``.
-        at: Which part.
+        at: The index of the part.
 
     Raises:
-        PlacementError: No such part.
+        PlacementError: There is no such part.
     """
     if isinstance(counts, int):
         raise PlacementError(
@@ -136,14 +137,14 @@ class Renumber:
     Args:
         pattern: Dotted components as in ``PlacementRules``, with ``{}`` for the number (a component
             or a part of one, ``weight{}``) and at most one ``{name}`` that selects among ``ids``.
-        ids: This rank's numbers in the whole, in local order; any order, and the same number on
-            several ranks for replicas. A mapping from the text of ``{name}`` to the numbers, if
-            the pattern has one.
-        total: How many there are on all ranks together: a save is refused if any is missing.
+        ids: This rank's numbers in the whole, one per local number; in any order, and the same
+            number on several ranks for replicas. If the pattern has a ``{name}``, a mapping from
+            its text to the numbers.
+        total: The count of numbers on all ranks together: a save is refused if any is missing.
             None if some are left out on purpose.
 
     Raises:
-        PlacementError: A pattern without ``{}``, or ids that are no whole numbers in an order, of
+        PlacementError: The pattern has no ``{}``, or the ids are no ordered whole numbers of
             ``0 .. total - 1``.
     """
 
@@ -160,15 +161,16 @@ class Renumber:
             wanted = "needs ids by what {name} stands for" if selectors else "needs ids as a list"
             raise PlacementError(f"pattern {pattern!r} {wanted}, not {ids!r}")
         if any(
-            isinstance(each, int) for each in (ids.values() if isinstance(ids, Mapping) else [ids])
+            isinstance(numbers, int)
+            for numbers in (ids.values() if isinstance(ids, Mapping) else [ids])
         ):
             raise PlacementError(
                 f"pattern {pattern!r}: ids={ids!r} is one number: give this rank's numbers, as "
                 "contiguous(counts, at=rank)"
             )
         by = {
-            str(selector): each if isinstance(each, range) else row_numbers("ids", each)
-            for selector, each in (ids.items() if isinstance(ids, Mapping) else [("", ids)])
+            str(selector): numbers if isinstance(numbers, range) else row_numbers("ids", numbers)
+            for selector, numbers in (ids.items() if isinstance(ids, Mapping) else [("", ids)])
         }
         for number in chain(*by.values()):
             if number < 0 or (total is not None and number >= total):
@@ -179,30 +181,30 @@ class Renumber:
         object.__setattr__(self, "numbering", Numbering(total, str(steps(self)[0])))
 
     def __call__(self, key: str) -> str:
-        found = number_in(self.pattern, key)
-        if found is None:
+        local = number_in(self.pattern, key)
+        if local is None:
             return key
-        ids = self.by_selector.get(found.by)
+        ids = self.by_selector.get(local.by)
         if ids is None:
             raise CannotPlace(
-                f"{self.pattern} has no ids for {found.by}, only for {', '.join(self.by_selector)}",
+                f"{self.pattern} has no ids for {local.by}, only for {', '.join(self.by_selector)}",
                 "way out:     give ids for it, an empty list where this rank has none",
             )
-        if found.number >= len(ids):
+        if local.number >= len(ids):
             raise CannotPlace(
-                f"local number {found.number} of {self.pattern} is none of the {len(ids)} of this "
+                f"local number {local.number} of {self.pattern} is none of the {len(ids)} of this "
                 "rank",
                 f"ids:         {', '.join(map(str, ids)) or 'none'}",
                 "way out:     one id for every local number, in local order",
             )
-        start, stop = len(found.head), len(key) - len(found.tail)
-        number = Number(start, stop, found.end, self.numbering)
-        return with_number(key, number, str(ids[found.number]))
+        start, stop = len(local.head), len(key) - len(local.tail)
+        number = Number(start, stop, local.end, self.numbering)
+        return with_number(key, number, str(ids[local.number]))
 
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """Renames a run of components, or drops it: a prefix that only a pipeline stage has.
+    """Renames consecutive components, or drops them: a prefix that only a pipeline stage has.
 
     >>> Replace("model_pp*", "model")("model_pp3.layers.0.weight")
     'model.layers.0.weight'
@@ -210,8 +212,8 @@ class Replace:
     'layers.0.weight'
 
     Args:
-        pattern: Dotted components as in ``PlacementRules``; the first run that matches is replaced.
-        by: The components to put there; empty for none.
+        pattern: Dotted components as in ``PlacementRules``; the first match is replaced.
+        by: The components in their place; empty for none.
     """
 
     pattern: str
@@ -226,7 +228,7 @@ class Replace:
 
 
 def _replaced(key: str, match: re.Match[str], by: str) -> str:
-    """Return a key with other components, or none, for the run matched in ``"." + key``."""
+    """Return a key with other components, or none, for those matched in ``"." + key``."""
     start, stop = max(match.start() - 1, 0), min(match.end(), len(key))
     before, after = key[:start], key[stop:]
     dots = "." if before and (by or after) else "", "." if by and after else ""
@@ -248,11 +250,11 @@ class Stack:
 
     Args:
         pattern: Dotted components as in ``PlacementRules``, with ``{}`` for the number.
-        total: How many rows there are.
+        total: The count of rows.
         dim: The dim of the stacked tensor that they lie along.
 
     Raises:
-        PlacementError: A pattern without ``{}``.
+        PlacementError: The pattern has no ``{}``.
     """
 
     pattern: str
@@ -263,21 +265,21 @@ class Stack:
         _selectors(self.pattern)
 
     def __call__(self, key: str) -> Renamed:
-        found = number_in(self.pattern, key)
-        if found is None:
+        row = number_in(self.pattern, key)
+        if row is None:
             return key
-        if found.number >= self.total:
+        if row.number >= self.total:
             raise CannotPlace(
-                f"number {found.number} of {self.pattern} is beyond the {self.total} rows of the "
+                f"number {row.number} of {self.pattern} is beyond the {self.total} rows of the "
                 "stack",
                 "way out:     total= of the whole model",
             )
-        start, stop = len(found.head), len(key) - len(found.tail)
+        start, stop = len(row.head), len(key) - len(row.tail)
         key = without_number(key, start)
         if key[:start][-1:] in ("", ".") and key[stop:][:1] in ("", "."):
             # A component of its own goes with its dot.
             start, stop = (start - 1, stop) if start else (start, stop + 1)
-        return Row(spliced(key, start, stop, ""), found.number, self.total, self.dim)
+        return Row(spliced(key, start, stop, ""), row.number, self.total, self.dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +298,7 @@ class Unstack:
         dim: The dim of the stacked tensor that the rows lie along.
 
     Raises:
-        PlacementError: A pattern without ``{}``.
+        PlacementError: The pattern has no ``{}``.
     """
 
     pattern: str
@@ -310,14 +312,14 @@ class Unstack:
         match = _number_absent(self.pattern).search(dotted)
         if match is None:
             return key
-        at, end = max(match.start("number") - 1, 0), match.end() - 1
+        position, end = max(match.start("number") - 1, 0), match.end() - 1
         text = "{}"
         if "{}" in self.pattern.split("."):
             text = "{}." if match.start("number") == 0 else ".{}"
-        start = at + text.index("{")
+        start = position + text.index("{")
         numbering = Numbering(None, str(steps(self)[0]))
         number = Number(start, start + 2, max(end + len(text), start + 2), numbering)
-        fqn = with_number(spliced(key, at, at, text), number, "{}")
+        fqn = with_number(spliced(key, position, position, text), number, "{}")
         return Rows(fqn, key, self.dim)
 
 
@@ -333,16 +335,17 @@ whole='layers.0.mlp.gate_up_proj', dim=0, sizes=(1, 1), groups=1, rows=None)
     has no parts, and is refused.
 
     Args:
-        pattern: Dotted components as in ``PlacementRules``; the first run that matches is replaced.
-        names: The components to put there, one per part.
+        pattern: Dotted components as in ``PlacementRules``; the first match is replaced.
+        names: The components in their place, one text per part.
         dim: The dim that the parts lie along; after an ``Unstack`` a dim of each row.
         sizes: The sizes of the parts relative to each other, such as the heads of q, k and v. By
             default they are equal.
-        groups: How many times the sequence of parts repeats along the dim: query groups that each
-            have their own q, k and v.
+        groups: The number of times that the sequence of parts repeats along the dim: query groups
+            that each have their own q, k and v.
 
     Raises:
-        PlacementError: No names, another number of sizes, or sizes or groups below 1.
+        PlacementError: There are no names, the counts of names and sizes differ, or a size or
+            ``groups`` is below 1.
     """
 
     pattern: str
@@ -381,18 +384,19 @@ def _number_absent(pattern: str) -> re.Pattern[str]:
 
 
 class Step(NamedTuple):
-    """A step of a rename, as others see it, and as a checkpoint keeps it.
+    """A step of a rename, as other code sees it, and as a checkpoint keeps it.
 
     Attributes:
-        kind: Its class; ``FUNCTION`` for any function of a key.
-        pattern: Its own, which the keys before it match. Of a ``Replace`` what it does, of a
-            function its name.
-        total: The count of numbers; None where it has none.
-        shaping: How it changes the shapes of tensors: ``(dim,)`` of rows; ``(dim, names, sizes,
-            groups)`` of parts; empty where shapes stay, and in records of older saves.
+        kind: The name of its class; ``FUNCTION`` for any function of a key.
+        pattern: Its own pattern, matched against the keys that earlier steps make. For a
+            ``Replace`` pattern and replacement, for a function its name.
+        total: The count of numbers; None where the step has none.
+        shaping: How it changes the shapes of tensors: ``(dim,)`` for rows; ``(dim, names, sizes,
+            groups)`` for parts; empty where shapes stay, and in records of older saves.
         rename: The step itself; None in a record.
-        declared: The name of its own pattern, which should match a key on some rank; None for a
-            function, which may leave every key as it is, and in ``Renames(..., optional=True)``.
+        declared: The name of its pattern in messages, which should match a key on some rank; None
+            for a function, which may leave every key as it is, and in
+            ``Renames(..., optional=True)``.
     """
 
     kind: str
@@ -425,8 +429,8 @@ class Renames:
         renames: ``Renumber``, ``Replace``, ``Stack``, ``Unstack``, ``Split``, or any function of a
             key. Steps after a ``Stack``, an ``Unstack`` or a ``Split`` rename the keys that it
             makes.
-        optional: Do not warn of steps that match nothing: for the names of a family of models,
-            each of which has some of them.
+        optional: Whether steps may match nothing without a warning: for renames that serve several
+            models, each of which has some of the names.
 
     Attributes:
         steps: The renames, as they were given.
@@ -441,8 +445,8 @@ class Renames:
         object.__setattr__(self, "steps", renames)
         object.__setattr__(self, "optional", optional)
         flat: list[Step] = []
-        for one in chain.from_iterable(map(steps, renames)):
-            flat.append(one._replace(declared=None) if optional else one)
+        for step in chain.from_iterable(map(steps, renames)):
+            flat.append(step._replace(declared=None) if optional else step)
         object.__setattr__(self, "flat", tuple(flat))
 
     def __call__(self, key: str) -> Renamed:
@@ -455,7 +459,7 @@ class Renames:
 
 
 def steps(rename: Any) -> tuple[Step, ...]:
-    """Return the steps of a rename, nested ones one by one; none of None."""
+    """Return the steps of a rename, nested ones one by one; none for None."""
     if rename is None:
         return ()
     kind = type(rename).__name__
@@ -479,7 +483,7 @@ def steps(rename: Any) -> tuple[Step, ...]:
 
 
 def apply(steps: Iterable[Step], key: str, matches: dict[str, bool]) -> Renamed:
-    """Return what steps make of a key, one after the other.
+    """Return the answer of steps for a key, applied one after the other.
 
     >>> both = Renames(Replace("module", ""), Renumber("expert.{}", [0, 1], total=2)).flat
     >>> matches = {str(step.declared): False for step in both}
@@ -489,7 +493,8 @@ def apply(steps: Iterable[Step], key: str, matches: dict[str, bool]) -> Renamed:
     Args:
         steps: The steps.
         key: A key of this rank.
-        matches: Whether what the steps declare has matched a key so far; takes in this key.
+        matches: Whether each pattern that the steps declare has matched a key so far; updated with
+            this key.
     """
     name: Renamed = key
     for step in steps:
@@ -515,7 +520,7 @@ def check_braces(key: str, name: Renamed) -> None:
 
 
 def _renamed(step: Rename, name: Renamed) -> Renamed:
-    """Return what a step makes of the name that the steps before it gave, with its numbers."""
+    """Return a step's answer for the name that the steps before it gave, with its numbers."""
     if isinstance(name, str):
         return step(name)
     if isinstance(name, Parts):
@@ -547,7 +552,7 @@ def _whole_name(step: Rename, name: str) -> str:
 
 
 def _matches(step: Rename, key: str) -> bool:
-    """Whether the pattern of a step is in a key, which may have the same number in the whole."""
+    """Whether the pattern of a step matches a key; a ``Renumber`` may leave such a key as it is."""
     if isinstance(step, Renumber):
         return number_in(step.pattern, key) is not None
     return step(key) != key

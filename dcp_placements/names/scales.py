@@ -1,7 +1,7 @@
 """Which key has the scales of a quantized tensor, by the names that published files have.
 
-A quantized tensor is no number without its scales: 448 in float8 is 0.07 times a scale. The files
-keep them under a name of their own::
+The elements of a quantized tensor mean nothing without its scales. The files keep these under a
+name of their own::
 
     weight, weight_scale_inv             DeepSeek-V3: float8 in blocks of 128 x 128
     weight, weight_scale                 compressed-tensors, FBGEMM, ModelOpt: float8, int8
@@ -35,9 +35,9 @@ def scale_of(fqn: str, dtype: torch.dtype, keys: Container[str]) -> str | None:
     >>> scale_of("0.weight", torch.bfloat16, {"0.weight", "0.weight_scale_inv"})
 
     Args:
-        fqn: Its key.
-        dtype: Its own: one of 8 bits or less is that of quantized elements.
-        keys: Of all that is stored.
+        fqn: The key of the tensor.
+        dtype: The dtype of the tensor; quantized elements have 8 bits or less.
+        keys: The keys of all stored values.
     """
     if dtype.itemsize > 1 or dtype == torch.bool:
         return None

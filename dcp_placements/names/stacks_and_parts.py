@@ -3,8 +3,8 @@
 An answer (a name, a ``Row``, ``Rows`` or ``Parts``) and the shape of the tensor give the targets:
 the checkpoint's tensors and, for each, pairs of equal boxes. Expert 2 of 8, of shape ``(4, 3)``, as
 ``Row("experts.w", 2, 8)`` has one target ``experts.w`` of shape ``(8, 4, 3)``, where its ``[0:4,
-0:3]`` is ``[2:3, 0:4, 0:3]``. Integers only. The planners use it for the chunks of a rank, the
-command line for whole tensors.
+0:3]`` is ``[2:3, 0:4, 0:3]``. Integers only. The planners use the targets for the chunks of a rank,
+the command line for whole tensors.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ class Row:
 
     Attributes:
         fqn: The checkpoint's key, one for all rows.
-        index: Which row it is.
-        total: How many rows there are.
+        index: The index of the row.
+        total: The count of rows.
         dim: The dim of the stacked tensor that the rows lie along; its other dims are those of
             the row.
-        within: The rows that the stack itself is, from the inside out: its layer, for example, if
-            the checkpoint has one tensor ``[layers, experts, ...]``. Their ``fqn`` is not used.
+        within: The rows of larger stacks that the stack itself is, from the inside out: its layer,
+            for example, if the checkpoint has one tensor ``[layers, experts, ...]``. Their ``fqn``
+            is not used.
 
     Raises:
-        PlacementError: An index that is not among the rows.
+        PlacementError: ``index`` is not among the rows.
     """
 
     fqn: str
@@ -52,7 +53,7 @@ class Row:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Itself and what it is within, from the inside out."""
+        """This row, then those of ``within``, from the inside out."""
         return (self, *self.within)
 
     @property
@@ -66,7 +67,7 @@ class Row:
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """``index`` of each of ``rows``: another one for each row of a stack."""
+        """``index`` of each of ``rows``: different for each row of a stack."""
         return tuple([row.index for row in self.rows])
 
 
@@ -75,7 +76,7 @@ class Rows:
     """The answer of a rename for a stacked tensor that is one tensor per row in the checkpoint.
 
     Attributes:
-        fqn: The checkpoint's keys, ``{}`` for the number of the row.
+        fqn: The checkpoint's keys, with ``{}`` for the number of the row.
         stacked: The name of the whole tensor in rules and messages.
         dim: The dim of the stacked tensor that the rows lie along.
     """
@@ -98,9 +99,9 @@ class Parts:
         fqns: The checkpoint's keys, in the order of the parts; ``{}`` for the number where the
             rows of a stack are fused.
         whole: The name of the fused tensor in rules and messages.
-        dim: The dim of it, or of each row, that the parts lie along.
+        dim: The dim of the fused tensor, or of each row, that the parts lie along.
         sizes: The sizes of the parts relative to each other.
-        groups: How many times the sequence of parts repeats.
+        groups: The number of times that the sequence of parts repeats.
         rows: The dim that the rows of a stack lie along; None if it is not a stack.
     """
 
@@ -159,10 +160,10 @@ class Target:
     """A tensor that a rename makes of a source tensor, or adds the source tensor to.
 
     Attributes:
-        fqn: Its key.
+        fqn: The key of the target.
         shape: Its whole shape, in elements.
-        dims: For each of its dims the source's; None for the dim of a stack, where the source has
-            one index. The source's other dims have one index, too.
+        dims: For each of its dims, the dim of the source; None for a dim of a stack, where the
+            source has one index. A dim of the source that is not there has one index, too.
         boxes: Pairs ``(source box, target box)`` of equal elements, each in its own coordinates.
     """
 
@@ -175,8 +176,8 @@ class Target:
         """Return the chunks of the source as chunks of this tensor.
 
         Args:
-            chunks: What a rank holds of the source. The local tensor is a view of the source's,
-                with the dims of this tensor.
+            chunks: The chunks of the source that a rank holds. The local tensor of the results is
+                a view of the source's, with the dims of this tensor.
             row: The index of that local tensor among ``Placed.rows``.
         """
         moved = []
@@ -219,8 +220,8 @@ def moved_box(box: Box, source: Box, target: Box, dims: Sequence[int | None]) ->
         box: The part, in the coordinates of ``source``.
         source: A box of one tensor.
         target: The box of another tensor that has the same elements.
-        dims: For each dim of the target that of the source; None where the source lacks it, and
-            the target has one index.
+        dims: For each dim of the target, the dim of the source; None where the source lacks it,
+            and the target has one index.
     """
     offsets, sizes = list(target.offsets), [1] * len(dims)
     for dim, origin in enumerate(dims):
@@ -263,15 +264,15 @@ def renamed_boxes(name: Renamed, shape: Shape, *, rows: int = 1) -> list[Target]
         return [_equal_target(fqn, ()) for fqn in names]
     if dim is None:
         return part_targets(name, shape)
-    parts = part_targets(name, removed(shape, dim))
-    return [part.of_row(number, dim) for number in range(shape[dim]) for part in parts]
+    targets = part_targets(name, removed(shape, dim))
+    return [target.of_row(number, dim) for number in range(shape[dim]) for target in targets]
 
 
 def row_target(row: Row, shape: Shape) -> Target:
     """Return the stack that a tensor is a row of, and the box of that row.
 
     Raises:
-        CannotPlace: A stack along a dim that it does not have.
+        CannotPlace: The stack does not have the dim that its rows lie along.
     """
     rows = dict(zip(stack_dims(row, shape), row.rows, strict=True))
     sources = iter(range(len(shape)))
@@ -294,12 +295,12 @@ def stack_dims(row: Row, shape: Shape) -> tuple[int, ...]:
     (1, 0)
 
     Raises:
-        CannotPlace: A stack along a dim that it does not have.
+        CannotPlace: The stack does not have the dim that its rows lie along.
     """
     dims: list[int] = []
-    for one in row.rows:
+    for inner_row in row.rows:
         ndim = len(shape) + len(dims) + 1
-        dim = one.dim if shape else min(max(one.dim, -ndim), ndim - 1)
+        dim = inner_row.dim if shape else min(max(inner_row.dim, -ndim), ndim - 1)
         if not -ndim <= dim < ndim:
             raise CannotPlace(f"cannot stack rows of shape {shape} on dim {dim}")
         dims = [*[inner + (inner >= dim % ndim) for inner in dims], dim % ndim]
@@ -313,7 +314,7 @@ def dims_of_row(row: Row, shape: Shape) -> tuple[int, ...]:
     (0, 2)
 
     Raises:
-        CannotPlace: A stack along a dim that it does not have.
+        CannotPlace: The stack does not have the dim that its rows lie along.
     """
     lacking = stack_dims(row, shape)
     return tuple([dim for dim in range(len(shape) + len(lacking)) if dim not in lacking])
@@ -336,8 +337,8 @@ def row_dim(name: Rows | Parts, shape: Shape) -> int | None:
 def part_targets(name: Rows | Parts, shape: Shape) -> list[Target]:
     """Return the targets of one row, or of a tensor that has no rows; ``{}`` stays in the keys.
 
-    The sizes are relative. Of ``Parts(("q", "k"), "qk", 0, sizes=(2, 1), groups=2)`` and 12 rows, a
-    unit is 2 rows and a group 6::
+    The sizes are relative. With ``Parts(("q", "k"), "qk", 0, sizes=(2, 1), groups=2)`` and 12 rows,
+    a unit is 2 rows and a group is 6 rows::
 
         source   [0:4] q   [4:6] k   [6:10] q   [10:12] k
         q        [0:4]               [4:8]
@@ -374,8 +375,8 @@ def part_targets(name: Rows | Parts, shape: Shape) -> list[Target]:
             )
             for group in range(name.groups)
         ]
-        part = replaced(shape, dim, rows * name.groups)
-        targets.append(Target(fqn, part, tuple(range(len(shape))), tuple(boxes)))
+        part_shape = replaced(shape, dim, rows * name.groups)
+        targets.append(Target(fqn, part_shape, tuple(range(len(shape))), tuple(boxes)))
         first += rows
     return targets
 

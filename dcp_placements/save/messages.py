@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, assert_never
 
 import numpy as np
 
-from dcp_placements.bind.one_tensor import Placed
+from dcp_placements.bind.rule_and_dtensor import Placed
 from dcp_placements.errors import Fault
 from dcp_placements.layout.boxes import as_boxes, format_box, format_boxes, uncovered
 from dcp_placements.layout.sharding import Box, Chunk, format_cuts

@@ -37,8 +37,8 @@ from dcp_placements._torch import (
     world_size,
 )
 from dcp_placements.bind.lint import dropped_rows, lint
-from dcp_placements.bind.one_tensor import Placed, Placing
 from dcp_placements.bind.place import numberings, place
+from dcp_placements.bind.rule_and_dtensor import Placed, Placing
 from dcp_placements.errors import (
     Fault,
     PlacementError,
@@ -363,7 +363,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         notes = [*repeats, *lint(placed, renamed=self.rename is not None, waived=waived)]
         if self.whole is None:
             notes += dropped_rows(placed, waived=waived)
-        parameter_groups = placing.groups
+        parameter_groups = placing.parameter_groups
         statement = Statement(
             matched=placing.matched,
             shapes=placing.shapes(),

@@ -28,7 +28,7 @@ import torch
 import xxhash
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from dcp_placements.bind.one_tensor import Placed
+from dcp_placements.bind.rule_and_dtensor import Placed
 from dcp_placements.layout.boxes import Array, Bools
 from dcp_placements.layout.sharding import Chunk
 from dcp_placements.names.optimizer_state import ParameterNames

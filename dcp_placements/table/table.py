@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from dcp_placements._torch import default_write_items, has_hooks
-from dcp_placements.bind.one_tensor import Placed
+from dcp_placements.bind.rule_and_dtensor import Placed
 from dcp_placements.layout.boxes import Ints
 from dcp_placements.layout.sharding import Box, Chunk, Cuts, Kind
 from dcp_placements.names.flat import Path

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dcp_placements import CheckpointPlacement, FusedShard
-from dcp_placements.bind.one_tensor import Place, bind
+from dcp_placements.bind.rule_and_dtensor import Place, bind
 from dcp_placements.layout.sharding import Chunk, Cut, Kind, Sharding
 from dcp_placements.testing import FakeMesh, cut
 

@@ -32,7 +32,7 @@ from dcp_placements import (
     Stack,
     contiguous,
 )
-from dcp_placements.names.optimizer_state import OptimizerStates, parameter_groups
+from dcp_placements.names.optimizer_state import OptimizerStates, parameter_groups_in
 from dcp_placements.testing import FakeDTensor, FakeMesh, World, cut
 
 EXPERTS, RANKS = 4, 4
@@ -527,7 +527,7 @@ def test_an_option_that_is_a_dict_names_no_parameter_of_a_numbered_group(has_lis
         "optim.param_groups.0.cfg.params": ["a"] if has_lists else object(),
         "flat.param_groups.0.weight.lr": 0.1,
     }
-    assert parameter_groups(values) == {
+    assert parameter_groups_in(values) == {
         "optim.": {"w": "optim.param_groups.0.params"} if has_lists else {},
         "flat.": {"0.weight": "flat.param_groups.0.weight.lr"},
     }
@@ -538,15 +538,15 @@ def test_an_option_that_is_a_dict_names_no_parameter_of_a_numbered_group(has_lis
 
 def test_a_parameter_with_a_number_for_its_name_stands_beside_others() -> None:
     flat = {"o.param_groups.0.lr": 1, "o.param_groups.bias.lr": 1, "o.state.0.exp_avg": 1}
-    assert parameter_groups(flat)["o."].keys() == {"0", "bias"}
+    assert parameter_groups_in(flat)["o."].keys() == {"0", "bias"}
     assert OptimizerStates(flat).of("o.state.0.exp_avg") == ("o.", "0", "exp_avg")
     nested = {"o.param_groups.0.lr": 1, "o.param_groups.0.params": ["bias"]}
-    assert parameter_groups(nested)["o."].keys() == {"bias"}
+    assert parameter_groups_in(nested)["o."].keys() == {"bias"}
 
 
 def test_options_that_are_dicts_make_no_parameters_in_the_flattened_form() -> None:
     flat = {"param_groups.a.w.lr": 1, "param_groups.a.w.schedule.lr": 1, "param_groups.b.lr": 1}
-    assert parameter_groups(flat)[""].keys() == {"a.w", "b"}
+    assert parameter_groups_in(flat)[""].keys() == {"a.w", "b"}
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from torch.distributed.tensor import Shard
 
 from dcp_placements._torch import rehearsed
 from dcp_placements.bind.followers import States, states_of
-from dcp_placements.bind.one_tensor import Place, declared_place
 from dcp_placements.bind.rank_shard import RankShard
 from dcp_placements.bind.reshape import row_axes
+from dcp_placements.bind.rule_and_dtensor import Place, declared_place
 from dcp_placements.errors import (
     CannotPlace,
     Fault,

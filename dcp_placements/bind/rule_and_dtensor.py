@@ -4,8 +4,13 @@ Two sources describe how a tensor is cut. The rule speaks for the axes that the 
 does not shard; the DTensor for those that it does. The rule's cuts come first, because FSDP cuts
 the model-parallel part: that holds whatever position its axis has in the checkpoint's mesh.
 
-The result is a ``Place``, and with a tensor a ``Placed``. Nothing is copied: every chunk is a view.
-The chunks of a stack are views of several local tensors.
+The result is a ``Place``, and with a tensor a ``Placed``; a ``Placing`` has those of a state dict.
+Nothing is copied: every chunk is a view. The chunks of a stack are views of several local tensors,
+its rows. Two ep ranks with two fsdp ranks each, where every rank holds a row::
+
+    rule       {"ep": Shard(0)}       the whole tensor: (4, 3)
+    DTensor    Shard(0) over fsdp     the part of an ep rank: (2, 3)
+    Place      Cut(0, "ep", 2), Cut(0, "fsdp", 2): the local tensor is (1, 3)
 """
 
 from __future__ import annotations
@@ -18,14 +23,10 @@ from typing import Any, NamedTuple
 import torch
 
 from dcp_placements._torch import Facts, is_dtensor_like, root_mesh
-from dcp_placements.errors import (
-    CannotPlace,
-    Fault,
-    PlacementError,
-)
+from dcp_placements.errors import CannotPlace, Fault, PlacementError
 from dcp_placements.layout.sharding import Chunk, Cut, Kind, Position, Sharding, unknown_kind
 from dcp_placements.names.flat import Path
-from dcp_placements.names.optimizer_state import Dims, Groups
+from dcp_placements.names.optimizer_state import Dims, ParameterGroups
 from dcp_placements.rules.mesh import (
     Axis,
     Mesh,
@@ -47,7 +48,7 @@ from dcp_placements.rules.placement import (
 class Place:
     """Where tensors of one layout lie in the checkpoint.
 
-    Of expert weights of shape ``(2, 3)`` on the second of two ep ranks, as ``{"ep": Shard(0)}``::
+    Expert weights of shape ``(2, 3)`` on the second of two ep ranks, as ``{"ep": Shard(0)}``::
 
         Place(Sharding((4, 3), (Cut(0, "ep", 2),)), (Axis("ep", 2, 1, ...),),
               (Chunk((0, 0), (2, 0), (2, 3)),), (1,))
@@ -56,12 +57,12 @@ class Place:
 
     Attributes:
         sharding: How the whole tensor is cut.
-        axes: Those that the rule and the DTensor name, the rule's first, seen from this rank.
+        axes: The mesh axes of the rule and the DTensor, the rule's first, seen from this rank.
         chunks: The non-empty boxes that this rank holds, in C order of the local tensor. A rank may
             hold a row several times.
-        positions: This rank's in each of the cuts.
-        is_exact: Whether ``sharding`` and the rows that are listed determine what each rank holds;
-            false for a part of a fused dim that an axis cuts.
+        positions: This rank's position in each of the cuts.
+        is_exact: Whether ``sharding`` and the listed rows determine what each rank holds; false for
+            a part of a fused dim that an axis cuts.
     """
 
     sharding: Sharding
@@ -77,16 +78,16 @@ class Placed:
 
     Attributes:
         fqn: The checkpoint's key.
-        tensor: The local tensor itself, no copy; of several the first.
-        place: Where it lies; shared by all tensors of the same layout.
-        rule: The name of its rule for messages; None if no rule matches.
+        tensor: The local tensor, no copy; the first of ``rows`` where there are several.
+        place: Its place, shared by all tensors of the same layout.
+        rule: The name of its rule in messages; None if no rule matches.
         rows: The rows of a stack, or the copies of a row that this rank holds several times, as
-            views with the checkpoint's dims; ``Chunk.row`` is an index in it. Empty where
-            ``tensor`` is all.
+            views with the checkpoint's dims; ``Chunk.row`` is an index into it. Empty where
+            ``tensor`` is all that the rank holds.
         has_own_key: Whether other ranks of its mesh may not have the key at all: a row, or a part
             of a row, of a local tensor.
         is_reduced: Whether it is optimizer state without some dims of its parameter, as a factored
-            moment is. What cuts these alone leaves it equal on all ranks.
+            moment. An axis that cuts only these dims holds replicas of it.
     """
 
     fqn: str
@@ -129,15 +130,15 @@ class Placing:
     Attributes:
         placed: By key, the tensors that have a place. Keys that are neither here nor in
             ``absent`` are left to torch's default planner.
-        absent: Keys of which this rank has nothing to save or load: their DTensor's mesh does not
-            include it, or torch's hooks name no chunk here.
-        faults: Of tensors that do not fit.
-        matched: By rule the number of keys that it matches; 0 of patterns that match none.
+        absent: Keys of which this rank has nothing to save or load: the mesh of the DTensor does
+            not include it, or torch's hooks name no chunk here.
+        faults: A fault for each tensor that does not fit.
+        matched: The number of keys that each rule matches; 0 for a pattern that matches none.
         state_dict: The values.
         mappings: The path of each key in the nested dict.
         totals: The number of rows of each tensor that is unstacked, by their key with ``{}``, which
             has the numbers that the rename gave.
-        groups: The parameters in parameter groups.
+        parameter_groups: The parameters in parameter groups, by optimizer.
     """
 
     placed: dict[str, Placed] = field(default_factory=dict)
@@ -147,30 +148,31 @@ class Placing:
     state_dict: dict[str, Any] = field(default_factory=dict)
     mappings: dict[str, Path] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=dict)
-    groups: Groups = field(default_factory=dict)
+    parameter_groups: ParameterGroups = field(default_factory=dict)
 
     def shapes(self) -> dict[str, tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]]:
-        """Return by rule the local shapes that it makes others of, each with that other."""
+        """Map each rule to its pairs (local shape, whole shape) that differ."""
         by_rule: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], None]] = {}
-        for one in {(one.place, one.rule): one for one in self.placed.values()}.values():
-            made = tuple(one.tensor.shape), one.place.sharding.global_shape
-            if one.rule is not None and made[0] != made[1]:
-                by_rule.setdefault(one.rule, {})[made] = None
+        distinct = {(placed.place, placed.rule): placed for placed in self.placed.values()}
+        for placed in distinct.values():
+            local, whole = tuple(placed.tensor.shape), placed.place.sharding.global_shape
+            if placed.rule is not None and local != whole:
+                by_rule.setdefault(placed.rule, {})[local, whole] = None
         return {rule: tuple(shapes) for rule, shapes in by_rule.items()}
 
 
 class CutSource(NamedTuple):
-    """A tensor of a state dict, and what its key's rule says of it.
+    """A tensor of a state dict, and the rule that matches its key.
 
-    An expert's, of shape ``(2, 3)`` on each of two ep ranks::
+    An expert of shape ``(2, 3)`` on each of two ep ranks::
 
         CutSource(weight, (weight, None, (), (2, 3)), "'experts'",
-               CheckpointPlacement(mesh, {"ep": Shard(0)}))
+                  CheckpointPlacement(mesh, {"ep": Shard(0)}))
 
     Attributes:
         value: The tensor or DTensor.
-        own: Its local tensor, and the mesh, placements and shape that it has by itself.
-        rule: The name, for messages, of the rule that matches its key; None if none does.
+        own: Its local tensor, and its own mesh, placements and shape.
+        rule: The rule's name in messages; None if no rule matches.
         placement: The placement of that rule; None keeps the tensor's own mesh and placements.
     """
 
@@ -194,8 +196,8 @@ def has_dims(value: Any) -> bool:
 class SharedPlaces:
     """The places of a state dict's tensors: tensors of one layout share one ``Place``.
 
-    Neighbours in a state dict mostly have one mesh, whose value takes longer to ask for than the
-    rest of the key: that of the last mesh is kept.
+    Neighbours in a state dict mostly have one mesh, and its ``mesh_state`` costs more than the rest
+    of the key: that of the last mesh is kept.
     """
 
     _places: dict[Any, Place] = field(default_factory=dict)
@@ -214,12 +216,12 @@ class SharedPlaces:
         Args:
             own: The tensor's local tensor, mesh, placements and shape.
             placement: The placement of its rule, or of another tensor whose dims it has.
-            origins: For each dim of the tensor, the dim of that other one; None of a reduced dim.
-                None where the placement is its own.
+            origins: For each dim of the tensor, the dim of that other one, or None for a reduced
+                dim; None where the placement is the tensor's own.
             ndim: The number of dims of the other tensor.
 
         Raises:
-            CannotPlace: As ``bind``.
+            CannotPlace: As ``bind`` raises it.
         """
         local, mesh, placements, shape = own
         if placement is None or origins == tuple(range(ndim)):
@@ -247,11 +249,11 @@ def bind(
     """Return where a local tensor lies in the checkpoint.
 
     Args:
-        shape: The tensor's over its own mesh; a plain tensor's own shape.
+        shape: The shape of the tensor over its own mesh; a plain tensor's own shape.
         local_shape: The shape of this rank's local tensor, in elements.
         placement: The placement of its rule; None keeps the tensor's own mesh and placements.
         mesh: The DTensor's mesh, which this rank is in; None for a plain tensor.
-        placements: The DTensor's, one per axis of ``mesh``.
+        placements: The DTensor's placements, one per axis of ``mesh``.
 
     Raises:
         CannotPlace: The two sources contradict each other, or do not yield ``local_shape``.
@@ -279,12 +281,12 @@ def declared_place(
     The rule's cuts come first, then those of the tensor's own DTensor.
 
     Args:
-        shape: The tensor's over its own mesh; a plain tensor's own shape.
+        shape: The shape of the tensor over its own mesh; a plain tensor's own shape.
         placement: The placement of its rule; None keeps the tensor's own mesh and placements.
         mesh: The DTensor's mesh, which this rank is in; None for a plain tensor.
-        placements: The DTensor's, one per axis of ``mesh``.
-        is_whole: Whether ``shape`` is that of the whole tensor, where no rank runs whose tensor
-            has one. A ``global_shape`` of the rule still decides.
+        placements: The DTensor's placements, one per axis of ``mesh``.
+        is_whole: Whether ``shape`` is the shape of the whole tensor, as in a rehearsal, where no
+            rank runs. A ``global_shape`` of the rule still decides.
 
     Raises:
         CannotPlace: The two sources contradict each other, or do not fit the shape.
@@ -316,8 +318,8 @@ def declared_place(
             if own_axis not in replaced:
                 whole[cut.dim] *= cut.size
     kept = _without(own_cuts, replaced) if replaced else own_cuts
-    cuts = [*[each.cut for each in ruled], *kept.values()]
-    positions = *[each.position for each in ruled], *[own_axes[i].position for i in kept]
+    cuts = [*[by_rule.cut for by_rule in ruled], *kept.values()]
+    positions = *[by_rule.position for by_rule in ruled], *[own_axes[i].position for i in kept]
     sharding = Sharding(tuple(whole), tuple(cuts), padded)
     others = [axis for axis in own_axes if not any(map(axis.is_same, rule_axes))]
     axes = (*rule_axes, *others)  # an axis that both sources have stands once
@@ -333,7 +335,7 @@ def declared_place(
 
 
 def _own_cuts(ndim: int, axes: Sequence[Axis], placements: Sequence[Any]) -> dict[int, Cut]:
-    """Return the cuts of a DTensor by the numbers of their axes."""
+    """Return the cuts of a DTensor by the index of their axis."""
     cuts = {}
     for i, (axis, placement) in enumerate(zip(axes, placements, strict=True)):
         try:
@@ -357,8 +359,8 @@ class _RuleCut(NamedTuple):
     Attributes:
         cut: The cut.
         position: This rank's position in it.
-        own_axis: The number of the same axis in the DTensor's mesh, if it has it. If the DTensor
-            cuts along it, too, this cut replaces that one.
+        own_axis: The index of the same axis in the DTensor's mesh, if it has it. If the DTensor
+            cuts along it, too, this cut replaces the DTensor's.
     """
 
     cut: Cut
@@ -373,7 +375,7 @@ def _rule_cuts(
     own_axes: Sequence[Axis],
     own_cuts: Mapping[int, Cut],
 ) -> Iterator[_RuleCut]:
-    """Yield the cuts for which the rule speaks: not those that the DTensor describes as exactly."""
+    """Yield the cuts for which the rule speaks, without those that the DTensor says as exactly."""
     for axis, entry in zip(axes, placement.placements, strict=True):
         number = next((i for i, own in enumerate(own_axes) if own.is_same(axis)), None)
         own, own_cut = (None, None) if number is None else (own_axes[number], own_cuts.get(number))
@@ -398,7 +400,7 @@ def check_dim(entry: Any, axis: Axis, ndim: int) -> None:
     """Refuse a placement of a dim that a tensor of ``ndim`` dims does not have.
 
     Raises:
-        CannotPlace: It names such a dim.
+        CannotPlace: The placement names such a dim.
     """
     if not -ndim <= entry.dim < ndim:
         raise CannotPlace(
@@ -410,13 +412,14 @@ def check_dim(entry: Any, axis: Axis, ndim: int) -> None:
 
 
 def _is_finer(cut: Cut, own_cut: Cut, entry: Any) -> bool:
-    """Whether a rule's cut says more than that of the DTensor over the same axis.
+    """Whether a rule's cut says more than the DTensor's cut over the same axis.
 
-    Over an axis of size 1, where two that contradict each other cut nothing, the rule's does.
+    Over an axis of size 1 nothing is cut, so two cuts that contradict each other are accepted, and
+    the rule's counts.
 
     Args:
-        cut: The rule's.
-        own_cut: The DTensor's.
+        cut: The rule's cut.
+        own_cut: The DTensor's cut.
         entry: The rule's placement.
 
     Raises:
@@ -441,24 +444,25 @@ def _is_finer(cut: Cut, own_cut: Cut, entry: Any) -> bool:
 
 
 def check_ranks(axes: Sequence[Axis], mesh: Mesh | None) -> None:
-    """Refuse axes of a rule that are along other ranks than the same axes of the DTensor's meshes.
+    """Refuse axes of a rule that have other ranks than the same axes of the DTensor's meshes.
 
     Each rank compares the ranks along its own line; so all ranks compare the whole meshes.
 
     Args:
-        axes: The axes of the rule along which it cuts, or the DTensor does.
+        axes: The axes of the rule along which the rule or the DTensor cuts.
         mesh: The DTensor's mesh; None for a plain tensor, which has no axes.
 
     Raises:
-        CannotPlace: An axis of the same name, of that mesh or of the one that it was sliced from,
-            has other ranks.
+        CannotPlace: An axis of the same name has other ranks in that mesh, or in the mesh that it
+            was sliced from.
     """
     if not axes or mesh is None:
         return
     root = root_mesh(mesh)
     if root is root_mesh(axes[0].mesh):
         return
-    by_name = {axis.name: axis for each in (mesh, root) for axis in mesh_axes(each) or ()}
+    own_meshes = (mesh, root)
+    by_name = {axis.name: axis for own_mesh in own_meshes for axis in mesh_axes(own_mesh) or ()}
     for axis in axes:
         own = None if axis.name is None else by_name.get(axis.name)
         if own is None or own.size != axis.size or None in (own.ranks, axis.ranks):
@@ -476,7 +480,7 @@ def check_ranks(axes: Sequence[Axis], mesh: Mesh | None) -> None:
 
 
 def _contradiction(axis: Axis | str, own: str, declared: str) -> CannotPlace:
-    """Return the refusal of an axis that the tensor's own DTensor has otherwise than its rule."""
+    """Return the refusal of an axis that differs between the tensor's own DTensor and its rule."""
     return CannotPlace(
         f"has axis {axis} {own} by its own DTensor, but {declared} by the rule",
         "likely:      an axis that the DTensor shards, and so speaks for; or two meshes of the "
@@ -489,8 +493,10 @@ def _contradiction(axis: Axis | str, own: str, declared: str) -> CannotPlace:
 def _without(own_cuts: Mapping[int, Cut], replaced: Container[int | None]) -> dict[int, Cut]:
     """Return the own cuts that remain when the rule replaces those of axes ``replaced``.
 
-    ``_StridedShard(dim, split_factor=k)`` cuts inside the k parts that axes further right make.
-    Where the rule makes one of those axes cut first, the factor is divided by its size.
+    ``_StridedShard(dim, split_factor=k)`` cuts inside the k shards that axes further right make.
+    Where the rule makes one of those axes cut first, the factor is divided by its size. With
+    ``(_StridedShard(0, split_factor=2), Shard(0))`` on (fsdp, tp=2) and a rule for tp, the rule's
+    cut stands first, and ``_StridedShard(0, split_factor=1)`` over fsdp remains.
     """
     kept = {i: cut for i, cut in own_cuts.items() if i not in replaced}
     for i, cut in kept.items():
@@ -513,8 +519,8 @@ def _misfit(
     positions: Sequence[Position],
     axes: Sequence[Axis],
 ) -> CannotPlace:
-    """Return the refusal of a local tensor that is not what its sources make of the whole."""
-    counts = [f", {len(each)} of them" if isinstance(each, tuple) else "" for each in positions]
+    """Return the refusal of a local tensor whose shape is not the one that its sources declare."""
+    counts = [f", {len(rows)} of them" if isinstance(rows, tuple) else "" for rows in positions]
     cuts = [f"{cut}{count}" for cut, count in zip(sharding.cuts, counts, strict=True)]
     declared = []
     if placement is not None:
@@ -538,7 +544,7 @@ def _misfit(
 
 
 def format_own(shape: tuple[int, ...], mesh: Mesh | None, placements: Sequence[Any]) -> str:
-    """Return what a tensor says of itself as short text."""
+    """Return the shape, placements and mesh of a tensor as short text."""
     if mesh is None:
         return f"plain tensor of shape {tuple(shape)}"
     return (
