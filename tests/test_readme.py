@@ -286,9 +286,17 @@ def test_names_behind_a_link_are_in_the_file(file: Path, name: str) -> None:
             inner
             for node in nodes
             for inner in ast.walk(node)
-            if isinstance(inner, ast.FunctionDef | ast.ClassDef) and inner.name == part
+            if part in names_bound_by(inner)
         ]
     assert nodes
+
+
+def names_bound_by(node: ast.AST) -> list[str]:
+    """Return the name of a function, class or constant."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
 def test_command_table_names_every_command() -> None:
