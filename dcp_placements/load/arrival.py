@@ -42,7 +42,7 @@ from dcp_placements.storage.torch_metadata import StoredLocation
 from dcp_placements.table.digests import full_digest
 from dcp_placements.table.table import Sent
 
-LOOK = "look at this load"
+WARNING = "look at this load"
 """Begins a warning."""
 
 Buffered = tuple[str, torch.Tensor, torch.Tensor]
@@ -88,7 +88,7 @@ class Exchange(Protocol):
 def warn(report: LoadReport, notes: Sequence[Fault]) -> None:
     """Warn of what is accepted, and keep it in the report."""
     report.warnings += tuple(map(str, notes))
-    warnings.warn(format_faults(LOOK, notes, "note"), stacklevel=3)
+    warnings.warn(format_faults(WARNING, notes, "note"), stacklevel=3)
 
 
 class Arrival:
@@ -126,7 +126,7 @@ class Arrival:
         return type(None), ()
 
     def expect(self, items: int) -> None:
-        """End the load after so many items, where the reader does not say when all are read."""
+        """End the load after so many items, where the reader does not tell when all are read."""
         request = self.request
         values = request.asked.state_dict.values()
         has_lists = any(isinstance(value, ParameterNames) for value in values)
@@ -161,7 +161,7 @@ class Arrival:
             self._buffered.append((fqn, memory.detach(), tensor.detach()))
 
     def take_object(self, fqn: str, value: Any) -> None:
-        """Put an object into its place; the names of a parameter group are compared at the end."""
+        """Put an object into its place; lists of parameters are compared at the end."""
         asked = self._asked
         if isinstance(asked.state_dict[fqn], ParameterNames):
             self._lists[fqn] = value
@@ -198,11 +198,11 @@ class Arrival:
         self._reset_states()
 
     def _group_faults(self) -> list[Fault]:
-        """Return the lists of parameters that have some which the save has in other groups.
+        """Return the lists with parameters that the save has in other parameter groups.
 
         The options of a numbered group are read by its number. A parameter that is in no list which
         this rank reads is new, unless it has state in the checkpoint and there are other lists.
-        Groups with equal options are one.
+        Groups with equal options count as one.
         """
         state_dict, faults = self._asked.state_dict, []
         for fqn, stored in self._lists.items():
@@ -226,7 +226,13 @@ class Arrival:
         return faults
 
     def _options(self, fqn: str) -> dict[str, str]:
-        """Return the options of a group as text, by the key of its list; none of another rank's."""
+        """Return the options of a parameter group as text, without the beginning of their keys.
+
+        The options of a group that this rank does not have are none.
+
+        Args:
+            fqn: The key of its list.
+        """
         start, asked = fqn.removesuffix("params"), self._asked
         return {
             key.removeprefix(start): repr(
@@ -255,7 +261,7 @@ class Arrival:
             for fqn, reset in resets.items()
             if not (reset.stays_if_stepped and reset.parameter in stepped)
         }
-        used = {one.parameter: None for one in resets.values() if one.parameter in stepped}
+        used = {reset.parameter: None for reset in resets.values() if reset.parameter in stepped}
         before = {
             fqn: [tensor.clone() for tensor in self._asked.tensors(fqn)]
             for fqn in resets
@@ -284,11 +290,11 @@ class Arrival:
             counts = [fqn for fqn in fqns if fqn.endswith(f".{STEP}")]
             moments = [fqn for fqn in fqns if resets[fqn].is_zero and not counts]
             held = [self._asked.state_dict[fqn] for fqn in counts]
-            steps = [torch.tensor(one) for one in held if isinstance(one, int | float)]
-            steps += [one for fqn in counts for one in self._asked.tensors(fqn)]
-            values = [one for fqn in moments for one in self._asked.tensors(fqn)]
-            if any(bool(((one != 0) & (one != 1)).any()) for one in steps) or any(
-                bool(one.any()) for one in values
+            steps = [torch.tensor(count) for count in held if isinstance(count, int | float)]
+            steps += [tensor for fqn in counts for tensor in self._asked.tensors(fqn)]
+            values = [tensor for fqn in moments for tensor in self._asked.tensors(fqn)]
+            if any(bool(((step != 0) & (step != 1)).any()) for step in steps) or any(
+                bool(value.any()) for value in values
             ):
                 yield parameter
 
@@ -303,9 +309,9 @@ class Arrival:
         if isinstance(value, int | float):
             path = self._path(fqn)
             put_at(self._nested, path, as_number(number, value))
-        for at, tensor in enumerate(map(torch.Tensor.detach, self._asked.tensors(fqn))):
+        for index, tensor in enumerate(map(torch.Tensor.detach, self._asked.tensors(fqn))):
             if reset.weight is not None:
-                weight = self._asked.tensors(reset.weight)[at].detach()
+                weight = self._asked.tensors(reset.weight)[index].detach()
                 tensor.copy_(copy_of(weight, tensor, reset.stride))
             elif reset.option is not None and tensor.is_complex():
                 tensor.fill_(complex(number, number))
@@ -313,6 +319,7 @@ class Arrival:
                 tensor.fill_(number)
 
     def _path(self, fqn: str) -> Any:
+        """Return where a key stands in the user's state dict."""
         return self._asked.placing.mappings.get(fqn, (fqn,))
 
     def _fill(self, fqn: str, value: Any) -> None:
@@ -343,7 +350,7 @@ def _moved_fault(fqn: str, moved: Mapping[str, str]) -> Fault:
 
     Args:
         fqn: The key of the list.
-        moved: By name, where the checkpoint has it.
+        moved: The key of its list in the checkpoint, by parameter.
     """
     return Fault(
         fqn,
@@ -396,8 +403,9 @@ def land(buffered: Sequence[Buffered]) -> None:
 def settle_tied(buffered: Sequence[Buffered], tied: Mapping[str, tuple[str, ...]]) -> None:
     """Put what was read into its memory; refuse what was overwritten by another key's.
 
-    Each part of tensors that overlap is read into a buffer of its own: of one memory under two keys
-    the contents that are read last would stay. A part that is not there at the end was overwritten.
+    Whatever is read into tensors that overlap goes into a buffer of its own first, since one memory
+    keeps the contents that are read last. A buffer whose contents memory lacks at the end was
+    overwritten.
 
     Raises:
         PlacementError: Some have one memory, but other contents.
@@ -406,22 +414,23 @@ def settle_tied(buffered: Sequence[Buffered], tied: Mapping[str, tuple[str, ...]
     lost: dict[tuple[str, ...], dict[str, str]] = {}
     for fqn, memory, buffer in buffered:
         if full_digest(memory) != full_digest(buffer):
-            read, left = (one.flatten()[:_SHOWN_ELEMENTS].tolist() for one in (buffer, memory))
+            both = (tensor.flatten()[:_SHOWN_ELEMENTS] for tensor in (buffer, memory))
+            read, left = (elements.tolist() for elements in both)
             lost.setdefault(tied[fqn], {})[fqn] = f"{read} of {fqn}, where {left} is left"
     faults = [unlike_fault(keys, [*fqns], next(iter(fqns.values()))) for keys, fqns in lost.items()]
     raise_faults(UNLIKE, faults)
 
 
 def unlike_fault(keys: tuple[str, ...], lost: Sequence[str], contents: str) -> Fault:
-    """Return that keys have different contents in the checkpoint, and one memory here.
+    """Return the fault of keys with different contents in the checkpoint, and one memory here.
 
     Args:
-        keys: All that have the one memory; a single one is a stack, whose rows have it.
-        lost: Those whose contents are not there.
-        contents: As text, where they begin.
+        keys: All that share the memory; a single key is a stack, whose rows share it.
+        lost: The keys whose contents are not there.
+        contents: The first elements, as text.
     """
     what = "them" if len(keys) > 1 else "several rows of it"
-    # Those that were overwritten first: a long list is cut.
+    # Keys that were overwritten come first, since a long list is cut.
     return Fault(
         format_names([*dict.fromkeys((*lost, *keys))], MAX_KEYS),
         f"this rank has one memory for {what}, but the checkpoint has different contents",

@@ -26,8 +26,8 @@ The values come from where the optimizers make their state:
 What is not 0 is known by all that an optimizer keeps of a parameter, not by one name: ``mu`` beside
 ``step`` alone is not ASGD's. Any other state is not known, and is not reset.
 
-Weights are those that the load leaves. Options are those of the parameter's group once the load has
-read them: the checkpoint's where the state dict asks for them, else this rank's own.
+A copy is of the weight after the load. An option is that of the parameter's group after the load:
+the checkpoint's where the state dict asks for it, else this rank's own.
 
 A checkpoint without any state of ``w``, which ASGD has trained on this rank::
 
@@ -90,17 +90,17 @@ _ZERO = frozenset(
         "sk",
     ]
 )
-"""State that is 0 at birth, of whatever optimizer that ``_KEPT`` does not name."""
+"""State that is 0 at birth, of each optimizer that ``_KEPT`` does not name."""
 
 
 class _Kept(NamedTuple):
-    """What an optimizer keeps of a parameter of which not all is 0 at birth.
+    """What an optimizer keeps of a parameter, where not all of it is 0 at birth.
 
     Attributes:
-        born: What is not 0.
-        zeros: The names of what is.
-        seldom: Those of what some of its options keep in addition.
-        option: One that only this optimizer has, where others keep the same names.
+        born: The state that is not 0 at birth, by name.
+        zeros: The names of the state that is 0.
+        seldom: The names of state that some options of the optimizer add.
+        option: An option that only this optimizer has, where others keep the same names.
     """
 
     born: Mapping[str, float | _Option | _Copy]
@@ -138,14 +138,14 @@ _KEPT = (
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """What a state is set to; one of the three.
+    """What a state is set to: a number, the value of an option, or a copy of the weight.
 
     Attributes:
         parameter: The name of its parameter.
-        value: A number.
-        option: The key of an option, whose value it is.
-        weight: The key of the weight that it is a copy of.
-        stride: Of a copy that is flattened, its distance between elements of the weight.
+        value: The number.
+        option: The key of the option.
+        weight: The key of the weight.
+        stride: Distance between the elements of the weight that a flattened copy has.
         stays_if_stepped: Whether state of a parameter that was stepped on this rank stays: the
             checkpoint lacks its weight, too, which stays as well.
     """
@@ -176,8 +176,8 @@ def reset_of(
 
     Args:
         state: What its key says.
-        names: Those of all state that the rank has of its parameter.
-        value: What the rank has under it.
+        names: The names of all state that the rank has of its parameter.
+        value: The rank's own value of the state.
         values: All that the rank has, by key.
         groups: The parameters in parameter groups.
         weights: The keys on this rank that its parameter may have.
@@ -188,11 +188,11 @@ def reset_of(
         key = option_key(groups, state, name)
         return key, None if key is None else values.get(key)
 
-    of_name = [one for one in _KEPT if state.name in one.born and one.is_all(names)]
-    kept = [one for one in of_name if not one.option or option(one.option)[1] is not None]
-    if not (kept or state.name in _ZERO) or isinstance(value, bool | str | list | tuple):
+    of_name = [kept for kept in _KEPT if state.name in kept.born and kept.is_all(names)]
+    matching = [kept for kept in of_name if not kept.option or option(kept.option)[1] is not None]
+    if not (matching or state.name in _ZERO) or isinstance(value, bool | str | list | tuple):
         return None
-    born = kept[0].born[state.name] if kept else 0.0
+    born = matching[0].born[state.name] if matching else 0.0
 
     match born:
         case _Option(name):
@@ -206,8 +206,8 @@ def reset_of(
                 return None
             pairs = zip(*map(tensors, (state.key, weights[0])), strict=False)
             fits = [
-                one.shape == other.shape or one.shape == (ceil(other.numel() / stride),)
-                for one, other in pairs
+                copy.shape == weight.shape or copy.shape == (ceil(weight.numel() / stride),)
+                for copy, weight in pairs
             ]
             is_known = fits and all(fits)
             return Reset(state.parameter, weight=weights[0], stride=stride) if is_known else None

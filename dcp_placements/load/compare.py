@@ -115,32 +115,33 @@ def _differences(saved: Cuts, placed: Placed, record: SaveRecord) -> Iterator[_D
     loaded, shape = placed.place.sharding.cuts, placed.place.sharding.global_shape
     ruled = {cut.axis for cut in loaded if cut.by_rule}
     for dim in sorted({cut.dim for cut in saved} & {cut.dim for cut in loaded}):
-        one, other = ([cut for cut in cuts if cut.dim == dim] for cuts in (saved, loaded))
-        if 0 in shape or any(cut.kind is Kind.LISTED for cut in (*one, *other)):
+        before, now = ([cut for cut in cuts if cut.dim == dim] for cuts in (saved, loaded))
+        if 0 in shape or any(cut.kind is Kind.LISTED for cut in (*before, *now)):
             continue
-        # How many rows a tensor is one of is not known.
+        # A negative dim is that of the rows of which a tensor is one: their number is not known.
         size = shape[dim] if dim >= 0 else sys.maxsize
-        wholes = {cut.of for cut in (*one, *other)}
-        one, other = canonical(one), canonical(other)
+        wholes = {cut.of for cut in (*before, *now)}
+        before, now = canonical(before), canonical(now)
         if len(wholes) == 1:
             (of,) = wholes
             size = size if of is None else size // of.sizes[of.number] * sum(of.sizes)
-            yield from _dim_differences(one, other, size)
+            yield from _dim_differences(before, now, size)
             continue
-        first, second = (cuts_of_part(cuts, size) for cuts in (one, other))
-        # FSDP cuts a fused tensor and its parts each plainly; of what a rule says, one is wrong.
-        unlike = {cut.axis for cut in (*one[len(first) :], *other[len(second) :]) if cut.size > 1}
-        was, now = ({cut.axis: cut for cut in cuts} for cuts in (one, other))
-        for axis in [cut.axis for cut in one if cut.axis in unlike & now.keys() & ruled]:
+        # One side has the fused tensor, and the other a part of it.
+        first, second = (cuts_of_part(cuts, size) for cuts in (before, now))
+        # FSDP cuts a fused tensor and its parts each plainly; where a rule does so, one is wrong.
+        unlike = {cut.axis for cut in (*before[len(first) :], *now[len(second) :]) if cut.size > 1}
+        cut_before, cut_now = ({cut.axis: cut for cut in cuts} for cuts in (before, now))
+        for axis in [cut.axis for cut in before if cut.axis in unlike & cut_now.keys() & ruled]:
             way_out = "the fused tensor by FusedShard, so that each part is cut as a tensor is"
-            yield _Difference((str(axis),), str(was[axis]), str(now[axis]), way_out)
+            yield _Difference((str(axis),), str(cut_before[axis]), str(cut_now[axis]), way_out)
         yield from _dim_differences(first, second, size)
-    before = declared(saved)
-    yield from _swapped_dims(before, declared(loaded))
+    by_save = declared(saved)
+    yield from _swapped_dims(by_save, declared(loaded))
     if placed.rule is not None:
-        # Of an axis that the save declared so, it may have had one rank.
+        # An axis that the save declared on the same dim is not new, also where it had one rank.
         of_dims = {(cut.axis, cut.dim) for cut in loaded}
-        new = ruled - {axis for axis, cut in before.items() if (axis, cut.dim) in of_dims}
+        new = ruled - {axis for axis, cut in by_save.items() if (axis, cut.dim) in of_dims}
         yield from _differences_by_rule(_cutting(saved), _cutting(loaded), placed, new, record)
 
 
@@ -163,8 +164,8 @@ def _swapped_dims(saved: Mapping[str, Cut], loaded: Mapping[str, Cut]) -> Iterat
 
 
 def _differences_by_rule(
-    one: Mapping[str, Cut],
-    other: Mapping[str, Cut],
+    saved: Mapping[str, Cut],
+    loaded: Mapping[str, Cut],
     placed: Placed,
     new: Container[str | None],
     record: SaveRecord,
@@ -172,36 +173,36 @@ def _differences_by_rule(
     """Yield cuts by other axes that shapes cannot show, of a tensor that a rule declares.
 
     Where an axis has another size, the shape of the local tensor proves the rule: a checkpoint is
-    loaded into another topology. What a DTensor says of itself is so.
+    loaded into another topology. A DTensor's own cuts are right.
 
     Args:
-        one: By axis, the cut of the save.
-        other: That of the load.
+        saved: The cuts of the save, by axis.
+        loaded: The cuts of the load, by axis.
         placed: The tensor.
-        new: The axes for which a rule of the load speaks otherwise than the save, if it did.
+        new: The axes that a rule of the load declares, and the save not on the same dim.
         record: How the checkpoint was saved.
     """
-    # Rows of a stack are numbered by names, and a stack may be one tensor in another model.
+    # Names number the rows of a stack, and a stack may be one tensor in another model.
     is_stacked = any(step.kind == "Stack" for step in record.renames)
-    here = {axis.name: axis.size for axis in placed.place.axes}
-    for axis, cut in one.items():
-        if cut.kind is Kind.LISTED and axis in other:
-            plain = cut._replace(kind=Kind.PLAIN, by_rule=other[axis].by_rule)
-            if other[axis] == plain and not is_stacked:
-                # Of a tensor that is a row, the dim of the rows is one of the tensor unstacked.
+    sizes = {axis.name: axis.size for axis in placed.place.axes}
+    for axis, cut in saved.items():
+        if cut.kind is Kind.LISTED and axis in loaded:
+            plain = cut._replace(kind=Kind.PLAIN, by_rule=loaded[axis].by_rule)
+            if loaded[axis] == plain and not is_stacked:
+                # The rows of which a tensor is one are a dim of the stack, not of the tensor.
                 dim = cut.dim if cut.dim >= 0 else "dim"
                 rows = f"IndexShard({dim}, this rank's rows)"
                 way_out = f'{{"{axis}": {rows}}} in the rules of this load'
-                yield _Difference((axis,), str(cut), str(other[axis]), way_out)
-        elif axis not in other and here.get(axis) == cut.size:
-            # The axis of the save is here, too: its ranks ask for the same, and those along an
-            # axis that cut nothing then ask for the parts.
-            for name, another in other.items():
-                is_alike = another.dim == cut.dim or max(another.dim, cut.dim) < 0
-                is_other = name in new and name not in one
-                if is_other and is_alike and another.size == cut.size:
+                yield _Difference((axis,), str(cut), str(loaded[axis]), way_out)
+        elif axis not in loaded and sizes.get(axis) == cut.size:
+            # The mesh of this load has the axis of the save, too. Its ranks ask for the same; the
+            # ranks along another axis, which cut nothing in the save, ask for the shards.
+            for name, other in loaded.items():
+                is_same_dim = other.dim == cut.dim or max(other.dim, cut.dim) < 0
+                is_other = name in new and name not in saved
+                if is_other and is_same_dim and other.size == cut.size:
                     way_out = f'the tensor cut by "{axis}" in the rules of this load'
-                    yield _Difference((axis, name), str(cut), str(another), way_out)
+                    yield _Difference((axis, name), str(cut), str(other), way_out)
 
 
 def _cutting(cuts: Cuts) -> dict[str, Cut]:
@@ -288,6 +289,7 @@ def _way_out(difference: _Difference) -> tuple[str, ...]:
 
 
 def _cut_fault(fqn: str, rule: str | None, difference: _Difference) -> Fault:
+    """Return the fault of a key that a load cuts in another way than the save did."""
     *axes, last = map(repr, difference.axes)
     return Fault(
         fqn,
@@ -303,7 +305,7 @@ def _cut_fault(fqn: str, rule: str | None, difference: _Difference) -> Fault:
 
 
 def doubt_notes(request: Request) -> list[Fault]:
-    """Return a note for each key that the rank reads whose replicas the save let through."""
+    """Return a note for each key that the rank reads, and of which the save let replicas pass."""
     asked = request.asked
     doubts = doubts_of(provenance_of(asked.metadata), asked.stored)
     if not doubts:
@@ -338,7 +340,7 @@ _DOUBTED = {
 
 
 def unknown_notes(asked: Asked) -> list[Fault]:
-    """Return a note of the keys that this rank asks for whose cuts the record has in vain."""
+    """Return a note of the keys that this rank asks for, and whose recorded cuts are not known."""
     record = asked.record
     if record is None or not record.unknown:
         return []

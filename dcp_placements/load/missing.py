@@ -52,7 +52,7 @@ class Policy:
             state of a parameter while another part is there.
         cast: ``"error"``, ``"warn"`` or ``"allow"``, for what loses precision.
         optional: Patterns of keys that may be missing.
-        waived: Patterns of keys whose differences from the save are right.
+        waived: Patterns of keys whose differences from the save are accepted.
     """
 
     partial: bool = False
@@ -119,9 +119,9 @@ class Missing:
 
     Attributes:
         kept: The keys whose values stay as they are.
-        resets: By key of optimizer state that is reset once all is read, to what.
+        resets: What optimizer state is reset to once all is read, by key.
         stateless: The parameters that are read, and whose state is reset.
-        unexcused: The optimizers and names of those of them that no pattern excuses.
+        unexcused: The optimizers and names of the parameters in it that no pattern excuses.
         faults: Why keys may not be missing.
         notes: What is accepted with a warning.
     """
@@ -210,10 +210,10 @@ def _unborn_fault(fqn: str) -> Fault:
 
 
 def _left_weights(asked: Asked, kept: Sequence[str]) -> list[Fault]:
-    """Return the note that weights which ``optional=`` allows to be missing are as they were.
+    """Return the note that weights which ``optional=`` allows to be missing keep their values.
 
-    Declared twice, by a partial load as well, or waived, it is on purpose; and so is a level of the
-    nested state dict that is left as a whole, as that of an average.
+    It is on purpose where it is declared twice, by a partial load or a waiver as well; and where a
+    level of the nested state dict is left as a whole, as that of an average.
     """
     policy, levels = asked.policy, asked.nested
 
@@ -246,7 +246,7 @@ def _left_weights(asked: Asked, kept: Sequence[str]) -> list[Fault]:
 
 
 def _no_tensor(asked: Asked) -> list[Fault]:
-    """Return the note that of the model's tensors, optimizer state left out, none is read."""
+    """Return the note that none of the model's tensors is read; optimizer state does not count."""
     tensors = [
         fqn
         for fqn, value in asked.state_dict.items()
@@ -272,30 +272,30 @@ def _no_tensor(asked: Asked) -> list[Fault]:
 
 
 def _namesakes(asked: Asked, kept: Sequence[str]) -> list[Fault]:
-    """Return the note that what is not read is in the checkpoint but for one component of its name.
+    """Return the note of unread keys that the checkpoint has but for one component of their names.
 
     Args:
         asked: What the rank asks for.
         kept: The keys that the checkpoint lacks, and that keep their values.
     """
-    policy, found = asked.policy, {}
+    policy, stored_names = asked.policy, {}
     unread = {fqn for fqn in asked.unread if isinstance(asked.stored[fqn], TensorStorageMetadata)}
     longer = {name: fqn for fqn in unread for name in _without_one(fqn)}
     for fqn in kept if unread else ():
         is_on_purpose = policy.partial and policy.is_optional(fqn)  # declared twice
         shorter = (name for name in _without_one(fqn) if name in unread)
-        alike = longer.get(fqn) or next(shorter, None)
-        if alike is not None and not (is_on_purpose or policy.waives(fqn)):
-            found[fqn] = alike
-    if not found:
+        stored_name = longer.get(fqn) or next(shorter, None)
+        if stored_name is not None and not (is_on_purpose or policy.waives(fqn)):
+            stored_names[fqn] = stored_name
+    if not stored_names:
         return []
     return [
         Fault(
-            format_names(folded_names(list(found)), 3),
+            format_names(folded_names(list(stored_names)), 3),
             "not in the checkpoint, which has it under a name with another component: it keeps its "
             "value",
             (
-                f"there are:   {format_names(folded_names(list(found.values())), 3)}",
+                f"there are:   {format_names(folded_names(list(stored_names.values())), 3)}",
                 "likely:      a wrapper's name (_orig_mod, module) that one side has and the other "
                 "has not",
                 'way out:     rename=Replace("_orig_mod", ""), or the other way round; '
@@ -311,9 +311,13 @@ def _without_one(fqn: str) -> list[str]:
     >>> _without_one("model._orig_mod.layers.0.w")
     ['_orig_mod.layers.0.w', 'model.layers.0.w', 'model._orig_mod.0.w']
     """
-    parts = fqn.split(".")
-    words = [word for word in dict.fromkeys(parts[:-1][:_MOST_COMPONENTS]) if not word.isdigit()]
-    return [".".join([part for part in parts if part != word]) for word in words]
+    components = fqn.split(".")
+    left_out = dict.fromkeys(components[:-1][:_MOST_COMPONENTS])
+    return [
+        ".".join([component for component in components if component != name])
+        for name in left_out
+        if not name.isdigit()
+    ]
 
 
 def _part_of_state(fqn: str, keys: Sequence[str], stored: Mapping[str, Any]) -> Fault:
@@ -350,15 +354,15 @@ def _unknown_keys(asked: Asked, missing: Sequence[str]) -> Iterator[Fault]:
         )
         return
     optioned = {key.rpartition(".")[0] for key in asked.stored if "param_groups." in key}
-    # By the head of an optimizer, whether its options are listed by numbers, as in nested form.
+    # The head of each optimizer, and whether its parameter groups have numbers (nested form).
     heads = {
         (head, group.isdigit())
-        for head, _, group in [one.partition("param_groups.") for one in optioned]
+        for head, _, group in [owner.partition("param_groups.") for owner in optioned]
     }
-    for at, fqn in enumerate(missing):
+    for count, fqn in enumerate(missing):
         # Of keys with one text, which may be thousands, the first is shown.
-        alike = _alike(fqn, asked.unread) if at < MAX_COMPARED_NAMES else []
-        place = (f"it has:      {format_names(alike, 4)}",) if alike else ()
+        names = _similar_names(fqn, asked.unread) if count < MAX_COMPARED_NAMES else []
+        similar = (f"it has:      {format_names(names, 4)}",) if names else ()
         details: tuple[str, ...] = ()
         owner = fqn.rpartition(".")[0]
         head, is_option, group = owner.partition("param_groups.")
@@ -369,7 +373,7 @@ def _unknown_keys(asked: Asked, missing: Sequence[str]) -> Iterator[Fault]:
         elif is_option or ".state." in f".{fqn}":
             details = (_STATE_NOTE,)
         headline = "the checkpoint lacks this key (torch: Missing key in checkpoint)"
-        yield Fault(fqn, headline, (*details, _LACKING), place)
+        yield Fault(fqn, headline, (*details, _LACKING), similar)
 
 
 _STATE_NOTE = (
@@ -398,17 +402,17 @@ _LACKING = (
 )
 
 
-def _alike(fqn: str, stored: Sequence[str]) -> list[str]:
-    """Return the keys that end as this one does, but for a prefix of theirs, or are spelled alike.
+def _similar_names(fqn: str, stored: Sequence[str]) -> list[str]:
+    """Return the keys that are this one with another prefix, or else are spelled similarly.
 
-    >>> _alike("w.norm", ["model.w.norm", "ema.w.norm", "model.v.norm"])
+    >>> _similar_names("w.norm", ["model.w.norm", "ema.w.norm", "model.v.norm"])
     ['model.w.norm', 'ema.w.norm']
     """
-    parts = fqn.split(".")
-    for start in range(min(max(len(parts) - 1, 1), _MOST_COMPONENTS)):
-        tail = "." + ".".join(parts[start:])
-        if found := [key for key in stored if f".{key}".endswith(tail)]:
-            return found
+    components = fqn.split(".")
+    for start in range(min(max(len(components) - 1, 1), _MOST_COMPONENTS)):
+        tail = "." + ".".join(components[start:])
+        if names := [key for key in stored if f".{key}".endswith(tail)]:
+            return names
     return near_names(fqn, stored, 2)
 
 

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import compress
+from itertools import chain, compress
 from typing import Any, cast
 
 import torch
@@ -53,7 +53,7 @@ from dcp_placements.items import (
     quiet_gc,
 )
 from dcp_placements.load.all_asked import AllAsked, unasked_notes
-from dcp_placements.load.arrival import LOOK, Arrival, Exchange, warn
+from dcp_placements.load.arrival import WARNING, Arrival, Exchange, warn
 from dcp_placements.load.casting import CASTS
 from dcp_placements.load.compare import check_load, doubt_notes, unknown_notes
 from dcp_placements.load.messages import LoadMessage
@@ -300,7 +300,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         )
         # A tensor without its place has another shape, which is no fault of its own.
         placeless = {fault.fqn for fault in placing.faults}
-        faults = placing.faults + [one for one in request.faults if one.fqn not in placeless]
+        faults = placing.faults + [fault for fault in request.faults if fault.fqn not in placeless]
         differing, load.report.compared = check_load(request, rename, given)
         faults += [*differing, *memory_faults(load.state_dict, request.destinations)]
         if faults:
@@ -334,7 +334,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         yield from load.metadata.state_dict_metadata
         steps = () if self.rename is None else recorded(self.rename)
         record = load.request.asked.record
-        yield from [one.pattern for one in (*steps, *(record.renames if record else ()))]
+        yield from [step.pattern for step in (*steps, *(record.renames if record else ()))]
         if self.whole is not None:
             yield from self.whole.keys_under(load.state_dict)
 
@@ -353,7 +353,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         messages = messages_of("load", plans, LoadMessage)
         self._judge(load, messages)
         given: Sequence[Any] = [None] * len(plans)
-        if any(one.wish is not None for one in messages):
+        if any(message.wish is not None for message in messages):
             from dcp_placements.exchange.readers import answers
 
             given = answers(messages)
@@ -367,25 +367,25 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         # Ranks that load by themselves have no others to compare with.
         complete = len(messages) >= world_size()
         different = [*stated((m.rank, m.statement) for m in messages if m.statement).values()]
-        statements = [one.statement for one in different]
-        is_known = complete and all(one.statement for one in messages)
-        matches = [one for each in statements for one in (each.matched, each.declared)]
-        report.unmatched = unmatched = matched_nowhere(matches) if is_known else ()
-        # Listed with the faults, too: a mistake in a pattern may be their cause.
+        statements = [statement for statement, _ in different]
+        has_all = complete and all(message.statement for message in messages)
+        matches = [*chain(*[(statement.matched, statement.declared) for statement in statements])]
+        report.unmatched = unmatched = matched_nowhere(matches) if has_all else ()
+        # They are listed with the faults, too: a mistake in a pattern may be the cause.
         mistakes = unmatched_faults(unmatched, list(load.state_dict)) if unmatched else []
-        sent = {message.rank: message.faults for message in messages}
-        if any(sent.values()):
-            raise_faults_of_ranks(NOT_LOADED, sent, mistakes)
-        if notes := dict.fromkeys(note for one in statements for note in one.notes):
-            warnings.warn(format_faults(LOOK, notes, "note"), stacklevel=3)
+        refused = {message.rank: message.faults for message in messages}
+        if any(refused.values()):
+            raise_faults_of_ranks(NOT_LOADED, refused, mistakes)
+        if notes := dict.fromkeys(chain(*[statement.notes for statement in statements])):
+            warnings.warn(format_faults(WARNING, notes, "note"), stacklevel=3)
         if len(different) > 1:
             disagreement, _ = disagreements(different, "this load")
             raise_faults("nothing can be loaded", disagreement)
         if not complete and own.record is not None:
             report.compared += ", but not with what other ranks ask for"
-        asking = [one.rank for one in messages if one.sent is not None]
-        asked_for = [one.sent for one in messages if one.sent is not None]
-        asked = AllAsked(asking, asked_for, different, own.record, own.stored, policy, complete)
+        asking = [message.rank for message in messages if message.sent is not None]
+        tables = [message.sent for message in messages if message.sent is not None]
+        asked = AllAsked(asking, tables, different, own.record, own.stored, policy, complete)
         faults: list[Fault] = []
         if self.whole is not None:
             faults, notes_of_whole, report.whole = compare_with_whole(
@@ -460,11 +460,11 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             items, arrival.report.alone = exchange.share(items)
         metadata = request.asked.metadata
         # Only the reader of this package has other mappings. It compares the ids by itself, and
-        # tells when it has read and compared all files: later than the last item.
-        is_told = type(metadata.storage_data) is not dict
-        if not is_told and provenance_of(metadata) is not None:
+        # calls finish_reads when it has read and compared all files: later than the last item.
+        reader_ends_load = type(metadata.storage_data) is not dict
+        if not reader_ends_load and provenance_of(metadata) is not None:
             items = self._with_ids(arrival, items)
-        if not is_told and exchange is None:
+        if not reader_ends_load and exchange is None:
             arrival.expect(len(items))
         return items
 

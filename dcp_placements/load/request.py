@@ -1,8 +1,8 @@
 """What a rank asks of a checkpoint: the parts of stored chunks that fill it, and the faults.
 
-The reads must tile every destination chunk. Stock planners do not check this: where the checkpoint
-lacks a chunk, they leave old values. What is read is planned once for all keys of one group that
-the checkpoint stores in one way.
+The reads must cover every destination chunk. Stock planners do not check this: where the checkpoint
+lacks a chunk, they leave old values. The reads are planned once for all keys of one group that the
+checkpoint stores in one way.
 
 Ep rank 1 of two reads the half of an expert that four ranks saved by rows::
 
@@ -49,7 +49,8 @@ def reads_of(
 ) -> tuple[list[ReadItem], list[Box]]:
     """Return what fills ``destinations``, and the boxes that no stored chunk holds.
 
-    The items are those of all tensors of one layout, so they have no key.
+    A hole here is one of a rank's own boxes; whether the chunks of all ranks make the whole, the
+    save has proved (``table.prove``). The items serve all tensors of one layout: they have no key.
 
     Args:
         stored: The metadata of the checkpoint's tensor.
@@ -59,17 +60,17 @@ def reads_of(
     holes: list[Box] = []
     chunks = Index(chunk_boxes(stored.chunks, len(stored.size)))
     for position, box in enumerate(destinations):
-        pieces = chunks.overlaps(box)
-        filled = [shared for _, _, shared in pieces]
+        overlaps = chunks.overlaps(box)
+        filled = [shared for _, _, shared in overlaps]
         if filled != [box]:
             holes += uncovered(box, as_array(filled, len(box.sizes)))
-        for at, chunk, shared in pieces:
+        for index, chunk, shared in overlaps:
             reads.append(
                 ReadItem(
                     LoadItemType.TENSOR,
                     MetadataIndex("", torch.Size(box.offsets), position),
                     torch.Size(map(sub, shared.offsets, box.offsets)),
-                    MetadataIndex("", torch.Size(chunk.offsets), at),
+                    MetadataIndex("", torch.Size(chunk.offsets), index),
                     torch.Size(map(sub, shared.offsets, chunk.offsets)),
                     torch.Size(shared.sizes),
                 )
@@ -79,23 +80,23 @@ def reads_of(
 
 _OBJECT = object_read(MetadataIndex(""))
 
-_stored_at = attrgetter("storage_index.index")
+_stored_index = attrgetter("storage_index.index")
 
 
 @dataclass(slots=True)
 class ReadGroup:
-    """Keys that are filled alike: of one place here, and of one kind of entry in the checkpoint.
+    """Keys that are filled by the same reads: of one place here, and one layout in the checkpoint.
 
     Attributes:
-        entry: The entry of the first; None of objects.
+        entry: The metadata of the first; None for objects.
         placed: The place of the first; None where they have none.
-        reads: What is read of each; None of an object.
+        reads: What is read of each; None for objects.
         needed_nbytes: Bytes of the destinations.
         read_nbytes: Bytes that are read into them.
         cast: How the dtype changes, as text; None where it does not.
         narrows: Whether the change loses precision.
         padded: Elements of padding, which keep their values.
-        faults: Why the first cannot be filled; it is alone then.
+        faults: Why the first cannot be filled; the group has no other key then.
         fqns: The keys.
     """
 
@@ -111,17 +112,17 @@ class ReadGroup:
     fqns: list[str] = field(default_factory=list)
 
     def fills(self, entry: Any) -> bool:
-        """Whether tensors of another entry, as large and of as many chunks, are filled alike.
+        """Whether the same reads fill a tensor of other metadata, of one shape and chunk count.
 
         The chunks that are read were proved to fill the destinations, whatever the others are.
         """
         own, other = self.entry.chunks, entry.chunks
-        look, other_look = self.entry.properties, entry.properties
+        properties, others = self.entry.properties, entry.properties
         return self.entry is entry or (
-            (look.dtype, look.layout) == (other_look.dtype, other_look.layout)
+            (properties.dtype, properties.layout) == (others.dtype, others.layout)
             and (
                 own is other
-                or all(own[at] == other[at] for at in map(_stored_at, self.reads or ()))
+                or all(own[index] == other[index] for index in map(_stored_index, self.reads or ()))
             )
         )
 
@@ -139,8 +140,8 @@ class Request:
         asked: What the rank asks for, and what the checkpoint has.
         tables: The tensors that are read, in the groups of their tables.
         groups: The keys that the checkpoint has, by what fills them.
-        numbers: By key of a number that is read as a tensor, the number that it is here.
-        casts: By key how its dtype changes, as text.
+        numbers: The numbers of this rank that are read as tensors, by key.
+        casts: How dtypes change, as text, by key.
         missing: What becomes of the keys that the checkpoint lacks.
         destinations: The tensors that are read into or reset, by key; some keys have several.
         tied: The keys that overlap in memory, each with all that it overlaps.
@@ -224,7 +225,9 @@ class Request:
             stateless=self.missing.stateless,
             unread=self.asked.unread,
             casts=self.casts,
-            padded={fqn: one.padded for one in self.groups if one.padded for fqn in one.fqns},
+            padded={
+                fqn: group.padded for group in self.groups if group.padded for fqn in group.fqns
+            },
         )
         for group in self.groups:
             count = len(group.fqns)
@@ -268,7 +271,7 @@ def request_of(
         missing = settle_missing(asked, keys.missing, reads_some=reads_some)
     faults += missing.faults
     notes, casts = [*missing.notes], keys.casts
-    casts |= {fqn: one.cast for one in groups if one.cast is not None for fqn in one.fqns}
+    casts |= {fqn: group.cast for group in groups if group.cast is not None for fqn in group.fqns}
     narrowed = [fqn for group in groups if group.narrows for fqn in group.fqns]
     if narrowed and policy.cast == "warn":
         headline = f"loaded with less precision than stored ({casts[narrowed[0]]})"
@@ -280,14 +283,14 @@ def request_of(
 
 
 class _Keys(NamedTuple):
-    """The keys of a state dict by what the checkpoint has of them.
+    """The keys of a state dict by what the checkpoint has under them.
 
     Attributes:
-        tensors: Those of its tensors, with what they are read into.
-        numbers: Those of them that are numbers here, as an optimizer's ``lr`` is by its options.
-        objects: Those of its objects.
-        missing: Those that it lacks.
-        casts: By key the change as text, where one side has a number and the other a tensor.
+        tensors: What is read as a tensor, and into what.
+        numbers: Numbers of this rank among them, as an optimizer's ``lr``, by key.
+        objects: The keys of objects.
+        missing: The keys that it lacks.
+        casts: The change as text, by key, where one side has a number and the other a tensor.
     """
 
     tensors: dict[str, Any]
@@ -298,7 +301,7 @@ class _Keys(NamedTuple):
 
 
 def _keys_by_kind(placing: Placing, stored: Mapping[str, Any]) -> _Keys:
-    """Return the keys of a state dict by what the checkpoint has of them."""
+    """Return the keys of a state dict by what the checkpoint has under them."""
     keys = _Keys({}, {}, [], [], {})
     for fqn, value in placing.state_dict.items():
         entry, kind = stored.get(fqn), type(value)
@@ -353,11 +356,11 @@ def _object_faults(asked: Asked, fqns: Iterable[str]) -> Iterator[Fault]:
 def _read_groups(asked: Asked, held: Held) -> list[ReadGroup]:
     """Return what is read of the keys of one group of a table.
 
-    They are filled alike as long as the checkpoint stores them alike, and their places list the
-    same rows as often.
+    The same reads fill keys that the checkpoint stores with the same chunks, and whose places are
+    equal, copies of a row included.
     """
     groups: list[ReadGroup] = []
-    # Most are filled as the last one of their place.
+    # Mostly the reads of the previous key of the same place fill the next one.
     latest: dict[Any, ReadGroup] = {}
     for fqn, value in zip(held.fqns, held.values, strict=True):
         entry = asked.stored[fqn]
@@ -368,7 +371,7 @@ def _read_groups(asked: Asked, held: Held) -> list[ReadGroup]:
         elif type(value) in PLAIN_TYPES:
             key = entry.size, len(entry.chunks)
         elif is_dtensor_like(value) and not has_hooks(value):
-            assert asked.placing.faults  # why it has no place is among them
+            assert asked.placing.faults  # which say why it has no place
             continue
         group = latest.get(key)
         if group is None or not group.fills(entry):
@@ -383,7 +386,7 @@ def _read_groups(asked: Asked, held: Held) -> list[ReadGroup]:
 
 
 def _read_group(asked: Asked, fqn: str, value: Any, placed: Placed | None, held: Held) -> ReadGroup:
-    """Return what is read of a tensor of the checkpoint: without reads where it does not fit."""
+    """Return what is read of one tensor; a group without reads where it does not fit."""
     entry: TensorStorageMetadata = asked.stored[fqn]
     stored_shape = tuple(entry.size)
     if held.group.kind == OBJECT and not has_hooks(value):
@@ -423,7 +426,7 @@ def _read_group(asked: Asked, fqn: str, value: Any, placed: Placed | None, held:
         faults.append(cast_fault(fqn, stored_dtype, dtype))
     is_float = kind != "same" and dtype.is_floating_point and dtype.itemsize > 1
     scale = scale_of(fqn, stored_dtype, asked.stored) if is_float else None
-    # Whoever asks for the scales, too, may multiply by them.
+    # A state dict that asks for the scales, too, may multiply by them.
     if scale and scale not in asked.state_dict and not asked.policy.waives(fqn):
         faults.append(quantized_fault(fqn, stored_dtype, dtype, scale))
     return ReadGroup(
@@ -448,10 +451,10 @@ _DENSE = (
 def _other_shape(asked: Asked, fqn: str, needed: tuple[int, ...], placed: Placed | None) -> Fault:
     """Return the fault that a tensor is stored in another shape than is needed."""
     stored, record = tuple(asked.stored[fqn].size), asked.record
-    details, is_alike = [], False
+    details, has_equal_cuts = [], False
     if placed is not None and record is not None:
         saved, loaded = record.cuts(fqn), placed.place.sharding.cuts
-        is_alike = bool(saved) and saved == loaded
+        has_equal_cuts = bool(saved) and saved == loaded
         details = [f"saved:       {format_cuts(saved)}", f"this load:   {format_cuts(loaded)}"]
     if () in (stored, needed):
         details.append(
@@ -467,7 +470,7 @@ def _other_shape(asked: Asked, fqn: str, needed: tuple[int, ...], placed: Placed
             if stored[dim] == small:
                 larger, cause = "needed", "saved without its placement"
             cause += f" on an axis of size {large // small}?"
-            if is_alike:
+            if has_equal_cuts:
                 cause = "another number of experts or rows, since both sides cut it alike?"
             details.append(
                 f"likely:      on dim {dim} the {larger} size is {large // small} times the "
