@@ -1,4 +1,4 @@
-"""What each path of an item is of the checkpoint, on one rank: plain values, which a file keeps.
+"""The keys of the checkpoint at each path of an item, on one rank, as plain values in a file.
 
 An item is a nested dict that an engine saves as it is, in a file per rank. Its keys in the
 checkpoint begin with its own: ``{"model": {"experts.w": ...}}`` has ``model.experts.w``, as in DCP.
@@ -26,7 +26,7 @@ from dcp_placements.bind.lint import dropped_rows, lint
 from dcp_placements.bind.own_chunks import LISTS, lists_its_chunks
 from dcp_placements.bind.place import numberings, place
 from dcp_placements.bind.rank_shard import RankShard
-from dcp_placements.bind.rule_and_dtensor import is_tensor
+from dcp_placements.bind.rule_and_dtensor import Placing, is_tensor
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.flat import Path, rename_keys
@@ -51,12 +51,12 @@ from dcp_placements.table.whole import WholeModel, compare_with_whole
 from dcp_placements.table.world import World
 
 
-class PartOfPath(NamedTuple):
-    """What a path is of one key of the checkpoint.
+class KeyAtPath(NamedTuple):
+    """What a path has of one key of the checkpoint.
 
     Ep rank 1 of two, of an expert of shape ``(4, 3)``::
 
-        PartOfPath("model.experts.w", Group("shard", (4, 3), ...), "'experts.w'",
+        KeyAtPath("model.experts.w", Group("shard", (4, 3), ...), "'experts.w'",
                    (Box((2, 0), (2, 3)),),
                    (SavedChunk(("experts.w",), (2, 3), torch.float32, (2, 3), 0, (3, 1)),),
                    (b"... 8 bytes ...",))
@@ -66,8 +66,8 @@ class PartOfPath(NamedTuple):
         group: What it has in common with other keys.
         rule: The name of the rule that matched; None for no rule.
         boxes: In the whole tensor; some twice, where the rank holds copies.
-        chunks: Of each box, where it lies in the local tensor at the path.
-        digests: Of each box, of its contents; empty where there is none.
+        chunks: For each box, where it is in the local tensor at the path.
+        digests: The digest of each box; empty where there is none.
     """
 
     fqn: str
@@ -100,8 +100,8 @@ class PartOfPath(NamedTuple):
         }
 
     @staticmethod
-    def of_plain(path: Path, values: Mapping[str, Any], digests: Iterable[bytes]) -> PartOfPath:
-        """Return the part of a path's plain values, and the digests of its boxes."""
+    def of_plain(path: Path, values: Mapping[str, Any], digests: Iterable[bytes]) -> KeyAtPath:
+        """Return what plain values, and the digests of its boxes, say of a key at a path."""
         padded, dtype = values["padded_shape"], DTYPES.get(("torch", values["dtype"]))
         group = Group(
             values["kind"],
@@ -119,21 +119,34 @@ class PartOfPath(NamedTuple):
                 raise ValueError(f"{values['fqn']} has a chunk at {numbers}")
             boxes.append(Box(tuple(offsets), tuple(sizes)))
             _check_within(values["fqn"], local_shape, start, sizes, steps)
-            lies = tuple(sizes), start, tuple(steps)
-            chunks.append(SavedChunk(path, local_shape, dtype, *lies))
-        of_boxes = tuple(boxes), tuple(chunks), tuple(digests)
-        return PartOfPath(values["fqn"], group, values["rule"], *of_boxes)
+            chunks.append(
+                SavedChunk(path, local_shape, dtype, tuple(sizes), start=start, steps=tuple(steps))
+            )
+        columns = tuple(boxes), tuple(chunks), tuple(digests)
+        return KeyAtPath(values["fqn"], group, values["rule"], *columns)
 
 
 def _check_within(
     fqn: str, shape: Sequence[int], start: int, sizes: Sequence[int], steps: Sequence[int]
 ) -> None:
-    """Check that a chunk of a tensor of a shape is within it, and made of its dims.
+    """Check that a chunk is within its local tensor, along the tensor's dims.
+
+    From element 3 of a ``(4, 3)`` tensor there are 3 more rows and 3 columns::
+
+        start 3, sizes (3, 3), steps (3, 1)    within
+        start 3, sizes (4, 3), steps (3, 1)    one row too many
+
+    Args:
+        fqn: The key, for the message.
+        shape: The shape of the local tensor.
+        start: The first element of the chunk in it.
+        sizes: The sizes of the chunk.
+        steps: The distance of elements along each of its dims.
 
     Raises:
         ValueError: It is not.
     """
-    left: dict[int, int] = {}  # how many there are from the start, by step
+    left: dict[int, int] = {}  # by step, how many indices there are from the start
     rest = start
     for size, step in zip(shape, c_strides(tuple(shape)), strict=True):
         index, rest = divmod(rest, step)
@@ -145,30 +158,30 @@ def _check_within(
 
 
 @dataclass(eq=False)
-class RankParts:
-    """What a rank has of an item.
+class RankKeys:
+    """The keys of the checkpoint that a rank has in an item.
 
     Attributes:
-        paths: By path in the item, what it is of the checkpoint.
+        paths: What each path in the item has of which keys.
         renames: The renames in force.
         numberings: The lists of keys to which they give numbers.
         faults: What cannot be placed.
         notes: What is likely declared wrongly.
     """
 
-    paths: dict[Path, list[PartOfPath]] = field(default_factory=dict)
+    paths: dict[Path, list[KeyAtPath]] = field(default_factory=dict)
     renames: tuple[Step, ...] = ()
     numberings: Numberings = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     notes: list[Fault] = field(default_factory=list)
 
     @property
-    def all(self) -> list[PartOfPath]:
-        """The parts of all paths."""
-        return [part for of_path in self.paths.values() for part in of_path]
+    def all(self) -> list[KeyAtPath]:
+        """The keys at all paths; a key of several paths is there once for each."""
+        return [key for of_path in self.paths.values() for key in of_path]
 
 
-def rank_parts(
+def rank_keys(
     item_key: str,
     value: Any,
     rules: Rules | None,
@@ -177,17 +190,17 @@ def rank_parts(
     whole: WholeModel | None = None,
     waive: Mapping[str, str] | None = None,
     has_contents: bool = True,
-) -> RankParts:
-    """Return what this rank has of an item.
+) -> RankKeys:
+    """Return the keys that this rank has in an item.
 
     Args:
-        item_key: Of the item.
-        value: The item; of a file, with ``meta`` tensors.
-        rules: This rank's.
-        rename: This rank's.
-        whole: The unsharded model, which the shapes here are compared with.
+        item_key: The key of the item.
+        value: The item; one that a file describes has ``meta`` tensors.
+        rules: This rank's rules.
+        rename: This rank's renaming.
+        whole: The unsharded model, which the shapes are compared with.
         waive: Patterns of keys that are not compared with it.
-        has_contents: Whether the tensors have contents, of which there are digests then.
+        has_contents: Whether the tensors have contents, which get digests then.
     """
     flat, mappings = flatten_state_dict({item_key: value})
     twins = _Twins(flat)
@@ -195,7 +208,7 @@ def rank_parts(
         rename_keys(values, mappings, rename) for values in (flat, twins.state_dict)
     )
     if renamed.faults or twin_renamed.faults:
-        return RankParts(faults=renamed.faults or twin_renamed.faults)
+        return RankKeys(faults=renamed.faults or twin_renamed.faults)
     paths = renamed.mappings
     placing = twin = place(
         twin_renamed.state_dict,
@@ -205,66 +218,112 @@ def rank_parts(
     )
     if has_contents:
         placing = place(renamed.state_dict, rules, paths, renamed.reshaped, rename=rename)
-    found = RankParts({}, recorded(rename), numberings(placing, renamed.numbered))
-    found.faults = [*placing.faults, *twins.faults]
-    if found.faults:
-        return found
+    keys = RankKeys({}, recorded(rename), numberings(placing, renamed.numbered))
+    keys.faults = [*placing.faults, *twins.faults]
+    if keys.faults:
+        return keys
     waived, placed_all = list(map(compile_pattern, waive or ())), placing.placed.values()
     if has_contents:
-        found.notes += lint(placed_all, renamed=rename is not None, waived=waived)
+        keys.notes += lint(placed_all, renamed=rename is not None, waived=waived)
     if has_contents and whole is None:
-        found.notes += dropped_rows(placed_all, waived=waived)
+        keys.notes += dropped_rows(placed_all, waived=waived)
     if whole is not None:
         holding = holding_of(placing.state_dict, placing.placed, {}, placing.absent)
         world = World([holding.sent])
         states = OptimizerStates(placing.state_dict)
-        found.faults, notes, _ = compare_with_whole(whole, world, states, waived, complete=False)
-        found.notes += notes
-    views: dict[str, tuple[Group, HeldBoxes, list[Any]]] = {}
-    contents: dict[str, list[torch.Tensor]] = {}
-    for fqn, one in placing.state_dict.items():
-        placed = placing.placed.get(fqn)
-        if fqn in placing.absent:
-            found.paths.setdefault(placing.mappings.get(fqn, (item_key, fqn))[1:], [])
-            continue
-        group, boxes = group_of(fqn, one if placed is None else placed)
-        group = group._replace(layout=torch.strided, requires_grad=False)
-        held, of_twin = [one], [None if group.kind == OBJECT else twin.state_dict[fqn]]
-        if placed is not None:
-            # With copies of a box, which a save leaves out.
-            chunks = held_chunks(placed) if 0 in group.shape else placed.place.chunks
-            boxes = tuple([Box(chunk.offsets, chunk.sizes) for chunk in chunks])
-            held, of_twin = list(map(placed.view, chunks)), list(map(twin.placed[fqn].view, chunks))
-        views[fqn] = group, boxes, of_twin
-        if has_contents and group.kind != OBJECT and may_have_replicas(group, world_size()):
-            contents[fqn] = held
-    digests = iter(sampled_digests([one for held in contents.values() for one in held]))
-    for fqn, (group, boxes, of_twin) in views.items():
+        keys.faults, notes, _ = compare_with_whole(whole, world, states, waived, complete=False)
+        keys.notes += notes
+    for fqn in filter(placing.absent.__contains__, placing.state_dict):
+        keys.paths.setdefault(placing.mappings.get(fqn, (item_key, fqn))[1:], [])
+    views = {
+        fqn: _views_of(fqn, placing, twin)
+        for fqn in placing.state_dict
+        if fqn not in placing.absent
+    }
+    compared = [
+        fqn
+        for fqn, of_key in views.items()
+        if has_contents
+        and of_key.group.kind != OBJECT
+        and may_have_replicas(of_key.group, world_size())
+    ]
+    digests = iter(sampled_digests([view for fqn in compared for view in views[fqn].contents]))
+    of_tensors = {fqn: [next(digests) for _ in views[fqn].contents] for fqn in compared}
+    for fqn, (group, boxes, contents, of_twin) in views.items():
+        of_boxes: list[bytes | None] = of_tensors.get(fqn, [None] * len(contents))
+        if group.kind == OBJECT and has_contents:
+            digest = object_digest(placing.state_dict[fqn], partial(_in_object, fqn, keys))
+            of_boxes = [digest for _ in boxes]
         path = placing.mappings.get(fqn, (item_key, fqn))[1:]
         of_path: dict[Path, list[tuple[Box, SavedChunk, bytes]]] = {} if boxes else {path: []}
-        for box, view in zip(boxes, of_twin, strict=True):
-            digest = next(digests) if fqn in contents else None
-            if group.kind == OBJECT and has_contents:
-                digest = object_digest(placing.state_dict[fqn], partial(_in_object, fqn, found))
+        for box, view, of_box in zip(boxes, of_twin, of_boxes, strict=True):
             key, start = twins.find(view)
             own = path if key is None else mappings[key][1:]
-            lies = box.sizes, start, () if view is None else tuple(view.stride())
-            chunk = SavedChunk(own, twins.shapes.get(key, ()), group.dtype, *lies)
-            of_path.setdefault(own, []).append((box, chunk, (digest or b"")[:DIGEST_NBYTES]))
-        for own, found_there in of_path.items():
-            columns = tuple(zip(*found_there, strict=True)) or ((), (), ())
-            rule = placing.placed[fqn].rule if fqn in placing.placed else None
-            found.paths.setdefault(own, []).append(PartOfPath(fqn, group, rule, *columns))
-    return found
+            steps = () if view is None else tuple(view.stride())
+            chunk = SavedChunk(
+                own, twins.shapes.get(key, ()), group.dtype, box.sizes, start=start, steps=steps
+            )
+            of_path.setdefault(own, []).append((box, chunk, (of_box or b"")[:DIGEST_NBYTES]))
+        rule = placing.placed[fqn].rule if fqn in placing.placed else None
+        for own, rows in of_path.items():
+            columns = tuple(zip(*rows, strict=True)) or ((), (), ())
+            keys.paths.setdefault(own, []).append(KeyAtPath(fqn, group, rule, *columns))
+    return keys
 
 
-def _in_object(fqn: str, found: RankParts, tensor: torch.Tensor) -> bytes | None:
-    """Return the digest of a tensor in an object; a part of a tensor there is a fault."""
+class _Views(NamedTuple):
+    """What a rank has of one key, box by box.
+
+    Attributes:
+        group: What the key has in common with others.
+        boxes: In the whole tensor; some twice, where the rank holds copies.
+        contents: The tensor of each box, or the object.
+        of_twin: The same view of the twin, which tells where it is; None of an object.
+    """
+
+    group: Group
+    boxes: HeldBoxes
+    contents: list[Any]
+    of_twin: list[Any]
+
+
+def _views_of(fqn: str, placing: Placing, twin: Placing) -> _Views:
+    """Return what a rank has of one key.
+
+    Args:
+        fqn: The key.
+        placing: The rank's tensors, bound.
+        twin: Their twins, bound.
+    """
+    value, placed = placing.state_dict[fqn], placing.placed.get(fqn)
+    group, boxes = group_of(fqn, value if placed is None else placed)
+    group = group._replace(layout=torch.strided, requires_grad=False)
+    if placed is None:
+        of_twin = None if group.kind == OBJECT else twin.state_dict[fqn]
+        return _Views(group, boxes, [value], [of_twin])
+    # With copies of a box, which a save leaves out.
+    chunks = held_chunks(placed) if 0 in group.shape else placed.place.chunks
+    return _Views(
+        group,
+        tuple([Box(chunk.offsets, chunk.sizes) for chunk in chunks]),
+        list(map(placed.view, chunks)),
+        list(map(twin.placed[fqn].view, chunks)),
+    )
+
+
+def _in_object(fqn: str, keys: RankKeys, tensor: torch.Tensor) -> bytes | None:
+    """Return the digest of a tensor in an object; a DTensor there is a fault.
+
+    Args:
+        fqn: The key of the object.
+        keys: Get the fault.
+        tensor: The tensor.
+    """
     if not is_dtensor_like(tensor):
         return full_digest(tensor)
     headline = "is an object with a DTensor in it: a load would put this rank's part there, whole"
     way_out = "way out:     a dict or a list in place of the tuple, or a key of its own"
-    found.faults.append(Fault(fqn, headline, (way_out,)))
+    keys.faults.append(Fault(fqn, headline, (way_out,)))
     return b""
 
 
@@ -284,8 +343,8 @@ class _Twins:
 
     Attributes:
         state_dict: The twins.
-        shapes: Of the local tensors, by key.
-        faults: Of tensors that cannot be read in place.
+        shapes: The shapes of the local tensors, by key.
+        faults: The tensors that cannot be read in place.
     """
 
     def __init__(self, state_dict: Mapping[str, Any]) -> None:
@@ -316,16 +375,16 @@ class _Twins:
             end += -(-nbytes // 16) * 16  # aligned for every dtype
 
     def find(self, view: torch.Tensor | None) -> tuple[str | None, int]:
-        """Return the key of what a tensor is a view of, and where it begins there, in elements.
+        """Return the key of the twin that a tensor is a view of, and its first element there.
 
-        No key where it has no elements.
+        A tensor without elements has no key.
         """
         if view is None or not view.numel():
             return None, 0
         start = int(view.storage_offset()) * view.dtype.itemsize
-        # Tensors without elements begin where the next one does.
-        at = bisect_right(self._starts, start) - 1
-        return self._keys[at], (start - self._starts[at]) // view.dtype.itemsize
+        # A tensor without elements begins where the next one does.
+        index = bisect_right(self._starts, start) - 1
+        return self._keys[index], (start - self._starts[index]) // view.dtype.itemsize
 
 
 _FLATTEN = "__tensor_flatten__"

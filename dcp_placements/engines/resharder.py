@@ -22,7 +22,7 @@ from torch_checkpointing.resharding import Resharder
 from torch_checkpointing.storage.base_storage import ReadArgs
 
 from dcp_placements._torch import global_rank
-from dcp_placements.engines.described import RankParts, is_optimizer, rank_parts
+from dcp_placements.engines.described import RankKeys, is_optimizer, rank_keys
 from dcp_placements.engines.saved import OURS, VERSION, opened, saved_items
 from dcp_placements.errors import (
     Fault,
@@ -43,15 +43,15 @@ from dcp_placements.table.table import OBJECT
 
 @dataclass(frozen=True, eq=False)
 class PlacementMetadata(ShardingMetadata, type_name=OURS):  # type: ignore[call-arg]
-    """What a path of an item is of the checkpoint, on one rank, as plain values.
+    """The keys of the checkpoint at a path of an item, on one rank, as plain values.
 
     Attributes:
-        values: Of its parts; of a file those that it has, also of newer versions.
-        digests: Of the contents, which differ from save to save.
-        refused: Why the rank cannot save, packed. So all ranks are told after the engine's gather,
+        values: The plain values; those of a file are as it has them, also of newer versions.
+        digests: The digests of the contents, which differ from save to save.
+        refused: Why the rank cannot save, packed. All ranks raise it after the engine's gather,
             when each turns what it gathered into plain values.
-        notes: What the rank saves, and is likely wrong, packed; rank 0 warns of it then.
-        rank: Of that rank.
+        notes: What is likely wrong in what the rank saves, packed; rank 0 warns of it then.
+        rank: The number of the rank.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -88,15 +88,15 @@ class PlacementMetadata(ShardingMetadata, type_name=OURS):  # type: ignore[call-
 
     @property
     def equivalent_ranks(self) -> None:
-        """None: each rank says what it has."""
+        """None: each rank describes what it has."""
         return None
 
     def __eq__(self, other: object) -> bool:
         """Whether another rank has the same.
 
         Raises:
-            PlacementError: It is compared with what the engine's own resharder says: that would
-                find nothing to load, and say nothing.
+            PlacementError: It is compared with metadata of the engine's own resharder, which would
+                silently load nothing.
         """
         if not isinstance(other, ShardingMetadata):
             return NotImplemented
@@ -121,7 +121,7 @@ class PlacementResharder(Resharder):
         restricted: Whether files whose objects name more than plain values are refused.
         check_crc: Whether records that are read whole are compared with their CRC-32.
         on_conflict: ``"error"``, or ``"warn"`` to read one of several copies that differ.
-        options: Of ``PlacementLoadPlanner``.
+        options: Options of ``PlacementLoadPlanner``.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class PlacementResharder(Resharder):
         try:
             declared = self._placements
             whole = None if is_optimizer(item_value) else declared.whole
-            parts = rank_parts(
+            keys = rank_keys(
                 *(item_key, item_value, declared.rules, declared.rename),
                 whole=whole,
                 waive=self._waive,
@@ -163,23 +163,23 @@ class PlacementResharder(Resharder):
             first, *rest = str(error).splitlines() or [""]
             headline = f"cannot be planned: {type(error).__name__}: {first}"
             fault = Fault(item_key, headline, tuple(map(str.strip, rest)))
-            parts = RankParts(faults=[fault])
-        if parts.faults:
-            refused = packed_faults(parts.faults)
+            keys = RankKeys(faults=[fault])
+        if keys.faults:
+            refused = packed_faults(keys.faults)
             return {(): PlacementMetadata(refused=refused, rank=global_rank())}
-        found = {}
-        notes = packed_faults(parts.notes) if parts.notes else b""
-        for path, of_path in parts.paths.items():
-            plain = tuple([part.plain() for part in of_path])
-            digests = tuple([part.digests for part in of_path])
+        metadata = {}
+        notes = packed_faults(keys.notes) if keys.notes else b""
+        for path, of_path in keys.paths.items():
+            plain = tuple([key.plain() for key in of_path])
+            digests = tuple([key.digests for key in of_path])
             values = {
                 "parts": plain,
-                "renames": tuple(map(plain_of_rename, parts.renames)),
-                "numbers": plain_of_numberings(parts.numberings),
+                "renames": tuple(map(plain_of_rename, keys.renames)),
+                "numbers": plain_of_numberings(keys.numberings),
             }
-            found[path] = PlacementMetadata(values, digests, notes=notes)
-            notes = b""  # one path has those of all
-        return found
+            metadata[path] = PlacementMetadata(values, digests, notes=notes)
+            notes = b""  # the first path has the notes of all
+        return metadata
 
     def should_reshard(self, source_metadata: Any, target_metadata: Any) -> bool:
         """Whether metadata.pkl describes an item: then each load is planned, and proved.
@@ -247,8 +247,8 @@ class PlacementResharder(Resharder):
         by_file: dict[str, list[tuple[ReadItem, SavedChunk]]] = {}
         for item in items:
             offset = item.storage_index.offset
-            at = item.storage_index.fqn, None if offset is None else tuple(offset)
-            name, chunk = places[at][0]
+            offsets = None if offset is None else tuple(offset)
+            name, chunk = places[item.storage_index.fqn, offsets][0]
             by_file.setdefault(name, []).append((item, chunk))
         for name, wanted in sorted(by_file.items()):
             with closing(opened(name, open_file)) as file:
@@ -277,12 +277,12 @@ class PlacementResharder(Resharder):
                 continue
             start, nbytes, record = file.record(fqn, chunk)
             tensors.append(RecordRead(item, file.name, start, nbytes, record=record))
-        tensors.sort(key=lambda one: one.start)
+        tensors.sort(key=lambda read: read.start)
         stored = metadata.state_dict_metadata
         ChunkReader(planner, stored, check_crc=self._check_crc).read(file.file, tensors)
 
 
 def _has_tensors(metadata: PlacementMetadata) -> bool:
-    """Whether a path may have tensors; of what is refused, the load says why."""
+    """Whether a path may have tensors; the load tells why a rank is refused."""
     kinds = {part["kind"] for part in metadata.values.get("parts", ())}
     return bool(metadata.refused) or kinds != {OBJECT}

@@ -1,8 +1,9 @@
 """The items that an engine saved, as a checkpoint: its keys, who has which boxes, and the proof.
 
-What ranks say of their paths is brought into the tables of a save, and proved as a save is: boxes
-that make the whole, equal boxes with equal contents, one shape and dtype. Of a checkpoint that was
-saved without this package, the files say what is in them, and the placements of its world where.
+What ranks describe of their paths is brought into the tables of a save, and proved by its
+coordinator: boxes that make the whole, equal boxes with equal contents, one shape and dtype. Where
+a checkpoint was saved without this package, its files describe what is in them, and the placements
+of its world where that is.
 
 ``metadata.pkl`` of the engine, version 2.0, in plain values::
 
@@ -25,7 +26,7 @@ import torch
 from torch.distributed.checkpoint import Metadata
 
 from dcp_placements._torch import rehearsed
-from dcp_placements.engines.described import PartOfPath, RankParts, rank_parts
+from dcp_placements.engines.described import KeyAtPath, RankKeys, rank_keys
 from dcp_placements.errors import (
     CannotPlace,
     Fault,
@@ -70,9 +71,9 @@ from dcp_placements.table.table import OBJECT, Held, as_holding
 
 METADATA_FILE = "metadata.pkl"
 VERSION = 1
-"""Of the plain values of this package."""
+"""The version of the plain values of this package."""
 OURS = "dcp_placements"
-"""The type, in the engine's metadata, of what this package says of a path."""
+"""The type, in the engine's metadata, of what this package describes."""
 
 _ENGINES = "DTensorShardingMetadata"
 _ENGINE_VERSION = "2.0"
@@ -107,19 +108,20 @@ Open = Callable[[str], IO[bytes]]
 """Opens a file of the checkpoint."""
 
 PlacesOfItems = dict[tuple[str, tuple[int, ...] | None], list[tuple[str, SavedChunk]]]
-"""By key and offsets, which an object has not: the files of ranks that have it, and where there."""
+"""The files of ranks that have a chunk or an object, and where in them, by key and offsets; an
+object has no offsets."""
 
-Lies = dict[tuple[str, SavedChunk], tuple[int, int, TensorRecord]]
-"""By file and chunk of a tensor, what ``SavedFile.record`` returns."""
+ChunkRecords = dict[tuple[str, SavedChunk], tuple[int, int, TensorRecord]]
+"""What ``SavedFile.record`` returns, by file and chunk of a tensor."""
 
 
 class Described(NamedTuple):
-    """What this package's metadata say of a rank's file.
+    """What this package's metadata describe of a rank's file.
 
     Attributes:
-        item_key: Of its item.
-        rank: That wrote it.
-        paths: Of all that they describe, as text.
+        item_key: The key of its item.
+        rank: The rank that wrote it.
+        paths: All paths that they describe, as text.
     """
 
     item_key: str
@@ -129,8 +131,11 @@ class Described(NamedTuple):
     def check(self, file: SavedFile) -> None:
         """Refuse the file if it has tensors that they do not describe, or DTensors of another rank.
 
+        Args:
+            file: The file, opened.
+
         Raises:
-            PlacementError: It has.
+            PlacementError: It has some.
         """
         faults: list[Fault] = []
 
@@ -153,18 +158,18 @@ class SavedItems(NamedTuple):
     """Items as a checkpoint.
 
     Attributes:
-        metadata: Of DCP's, without places.
+        metadata: Metadata as DCP's, without places.
         places: The places.
         left_out: The keys that are left out.
-        described: By file, what this package's metadata say of it.
-        lies: How the chunks lie, for the offline tools.
+        described: What this package's metadata describe of each file.
+        chunk_records: The records of chunks, for the offline tools.
     """
 
     metadata: Metadata
     places: PlacesOfItems
     left_out: list[str]
     described: dict[str, Described]
-    lies: Lies
+    chunk_records: ChunkRecords
 
 
 class EngineUnpickler(SafeUnpickler):
@@ -186,49 +191,46 @@ def saved_items(
     """Return items as a checkpoint.
 
     Args:
-        path: Of the checkpoint, for messages.
-        items: By item, its part of the engine's metadata.
-        open_file: Opens a file of it.
+        path: The path of the checkpoint, for messages.
+        items: The engine's metadata of each item.
+        open_file: Opens a file of the checkpoint.
         source: The world that saved it, a ``DeclaredWorld``, where it was saved without this
-            package; None: what its DTensors say is all.
-        rank: That loads: its own copies are the places, then those of low ranks. None: the
-            places are all copies, and the keys of objects are left out.
+            package; None where its DTensors describe all of it.
+        rank: The rank that loads: its own copies are the places, then those of low ranks. None:
+            the places are all copies, and the keys of objects are left out.
         waive: Patterns of keys whose numbers need not be complete.
         strict: Whether equal boxes with different contents are refused.
 
     Raises:
-        PlacementError: The ranks' parts do not make a checkpoint, or metadata cannot be used.
+        PlacementError: What the ranks have does not make a checkpoint, or metadata cannot be used.
     """
-    ranks: dict[int, dict[str, RankParts]] = {}
+    ranks: dict[int, dict[str, RankKeys]] = {}
     files: dict[str, dict[int, str]] = {}
     described: dict[str, Described] = {}
-    lies: Lies | None = {} if rank is None else None
+    chunk_records: ChunkRecords | None = {} if rank is None else None
     note = ""
     try:
         for item_key, item in items.items():
-            layouts = {int(one): layout for one, layout in item["rank_to_layout_info"].items()}
-            own = {one: _file_of(path, item_key, one, layouts[one]) for one in sorted(layouts)}
+            layouts = {int(number): of for number, of in item["rank_to_layout_info"].items()}
+            own = {
+                number: _file_of(path, item_key, number, layouts[number])
+                for number in sorted(layouts)
+            }
             if _is_ours(path, item_key, item):
                 note = _BY_FILES.format(item_key)
-                found = _described(item)
-                described |= {
-                    own[one]: Described(item_key, one, {tuple(map(str, at)) for at in parts.paths})
-                    for one, parts in found.items()
-                }
-                if lies is not None:
-                    found = _compared(found, own, described, open_file, lies)
+                by_rank = _described(item)
+                for number, keys in by_rank.items():
+                    paths = {tuple(map(str, own_path)) for own_path in keys.paths}
+                    described[own[number]] = Described(item_key, number, paths)
+                if chunk_records is not None:
+                    by_rank = _compared(by_rank, own, described, open_file, chunk_records)
             else:
-                found = _from_files(path, item_key, item, own, open_file, source, lies)
+                by_rank = _from_files(path, item_key, item, own, open_file, source, chunk_records)
                 note = _NO_SOURCE if source is None else _BY_SOURCE
             files[item_key] = own
-            for one in own:
-                ranks.setdefault(one, {})[item_key] = found.get(one, RankParts())
-        left_out: dict[str, None] = {}
-        for parts in {one: None for by_item in ranks.values() for one in by_item.values()}:
-            if rank is None:
-                left_out |= {one.fqn: None for one in parts.all if one.group.kind == OBJECT}
-            for at, of_path in parts.paths.items():
-                parts.paths[at] = [one for one in of_path if one.fqn not in left_out]
+            for number in own:
+                ranks.setdefault(number, {})[item_key] = by_rank.get(number, RankKeys())
+        left_out = _without_objects(ranks) if rank is None else []
         of_ranks = [tuple(by_item.values()) for by_item in ranks.values()]
         metadata = _proved(path, of_ranks, waive, strict, note)
     except (PlacementError, OSError, Warning):
@@ -238,18 +240,32 @@ def saved_items(
         likely = "likely:      the file was damaged or cut short"
         raise _refused(path, METADATA_FILE, headline, likely) from error
     places: PlacesOfItems = {}
-    done: set[RankParts] = set()
-    for one in sorted(ranks, key=lambda other: (other != rank, other)):
-        for item_key, parts in ranks[one].items():
-            if parts in done and rank is not None:
+    done: set[RankKeys] = set()
+    for number in sorted(ranks, key=lambda other: (other != rank, other)):
+        for item_key, keys in ranks[number].items():
+            if keys in done and rank is not None:
                 continue
-            done.add(parts)
-            file = files[item_key][one]
-            for part in parts.all:
-                for box, chunk in zip(part.boxes, part.chunks, strict=True):
-                    offsets = None if part.group.kind == OBJECT else box.offsets
-                    places.setdefault((part.fqn, offsets), []).append((file, chunk))
-    return SavedItems(metadata, places, list(left_out), described, lies or {})
+            done.add(keys)
+            file = files[item_key][number]
+            for key in keys.all:
+                for box, chunk in zip(key.boxes, key.chunks, strict=True):
+                    offsets = None if key.group.kind == OBJECT else box.offsets
+                    places.setdefault((key.fqn, offsets), []).append((file, chunk))
+    return SavedItems(metadata, places, left_out, described, chunk_records or {})
+
+
+def _without_objects(ranks: Mapping[int, Mapping[str, RankKeys]]) -> list[str]:
+    """Remove the objects from what ranks have; return their keys.
+
+    Args:
+        ranks: What each rank has, by item.
+    """
+    left_out: dict[str, None] = {}
+    for keys in {keys: None for by_item in ranks.values() for keys in by_item.values()}:
+        left_out |= {key.fqn: None for key in keys.all if key.group.kind == OBJECT}
+        for own, of_path in keys.paths.items():
+            keys.paths[own] = [key for key in of_path if key.fqn not in left_out]
+    return list(left_out)
 
 
 def engine_items(stream: IO[bytes]) -> dict[str, dict[str, Any]]:
@@ -276,18 +292,20 @@ def read_engine(
 ) -> tuple[Metadata, Records, list[str]]:
     """Return the tensors of all items, with the places of all their copies, for the offline tools.
 
-    The keys of objects, which it leaves in the files, are third.
+    Third are the keys of objects, which stay in the files.
 
     Args:
-        path: Of the checkpoint.
-        items: As of ``saved_items``.
-        open_file: Opens a file of it.
-        source: As of ``saved_items``.
+        path: The path of the checkpoint.
+        items: As in ``saved_items``.
+        open_file: Opens a file of the checkpoint.
+        source: As in ``saved_items``.
 
     Raises:
         PlacementError: As ``saved_items``; or a file is damaged.
     """
-    metadata, places, left_out, _, lies = saved_items(path, items, open_file, source=source)
+    metadata, places, left_out, _, chunk_records = saved_items(
+        path, items, open_file, source=source
+    )
     # The level of an item, which an export leaves out of its names.
     metadata.planner_data |= {
         fqn: (item_key, fqn.removeprefix(f"{item_key}."))
@@ -296,10 +314,10 @@ def read_engine(
         if fqn.startswith(f"{item_key}.")
     }
     rows, records = [], {}
-    for (fqn, at), copies in places.items():
-        offsets = at or ()
+    for (fqn, of_tensor), copies in places.items():
+        offsets = of_tensor or ()
         for name, chunk in copies:
-            start, nbytes, records[fqn, name, offsets] = lies[name, chunk]
+            start, nbytes, records[fqn, name, offsets] = chunk_records[name, chunk]
             rows.append(StoredLocation(fqn, offsets, name, start, nbytes))
     entries = build_entries(metadata.state_dict_metadata)
     metadata = with_columns(metadata, index_of_locations(rows, entries, copies=True))
@@ -320,8 +338,8 @@ def _file_of(path: str, item_key: str, rank: int, layout: Mapping[str, Any] | No
     return str(layout["file_path"])
 
 
-def _groups(item: Mapping[str, Any]) -> Iterator[tuple[Path, str, Any, Sequence[int]]]:
-    """Yield path, type, values and ranks of what an item's metadata say, in order of paths."""
+def _descriptions(item: Mapping[str, Any]) -> Iterator[tuple[Path, str, Any, Sequence[int]]]:
+    """Yield path, type, values and ranks of what an item's metadata describe, in order of paths."""
     for text, groups in sorted(item["nested_path_to_metadata"].items()):
         for group in groups:
             typed = group["sharding_metadata"]
@@ -334,8 +352,8 @@ def _is_ours(path: str, item_key: str, item: Mapping[str, Any]) -> bool:
     Raises:
         PlacementError: A newer version did, or another resharder than the engine's.
     """
-    kinds = {kind for _, kind, _, _ in _groups(item)}
-    ours = [values for _, kind, values, _ in _groups(item) if kind == OURS]
+    kinds = {kind for _, kind, _, _ in _descriptions(item)}
+    ours = [values for _, kind, values, _ in _descriptions(item) if kind == OURS]
     newest = max([values["version"] for values in ours], default=VERSION)
     if newest > VERSION:
         headline = f"its metadata are of version {newest}, and this release reads {VERSION}"
@@ -348,47 +366,47 @@ def _is_ours(path: str, item_key: str, item: Mapping[str, Any]) -> bool:
     return bool(ours)
 
 
-def _described(item: Mapping[str, Any]) -> dict[int, RankParts]:
-    """Return what this package said of the paths of an item; ranks that said the same share it."""
-    groups = list(_groups(item))
-    said: dict[int, list[int]] = {}
-    for number, (_, _, _, of_ranks) in enumerate(groups):
-        for rank in of_ranks:
-            said.setdefault(int(rank), []).append(number)
-    made: dict[tuple[int, ...], RankParts] = {}
-    for numbers in dict.fromkeys(map(tuple, said.values())):
-        made[numbers] = parts = RankParts()
-        for own, _, values, _ in [groups[number] for number in numbers]:
-            parts.paths[own] = [
-                PartOfPath.of_plain(own, part, digests)
-                for part, digests in zip(values["parts"], values["digests"], strict=True)
+def _described(item: Mapping[str, Any]) -> dict[int, RankKeys]:
+    """Return by rank what this package described of an item; ranks with the same share it."""
+    descriptions = list(_descriptions(item))
+    of_ranks: dict[int, list[int]] = {}
+    for number, (_, _, _, ranks) in enumerate(descriptions):
+        for rank in ranks:
+            of_ranks.setdefault(int(rank), []).append(number)
+    by_numbers: dict[tuple[int, ...], RankKeys] = {}
+    for numbers in dict.fromkeys(map(tuple, of_ranks.values())):
+        by_numbers[numbers] = keys = RankKeys()
+        for own, _, values, _ in [descriptions[number] for number in numbers]:
+            keys.paths[own] = [
+                KeyAtPath.of_plain(own, plain, digests)
+                for plain, digests in zip(values["parts"], values["digests"], strict=True)
             ]
-            parts.renames = tuple([rename_of_plain(*step) for step in values["renames"]])
-            parts.numberings = numberings_of_plain(values["numbers"])
-    return {rank: made[tuple(numbers)] for rank, numbers in said.items()}
+            keys.renames = tuple([rename_of_plain(*step) for step in values["renames"]])
+            keys.numberings = numberings_of_plain(values["numbers"])
+    return {rank: by_numbers[tuple(numbers)] for rank, numbers in of_ranks.items()}
 
 
 def _compared(
-    said: Mapping[int, RankParts],
+    ranks: Mapping[int, RankKeys],
     files: Mapping[int, str],
     described: Mapping[str, Described],
     open_file: Open,
-    lies: Lies,
-) -> dict[int, RankParts]:
-    """Return what this package said, with digests of what is in the files.
+    chunk_records: ChunkRecords,
+) -> dict[int, RankKeys]:
+    """Return what this package described, with digests of what is in the files.
 
-    The engine's metadata have those of the first save of a manager.
+    The engine's metadata have the digests of the first save of a manager.
     """
     crcs: dict[tuple[int, Path], int | None] = {}
-    found: dict[int, RankParts] = {}
-    for rank, parts in said.items():
+    compared: dict[int, RankKeys] = {}
+    for rank, keys in ranks.items():
         with closing(opened(files[rank], open_file, rank)) as file:
             described[files[rank]].check(file)
-            crcs |= {(rank, own): file.crc(own) for own in parts.paths}
-            lies |= _lies_in(file, parts)
-        found[rank] = RankParts(dict(parts.paths), parts.renames, parts.numberings)
-    _add_digests(found, crcs, files, open_file)
-    return found
+            crcs |= {(rank, own): file.crc(own) for own in keys.paths}
+            chunk_records |= _records_of(file, keys)
+        compared[rank] = RankKeys(dict(keys.paths), keys.renames, keys.numberings)
+    _add_digests(compared, crcs, files, open_file)
+    return compared
 
 
 def _from_files(
@@ -398,42 +416,42 @@ def _from_files(
     files: Mapping[int, str],
     open_file: Open,
     source: Any,
-    lies: Lies | None,
-) -> dict[int, RankParts]:
+    chunk_records: ChunkRecords | None,
+) -> dict[int, RankKeys]:
     """Return what is in the files of an item, placed as the placements of its world say."""
     if source is not None and source.size != len(files):
         headline = f"was saved by {len(files)} ranks, and axes= is a mesh of {source.size}"
         way_out = f"way out:     the mesh that saved it; axes= is {dict(source.axes)}"
         raise _refused(path, item_key, headline, way_out)
     crcs: dict[tuple[int, Path], int | None] = {}
-    found: dict[int, RankParts] = {}
+    ranks: dict[int, RankKeys] = {}
     for rank, name in files.items():
         with closing(opened(name, open_file, rank)) as file, rehearsed(rank, len(files)):
             state, outside, faults = _state_of(file, item_key, rank)
             declared = None if source is None else source.placements(rank)
             rules, rename = declared and declared.rules, declared and declared.rename
             try:
-                parts = rank_parts(item_key, state, rules, rename, has_contents=False)
+                keys = rank_keys(item_key, state, rules, rename, has_contents=False)
             except (ValueError, RecursionError) as error:
                 headline = f"the keys of rank {rank} cannot be flattened: {format_error(error)}"
                 raise _refused(path, name, headline, _FLAT) from error
-            raise_faults(f"{path}: what rank {rank} saved cannot be placed", faults or parts.faults)
+            raise_faults(f"{path}: what rank {rank} saved cannot be placed", faults or keys.faults)
             for own in outside:
-                del parts.paths[own]
-            crcs |= {(rank, own): file.crc(own) for own in parts.paths}
-            if lies is not None:
-                lies |= _lies_in(file, parts)
-            found[rank] = parts
-    _add_digests(found, crcs, files, open_file)
-    return found
+                del keys.paths[own]
+            crcs |= {(rank, own): file.crc(own) for own in keys.paths}
+            if chunk_records is not None:
+                chunk_records |= _records_of(file, keys)
+            ranks[rank] = keys
+    _add_digests(ranks, crcs, files, open_file)
+    return ranks
 
 
-def _lies_in(file: SavedFile, parts: RankParts) -> Lies:
-    """Return how the chunks of a rank's tensors lie in its file."""
+def _records_of(file: SavedFile, keys: RankKeys) -> ChunkRecords:
+    """Return the records of the chunks of a rank's tensors in its file."""
     return {
-        (file.name, chunk): file.record(part.fqn, chunk)
-        for part in parts.all
-        for chunk in part.chunks
+        (file.name, chunk): file.record(key.fqn, chunk)
+        for key in keys.all
+        for chunk in key.chunks
         if chunk.dtype is not None
     }
 
@@ -464,21 +482,22 @@ def _key(item_key: str, path: Path) -> str:
 
 
 def _add_digests(
-    found: Mapping[int, RankParts],
+    ranks: Mapping[int, RankKeys],
     crcs: Mapping[tuple[int, Path], int | None],
     files: Mapping[int, str],
     open_file: Open,
 ) -> None:
     """Give a digest to each box of which there are copies, by what the files have of it.
 
-    That is the CRC-32 of the file where it is one of the chunk in all copies, else it is read.
+    The digest is the CRC-32 of the record where every copy is a whole record with one; else the
+    copies are read.
     """
     held: dict[tuple[str, Box], list[tuple[int, SavedChunk]]] = {}
-    for rank, parts in found.items():
-        for part in parts.all:
-            for box, chunk in zip(part.boxes, part.chunks, strict=True):
+    for rank, keys in ranks.items():
+        for key in keys.all:
+            for box, chunk in zip(key.boxes, key.chunks, strict=True):
                 if chunk.dtype is not None and 0 not in chunk.sizes:
-                    held.setdefault((part.fqn, box), []).append((rank, chunk))
+                    held.setdefault((key.fqn, box), []).append((rank, chunk))
     digests: dict[tuple[int, SavedChunk], bytes] = {}
     unread: dict[int, dict[SavedChunk, str]] = {}
     for (fqn, _), copies in held.items():
@@ -501,11 +520,13 @@ def _add_digests(
                 elements = torch.frombuffer(span, dtype=record.dtype)
                 (digest,) = sampled_digests([elements.as_strided(record.shape, record.strides)])
                 digests[rank, chunk] = digest or b""
-    for rank, parts in found.items():
-        for own, of_path in parts.paths.items():
-            parts.paths[own] = [
-                part._replace(digests=tuple([digests.get((rank, one), b"") for one in part.chunks]))
-                for part in of_path
+    for rank, keys in ranks.items():
+        for own, of_path in keys.paths.items():
+            keys.paths[own] = [
+                key._replace(
+                    digests=tuple([digests.get((rank, chunk), b"") for chunk in key.chunks])
+                )
+                for key in of_path
             ]
 
 
@@ -531,53 +552,21 @@ def opened(name: str, open_file: Open, rank: int | None = None) -> SavedFile:
 
 def _proved(
     path: str,
-    ranks: Sequence[tuple[RankParts, ...]],
+    ranks: Sequence[tuple[RankKeys, ...]],
     waive: Mapping[str, str] | None,
     strict: bool,
     note: str,
 ) -> Metadata:
-    """Return the metadata of the checkpoint that the parts of ranks, item by item, make."""
-    sent: dict[tuple[RankParts, ...], LocalPlan] = {}
+    """Return the metadata of the checkpoint that what the ranks have, item by item, makes.
+
+    The proof is the save's, by ``Coordinator.prove``; the copies that one rank has of a box, which
+    a save compares while it plans, are compared here.
+    """
+    sent: dict[tuple[RankKeys, ...], LocalPlan] = {}
     faults: dict[Fault, None] = {}
     for of_rank in dict.fromkeys(ranks):
-        tables: dict[Any, dict[Any, Held]] = {}
-        chunks: dict[str, dict[Box, bytes]] = {}
-        first: dict[str, tuple[int, PartOfPath]] = {}
-        renames: dict[Step, None] = {}
-        numberings: dict[Family, Numbering] = {}
-        for number, parts in enumerate(of_rank):
-            renames |= dict.fromkeys(parts.renames)
-            numberings |= parts.numberings
-            for part in parts.all:
-                if first.setdefault(part.fqn, (number, part))[0] != number:
-                    faults[Fault(part.fqn, "two items have this key", _TWO_ITEMS)] = None
-                of_key = chunks.setdefault(part.fqn, {})
-                for box, digest in zip(part.boxes, part.digests, strict=True):
-                    if of_key.setdefault(box, digest) != digest and strict:
-                        faults[copies_fault(part.fqn, box, part.group.shape, 2)] = None
-        for fqn, (_, part) in first.items():
-            table = tables.setdefault((part.group.kind, part.group.axis_names), {})
-            key = part.group, tuple(chunks[fqn])
-            held = table.setdefault(key, Held(*key))
-            held.fqns.append(fqn)
-            held.values.append(part)  # which has the name of its rule
-        holding = as_holding([list(table.values()) for table in tables.values()], {})
-        digests = [
-            chunks[fqn][box].ljust(DIGEST_NBYTES, b"\0")
-            for held in holding.groups
-            if may_have_replicas(held.group, len(ranks))
-            for fqn in held.fqns
-            for box in held.boxes
-        ]
-        statement = Statement(
-            renames=tuple(renames),
-            numberings=numberings,
-            digests="sampled",
-            world=len(ranks),
-        )
-        sent[of_rank] = LocalPlan(
-            0, holding.sent, digests=b"".join(digests), statement=statement.packed()
-        )
+        sent[of_rank], of_plan = _local_plan(of_rank, len(ranks), strict=strict)
+        faults |= dict.fromkeys(of_plan)
     raise_faults(path, faults)
     plans = [sent[of_rank]._replace(rank=rank) for rank, of_rank in enumerate(ranks)]
     size, waived = len(plans), waive or {}
@@ -588,7 +577,54 @@ def _proved(
         raise PlacementError(f"{path}: {error}{note}") from None
     if not strict:
         coordinator.finish_report()  # warns of its notes
-    keys = coordinator.metadata([])
-    provenance = {"save_id": "", "world_size": size, **coordinator.record(keys)}
-    provenance.pop(DOUBTS, None)  # this load has told them
-    return Metadata(keys, planner_data={RESERVED_KEY: provenance}, storage_data={})
+    entries = coordinator.metadata([])
+    provenance = {"save_id": "", "world_size": size, **coordinator.record(entries)}
+    provenance.pop(DOUBTS, None)  # this load has warned of them
+    return Metadata(entries, planner_data={RESERVED_KEY: provenance}, storage_data={})
+
+
+def _local_plan(
+    of_rank: Sequence[RankKeys], size: int, *, strict: bool
+) -> tuple[LocalPlan, list[Fault]]:
+    """Return what a rank of a save would send, without its number; and the faults of the rank.
+
+    Args:
+        of_rank: What the rank has of each item.
+        size: Number of ranks.
+        strict: Whether copies that differ are faults.
+    """
+    faults: list[Fault] = []
+    digest_of: dict[str, dict[Box, bytes]] = {}
+    first: dict[str, tuple[int, KeyAtPath]] = {}
+    renames: dict[Step, None] = {}
+    numberings: dict[Family, Numbering] = {}
+    for number, keys in enumerate(of_rank):
+        renames |= dict.fromkeys(keys.renames)
+        numberings |= keys.numberings
+        for key in keys.all:
+            if first.setdefault(key.fqn, (number, key))[0] != number:
+                faults.append(Fault(key.fqn, "two items have this key", _TWO_ITEMS))
+            of_boxes = digest_of.setdefault(key.fqn, {})
+            for box, digest in zip(key.boxes, key.digests, strict=True):
+                if of_boxes.setdefault(box, digest) != digest and strict:
+                    faults.append(copies_fault(key.fqn, box, key.group.shape, 2))
+    tables: dict[Any, dict[Any, Held]] = {}
+    for fqn, (_, key) in first.items():
+        table = tables.setdefault((key.group.kind, key.group.axis_names), {})
+        layout = key.group, tuple(digest_of[fqn])
+        held = table.setdefault(layout, Held(*layout))
+        held.fqns.append(fqn)
+        held.values.append(key)  # which has the name of its rule
+    holding = as_holding([list(table.values()) for table in tables.values()], {})
+    digests = [
+        digest_of[fqn][box].ljust(DIGEST_NBYTES, b"\0")
+        for held in holding.groups
+        if may_have_replicas(held.group, size)
+        for fqn in held.fqns
+        for box in held.boxes
+    ]
+    statement = Statement(
+        renames=tuple(renames), numberings=numberings, digests="sampled", world=size
+    )
+    plan = LocalPlan(0, holding.sent, digests=b"".join(digests), statement=statement.packed())
+    return plan, faults
