@@ -283,10 +283,7 @@ def test_names_behind_a_link_are_in_the_file(file: Path, name: str) -> None:
     nodes: list[ast.AST] = [ast.parse(file.read_text())]
     for part in name.split("."):
         nodes = [
-            inner
-            for node in nodes
-            for inner in ast.walk(node)
-            if part in names_bound_by(inner)
+            inner for node in nodes for inner in ast.walk(node) if part in names_bound_by(inner)
         ]
     assert nodes
 
