@@ -20,6 +20,9 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import WriteItem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import traverse_state_dict
+from torch.distributed.checkpoint.default_planner import (
+    _EmptyStateDictLoadPlanner as WholeFileLoadPlanner,
+)
 from torch.distributed.checkpoint.filesystem import (
     CURRENT_DCP_VERSION,
     DEFAULT_SUFFIX,
@@ -51,6 +54,7 @@ __all__ = [
     "StorageInfo",
     "StoragePrefix",
     "StridedShard",
+    "WholeFileLoadPlanner",
     "chunk_list",
     "default_write_items",
     "flatten_state_dict",

@@ -1,4 +1,4 @@
-"""Our planners in every save and load of a framework that passes none of its own.
+"""Our planners in every save and load of a framework, also where it passes one of its own.
 
 Most trainers call ``dcp.save`` and ``dcp.load`` without ``planner=``, or with torch's default
 class. ``installed`` replaces the planner where torch reads it: in the functions behind ``save``
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
 from dcp_placements._torch import ASYNC_EXECUTORS, ASYNC_THREAD, LOAD, SAVE, Seam
+from dcp_placements.adoption import adopt, obstacle, ours_of
 from dcp_placements.errors import PlacementError
 from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.placements import Placements
@@ -36,7 +37,8 @@ class EndedCall(NamedTuple):
 
     Attributes:
         kind: ``"save"`` or ``"load"``.
-        planner: The planner that served it.
+        planner: The planner that served it, one of this package unless a framework's own was left
+            alone.
         arguments: What torch's function was called with, by name.
         seconds: Its wall time on this rank; of an ``async_save`` from its start to its end.
     """
@@ -84,23 +86,26 @@ class Serving:
     def planner(self, kind: str, planner: Any) -> Any:
         """Return the planner of a call that was made with ``planner``, which may be None."""
         default, names = _DEFAULTS[kind]
-        if planner is None or type(planner) is default:
-            given = {name: getattr(planner, name) for name in names if planner is not None}
-            options = {**given, **self._options[kind]}
-            return getattr(self._declare(), f"{kind}_planner")(**options)
         if isinstance(planner, PlacementSavePlanner | PlacementLoadPlanner):
             return planner
-        kind_of_planner = type(planner)
-        text = (
-            f"dcp.{kind} was called with planner={kind_of_planner.__module__}."
-            f"{kind_of_planner.__qualname__}, which installed() does not replace\n"
-            "    way out:     pass placements.save_planner() or placements.load_planner() where "
-            "the framework lets you"
-        )
-        if self._strict:
-            raise PlacementError(text)
-        warnings.warn(text, stacklevel=3)
-        return planner
+        is_theirs = planner is not None and type(planner) is not default
+        if is_theirs and (reason := obstacle(planner, default)):
+            class_of_it = type(planner)
+            text = (
+                f"dcp.{kind} was called with planner={class_of_it.__module__}."
+                f"{class_of_it.__qualname__}, which installed() does not replace\n"
+                f"    found:       it {reason}\n"
+                "    way out:     hooks that call super(), as those of a class that is served; or "
+                "placements.save_planner(), .load_planner() where the framework lets you"
+            )
+            if self._strict:
+                raise PlacementError(text)
+            warnings.warn(text, stacklevel=3)
+            return planner
+        given = {name: getattr(planner, name) for name in names if hasattr(planner, name)}
+        options = {**given, **self._options[kind]}
+        ours = getattr(self._declare(), f"{kind}_planner")(**options)
+        return adopt(planner, ours) if is_theirs else ours
 
     def enter(self) -> None:
         """Serve all saves and loads of the process from now on.
@@ -136,7 +141,8 @@ class installed:
 
     ``dcp.save``, ``dcp.load`` and ``dcp.async_save`` that are called without a planner, or with an
     instance of exactly torch's ``DefaultSavePlanner`` or ``DefaultLoadPlanner``, use ours; the
-    options of torch's instance are carried over. An ``async_save`` is planned by ours even if its
+    options of torch's instance are carried over. An instance of a subclass of these is adopted: its
+    hooks reach ours where they call ``super()``. An ``async_save`` is planned by ours even if its
     thread or process plans after the context is left.
 
     It is a context manager: ``with installed(placements): ...``; without ``with`` it does nothing,
@@ -149,8 +155,8 @@ class installed:
         save: Options of ``PlacementSavePlanner`` for the saves inside, such as
             ``{"on_conflict": "warn"}``; they count before those of torch's instance.
         load: The same of ``PlacementLoadPlanner``.
-        strict: Refuse a save or load that passes another planner of its own; by default such a
-            planner is left alone, with a warning that names it.
+        strict: Refuse a save or load that passes a planner which cannot be adopted; by default it
+            is left alone, with a warning that names its class and hook.
 
     Raises:
         PlacementError: ``placements`` is none, an unknown option; on entry, another declaration by
@@ -237,7 +243,8 @@ def _served(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
 
             def end(future: Future[Any] | None = None) -> None:
                 if future is None or (not future.cancelled() and future.exception() is None):
-                    ended(EndedCall(kind, planner, bound.arguments, time.monotonic() - start))
+                    now = time.monotonic()
+                    ended(EndedCall(kind, ours_of(planner), bound.arguments, now - start))
 
             if isinstance(result, Future):
                 result.add_done_callback(end)

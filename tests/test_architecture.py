@@ -28,7 +28,7 @@ FLOORS = (
     {"save", "load"},
     {"exchange"},
     {"engines"},
-    {"placements"},
+    {"placements", "adoption"},
     {"installation", "advice", "program_meshes"},
     {"preflight"},
     {"presets"},

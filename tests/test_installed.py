@@ -54,11 +54,17 @@ class Reader(dcp.FileSystemReader):
 
 
 class TheirSavePlanner(DefaultSavePlanner):
-    """A framework's own."""
+    """A framework's own, which plans by torch's class, by name."""
+
+    def create_local_plan(self) -> dcp.SavePlan:
+        return DefaultSavePlanner.create_local_plan(self)
 
 
 class TheirLoadPlanner(DefaultLoadPlanner):
-    """A framework's own."""
+    """A framework's own, which plans by torch's class, by name."""
+
+    def create_local_plan(self) -> dcp.LoadPlan:
+        return DefaultLoadPlanner.create_local_plan(self)
 
 
 def seams() -> list[Any]:
@@ -200,14 +206,17 @@ def test_a_planner_that_was_left_alone_before_is_named_and_refused_again(
         dcp.save(STATE, checkpoint_id=tmp_path, planner=theirs)
 
 
-def test_a_planner_that_has_no_hash_is_left_alone(tmp_path: Path) -> None:
+def test_a_planner_that_has_no_hash_is_served(tmp_path: Path) -> None:
     @dataclass
     class WithoutHash(DefaultSavePlanner):
         def __post_init__(self) -> None:
             super().__init__()
 
-    with installed(PLACEMENTS), pytest.warns(UserWarning, match="WithoutHash"):
-        dcp.save(STATE, checkpoint_id=tmp_path / "a", planner=WithoutHash())
+    writer = Writer(tmp_path)
+    with installed(PLACEMENTS, strict=True):
+        dcp.save(STATE, storage_writer=writer, planner=WithoutHash())
+    assert isinstance(writer.planner, WithoutHash)
+    assert isinstance(writer.planner, PlacementSavePlanner)
 
 
 def test_an_async_save_that_plans_after_the_context_is_ours(tmp_path: Path) -> None:

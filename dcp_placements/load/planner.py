@@ -111,6 +111,7 @@ class RankLoad(RankWork):
         is_coordinator: Whether this rank is the coordinator.
         renamed: What the rename made of the keys.
         refusal: Why the rank cannot load; the coordinator raises it for all ranks.
+        policy: What it accepts.
         request: What it asks of the checkpoint.
         exchange: None where nothing is exchanged.
         arrival: What takes what is read; None before the plan is finished.
@@ -124,6 +125,7 @@ class RankLoad(RankWork):
     is_coordinator: bool = False
     renamed: RenamedKeys = _NOT_RENAMED
     refusal: Sequence[Fault] = ()
+    policy: Policy = field(default_factory=Policy)
     request: Request = NOTHING
     exchange: Exchange | None = None
     arrival: Arrival | None = None
@@ -205,8 +207,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         if not isinstance(optional, Iterable):
             raise PlacementError(f"optional={optional!r}: give patterns of keys")
         patterns = [optional] if isinstance(optional, str) else optional
-        compiled = [[*map(compile_pattern, some)] for some in (patterns, self.waive)]
-        self._policy = Policy(allow_partial_load, cast, *compiled)
+        self._patterns = [[*map(compile_pattern, some)] for some in (patterns, self.waive)]
 
     @property
     def report(self) -> LoadReport:
@@ -279,10 +280,12 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         What cannot be filled, or would be filled wrongly, is the refusal of the load.
         """
         rename, renamed = self.rename, load.renamed
+        # By the options as they are now: a subclass may have set some.
+        load.policy = policy = Policy(self.allow_partial_load, self.cast, *self._patterns)
         placing = place(
             load.state_dict, self.rules, load.mappings, renamed.reshaped, rename, has_contents=False
         )
-        request = request_of(placing, load.metadata, self._policy, load.original_state_dict)
+        request = request_of(placing, load.metadata, policy, load.original_state_dict)
         load.state_dict, load.mappings = request.asked.state_dict, placing.mappings
         load.request, load.report = request, request.report()
         waivers = waiver_matches(self.waive, self._waivable(load)) if self.waive else {}
@@ -308,7 +311,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             return LoadMessage(global_rank(), statement.packed())
         if request.notes:
             warn(load.report, request.notes)
-        waived = self._policy.waived
+        waived = policy.waived
         notes = [*lint(placing.placed.values(), renamed=rename is not None, waived=waived)]
         notes += doubt_notes(request)
         notes += unknown_notes(request.asked)
@@ -363,7 +366,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
 
     def _judge(self, load: RankLoad, messages: Sequence[LoadMessage]) -> None:
         """Refuse, or warn of, what all ranks together show."""
-        report, own, policy = load.report, load.request.asked, self._policy
+        report, own, policy = load.report, load.request.asked, load.policy
         # Ranks that load by themselves have no others to compare with.
         complete = len(messages) >= world_size()
         different = [*stated((m.rank, m.statement) for m in messages if m.statement).values()]

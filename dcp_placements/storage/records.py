@@ -112,6 +112,16 @@ def _kind(pair: tuple[torch.Tensor, WriteItem]) -> tuple[torch.dtype, torch.Size
         PlacementError: Dtype or shape differ from those of its item.
     """
     tensor, item = pair
+    check_data(tensor, item)
+    return tensor.dtype, tensor.shape, _is_plain(tensor)
+
+
+def check_data(tensor: torch.Tensor, item: WriteItem) -> None:
+    """Compare what a planner gives for an item with what the metadata will say.
+
+    Raises:
+        PlacementError: It has another dtype or shape.
+    """
     data: Any = item.tensor_data
     dtype, shape = tensor.dtype, tensor.shape
     if shape != data.chunk.sizes or dtype != data.properties.dtype:
@@ -122,7 +132,6 @@ def _kind(pair: tuple[torch.Tensor, WriteItem]) -> tuple[torch.dtype, torch.Size
             "    likely:      the planner is a subclass that casts while it saves\n"
             "    way out:     cast before: dcp.save() with the tensors that are to be stored"
         )
-    return dtype, shape, _is_plain(tensor)
 
 
 def _nbytes(item: WriteItem) -> int:
