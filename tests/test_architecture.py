@@ -257,3 +257,19 @@ def test_one_name_is_one_thing() -> None:
     assert {name: of for name, of in homes.items() if len(of) > 1} == {}
     twice = {name for name, of in modules.items() if len(of) > 1 and not name.startswith("__")}
     assert twice == PAIRS
+
+
+VAGUE = {"one", "at", "found", "lies", "alike", "taken"}
+"""Words that fit thirty different values, and so name none of them."""
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_no_value_has_a_name_that_fits_any_other(file: str) -> None:
+    bound = {
+        node.arg if isinstance(node, ast.arg) else node.id
+        for node in nodes(PACKAGE / file)
+        if isinstance(node, ast.arg)
+        or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    }
+    # ``contiguous(counts, at=)`` is public.
+    assert bound & VAGUE == ({"at"} if file == "names/renames.py" else set())

@@ -191,10 +191,11 @@ class PlacementResharder(Resharder):
             return True
         described = list((target_metadata or {}).values())
         if described and (self._restricted or any(map(_has_tensors, described))):
-            parts = described[0].values.get("parts", ({"fqn": "a tensor"},))
+            fqns = [part["fqn"] for each in described for part in each.values.get("parts", ())]
+            of_item = next(iter(fqns), "this item")
             raise PlacementError(
-                f"metadata.pkl has nothing of the item of {parts[0]['fqn']}, or is not there, so "
-                "that no load of it can be proved\n"
+                f"metadata.pkl has nothing of {of_item}, or is not there, so that no load of it "
+                "can be proved\n"
                 "    likely:      the key of the item is another one; or the directory is none of "
                 "torch_checkpointing (dcp.load reads one with .metadata); or it was saved without "
                 "a resharder, or by a manager with synchronous saves (0.1.1), which writes "

@@ -148,7 +148,7 @@ def settle_missing(asked: Asked, missing: Sequence[str], *, reads_some: bool) ->
         if (state := states.of(fqn)) is not None:
             keys_of.setdefault(state.owner, {})[fqn] = state.name
     weights = states.weights_of(
-        keys_of, [fqn for fqn, value in state_dict.items() if is_tensor(value)]
+        keys_of, [fqn for fqn, value in state_dict.items() if is_read_as_tensor(value)]
     )
     saved = parameter_groups_in(asked.stored)
     resets: dict[str, Reset] = {}
@@ -250,7 +250,7 @@ def _no_tensor(asked: Asked) -> list[Fault]:
     tensors = [
         fqn
         for fqn, value in asked.state_dict.items()
-        if is_tensor(value)
+        if is_read_as_tensor(value)
         and len(value.shape)
         and fqn not in asked.placing.absent
         and asked.states.of(fqn) is None
@@ -426,7 +426,7 @@ def _prefix_details(asked: Sequence[str], stored: Sequence[str]) -> tuple[str, .
     )
 
 
-def is_tensor(value: Any) -> bool:
+def is_read_as_tensor(value: Any) -> bool:
     """Whether a value of a state dict is read as a tensor."""
     return isinstance(value, torch.Tensor) or has_hooks(value) or is_dtensor_like(value)
 
@@ -434,4 +434,8 @@ def is_tensor(value: Any) -> bool:
 def is_weight(value: Any) -> bool:
     """Whether a value may be a weight: a tensor of fractions, with dims."""
     dtype = getattr(value, "dtype", None)
-    return is_tensor(value) and len(value.shape) > 0 and bool(dtype and dtype.is_floating_point)
+    return (
+        is_read_as_tensor(value)
+        and len(value.shape) > 0
+        and bool(dtype and dtype.is_floating_point)
+    )

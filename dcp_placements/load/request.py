@@ -35,7 +35,7 @@ from dcp_placements.items import ReadItemOfLoad, object_read
 from dcp_placements.layout.boxes import Index, as_array, format_boxes, uncovered
 from dcp_placements.layout.sharding import Box, format_cuts
 from dcp_placements.load.casting import cast_fault, cast_kind, format_cast, quantized_fault
-from dcp_placements.load.missing import Asked, Missing, Policy, is_tensor, settle_missing
+from dcp_placements.load.missing import Asked, Missing, Policy, is_read_as_tensor, settle_missing
 from dcp_placements.names.scales import scale_of
 from dcp_placements.report import LoadReport
 from dcp_placements.short_text import format_names
@@ -129,7 +129,7 @@ class ReadGroup:
 
 def is_scalar(value: Any) -> bool:
     """Whether a value is a tensor without dims."""
-    return is_tensor(value) and not has_hooks(value) and not value.shape
+    return is_read_as_tensor(value) and not has_hooks(value) and not value.shape
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -347,7 +347,7 @@ def _object_faults(asked: Asked, fqns: Iterable[str]) -> Iterator[Fault]:
     """Yield the keys whose value is a tensor, where the checkpoint has an object."""
     for fqn in fqns:
         value, placed = asked.state_dict[fqn], asked.placing.placed.get(fqn)
-        if (placed is not None or is_tensor(value)) and not is_scalar(value):
+        if (placed is not None or is_read_as_tensor(value)) and not is_scalar(value):
             shape = tuple(value.size()) if placed is None else placed.place.sharding.global_shape
             headline = "the checkpoint holds an object, but the state dict a tensor of shape "
             yield Fault(fqn, f"{headline}{shape}", (_OTHER_KIND,))

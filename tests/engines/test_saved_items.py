@@ -381,7 +381,7 @@ def test_little_more_than_what_is_needed_is_read(tmp_path: Path) -> None:
 
 
 def test_an_item_without_metadata_is_refused(saved: Path) -> None:
-    with pytest.raises(PlacementError, match=r"metadata\.pkl has nothing of the item of other\.w"):
+    with pytest.raises(PlacementError, match=r"metadata\.pkl has nothing of other\.w"):
         load(saved, {"w": torch.zeros(4, 6)}, Placements(None), item="other")
 
 
