@@ -81,7 +81,7 @@ def ours_of(planner: Any) -> Any:
     return bond_of(planner).ours if isinstance(planner, AdoptedSave | AdoptedLoad) else planner
 
 
-def _passed_on(hook: Callable[..., Any], attributes: tuple[str, ...]) -> Callable[..., Any]:
+def _passed_on(hook: Callable[..., Any], planned: tuple[str, ...]) -> Callable[..., Any]:
     """Return a hook that calls that of ours, and keeps what torch's planner would keep."""
     name = hook.__name__
 
@@ -91,7 +91,7 @@ def _passed_on(hook: Callable[..., Any], attributes: tuple[str, ...]) -> Callabl
         result = hook(bond.ours, *args, **kwargs)
         if name in PLANNING:
             bond.reached[name] = bond.reached.get(name, 0) + 1
-            values = {each: getattr(bond.ours, each) for each in attributes}
+            values = {each: getattr(bond.ours, each) for each in planned}
             vars(self).update({each: kept for each, kept in values.items() if kept is not None})
         return result
 
@@ -119,7 +119,13 @@ class _OursUnlessTheirs:
 
 
 def _bridge(
-    name: str, ours: type, torchs: type, *, hooks: tuple[str, ...], attributes: tuple[str, ...]
+    name: str,
+    ours: type,
+    torchs: type,
+    *,
+    hooks: tuple[str, ...],
+    options: tuple[str, ...],
+    planned: tuple[str, ...],
 ) -> Any:
     """Return the class between theirs and ours: whatever ``super()`` calls goes to the bond's ours.
 
@@ -128,8 +134,10 @@ def _bridge(
         ours: Our planner's class.
         torchs: The class of torch that both derive from.
         hooks: The hooks that our planner has or inherits, besides ``PLANNING``.
-        attributes: What torch's planner keeps on itself: its options, and what it plans.
+        options: The attributes of torch's planner that are its options.
+        planned: Those that are what it plans.
     """
+    attributes = (*options, *planned)
     own = {each for each in dir(ours) if not hasattr(torchs, each) and each not in attributes}
     return type(
         name,
@@ -139,7 +147,7 @@ def _bridge(
             "__getattr__": lambda planner, each: getattr(bond_of(planner).ours, each),
             **{each: _OursUnlessTheirs(each) for each in own},
             **{each: _torchs_attribute(each) for each in attributes},
-            **{each: _passed_on(getattr(ours, each), attributes) for each in (*PLANNING, *hooks)},
+            **{each: _passed_on(getattr(ours, each), planned) for each in (*PLANNING, *hooks)},
         },
     )
 
@@ -152,9 +160,8 @@ AdoptedSave = _bridge(
     PlacementSavePlanner,
     DefaultSavePlanner,
     hooks=_DATA_HOOKS,
-    attributes=(
-        *_FLATTENING,
-        "dedup_save_to_lowest_rank",
+    options=(*_FLATTENING, "dedup_save_to_lowest_rank"),
+    planned=(
         "state_dict",
         "mappings",
         "plan",
@@ -175,9 +182,8 @@ AdoptedLoad = _bridge(
         "transform_tensor",
         "finish_reads",
     ),
-    attributes=(
-        *_FLATTENING,
-        "allow_partial_load",
+    options=(*_FLATTENING, "allow_partial_load"),
+    planned=(
         "state_dict",
         "original_state_dict",
         "mappings",

@@ -313,6 +313,16 @@ def test_options_that_they_set_while_planning_count(tmp_path: Path) -> None:
     assert theirs.allow_partial_load
 
 
+def test_options_of_installed_do_not_stay_on_the_frameworks_instance(tmp_path: Path) -> None:
+    theirs = ShapesAndFloat8({})
+    dcp.save({"w": DENSE}, checkpoint_id=tmp_path)
+    target = {"w": torch.zeros(5), "new": torch.ones(2)}
+    with installed(Placements(None), load={"allow_partial_load": True}, strict=True):
+        dcp.load(target, checkpoint_id=tmp_path, planner=theirs)
+    assert torch.equal(target["w"], DENSE)
+    assert not theirs.allow_partial_load
+
+
 class OtherValues(DefaultSavePlanner):
     """Gives other tensors than the state dict has, by each of the hooks for one item."""
 
