@@ -223,6 +223,20 @@ _DEFAULTS: dict[str, tuple[type, tuple[str, ...]]] = {
 """By call torch's planner, and those of its options that are carried over."""
 
 
+def _named_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """Return the arguments of a call that may have ``planner``, to be set there.
+
+    A framework may have put a function of its own over torch's, which takes ``**kwargs``: torch
+    gives ``planner`` by name.
+    """
+    parameters = bound.signature.parameters
+    if "planner" in parameters:
+        return bound.arguments
+    rest = next(name for name, each in parameters.items() if each.kind is each.VAR_KEYWORD)
+    arguments: dict[str, Any] = bound.arguments.setdefault(rest, {})
+    return arguments
+
+
 def _served(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
     """Return a function that is called with the planner of the innermost context."""
     signature = inspect.signature(function)
@@ -235,8 +249,9 @@ def _served(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
         if innermost is None or in_thread:
             return function(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
-        planner = innermost.planner(kind, bound.arguments.get("planner"))
-        bound.arguments["planner"] = planner
+        arguments = _named_arguments(bound)
+        planner = innermost.planner(kind, arguments.get("planner"))
+        arguments["planner"] = planner
         ended, start = innermost.ended, time.monotonic()
         result = function(*bound.args, **bound.kwargs)
         if ended is not None:
@@ -244,7 +259,7 @@ def _served(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
             def end(future: Future[Any] | None = None) -> None:
                 if future is None or (not future.cancelled() and future.exception() is None):
                     now = time.monotonic()
-                    ended(EndedCall(kind, ours_of(planner), bound.arguments, now - start))
+                    ended(EndedCall(kind, ours_of(planner), arguments, now - start))
 
             if isinstance(result, Future):
                 result.add_done_callback(end)

@@ -255,6 +255,23 @@ def test_an_async_save_called_before_the_context_keeps_its_planner(tmp_path: Pat
     assert type(writer.planner) is DefaultSavePlanner
 
 
+def test_what_a_framework_has_put_over_torchs_functions_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NeMo AutoModel does with ``execute_save``: its own takes whatever torch's does."""
+    executor = getattr(state_dict_saver, NAMES[1])
+    original = executor.execute_save
+
+    def of_a_framework(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(executor, "execute_save", of_a_framework)
+    writer = Writer(tmp_path)
+    with installed(PLACEMENTS):
+        async_save(STATE, storage_writer=writer).result()
+    assert type(writer.planner) is PlacementSavePlanner
+
+
 def test_what_was_there_is_restored_nested_reentered_and_after_errors(tmp_path: Path) -> None:
     before = seams()
     inner = Placements(None, rename=lambda key: f"inner.{key}")
