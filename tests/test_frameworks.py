@@ -1,7 +1,8 @@
-"""``installed`` under frameworks as they are: accelerate and Lightning, expert parallel 2, FSDP2 2.
+"""``installed`` under frameworks as they are, expert parallel 2, FSDP2 2.
 
-Their functions pass torch's default planners, or none. Saved and loaded in new processes. The same
-with ``async_save`` in a thread and in a process, which ends after the context is left.
+Their functions pass torch's default planners, planners of their own, or none. Saved and loaded in
+new processes. The same with ``async_save`` in a thread and in a process, which ends after the
+context is left.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from tests.torchrun import forked, tail
 
 WORKER = Path(__file__).parent / "ranks" / "frameworks_worker.py"
 # The first one that is installed makes the process group.
-MODULES = {"accelerate": "accelerate.utils", "lightning": "lightning.fabric.strategies"}
+MODULES = {
+    "accelerate": "accelerate.utils",
+    "lightning": "lightning.fabric.strategies",
+    "transformers": "transformers.trainer",
+    "nemo_automodel": "nemo_automodel.components.checkpoint.checkpointing",
+    "torchtitan": "torchtitan.components.checkpointer",
+    "llamafactory": "llamafactory.v1.plugins.trainer_plugins.distributed.fsdp2",
+}
 EXPERT = "experts.weight/"
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 

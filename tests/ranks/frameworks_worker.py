@@ -24,7 +24,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_optimizer_state_dict,
     get_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -143,6 +145,126 @@ class Lightning:
         self.fabric.strategy.load_checkpoint(path, self._state(model, optimizer))
 
 
+class Trainer:
+    """The parts of transformers' ``Trainer`` that save and resume under FSDP2.
+
+    Accelerate has no FSDP on CPUs, so the trainer is told of it when it is made.
+    """
+
+    def __init__(self) -> None:
+        self.plugin = Accelerate().plugin
+
+    def _trainer(self, path: Path, model: Model, optimizer: torch.optim.Optimizer) -> Any:
+        from transformers import Trainer, TrainingArguments
+
+        arguments = TrainingArguments(output_dir=str(path.parent), use_cpu=True, report_to=[])
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+        trainer = Trainer(model, arguments, optimizers=(optimizer, scheduler))
+        trainer.accelerator.state.fsdp_plugin = self.plugin
+        trainer.is_fsdp_enabled = True
+        return trainer
+
+    def save(self, path: Path, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        path.mkdir(exist_ok=True)
+        self._trainer(path, model, optimizer)._save_optimizer_and_scheduler(str(path))
+
+    def load(self, path: Path, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        trainer = self._trainer(path, model, optimizer)
+        trainer._load_from_checkpoint(str(path), model)
+        trainer._load_optimizer_and_scheduler(str(path))
+
+
+class NemoAutoModel:
+    """NeMo AutoModel's checkpointer, which saves by planners of its own."""
+
+    def __init__(self) -> None:
+        from nemo_automodel.components.checkpoint.checkpointing import Checkpointer
+        from nemo_automodel.components.checkpoint.config import CheckpointingConfig
+
+        with_group()
+        config = CheckpointingConfig(model_save_format="torch_save", save_consolidated=False)
+        rank = dist.get_rank()
+        self.checkpointer = Checkpointer(config, dp_rank=rank, tp_rank=0, pp_rank=0)
+
+    def save(self, path: Path, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        self.checkpointer.save_model(model, str(path))
+        self.checkpointer.save_optimizer(optimizer, model, str(path))
+
+    def load(self, path: Path, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        self.checkpointer.load_model(model, str(path / "model"))
+        self.checkpointer.load_optimizer(optimizer, model, str(path))
+
+
+class LlamaFactory:
+    """LLaMA-Factory's functions for FSDP2, which pass no planner."""
+
+    def save(self, path: Path, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        from llamafactory.v1.plugins.trainer_plugins.distributed import fsdp2
+
+        fsdp2.save_checkpoint(model, optimizer, str(path))
+
+    def load(self, path: Path, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        from llamafactory.v1.plugins.trainer_plugins.distributed import fsdp2
+
+        fsdp2.load_checkpoint(model, optimizer, str(path))
+
+
+class Optimizers:
+    """An optimizer, with the state dict of torchtitan's container: keys are parameters' names."""
+
+    def __init__(self, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        self.both = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_optimizer_state_dict(*self.both, options=AsyncSave.OPTIONS)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_optimizer_state_dict(*self.both, optim_state_dict=state, options=AsyncSave.OPTIONS)
+
+
+class Position:
+    """The state of a scheduler or data loader."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": 2}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state == {"step": 2}
+
+
+class Torchtitan:
+    """torchtitan's checkpoint manager, which passes no planner."""
+
+    def __init__(self) -> None:
+        with_group()
+
+    def _manager(self, path: Path, model: Model, optimizer: torch.optim.Optimizer) -> Any:
+        from torchtitan.components.checkpointer import CheckpointManager
+
+        config = CheckpointManager.Config(
+            enable=True,
+            folder=str(path),
+            interval=1,
+            keep_latest_k=0,
+            initial_load_model_only=False,
+        )
+        return CheckpointManager(
+            config,
+            dataloader=Position(),
+            model_parts=[model],
+            optimizers=Optimizers(model, optimizer),
+            lr_schedulers=Position(),
+            states={},
+            sd_adapter=None,
+        )
+
+    def save(self, path: Path, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        assert self._manager(path, model, optimizer).save(2)
+
+    def load(self, path: Path, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        assert self._manager(path, model, optimizer).load()
+
+
 class AsyncSave:
     """``dcp.async_save`` and ``dcp.load`` without a planner, as torchtitan and AReaL call them."""
 
@@ -179,15 +301,23 @@ class AsyncSave:
 FRAMEWORKS: dict[str, Callable[[], Any]] = {
     "accelerate": Accelerate,
     "lightning": Lightning,
+    "transformers": Trainer,
+    "nemo_automodel": NemoAutoModel,
+    "torchtitan": Torchtitan,
+    "llamafactory": LlamaFactory,
     "thread": partial(AsyncSave, AsyncCheckpointerType.THREAD),
     "process": partial(AsyncSave, AsyncCheckpointerType.PROCESS),
 }
 
 
-def run(out: Path, name: str, act: str) -> None:
-    framework = FRAMEWORKS[name]()
+def with_group() -> None:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
+
+
+def run(out: Path, name: str, act: str) -> None:
+    framework = FRAMEWORKS[name]()
+    with_group()
     out.mkdir(exist_ok=True)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
     world = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
