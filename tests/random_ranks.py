@@ -431,7 +431,8 @@ def _pattern(
     """Return what finds the number of a level, by that of the level outside if it is given."""
     start = f"{words.get(family.name, family.name)}.**"
     if outside is not None:
-        start += f".{words.get(outside, outside)}.{{{outside}}}"
+        # Between a number and the next one there may be what joined parts are called together.
+        start += f".{words.get(outside, outside)}.{{{outside}}}.**"
     if level.joined:
         return f"{start}.weight{{}}"
     return f"{start}.{words.get(level.word, level.word)}.{{}}"
