@@ -5,6 +5,7 @@ A new torch breaks this file only. Its functions are thin wrappers and make no d
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -258,6 +259,11 @@ def world_size() -> int:
 def root_mesh(mesh: Any) -> Any:
     """Return the mesh that a mesh was sliced from; the mesh itself if it does not tell."""
     return mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+
+
+def existing_meshes() -> list[DeviceMesh]:
+    """Return the meshes that there are in this process; it looks at all objects."""
+    return [each for each in gc.get_objects() if issubclass(type(each), DeviceMesh)]
 
 
 def named_axes(meshes: Iterable[Any]) -> dict[str, tuple[int, int]]:

@@ -196,11 +196,18 @@ def _format_entry(entry: Sequence[Fault], ranks: tuple[int, ...] = ()) -> str:
     return "\n    ".join([f"{names}: {headline}", *details])
 
 
-def raise_faults(opening: str, faults: Iterable[Fault]) -> None:
-    """Raise one ``PlacementError`` for all ``faults``; do nothing when there are none."""
+def raise_faults(opening: str, faults: Iterable[Fault], ending: str = "") -> None:
+    """Raise one ``PlacementError`` for all ``faults``; do nothing when there are none.
+
+    Args:
+        opening: The first line.
+        faults: The faults.
+        ending: What stands below all of them, such as a declaration; empty for nothing.
+    """
     faults = list(faults)
     if faults:
-        raise PlacementError(format_faults(opening, faults))
+        text = format_faults(opening, faults)
+        raise PlacementError(f"{text}\n\n{ending}" if ending else text)
 
 
 def fault_error(opening: str, fqn: str, headline: str, *details: str) -> PlacementError:

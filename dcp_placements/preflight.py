@@ -5,22 +5,21 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException, SavePlan
 
 from dcp_placements._torch import DistWrapper, state_dicts_of_statefuls, world_size
+from dcp_placements.advice.block import block_in
+from dcp_placements.advice.facts import TensorFacts, differing_axes
 from dcp_placements.advice.proposal import (
-    LocalTensor,
-    RankFacts,
-    TensorFacts,
-    along,
+    PlainPlan,
     axis_names,
-    contents_of,
-    decide,
+    declared_by,
     one_error,
-    rank_facts,
+    plain_plan,
 )
 from dcp_placements.bind.lint import EXPERT_AXIS
 from dcp_placements.errors import (
@@ -28,10 +27,13 @@ from dcp_placements.errors import (
     PlacementError,
     format_faults,
 )
+from dcp_placements.layout.boxes import Shape
 from dcp_placements.placements import Placements
 from dcp_placements.report import SaveReport
+from dcp_placements.rules.named_axes import NamedAxes, NamedAxis
 from dcp_placements.rules.patterns import PlacementRules
 from dcp_placements.save.planner import PlacementSavePlanner
+from dcp_placements.table.digests import sampled_digests
 
 
 def check(
@@ -60,8 +62,8 @@ def check(
         The report on all ranks together, the same on each of them.
 
     Raises:
-        PlacementError: All that a save would refuse, on all ranks, with rules to paste where
-            ``whole=`` is known and the rules have a mesh; no state dict, or no rules.
+        PlacementError: All that a save would refuse, on all ranks, with a declaration to paste
+            where one is known that passes; no state dict, or no rules.
     """
     if not isinstance(state_dict, Mapping):
         raise PlacementError(f"state_dict= is a {type(state_dict).__name__}: pass {{key: value}}")
@@ -72,32 +74,22 @@ def check(
     rank = dist.get_rank(process_group) if dist.is_initialized() else 0
     plain = state_dicts_of_statefuls(state_dict)
     meshes = planner.rules.meshes if isinstance(planner.rules, PlacementRules) else []
-    mesh = max(filter(axis_names, meshes), key=lambda candidate: len(candidate.shape), default=None)
+    meshes = list(filter(axis_names, meshes))
 
-    def on_rank() -> tuple[SavePlan, RankFacts | None]:
+    def on_rank() -> PlansOfRank:
         planner.set_up_planner(plain, is_coordinator=rank == 0)
         plan = planner.create_local_plan()
-        if planner.whole is None:
-            return plan, _declared_shards(planner)
-        return plan, None if mesh is None else rank_facts(plain, mesh)
+        shards = _declared_shards(planner) if planner.whole is None else {}
+        return PlansOfRank(plan, shards, plain_plan(plain, meshes))
 
-    def on_coordinator(sent: list[tuple[SavePlan, RankFacts | None]]) -> SaveReport:
+    def on_coordinator(sent: list[PlansOfRank]) -> SaveReport:
         try:
-            planner.create_global_plan([plan for plan, _ in sent])
-            shards = [facts for _, facts in sent if facts]
-            if planner.whole is None and (notes := _equal_shards(shards)):
-                planner.report.warnings += tuple(map(str, notes))
-                warnings.warn(format_faults("look at this save", notes, "note"), stacklevel=2)
+            planner.create_global_plan([each.plan for each in sent])
         except PlacementError as refusal:
-            facts = [of_rank for _, of_rank in sent if of_rank is not None]
-            if planner.whole is None or mesh is None or len(facts) < len(sent):
-                raise
-            sizes = dict(zip(axis_names(mesh), mesh.shape, strict=True))
-            try:
-                decision = decide(planner.whole, facts, sizes)
-            except PlacementError:
-                raise refusal from None
-            raise PlacementError(f"{refusal}\n\n{_FITS}\n\n{decision}") from None
+            raise _with_declaration(refusal, planner, sent, meshes) from None
+        if planner.whole is None and (notes := _equal_shards([each.shards for each in sent])):
+            planner.report.warnings += tuple(map(str, notes))
+            warnings.warn(format_faults("look at this save", notes, "note"), stacklevel=2)
         return planner.report
 
     try:
@@ -107,42 +99,92 @@ def check(
         raise one_error(failed) from None
 
 
-def _declared_shards(planner: PlacementSavePlanner) -> RankFacts:
+class PlansOfRank(NamedTuple):
+    """What a rank sends to be checked.
+
+    Attributes:
+        plan: The plan of a save as it is declared.
+        shards: The shards of tensors that the rules cut; none with ``whole=``.
+        plain: The plan of a save without rules.
+    """
+
+    plan: SavePlan
+    shards: dict[str, DeclaredShard]
+    plain: PlainPlan
+
+
+class DeclaredShard(NamedTuple):
+    """A shard of a tensor that the rules cut.
+
+    Attributes:
+        shape: Shape of the whole tensor.
+        positions: Position of the rank along each axis that cuts it.
+        digest: Digest of the shard; None where all its elements are equal.
+    """
+
+    shape: Shape
+    positions: dict[str | None, int]
+    digest: bytes | None
+
+
+def _with_declaration(
+    refusal: PlacementError,
+    planner: PlacementSavePlanner,
+    sent: Sequence[PlansOfRank],
+    meshes: Sequence[Any],
+) -> PlacementError:
+    """Return a refusal that ends in a declaration which passes, where one is known."""
+    if block_in(str(refusal)):
+        return refusal
+    block = declared_by([each.plain for each in sent], planner.whole, meshes)
+    return PlacementError(f"{refusal}\n\n{block}") if block else refusal
+
+
+def _declared_shards(planner: PlacementSavePlanner) -> dict[str, DeclaredShard]:
     """Return the shards of tensors that the rules cut, with the rank's position along each axis."""
-    tensors: dict[str, TensorFacts] = {}
-    shards = {}
+    shards: dict[str, DeclaredShard] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for fqn, placed in planner._save.placing.placed.items():
         cuts = zip(placed.place.sharding.cuts, placed.place.positions, strict=False)
-        positions = [
-            (cut.axis, position)
+        positions = {
+            cut.axis: position
             for cut, position in cuts
             if cut.size > 1 and isinstance(position, int)
-        ]
+        }
         if placed.rule is not None and positions and len(placed.tensors) == 1:
-            shape = placed.place.sharding.global_shape
-            tensors[fqn] = TensorFacts(shape, tuple(positions), None)
-            shards[fqn] = placed.tensor
-    digests = contents_of(shards)
-    facts = {fqn: tensor._replace(digest=digests[fqn]) for fqn, tensor in tensors.items()}
-    return RankFacts({}, facts)
+            shards[fqn] = DeclaredShard(placed.place.sharding.global_shape, positions, None)
+            tensors[fqn] = placed.tensor
+    digests = _contents_of(tensors)
+    return {fqn: shard._replace(digest=digests[fqn]) for fqn, shard in shards.items()}
 
 
-def _equal_shards(facts: Sequence[RankFacts]) -> list[Fault]:
+def _contents_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes | None]:
+    """Return digests of local tensors; None for a tensor whose elements are all equal."""
+    values = [tensor.detach() for tensor in tensors.values()]
+    digests = dict(zip(tensors, sampled_digests(values), strict=True))
+    for fqn, local in zip(tensors, values, strict=True):
+        if not local.numel() or bool((local == local[(0,) * local.dim()]).all()):
+            digests[fqn] = None
+    return digests
+
+
+def _equal_shards(of_ranks: Sequence[Mapping[str, DeclaredShard]]) -> list[Fault]:
     """Return notes on shards that are equal along an axis of a rule, and not constant.
 
-    Expert-parallel axes are left out: experts may be equal before the first step.
+    Expert-parallel axes are left out: experts may well be equal before the first step.
     """
     notes = []
-    for fqn in dict.fromkeys(fqn for rank in facts for fqn in rank.tensors):
-        held = [rank.tensors[fqn] for rank in facts if fqn in rank.tensors]
-        axes = [name for name, _ in held[0].own if name and not EXPERT_AXIS.match(name)]
-        shards = [
-            LocalTensor(
-                {name: position for name, position in tensor.own if name}, tensor._replace(own=())
-            )
-            for tensor in held
+    for fqn in dict.fromkeys(fqn for shards in of_ranks for fqn in shards):
+        held = [shards[fqn] for shards in of_ranks if fqn in shards]
+        names = [name for name in held[0].positions if name]
+        positions = {name: [shard.positions.get(name, 0) for shard in held] for name in names}
+        axes = {name: NamedAxis(max(along) + 1, tuple(along)) for name, along in positions.items()}
+        facts = [
+            (rank, TensorFacts(held[rank].shape, digest=held[rank].digest))
+            for rank in range(len(held))
         ]
-        for axis in sorted(along([shards], axes)[1]):
+        equal = differing_axes([facts], NamedAxes(axes), names)[1]
+        for axis in sorted(name for name in equal if not EXPERT_AXIS.match(name)):
             details = (
                 f"found:       equal parts, of which the rule makes {held[0].shape}",
                 f"likely:      a tensor that every rank of {axis!r} holds whole, declared Shard; "
@@ -151,6 +193,3 @@ def _equal_shards(facts: Sequence[RankFacts]) -> list[Fault]:
             )
             notes.append(Fault(fqn, f"its parts along {axis!r} are bit for bit equal", details))
     return notes
-
-
-_FITS = "this fits the shapes, the names and the contents of all ranks; read it before you use it:"

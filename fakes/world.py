@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +29,8 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
+from dcp_placements import _torch
+
 from .mesh import FakeMesh
 
 T = TypeVar("T")
@@ -39,10 +41,13 @@ class World:
 
     Args:
         size: Number of ranks.
+        meshes: Sizes by axis name of each mesh that the program has made, where a refusal of theirs
+            is to know it.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *meshes: Mapping[str, int]) -> None:
         self.size = size
+        self.meshes = meshes
 
     def mesh(self, rank: int, **axes: int) -> FakeMesh:
         """Return the mesh of all ranks with these axes, C order, seen from ``rank``."""
@@ -201,6 +206,11 @@ class World:
                 is_initialized=lambda: True,
                 get_rank=lambda group=None: rank,
                 get_world_size=lambda group=None: self.size,
+            ),
+            mock.patch.object(
+                _torch,
+                "existing_meshes",
+                return_value=[self.mesh(rank, **axes) for axes in self.meshes],
             ),
             warnings.catch_warnings(),
         ):

@@ -41,8 +41,8 @@ FLOORS = (
 """Folders and modules of the package's root, low to high. Those of one floor, ``save`` and ``load``
 among them, import nothing of each other, but for the modules of the lowest."""
 
-OPTIONAL = {("load/planner.py", "exchange")}
-"""What a file imports inside a function, where an option asks for it."""
+OPTIONAL = {("load/planner.py", "exchange"), ("save/coordinator.py", "advice")}
+"""What a file imports inside a function, where an option or a refusal asks for it."""
 
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
@@ -202,7 +202,7 @@ def test_what_few_need_is_imported_by_those_who_ask_for_it() -> None:
     program = """
 import sys, dcp_placements, dcp_placements.save.planner, dcp_placements.load.planner
 assert not {"click", "rich"} & set(sys.modules)
-for folder in ("dcp_placements.presets", "dcp_placements.exchange"):
+for folder in ("dcp_placements.presets", "dcp_placements.exchange", "dcp_placements.advice"):
     assert not any(name.startswith(folder) for name in sys.modules)
 from dcp_placements import presets
 assert presets.megatron_lite.__module__ == "dcp_placements.presets.megatron_lite"

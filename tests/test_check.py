@@ -74,7 +74,7 @@ def test_equal_parts_and_a_refusal_on_real_ranks(tmp_path: Path) -> None:
     assert lines["REPORTED"] == "1"
     said = {file: (tmp_path / file).read_text() for file in ("check0", "save0")}
     assert all("model.router: is (6, 4), where the whole" in text for text in said.values())
-    assert 'CheckpointPlacement(mesh, {"tp": Shard(1)}),' in said["check0"]
+    assert 'CheckpointPlacement(meshes["tp"], {"tp": Shard(1)}),' in said["check0"]
     for step in ("check", "save"):
         for rank in range(1, 4):
             (line,) = (tmp_path / f"{step}{rank}").read_text().splitlines()

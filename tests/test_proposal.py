@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Shard
 
 from dcp_placements import PlacementError, Placements, propose_placements
-from dcp_placements.advice.proposal import Proposal, decide, rank_facts
+from dcp_placements.advice.block import Proposal
+from dcp_placements.advice.proposal import plain_plan
+from dcp_placements.advice.proposal import proposed as proposed_to_all
 from dcp_placements.table.whole import WholeModel
 from dcp_placements.testing import FakeDTensor, World
 
@@ -38,12 +41,18 @@ def proposed(
     shapes = {key: tuple(value.shape) for key, value in whole.items()}
     size = torch.Size(axes.values()).numel()
     world = World(size)
-    meshes = [world.mesh(rank, **axes) for rank in range(size)]
     model = WholeModel.of(shapes)
-    assert model is not None
-    facts = [rank_facts(state(rank), meshes[rank]) for rank in range(size)]
-    decision = decide(model, facts, axes)
-    return [decision.on(mesh, model) for mesh in meshes], world
+    plans, proposals = [], []
+    for rank in range(size):
+        with world._as(rank):
+            plans.append(plain_plan(state(rank), [world.mesh(rank, **axes)]))
+    with world._as(0):
+        proposal = proposed_to_all(plans, model, [world.mesh(0, **axes)])
+    for rank in range(size):
+        rules, rename = proposal.on(world.mesh(rank, **axes))
+        placements = Placements(rules, rename=rename, whole=model)
+        proposals.append(replace(proposal, placements=placements))
+    return proposals, world
 
 
 def assert_saves(
@@ -61,9 +70,10 @@ def assert_saves(
 
     def pasted(rank: int) -> Placements:
         shapes = {key: tuple(value.shape) for key, value in whole.items()}
-        names: dict[str, Any] = {"mesh": world.mesh(rank, **axes), "whole": shapes}
+        names: dict[str, Any] = {}
         exec(text, names)
-        placements: Placements = names["placements"]
+        declared: Placements = names["placements"](world.mesh(rank, **axes))
+        placements = Placements(declared.rules, rename=declared.rename, whole=shapes)
         assert str(placements.rules) == str(proposals[rank].placements.rules)
         assert placements.rename == proposals[rank].placements.rename
         return placements
@@ -183,7 +193,7 @@ def expert_part(key: str, value: torch.Tensor, ranks: int, at: int) -> torch.Ten
 @pytest.mark.parametrize("name", HF)
 def test_stacked_experts_over_ep(name: str, tmp_path: Path) -> None:
     text, proposal = try_out(tmp_path, hugging_face(name), by_ep, ep=2)
-    assert 'experts.down_proj": CheckpointPlacement(mesh, {"ep": Shard(0)}),' in text
+    assert 'experts.down_proj": CheckpointPlacement(meshes["ep"], {"ep": Shard(0)}),' in text
     assert all(".experts." in one for one in proposal.placements.rules.patterns)  # type: ignore[union-attr]
     assert not proposal.undecided
 
@@ -194,9 +204,9 @@ def test_tensor_parallel_attention_heads_and_experts(name: str, tmp_path: Path) 
         return key, expert_part(key, tp_part(key, value, 2, at["tp"]), 2, at["tp"])
 
     text, proposal = try_out(tmp_path, hugging_face(name), cut, tp=2)
-    assert 'CheckpointPlacement(mesh, {"tp": FusedShard(1, 2)})' in text
+    assert 'CheckpointPlacement(meshes["tp"], {"tp": FusedShard(1, 2)})' in text
     (said,) = [why for why in proposal.undecided.values() if "by its name" in why]
-    assert 'fit CheckpointPlacement(mesh, {"tp": Shard(1)}) as well' in said
+    assert 'fit CheckpointPlacement(meshes["tp"], {"tp": Shard(1)}) as well' in said
 
 
 @pytest.mark.parametrize("name", HF)
@@ -208,7 +218,7 @@ def test_experts_over_ep_and_their_parts_over_tp(name: str, tmp_path: Path) -> N
         return key, tp_part(key, value, 2, at["tp"])
 
     text, _ = try_out(tmp_path, hugging_face(name), cut, ep=4, tp=2)
-    experts = 'CheckpointPlacement(mesh, {"ep": Shard(0), "tp": FusedShard(1, 2)})'
+    experts = 'CheckpointPlacement(meshes["ep", "tp"], {"ep": Shard(0), "tp": FusedShard(1, 2)})'
     assert f'gate_up_proj": {experts}' in text
 
 
@@ -234,7 +244,7 @@ def test_experts_over_ep_and_all_under_fsdp(name: str, tmp_path: Path) -> None:
 
     proposals, world = proposed(whole, state, **axes)
     text = assert_saves(tmp_path, whole, state, proposals, world, **axes)
-    assert 'experts.down_proj": CheckpointPlacement(mesh, {"ep": Shard(0)}),' in text
+    assert 'experts.down_proj": CheckpointPlacement(meshes["ep"], {"ep": Shard(0)}),' in text
     assert not proposals[0].undecided
 
 
@@ -259,9 +269,9 @@ def test_a_module_list_of_experts_numbered_from_0(tmp_path: Path) -> None:
         return f"layers.{layer}.experts.{int(expert) % 2}.{name}", chunk(value, 2, at["tp"], 1)
 
     text, proposal = try_out(tmp_path, whole, cut, ep=4, tp=2)
-    ids = 'contiguous([2, 2, 2, 2], at=mesh.get_local_rank("ep"))'
+    ids = 'contiguous([2, 2, 2, 2], at=meshes["ep"].get_local_rank())'
     assert f'Renumber("layers.*.experts.{{}}", {ids}, total=8),' in text
-    assert '"layers.*.experts.*.w1": CheckpointPlacement(mesh, {"tp": Shard(1)}),' in text
+    assert '"layers.*.experts.*.w1": CheckpointPlacement(meshes["tp"], {"tp": Shard(1)}),' in text
     assert list(proposal.undecided) == ["layers.*.experts.{}"]
     assert "# layers.*.experts.{}: taken as contiguous along ep;" in text
     # Along two axes of one size, either may number them.
@@ -270,10 +280,13 @@ def test_a_module_list_of_experts_numbered_from_0(tmp_path: Path) -> None:
     }
     proposals, _ = proposed(few, job(few, cut, ep=2, tp=2), ep=2, tp=2)
     assert list(proposals[0].undecided) == ["layers.*.experts.{}"]
-    for axis in ("ep", "tp"):
-        ids = f'contiguous([2, 2], at=mesh.get_local_rank("{axis}"))'
-        numbering = f'Renumber("layers.*.experts.{{}}", {ids}, total=4)'
-        assert f"#     rename={numbering}" in str(proposals[0])
+    numberings = {
+        axis: 'Renumber("layers.*.experts.{}", '
+        f'contiguous([2, 2], at=meshes["{axis}"].get_local_rank()), total=4)'
+        for axis in ("ep", "tp")
+    }
+    assert f"            {numberings['ep']}," in str(proposals[0])
+    assert f"#     rename={numberings['tp']}" in str(proposals[0])
 
 
 def test_pipeline_stages_that_count_their_layers_from_0(tmp_path: Path) -> None:
@@ -300,8 +313,8 @@ def test_pipeline_stages_that_count_their_layers_from_0(tmp_path: Path) -> None:
         return ".".join(["layers", str(int(layer) - first), *rest]), value
 
     text, _ = try_out(tmp_path, whole, cut, pp=2, ep=2)
-    assert 'contiguous([3, 2], at=mesh.get_local_rank("pp")), total=5)' in text
-    assert 'contiguous([2, 2], at=mesh.get_local_rank("ep")), total=4)' in text
+    assert 'contiguous([3, 2], at=meshes["pp"].get_local_rank()), total=5)' in text
+    assert 'contiguous([2, 2], at=meshes["ep"].get_local_rank()), total=4)' in text
     assert "rename=Renames(" in text
 
 
@@ -327,7 +340,7 @@ def test_a_padded_vocabulary(tmp_path: Path) -> None:
     assert not proposal.undecided
 
 
-def test_what_stays_open_is_said_and_not_guessed() -> None:
+def test_what_stays_open_is_said_with_the_choices_in_order() -> None:
     """Experts of two axes of one size, whose dims fit both ways; and copies that drifted."""
     whole = filled({"experts": (4, 6), "norm": (3,), "lost": (2,), "other": (7,)})
 
@@ -339,12 +352,14 @@ def test_what_stays_open_is_said_and_not_guessed() -> None:
     proposals, _ = proposed(whole, state, ep=2, tp=2)
     text, undecided = str(proposals[0]), proposals[0].undecided
     assert undecided.keys() == {"experts", "norm", "lost", "other"}
-    assert '#     "experts": CheckpointPlacement(mesh, {"ep": Shard(0), "tp": Shard(1)}),' in text
-    assert '#     "experts": CheckpointPlacement(mesh, {"ep": Shard(1), "tp": Shard(0)}),' in text
+    of = '"experts": CheckpointPlacement(meshes["ep", "tp"], '
+    assert f'            {of}{{"ep": Shard(0), "tp": Shard(1)}}),' in text
+    assert f'#     {of}{{"ep": Shard(1), "tp": Shard(0)}}),' in text
     assert undecided["norm"].startswith("the contents differ along ep, and no placement shards")
     assert undecided["lost"] == "no rank has this key"
     assert undecided["other"] == "no Shard over ep 2 x tp 2 makes (7,) of the parts (3,)"
-    assert not proposals[0].placements.rules.patterns  # type: ignore[union-attr]
+    assert proposals[0].rules.keys() == {"experts"}
+    assert proposals[0].unsolved.keys() == {"norm", "lost", "other"}
 
 
 def test_contents_decide_between_axes_of_one_size() -> None:
@@ -354,7 +369,7 @@ def test_contents_decide_between_axes_of_one_size() -> None:
         return {"w": chunk(whole["w"], 2, rank % 2, 0).clone(), "zeros": torch.zeros(2, 6)}
 
     proposals, _ = proposed(whole, state, dp=2, tp=2)
-    assert '"w": CheckpointPlacement(mesh, {"tp": Shard(0)}),' in str(proposals[0])
+    assert '"w": CheckpointPlacement(meshes["tp"], {"tp": Shard(0)}),' in str(proposals[0])
     assert list(proposals[0].undecided) == ["zeros"]
 
 
@@ -390,7 +405,7 @@ def test_one_process_and_what_is_refused() -> None:
     mesh = World(1).mesh(0, ep=1)
     proposal = propose_placements({"w": (2,)}, {"model": {"w": torch.ones(2)}}, mesh)
     assert not proposal.undecided
-    assert "Placements(\n    {\n    },\n    whole=whole,\n)" in str(proposal)
+    assert "return Placements(\n        {\n        },\n    )" in str(proposal)
     with pytest.raises(PlacementError, match="no rank has a key of whole="):
         propose_placements({"w": (2,)}, {"v": torch.ones(2)}, mesh)
     with pytest.raises(PlacementError, match="no axis names"):
@@ -410,18 +425,25 @@ def test_the_order_of_axes_along_one_dim_is_said_to_be_open() -> None:
     assert "shapes fit tp first as well" in str(proposals[0])
 
 
-def test_joined_q_k_v_are_left_to_whoever_knows_their_sizes() -> None:
-    whole = filled({"attn.Wqkv.weight": (12, 4), "attn.out_proj.weight": (4, 4)})
+@pytest.mark.parametrize(("rows", "parts"), [([4, 4, 4], "3"), ([4, 2, 2], "(4, 2, 2)")])
+def test_joined_q_k_v_have_the_sizes_that_what_comes_after_shows(
+    rows: list[int], parts: str
+) -> None:
+    whole = filled({"attn.Wqkv.weight": (sum(rows), 4), "attn.out_proj.weight": (4, 4)})
 
-    def state(rank: int) -> dict[str, Any]:
-        parts = [part.chunk(2)[rank] for part in whole["attn.Wqkv.weight"].chunk(3)]
-        out = whole["attn.out_proj.weight"].chunk(2, 1)[rank].contiguous()
-        return {"model": {"attn.Wqkv.weight": torch.cat(parts), "attn.out_proj.weight": out}}
+    def cut(key: str, value: torch.Tensor, at: dict[str, int]) -> tuple[str, torch.Tensor]:
+        return key, fused(value, rows, 2, at["tp"], 0) if "Wqkv" in key else value.chunk(2, 1)[
+            at["tp"]
+        ]
 
-    proposals, _ = proposed(whole, state, tp=2)
-    assert proposals[0].rules.keys() == {"attn.out_proj.weight"}
+    (first, _), _ = proposed(whole, job(whole, cut, tp=2), tp=2)
+    rule = f'CheckpointPlacement(meshes["tp"], {{"tp": FusedShard(0, {parts})}})'
+    assert f'"attn.Wqkv.weight": {rule},' in str(first)
+    del whole["attn.out_proj.weight"]
+    (first, _), _ = proposed(whole, job(whole, cut, tp=2), tp=2)
+    assert not first.rules
     sizes = "(rows of Q, rows of K, rows of V)"
-    assert f"FusedShard(0, {sizes}) over tp" in proposals[0].undecided["attn.Wqkv.weight"]
+    assert f"FusedShard(0, {sizes}) over tp" in first.undecided["attn.Wqkv.weight"]
 
 
 @pytest.mark.parametrize("name", ["kv_proj.weight", "attn.wkv"])
@@ -450,7 +472,7 @@ def test_numbers_that_no_pattern_tells_from_those_before_them_are_left_open() ->
     (first, _), _ = proposed(whole, job(whole, cut, ep=2), ep=2)
     assert not first.numberings
     assert first.undecided == {
-        "*.{}": "the ranks have 2 of its 4 numbers, and this pattern finds another number in "
+        "*.{}": "the ranks count it from 0, and this pattern finds another number in "
         "0.0.w and 3 more: rename= has to be a function"
     }
 
@@ -467,4 +489,4 @@ def test_patterns_that_begin_or_end_with_a_number_do_not_take_keys_of_others(
 
     text, proposal = try_out(tmp_path, whole, cut, tp=2)
     assert not proposal.undecided
-    assert '"0.b": CheckpointPlacement(mesh, {"tp": Shard(0)}),' in text
+    assert '"0.b": CheckpointPlacement(meshes["tp"], {"tp": Shard(0)}),' in text

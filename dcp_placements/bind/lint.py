@@ -34,14 +34,14 @@ GATE_UP = re.compile(
     r"|in_proj(?!_weight|_bias)|w1[23]|w1_?w3)(?:_weight|_bias)?(?:\.|$)"
 )
 # Parameters of which every expert-parallel rank has a copy.
-_COPIED = re.compile(
+COPIED_BY_NAME = re.compile(
     r"(?:^|\.)(?:router|gate|(?:self_)?att(?:n|ention)|(?:\w+_)?(?:layer)?norm\d*"
     r"|shared_experts?|expert_bias)(?:\.|$)"
 )
 _OF_EXPERT = re.compile(r"(?<!shared_)expert(?!_bias)")
-_TENSOR_AXIS = re.compile(r"^(?:e?tp|tensor(?:_.*)?|model_parallel)$")
+TENSOR_AXIS = re.compile(r"^(?:e?tp|tensor(?:_.*)?|model_parallel)$")
 EXPERT_AXIS = re.compile(r"^(?:ep|expert(?:_parallel|_model_parallel)?)$")
-_DATA_AXIS = re.compile(r"^(?:.*fsdp.*|e?dp(?:_.*)?|data(?:_.*)?)$")
+DATA_AXIS = re.compile(r"^(?:.*fsdp.*|e?dp(?:_.*)?|data(?:_.*)?)$")
 
 # The lines of each finding, with placeholders: headline "is declared as cut by {outer.axis!r} first
 # ..." and the values {"axis": "tp", "outer": Cut(0, "fsdp", 4), ...} become "is declared as cut by
@@ -196,13 +196,13 @@ def _doubts(place: Place) -> list[Doubt]:
     doubts: list[Doubt] = []
     for axis in place.axes:
         name = axis.name or ""
-        if axis.size == 1 or not (_TENSOR_AXIS.match(name) or EXPERT_AXIS.match(name)):
+        if axis.size == 1 or not (TENSOR_AXIS.match(name) or EXPERT_AXIS.match(name)):
             continue
         outer: dict[int, Cut] = {}
         for cut in place.sharding.cuts:
             if cut.axis == name:
                 break
-            if cut.kind is Kind.PLAIN and cut.size > 1 and _DATA_AXIS.match(cut.axis or ""):
+            if cut.kind is Kind.PLAIN and cut.size > 1 and DATA_AXIS.match(cut.axis or ""):
                 outer.setdefault(cut.dim, cut)
         else:
             doubts.append(Doubt(axis, None, None))
@@ -223,7 +223,7 @@ def _findings(
     is_plain = cut is not None and cut.kind is Kind.PLAIN
     if is_plain and outer is not None:
         yield _ORDER, values
-    if _TENSOR_AXIS.match(name):
+    if TENSOR_AXIS.match(name):
         # A user who gave the sizes of the parts has counted them.
         is_fused = cut is not None and cut.kind is Kind.FUSED and isinstance(cut.parts, int)
         count = cut.parts if cut is not None and is_fused else 1 if is_plain else None
@@ -250,5 +250,10 @@ def _findings(
             yield _OTHER_DIM, values
         if is_numbered and cut is not None and cut.by_rule:
             yield _GLUED, values
-    elif cut is not None and placed.rule and not _OF_EXPERT.search(fqn) and _COPIED.search(fqn):
+    elif (
+        cut is not None
+        and placed.rule
+        and not _OF_EXPERT.search(fqn)
+        and COPIED_BY_NAME.search(fqn)
+    ):
         yield _NO_EXPERTS, values

@@ -13,6 +13,7 @@ experts each, and both hold a norm::
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import TensorProperties
 
+from dcp_placements import _torch
 from dcp_placements.errors import (
     Fault,
     format_faults,
@@ -36,6 +38,7 @@ from dcp_placements.layout.boxes import Ints
 from dcp_placements.layout.sharding import Cuts
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.report import KeyReport, SaveReport, Shapes
+from dcp_placements.rules.named_axes import NamedAxes, named_axes_of
 from dcp_placements.rules.patterns import (
     compile_pattern,
     matched_nowhere,
@@ -62,6 +65,8 @@ from dcp_placements.table.statement import Stated, disagreements, stated
 from dcp_placements.table.table import OBJECT, Group, Holding, Sent
 from dcp_placements.table.whole import WholeModel, compare_with_whole
 from dcp_placements.table.world import NO_RULE, Piece, World
+
+logger = logging.getLogger(__name__)
 
 COPIED = 2
 """In ``Assignment.is_written``: every rank that holds the box writes it."""
@@ -140,6 +145,8 @@ class Coordinator:
         waived: The planner's ``waive=``.
         strict: Whether replicas that differ refuse the save.
         whole: The unsharded model, which the keys and shapes are compared with.
+        meshes: Meshes of the program, beside those that there are in this process.
+        axes: By rank, position and size of axes that its plan does not have.
 
     Attributes:
         plans: The plans.
@@ -159,10 +166,13 @@ class Coordinator:
         waived: Mapping[str, str],
         strict: bool,
         whole: WholeModel | None = None,
+        meshes: Sequence[Any] = (),
+        axes: Sequence[Mapping[str, tuple[int, int]]] = (),
     ) -> None:
         self.plans = plans
         self.complete = len(plans) > 1 or size == 1
         self._size, self._whole = size, whole
+        self._meshes, self._more_axes = meshes, axes
         self.stated = stated([(plan.rank, plan.statement) for plan in plans])
         self.statements = [statement for statement, _ in self.stated.values()]
         self.world = World([plan.sent for plan in plans])
@@ -173,6 +183,10 @@ class Coordinator:
         # The keys of replicas that are saved although they differ, or were not compared.
         self._doubts: dict[str, set[str]] = {DIFFERED: set(), UNCOMPARED: set()}
         self._undigested: dict[str, list[int]] = {}
+        # Whether there are faults that no rule mends.
+        self._open = False
+        # What else would be said of keys whose copies drifted apart.
+        self._conflicts: dict[str, Fault] = {}
         for position, plan in enumerate(plans):
             for fqn in plan.undigested:
                 self._undigested.setdefault(fqn, []).append(position)
@@ -185,6 +199,7 @@ class Coordinator:
         """
         if len(self.stated) > 1:
             self._faults, self._notes = disagreements(self.stated.values(), "this save")
+            self._open = bool(self._faults)
         waived = [compile_pattern(pattern) for pattern in self.report.waived]
         if self.complete and not self._faults:
             given = [statement.numberings for statement in self.statements]
@@ -210,7 +225,47 @@ class Coordinator:
             # With the faults, too: a mistake in a pattern is their likely cause.
             (self._faults or self._notes).extend(unmatched_faults(unmatched, keys))
         if self._faults:
-            raise_faults("the ranks' plans do not make a checkpoint", self._faults)
+            ending, is_declared = self._handed_over()
+            faults = self._faults
+            if is_declared:
+                faults = [self._conflicts.get(fault.fqn, fault) for fault in faults]
+                faults = [messages.with_declaration(fault) for fault in faults]
+            raise_faults("the ranks' plans do not make a checkpoint", faults, ending)
+
+    def _handed_over(self) -> tuple[str, bool]:
+        """Return what a refusal hands over, and whether it is a declaration that passes."""
+        is_bare = not any(
+            each.matched or each.declared or each.renames or each.digests == "off"
+            for each in self.statements
+        )
+        if not self.complete or not is_bare or self._open:
+            return "", False
+        from dcp_placements.advice.declaration import handed_over
+
+        try:
+            return handed_over(self.facts(), self._whole, drifted=self._conflicts)
+        except Exception as error:  # the refusal is what counts
+            logger.exception("no declaration is proposed: %s", error)
+            return "", False
+
+    def facts(self) -> Any:
+        """Return what all ranks hold: the ``FactsOfRanks`` of a proposal."""
+        from dcp_placements.advice.declaration import facts_of
+
+        digests = [plan.digests for plan in self.plans]
+        stated = self.stated.values()
+        return facts_of(self.world, digests, self._size, stated, self._named_axes)
+
+    def _axes_of_ranks(self) -> list[dict[str, tuple[int, int]]]:
+        """Return by rank position and size of each axis that it knows."""
+        axes = []
+        for plan in self.plans:
+            sizes = self.stated[plan.statement].statement.axis_sizes
+            both = zip(plan.coordinate, sizes.values(), strict=True)
+            axes.append(dict(zip(sizes, both, strict=True)))
+        for own, more in zip(axes, self._more_axes, strict=False):
+            own.update(more)
+        return axes
 
     def _prove_boxes(self) -> None:
         """Prove that the boxes of all ranks make wholes, and compare replicas."""
@@ -225,6 +280,7 @@ class Coordinator:
             if isinstance(finding, Compared):
                 compared.append(finding)
             else:
+                self._open = self._open or not messages.is_uneven(finding)
                 self._faults += messages.proof_faults(finding, world, self._holders)
         for piece, *_ in compared:
             self._doubts[UNCOMPARED].update(self._uncompared(piece))
@@ -245,6 +301,11 @@ class Coordinator:
         if conflicts:
             pieces = [finding.piece for finding in compared]
             drift = messages.drift_faults(conflicts, pieces, world)
+            self._conflicts = {
+                conflict.fault.fqn: conflict.fault
+                for conflict in conflicts
+                if conflict.fault.fqn in drift
+            }
         for conflict in conflicts:
             fault = conflict.fault
             if conflict.is_own:
@@ -255,14 +316,22 @@ class Coordinator:
             vetoes.append(drift.get(fault.fqn, fault))
 
     @cached_property
+    def _named_axes(self) -> NamedAxes:
+        """Return the axes that have one meaning on all ranks."""
+        ranks = [plan.rank for plan in self.plans]
+        meshes = [*self._meshes, *_torch.existing_meshes()]
+        return named_axes_of(ranks, self._axes_of_ranks(), meshes)
+
+    @cached_property
     def _holders(self) -> messages.Holders:
         """The ranks as the holders that messages name."""
 
+        sent = self._axes_of_ranks()
+
         def coordinate(position: int) -> dict[str, int]:
-            plan = self.plans[position]
-            return dict(
-                zip(self.stated[plan.statement].statement.axis_sizes, plan.coordinate, strict=True)
-            )
+            own = {name: along for name, (along, _) in sent[position].items()}
+            axes = self._named_axes.axes.items() if self.complete else ()
+            return {**{name: axis.positions[position] for name, axis in axes}, **own}
 
         return messages.Holders(
             name=lambda positions: format_ranks(
@@ -274,9 +343,8 @@ class Coordinator:
             missing=messages.ALL_RANKS,
             coordinate=coordinate,
             axis_sizes={
-                name: size
-                for statement in self.statements
-                for name, size in statement.axis_sizes.items()
+                **self._named_axes.sizes,
+                **{name: size for axes in sent for name, (_, size) in axes.items()},
             },
         )
 

@@ -9,14 +9,14 @@ holds the boxes that were proved. Two ep ranks that both call different experts 
         content B:   rank 1 (ep=1)
         the copies:  differs along 'ep'
         likely:      it is sharded over 'ep': it needs a rule with Shard on that axis; ...
-        way out:     PlacementRules({pattern: CheckpointPlacement(mesh, {axis: Shard(dim)})})
+        way out:     the declaration below, after a look at it
         by rule:     no rule
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from math import prod
 from typing import Any, NamedTuple, assert_never
@@ -47,6 +47,12 @@ _OTHER_GROUPS = (
     "do: a load would give all of them the options of one",
     FLATTEN,
 )
+_TEMPLATE = (
+    "way out:     PlacementRules({pattern: CheckpointPlacement(mesh, {axis: Shard(dim)})})",
+    '             rename=Renumber("experts.{}", this rank\'s experts, total=) where a '
+    "rank's numbers are its own; with Stack, a Renumber before the Stack",
+)
+_DECLARED = ("way out:     the declaration below, after a look at it",)
 _ANYWAY = 'on_conflict="warn" saves one of the copies anyway, and loses the others'
 
 
@@ -79,6 +85,23 @@ ALL_RANKS = (
     "rank's IndexShard or rename= (a Stack of local numbers needs a Renumber before it; "
     "where rows were never stepped, one that leaves state a tensor per row)"
 )
+
+
+def is_uneven(finding: Unlike | Broken | Doubled) -> bool:
+    """Return whether ranks hold tensors of one key that differ in size alone, as parts may do."""
+    if not isinstance(finding, Unlike) or finding.what != "shape":
+        return False
+    return len({len(source.group.shape) for source in finding.piece.sources}) == 1
+
+
+def with_declaration(fault: Fault) -> Fault:
+    """Return a fault whose way out is the declaration that stands below all faults."""
+    start = fault.details.index(_TEMPLATE[0]) if _TEMPLATE[0] in fault.details else None
+    if start is None:
+        return fault
+    details = list(fault.details)
+    details[start : start + len(_TEMPLATE)] = _DECLARED
+    return replace(fault, details=tuple(details))
 
 
 def proof_faults(finding: Unlike | Broken | Doubled, world: World, holders: Holders) -> list[Fault]:
@@ -261,8 +284,12 @@ def drift_faults(
 
 
 def _is_dense(world: World, piece: Piece, position: int) -> bool:
-    """Whether a key is a tensor that no rule matches and that belongs to no expert."""
-    is_tensor = piece.group.kind != OBJECT and 0 not in piece.group.shape
+    """Whether a key is a tensor that no rule matches and that belongs to no expert.
+
+    Rules are never asked about scalars, so these are none.
+    """
+    shape = piece.group.shape
+    is_tensor = piece.group.kind != OBJECT and bool(shape) and 0 not in shape
     is_expert = "expert" in piece.fqns[position]
     return is_tensor and not is_expert and world.rules(piece, position) == NO_RULE
 
@@ -336,9 +363,7 @@ def _conflict(
     details += [
         f"likely:      it is sharded{along}: it needs a rule with Shard; or every rank counts "
         "its own from 0 (experts, layers); or replicas have drifted apart",
-        "way out:     PlacementRules({pattern: CheckpointPlacement(mesh, {axis: Shard(dim)})})",
-        '             rename=Renumber("experts.{}", this rank\'s experts, total=) where a '
-        "rank's numbers are its own; with Stack, a Renumber before the Stack",
+        *_TEMPLATE,
         "             a name per rank (f'rng.{rank}') for a state of each rank's own",
         f"             {_ANYWAY}",
     ]

@@ -21,6 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import BytesIO
 from itertools import islice, product
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -240,6 +241,27 @@ _DIGESTS: dict[str, Callable[[Sequence[torch.Tensor]], list[bytes | None]]] = {
     "sampled": sampled_digests,
     "full": lambda tensors: list(map(full_digest, tensors)),
 }
+
+
+def constant_digests(
+    shape: Sequence[int], dtype: torch.dtype, kind: str, width: int
+) -> frozenset[int]:
+    """Return the digests, as they are sent, of tensors all of whose elements are 0, or are 1.
+
+    None where they would take long: of full digests of large tensors.
+
+    Args:
+        shape: That of the tensors.
+        dtype: Theirs.
+        kind: ``"sampled"`` or ``"full"``.
+        width: The bytes that are sent of each digest.
+    """
+    if kind not in _DIGESTS or (kind == "full" and prod(shape) > _SLAB_NBYTES):
+        return frozenset()
+    values = [torch.zeros((), dtype=torch.uint8), torch.ones((), dtype=torch.uint8)]
+    tensors = [value.to(dtype).expand(tuple(shape)) for value in values]
+    digests = [digest[: WIDTHS[0]] for digest in _DIGESTS[kind](tensors) if digest is not None]
+    return frozenset(_narrowed(np.frombuffer(b"".join(digests), "<u8"), width).tolist())
 
 
 def object_digest(

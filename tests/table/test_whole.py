@@ -24,6 +24,7 @@ from dcp_placements import (
     check,
     contiguous,
 )
+from dcp_placements.advice.block import block_in
 from dcp_placements.table.whole import Levels, WholeModel
 from dcp_placements.testing import FakeDTensor, World
 
@@ -664,11 +665,11 @@ def test_check_gives_rules_to_paste() -> None:
     placements = Placements(rules, whole={"w": (2, 3), "v": (3,)})
     with pytest.raises(PlacementError) as refused:
         check(state, placements)
-    error, _, text = str(refused.value).partition("read it before you use it:\n\n")
-    assert "model.w: is (1, 3), where the whole model has (2, 3)" in error
-    names: dict[str, Any] = {"mesh": mesh, "whole": {"w": (2, 3), "v": (3,)}}
-    exec(text, names)
-    assert check(state, names["placements"]).whole == "2 keys under 'model.'"
+    assert "model.w: is (1, 3), where the whole model has (2, 3)" in str(refused.value)
+    names: dict[str, Any] = {}
+    exec(block_in(str(refused.value)), names)
+    whole = {"w": (2, 3), "v": (3,)}
+    assert check(state, names["placements"](mesh), whole=whole).whole == "2 keys under 'model.'"
 
 
 def test_m103_glued_experts_are_warned_of_without_the_whole_model(tmp_path: Path) -> None:

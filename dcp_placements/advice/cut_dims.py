@@ -1,0 +1,401 @@
+"""Which axes cut which dims of a tensor, by what the ranks hold of it.
+
+Contents say along which axes ranks hold other shards: the fewest that leave no two different
+contents at one place. Which dim they cut, the shape of the whole tensor says; where that is not
+known, shapes of other tensors and the names of the field do. Experts of shape (2, 6, 3) on each of
+two ep ranks, in a model whose norms have 3 elements::
+
+    axes      ep: all that are at one position along it hold the same
+    dims      0: stacked experts lie along it
+    fitting   Fitting((("ep", Shard(0)),))
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+from math import prod
+from typing import Any, NamedTuple
+
+from torch.distributed.tensor import Shard
+
+from dcp_placements.advice.block import Fitting, MeshNames, Pieces
+from dcp_placements.advice.facts import FactsOfRanks, OnRanks, TensorFacts, differing_axes
+from dcp_placements.advice.local_numbers import NAME_OF_EXPERTS, PIPELINE_AXIS
+from dcp_placements.bind.lint import (
+    COPIED_BY_NAME,
+    DATA_AXIS,
+    EXPERT_AXIS,
+    GATE_UP,
+    QKV,
+    TENSOR_AXIS,
+)
+from dcp_placements.layout.boxes import Shape
+from dcp_placements.layout.sharding import Sharding
+from dcp_placements.rules.placement import FusedShard, cut_of
+
+_JOINED = re.compile(r"(?:^|[._])(?:w?kv(?:_proj)?(?=\.|$)|w\d_?w\d)")
+"""Names of tensors that join others along a dim, perhaps: shapes and contents fit a plain shard."""
+_ROW_PARALLEL = re.compile(
+    r"(?:(?:^|[._])(?:o_proj|out_proj|down_proj|c_proj|linear_proj|linear_fc2|dense_4h_to_h|fc2|w2"
+    r"|wo)|(?:^|\.)(?:out|proj))(?:[._](?:weight|bias))?$"
+)
+"""Names of weights whose input dim tensor-parallel ranks share out."""
+_NAME_OF_VOCABULARY = re.compile(
+    r"(?:^|[._])(?:w?embed\w*|wte|lm_head|embed_out|output_layer|head|unembed\w*)(?:[._]weight)?$"
+)
+
+_MOST_AXES = 3
+
+
+class KindOfTensor(NamedTuple):
+    """Tensors of one name, but for numbers, of equal shapes on the same ranks.
+
+    Attributes:
+        name: The name, with ``{}`` for numbers.
+        shape: Shape of the whole tensors; None where it is not known.
+        names: Their names.
+        held: By tensor, what the ranks hold.
+    """
+
+    name: str
+    shape: Shape | None
+    names: Sequence[str]
+    held: Sequence[OnRanks]
+
+    @property
+    def shards(self) -> list[TensorFacts]:
+        """The shards of the first tensor."""
+        return [tensor for _, tensor in self.held[0]]
+
+    @property
+    def local_shape(self) -> Shape:
+        """The shape of the first shard over its own mesh."""
+        return self.held[0][0][1].shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims of a shard."""
+        return len(self.local_shape)
+
+    def is_stack(self, axis: str) -> bool:
+        """Whether dim 0 is that of stacked experts, where an axis cuts it."""
+        is_expert = NAME_OF_EXPERTS.search(self.name) is not None
+        return self.ndim == 3 and (is_expert or EXPERT_AXIS.match(axis) is not None)
+
+
+@dataclass(frozen=True)
+class DimFinder:
+    """Finds the axes and dims of kinds of tensors.
+
+    Attributes:
+        facts: What all ranks hold.
+        mesh_names: Which axes a mesh has together.
+        hidden: Sizes of vectors that are equal on all ranks, as norms are: mostly the hidden size.
+        tensors: By name, what ranks hold of it.
+    """
+
+    facts: FactsOfRanks
+    mesh_names: MeshNames
+    hidden: Collection[int]
+    tensors: Mapping[str, OnRanks]
+
+    def fittings(self, kind: KindOfTensor) -> tuple[list[Fitting], str]:
+        """Return the placements that make the shards of a kind, and what is open.
+
+        Returns:
+            The likeliest placement first; none where nothing fits, and then the reason.
+        """
+        shards, facts = kind.shards, self.facts
+        ndims = {len(shard.shape) for shard in shards}
+        if len(ndims) > 1 or (kind.shape is not None and ndims != {len(kind.shape)}):
+            model = "" if kind.shape is None else f", the whole model has {kind.shape}"
+            return [], f"the ranks hold {_shapes_text(shards)}{model}"
+        are_equal = kind.shape is None and len({shard.shape for shard in shards}) == 1
+        if are_equal and self.is_sound(kind, ()):
+            return [Fitting()], ""
+        free = [axis for axis in facts.sizes if axis not in shards[0].own_axes]
+        differ, equal = differing_axes(kind.held, facts.named, free)
+        sound: list[tuple[tuple[str, ...], list[Fitting]]] = []
+        any_shape_fits = False
+        for axes in self._subsets(kind, free):
+            fitting = list(self._over(kind, axes))
+            any_shape_fits = any_shape_fits or bool(fitting)
+            if fitting and self.is_sound(kind, axes):
+                sound.append((axes, fitting))
+                if kind.shape is None:
+                    break
+        if not sound:
+            if kind.shape is not None and not any_shape_fits:
+                text = " x ".join(f"{name} {facts.sizes[name]}" for name in free) or "no axis"
+                held = _shapes_text(shards)
+                return [], f"no Shard over {text} makes {kind.shape} of the parts {held}"
+            names = ", ".join(sorted(differ)) or "no axis that is known"
+            return [], (
+                f"the contents differ along {names}, and no placement shards that: a name that "
+                "each rank counts for itself, or copies that drifted"
+            )
+        # Shards of one tensor that are equal would be a coincidence.
+        likely = [pair for pair in sound if not equal & set(pair[0])] or sound
+        fittings = [fitting for _, of_axes in likely for fitting in of_axes]
+        return self._with_reason(kind, fittings)
+
+    def _with_reason(
+        self, kind: KindOfTensor, fittings: list[Fitting]
+    ) -> tuple[list[Fitting], str]:
+        """Return the placements that are worth a look, and what is open of the first."""
+        first = fittings[0]
+        dims = [entry.dim for _, entry in first.placements]
+        if kind.shape is None:
+            if not self._is_by_name_alone(kind, first):
+                fittings = fittings[:1]
+            is_rows = any(
+                TENSOR_AXIS.match(axis) and not entry.dim for axis, entry in first.placements
+            )
+            if is_rows and _NAME_OF_VOCABULARY.search(kind.name):
+                return fittings, self._padding_note(kind, first)
+        together = [axis for axis, entry in first.placements if dims.count(entry.dim) > 1]
+        if together and len(fittings) == 1:
+            return fittings, (
+                f"taken in the order of the mesh, {together[0]} first; shapes fit {together[-1]} "
+                "first as well, which is a _StridedShard over the axes left of it"
+            )
+        return fittings, ""
+
+    def is_sound(self, kind: KindOfTensor, axes: Sequence[str]) -> bool:
+        """Whether ranks at one position along axes hold one content, and each position is held."""
+        count = prod([self.facts.sizes[axis] for axis in axes])
+        for held in kind.held:
+            contents: dict[Any, Any] = {}
+            positions: dict[Any, set[tuple[int, ...]]] = {}
+            for rank, tensor in held:
+                position = tuple([self.facts.positions[rank][axis] for axis in axes])
+                positions.setdefault(tensor.part, set()).add(position)
+                if tensor.digest is not None:
+                    place = position, tensor.part, tensor.shape
+                    if contents.setdefault(place, tensor.digest) != tensor.digest:
+                        return False
+            if any(len(several) < count for several in positions.values()):
+                return False
+        return True
+
+    def _subsets(self, kind: KindOfTensor, free: Sequence[str]) -> Iterator[tuple[str, ...]]:
+        """Yield sets of axes that may cut a kind: those of the fewest ranks first, then by name."""
+        ranked: list[tuple[Any, tuple[str, ...]]] = []
+        penalties = {axis: _penalty(kind, axis) for axis in free}
+        usable = {axis: penalty for axis, penalty in penalties.items() if penalty is not None}
+        for count in range(min(_MOST_AXES, len(usable), kind.ndim) + 1):
+            for axes in combinations(usable, count):
+                if len({self.facts.named.axes[axis].positions for axis in axes}) < count:
+                    continue
+                penalty = sum([usable[axis] for axis in axes])
+                is_one_mesh = self.mesh_names.ordered(axes)[1]
+                if not is_one_mesh:
+                    axes = tuple(sorted(axes, key=lambda axis: not EXPERT_AXIS.match(axis)))
+                size = prod([self.facts.sizes[axis] for axis in axes])
+                ranked.append(((size, penalty, count, not is_one_mesh), axes))
+        yield from [axes for _, axes in sorted(ranked, key=lambda pair: pair[0])]
+
+    def _over(self, kind: KindOfTensor, axes: tuple[str, ...]) -> Iterator[Fitting]:
+        """Yield the placements over some axes that make the shards, the likeliest dims first."""
+        orders = [self._dims(kind, axis) for axis in axes]
+        choices = product(*[range(len(order)) for order in orders])
+        for choice in sorted(choices, key=lambda choice: (sum(choice), choice)):
+            dims = [order[number] for order, number in zip(orders, choice, strict=True)]
+            placements = tuple(zip(axes, map(Shard, dims), strict=True))
+            if kind.shape is not None:
+                fitting = self._of_shape(kind.shape, kind.held[0], placements)
+            else:
+                fitting = self._of_shards(kind, placements)
+            if fitting is not None:
+                yield fitting
+
+    def _dims(self, kind: KindOfTensor, axis: str) -> list[int]:
+        """Return the dims that an axis may cut, the likeliest first."""
+        dims, is_stack = list(range(kind.ndim)), kind.is_stack(axis)
+        if EXPERT_AXIS.match(axis) or (is_stack and not TENSOR_AXIS.match(axis)):
+            return dims
+        body = dims[1:] if is_stack else dims
+        first = self._cut_by_shape(kind, body)
+        if first is None:
+            first = body[1 if _ROW_PARALLEL.search(kind.name) and len(body) > 1 else 0]
+        return [first, *[dim for dim in body if dim != first], *(dims[:1] if is_stack else [])]
+
+    def _cut_by_shape(self, kind: KindOfTensor, body: Sequence[int]) -> int | None:
+        """Return the one dim that is not the hidden size; None where none or several are not."""
+        others = [dim for dim in body if kind.local_shape[dim] not in self.hidden]
+        return others[0] if len(others) == 1 and len(body) > 1 else None
+
+    def _is_by_name_alone(self, kind: KindOfTensor, fitting: Fitting) -> bool:
+        """Whether a dim is cut that no shape shows, nor that experts lie along it."""
+        for axis, entry in fitting.placements:
+            is_stack = kind.is_stack(axis)
+            if kind.ndim == 1 or (entry.dim == 0 and (is_stack or EXPERT_AXIS.match(axis))):
+                continue
+            body = list(range(1 if is_stack else 0, kind.ndim))
+            if self._cut_by_shape(kind, body) != entry.dim:
+                return True
+        return False
+
+    def _of_shards(
+        self, kind: KindOfTensor, placements: tuple[tuple[str, Any], ...]
+    ) -> Fitting | None:
+        """Return placements with the shapes that the shards add up to; None where they do not."""
+        dims = [entry.dim for _, entry in placements]
+        if len(set(dims)) < len(dims):
+            return None
+        whole, uneven = list(kind.local_shape), {}
+        for axis, entry in placements:
+            sizes: dict[int, set[int]] = {}
+            for rank, tensor in kind.held[0]:
+                position = self.facts.positions[rank][axis]
+                sizes.setdefault(position, set()).add(tensor.shape[entry.dim])
+            if any(len(several) > 1 for several in sizes.values()):
+                return None
+            row = tuple([sizes[position].pop() for position in range(self.facts.sizes[axis])])
+            whole[entry.dim] = sum(row)
+            if len(set(row)) > 1:
+                uneven[axis] = Pieces(entry.dim, row)
+        uncut = [dim for dim in range(kind.ndim) if dim not in dims]
+        if any(shard.shape[dim] != whole[dim] for shard in kind.shards for dim in uncut):
+            return None
+        fitting = self._of_shape(tuple(whole), kind.held[0], placements)
+        if fitting is None and uneven and not kind.shards[0].own_axes:
+            entries = tuple([(axis, uneven.get(axis, entry)) for axis, entry in placements])
+            return Fitting(entries, tuple(whole))
+        return fitting
+
+    def _of_shape(
+        self, shape: Shape, held: OnRanks, placements: tuple[tuple[str, Any], ...]
+    ) -> Fitting | None:
+        """Return placements with the shapes that they need; None where they do not fit.
+
+        Args:
+            shape: Shape of the whole tensor.
+            held: What the ranks hold of it.
+            placements: The placements by axis.
+        """
+        sizes, positions = self.facts.sizes, self.facts.positions
+        cuts = tuple([cut_of(entry, len(shape), axis, sizes[axis]) for axis, entry in placements])
+        first = held[0][1].shape
+        cut_shape = list(first)
+        for cut in cuts:
+            cut_shape[cut.dim] *= cut.size
+
+        def fits(sharding: Sharding) -> bool:
+            return all(
+                sharding.shard([positions[rank][axis] for axis, _ in placements])[0] == tensor.shape
+                for rank, tensor in held
+            )
+
+        if fits(Sharding(shape, cuts)):
+            return Fitting(placements, None if tuple(cut_shape) == shape else shape)
+        is_padded = all(size >= stored for size, stored in zip(cut_shape, shape, strict=True))
+        cut_dims = {cut.dim for cut in cuts}
+        only_cut = all(cut_shape[d] == shape[d] or d in cut_dims for d in range(len(shape)))
+        # Each rank has rows that are no padding.
+        is_held = all(shape[dim] > cut_shape[dim] - first[dim] for dim in cut_dims)
+        if is_padded and only_cut and is_held and fits(Sharding(shape, cuts, tuple(cut_shape))):
+            return Fitting(placements, shape, tuple(cut_shape))
+        return None
+
+    def _padding_note(self, kind: KindOfTensor, fitting: Fitting) -> str:
+        """Return how to declare padding, of which only the unsharded model tells."""
+        shape = list(kind.local_shape)
+        for axis, entry in fitting.placements:
+            shape[entry.dim] *= self.facts.sizes[axis]
+        rows = ", ".join(["ROWS", *map(str, shape[1:])])
+        return (
+            f"where its last rows are padding, add global_shape=({rows}), "
+            f"padded_shape={tuple(shape)}; ROWS without it"
+        )
+
+    def by_name(self, kind: KindOfTensor, fitting: Fitting) -> tuple[Fitting | None, str]:
+        """Return a placement as a name has it that says several tensors in one, and what is open.
+
+        Returns:
+            None where the name says so, and nothing tells their sizes.
+        """
+        placements = dict(fitting.placements)
+        for axis, entry in fitting.placements:
+            is_of_experts = EXPERT_AXIS.match(axis) or (kind.ndim == 3 and not entry.dim)
+            if isinstance(entry, Pieces) or is_of_experts:
+                continue
+            rows = kind.local_shape[entry.dim]
+            if kind.shape is not None and fitting.padded is None:
+                rows = kind.shape[entry.dim] // self.facts.sizes[axis]
+            if GATE_UP.search(kind.name) and rows % 2 == 0:
+                placements[axis] = FusedShard(entry.dim, 2)
+            elif QKV.search(kind.name):
+                parts = self._query_key_value(kind, axis, rows)
+                if parts is None:
+                    sizes = "(rows of Q, rows of K, rows of V)"
+                    fused = f"FusedShard({entry.dim}, {sizes}) over {axis}"
+                    return None, f"its name says Q, K and V in one: {fused}"
+                placements[axis] = FusedShard(entry.dim, parts)
+        named = fitting._replace(placements=tuple(placements.items()))
+        if named != fitting:
+            plain = fitting.text(self.mesh_names)
+            return named, f"taken by its name; the shapes fit {plain} as well"
+        if _JOINED.search(kind.name) and fitting.placements:
+            return named, "taken as one tensor by its shape; FusedShard where it joins several"
+        return named, ""
+
+    def _query_key_value(
+        self, kind: KindOfTensor, axis: str, rows: int
+    ) -> int | tuple[int, ...] | None:
+        """Return the parts of joined Q, K and V: Q has as many rows as what follows has columns.
+
+        Args:
+            kind: The joined tensors.
+            axis: The axis that cuts them.
+            rows: Rows of a shard.
+        """
+        name = kind.names[0]
+        match = QKV.search(f".{name}")
+        parent = "" if match is None else name[: match.start()]
+        size = self.facts.sizes[axis]
+        for other, held in self.tensors.items():
+            shape, tail = held[0][1].shape, other.removeprefix(parent)
+            is_beside = other.startswith(parent) and tail.count(".") < 2
+            if is_beside and len(shape) == 2 and _ROW_PARALLEL.search(other):
+                query = shape[1]
+                key, rest = divmod(rows - query, 2)
+                if rest == 0 and 0 < key <= query:
+                    return 3 if key == query else (query * size, key * size, key * size)
+        return None
+
+
+def hidden_sizes(facts: FactsOfRanks, kinds: Sequence[KindOfTensor]) -> set[int]:
+    """Return the sizes of vectors that are equal on all ranks, as those of norms; no biases."""
+    sizes = set()
+    for kind in kinds:
+        is_vector = kind.ndim == 1 and not kind.name.endswith("bias")
+        has_one_size = is_vector and len({shard.shape for shard in kind.shards}) == 1
+        if has_one_size and not differing_axes(kind.held, facts.named, facts.sizes)[0]:
+            sizes.add(kind.local_shape[0])
+    return sizes
+
+
+def _penalty(kind: KindOfTensor, axis: str) -> int | None:
+    """Return how unlikely an axis cuts a kind, by their names; None for never."""
+    is_known = kind.shape is not None
+    if PIPELINE_AXIS.match(axis):
+        return 5 if is_known else None
+    if NAME_OF_EXPERTS.search(kind.name):
+        if EXPERT_AXIS.match(axis):
+            return 0
+        return 3 if DATA_AXIS.match(axis) else 1
+    if TENSOR_AXIS.match(axis):
+        return 0
+    if EXPERT_AXIS.match(axis):
+        return 2 if is_known or not COPIED_BY_NAME.search(kind.name) else None
+    if DATA_AXIS.match(axis):
+        return 4 if is_known else None
+    return 1
+
+
+def _shapes_text(shards: Sequence[TensorFacts]) -> str:
+    return ", ".join(sorted({str(shard.shape) for shard in shards}))

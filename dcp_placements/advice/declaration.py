@@ -1,0 +1,82 @@
+"""The declaration that a refused save hands over.
+
+The coordinator has compared what all ranks hold, and refuses it. Where shapes, names and contents
+show a declaration by which the same state dict passes, its message ends in that; elsewhere it says
+nothing of the kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from dcp_placements.advice.deciding import OF_EACH_RANK, decide
+from dcp_placements.advice.facts import FactsOfRanks
+from dcp_placements.errors import PlacementError
+from dcp_placements.rules.named_axes import NamedAxes
+from dcp_placements.table.digests import digests_by_cell
+from dcp_placements.table.statement import Stated
+from dcp_placements.table.whole import WholeModel
+from dcp_placements.table.world import World
+
+
+def facts_of(
+    world: World,
+    digests: Sequence[bytes],
+    size: int,
+    statements: Collection[Stated],
+    named: NamedAxes,
+) -> FactsOfRanks:
+    """Return what all ranks of a save hold.
+
+    Args:
+        world: Their tables and boxes.
+        digests: By rank, as they are sent.
+        size: Number of ranks that there are.
+        statements: What they state beside.
+        named: The axes of the program.
+    """
+    different = [each.statement for each in statements]
+    lists: dict[str, dict[str, None]] = {}
+    for statement in different:
+        for fqn, names in statement.lists.items():
+            lists.setdefault(fqn, {}).update(dict.fromkeys(names))
+    return FactsOfRanks(
+        world,
+        digests_by_cell(world, digests, size),
+        named,
+        {fqn: [*names] for fqn, names in lists.items()},
+        different[0].digests,
+    )
+
+
+def handed_over(
+    facts: FactsOfRanks, whole: WholeModel | None = None, *, drifted: Collection[str] = ()
+) -> tuple[str, bool]:
+    """Return what a refusal hands over, and whether it is a declaration that passes.
+
+    Args:
+        facts: What all ranks hold.
+        whole: The unsharded model; None where it is not known.
+        drifted: Keys whose copies have drifted apart.
+    """
+    if not facts.sizes and not any(map(OF_EACH_RANK.search, facts.tensors)):
+        return "", False  # nothing tells the ranks apart
+    try:
+        proposal = decide(facts, whole, drifted=drifted)
+    except PlacementError:
+        return "", False
+    has_any = proposal.rules or proposal.numberings or proposal.own_names
+    if proposal.unsolved or not has_any:
+        return "", False
+    states = [state for key in facts.tensors if (state := facts.states.of(key)) is not None]
+    if any(state.parameter.isdecimal() for state in states):
+        return _STATE_BY_POSITION, False
+    return str(proposal), True
+
+
+_STATE_BY_POSITION = (
+    "A declaration can follow from this once optimizer state names its parameters, as\n"
+    "    get_optimizer_state_dict(model, optimizer, options=StateDictOptions("
+    "flatten_optimizer_state_dict=True))\n"
+    "of torch.distributed.checkpoint.state_dict does: now it has their positions."
+)

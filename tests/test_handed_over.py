@@ -1,0 +1,403 @@
+"""A refused save hands over a declaration: taken from its message and run, it saves the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import Shard
+
+from dcp_placements import Placements, PlacementSavePlanner
+from dcp_placements.advice.block import block_in
+from dcp_placements.testing import FakeDTensor, World
+
+Whole = dict[str, torch.Tensor]
+Positions = dict[str, int]
+State = Callable[[int], dict[str, Any]]
+Cut = Callable[[str, torch.Tensor, Positions], tuple[str, torch.Tensor] | None]
+"""From a key of the model, its whole tensor and a rank's position, the rank's key and part."""
+
+
+def filled(shapes: Mapping[str, tuple[int, ...]]) -> Whole:
+    """Return whole tensors, each element another number; a norm has ones."""
+    whole, start = {}, 1
+    for key, shape in shapes.items():
+        numel = torch.Size(shape).numel()
+        whole[key] = torch.arange(start, start + numel, dtype=torch.float64).view(shape)
+        start += numel
+        if key.endswith("norm.weight"):
+            whole[key] = torch.ones(shape, dtype=torch.float64)
+    return whole
+
+
+def job(
+    whole: Whole,
+    cut: Cut,
+    world: World,
+    wrap: Callable[[str, torch.Tensor, int], Any] | None = None,
+) -> State:
+    """Return what each rank has: its weights, and a moment of each."""
+
+    def state(rank: int) -> dict[str, Any]:
+        at: Positions = {}
+        for axes in world.meshes:
+            at |= dict(zip(axes, world.mesh(rank, **axes).get_coordinate() or (), strict=True))
+        weights: dict[str, Any] = {}
+        moments: dict[str, Any] = {}
+        for key, value in whole.items():
+            part = cut(key, value, at)
+            if part is not None:
+                name, local = part
+                made = (lambda each, name=name: wrap(name, each, rank)) if wrap else torch.clone
+                weights[name] = made(local.contiguous())
+                moments[name] = {"step": torch.tensor(1.0), "exp_avg": made(2 * local.contiguous())}
+        optim = {"state": moments, "param_groups": [{"params": [*weights], "lr": 0.1}]}
+        return {"model": weights, "optim": optim, "step": 7}
+
+    return state
+
+
+def refusal(path: Path, world: World, state: State, **options: Any) -> str:
+    """Return the message of a save without rules, which is refused."""
+    with pytest.raises(dcp.CheckpointException) as refused:
+        world.save(path / "refused", state, lambda rank: PlacementSavePlanner(**options))
+    assert not list((path / "refused").glob(".metadata"))
+    return str(refused.value.failures[0][0])
+
+
+class Meshes:
+    """The meshes of a program, as ``run`` gives them to a declaration."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.meshes = [world.mesh(rank, **axes) for axes in world.meshes]
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> Any:
+        wanted = {names} if isinstance(names, str) else {*names}
+        (mesh,) = [each for each in self.meshes if wanted <= {*(each.mesh_dim_names or ())}]
+        return mesh[names]
+
+
+def declared(text: str, world: World, rank: int) -> Placements:
+    """Return what a block declares on a rank."""
+    names: dict[str, Any] = {}
+    with world._as(rank):
+        exec(text, names)
+        placements: Placements = names["placements"](Meshes(world, rank))
+    return placements
+
+
+def assert_saves(path: Path, whole: Whole, state: State, text: str, world: World) -> None:
+    """Save by a block; compare what torch reads alone with the whole tensors."""
+    planners = world.save(path, state, lambda rank: declared(text, world, rank).save_planner())
+    assert not planners[0].report.warnings  # type: ignore[attr-defined]
+    for head, tail, factor in (("model.", "", 1), ("optim.state.", ".exp_avg", 2)):
+        loaded = {f"{head}{k}{tail}": torch.full_like(v, -1) for k, v in whole.items()}
+        dcp.load(loaded, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(), no_dist=True)
+        for key, value in whole.items():
+            assert torch.equal(loaded[f"{head}{key}{tail}"], factor * value), key
+
+    # A resume under the same declaration is bit for bit.
+    def blank(rank: int) -> dict[str, Any]:
+        return _mapped(state(rank), lambda one: torch.zeros_like(one))
+
+    resumed = world.load(path, blank, lambda rank: declared(text, world, rank).load_planner())
+    for rank in range(world.size):
+        for key, value in state(rank)["model"].items():
+            assert torch.equal(_local(resumed[rank]["model"][key]), _local(value)), key
+
+
+def _local(value: Any) -> torch.Tensor:
+    return value.to_local() if isinstance(value, FakeDTensor) else value
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(value, dict):
+        return {key: _mapped(one, change) for key, one in value.items()}
+    if isinstance(value, FakeDTensor):
+        return FakeDTensor(
+            change(value.to_local()), value.device_mesh, value.placements, value.shape
+        )
+    return change(value) if isinstance(value, torch.Tensor) else value
+
+
+def hand_over(
+    path: Path, full: Whole, cut: Cut, world: World, wrap: Any = None, **options: Any
+) -> str:
+    state = job(full, cut, world, wrap)
+    text = refusal(path, world, state, **options)
+    block = block_in(text)
+    assert block, text
+    assert "CheckpointPlacement(mesh, {axis: Shard(dim)})" not in text
+    assert_saves(path / "saved", full, state, block, world)
+    return block
+
+
+def chunk(value: torch.Tensor, ranks: int, at: int, dim: int = 0) -> torch.Tensor:
+    return value.chunk(ranks, dim)[at]
+
+
+def layers(count: int, **tensors: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    names = {name.replace("__", "."): shape for name, shape in tensors.items()}
+    return {f"layers.{n}.{name}": shape for n in range(count) for name, shape in names.items()}
+
+
+MOE = {
+    "embed.weight": (11, 6),
+    **layers(
+        3,
+        norm__weight=(6,),
+        attn__q_proj__weight=(8, 6),
+        moe__router__weight=(4, 6),
+        moe__experts__w1=(4, 10, 6),
+        moe__experts__w2=(4, 6, 10),
+    ),
+}
+
+
+def test_packed_experts_cut_by_hand(tmp_path: Path) -> None:
+    def cut(key: str, value: torch.Tensor, at: Positions) -> tuple[str, torch.Tensor]:
+        return key, chunk(value, 2, at["ep"]) if "experts" in key else value
+
+    block = hand_over(tmp_path, filled(MOE), cut, World(4, {"ep": 2, "edp": 2}))
+    rule = 'CheckpointPlacement(meshes["ep"], {"ep": Shard(0)}),'
+    assert f'"layers.*.moe.experts.w1": {rule}' in block
+    assert block.count("CheckpointPlacement(meshes") == 2
+
+
+def test_packed_experts_whose_ranks_have_uneven_counts(tmp_path: Path) -> None:
+    def cut(key: str, value: torch.Tensor, at: Positions) -> tuple[str, torch.Tensor]:
+        return key, value.split([1, 3])[at["ep"]] if "experts" in key else value
+
+    block = hand_over(tmp_path, filled(MOE), cut, World(2, {"ep": 2}))
+    rows = 'IndexShard(0, contiguous([1, 3], at=meshes["ep"].get_local_rank()))'
+    assert f'{{"ep": {rows}}}, global_shape=(4, 10, 6)),' in block
+
+
+def test_a_module_list_of_experts_numbered_from_0_on_each_rank(tmp_path: Path) -> None:
+    whole = filled(
+        {
+            "embed.weight": (11, 6),
+            **layers(2, norm__weight=(6,), router=(4, 6)),
+            **{f"layers.{n}.experts.{e}.w1.weight": (3, 6) for n in range(2) for e in range(5)},
+        }
+    )
+
+    def cut(key: str, value: torch.Tensor, at: Positions) -> tuple[str, torch.Tensor] | None:
+        if "experts" not in key:
+            return key, value
+        _, layer, _, expert, *rest = key.split(".")
+        first, last = ((0, 3), (3, 5))[at["ep"]]
+        if not first <= int(expert) < last:
+            return None
+        return ".".join(["layers", layer, "experts", str(int(expert) - first), *rest]), value
+
+    block = hand_over(tmp_path, whole, cut, World(4, {"edp": 2, "ep": 2}))
+    ids = 'contiguous([3, 2], at=meshes["ep"].get_local_rank())'
+    assert f'Renumber("layers.*.experts.{{}}", {ids}, total=5),' in block
+    assert "# layers.*.experts.{}: taken as contiguous along ep;" in block
+    assert "CheckpointPlacement" not in block
+
+
+DENSE = {
+    "embed.weight": (64, 12),
+    **layers(
+        2,
+        norm__weight=(12,),
+        attn__qkv_proj__weight=(16, 12),
+        attn__qkv_proj__bias=(16,),
+        attn__o_proj__weight=(12, 8),
+        attn__o_proj__bias=(12,),
+        mlp__gate_up_proj__weight=(20, 12),
+        mlp__down_proj__weight=(12, 10),
+    ),
+    "lm_head.weight": (64, 12),
+}
+
+
+def fused(value: torch.Tensor, parts: list[int], ranks: int, at: int, dim: int = 0) -> torch.Tensor:
+    return torch.cat([part.chunk(ranks, dim)[at] for part in value.split(parts, dim)], dim)
+
+
+def tensor_parallel(key: str, value: torch.Tensor, ranks: int, at: int) -> torch.Tensor:
+    if "qkv_proj" in key:
+        return fused(value, [8, 4, 4], ranks, at)
+    if "gate_up_proj" in key:
+        return fused(value, [10, 10], ranks, at)
+    if key.endswith(("o_proj.weight", "down_proj.weight")):
+        return chunk(value, ranks, at, 1)
+    return chunk(value, ranks, at) if key in ("embed.weight", "lm_head.weight") else value
+
+
+def test_tensor_parallel_weights_cut_by_hand(tmp_path: Path) -> None:
+    def cut(key: str, value: torch.Tensor, at: Positions) -> tuple[str, torch.Tensor]:
+        return key, tensor_parallel(key, value, 2, at["tp"])
+
+    whole = filled(DENSE)
+    for n in range(2):
+        whole[f"layers.{n}.attn.qkv_proj.bias"].zero_()
+    block = hand_over(tmp_path, whole, cut, World(4, {"dp": 2, "tp": 2}))
+    of = 'CheckpointPlacement(meshes["tp"], '
+    assert f'"layers.*.attn.qkv_proj.weight": {of}{{"tp": FusedShard(0, (8, 4, 4))}}),' in block
+    assert f'"layers.*.mlp.gate_up_proj.weight": {of}{{"tp": FusedShard(0, 2)}}),' in block
+    assert f'"layers.*.mlp.down_proj.weight": {of}{{"tp": Shard(1)}}),' in block
+    assert f'"lm_head.weight": {of}{{"tp": Shard(0)}}),' in block
+    assert "add global_shape=(ROWS, 12), padded_shape=(64, 12); ROWS without it" in block
+    assert "qkv_proj.bias: its elements are all equal: cut as its weight is" in block
+
+
+def test_a_padded_vocabulary_is_declared_by_the_whole_model(tmp_path: Path) -> None:
+    whole = filled({**DENSE, "embed.weight": (61, 12), "lm_head.weight": (61, 12)})
+
+    def cut(key: str, value: torch.Tensor, at: Positions) -> tuple[str, torch.Tensor]:
+        if value.shape == (61, 12):
+            value = torch.cat([value, torch.zeros(3, 12, dtype=value.dtype)])
+        return key, tensor_parallel(key, value, 2, at["tp"])
+
+    shapes = {key: tuple(value.shape) for key, value in whole.items()}
+    block = hand_over(tmp_path, whole, cut, World(2, {"tp": 2}), whole=shapes)
+    assert '{"tp": Shard(0)}, global_shape=(61, 12), padded_shape=(64, 12)),' in block
+    assert "ROWS" not in block
+
+
+def test_experts_over_ep_and_all_weights_over_tp(tmp_path: Path) -> None:
+    def cut(key: str, value: torch.Tensor, at: Positions) -> tuple[str, torch.Tensor]:
+        if "experts" in key:
+            value = chunk(value, 2, at["ep"])
+            return key, chunk(value, 2, at["tp"], 2 if key.endswith("w2") else 1)
+        if "q_proj" in key:
+            return key, chunk(value, 2, at["tp"])
+        return key, value
+
+    block = hand_over(tmp_path, filled(MOE), cut, World(8, {"dp": 2, "ep": 2, "tp": 2}))
+    of = 'CheckpointPlacement(meshes["ep", "tp"], '
+    assert f'"layers.*.moe.experts.w1": {of}{{"ep": Shard(0), "tp": Shard(1)}}),' in block
+    assert f'"layers.*.moe.experts.w2": {of}{{"ep": Shard(0), "tp": Shard(2)}}),' in block
+
+
+def test_axes_of_two_meshes_are_reached_one_by_one(tmp_path: Path) -> None:
+    def cut(key: str, value: torch.Tensor, at: Positions) -> tuple[str, torch.Tensor]:
+        if "experts" in key:
+            value = chunk(value, 2, at["ep"])
+            return key, chunk(value, 2, at["tp"], 2 if key.endswith("w2") else 1)
+        return key, value
+
+    world = World(4, {"dp_shard": 2, "tp": 2}, {"ep": 2, "etp": 2})
+    block = hand_over(tmp_path, filled(MOE), cut, world)
+    assert 'meshes["ep", "etp"]' in block
+    world = World(4, {"dp_shard": 2, "tp": 2}, {"ep": 2, "edp": 2})
+    block = hand_over(tmp_path / "apart", filled(MOE), cut, world)
+    places = 'meshes["ep"].get_local_rank(), meshes["tp"].get_local_rank()'
+    assert f'MeshCoordinate(("ep", "tp"), (2, 2), ({places}))' in block
+
+
+def test_experts_beside_fsdp_over_edp(tmp_path: Path) -> None:
+    def cut(key: str, value: torch.Tensor, at: Positions) -> tuple[str, torch.Tensor]:
+        return key, chunk(value, 2, at["ep"]) if "experts" in key else value
+
+    world = World(4, {"ep": 2, "edp": 2}, {"fsdp": 4})
+
+    def wrap(key: str, value: torch.Tensor, rank: int) -> Any:
+        axes = {"ep": 2, "edp": 2} if "experts" in key else {"fsdp": 4}
+        mesh = world.mesh(rank, **axes)
+        mesh = mesh["edp"] if "experts" in key else mesh
+        return FakeDTensor.distribute(value, mesh, [Shard(0)])
+
+    block = hand_over(tmp_path, filled(MOE), cut, world, wrap)
+    rule = 'CheckpointPlacement(meshes["ep"], {"ep": Shard(0)}),'
+    assert f'"layers.*.moe.experts.w1": {rule}' in block
+    assert block.count("CheckpointPlacement(meshes") == 2
+
+
+def test_pipeline_stages_that_number_their_layers_from_0(tmp_path: Path) -> None:
+    whole = filled({"embed.weight": (11, 6), **layers(5, attn=(4, 6), mlp=(6, 4)), "head": (11, 6)})
+
+    def cut(key: str, value: torch.Tensor, at: Positions) -> tuple[str, torch.Tensor] | None:
+        if not key.startswith("layers"):
+            return (key, value) if at["pp"] == (key == "head") else None
+        _, layer, *rest = key.split(".")
+        first, last = ((0, 3), (3, 5))[at["pp"]]
+        if not first <= int(layer) < last:
+            return None
+        return ".".join(["layers", str(int(layer) - first), *rest]), value
+
+    block = hand_over(tmp_path, whole, cut, World(4, {"pp": 2, "dp": 2}))
+    ids = 'contiguous([3, 2], at=meshes["pp"].get_local_rank())'
+    assert f'Renumber("layers.{{}}", {ids}, total=5),' in block
+    assert "CheckpointPlacement" not in block
+
+
+def test_random_numbers_of_each_rank_get_a_name_per_rank(tmp_path: Path) -> None:
+    world = World(2, {"ep": 2})
+
+    def cut(key: str, value: torch.Tensor, at: Positions) -> tuple[str, torch.Tensor]:
+        return key, chunk(value, 2, at["ep"]) if "experts" in key else value
+
+    whole = filled(MOE)
+    plain = job(whole, cut, world)
+
+    def state(rank: int) -> dict[str, Any]:
+        return {**plain(rank), "train": {"rng_state": torch.full((5,), rank, dtype=torch.uint8)}}
+
+    block = block_in(refusal(tmp_path, world, state))
+    name = '"train.rng_state", f"train.rng_state.rank{dist.get_rank()}"'
+    assert f"Replace({name})," in block
+    assert_saves(tmp_path / "saved", whole, state, block, world)
+    loaded = {f"train.rng_state.rank{rank}": torch.zeros(5, dtype=torch.uint8) for rank in (0, 1)}
+    dcp.load(loaded, checkpoint_id=tmp_path / "saved", no_dist=True)
+    assert [value.tolist() for value in loaded.values()] == [[0] * 5, [1] * 5]
+
+
+@pytest.mark.parametrize("axis", ["dp", "ep", "tp"])
+def test_copies_that_drifted_are_named_first_and_get_no_rule(axis: str, tmp_path: Path) -> None:
+    world = World(4, {axis: 2, "other": 2})
+    whole = filled({"embed": (4, 6), **layers(6, norm__weight=(6,), q=(8, 6), k=(8, 6))})
+
+    def cut(key: str, value: torch.Tensor, at: Positions) -> tuple[str, torch.Tensor]:
+        return key, value + at[axis]
+
+    text = refusal(tmp_path, world, job(whole, cut, world))
+    assert not block_in(text)
+    assert f"replicas along {axis!r} have drifted apart" in text
+
+
+def test_what_no_axis_explains_gets_no_block(tmp_path: Path) -> None:
+    """A tensor of each rank's own beside experts: rules for these alone would not pass."""
+    world = World(4, {"ep": 2, "edp": 2})
+
+    def cut(key: str, value: torch.Tensor, at: Positions) -> tuple[str, torch.Tensor]:
+        return key, chunk(value, 2, at["ep"]) if "experts" in key else value
+
+    plain = job(filled(MOE), cut, world)
+
+    def state(rank: int) -> dict[str, Any]:
+        return {**plain(rank), "loss_scale": torch.full((3,), float(rank))}
+
+    text = refusal(tmp_path, world, state)
+    assert not block_in(text)
+    assert "CheckpointPlacement(mesh, {axis: Shard(dim)})" in text
+    assert "loss_scale: 4 different contents on 4 ranks" in text
+
+
+def test_without_meshes_of_the_program_nothing_is_proposed(tmp_path: Path) -> None:
+    def cut(key: str, value: torch.Tensor, at: Positions) -> tuple[str, torch.Tensor]:
+        return key, chunk(value, 2, at["ep"]) if "experts" in key else value
+
+    state = job(filled(MOE), cut, World(2, {"ep": 2}))
+    assert not block_in(refusal(tmp_path, World(2), state))
+
+
+def test_optimizer_state_by_position_has_to_be_named_first(tmp_path: Path) -> None:
+    world = World(2, {"ep": 2})
+
+    def state(rank: int) -> dict[str, Any]:
+        experts = torch.arange(12.0).view(4, 3).chunk(2)[rank].contiguous()
+        optim = {"state": {0: {"exp_avg": experts}}, "param_groups": [{"params": [0]}]}
+        return {"model": {"experts.w1": experts}, "optim": optim}
+
+    text = refusal(tmp_path, world, state)
+    assert not block_in(text)
+    assert text.count("flatten_optimizer_state_dict=True") == 1
