@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
+from dcp_placements.advice.block import block_in
 from dcp_placements.run import RefusedStart, main
 from tests.torchrun import ROOT, forked, tail, torchrun
 
@@ -317,3 +319,30 @@ def test_reports_are_plain_values(tmp_path: Path) -> None:
     loaded = json.loads(json.dumps(load.report.as_dict()))
     assert loaded["casts"] == {"w": "float64 -> float32"}
     assert loaded["traffic"] == {"opens": 0, "storage_nbytes": 0, "exchanged_nbytes": 0}
+
+
+@pytest.mark.dist
+def test_the_first_screen_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its trainer, the message that it prints, the block, and what the file has then."""
+    page = (ROOT / "README.md").read_text()
+    blocks = dict(re.findall(r"```(python \w+\.py|text)\n(.*?)```", page, re.DOTALL)[2::-1])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "moe.py").write_text(blocks["python moe.py"])
+    alarm = torchrun(RUN, "moe.py", ranks=2, cwd=tmp_path)
+    text = re.sub(r"(?m)^\[rank0\]:(?: |$)", "", alarm.stderr)
+    assert blocks["text"] in text, tail(alarm)
+    block = block_in(text)
+    assert blocks["python ours.py"] in block.replace("\n\n\n", "\n\n").replace(
+        "\n\ndef", "\n\n\ndef"
+    ), block
+    assert not (tmp_path / "step-1" / ".metadata").exists()
+    (tmp_path / "ours.py").write_text(blocks["python ours.py"])
+    done = forked(RUN, "--placements", "ours.py:placements", "moe.py", ranks=2, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, ""), tail(done)
+    read = {"layers.0.experts.w1": torch.zeros(8, 3)}
+    dcp.load(read, checkpoint_id="step-1", no_dist=True)
+    parts = []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        parts.append(torch.randn(4, 3))
+    assert torch.equal(read["layers.0.experts.w1"], torch.cat(parts))
