@@ -401,3 +401,19 @@ def test_optimizer_state_by_position_has_to_be_named_first(tmp_path: Path) -> No
     text = refusal(tmp_path, world, state)
     assert not block_in(text)
     assert text.count("flatten_optimizer_state_dict=True") == 1
+
+
+def test_a_dim_that_names_alone_tell_stands_beside_the_other_one(tmp_path: Path) -> None:
+    """Each rank has (6, 6) of a weight of (12, 6): nothing but its name says which dim is cut."""
+    whole = filled({"norm.weight": (6,), "fc1.weight": (12, 6), "fc2.weight": (6, 12)})
+
+    def cut(key: str, value: torch.Tensor, at: Positions) -> tuple[str, torch.Tensor]:
+        dim = {"fc1.weight": 0, "fc2.weight": 1}.get(key)
+        return key, value if dim is None else chunk(value, 2, at["tp"], dim)
+
+    block = hand_over(tmp_path, whole, cut, World(2, {"tp": 2}))
+    of = 'CheckpointPlacement(meshes["tp"], '
+    assert f'            "fc1.weight": {of}{{"tp": Shard(0)}}),' in block
+    assert f'#     "fc1.weight": {of}{{"tp": Shard(1)}}),' in block
+    assert f'            "fc2.weight": {of}{{"tp": Shard(1)}}),' in block
+    assert f'#     "fc2.weight": {of}{{"tp": Shard(0)}}),' in block

@@ -13,8 +13,9 @@ two ep ranks, in a model whose norms have 3 elements::
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations, product
 from math import prod
 from typing import Any, NamedTuple
@@ -44,7 +45,7 @@ _ROW_PARALLEL = re.compile(
 )
 """Names of weights whose input dim tensor-parallel ranks share out."""
 _NAME_OF_VOCABULARY = re.compile(
-    r"(?:^|[._])(?:w?embed\w*|wte|lm_head|embed_out|output_layer|head|unembed\w*)(?:[._]weight)?$"
+    r"(?:^|[._])(?:w?embed\w*|wte|lm_head|embed_out|output(?:_layer)?|head|unembed\w*)(?:[._]weight)?$"
 )
 
 _MOST_AXES = 3
@@ -80,6 +81,22 @@ class KindOfTensor(NamedTuple):
         """Number of dims of a shard."""
         return len(self.local_shape)
 
+    @property
+    def module(self) -> str:
+        """The name of its module: ``layers.{}.attn`` of ``layers.{}.attn.o_proj.weight``."""
+        return self.name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[0]
+
+    @property
+    def body(self) -> list[int]:
+        """The dims but for that of stacked experts."""
+        is_stack = self.ndim == 3 and NAME_OF_EXPERTS.search(self.name) is not None
+        return list(range(1 if is_stack else 0, self.ndim))
+
+    @property
+    def is_row_parallel(self) -> bool:
+        """Whether its name says that tensor-parallel ranks share out its input dim."""
+        return _ROW_PARALLEL.search(self.name) is not None
+
     def is_stack(self, axis: str) -> bool:
         """Whether dim 0 is that of stacked experts, where an axis cuts it."""
         is_expert = NAME_OF_EXPERTS.search(self.name) is not None
@@ -93,14 +110,41 @@ class DimFinder:
     Attributes:
         facts: What all ranks hold.
         mesh_names: Which axes a mesh has together.
-        hidden: Sizes of vectors that are equal on all ranks, as norms are: mostly the hidden size.
-        tensors: By name, what ranks hold of it.
+        kinds: All kinds of tensors.
     """
 
     facts: FactsOfRanks
     mesh_names: MeshNames
-    hidden: Collection[int]
-    tensors: Mapping[str, OnRanks]
+    kinds: Sequence[KindOfTensor]
+
+    @cached_property
+    def hidden(self) -> set[int]:
+        """Sizes of vectors that are equal on all ranks, as those of norms; no biases."""
+        sizes = set()
+        for kind in self.kinds:
+            is_vector = kind.ndim == 1 and not kind.name.endswith("bias")
+            if not is_vector or len({shard.shape for shard in kind.shards}) > 1:
+                continue
+            if not differing_axes(kind.held, self.facts.named, self.facts.sizes)[0]:
+                sizes.add(kind.local_shape[0])
+        return sizes
+
+    @cached_property
+    def transposed(self) -> dict[str, bool]:
+        """Whether weights are kept as (in, out), by their module, and by their number of dims.
+
+        Shapes show it of some weights of a module, and the others are kept in the same way.
+        """
+        votes: dict[str, list[bool]] = {}
+        for kind in self.kinds:
+            body = kind.body
+            cut = self._cut_by_shape(kind, body)
+            if cut is None or _NAME_OF_VOCABULARY.search(kind.name) or self.is_sound(kind, ()):
+                continue
+            is_transposed = cut != body[1 if kind.is_row_parallel else 0]
+            for place in (kind.module, str(kind.ndim)):
+                votes.setdefault(place, []).append(is_transposed)
+        return {place: 2 * sum(of_place) > len(of_place) for place, of_place in votes.items()}
 
     def fittings(self, kind: KindOfTensor) -> tuple[list[Fitting], str]:
         """Return the placements that make the shards of a kind, and what is open.
@@ -220,7 +264,11 @@ class DimFinder:
         body = dims[1:] if is_stack else dims
         first = self._cut_by_shape(kind, body)
         if first is None:
-            first = body[1 if _ROW_PARALLEL.search(kind.name) and len(body) > 1 else 0]
+            transposed = self.transposed
+            is_transposed = transposed.get(kind.module, transposed.get(str(kind.ndim), False))
+            is_transposed = is_transposed and not _NAME_OF_VOCABULARY.search(kind.name)
+            is_second = len(body) > 1 and kind.is_row_parallel != is_transposed
+            first = body[1 if is_second else 0]
         return [first, *[dim for dim in body if dim != first], *(dims[:1] if is_stack else [])]
 
     def _cut_by_shape(self, kind: KindOfTensor, body: Sequence[int]) -> int | None:
@@ -252,7 +300,8 @@ class DimFinder:
             for rank, tensor in kind.held[0]:
                 position = self.facts.positions[rank][axis]
                 sizes.setdefault(position, set()).add(tensor.shape[entry.dim])
-            if any(len(several) > 1 for several in sizes.values()):
+            is_unlike = any(len(several) > 1 for several in sizes.values())
+            if is_unlike or len(sizes) < self.facts.sizes[axis]:
                 return None
             row = tuple([sizes[position].pop() for position in range(self.facts.sizes[axis])])
             whole[entry.dim] = sum(row)
@@ -346,7 +395,7 @@ class DimFinder:
     def _query_key_value(
         self, kind: KindOfTensor, axis: str, rows: int
     ) -> int | tuple[int, ...] | None:
-        """Return the parts of joined Q, K and V: Q has as many rows as what follows has columns.
+        """Return the parts of joined Q, K and V: Q is as large as the input of what follows.
 
         Args:
             kind: The joined tensors.
@@ -357,26 +406,15 @@ class DimFinder:
         match = QKV.search(f".{name}")
         parent = "" if match is None else name[: match.start()]
         size = self.facts.sizes[axis]
-        for other, held in self.tensors.items():
-            shape, tail = held[0][1].shape, other.removeprefix(parent)
-            is_beside = other.startswith(parent) and tail.count(".") < 2
-            if is_beside and len(shape) == 2 and _ROW_PARALLEL.search(other):
-                query = shape[1]
+        for other in self.kinds:
+            names = [name for name in other.names if name.startswith(parent)]
+            is_beside = any(name.removeprefix(parent).count(".") < 2 for name in names)
+            if is_beside and other.ndim == 2 and other.is_row_parallel:
+                query = other.local_shape[self._dims(other, axis)[0]]
                 key, rest = divmod(rows - query, 2)
                 if rest == 0 and 0 < key <= query:
                     return 3 if key == query else (query * size, key * size, key * size)
         return None
-
-
-def hidden_sizes(facts: FactsOfRanks, kinds: Sequence[KindOfTensor]) -> set[int]:
-    """Return the sizes of vectors that are equal on all ranks, as those of norms; no biases."""
-    sizes = set()
-    for kind in kinds:
-        is_vector = kind.ndim == 1 and not kind.name.endswith("bias")
-        has_one_size = is_vector and len({shard.shape for shard in kind.shards}) == 1
-        if has_one_size and not differing_axes(kind.held, facts.named, facts.sizes)[0]:
-            sizes.add(kind.local_shape[0])
-    return sizes
 
 
 def _penalty(kind: KindOfTensor, axis: str) -> int | None:

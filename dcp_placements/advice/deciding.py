@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any
 
 from dcp_placements.advice.block import Fitting, MeshNames, Proposal
-from dcp_placements.advice.cut_dims import DimFinder, KindOfTensor, hidden_sizes
+from dcp_placements.advice.cut_dims import DimFinder, KindOfTensor
 from dcp_placements.advice.facts import FactsOfRanks, OnRanks
 from dcp_placements.advice.local_numbers import (
     likely_numberings,
@@ -110,7 +110,7 @@ class _Decision:
         self.result.names = MeshNames(self.facts.named.meshes, self.facts.sizes)
         tensors = self._numbered(self._sample())
         kinds = self._kinds(tensors)
-        finder = DimFinder(self.facts, self.result.names, hidden_sizes(self.facts, kinds), tensors)
+        finder = DimFinder(self.facts, self.result.names, kinds)
         by_name: dict[str, list[KindOfTensor]] = {}
         for kind in kinds:
             by_name.setdefault(kind.name, []).append(kind)

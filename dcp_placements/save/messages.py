@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, assert_never
 
 import numpy as np
 
+from dcp_placements.bind.lint import TENSOR_AXIS
 from dcp_placements.bind.rule_and_dtensor import Placed
 from dcp_placements.errors import Fault
 from dcp_placements.layout.boxes import as_boxes, format_box, format_boxes, uncovered
@@ -253,7 +254,8 @@ def drift_faults(
     """Return the fault of drifted replicas by key; empty unless nearly all replicas differ.
 
     A missing rule leaves other replicas equal: norms along tp, and all but the experts along ep.
-    Where those differ as well, the trainer has let them drift.
+    Where those differ as well, the trainer has let them drift. Along a tensor-parallel axis all
+    weights may be cut, so only vectors that differ, as those of norms, show it.
 
     Args:
         differing: The conflicts of the save.
@@ -265,12 +267,17 @@ def drift_faults(
         if conflict.drifted is not None:
             drifted.setdefault(conflict.drifted, []).append(conflict.fault.fqn)
     axis, fqns = max(drifted.items(), key=lambda item: len(item[1]), default=("", []))
-    count = sum(
-        _is_dense(world, piece, position)
+    dense = [
+        (piece.fqns[position], len(piece.group.shape))
         for piece in (compared if fqns else ())
         for position in range(len(piece.fqns))
-    )
+        if _is_dense(world, piece, position)
+    ]
+    count = len(dense)
     if len(fqns) < max(_SHOWN_RANKS, 0.9 * count):
+        return {}
+    vectors = {fqn for fqn, ndim in dense if ndim == 1}
+    if TENSOR_AXIS.match(axis) and not (vectors and vectors <= set(fqns)):
         return {}
     headline = f"{len(fqns)} of the {count} tensors that no rule speaks of differ along"
     details = (
