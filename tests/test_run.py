@@ -204,7 +204,9 @@ def test_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 assert type(pickle.loads(pickle.dumps(Config()))) is Config
                 with multiprocessing.get_context("spawn").Pool(1) as pool:
                     print(pool.map(double, [beside.VALUE]))
-                threading.Thread(target=lambda: print("thread", double(3))).start()
+                thread = threading.Thread(target=lambda: print("thread", double(3)))
+                thread.start()
+                thread.join()  # else two threads write into one line
                 print(sys.argv[1:], __file__, __spec__)
                 sys.exit(5 if sys.argv[1] == "exit" else KeyError("raised"))
             """
