@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         CheckpointPlacement as CheckpointPlacement,
         FusedShard as FusedShard,
         IndexShard as IndexShard,
+        RaggedShard as RaggedShard,
     )
     from dcp_placements.save.planner import PlacementSavePlanner as PlacementSavePlanner
     from dcp_placements.storage.reader import PlacementFileSystemReader as PlacementFileSystemReader
@@ -53,7 +54,7 @@ _NAMES = {
     "report": "LoadReport SaveReport",
     "rules.mesh": "MeshCoordinate",
     "rules.patterns": "PlacementRules",
-    "rules.placement": "CheckpointPlacement FusedShard IndexShard",
+    "rules.placement": "CheckpointPlacement FusedShard IndexShard RaggedShard",
     "save.planner": "PlacementSavePlanner",
     "storage.reader": "PlacementFileSystemReader",
     "storage.writer": "PlacementFileSystemWriter",

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from dcp_placements.short_text import (
     MAX_LINE,
@@ -90,6 +90,28 @@ class NoCheckpoint(PlacementError, FileNotFoundError):
     """A load names a directory that has no ``.metadata``: no checkpoint, or not a complete one."""
 
 
+class Uneven(NamedTuple):
+    """A piece of another size than the plain cut that is declared makes.
+
+    Five of eight rows on the second of two ep ranks::
+
+        Uneven("ep", dim=0, position=1, size=5, plain=(4, 4))
+
+    Attributes:
+        axis: The axis of the cut.
+        dim: The dim that it cuts.
+        position: The position of this rank along the axis.
+        size: The size of its piece.
+        plain: The sizes of all pieces as they are declared.
+    """
+
+    axis: str
+    dim: int
+    position: int
+    size: int
+    plain: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One fault of a plan or a checkpoint.
@@ -102,6 +124,8 @@ class Fault:
         where: Facts about this key, on this rank, alone. An entry with several keys or ranks shows
             those of the first.
         ranks: The ranks that have it; empty if it concerns no ranks, or its headline names them.
+        uneven: The piece that this rank has instead, if that may be all that is wrong; from those
+            of all ranks follows the line to write.
     """
 
     JSON: ClassVar[str] = "fqn headline details=facts"
@@ -111,6 +135,7 @@ class Fault:
     details: tuple[str, ...] = ()
     where: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
+    uneven: Uneven | None = None
 
     @property
     def facts(self) -> tuple[str, ...]:
@@ -129,13 +154,21 @@ class CannotPlace(PlacementError):
         headline: What does not fit.
         details: Causes and the way out.
         where: Facts about this rank alone.
+        uneven: The piece that this rank has instead, if that may be all that is wrong.
     """
 
-    def __init__(self, headline: str, *details: str, where: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        headline: str,
+        *details: str,
+        where: tuple[str, ...] = (),
+        uneven: Uneven | None = None,
+    ) -> None:
         super().__init__(headline, *details)
         self.headline = headline
         self.details = details
         self.where = where
+        self.uneven = uneven
 
     def __str__(self) -> str:
         return "\n    ".join(self.args)
@@ -143,7 +176,8 @@ class CannotPlace(PlacementError):
     def fault(self, fqn: str, rule: str | None = None) -> Fault:
         """Return it as the fault of a key, which a rule matches."""
         by_rule = () if rule is None else (f"by rule:     {rule}",)
-        return Fault(fqn, self.headline, (*self.details, *by_rule), self.where)
+        details = *self.details, *by_rule
+        return Fault(fqn, self.headline, details, self.where, uneven=self.uneven)
 
 
 def format_faults(
@@ -253,4 +287,35 @@ def raise_faults_of_ranks(
         refusing = tuple(sorted(rank for members in by_content.values() for rank in members))
         more = f"; the first {MAX_SENT:,} faults of each rank" if are_more else ""
         opening = f"{format_ranks(refusing)} {refused}{more}"
+        faults = _with_sizes(faults)
         raise PlacementError(format_faults(opening, [*faults, *mistakes], ranks=refusing))
+
+
+def _with_sizes(faults: Sequence[Fault]) -> list[Fault]:
+    """Return the faults of all ranks; those of uneven pieces with the sizes of all pieces.
+
+    A rank without a fault has the piece that was declared. Where the pieces are not those of the
+    whole, other ranks or shapes are wrong, and the faults stay as they are.
+    """
+    sizes: dict[tuple[str, str, int], dict[int, set[int]]] = {}
+    for fault in faults:
+        if (piece := fault.uneven) is not None:
+            by_position = sizes.setdefault((fault.fqn, piece.axis, piece.dim), {})
+            by_position.setdefault(piece.position, set()).add(piece.size)
+    result = []
+    for fault in faults:
+        if (piece := fault.uneven) is not None:
+            by_position = sizes[fault.fqn, piece.axis, piece.dim]
+            held = [by_position.get(position, {n}) for position, n in enumerate(piece.plain)]
+            pieces = tuple([min(of_position) for of_position in held])
+            is_clear = all(len(of_position) == 1 for of_position in held)
+            if is_clear and sum(pieces) == sum(piece.plain):
+                line = uneven_line(piece.axis, piece.dim, pieces)
+                fault = replace(fault, details=(line, *fault.details))
+        result.append(fault)
+    return result
+
+
+def uneven_line(axis: str, dim: int, sizes: tuple[int, ...]) -> str:
+    """Return the line of a message that says how uneven pieces are declared."""
+    return f'if uneven:   {{"{axis}": RaggedShard({dim}, {sizes})}} in the rule of every rank'

@@ -22,8 +22,8 @@ def cut(
 
     Args:
         whole: The whole tensor.
-        placements: One per mesh axis, applied left to right: torch's, ``FusedShard`` or
-            ``IndexShard``.
+        placements: One per mesh axis, applied left to right: torch's, ``FusedShard``,
+            ``RaggedShard`` or ``IndexShard``.
         sizes: Number of ranks along each axis.
         coordinate: The position along each axis.
 
@@ -37,6 +37,8 @@ def cut(
             case "dcp_placements", "IndexShard":
                 rows = torch.tensor(placement.indices, dtype=torch.long)
                 held = held.index_select(placement.dim, rows)
+            case "dcp_placements", "RaggedShard":
+                held = held.split(list(placement.sizes), placement.dim)[position]
             case "dcp_placements", "FusedShard":
                 held = _fused(held, placement, size, position)
             case "torch", "_StridedShard":

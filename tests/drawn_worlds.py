@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dcp_placements import FusedShard
+from dcp_placements import FusedShard, RaggedShard
 from tests.random_worlds import (
     Cutting,
     Detour,
@@ -165,8 +165,12 @@ def resized(draw: Draw, side: Side) -> Side:
         fixed |= {hold.stage[0]} if hold.stage else set()
         for cutting in hold.cuts:
             fixed |= {*cutting.tile_axes, *(a for a, p in cutting.rule if isinstance(p, Picks))}
-            # Sizes of parts add up to what the axes before leave.
-            summed = {p.dim for _, p in cutting.rule if isinstance(getattr(p, "parts", 0), tuple)}
+            # Sizes of parts and pieces add up to what the axes before leave.
+            summed = {
+                p.dim
+                for _, p in cutting.rule
+                if isinstance(p, RaggedShard) or isinstance(getattr(p, "parts", 0), tuple)
+            }
             fixed |= {
                 a for a, p in (*cutting.rule, *cutting.own) if getattr(p, "dim", -1) in summed
             }
@@ -469,7 +473,10 @@ def draw_cutting(
             name
             for name, placement in rule
             if draw.chance(40)
-            and (type(placement) is not FusedShard or placement.dim not in strided_dims)
+            and (
+                type(placement) not in (FusedShard, RaggedShard)
+                or placement.dim not in strided_dims
+            )
         )
     )
     unnamed = bool(own) and not also and not repeated and draw.chance(10)
@@ -499,6 +506,8 @@ def draw_placement(
     kinds = ["shard"] * 4 + ["strided", "parts"]
     if total:
         kinds += ["sizes"]
+    if total is not None:
+        kinds += ["pieces", "pieces"]
     if total is not None and may_pick and dim not in cut:  # its rows are those of the whole
         kinds += ["picks"]
     kind = draw.choice(kinds)
@@ -509,6 +518,12 @@ def draw_placement(
         assert total is not None
         rows = draw_rows(draw, size, total, ranges=draw.chance(30), repeats=draw.chance(20))
         return Picks(dim, rows), False
+    if kind == "pieces":
+        left[dim] = None
+        assert total is not None
+        ends = [0, *sorted(draw.randint(0, total) for _ in range(size - 1)), total]
+        sizes = tuple(b - a for a, b in itertools.pairwise(ends))
+        return RaggedShard(dim, sizes), True  # the sizes say the dim of the whole
     if kind == "strided":
         parts = draw.randint(2, 4)
         placement = _StridedShard(dim, split_factor=parts)

@@ -17,6 +17,7 @@ from dcp_placements import (
     IndexShard,
     MeshCoordinate,
     PlacementRules,
+    RaggedShard,
     Renames,
     Renumber,
     Replace,
@@ -379,12 +380,17 @@ class _Held:
             self.chunks = tiles_of(where, part_of_it.shape, rows)
         self.numbers = torch.cat([part_of_it.reshape(-1), torch.tensor([-1])])[where]
         own = dict(cutting.own)
+        factors = [1] * len(self.shape)
         for axis, placement in cutting.rule:
             if axis in cutting.repeated:
                 own[axis] = Replicate()
-                if isinstance(placement, FusedShard):
+                if isinstance(placement, FusedShard | RaggedShard):
                     own[axis] = Shard(placement.dim)
-                    self.shape[placement.dim] *= sizes[axis]
+                    factors[placement.dim] *= sizes[axis]
+                if isinstance(placement, RaggedShard):
+                    self.shape[placement.dim] = sum(placement.sizes)
+                    factors[placement.dim] //= sizes[axis]
+        self.shape = [n * factor for n, factor in zip(self.shape, factors, strict=True)]
         axes = [name for name in names if name in own]
         self.placements = [own[name] for name in axes]
         if cutting.kind in ("fake", "real"):
@@ -452,7 +458,7 @@ def _at(placement: Any, position: int) -> Any:
 
 def _moved(placement: Any, moved: list[int]) -> Any:
     """Return a placement of the same dim where the tensor has more dims."""
-    if isinstance(placement, FusedShard | IndexShard):
+    if isinstance(placement, FusedShard | IndexShard | RaggedShard):
         return replace(placement, dim=moved[placement.dim])
     if hasattr(placement, "split_factor"):
         return type(placement)(moved[placement.dim], split_factor=placement.split_factor)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dcp_placements import FusedShard
+from dcp_placements import FusedShard, RaggedShard
 from dcp_placements.layout.sharding import Box
 
 MORE = int(os.environ.get("MORE_EXAMPLES", "1"))
@@ -93,7 +93,7 @@ def placements_over(
     Args:
         shape: What is being cut.
         sizes: Ranks along each axis.
-        fused: Whether to draw ``FusedShard``.
+        fused: Whether to draw ``FusedShard``, and ``RaggedShard`` where any pieces will do.
         strided: Whether to draw ``_StridedShard``.
         even: Whether every cut must leave equal pieces.
     """
@@ -105,7 +105,19 @@ def placements_over(
         kinds = ["replicate", "shard", "shard"] + ["strided"] * strided + ["parts"] * fused
         if fused and left[dim]:
             kinds += ["sizes"]
-        placement, parts = draw(_one(dim, left[dim], draw(st.sampled_from(kinds))))
+        total = left[dim]
+        if fused and not even and total is not None:
+            kinds += ["pieces"]
+        kind = draw(st.sampled_from(kinds))
+        if kind == "pieces":
+            assert total is not None
+            inner = st.lists(st.integers(0, total), min_size=size - 1, max_size=size - 1)
+            ends = [0, *sorted(draw(inner)), total]
+            pieces = tuple(stop - start for start, stop in itertools.pairwise(ends))
+            drawn.append(RaggedShard(dim, pieces))
+            left[dim] = pieces[0] if len({*pieces}) == 1 else None
+            continue
+        placement, parts = draw(_one(dim, left[dim], kind))
         if even and parts and not _is_even(left[dim], size, parts):
             placement, parts = Replicate(), None
         drawn.append(placement)

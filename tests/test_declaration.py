@@ -24,6 +24,7 @@ from dcp_placements import (
     PlacementRules,
     Placements,
     PlacementSavePlanner,
+    RaggedShard,
     Renumber,
     check,
 )
@@ -197,6 +198,8 @@ def test_a_simulated_world_says_that_it_runs_no_exchange(tmp_path: Path) -> None
         (lambda: Placements([("w", None)]), "list: give PlacementRules({pattern: "),  # type: ignore[arg-type]
         (lambda: check({"w": 1}, Placements), "the class Placements: give"),
         (lambda: FusedShard(0, ("gate", "up")), "parts=('gate', 'up') must be numbers"),  # type: ignore[arg-type]
+        (lambda: RaggedShard(0, 8), "sizes=8 must be numbers of rows"),  # type: ignore[arg-type]
+        (lambda: RaggedShard(0, (2.5, 1)), "sizes=(2.5, 1) must be numbers of rows"),  # type: ignore[arg-type]
         (lambda: IndexShard(0, 3), "indices=3 must be numbers of rows"),  # type: ignore[arg-type]
         (lambda: IndexShard(0, {7, 2}), "must be numbers of rows, in their order"),  # type: ignore[arg-type]
         (lambda: FusedShard(0, (2.5, 1)), "parts=(2.5, 1) must be numbers of rows"),  # type: ignore[arg-type]

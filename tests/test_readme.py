@@ -42,6 +42,7 @@ from dcp_placements import (
     PlacementLoadPlanner,
     PlacementRules,
     PlacementSavePlanner,
+    RaggedShard,
 )
 from dcp_placements.bind.place import place
 from dcp_placements.cli import main
@@ -206,7 +207,7 @@ def test_programs_run_on_two_ranks(block: Block, tmp_path: Path) -> None:
     ids=lambda row: code_of(row[0]),
 )
 def test_placements_keep_the_rows_of_the_table(row: list[str]) -> None:
-    names = (FusedShard, IndexShard, Replicate, Shard, _StridedShard)
+    names = (FusedShard, IndexShard, RaggedShard, Replicate, Shard, _StridedShard)
     placement = eval(code_of(row[0]), {name.__name__: name for name in names})
     for position, cell in enumerate(row[1:]):
         if not cell:

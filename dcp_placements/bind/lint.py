@@ -43,12 +43,15 @@ TENSOR_AXIS = re.compile(r"^(?:e?tp|tensor(?:_.*)?|model_parallel)$")
 EXPERT_AXIS = re.compile(r"^(?:ep|expert(?:_parallel|_model_parallel)?)$")
 DATA_AXIS = re.compile(r"^(?:.*fsdp.*|e?dp(?:_.*)?|data(?:_.*)?)$")
 
+_CONTIGUOUS = Kind.PLAIN, Kind.RAGGED
+"""Kinds of which a rank has one piece of what is cut."""
+
 # The lines of each finding, with placeholders: headline "is declared as cut by {outer.axis!r} first
 # ..." and the values {"axis": "tp", "outer": Cut(0, "fsdp", 4), ...} become "is declared as cut by
 # 'fsdp' first and by 'tp' inside that".
 _ORDER = (
     "is declared as cut by {outer.axis!r} first and by {axis!r} inside that",
-    "found:       Shard({cut.dim}) over {outer.axis!r} left of Shard({cut.dim}) over {axis!r}",
+    "found:       {outer.placement} over {outer.axis!r} left of {cut.placement} over {axis!r}",
     "reason:      FSDP cuts what {axis!r} has left; reversed, rows come out permuted in another "
     "topology",
     "way out:     _StridedShard({cut.dim}, split_factor={size}) over {outer.axis!r}",
@@ -202,7 +205,7 @@ def _doubts(place: Place) -> list[Doubt]:
         for cut in place.sharding.cuts:
             if cut.axis == name:
                 break
-            if cut.kind is Kind.PLAIN and cut.size > 1 and DATA_AXIS.match(cut.axis or ""):
+            if cut.kind in _CONTIGUOUS and cut.size > 1 and DATA_AXIS.match(cut.axis or ""):
                 outer.setdefault(cut.dim, cut)
         else:
             doubts.append(Doubt(axis, None, None))
@@ -220,7 +223,7 @@ def _findings(
     is_numbered = NUMBERED_EXPERT.search(fqn) is not None
     values: dict[str, Any] = {"axis": name, "size": axis.size, "cut": cut, "outer": outer}
     values["shape"] = placed.place.sharding.global_shape
-    is_plain = cut is not None and cut.kind is Kind.PLAIN
+    is_plain = cut is not None and cut.kind in _CONTIGUOUS
     if is_plain and outer is not None:
         yield _ORDER, values
     if TENSOR_AXIS.match(name):

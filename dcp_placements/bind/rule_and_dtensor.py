@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
 from dcp_placements._torch import Facts, is_dtensor_like, root_mesh
-from dcp_placements.errors import CannotPlace, Fault, PlacementError
+from dcp_placements.errors import CannotPlace, Fault, PlacementError, Uneven
 from dcp_placements.layout.sharding import Chunk, Cut, Kind, Position, Sharding, unknown_kind
 from dcp_placements.names.flat import Path
 from dcp_placements.names.optimizer_state import Dims, ParameterGroups
@@ -264,8 +265,36 @@ def bind(
     if expected != local_shape and not is_empty:
         headline = f"holds a {local_shape} tensor where {expected} was declared"
         own = format_own(shape, mesh, placements)
-        raise _misfit(headline, own, placement, place.sharding, place.positions, place.axes)
+        refusal = _misfit(headline, own, placement, place.sharding, place.positions, place.axes)
+        refusal.uneven = _uneven(place, expected, local_shape)
+        raise refusal
     return place
+
+
+def _uneven(place: Place, expected: tuple[int, ...], local_shape: tuple[int, ...]) -> Uneven | None:
+    """Return the piece of a rank along the one dim of another size; None if one cut is not plain.
+
+    Args:
+        place: The place as it is declared.
+        expected: The local shape that it makes.
+        local_shape: The shape of the local tensor.
+    """
+    sizes = enumerate(zip(expected, local_shape, strict=False))
+    differing = [dim for dim, (size, held) in sizes if size != held]
+    if len(expected) != len(local_shape) or len(differing) != 1:
+        return None
+    (dim,) = differing
+    cuts = zip(place.sharding.cuts, place.positions, strict=True)
+    cutting = [(cut, position) for cut, position in cuts if cut.dim == dim and cut.size > 1]
+    if len(cutting) != 1:
+        return None
+    ((cut, position),) = cutting
+    if cut.kind is not Kind.PLAIN or cut.axis is None or not isinstance(position, int):
+        return None
+    step = -(-place.sharding.cut_shape[dim] // cut.size)
+    ends = [min(n * step, place.sharding.cut_shape[dim]) for n in range(cut.size + 1)]
+    plain = tuple([stop - start for start, stop in pairwise(ends)])
+    return Uneven(cut.axis, dim, position, local_shape[dim], plain)
 
 
 def declared_place(
@@ -314,9 +343,17 @@ def declared_place(
     if placement is not None and placement.global_shape is not None:
         whole, padded = list(placement.global_shape), placement.padded_shape
     elif not is_whole:
-        for cut, _, own_axis in ruled:
-            if own_axis not in replaced:
-                whole[cut.dim] *= cut.size
+        stated: set[int] = set()  # the dims whose size a ragged cut states, whatever this rank has
+        for number, (cut, _, own_axis) in enumerate(ruled):
+            if own_axis in replaced or cut.dim in stated:
+                continue  # the shape of the DTensor, or the sum, is of all ranks along the axis
+            whole[cut.dim] *= cut.size
+            if cut.kind is Kind.RAGGED and isinstance(cut.parts, tuple):
+                before = [
+                    by_rule.cut.size for by_rule in ruled[:number] if by_rule.cut.dim == cut.dim
+                ]
+                whole[cut.dim] = sum(cut.parts) * prod(before)
+                stated.add(cut.dim)
     kept = _without(own_cuts, replaced) if replaced else own_cuts
     cuts = [*[by_rule.cut for by_rule in ruled], *kept.values()]
     positions = *[by_rule.position for by_rule in ruled], *[own_axes[i].position for i in kept]
@@ -426,7 +463,7 @@ def _is_finer(cut: Cut, own_cut: Cut, entry: Any) -> bool:
         CannotPlace: The two contradict each other.
     """
     match cut.kind:
-        case Kind.FUSED:
+        case Kind.FUSED | Kind.RAGGED:
             fits, is_finer = cut.dim == own_cut.dim, True
         case Kind.PLAIN | Kind.STRIDED:
             fits, is_finer = cut.dim == own_cut.dim, False
@@ -537,8 +574,9 @@ def _misfit(
         "likely:      a wrong global_shape= (padded_shape=) or parts= of FusedShard, which are of "
         "the whole over all axes; or shards that torch.chunk would not make, "
         "by DTensor.from_local()",
-        "way out:     correct these in the rule; or IndexShard(dim, rows) with global_shape= there "
-        "says which rows this rank holds",
+        "way out:     correct these in the rule; where the ranks have uneven pieces, "
+        "RaggedShard(dim, sizes) with the size of each rank along the axis; or IndexShard(dim, "
+        "rows) with global_shape=, which lists the rows of this rank",
         where=(f"coordinate:  ({', '.join(f'{axis}={axis.position}' for axis in axes)})",),
     )
 

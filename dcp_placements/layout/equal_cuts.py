@@ -7,7 +7,8 @@ compared.
 
 An axis may have another size on each side: equal declarations cut equally for any size. So an axis
 of size 1 counts where a rule declares it, and it cuts on the other side; one that no rule declares
-is left alone.
+is left alone. For the same reason a ragged cut equals a plain one: the pieces of both follow each
+other in the order of the ranks, and where they end is no more than another topology.
 
 The parts of a fused tensor may be tensors of their own on one side; their cuts follow from those of
 the fused tensor. ``up``, the second half of a tensor of 8 rows, is cut so::
@@ -54,7 +55,7 @@ class Difference(NamedTuple):
 
 
 def canonical(cuts: Sequence[Cut]) -> list[Cut]:
-    """Return the cuts of one dim as plain, fused and listed ones.
+    """Return the cuts of one dim as plain, ragged, fused and listed ones.
 
     ``_StridedShard(dim, split_factor=k)`` before plain cuts into ``k`` equal shards is a plain cut
     after them, and after the axes of size 1 that follow. Otherwise it is a fused cut of ``k``
@@ -84,7 +85,7 @@ def canonical(cuts: Sequence[Cut]) -> list[Cut]:
             case Kind.FUSED:
                 if cut.parts == 1 or (isinstance(cut.parts, tuple) and len(cut.parts) == 1):
                     cut = cut._replace(kind=Kind.PLAIN, parts=1)
-            case Kind.PLAIN | Kind.LISTED:
+            case Kind.PLAIN | Kind.RAGGED | Kind.LISTED:
                 pass
             case _:
                 raise unknown_kind(cut.kind)
@@ -103,7 +104,8 @@ def cuts_of_part(cuts: Sequence[Cut], size: int) -> list[Cut]:
         FusedShard(0, (6, 4, 6))   [0:6] [6:10] [10:16]        not known: [6:10] is of both
 
     A plain cut that leaves groups whole cuts every part plainly: of q in four groups [q, k, v] over
-    two ranks, each rank has two. Any other plain cut is not known: ``up`` is on one of two ranks.
+    two ranks, each rank has two. Any other plain cut, and any ragged one, is not known: ``up`` is
+    on one of two ranks.
 
     Args:
         cuts: The cuts of one dim, in their canonical form, with ``Cut.of``.
@@ -132,6 +134,8 @@ def cuts_of_part(cuts: Sequence[Cut], size: int) -> list[Cut]:
                 if groups % cut.size:
                     return result
                 groups //= cut.size
+            case Kind.RAGGED:
+                return result
             case Kind.STRIDED | Kind.LISTED:
                 raise CannotPlace(f"how {cut} cuts the parts of a fused tensor is not known")
             case _:
@@ -221,6 +225,8 @@ def _parts(cut: Cut) -> int | tuple[int, ...]:
     match cut.kind:
         case Kind.PLAIN | Kind.FUSED:
             return cut.parts
+        case Kind.RAGGED:
+            return 1  # one part, as of a plain cut
         case Kind.STRIDED | Kind.LISTED:
             raise CannotPlace(f"{cut} is compared by the rows of its ranks, not as a declaration")
         case _:

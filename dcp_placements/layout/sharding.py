@@ -70,6 +70,8 @@ class Kind(StrEnum):
     """Several logical tensors are joined along the dim, and each is cut on its own."""
     STRIDED = "strided"
     """Each of the pieces that later cuts make is cut on its own (torch's ``_StridedShard``)."""
+    RAGGED = "ragged"
+    """Into contiguous pieces of declared sizes, one per rank of the axis."""
     LISTED = "rows"
     """Each rank lists the rows that it holds."""
 
@@ -116,7 +118,8 @@ class Cut(NamedTuple):
         size: Number of ranks along it.
         kind: How it cuts.
         parts: The parts inside of which a fused or strided cut cuts: their number (split as by
-            ``torch.chunk``) or their sizes. 1 for any other kind.
+            ``torch.chunk``) or their sizes. The sizes of the pieces of a ragged cut, one per rank
+            of the axis. 1 for any other kind.
         of: The part of the fused tensor that this tensor is, where the cut is that of the fused
             tensor; else None.
         by_rule: Whether a rule declares it. A rule may be wrong; a DTensor's own cut is not.
@@ -141,6 +144,8 @@ class Cut(NamedTuple):
                 return f"FusedShard({dim}, {self.parts})"
             case Kind.STRIDED:
                 return f"_StridedShard({dim}, split_factor={self.parts})"
+            case Kind.RAGGED:
+                return f"RaggedShard({dim}, {self.parts})"
             case Kind.LISTED:
                 rows = "one tensor per row" if self.dim < 0 else f"rows of dim {self.dim}"
                 return f"{rows}, each rank its own"
@@ -258,6 +263,9 @@ def cut_intervals(intervals: Intervals, cut: Cut, position: Position) -> Interva
         parts=2                     rows 3 4 8 9
         parts=(6, 2, 2)             rows 3 4 5 7 9
 
+    A ragged cut splits into pieces of ``parts`` rows, of which one position has one: ``(6, 4)``
+    leaves rows 6 7 8 9 there.
+
     Listed rows stand in the order of the list. Each stays an interval of its own, so that a row has
     the same box on every rank that holds it, whichever rows are adjacent.
 
@@ -268,8 +276,8 @@ def cut_intervals(intervals: Intervals, cut: Cut, position: Position) -> Interva
     ((4, 6), (12, 14))
 
     Raises:
-        CannotPlace: The sizes of the parts do not add up to the number of rows, or a listed row is
-            beyond them.
+        CannotPlace: The sizes of the parts or pieces do not add up to the number of rows, pieces
+            are not as many as ranks, or a listed row is beyond the rows.
     """
     total = sum([stop - start for start, stop in intervals])
     ranges: list[Interval] = []  # what is kept, in rows of the concatenated intervals
@@ -281,6 +289,17 @@ def cut_intervals(intervals: Intervals, cut: Cut, position: Position) -> Interva
                     headline = f"index {index} of IndexShard is outside the {total} rows of its dim"
                     raise CannotPlace(headline)
                 ranges.append((index, index + 1))
+        case Kind.RAGGED:
+            assert isinstance(position, int)
+            assert isinstance(cut.parts, tuple)
+            check_pieces(cut.parts, cut.axis, cut.size)
+            if sum(cut.parts) != total:
+                raise CannotPlace(
+                    f"the sizes {cut.parts} of RaggedShard add up to {sum(cut.parts)}, but {total} "
+                    "rows are being cut there"
+                )
+            first = sum(cut.parts[:position])
+            ranges.append((first, first + cut.parts[position]))
         case Kind.PLAIN | Kind.FUSED | Kind.STRIDED:
             assert isinstance(position, int)
             first = 0
@@ -305,6 +324,21 @@ def cut_intervals(intervals: Intervals, cut: Cut, position: Position) -> Interva
     return tuple(kept)
 
 
+def check_pieces(sizes: tuple[int, ...], axis: str | None, count: int) -> None:
+    """Refuse the sizes of pieces that are not one per rank of an axis.
+
+    Raises:
+        CannotPlace: There are more sizes, or fewer, than the ``count`` ranks.
+    """
+    if len(sizes) != count:
+        over = "its axis" if axis is None else f"axis {axis!r}"
+        raise CannotPlace(
+            f"RaggedShard has {len(sizes)} sizes, {sizes}, but {over} has "
+            f"{count} {'rank' if count == 1 else 'ranks'}",
+            "way out:     a size for each rank of the axis, in their order; 0 where it has no rows",
+        )
+
+
 def part_sizes(parts: int | tuple[int, ...], total: int) -> list[int]:
     """Return the sizes of the parts of ``total`` rows; parts without a row at the end are left out.
 
@@ -319,6 +353,12 @@ def part_sizes(parts: int | tuple[int, ...], total: int) -> list[int]:
             f"parts {parts} add up to {sum(parts)}, but {total} rows are being cut there"
         )
     return list(parts)
+
+
+def declared_sizes(cuts: Sequence[Cut]) -> str | None:
+    """Return the ragged cuts as text, whose sizes all ranks have to agree on; None without any."""
+    ragged = [cut for cut in cuts if cut.kind is Kind.RAGGED]
+    return format_cuts(ragged) if ragged else None
 
 
 def format_cuts(cuts: Sequence[Cut]) -> str:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint import TensorStorageMetadata
 from dcp_placements._torch import global_rank
 from dcp_placements.errors import Fault
 from dcp_placements.layout.boxes import Boxes, as_array, format_box, tile, uncovered
-from dcp_placements.layout.sharding import Box, format_cuts
+from dcp_placements.layout.sharding import Box, declared_sizes, format_cuts
 from dcp_placements.load.missing import ON_PURPOSE, Asked, Policy
 from dcp_placements.names.numbers import Family, Numberings, numbers_of
 from dcp_placements.names.optimizer_state import OptimizerStates
@@ -324,6 +324,23 @@ class AllAsked:
         fqns = [fqn for fqn in piece.fqns if not self.policy.excuses(fqn)]
         return [Fault(fqn, headline, (padded, out)) for fqn in fqns]
 
+    def _size_faults(self, piece: Piece) -> list[Fault]:
+        """Return the keys of a piece of whose pieces ranks declare different sizes."""
+        ranks_of: dict[str, list[int]] = {}
+        for source in piece.sources:
+            if (text := declared_sizes(source.group.cuts)) is not None:
+                ranks_of.setdefault(text, []).extend(self.world.members[source.table].tolist())
+        if len(ranks_of) < 2:
+            return []
+        shown = [
+            f"{text} on {format_ranks([self.ranks[position] for position in positions])}"
+            for text, positions in ranks_of.items()
+        ]
+        headline = f"the ranks do not agree on the sizes of its pieces: {'; '.join(shown[:4])}"
+        way_out = "way out:     the same sizes= on all ranks, one per rank of the axis"
+        fqns = [fqn for fqn in piece.fqns if not self.policy.excuses(fqn)]
+        return [Fault(fqn, headline, (way_out,)) for fqn in fqns]
+
     def _box_faults(self, piece: Piece) -> list[Fault]:
         """Return the keys of a piece of which ranks ask for the same boxes, and none for others.
 
@@ -335,6 +352,8 @@ class AllAsked:
         # Of shapes that differ there is another fault.
         if group is None or len({group.shape for group in groups}) > 1:
             return []
+        if len({group.cuts for group in groups}) > 1 and (faults := self._size_faults(piece)):
+            return faults
         if not len(piece.ranks) and group.padded_shape is not None:
             return self._padding_faults(piece, group)
         cover = piece.cover

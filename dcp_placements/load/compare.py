@@ -188,7 +188,10 @@ def _differences_by_rule(
     for axis, cut in saved.items():
         if cut.kind is Kind.LISTED and axis in loaded:
             plain = cut._replace(kind=Kind.PLAIN, by_rule=loaded[axis].by_rule)
-            if loaded[axis] == plain and not is_stacked:
+            now = loaded[axis]
+            if now.kind is Kind.RAGGED:
+                now = now._replace(kind=Kind.PLAIN, parts=1)
+            if now == plain and not is_stacked:
                 # The rows of which a tensor is one are a dim of the stack, not of the tensor.
                 dim = cut.dim if cut.dim >= 0 else "dim"
                 rows = f"IndexShard({dim}, this rank's rows)"
@@ -218,6 +221,9 @@ def _dim_differences(
         axes = [str(cut.axis) for cut in before]
         if len(axes) == 1:
             placement = f'{{"{axes[0]}": {before[0].placement}}}'
+            if before[0].kind is Kind.RAGGED:  # these sizes are those of the save's ranks
+                plain = before[0]._replace(kind=Kind.PLAIN, parts=1).placement
+                placement = f'{{"{axes[0]}": {plain}}}, or RaggedShard with the sizes of its ranks,'
             way_out = f"{placement} in the rules of this load, as it was saved"
             if before[0].size != now[0].size:
                 way_out += f", where the save was right for any size of {axes[0]!r}"

@@ -1,6 +1,6 @@
 """The declaration of one tensor: the checkpoint mesh, and one placement per axis.
 
-``Shard``, ``Replicate`` and ``_StridedShard`` are torch's own; the two placements that torch does
+``Shard``, ``Replicate`` and ``_StridedShard`` are torch's own; the placements that torch does
 not have are defined here. Torch's are recognised by the names of their classes, so that a
 declaration needs no process group and no import of torch. A class of another library may hold
 other rows than its attributes say, so ``kind_of`` refuses it.
@@ -14,12 +14,12 @@ from numbers import Integral
 from typing import Any
 
 from dcp_placements.errors import PlacementError
-from dcp_placements.layout.sharding import Cut, Kind, unknown_kind
+from dcp_placements.layout.sharding import Cut, Kind, check_pieces, unknown_kind
 from dcp_placements.rules.mesh import Mesh, format_mesh, mesh_state
 
 
 def row_numbers(name: str, values: Any) -> tuple[int, ...]:
-    """Return the row numbers that are the value of an argument, in their order.
+    """Return the numbers of rows that are the value of an argument, in their order.
 
     Raises:
         PlacementError: They are no integers, or have no order, as the elements of a set.
@@ -67,11 +67,42 @@ class FusedShard:
 
 
 @dataclass(frozen=True, slots=True)
+class RaggedShard:
+    """A shard of contiguous pieces of any sizes, one per rank of the axis.
+
+    Ten rows of which the first of four ranks has five, and the third none, are
+    ``RaggedShard(0, (5, 3, 0, 2))``; a tensor of the first rank alone is
+    ``RaggedShard(0, (10, 0, 0, 0))``. All ranks declare the same sizes. Where the tensor's own
+    DTensor shards the axis on the same dim, the sizes count: they are more exact.
+
+    Attributes:
+        dim: The tensor dim; negative counts from the end.
+        sizes: Rows of each rank along the axis, in their order, which must add up to the size of
+            the dim that is split. They say it of a plain tensor, so that ``global_shape`` is not
+            needed for it.
+
+    Raises:
+        PlacementError: There is no size, or a size is negative.
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", row_numbers("sizes", self.sizes))
+        if not self.sizes or min(self.sizes) < 0:
+            raise PlacementError(
+                f"RaggedShard needs a size from 0 up for each rank of its axis, not {self.sizes}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class IndexShard:
     """This rank holds just these rows of a dim, in this order (expert maps, EPLB).
 
     Ranks may list any number of rows, and several ranks the same row. The checkpoint placement
-    needs ``global_shape``, because one rank does not have the rows of the others.
+    needs ``global_shape``, because one rank does not have the rows of the others. Each row is a
+    chunk: contiguous pieces are a ``RaggedShard``.
 
     Attributes:
         dim: The tensor dim; negative counts from the end.
@@ -114,7 +145,8 @@ class CheckpointPlacement:
     Raises:
         PlacementError: An axis is unknown and not among ``absent``, the count of placements is
             wrong, a dim is out of range, a value is no placement, an ``IndexShard`` lacks
-            ``global_shape``, or the shapes contradict each other.
+            ``global_shape``, a ``RaggedShard`` has not a size per rank, or the shapes contradict
+            each other.
     """
 
     mesh: Mesh = field(compare=False)
@@ -192,6 +224,7 @@ class CheckpointPlacement:
 _SPLITTING = {
     ("dcp_placements", "FusedShard"): Kind.FUSED,
     ("dcp_placements", "IndexShard"): Kind.LISTED,
+    ("dcp_placements", "RaggedShard"): Kind.RAGGED,
     ("torch", "Shard"): Kind.PLAIN,
     ("torch", "_StridedShard"): Kind.STRIDED,
 }
@@ -210,15 +243,16 @@ def kind_of(placement: Any) -> Kind | None:
         return kind
     if isinstance(placement, type) or not hasattr(placement, "is_replicate"):
         raise PlacementError(
-            f"{placement!r} is no placement: use Shard(dim), Replicate(), FusedShard or IndexShard"
+            f"{placement!r} is no placement: use Shard(dim), Replicate(), FusedShard, RaggedShard "
+            "or IndexShard"
         )
     if placement.is_replicate() or placement.is_partial():
         return None
     raise PlacementError(
         f"{placement!r} is a {cls.__module__}.{cls.__qualname__}: which rows its ranks hold is not "
         "known\n"
-        "    way out:     Shard, _StridedShard or FusedShard where the rows are the same; "
-        "IndexShard with global_shape= lists the rows of this rank"
+        "    way out:     Shard, _StridedShard, FusedShard or RaggedShard where the rows are the "
+        "same; IndexShard with global_shape= lists the rows of this rank"
     )
 
 
@@ -258,6 +292,8 @@ def cut_of(placement: Any, ndim: int, axis: str | None, size: int) -> Cut:
             return cut
         case Kind.FUSED:
             return cut._replace(parts=placement.parts)
+        case Kind.RAGGED:
+            return cut._replace(parts=placement.sizes)
         case Kind.STRIDED:
             return cut._replace(parts=int(placement.split_factor))
         case _:
@@ -296,7 +332,7 @@ def moved_placements(
                 moved.append(type(entry)(dim))
             case Kind.STRIDED:
                 moved.append(type(entry)(dim, split_factor=entry.split_factor))
-            case Kind.FUSED | Kind.LISTED:
+            case Kind.FUSED | Kind.RAGGED | Kind.LISTED:
                 moved.append(replace(entry, dim=dim))
             case _:
                 raise unknown_kind(kind)
@@ -312,10 +348,10 @@ def format_placement(placement: Any) -> str:
         case Kind.PLAIN:
             option = ""
         case Kind.FUSED:
-            option = f", {placement.parts}"
-            if not isinstance(placement.parts, int) and len(placement.parts) > 8:
-                sizes = ", ".join(map(str, placement.parts[:8]))
-                option = f", ({sizes}, ... ({len(placement.parts)} parts))"
+            parts = placement.parts
+            option = f", {parts if isinstance(parts, int) else _format_sizes(parts, 'parts')}"
+        case Kind.RAGGED:
+            option = f", {_format_sizes(placement.sizes, 'sizes')}"
         case Kind.STRIDED:
             option = f", split_factor={placement.split_factor}"
         case Kind.LISTED:
@@ -324,6 +360,13 @@ def format_placement(placement: Any) -> str:
         case _:
             raise unknown_kind(kind)
     return f"{type(placement).__name__}({placement.dim}{option})"
+
+
+def _format_sizes(sizes: tuple[int, ...], noun: str) -> str:
+    """Return a tuple as text, the first eight of many sizes."""
+    if len(sizes) <= 8:
+        return str(sizes)
+    return f"({', '.join(map(str, sizes[:8]))}, ... ({len(sizes)} {noun}))"
 
 
 def format_placements(placements: Sequence[Any]) -> str:
@@ -389,7 +432,10 @@ def _one_per_axis(mesh: Mesh, placements: Sequence[Any] | Mapping[str, Any]) -> 
             f"mesh {format_mesh(mesh)} has {len(sizes)} axes and needs as many placements, but got "
             f"{len(given)}: {given}"
         )
-    for placement in given:
+    for number, placement in enumerate(given):
+        if kind_of(placement) is Kind.RAGGED:
+            axis = None if names is None else names[number]
+            check_pieces(placement.sizes, axis, sizes[number])
         if kind_of(placement) is None and placement.is_partial():
             raise PlacementError(
                 f"{placement!r} cannot be checkpointed: reduce the tensor first (redistribute to "

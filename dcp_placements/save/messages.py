@@ -25,9 +25,9 @@ import numpy as np
 
 from dcp_placements.bind.lint import TENSOR_AXIS
 from dcp_placements.bind.rule_and_dtensor import Placed
-from dcp_placements.errors import Fault
+from dcp_placements.errors import Fault, uneven_line
 from dcp_placements.layout.boxes import as_boxes, format_box, format_boxes, uncovered
-from dcp_placements.layout.sharding import Box, Chunk, format_cuts
+from dcp_placements.layout.sharding import Box, Chunk, Kind, format_cuts
 from dcp_placements.names.optimizer_state import FLATTEN, OptimizerStates, is_by_position
 from dcp_placements.report import SaveReport
 from dcp_placements.short_text import format_count, format_nbytes
@@ -125,7 +125,12 @@ def proof_faults(finding: Unlike | Broken | Doubled, world: World, holders: Hold
             assert_never(finding)
 
 
-_ASPECTS = {"kind": "what it is", "shape": "the shape of the whole tensor", "dtype": "its dtype"}
+_ASPECTS = {
+    "kind": "what it is",
+    "sizes": "the sizes of its pieces",
+    "shape": "the shape of the whole tensor",
+    "dtype": "its dtype",
+}
 
 
 def _unlike_faults(finding: Unlike, world: World, holders: Holders) -> list[Fault]:
@@ -142,6 +147,8 @@ def _unlike_faults(finding: Unlike, world: World, holders: Holders) -> list[Faul
             "way out:     global_shape= in the rule, or shape= and stride= of from_local(); "
             "the same rules on all ranks; a name of its own (rename=) for each tensor",
         ]
+        if (line := _uneven_line(piece)) is not None:
+            details.insert(1, line)
         shapes = [source.group.shape for source in piece.sources]
         if len(set(map(len, shapes))) == 1:
             largest = tuple(map(max, zip(*shapes, strict=True)))
@@ -151,6 +158,37 @@ def _unlike_faults(finding: Unlike, world: World, holders: Holders) -> list[Faul
     values = "; ".join(shown[:_MOST_SHOWN]) + ("; ..." if len(shown) > _MOST_SHOWN else "")
     headline = f"the {holders.noun}s do not agree on {_ASPECTS[what]}: {values}"
     return _of_keys(world, piece, headline, details)
+
+
+def _uneven_line(piece: Piece) -> str | None:
+    """Return the line for holders that declare equal pieces, and have uneven ones.
+
+    Each infers a whole of as many pieces as its own, where its boxes tell its position: two ranks
+    with three and five of eight rows have the boxes ``[0:3]`` of 6 rows and ``[5:10]`` of 10.
+
+    Returns:
+        None where the holders declare more than that, or do not have all pieces.
+    """
+    groups = [source.group for source in piece.sources]
+    shapes = [group.shape for group in groups]
+    if len({group.cuts for group in groups}) > 1 or len(set(map(len, shapes))) > 1:
+        return None
+    uneven = [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1]
+    cuts = [cut for cut in groups[0].cuts if uneven == [cut.dim] and cut.by_rule]
+    if len(cuts) != 1 or cuts[0].kind is not Kind.PLAIN or cuts[0].axis is None:
+        return None
+    (cut,) = cuts
+    sizes: dict[int, int] = {}
+    for source in piece.sources:
+        size = source.group.shape[cut.dim] // cut.size
+        for start in source.boxes[:, 0, cut.dim].tolist() if size else ():
+            if sizes.setdefault(start // size, size) != size:
+                return None
+    has_empty = any(0 in shape for shape in shapes)
+    if len(sizes) < cut.size and not has_empty:
+        return None
+    pieces = tuple([sizes.get(position, 0) for position in range(cut.size)])
+    return uneven_line(cuts[0].axis, cut.dim, pieces)
 
 
 def _broken_faults(finding: Broken, world: World, holders: Holders) -> list[Fault]:

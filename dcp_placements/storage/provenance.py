@@ -118,11 +118,16 @@ def cut_of_plain(
             is_possible = isinstance(inside, int)
         case Kind.FUSED:
             is_possible = inside != ()
+        case Kind.RAGGED:  # of which a piece may have no rows
+            is_possible = isinstance(inside, tuple) and len(inside) == size
         case _:
             raise unknown_kind(cut.kind)
     number, sizes, groups = part or (0, (1,), 1)
     counts = [inside] if isinstance(inside, int) else [*inside]
-    is_possible &= len(counts) > 1 or counts <= [_MOST_PARTS]
+    if isinstance(inside, int):
+        is_possible &= inside <= _MOST_PARTS
+    elif cut.kind is Kind.RAGGED:
+        counts = [count or 1 for count in counts]
     for count in (*counts, size, dim + 2, *sizes, number + 1, groups):
         is_possible &= type(count) is int and 1 <= count <= _LARGEST
     if not is_possible or number >= len(sizes):

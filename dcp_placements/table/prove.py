@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dcp_placements.layout.boxes import Flaw, Ints, apart, flaws, tile
-from dcp_placements.layout.sharding import Box
+from dcp_placements.layout.sharding import Box, declared_sizes
 from dcp_placements.table.digests import Digests, differing, may_have_replicas
 from dcp_placements.table.table import OBJECT, Group
 from dcp_placements.table.world import Piece, World
@@ -84,10 +84,11 @@ Finding = Unlike | Broken | Doubled | Compared
 
 ASPECTS: dict[str, Callable[[Group], Hashable]] = {
     "kind": lambda group: "another object" if group.kind == OBJECT else "a tensor",
+    "sizes": lambda group: declared_sizes(group.cuts),
     "shape": lambda group: group.shape,
     "dtype": lambda group: group.dtype,
 }
-"""What all holders of a key must agree on."""
+"""What all holders of a key must agree on; None is that of a holder that says nothing of it."""
 
 
 def prove(
@@ -110,7 +111,9 @@ def prove(
     """
     for piece in world.pieces:
         groups = [source.group for source in piece.sources]
-        if len({(group.kind == OBJECT, group.shape, group.dtype) for group in groups}) > 1:
+        traits = {(group.kind == OBJECT, group.shape, group.dtype) for group in groups}
+        cuts = {group.cuts for group in groups}
+        if len(traits) > 1 or (len(cuts) > 1 and len({*map(declared_sizes, cuts)} - {None}) > 1):
             yield _unlike(world, piece)
             continue
         cover, shape = piece.cover, piece.group.shape
@@ -136,7 +139,9 @@ def _unlike(world: World, piece: Piece) -> Unlike:
     for what, aspect in ASPECTS.items():
         holders: dict[Hashable, list[Ints]] = {}
         for source in piece.sources:
-            holders.setdefault(aspect(source.group), []).append(world.members[source.table])
+            value = aspect(source.group)
+            if value is not None:
+                holders.setdefault(value, []).append(world.members[source.table])
         if len(holders) > 1:
             return Unlike(piece, what, {value: np.concatenate(of) for value, of in holders.items()})
     raise AssertionError("the holders agree on all of it")

@@ -16,8 +16,14 @@ from hypothesis import strategies as st
 from strategies import examples
 
 from dcp_placements.errors import CannotPlace
-from dcp_placements.layout.equal_cuts import canonical, cuts_of_part, differences, same_parts
-from dcp_placements.layout.sharding import Cut, FusedPart, Kind
+from dcp_placements.layout.equal_cuts import (
+    Difference,
+    canonical,
+    cuts_of_part,
+    differences,
+    same_parts,
+)
+from dcp_placements.layout.sharding import Cut, FusedPart, Kind, Sharding
 
 AXES = ("a", "b", "c")
 PARTS = (2, 4, (1, 3), (3, 1), (2, 1, 1), (1, 1), (2, 2))
@@ -218,6 +224,42 @@ def test_parts_are_compared_without_padding(
     one: Any, other: Any, size: int, expected: bool
 ) -> None:
     assert same_parts(one, other, size) == same_parts(other, one, size) == expected
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (16, 0), (3, 13)])
+@pytest.mark.parametrize("other", [Cut(0, "a", 4), Cut(0, "a", 2, Kind.RAGGED, (0, 16))])
+def test_a_ragged_cut_is_a_plain_one_whose_pieces_end_elsewhere(
+    sizes: tuple[int, int], other: Cut
+) -> None:
+    """Rank after rank, both have the rows in their order; a cut of parts has not."""
+    cut = Cut(0, "a", 2, Kind.RAGGED, sizes, by_rule=True)
+    fused = Cut(0, "a", 2, Kind.FUSED, (8, 8), by_rule=True)
+    inside = Cut(0, "b", 2, by_rule=True)
+    assert canonical([cut, inside]) == [cut, inside]
+    assert not list(differences([cut], [other._replace(by_rule=True)], 16))
+    assert list(differences([cut], [fused], 16)) == [Difference((cut,), (fused,))]
+    assert list(differences([cut, inside], [inside, cut], 16))
+    orders = [
+        [Sharding((16,), (each,)).dim_at(0, [n]) for n in range(each.size)]
+        for each in (cut, other, fused)
+    ]
+    in_order = [
+        [row for held in of for start, stop in held for row in range(start, stop)]
+        == list(range(16))
+        for of in orders
+    ]
+    assert in_order == [True, True, False]
+
+
+def test_a_strided_cut_before_a_ragged_one_is_a_cut_of_parts() -> None:
+    ragged = Cut(0, "tp", 2, Kind.RAGGED, (3, 5))
+    strided = Cut(0, "fsdp", 2, Kind.STRIDED, 2)
+    assert canonical([strided, ragged]) == [strided._replace(kind=Kind.FUSED), ragged]
+
+
+def test_which_rows_a_ragged_cut_leaves_of_a_part_is_not_known() -> None:
+    up = FusedPart(1, (1, 1), 1)
+    assert cuts_of_part([Cut(0, "tp", 2, Kind.RAGGED, (3, 5), up)], 4) == []
 
 
 class NewKind(StrEnum):

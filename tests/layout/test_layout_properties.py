@@ -19,7 +19,7 @@ from strategies import (
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dcp_placements import CheckpointPlacement, FusedShard
+from dcp_placements import CheckpointPlacement, FusedShard, RaggedShard
 from dcp_placements.bind.rule_and_dtensor import Place, bind
 from dcp_placements.layout.sharding import Chunk, Cut, Kind, Sharding
 from dcp_placements.testing import FakeMesh, cut
@@ -33,6 +33,8 @@ def layout_of(case: Case, coordinate: Sequence[int]) -> tuple[tuple[int, ...], t
             continue
         if isinstance(placement, FusedShard):
             cuts.append(Cut(placement.dim, None, size, Kind.FUSED, placement.parts))
+        elif isinstance(placement, RaggedShard):
+            cuts.append(Cut(placement.dim, None, size, Kind.RAGGED, placement.sizes))
         elif isinstance(placement, Shard):
             cuts.append(Cut(placement.dim, None, size))
         else:

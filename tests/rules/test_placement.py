@@ -16,6 +16,7 @@ from dcp_placements import (
     IndexShard,
     MeshCoordinate,
     PlacementError,
+    RaggedShard,
 )
 from dcp_placements.testing import FakeMesh
 
@@ -87,7 +88,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     *((on_mesh({"ep": what}), f"{what!r} is no placement") for what in ("Shard(0)", 0, None)),
     *(
         (on_mesh({"ep": kind}), f"{kind!r} is no placement")
-        for kind in (Shard, Replicate, FusedShard, IndexShard)
+        for kind in (Shard, Replicate, FusedShard, IndexShard, RaggedShard)
     ),
     (on_mesh({"ep": Partial()}), "redistribute"),
     (on_mesh(BY_EP, padded_shape=(8, 3)), "padded_shape=(8, 3) needs global_shape"),
@@ -103,6 +104,11 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (on_mesh({"ep": IndexShard(0, (1, 2))}), "needs global_shape="),
     *((lambda n=n: FusedShard(0, n), f"not {n}") for n in (0, -1, (), (3, 0), (4, -1))),
     (lambda: IndexShard(0, (3, -2)), "not -2"),
+    *((lambda n=n: RaggedShard(0, n), f"not {n}") for n in ((), (3, -2), (-1,))),
+    *(
+        (on_mesh({"ep": RaggedShard(0, n)}), f"{len(n)} sizes, {n}, but axis 'ep' has 4 ranks")
+        for n in ((3,), (3, 0, 1), (1, 2, 3, 4, 5))
+    ),
 ]
 
 
@@ -119,6 +125,7 @@ def test_what_cannot_be_meant_is_refused(make: Callable[[], Any], message: str) 
         FusedShard(0, 2),
         FusedShard(-1, (4, 1, 1)),
         IndexShard(0, (3, 1)),
+        RaggedShard(-1, (3, 0, 1)),
         MESH,
         CheckpointPlacement(MESH, {"ep": FusedShard(0, 2)}),
         CheckpointPlacement(MESH, {"edp": Shard(1)}, global_shape=(5, 3), padded_shape=(8, 3)),

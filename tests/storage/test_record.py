@@ -21,11 +21,14 @@ from dcp_placements import (
     FusedShard,
     PlacementRules,
 )
+from dcp_placements.layout.sharding import Cut, FusedPart, Kind
 from dcp_placements.storage.provenance import (
     SaveRecord,
+    cut_of_plain,
     doubts_of,
     packed_doubts,
     packed_record,
+    plain_of_cut,
     provenance_of,
     record_of,
 )
@@ -90,6 +93,21 @@ def test_nothing_is_kept_of_a_key_that_ranks_declare_in_several_ways(tmp_path: P
     assert saved_record(tmp_path).cuts("w") == ()
 
 
+@pytest.mark.parametrize(
+    "cut",
+    [
+        Cut(0, "ep", 3, Kind.RAGGED, (5, 0, 3)),
+        Cut(1, None, 1, Kind.RAGGED, (5_000_000,)),
+        Cut(0, "tp", 2, Kind.FUSED, (5_000_000,)),
+        Cut(0, "tp", 2, Kind.RAGGED, (0, 0), FusedPart(1, (1, 2), 2), by_rule=True),
+    ],
+    ids=str,
+)
+def test_a_cut_is_the_same_when_it_is_read(cut: Cut) -> None:
+    plain = pickle.loads(pickle.dumps(plain_of_cut(cut)))
+    assert cut_of_plain(*plain) == cut
+
+
 IMPOSSIBLE = {
     "no ranks": ("ep", 0, 0, "plain", 1),
     "a dim before the rows": ("ep", 2, -2, "plain", 1),
@@ -100,6 +118,10 @@ IMPOSSIBLE = {
     "a part without rows": ("ep", 2, 0, "fused", (8, 0)),
     "more parts than there are": ("ep", 2, 0, "fused", 10**9),
     "many parts of rows": ("ep", 2, -1, "fused", 10**9, False, (0, (1, 1), 1)),
+    "fewer pieces than ranks": ("ep", 2, 0, "ragged", (8,)),
+    "a number of pieces": ("ep", 2, 0, "ragged", 2),
+    "a piece of less than no rows": ("ep", 2, 0, "ragged", (9, -1)),
+    "a piece that no tensor has": ("ep", 2, 0, "ragged", (8, 1 << 40)),
     "strided sizes": ("ep", 2, 0, "strided", (4, 4)),
     "strided by nothing": ("ep", 2, 0, "strided", 0),
     "a size that no mesh has": ("ep", 1 << 40, 0, "plain", 1),
