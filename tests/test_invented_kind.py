@@ -228,7 +228,7 @@ def rehearses(path: Path) -> None:
     text = str(rehearsal)
     if not rehearsal.loads:
         raise PlacementError(text)
-    assert sorted(rank.nbytes for rank in rehearsal.ranks) == [48, 48]
+    assert sorted(rank.wanted_nbytes for rank in rehearsal.ranks) == [48, 48]
 
 
 def rehearses_its_save(path: Path) -> None:
