@@ -40,7 +40,7 @@ from dcp_placements._torch import WholeFileLoadPlanner
 from dcp_placements.errors import PlacementError
 from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.save.planner import PlacementSavePlanner
-from dcp_placements.storage.records import check_data
+from dcp_placements.storage.record_writes import check_data
 
 PLANNING = ("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan")
 """The hooks that torch calls once in a save or load, each of which has to reach ours."""

@@ -21,13 +21,13 @@ from dcp_placements.advice.proposal import (
     one_error,
     plain_plan,
 )
-from dcp_placements.bind.lint import EXPERT_AXIS
 from dcp_placements.errors import (
     Fault,
     PlacementError,
     format_faults,
 )
 from dcp_placements.layout.boxes import Shape
+from dcp_placements.names.known_names import EXPERT_AXIS
 from dcp_placements.placements import Placements
 from dcp_placements.report import SaveReport
 from dcp_placements.rules.named_axes import NamedAxes, NamedAxis

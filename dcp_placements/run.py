@@ -28,8 +28,8 @@ from dcp_placements.errors import PlacementError
 from dcp_placements.installation import Serving
 from dcp_placements.placements import Placements
 from dcp_placements.program_meshes import ProgramMeshes
+from dcp_placements.program_watch import Watch
 from dcp_placements.short_text import format_error
-from dcp_placements.watching import Watch
 
 Declare = Callable[[ProgramMeshes], Any]
 """A function of the user's, which returns the ``Placements`` of this rank."""

@@ -47,7 +47,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
 from dcp_placements.layout.boxes import as_boxes
 from dcp_placements.layout.sharding import Box
-from dcp_placements.save.coordinator import LocalPlan
+from dcp_placements.save.local_plan import LocalPlan
 from dcp_placements.table import digests
 from dcp_placements.table.table import Group, Held, Holding, Table, packed_ints, unpacked_ints
 

@@ -73,7 +73,7 @@ from dcp_placements.save.coordinator import tensor_properties
 from dcp_placements.storage.index import locations_of
 from dcp_placements.storage.save_ids import writer_of
 from dcp_placements.storage.torch_metadata import StoredLocation
-from dcp_placements.storage.written import WriteResults
+from dcp_placements.storage.write_results import WriteResults
 
 RECORD_NBYTES = 1200
 """What a record has besides its elements."""

@@ -25,7 +25,9 @@ from torch.distributed.tensor import Shard
 from dcp_placements.advice.block import Fitting, MeshNames, Pieces
 from dcp_placements.advice.facts import FactsOfRanks, OnRanks, TensorFacts, differing_axes
 from dcp_placements.advice.local_numbers import NAME_OF_EXPERTS, PIPELINE_AXIS
-from dcp_placements.bind.lint import (
+from dcp_placements.layout.boxes import Shape
+from dcp_placements.layout.sharding import Sharding
+from dcp_placements.names.known_names import (
     COPIED_BY_NAME,
     DATA_AXIS,
     EXPERT_AXIS,
@@ -33,8 +35,6 @@ from dcp_placements.bind.lint import (
     QKV,
     TENSOR_AXIS,
 )
-from dcp_placements.layout.boxes import Shape
-from dcp_placements.layout.sharding import Sharding
 from dcp_placements.rules.placement import FusedShard, cut_of
 
 _JOINED = re.compile(r"(?:^|[._])(?:w?kv(?:_proj)?(?=\.|$)|w\d_?w\d)")

@@ -26,9 +26,9 @@ from dcp_placements.advice.local_numbers import (
     pattern_of_number,
     with_global_numbers,
 )
-from dcp_placements.bind.lint import TENSOR_AXIS
 from dcp_placements.errors import PlacementError
 from dcp_placements.layout.boxes import Shape
+from dcp_placements.names.known_names import TENSOR_AXIS
 from dcp_placements.names.optimizer_state import followed_dims
 from dcp_placements.names.renames import Renames, number_in
 from dcp_placements.rules.patterns import PlacementRules, compile_pattern, matches_any

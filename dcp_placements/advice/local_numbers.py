@@ -17,7 +17,7 @@ from typing import Any
 
 from dcp_placements.advice.block import Numbered
 from dcp_placements.advice.facts import FactsOfRanks, OnRanks, differing_axes
-from dcp_placements.bind.lint import DATA_AXIS, EXPERT_AXIS, TENSOR_AXIS
+from dcp_placements.names.known_names import DATA_AXIS, EXPERT_AXIS, TENSOR_AXIS
 from dcp_placements.short_text import numbers_in, without_numbers
 
 PIPELINE_AXIS = re.compile(r"^(?:pp|pipe(?:line)?(?:_.*)?|stages?)$")

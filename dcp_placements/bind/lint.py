@@ -18,30 +18,19 @@ import torch
 from dcp_placements.bind.rule_and_dtensor import Place, Placed
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Cut, Kind
+from dcp_placements.names.known_names import (
+    COPIED_BY_NAME,
+    DATA_AXIS,
+    EXPERT_AXIS,
+    EXPERTS,
+    GATE_UP,
+    NAMES_EXPERT,
+    NUMBERED_EXPERT,
+    QKV,
+    TENSOR_AXIS,
+)
 from dcp_placements.rules.mesh import Axis
 from dcp_placements.rules.patterns import matches_any
-
-NUMBERED_EXPERT = re.compile(r"experts\.(?:\d+|[\w.]*(?:weight|bias)\d+)(?:\.|$)")
-"""One tensor per expert: distinct by its number, if names are renamed to global ones."""
-_EXPERTS = re.compile(r"(?:^|\.)(?:local_|routed_|inner_)?experts(?:\.|$)")
-# Megatron's linear_qkv and Megatron Lite's qkv.linear are laid out per query group: not among them.
-QKV = re.compile(
-    r"(?:^|\.)(?:(?:to_)?qkv(?!\.linear)(?:_proj)?|query_key_value|c_attn|[Ww]qkv|W_pack"
-    r"|in_proj(?=_weight|_bias))(?:_weight|_bias)?(?:\.|$)"
-)
-GATE_UP = re.compile(
-    r"(?:^|\.)(?:(?:gate_(?:and_)?up|up_gate)(?:_proj)?|proj_gate_up|linear_fc1"
-    r"|in_proj(?!_weight|_bias)|w1[23]|w1_?w3)(?:_weight|_bias)?(?:\.|$)"
-)
-# Parameters of which every expert-parallel rank has a copy.
-COPIED_BY_NAME = re.compile(
-    r"(?:^|\.)(?:router|gate|(?:self_)?att(?:n|ention)|(?:\w+_)?(?:layer)?norm\d*"
-    r"|shared_experts?|expert_bias)(?:\.|$)"
-)
-_OF_EXPERT = re.compile(r"(?<!shared_)expert(?!_bias)")
-TENSOR_AXIS = re.compile(r"^(?:e?tp|tensor(?:_.*)?|model_parallel)$")
-EXPERT_AXIS = re.compile(r"^(?:ep|expert(?:_parallel|_model_parallel)?)$")
-DATA_AXIS = re.compile(r"^(?:.*fsdp.*|e?dp(?:_.*)?|data(?:_.*)?)$")
 
 _CONTIGUOUS = Kind.PLAIN, Kind.RAGGED
 """Kinds of which a rank has one piece of what is cut."""
@@ -238,7 +227,7 @@ def _findings(
             yield _FUSED, {**values, **_IS_QKV}
         elif GATE_UP.search(fqn) and count not in (None, 2):
             yield _FUSED, {**values, **_IS_GATE_UP}
-    elif _EXPERTS.search(fqn):
+    elif EXPERTS.search(fqn):
         # Rows that no axis shards are those of a stack, whose names are distinct.
         if any(own_cut.axis is None for own_cut in placed.place.sharding.cuts):
             return
@@ -256,7 +245,7 @@ def _findings(
     elif (
         cut is not None
         and placed.rule
-        and not _OF_EXPERT.search(fqn)
+        and not NAMES_EXPERT.search(fqn)
         and COPIED_BY_NAME.search(fqn)
     ):
         yield _NO_EXPERTS, values

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dcp_placements.convert.megatron_files import megatron_checkpoint
+from dcp_placements.convert.megatron_weights import megatron_checkpoint
 from dcp_placements.convert.rank_tensors import rank_file_names, rank_files
 from dcp_placements.convert.writing import (
     NOT_REWRITTEN,

@@ -52,16 +52,16 @@ from dcp_placements.offline.directory import Directory
 from dcp_placements.placements import DeclaredWorld, Placements
 from dcp_placements.rules.mesh import MeshAxes, format_mesh_axes
 from dcp_placements.rules.patterns import Rules
-from dcp_placements.save.messages import Holders, proof_faults
 from dcp_placements.short_text import format_names
 from dcp_placements.storage.index import index_of_locations
 from dcp_placements.storage.metadata_file import with_columns
 from dcp_placements.storage.safe_pickle import Stub
 from dcp_placements.storage.saved_dtensor import rank_shard
-from dcp_placements.storage.saved_file import Records
+from dcp_placements.storage.state_dict_file import Records
 from dcp_placements.storage.tensor_record import TensorRecord
 from dcp_placements.storage.torch_metadata import ChunkList, StoredLocation, build_entries
 from dcp_placements.table.digests import Digests
+from dcp_placements.table.proof_faults import Holders, proof_faults
 from dcp_placements.table.prove import Compared, prove
 from dcp_placements.table.table import Holding, held_chunks, holding_of
 from dcp_placements.table.world import Piece, World

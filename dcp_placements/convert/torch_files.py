@@ -22,7 +22,7 @@ from dcp_placements.short_text import (
 )
 from dcp_placements.storage.file_reads import read_only_mapping, why_barred
 from dcp_placements.storage.safe_pickle import Stub
-from dcp_placements.storage.saved_file import SavedFile, saved_tensor
+from dcp_placements.storage.state_dict_file import SavedFile, saved_tensor
 from dcp_placements.storage.tensor_record import TensorRecord
 from dcp_placements.storage.torch_load import zip_problem
 

@@ -42,7 +42,6 @@ from dcp_placements.offline.output import AnyOutput
 from dcp_placements.offline.rehearsals.rehearsed_world import RehearsedWorld
 from dcp_placements.offline.safetensors_files import NAMED_DTYPES, RENAMED, write_header
 from dcp_placements.offline.texts import Progress
-from dcp_placements.save.messages import Holders, proof_faults
 from dcp_placements.short_text import (
     format_count,
     format_name,
@@ -60,10 +59,11 @@ from dcp_placements.storage.provenance import (
     packed_doubts,
     packed_record,
 )
-from dcp_placements.storage.records import RecordTemplate
+from dcp_placements.storage.record_writes import RecordTemplate
 from dcp_placements.storage.save_ids import name_with_id
 from dcp_placements.storage.torch_load import zip_problem
 from dcp_placements.storage.torch_metadata import ChunkList, StoredLocation, build_entries
+from dcp_placements.table.proof_faults import Holders, proof_faults
 from dcp_placements.table.prove import Compared, prove
 
 NOT_REWRITTEN = "the checkpoint cannot be rewritten for this world"

@@ -38,7 +38,7 @@ from dcp_placements.rules.patterns import Rules, compile_pattern
 from dcp_placements.storage.file_reads import c_strides
 from dcp_placements.storage.provenance import cut_of_plain, plain_of_cut
 from dcp_placements.storage.safe_pickle import DTYPES
-from dcp_placements.storage.saved_file import SavedChunk
+from dcp_placements.storage.state_dict_file import SavedChunk
 from dcp_placements.table.digests import (
     DIGEST_NBYTES,
     full_digest,

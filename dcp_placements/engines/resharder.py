@@ -37,7 +37,7 @@ from dcp_placements.names.flat import Path
 from dcp_placements.save.coordinator import NOT_PLACED
 from dcp_placements.storage.provenance import plain_of_numberings, plain_of_rename
 from dcp_placements.storage.record_reads import ChunkReader, RecordRead
-from dcp_placements.storage.saved_file import SavedChunk, SavedFile
+from dcp_placements.storage.state_dict_file import SavedChunk, SavedFile
 from dcp_placements.table.table import OBJECT
 
 

@@ -38,8 +38,8 @@ from dcp_placements.layout.sharding import Box
 from dcp_placements.names.flat import Path
 from dcp_placements.names.numbers import Family, Numbering
 from dcp_placements.names.renames import Step
-from dcp_placements.save.coordinator import Coordinator, LocalPlan
-from dcp_placements.save.messages import copies_fault
+from dcp_placements.save.coordinator import Coordinator
+from dcp_placements.save.local_plan import LocalPlan
 from dcp_placements.short_text import format_error, format_names
 from dcp_placements.storage.file_reads import ByteRange
 from dcp_placements.storage.index import index_of_locations
@@ -57,7 +57,7 @@ from dcp_placements.storage.safe_pickle import (
     most_elements,
 )
 from dcp_placements.storage.saved_dtensor import check_rank, rank_shard
-from dcp_placements.storage.saved_file import Records, SavedChunk, SavedFile
+from dcp_placements.storage.state_dict_file import Records, SavedChunk, SavedFile
 from dcp_placements.storage.tensor_record import TensorRecord
 from dcp_placements.storage.torch_metadata import StoredLocation, build_entries
 from dcp_placements.table.digests import (
@@ -66,6 +66,7 @@ from dcp_placements.table.digests import (
     may_have_replicas,
     sampled_digests,
 )
+from dcp_placements.table.proof_faults import copies_fault
 from dcp_placements.table.statement import Statement
 from dcp_placements.table.table import OBJECT, Held, as_holding
 

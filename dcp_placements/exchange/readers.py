@@ -19,7 +19,7 @@ import numpy as np
 
 from dcp_placements.errors import Fault
 from dcp_placements.layout.boxes import Array, Ints
-from dcp_placements.load.messages import LoadMessage
+from dcp_placements.load.load_message import LoadMessage
 from dcp_placements.short_text import format_ranks
 from dcp_placements.table.owners import runs_of
 from dcp_placements.table.table import Sent, packed_ints

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from dcp_placements import __version__
 from dcp_placements.bind.rule_and_dtensor import Placed
 from dcp_placements.errors import CannotPlace, Fault
-from dcp_placements.layout.equal_cuts import canonical, cuts_of_part, declared, differences
+from dcp_placements.layout.cuts_compared import canonical, cuts_of_part, declared, differences
 from dcp_placements.layout.sharding import Cut, Cuts, Kind, format_cuts
 from dcp_placements.load.missing import Asked
 from dcp_placements.load.rename_differences import rename_faults, total_faults, unstacked_faults

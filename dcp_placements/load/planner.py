@@ -56,7 +56,7 @@ from dcp_placements.load.all_asked import AllAsked, unasked_notes
 from dcp_placements.load.arrival import WARNING, Arrival, Exchange, warn
 from dcp_placements.load.casting import CASTS
 from dcp_placements.load.compare import check_load, doubt_notes, unknown_notes
-from dcp_placements.load.messages import LoadMessage
+from dcp_placements.load.load_message import LoadMessage
 from dcp_placements.load.missing import Policy
 from dcp_placements.load.rename_differences import unnumbered_rows
 from dcp_placements.load.renamed_states import renamed_states
@@ -83,7 +83,8 @@ from dcp_placements.storage.save_ids import (
     ids_to_check,
 )
 from dcp_placements.storage.torch_metadata import check_fields, refusing
-from dcp_placements.table.statement import Statement, disagreements, messages_of, stated
+from dcp_placements.table.agreement import disagreements
+from dcp_placements.table.statement import Statement, messages_of, stated
 from dcp_placements.table.whole import WholeModel, compare_with_whole
 
 logger = logging.getLogger(__name__)

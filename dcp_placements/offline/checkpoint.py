@@ -46,7 +46,7 @@ from dcp_placements.storage.save_ids import (
     id_records,
     writer_of,
 )
-from dcp_placements.storage.saved_file import Records
+from dcp_placements.storage.state_dict_file import Records
 from dcp_placements.storage.torch_metadata import Offset, StoredLocation
 
 DCP = "dcp"

@@ -38,7 +38,7 @@ from dcp_placements.short_text import (
     format_names,
     format_nbytes,
 )
-from dcp_placements.storage.records import errors_of
+from dcp_placements.storage.record_writes import errors_of
 from dcp_placements.storage.remote import RemoteFileSystem, is_url, local_or_url
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,8 +44,15 @@ from dcp_placements.rules.patterns import (
     matched_nowhere,
     unmatched_faults,
 )
-from dcp_placements.save import messages
-from dcp_placements.short_text import format_names, format_ranks
+from dcp_placements.save.conflicts import (
+    conflicts_of,
+    drift_faults,
+    reduced_axes,
+    undigested,
+    with_declaration,
+)
+from dcp_placements.save.local_plan import COPIED, Assignment, LocalPlan
+from dcp_placements.short_text import format_names, format_nbytes, format_ranks
 from dcp_placements.storage.provenance import (
     DIFFERED,
     UNCOMPARED,
@@ -57,83 +64,24 @@ from dcp_placements.storage.torch_metadata import (
     PROPERTIES,
     ChunkList,
 )
+from dcp_placements.table.agreement import disagreements
 from dcp_placements.table.digests import digests_by_cell
 from dcp_placements.table.families import numbering_faults
 from dcp_placements.table.owners import runs_of
+from dcp_placements.table.proof_faults import ALL_RANKS, Holders, is_uneven, proof_faults
 from dcp_placements.table.prove import Compared, prove
-from dcp_placements.table.statement import Stated, disagreements, stated
-from dcp_placements.table.table import OBJECT, Group, Holding, Sent
+from dcp_placements.table.statement import Stated, stated
+from dcp_placements.table.table import OBJECT, Group
 from dcp_placements.table.whole import WholeModel, compare_with_whole
 from dcp_placements.table.world import NO_RULE, Piece, World
 
 logger = logging.getLogger(__name__)
 
-COPIED = 2
-"""In ``Assignment.is_written``: every rank that holds the box writes it."""
 
 Copies = str | int | Sequence[str]
 """``"off"``, bytes, or patterns, as for the planner."""
 
 NOT_PLACED = "cannot be placed in the checkpoint"
-
-
-class LocalPlan(NamedTuple):
-    """All that one rank sends to the coordinator.
-
-    Ep rank 1 of two, where a rule shards ``experts.w1`` of shape ``(4, 3)``::
-
-        LocalPlan(1, Sent((b"... table ...",), b"... 1 ...", b"... 2, 0, 2, 3 ..."), (1,))
-
-    Attributes:
-        rank: The global rank.
-        sent: The tables and boxes of the rank.
-        coordinate: The rank's position along each axis of its statement's ``axis_sizes``.
-        digests: The digests of what it holds, as ``digests_of`` returns them.
-        undigested: Keys of tensors without a digest.
-        statement: The rank's ``Statement``, packed.
-        faults: Why the rank cannot save, packed; the other fields are empty then.
-    """
-
-    rank: int
-    sent: Sent = Sent()
-    coordinate: tuple[int, ...] = ()
-    digests: bytes = b""
-    undigested: tuple[str, ...] = ()
-    statement: bytes = b""
-    faults: bytes = b""
-
-
-class Assignment(NamedTuple):
-    """What the coordinator sends to one rank: what it writes.
-
-    Attributes:
-        written: A bit for each box of each key of each group that the rank holds: whether it writes
-            the box.
-        save_id: The id of the save.
-        copied: Such bits for the boxes that every rank writes that holds them; empty if there are
-            none.
-        lists: The keys of parameter groups whose lists differ by rank, each with the parameters of
-            all ranks.
-    """
-
-    written: bytes
-    save_id: bytes = b""
-    copied: bytes = b""
-    lists: tuple[tuple[str, tuple[str, ...]], ...] = ()
-
-    def is_written(self, holding: Holding) -> list[int]:
-        """Return 1 or ``COPIED`` for each cell of ``holding`` that the rank writes, else 0.
-
-        ``COPIED`` means that the other ranks that hold the box write it, too.
-        """
-        count = sum(len(held.fqns) * len(held.boxes) for held in holding.groups)
-        bits = [
-            np.unpackbits(np.frombuffer(packed, np.uint8), count=count)
-            for packed in (self.written, self.copied)
-            if packed
-        ]
-        kinds: list[int] = sum(bits, np.zeros(count, np.uint8)).tolist()
-        return kinds
 
 
 class Coordinator:
@@ -202,8 +150,9 @@ class Coordinator:
             self._open = bool(self._faults)
         waived = [compile_pattern(pattern) for pattern in self.report.waived]
         if self.complete and not self._faults:
-            given = [statement.numberings for statement in self.statements]
-            self._faults += numbering_faults(self.world, given, waived)
+            given = [each.numberings for each in self.statements if each.numberings]
+            if given:
+                self._faults += numbering_faults(self.world, given, waived)
         if not self._faults:
             self._prove_boxes()
         if self._whole is not None:
@@ -229,7 +178,7 @@ class Coordinator:
             faults = self._faults
             if is_declared:
                 faults = [self._conflicts.get(fault.fqn, fault) for fault in faults]
-                faults = [messages.with_declaration(fault) for fault in faults]
+                faults = [with_declaration(fault) for fault in faults]
             raise_faults("the ranks' plans do not make a checkpoint", faults, ending)
 
     def _handed_over(self) -> tuple[str, bool]:
@@ -280,27 +229,27 @@ class Coordinator:
             if isinstance(finding, Compared):
                 compared.append(finding)
             else:
-                self._open = self._open or not messages.is_uneven(finding)
-                self._faults += messages.proof_faults(finding, world, self._holders)
+                self._open = self._open or not is_uneven(finding)
+                self._faults += proof_faults(finding, world, self._holders)
         for piece, *_ in compared:
             self._doubts[UNCOMPARED].update(self._uncompared(piece))
             for fqn in piece.fqns if self._undigested else ():
                 if fqn in self._undigested:
                     ranks = self._holders.name(self._undigested[fqn])
-                    self._notes.append(messages.undigested(fqn, ranks))
+                    self._notes.append(undigested(fqn, ranks))
         differing = [finding for finding in compared if finding.positions]
-        reduced = messages.reduced_axes(world) if differing else {}
+        reduced = reduced_axes(world) if differing else {}
         conflicts = [
             conflict
             for finding in differing
-            for conflict in messages.conflicts(
+            for conflict in conflicts_of(
                 finding, world, self._holders, reduced=reduced, lists=lists
             )
         ]
         drift: Mapping[str, Fault] = {}
         if conflicts:
             pieces = [finding.piece for finding in compared]
-            drift = messages.drift_faults(conflicts, pieces, world)
+            drift = drift_faults(conflicts, pieces, world)
             self._conflicts = {
                 conflict.fault.fqn: conflict.fault
                 for conflict in conflicts
@@ -323,7 +272,7 @@ class Coordinator:
         return named_axes_of(ranks, self._axes_of_ranks(), meshes)
 
     @cached_property
-    def _holders(self) -> messages.Holders:
+    def _holders(self) -> Holders:
         """The ranks as the holders that messages name."""
 
         sent = self._axes_of_ranks()
@@ -333,14 +282,14 @@ class Coordinator:
             axes = self._named_axes.axes.items() if self.complete else ()
             return {**{name: axis.positions[position] for name, axis in axes}, **own}
 
-        return messages.Holders(
+        return Holders(
             name=lambda positions: format_ranks(
                 [self.plans[position].rank for position in positions]
             ),
             noun="rank",
             inside="on",
             count=len(self.plans),
-            missing=messages.ALL_RANKS,
+            missing=ALL_RANKS,
             coordinate=coordinate,
             axis_sizes={
                 **self._named_axes.sizes,
@@ -535,7 +484,7 @@ class Coordinator:
             # Rank 0 alone with whole tensors is a complete checkpoint.
             lacking = ranks[0] > 0 or self.report.unique_nbytes < self.report.whole_nbytes
         if lacking:
-            notes.append(messages.not_all_ranks(self.report, ranks, size))
+            notes.append(_not_all_ranks(self.report, ranks, size))
         self.report.warnings = tuple(map(str, notes))
         if notes:
             warnings.warn(format_faults("look at this save", notes, "note"), stacklevel=3)
@@ -577,3 +526,31 @@ def tensor_properties(group: Group) -> TensorProperties:
     if PROPERTIES > PORTABLE_PROPERTIES:
         vars(properties)["strides"] = torch.empty(group.shape, device="meta").stride()
     return properties
+
+
+def _not_all_ranks(report: SaveReport, ranks: Sequence[int], size: int) -> Fault:
+    """Return a fault saying that some ranks take no part in a save.
+
+    Args:
+        report: The report on what is saved.
+        ranks: The ranks that take part.
+        size: Number of ranks in all.
+    """
+    headline = f"{len(ranks)} of {size} ranks take part"
+    if len(ranks) == 1:
+        headline = f"rank {ranks[0]} of {size} ranks saves by itself"
+    details, keys = [], report.keys
+    lacking = [fqn for fqn, key in keys.items() if key.unique_nbytes < key.whole_nbytes]
+    if lacking:
+        key = keys[lacking[0]]
+        details.append(
+            f"missing:     parts of {len(lacking)} of {len(keys)} tensors, as of {lacking[0]}: "
+            f"{format_nbytes(key.unique_nbytes)} of {format_nbytes(key.whole_nbytes)} are saved"
+        )
+    details += [
+        "reason:      what only other ranks hold is not saved; and if they save into the same "
+        "directory, they overwrite files and .metadata of each other",
+        "way out:     dcp.save on all ranks after init_process_group(), without no_dist=True; or "
+        "a directory for each group",
+    ]
+    return Fault("this save", headline, tuple(details))

@@ -70,17 +70,15 @@ from dcp_placements.rules.patterns import (
     compile_pattern,
     waiver_matches,
 )
+from dcp_placements.save.conflicts import repeat_fault
 from dcp_placements.save.coordinator import (
-    COPIED,
     NOT_PLACED,
-    Assignment,
     Coordinator,
     Copies,
-    LocalPlan,
     report_keys,
     tensor_properties,
 )
-from dcp_placements.save.messages import repeat_fault
+from dcp_placements.save.local_plan import COPIED, Assignment, LocalPlan
 from dcp_placements.storage.provenance import (
     COPIES,
     RESERVED_KEY,

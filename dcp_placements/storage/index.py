@@ -71,7 +71,7 @@ from dcp_placements.storage.torch_metadata import (
     check_count,
     check_files,
 )
-from dcp_placements.storage.written import Template, TemplateRows, WriteResults
+from dcp_placements.storage.write_results import Template, TemplateRows, WriteResults
 
 NOWHERE = -2
 """The class number of a key without rows."""

@@ -46,7 +46,7 @@ from dcp_placements.storage.metadata_file import (
 )
 from dcp_placements.storage.provenance import COPIES, provenance_of
 from dcp_placements.storage.rank_metadata import without_collectives
-from dcp_placements.storage.records import errors_of, split_by_chunk, write_items
+from dcp_placements.storage.record_writes import errors_of, split_by_chunk, write_items
 from dcp_placements.storage.remote import RemoteFileSystem, UrlPath, is_url
 from dcp_placements.storage.save_ids import (
     file_states,
@@ -58,7 +58,7 @@ from dcp_placements.storage.save_ids import (
     unfinished_name,
 )
 from dcp_placements.storage.torch_metadata import StoredLocation, build_entries
-from dcp_placements.storage.written import WriteResults
+from dcp_placements.storage.write_results import WriteResults
 
 logger = logging.getLogger(__name__)
 

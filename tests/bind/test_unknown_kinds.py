@@ -20,7 +20,7 @@ from dcp_placements import (
     PlacementError,
 )
 from dcp_placements.errors import CannotPlace
-from dcp_placements.layout.equal_cuts import canonical
+from dcp_placements.layout.cuts_compared import canonical
 from dcp_placements.layout.sharding import Cut, Sharding
 from dcp_placements.offline import rehearse, reshard
 from dcp_placements.testing import FakeDTensor, World

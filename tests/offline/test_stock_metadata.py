@@ -30,7 +30,7 @@ from dcp_placements.storage.index import build_index
 from dcp_placements.storage.metadata_file import write_metadata
 from dcp_placements.storage.stock_pickle import stock_pickle
 from dcp_placements.storage.torch_metadata import ChunkList, StoredLocation, build_entries
-from dcp_placements.storage.written import WriteResults
+from dcp_placements.storage.write_results import WriteResults
 from dcp_placements.testing import World
 from tests.offline_scenes import Run
 from tests.storage_scenes import blank, load, same, sharded, wholes

@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_placements import PlacementError, PlacementSavePlanner
-from dcp_placements.storage import records
+from dcp_placements.storage import record_writes
 from dcp_placements.storage.metadata_file import read_metadata
-from dcp_placements.storage.records import save_tensors
+from dcp_placements.storage.record_writes import save_tensors
 from dcp_placements.storage.writer import PlacementFileSystemWriter
 from dcp_placements.testing import World
 from tests.storage_scenes import (
@@ -69,7 +69,7 @@ def test_small_tensors_are_written_in_any_memory_format(tmp_path: Path) -> None:
 def test_a_torch_that_writes_otherwise_is_left_to_write_for_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(records, "_template_of", records._template_of.__wrapped__)
+    monkeypatch.setattr(record_writes, "_template_of", record_writes._template_of.__wrapped__)
     tensor = torch.full((5,), 2.0)
 
     def written() -> bytes:
@@ -79,10 +79,10 @@ def test_a_torch_that_writes_otherwise_is_left_to_write_for_itself(
 
     stock = saved_by_torch(tensor)
     assert written() != stock
-    monkeypatch.setattr(records, "DESCRIPTOR", b"PK\x07\x09")
+    monkeypatch.setattr(record_writes, "DESCRIPTOR", b"PK\x07\x09")
     assert written() == stock
     monkeypatch.undo()
-    monkeypatch.setattr(records, "_template_of", records._template_of.__wrapped__)
+    monkeypatch.setattr(record_writes, "_template_of", record_writes._template_of.__wrapped__)
     monkeypatch.setattr(torch, "load", lambda *_, **__: tensor)  # other elements
     assert written() == stock
 
@@ -90,7 +90,7 @@ def test_a_torch_that_writes_otherwise_is_left_to_write_for_itself(
 def test_records_without_checksums_are_written_as_torch_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(records, "_template_of", records._template_of.__wrapped__)
+    monkeypatch.setattr(record_writes, "_template_of", record_writes._template_of.__wrapped__)
     torch.serialization.set_crc32_options(False)
     try:
         ours = io.BytesIO()

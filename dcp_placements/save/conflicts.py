@@ -1,7 +1,6 @@
-"""The messages that refuse a save or warn of it: what was found, the ranks, the way out.
+"""Replicas whose contents differ: their faults, and whether they have drifted apart.
 
-A message is about a piece, so it is worked out once for all keys of it. ``Holders`` names whoever
-holds the boxes that were proved. Two ep ranks that both call different experts ``experts.w1``::
+Two ep ranks that both call different experts ``experts.w1``::
 
     experts.w1: 2 different contents on 2 ranks that claim to be replicas
         place:       [0:2, :] of (2, 3)
@@ -15,28 +14,30 @@ holds the boxes that were proved. Two ep ranks that both call different experts 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
-from math import prod
-from typing import Any, NamedTuple, assert_never
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from dcp_placements.bind.lint import TENSOR_AXIS
 from dcp_placements.bind.rule_and_dtensor import Placed
-from dcp_placements.errors import Fault, uneven_line
-from dcp_placements.layout.boxes import as_boxes, format_box, format_boxes, uncovered
-from dcp_placements.layout.sharding import Box, Chunk, Kind, format_cuts
+from dcp_placements.errors import Fault
+from dcp_placements.layout.sharding import Chunk
+from dcp_placements.names.known_names import TENSOR_AXIS
 from dcp_placements.names.optimizer_state import FLATTEN, OptimizerStates, is_by_position
-from dcp_placements.report import SaveReport
-from dcp_placements.short_text import format_count, format_nbytes
 from dcp_placements.table.digests import Digests
-from dcp_placements.table.prove import Broken, Compared, Doubled, Unlike
+from dcp_placements.table.proof_faults import (
+    ANYWAY,
+    Holders,
+    box_text,
+    copies_fault,
+    faults_of_keys,
+)
+from dcp_placements.table.prove import Compared
 from dcp_placements.table.table import OBJECT
 from dcp_placements.table.world import NO_RULE, Piece, World
 
-_MOST_SHOWN = 4
 _SHOWN_RANKS = 8
 _RANKS_OWN = (
     "likely:      a state of each rank's own (random numbers, a data loader), or one that has "
@@ -54,45 +55,6 @@ _TEMPLATE = (
     "rank's numbers are its own; with Stack, a Renumber before the Stack",
 )
 _DECLARED = ("way out:     the declaration below, after a look at it",)
-_ANYWAY = 'on_conflict="warn" saves one of the copies anyway, and loses the others'
-
-
-@dataclass(frozen=True)
-class Holders:
-    """The holders of the boxes that are proved, as messages name them.
-
-    Attributes:
-        name: Returns the holders at some positions as text: ``"ranks 0-2"``.
-        noun: What a holder is, such as ``"rank"``.
-        inside: The preposition before the names: ``"on"`` ranks, ``"in"`` files.
-        count: Number of holders.
-        missing: The way out where boxes are missing.
-        coordinate: Returns the position of a holder along the axes that it knows.
-        axis_sizes: The sizes of all these axes.
-    """
-
-    name: Callable[[Iterable[int]], str]
-    noun: str
-    inside: str
-    count: int
-    missing: str
-    coordinate: Callable[[int], Mapping[str, int]] = lambda position: {}
-    axis_sizes: Mapping[str, int] = field(default_factory=dict)
-
-
-ALL_RANKS = (
-    "way out:     save with all ranks that hold a part and with the key on each of them; "
-    "drop an axis over which it is not sharded from its rule; name every row by some "
-    "rank's IndexShard or rename= (a Stack of local numbers needs a Renumber before it; "
-    "where rows were never stepped, one that leaves state a tensor per row)"
-)
-
-
-def is_uneven(finding: Unlike | Broken | Doubled) -> bool:
-    """Return whether ranks hold tensors of one key that differ in size alone, as parts may do."""
-    if not isinstance(finding, Unlike) or finding.what != "shape":
-        return False
-    return len({len(source.group.shape) for source in finding.piece.sources}) == 1
 
 
 def with_declaration(fault: Fault) -> Fault:
@@ -103,132 +65,6 @@ def with_declaration(fault: Fault) -> Fault:
     details = list(fault.details)
     details[start : start + len(_TEMPLATE)] = _DECLARED
     return replace(fault, details=tuple(details))
-
-
-def proof_faults(finding: Unlike | Broken | Doubled, world: World, holders: Holders) -> list[Fault]:
-    """Return the faults of the keys of a piece whose boxes do not make wholes."""
-    match finding:
-        case Unlike():
-            return _unlike_faults(finding, world, holders)
-        case Broken():
-            return _broken_faults(finding, world, holders)
-        case Doubled(piece, box):
-            headline = (
-                f"{_holders(holders, piece, box)} hold the same part, {_box(piece, box)} of "
-                f"{piece.group.shape}, though its mesh has a part for every {holders.noun}"
-            )
-            way_out = (
-                "way out:     on every rank the mesh, and get_coordinate(), as that rank sees it"
-            )
-            return _of_keys(world, piece, headline, [way_out], positions=[0])
-        case _:
-            assert_never(finding)
-
-
-_ASPECTS = {
-    "kind": "what it is",
-    "sizes": "the sizes of its pieces",
-    "shape": "the shape of the whole tensor",
-    "dtype": "its dtype",
-}
-
-
-def _unlike_faults(finding: Unlike, world: World, holders: Holders) -> list[Fault]:
-    """Return faults saying that the holders of a piece do not agree on its keys."""
-    piece, what, of_value = finding
-    details = [
-        f"way out:     make it the same on all {holders.noun}s, or give each a key of its own"
-    ]
-    if what == "shape":
-        details = [
-            "likely:      uneven shards without global_shape= (a rule) or shape= "
-            "(DTensor.from_local), so that each rank infers a whole of its own; or the ranks "
-            "have different rules for it; or one name for different tensors",
-            "way out:     global_shape= in the rule, or shape= and stride= of from_local(); "
-            "the same rules on all ranks; a name of its own (rename=) for each tensor",
-        ]
-        if (line := _uneven_line(piece)) is not None:
-            details.insert(1, line)
-        shapes = [source.group.shape for source in piece.sources]
-        if len(set(map(len, shapes))) == 1:
-            largest = tuple(map(max, zip(*shapes, strict=True)))
-            if holes := uncovered(Box.whole(largest), piece.boxes):
-                details.insert(0, f"nobody holds {format_boxes(holes, largest)}")
-    shown = [f"{value} {holders.inside} {holders.name(some)}" for value, some in of_value.items()]
-    values = "; ".join(shown[:_MOST_SHOWN]) + ("; ..." if len(shown) > _MOST_SHOWN else "")
-    headline = f"the {holders.noun}s do not agree on {_ASPECTS[what]}: {values}"
-    return _of_keys(world, piece, headline, details)
-
-
-def _uneven_line(piece: Piece) -> str | None:
-    """Return the line for holders that declare equal pieces, and have uneven ones.
-
-    Each infers a whole of as many pieces as its own, where its boxes tell its position: two ranks
-    with three and five of eight rows have the boxes ``[0:3]`` of 6 rows and ``[5:10]`` of 10.
-
-    Returns:
-        None where the holders declare more than that, or do not have all pieces.
-    """
-    groups = [source.group for source in piece.sources]
-    shapes = [group.shape for group in groups]
-    if len({group.cuts for group in groups}) > 1 or len(set(map(len, shapes))) > 1:
-        return None
-    uneven = [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) > 1]
-    cuts = [cut for cut in groups[0].cuts if uneven == [cut.dim] and cut.by_rule]
-    if len(cuts) != 1 or cuts[0].kind is not Kind.PLAIN or cuts[0].axis is None:
-        return None
-    (cut,) = cuts
-    sizes: dict[int, int] = {}
-    for source in piece.sources:
-        size = source.group.shape[cut.dim] // cut.size
-        for start in source.boxes[:, 0, cut.dim].tolist() if size else ():
-            if sizes.setdefault(start // size, size) != size:
-                return None
-    has_empty = any(0 in shape for shape in shapes)
-    if len(sizes) < cut.size and not has_empty:
-        return None
-    pieces = tuple([sizes.get(position, 0) for position in range(cut.size)])
-    return uneven_line(cuts[0].axis, cut.dim, pieces)
-
-
-def _broken_faults(finding: Broken, world: World, holders: Holders) -> list[Fault]:
-    """Return why the boxes of a piece do not make the whole of its tensors."""
-    piece, (kind, numbers, boxes) = finding
-    shape, cover = piece.group.shape, piece.cover
-    match kind:
-        case "overlap":
-            headline = f"{holders.noun}s claim parts of {shape} that overlap without being the same"
-            details = [
-                *[
-                    f"claimed:     {_box(piece, box)} by {_holders(holders, piece, box)}"
-                    for box in dict.fromkeys(numbers[:4])
-                ],
-                "likely:      the same name is sharded on some ranks and whole, or cut otherwise, "
-                "on others",
-                "way out:     one placement for this name on all ranks, or a name of its own for "
-                "each tensor",
-            ]
-        case "out_of_bounds":
-            headline = f"{_box(piece, numbers[0])} lies beyond the whole tensor of shape {shape}"
-            details = [f"claimed by   {_holders(holders, piece, numbers[0])}"]
-        case "hole":
-            whole, held = prod(shape), int(cover.numel.sum())
-            headline = f"nobody holds all of the {shape} tensor"
-            text = format_boxes(boxes[:5], shape)
-            details = [f"missing:     {text} ({whole - held} of {whole} elements)"]
-            members = [world.members[source.table].tolist() for source in piece.sources]
-            having = set(chain.from_iterable(members))
-            if lacking := sorted(set(range(holders.count)) - having):
-                texts = [f"{holders.inside} {holders.name(some)}" for some in (having, lacking)]
-                details.append(f"the key is {' and not '.join(texts)}")
-            everybody = format_count(holders.count, holders.noun)
-            details.append(f"declared:    {format_cuts(piece.group.cuts)}; {everybody} in all")
-            details.append(holders.missing)
-        case "repeated":
-            raise AssertionError("the boxes of a cover differ")
-        case _:
-            assert_never(kind)
-    return _of_keys(world, piece, headline, details)
 
 
 class Conflict(NamedTuple):
@@ -246,7 +82,7 @@ class Conflict(NamedTuple):
     drifted: str | None
 
 
-def conflicts(
+def conflicts_of(
     compared: Compared,
     world: World,
     holders: Holders,
@@ -281,7 +117,7 @@ def conflicts(
             headline, details = f"{headline}; that of the lowest is kept", details + _RANKS_OWN
         elif piece.group.kind == OBJECT:  # groups decide on the parameters
             details += _OTHER_GROUPS
-        (of_key,) = _of_keys(world, piece, headline, details, fault.where, [position])
+        (of_key,) = faults_of_keys(world, piece, headline, details, fault.where, [position])
         is_drift = len(differs) == 1 and _is_dense(world, piece, position)
         yield Conflict(of_key, is_own, differs[0] if is_drift else None)
 
@@ -323,7 +159,7 @@ def drift_faults(
         "by a norm, or averaged over a group, of each rank's own; running means, or seeds, of "
         "each rank's own; not a rule that is missing",
         "way out:     mend the trainer; check(state_dict, placements) after a step says which "
-        f"replicas differ; {_ANYWAY}",
+        f"replicas differ; {ANYWAY}",
     )
     return {fqn: Fault(fqn, f"{headline} {axis!r}", details) for fqn in fqns}
 
@@ -394,14 +230,14 @@ def _conflict(
     )
     if piece.group.kind == OBJECT:
         return Fault("", headline, tuple(details)), differs
-    where = f"place:       {_box(piece, box)} of {piece.group.shape}{more}"
+    where = f"place:       {box_text(piece, box)} of {piece.group.shape}{more}"
     if reduced and (not differs or not set(differs).isdisjoint(reduced)):
         details += [
             f"likely:      statistics of a part: its parameter is cut over {_quoted(reduced)}, and "
             f"this state of shape {piece.group.shape} is not: each rank has reduced its own part",
             "way out:     reduce them over these ranks in the optimizer, so that they are those of "
             "the whole; or a name per rank, or a rule for this key itself",
-            f"             {_ANYWAY}",
+            f"             {ANYWAY}",
         ]
         return Fault("", headline, tuple(details), (where,)), differs
     along = f" over {_quoted(differs, ' or ')}" if differs else ""
@@ -410,7 +246,7 @@ def _conflict(
         "its own from 0 (experts, layers); or replicas have drifted apart",
         *_TEMPLATE,
         "             a name per rank (f'rng.{rank}') for a state of each rank's own",
-        f"             {_ANYWAY}",
+        f"             {ANYWAY}",
     ]
     return Fault("", headline, tuple(details), (where,)), differs
 
@@ -448,77 +284,10 @@ def undigested(fqn: str, ranks: str) -> Fault:
     )
 
 
-def _of_keys(
-    world: World,
-    piece: Piece,
-    headline: str,
-    details: Iterable[str],
-    where: tuple[str, ...] = (),
-    positions: Sequence[int] | None = None,
-) -> list[Fault]:
-    """Return a fault for each key of a piece, or for some; its last line names its rules."""
-    faults = []
-    for position in range(len(piece.fqns)) if positions is None else positions:
-        by_rule = f"by rule:     {world.rules(piece, position)}"
-        faults.append(Fault(piece.fqns[position], headline, (*details, by_rule), where))
-    return faults
-
-
-def _box(piece: Piece, box: int) -> str:
-    return format_box(as_boxes(piece.cover.boxes[[box]])[0], piece.group.shape)
-
-
-def _holders(holders: Holders, piece: Piece, box: int) -> str:
-    return holders.name(piece.cover.holders(box).tolist())
-
-
 def repeat_fault(placed: Placed, copies: Sequence[Chunk]) -> Fault:
     """Return a fault saying that this rank holds a box several times, with different contents."""
     shape = placed.place.sharding.global_shape
     return copies_fault(placed.fqn, copies[0].box, shape, len(copies), placed.rule)
-
-
-def copies_fault(
-    fqn: str, box: Box, shape: tuple[int, ...], count: int, rule: str | None = None
-) -> Fault:
-    """Return a fault saying that one rank holds a box ``count`` times, with different contents."""
-    return Fault(
-        fqn,
-        f"{count} copies of {format_box(box, shape)} of {shape} on one rank have different "
-        "contents",
-        (
-            f"way out:     make the copies equal, or correct the numbers; {_ANYWAY}",
-            f"by rule:     {rule or NO_RULE}",
-        ),
-    )
-
-
-def not_all_ranks(report: SaveReport, ranks: Sequence[int], size: int) -> Fault:
-    """Return a fault saying that some ranks take no part in a save.
-
-    Args:
-        report: The report on what is saved.
-        ranks: The ranks that take part.
-        size: Number of ranks in all.
-    """
-    headline = f"{len(ranks)} of {size} ranks take part"
-    if len(ranks) == 1:
-        headline = f"rank {ranks[0]} of {size} ranks saves by itself"
-    details, keys = [], report.keys
-    lacking = [fqn for fqn, key in keys.items() if key.unique_nbytes < key.whole_nbytes]
-    if lacking:
-        key = keys[lacking[0]]
-        details.append(
-            f"missing:     parts of {len(lacking)} of {len(keys)} tensors, as of {lacking[0]}: "
-            f"{format_nbytes(key.unique_nbytes)} of {format_nbytes(key.whole_nbytes)} are saved"
-        )
-    details += [
-        "reason:      what only other ranks hold is not saved; and if they save into the same "
-        "directory, they overwrite files and .metadata of each other",
-        "way out:     dcp.save on all ranks after init_process_group(), without no_dist=True; or "
-        "a directory for each group",
-    ]
-    return Fault("this save", headline, tuple(details))
 
 
 def _ranks_by_digest(digests: Sequence[int], ranks: Sequence[int]) -> dict[int, list[int]]:

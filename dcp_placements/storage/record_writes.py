@@ -31,7 +31,7 @@ from dcp_placements.errors import PlacementError
 from dcp_placements.layout.boxes import Array
 from dcp_placements.storage.file_reads import BLOCK_NBYTES, crc32, memory_of, read_only_mapping
 from dcp_placements.storage.tensor_record import DESCRIPTOR
-from dcp_placements.storage.written import is_whole
+from dcp_placements.storage.write_results import is_whole
 
 BATCHED_NBYTES = 32 << 10
 """Tensors up to this size are small: their records are made in batches."""

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from strategies import examples
 
 from dcp_placements.errors import CannotPlace
-from dcp_placements.layout.equal_cuts import (
+from dcp_placements.layout.cuts_compared import (
     Difference,
     canonical,
     cuts_of_part,

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
-from dcp_placements.convert.megatron_layout import (
+from dcp_placements.convert.megatron_directory import (
     EMBEDDING,
     WEIGHTS,
     Coordinate,

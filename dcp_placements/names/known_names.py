@@ -1,0 +1,38 @@
+"""What names say: experts, fused projections, and the axes of meshes.
+
+Names are asked for hints in messages alone; no tensor is placed by its name. For example::
+
+    NUMBERED_EXPERT   "layers.0.mlp.experts.7.w1.weight"
+    QKV               "layers.0.self_attn.qkv_proj.weight"
+    EXPERT_AXIS       "ep"
+"""
+
+from __future__ import annotations
+
+import re
+
+NUMBERED_EXPERT = re.compile(r"experts\.(?:\d+|[\w.]*(?:weight|bias)\d+)(?:\.|$)")
+"""One tensor per expert: distinct by its number, if names are renamed to global ones."""
+EXPERTS = re.compile(r"(?:^|\.)(?:local_|routed_|inner_)?experts(?:\.|$)")
+
+
+# Megatron's linear_qkv and Megatron Lite's qkv.linear are laid out per query group: not among them.
+QKV = re.compile(
+    r"(?:^|\.)(?:(?:to_)?qkv(?!\.linear)(?:_proj)?|query_key_value|c_attn|[Ww]qkv|W_pack"
+    r"|in_proj(?=_weight|_bias))(?:_weight|_bias)?(?:\.|$)"
+)
+GATE_UP = re.compile(
+    r"(?:^|\.)(?:(?:gate_(?:and_)?up|up_gate)(?:_proj)?|proj_gate_up|linear_fc1"
+    r"|in_proj(?!_weight|_bias)|w1[23]|w1_?w3)(?:_weight|_bias)?(?:\.|$)"
+)
+
+
+# Parameters of which every expert-parallel rank has a copy.
+COPIED_BY_NAME = re.compile(
+    r"(?:^|\.)(?:router|gate|(?:self_)?att(?:n|ention)|(?:\w+_)?(?:layer)?norm\d*"
+    r"|shared_experts?|expert_bias)(?:\.|$)"
+)
+NAMES_EXPERT = re.compile(r"(?<!shared_)expert(?!_bias)")
+TENSOR_AXIS = re.compile(r"^(?:e?tp|tensor(?:_.*)?|model_parallel)$")
+EXPERT_AXIS = re.compile(r"^(?:ep|expert(?:_parallel|_model_parallel)?)$")
+DATA_AXIS = re.compile(r"^(?:.*fsdp.*|e?dp(?:_.*)?|data(?:_.*)?)$")
