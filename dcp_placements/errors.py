@@ -91,7 +91,7 @@ class NoCheckpoint(PlacementError, FileNotFoundError):
 
 
 class Uneven(NamedTuple):
-    """A piece of another size than the plain cut that is declared makes.
+    """A shard of another size than the plain cut that is declared makes.
 
     Five of eight rows on the second of two ep ranks::
 
@@ -101,8 +101,8 @@ class Uneven(NamedTuple):
         axis: The axis of the cut.
         dim: The dim that it cuts.
         position: The position of this rank along the axis.
-        size: The size of its piece.
-        plain: The sizes of all pieces as they are declared.
+        size: The size of its shard.
+        plain: The sizes of all shards as they are declared.
     """
 
     axis: str
@@ -124,7 +124,7 @@ class Fault:
         where: Facts about this key, on this rank, alone. An entry with several keys or ranks shows
             those of the first.
         ranks: The ranks that have it; empty if it concerns no ranks, or its headline names them.
-        uneven: The piece that this rank has instead, if that may be all that is wrong; from those
+        uneven: The shard that this rank has instead, if that may be all that is wrong; from those
             of all ranks follows the line to write.
     """
 
@@ -154,7 +154,7 @@ class CannotPlace(PlacementError):
         headline: What does not fit.
         details: Causes and the way out.
         where: Facts about this rank alone.
-        uneven: The piece that this rank has instead, if that may be all that is wrong.
+        uneven: The shard that this rank has instead, if that may be all that is wrong.
     """
 
     def __init__(
@@ -292,30 +292,30 @@ def raise_faults_of_ranks(
 
 
 def _with_sizes(faults: Sequence[Fault]) -> list[Fault]:
-    """Return the faults of all ranks; those of uneven pieces with the sizes of all pieces.
+    """Return the faults of all ranks; those of uneven shards with the sizes of all shards.
 
-    A rank without a fault has the piece that was declared. Where the pieces are not those of the
+    A rank without a fault has the shard that was declared. Where the shards are not those of the
     whole, other ranks or shapes are wrong, and the faults stay as they are.
     """
     sizes: dict[tuple[str, str, int], dict[int, set[int]]] = {}
     for fault in faults:
-        if (piece := fault.uneven) is not None:
-            by_position = sizes.setdefault((fault.fqn, piece.axis, piece.dim), {})
-            by_position.setdefault(piece.position, set()).add(piece.size)
+        if (shard := fault.uneven) is not None:
+            by_position = sizes.setdefault((fault.fqn, shard.axis, shard.dim), {})
+            by_position.setdefault(shard.position, set()).add(shard.size)
     result = []
     for fault in faults:
-        if (piece := fault.uneven) is not None:
-            by_position = sizes[fault.fqn, piece.axis, piece.dim]
-            held = [by_position.get(position, {n}) for position, n in enumerate(piece.plain)]
-            pieces = tuple([min(of_position) for of_position in held])
+        if (shard := fault.uneven) is not None:
+            by_position = sizes[fault.fqn, shard.axis, shard.dim]
+            held = [by_position.get(position, {n}) for position, n in enumerate(shard.plain)]
+            shards = tuple([min(of_position) for of_position in held])
             is_clear = all(len(of_position) == 1 for of_position in held)
-            if is_clear and sum(pieces) == sum(piece.plain):
-                line = uneven_line(piece.axis, piece.dim, pieces)
+            if is_clear and sum(shards) == sum(shard.plain):
+                line = uneven_line(shard.axis, shard.dim, shards)
                 fault = replace(fault, details=(line, *fault.details))
         result.append(fault)
     return result
 
 
 def uneven_line(axis: str, dim: int, sizes: tuple[int, ...]) -> str:
-    """Return the line of a message that says how uneven pieces are declared."""
+    """Return the line of a message that says how uneven shards are declared."""
     return f'if uneven:   {{"{axis}": RaggedShard({dim}, {sizes})}} in the rule of every rank'

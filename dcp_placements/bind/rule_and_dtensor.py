@@ -272,7 +272,7 @@ def bind(
 
 
 def _uneven(place: Place, expected: tuple[int, ...], local_shape: tuple[int, ...]) -> Uneven | None:
-    """Return the piece of a rank along the one dim of another size; None if one cut is not plain.
+    """Return the shard of a rank along the one dim of another size; None if one cut is not plain.
 
     Args:
         place: The place as it is declared.
@@ -574,7 +574,7 @@ def _misfit(
         "likely:      a wrong global_shape= (padded_shape=) or parts= of FusedShard, which are of "
         "the whole over all axes; or shards that torch.chunk would not make, "
         "by DTensor.from_local()",
-        "way out:     correct these in the rule; where the ranks have uneven pieces, "
+        "way out:     correct these in the rule; where the ranks have uneven shards, "
         "RaggedShard(dim, sizes) with the size of each rank along the axis; or IndexShard(dim, "
         "rows) with global_shape=, which lists the rows of this rank",
         where=(f"coordinate:  ({', '.join(f'{axis}={axis.position}' for axis in axes)})",),

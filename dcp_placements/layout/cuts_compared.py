@@ -7,7 +7,7 @@ compared.
 
 An axis may have another size on each side: equal declarations cut equally for any size. So an axis
 of size 1 counts where a rule declares it, and it cuts on the other side; one that no rule declares
-is left alone. For the same reason a ragged cut equals a plain one: the pieces of both follow each
+is left alone. For the same reason a ragged cut equals a plain one: the shards of both follow each
 other in the order of the ranks, and where they end is no more than another topology.
 
 The parts of a fused tensor may be tensors of their own on one side; their cuts follow from those of

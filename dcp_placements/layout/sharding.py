@@ -69,9 +69,9 @@ class Kind(StrEnum):
     FUSED = "fused"
     """Several logical tensors are joined along the dim, and each is cut on its own."""
     STRIDED = "strided"
-    """Each of the pieces that later cuts make is cut on its own (torch's ``_StridedShard``)."""
+    """Each of the shards that later cuts make is cut on its own (torch's ``_StridedShard``)."""
     RAGGED = "ragged"
-    """Into contiguous pieces of declared sizes, one per rank of the axis."""
+    """Into contiguous shards of declared sizes, one per rank of the axis."""
     LISTED = "rows"
     """Each rank lists the rows that it holds."""
 
@@ -118,7 +118,7 @@ class Cut(NamedTuple):
         size: Number of ranks along it.
         kind: How it cuts.
         parts: The parts inside of which a fused or strided cut cuts: their number (split as by
-            ``torch.chunk``) or their sizes. The sizes of the pieces of a ragged cut, one per rank
+            ``torch.chunk``) or their sizes. The sizes of the shards of a ragged cut, one per rank
             of the axis. 1 for any other kind.
         of: The part of the fused tensor that this tensor is, where the cut is that of the fused
             tensor; else None.
@@ -263,7 +263,7 @@ def cut_intervals(intervals: Intervals, cut: Cut, position: Position) -> Interva
         parts=2                     rows 3 4 8 9
         parts=(6, 2, 2)             rows 3 4 5 7 9
 
-    A ragged cut splits into pieces of ``parts`` rows, of which one position has one: ``(6, 4)``
+    A ragged cut splits into shards of ``parts`` rows, of which one position has one: ``(6, 4)``
     leaves rows 6 7 8 9 there.
 
     Listed rows stand in the order of the list. Each stays an interval of its own, so that a row has
@@ -276,7 +276,7 @@ def cut_intervals(intervals: Intervals, cut: Cut, position: Position) -> Interva
     ((4, 6), (12, 14))
 
     Raises:
-        CannotPlace: The sizes of the parts or pieces do not add up to the number of rows, pieces
+        CannotPlace: The sizes of the parts or shards do not add up to the number of rows, shards
             are not as many as ranks, or a listed row is beyond the rows.
     """
     total = sum([stop - start for start, stop in intervals])
@@ -325,7 +325,7 @@ def cut_intervals(intervals: Intervals, cut: Cut, position: Position) -> Interva
 
 
 def check_pieces(sizes: tuple[int, ...], axis: str | None, count: int) -> None:
-    """Refuse the sizes of pieces that are not one per rank of an axis.
+    """Refuse the sizes of shards that are not one per rank of an axis.
 
     Raises:
         CannotPlace: There are more sizes, or fewer, than the ``count`` ranks.

@@ -325,7 +325,7 @@ class AllAsked:
         return [Fault(fqn, headline, (padded, out)) for fqn in fqns]
 
     def _size_faults(self, piece: Piece) -> list[Fault]:
-        """Return the keys of a piece of whose pieces ranks declare different sizes."""
+        """Return the keys of a piece of whose shards ranks declare different sizes."""
         ranks_of: dict[str, list[int]] = {}
         for source in piece.sources:
             if (text := declared_sizes(source.group.cuts)) is not None:
@@ -336,7 +336,7 @@ class AllAsked:
             f"{text} on {format_ranks([self.ranks[position] for position in positions])}"
             for text, positions in ranks_of.items()
         ]
-        headline = f"the ranks do not agree on the sizes of its pieces: {'; '.join(shown[:4])}"
+        headline = f"the ranks do not agree on the sizes of its shards: {'; '.join(shown[:4])}"
         way_out = "way out:     the same sizes= on all ranks, one per rank of the axis"
         fqns = [fqn for fqn in piece.fqns if not self.policy.excuses(fqn)]
         return [Fault(fqn, headline, (way_out,)) for fqn in fqns]

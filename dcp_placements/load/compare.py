@@ -250,7 +250,7 @@ _SAVE_IS_WRONG = (
 
 
 _HOW_TO_TELL = (
-    "to tell:     FusedShard is right where a rank has a piece of each part, as in a layer that "
+    "to tell:     FusedShard is right where a rank has a share of each part, as in a layer that "
     "chunks its own output; Shard where its rows follow each other in the unsharded model"
 )
 

@@ -1,4 +1,4 @@
-"""This rank's keys and the checkpoint's keys, and which parameter a piece of state belongs to.
+"""This rank's keys and the checkpoint's keys, and which parameter a state belongs to.
 
 Imports ``rules`` and what is below it.
 """

@@ -68,7 +68,7 @@ class FusedShard:
 
 @dataclass(frozen=True, slots=True)
 class RaggedShard:
-    """A shard of contiguous pieces of any sizes, one per rank of the axis.
+    """Contiguous shards of any sizes, one per rank of the axis.
 
     Ten rows of which the first of four ranks has five, and the third none, are
     ``RaggedShard(0, (5, 3, 0, 2))``; a tensor of the first rank alone is
@@ -102,7 +102,7 @@ class IndexShard:
 
     Ranks may list any number of rows, and several ranks the same row. The checkpoint placement
     needs ``global_shape``, because one rank does not have the rows of the others. Each row is a
-    chunk: contiguous pieces are a ``RaggedShard``.
+    chunk: contiguous shards are a ``RaggedShard``.
 
     Attributes:
         dim: The tensor dim; negative counts from the end.

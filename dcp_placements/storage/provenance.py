@@ -118,7 +118,7 @@ def cut_of_plain(
             is_possible = isinstance(inside, int)
         case Kind.FUSED:
             is_possible = inside != ()
-        case Kind.RAGGED:  # of which a piece may have no rows
+        case Kind.RAGGED:  # of which a shard may have no rows
             is_possible = isinstance(inside, tuple) and len(inside) == size
         case _:
             raise unknown_kind(cut.kind)

@@ -87,7 +87,7 @@ def proof_faults(finding: Unlike | Broken | Doubled, world: World, holders: Hold
 
 _ASPECTS = {
     "kind": "what it is",
-    "sizes": "the sizes of its pieces",
+    "sizes": "the sizes of its shards",
     "shape": "the shape of the whole tensor",
     "dtype": "its dtype",
 }
@@ -121,13 +121,13 @@ def _unlike_faults(finding: Unlike, world: World, holders: Holders) -> list[Faul
 
 
 def _uneven_line(piece: Piece) -> str | None:
-    """Return the line for holders that declare equal pieces, and have uneven ones.
+    """Return the line for holders that declare equal shards, and have uneven ones.
 
-    Each infers a whole of as many pieces as its own, where its boxes tell its position: two ranks
+    Each infers a whole of as many shards as its own, where its boxes tell its position: two ranks
     with three and five of eight rows have the boxes ``[0:3]`` of 6 rows and ``[5:10]`` of 10.
 
     Returns:
-        None where the holders declare more than that, or do not have all pieces.
+        None where the holders declare more than that, or do not have all shards.
     """
     groups = [source.group for source in piece.sources]
     shapes = [group.shape for group in groups]
@@ -147,8 +147,8 @@ def _uneven_line(piece: Piece) -> str | None:
     has_empty = any(0 in shape for shape in shapes)
     if len(sizes) < cut.size and not has_empty:
         return None
-    pieces = tuple([sizes.get(position, 0) for position in range(cut.size)])
-    return uneven_line(cuts[0].axis, cut.dim, pieces)
+    shards = tuple([sizes.get(position, 0) for position in range(cut.size)])
+    return uneven_line(cuts[0].axis, cut.dim, shards)
 
 
 def _broken_faults(finding: Broken, world: World, holders: Holders) -> list[Fault]:

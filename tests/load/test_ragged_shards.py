@@ -67,7 +67,7 @@ def nested(mesh: FakeMesh) -> dict[str, Any]:
 
 
 def own_axis(mesh: FakeMesh) -> dict[str, Any]:
-    """Return uneven pieces as a DTensor, which calls them ``Shard``."""
+    """Return uneven shards as a DTensor, which calls them ``Shard``."""
     return {"w": FakeDTensor(pieces()(mesh)["w"], mesh, [Shard(0)], (10, 3))}
 
 
@@ -78,7 +78,7 @@ def inside_fsdp(mesh: FakeMesh) -> dict[str, Any]:
 
 
 def with_fsdp(mesh: FakeMesh) -> dict[str, Any]:
-    """Return a DTensor over fsdp and tp, of which the latter has uneven pieces."""
+    """Return a DTensor over fsdp and tp, of which the latter has uneven shards."""
     part = WHOLE.split([7, 3])[at(mesh, "tp")]
     own = mesh["fsdp", "tp"]
     local = part.chunk(2)[at(mesh, "fsdp")].clone()
@@ -222,7 +222,7 @@ UNSAVED: dict[str, tuple[Side, tuple[str, ...]]] = {
     "sizes of one rank differ": (
         replace(RAGGED, placements=by_rank((5, 4, 0, 2), SIZES)),
         (
-            "the ranks do not agree on the sizes of its pieces",
+            "the ranks do not agree on the sizes of its shards",
             "RaggedShard(0, (5, 4, 0, 2)) over 'ep' of size 4 on rank 0",
             "RaggedShard(0, (5, 3, 0, 2)) over 'ep' of size 4 on ranks 1-3",
         ),
