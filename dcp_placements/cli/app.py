@@ -19,7 +19,7 @@ import click
 
 from dcp_placements import __version__
 from dcp_placements.cli import commands
-from dcp_placements.cli.memory import default_limit, limited_memory
+from dcp_placements.cli.memory_limit import default_limit, limited_memory
 from dcp_placements.cli.printing import Shown, print_error, print_json_error, readers_may_stop
 from dcp_placements.cli.shared_options import (
     Argument,

@@ -83,7 +83,7 @@ from dcp_placements.storage.save_ids import (
     ids_to_check,
 )
 from dcp_placements.storage.torch_metadata import check_fields, refusing
-from dcp_placements.table.agreement import disagreements
+from dcp_placements.table.must_agree import disagreements
 from dcp_placements.table.statement import Statement, messages_of, stated
 from dcp_placements.table.whole import WholeModel, compare_with_whole
 

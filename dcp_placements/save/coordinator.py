@@ -44,14 +44,14 @@ from dcp_placements.rules.patterns import (
     matched_nowhere,
     unmatched_faults,
 )
-from dcp_placements.save.conflicts import (
+from dcp_placements.save.local_plan import COPIED, Assignment, LocalPlan
+from dcp_placements.save.replica_conflicts import (
     conflicts_of,
     drift_faults,
     reduced_axes,
     undigested,
     with_declaration,
 )
-from dcp_placements.save.local_plan import COPIED, Assignment, LocalPlan
 from dcp_placements.short_text import format_names, format_nbytes, format_ranks
 from dcp_placements.storage.provenance import (
     DIFFERED,
@@ -64,9 +64,9 @@ from dcp_placements.storage.torch_metadata import (
     PROPERTIES,
     ChunkList,
 )
-from dcp_placements.table.agreement import disagreements
 from dcp_placements.table.digests import digests_by_cell
 from dcp_placements.table.families import numbering_faults
+from dcp_placements.table.must_agree import disagreements
 from dcp_placements.table.owners import runs_of
 from dcp_placements.table.proof_faults import ALL_RANKS, Holders, is_uneven, proof_faults
 from dcp_placements.table.prove import Compared, prove

@@ -70,7 +70,6 @@ from dcp_placements.rules.patterns import (
     compile_pattern,
     waiver_matches,
 )
-from dcp_placements.save.conflicts import repeat_fault
 from dcp_placements.save.coordinator import (
     NOT_PLACED,
     Coordinator,
@@ -79,6 +78,7 @@ from dcp_placements.save.coordinator import (
     tensor_properties,
 )
 from dcp_placements.save.local_plan import COPIED, Assignment, LocalPlan
+from dcp_placements.save.replica_conflicts import repeat_fault
 from dcp_placements.storage.provenance import (
     COPIES,
     RESERVED_KEY,

@@ -26,7 +26,7 @@ from dcp_placements import (
     Placements,
 )
 from dcp_placements.bind.rank_shard import RankShard
-from dcp_placements.cli.memory import limited_memory
+from dcp_placements.cli.memory_limit import limited_memory
 from dcp_placements.convert.rank_tensors import RankTensors, rank_files
 from dcp_placements.offline import (
     CannotLook,

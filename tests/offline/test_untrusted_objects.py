@@ -19,7 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_placements import PlacementError, PlacementFileSystemReader, PlacementLoadPlanner
-from dcp_placements.cli.memory import limited_memory
+from dcp_placements.cli.memory_limit import limited_memory
 from dcp_placements.convert.torch_files import load_torch_file
 from dcp_placements.errors import CannotLook
 from dcp_placements.offline import diff, inspect, verify

@@ -55,7 +55,7 @@ from dcp_placements.rules.patterns import (
 )
 from dcp_placements.rules.placement import CheckpointPlacement
 from dcp_placements.storage.provenance import record_of
-from dcp_placements.table.agreement import disagreements
+from dcp_placements.table.must_agree import disagreements
 from dcp_placements.table.statement import Stated, Statement, stated
 from dcp_placements.table.table import Sent, holding_of, packed_ints
 from dcp_placements.table.whole import WholeModel, compare_with_whole

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 
 from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
-from dcp_placements.table.agreement import MUST_AGREE
+from dcp_placements.table.must_agree import MUST_AGREE
 from dcp_placements.testing import World
 
 FIELDS = {"digests": "digests", "step": "step", "whole": "has_whole"}
