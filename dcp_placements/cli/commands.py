@@ -29,6 +29,7 @@ from dcp_placements.cli.shared_options import (
     parse_pair,
     rules_option,
     size_option,
+    whole_option,
 )
 from dcp_placements.errors import CannotLook
 from dcp_placements.rules.mesh import MeshAxes
@@ -99,11 +100,17 @@ def megatron_command(
     "--contents", is_flag=True, help="Read all contents; compare the checksums of torch.save."
 )
 @click.option("--all", "all_faults", is_flag=True, help="Print every fault.")
+@whole_option
 @memory_option("2GiB")
-def verify_command(*, ckpt: str, contents: bool, all_faults: bool, memory: int) -> Shown:
-    """Find holes, overlaps, missing and damaged files, mixed saves."""
+def verify_command(
+    *, ckpt: str, contents: bool, all_faults: bool, whole: Any, memory: int
+) -> Shown:
+    """Find holes, overlaps, missing and damaged files, mixed saves.
+
+    --whole compares every key and shape with the unsharded model, too.
+    """
     with progress("verify", BYTES) as step:
-        result = offline.verify(ckpt, contents=contents, memory=memory, progress=step)
+        result = offline.verify(ckpt, contents=contents, whole=whole, memory=memory, progress=step)
     text = partial(result.text, sys.maxsize) if all_faults else None
     return Shown(result, 0 if result.sound else 1, text)
 
@@ -225,14 +232,20 @@ def _keys(path: Path) -> list[str]:
 @checkpoint_argument
 @number_option("--experts-per-layer", "The number of experts in a layer.")
 @mesh_option()
-def doctor_command(*, ckpt: str, experts_per_layer: int | None, mesh: MeshAxes | None) -> Shown:
+@whole_option
+def doctor_command(
+    *, ckpt: str, experts_per_layer: int | None, mesh: MeshAxes | None, whole: Any
+) -> Shown:
     """Report tensors whose experts were taken for replicas, so that only a part is stored.
 
     --mesh is the mesh of the run that saved. One of its axes must be ep. It is used where neither
-    the checkpoint nor a router's shape tells how many experts there are.
+    the checkpoint nor a router's shape tells how many experts there are. --whole compares every key
+    and shape with the unsharded model.
     """
     with progress("doctor"):
-        diagnosis = offline.diagnose(ckpt, experts_per_layer=experts_per_layer, axes=mesh)
+        diagnosis = offline.diagnose(
+            ckpt, experts_per_layer=experts_per_layer, axes=mesh, whole=whole
+        )
     return Shown(diagnosis, 0 if diagnosis.healthy else 1)
 
 

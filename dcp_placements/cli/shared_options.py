@@ -220,6 +220,19 @@ def rules_option(*, required: bool = False) -> CommandOption:
     return function_option("--rules", "A function mesh -> Placements.", required=required)
 
 
+def parse_whole(text: str) -> Any:
+    """Return the path of a model, or the function that ``MODULE:FUNC`` names."""
+    return text if os.path.exists(text) or ":" not in text else resolve(text)
+
+
+whole_option = click.option(
+    "--whole",
+    metavar="MODEL",
+    type=Parsed(parse_whole),
+    help="The unsharded model: a Hugging Face directory, or MODULE:FUNC, which returns it.",
+)
+
+
 def mesh_option(*, required: bool = False) -> CommandOption:
     """Return the option for the mesh of a world."""
     return click.option(

@@ -1,4 +1,4 @@
-"""``doctor``: expert tensors of which fewer experts are stored than the model has.
+"""``doctor``: whether a checkpoint has all experts of the model, or all of the model.
 
 Experts of one name on several ep ranks look like replicas if nothing says otherwise. DCP keeps one
 of each chunk, so that 4 of 8 experts are stored where 2 ep ranks saved.
@@ -20,7 +20,9 @@ from dcp_placements.errors import CannotLook
 from dcp_placements.layout.sharding import Kind
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.offline.checkpoint import Checkpoint, ranks_of
+from dcp_placements.offline.lost_tensors import LostTensor, compared_with_whole, lines_of
 from dcp_placements.offline.texts import ranges, short
+from dcp_placements.offline.whole_shapes import ModelSource, whole_of
 from dcp_placements.rules.mesh import MeshAxes
 from dcp_placements.short_text import (
     folded_keys,
@@ -62,16 +64,20 @@ class ExpertTensor:
 class Diagnosis:
     """Whether a checkpoint has all experts of the model."""
 
-    JSON: ClassVar[str] = "path healthy tensors unchecked"
+    JSON: ClassVar[str] = "path healthy tensors unchecked compared lost notes"
 
     path: str  # the checkpoint
-    tensors: Mapping[str, ExpertTensor]  # the tensors of experts, by key
-    unchecked: tuple[str, ...]  # all other keys
+    tensors: Mapping[str, ExpertTensor]  # the tensors of experts, by key; none with ``whole``
+    unchecked: tuple[str, ...]  # all other keys; empty where the whole model is given
+    compared: str = ""  # the number of keys that were compared with the whole model
+    lost: tuple[LostTensor, ...] = ()  # tensors that differ from the whole model
+    notes: tuple[str, ...] = ()  # tensors that were not compared with it, and why
 
     @property
     def healthy(self) -> bool:
-        """Whether all experts are there."""
-        return all(tensor.verdict == WHOLE for tensor in self.tensors.values())
+        """Whether all experts are there, and all of the whole model where it is given."""
+        is_whole = all(tensor.verdict == WHOLE for tensor in self.tensors.values())
+        return is_whole and not self.lost
 
     def __str__(self) -> str:
         findings: dict[tuple[str, str], dict[str, None]] = {}
@@ -94,10 +100,18 @@ class Diagnosis:
                 "    way out:     they are nowhere in this checkpoint; save with rules from where "
                 "they still are",
             ]
-        if not findings:
+        if not findings and not self.compared:
             lines.append("no key names experts")
-        if self.unchecked:
-            lines.append(f"not checked: {format_count(len(self.unchecked), 'other key')}")
+        if self.compared:
+            lines += [*lines_of(self.lost), *self.notes]
+            verdict = "differs from" if self.lost else "is"
+            lines.append(f"{verdict} the whole model; compared: {self.compared}")
+        elif self.unchecked or self.tensors:
+            other = format_count(len(self.unchecked), "other key")
+            lines.append(f"not checked: {other}, and the other dims of experts")
+            lines.append(
+                "    way out:     --whole MODEL compares all keys and shapes with the model"
+            )
         return "\n".join(lines)
 
 
@@ -106,6 +120,7 @@ def diagnose(
     *,
     experts_per_layer: int | None = None,
     axes: MeshAxes | None = None,
+    whole: ModelSource | None = None,
 ) -> Diagnosis:
     """Return the expert tensors, and whether all experts are stored; no data is read.
 
@@ -118,11 +133,17 @@ def diagnose(
         axes: The mesh of the ranks that saved: sizes by axis name, ``ep`` among them. It is used if
             nothing else gives the number of experts: each ep rank held as many as are stored.
             Ignored if the checkpoint records how all of its experts were saved.
+        whole: The unsharded model, which every key and shape is compared with, as ``whole_of``
+            takes it: a directory of a Hugging Face model, or what ``whole=`` of the planners takes.
 
     Raises:
-        CannotLook: There is no checkpoint; or ``axes`` has no ``ep``, or fewer ranks than wrote.
+        CannotLook: There is no checkpoint; or ``axes`` has no ``ep``, or fewer ranks than wrote; or
+            ``whole`` says no shapes.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    if whole is not None:  # the model decides, whatever names say
+        compared = compared_with_whole(checkpoint, whole_of(whole))
+        return Diagnosis(checkpoint.path, {}, (), compared.text, compared.lost, compared.notes)
     by_key = _stored_experts(checkpoint)
     recorded = {
         fqn: cut

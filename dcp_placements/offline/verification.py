@@ -33,7 +33,9 @@ from dcp_placements.offline.checkpoint import (
     reading,
 )
 from dcp_placements.offline.directory import Directory
+from dcp_placements.offline.lost_tensors import compared_with_whole
 from dcp_placements.offline.texts import Progress, short
+from dcp_placements.offline.whole_shapes import ModelSource, whole_of
 from dcp_placements.short_text import (
     folded_keys,
     format_count,
@@ -163,6 +165,7 @@ def verify(
     path: str | os.PathLike[str] | Checkpoint,
     *,
     contents: bool = False,
+    whole: ModelSource | None = None,
     memory: int = VERIFIED_NBYTES,
     progress: Progress = lambda done, total: None,
 ) -> Verification:
@@ -175,12 +178,14 @@ def verify(
         path: The checkpoint.
         contents: Whether to read everything and compare it with the checksums that ``torch.save``
             writes, and the pickle of ``.metadata`` that torch reads with its index.
+        whole: The unsharded model, as for ``diagnose``: a key that it has and the checkpoint lacks,
+            or that has another shape, is a fault.
         memory: Bytes that data may take.
         progress: Called as files are read.
 
     Raises:
         CannotLook: There is no checkpoint, or it cannot be read; or there are faults, and a save
-            has replaced its ``.metadata`` meanwhile.
+            has replaced its ``.metadata`` meanwhile; or ``whole`` says no shapes.
     """
     directory = path.directory if isinstance(path, Checkpoint) else Directory(path)
     before = _version(directory)
@@ -194,6 +199,12 @@ def verify(
             "stock-metadata writes both anew"
         )
         faults.append(CheckpointFault("index", (), (".metadata",), message))
+    compared = None if whole is None else compared_with_whole(checkpoint, whole_of(whole))
+    if compared is not None:
+        faults += [
+            CheckpointFault("whole", (tensor.fqn,), (), tensor.difference)
+            for tensor in compared.lost
+        ]
     if contents:
         faults += stock_faults(checkpoint)
     records = records_by_file(checkpoint)
@@ -212,7 +223,7 @@ def verify(
     return Verification(
         path=checkpoint.path,
         faults=tuple(sorted(faults, key=lambda fault: (fault.kind, fault.files, fault.tensors))),
-        notes=(*_notes(checkpoint), *checks.notes()),
+        notes=(*_notes(checkpoint), *checks.notes(), *(compared.notes if compared else ())),
         checked={
             "tensors": len(checkpoint.tensors),
             "chunks": sum([tensor.count for tensor in checkpoint.tensors.values()]),
