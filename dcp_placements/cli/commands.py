@@ -264,6 +264,12 @@ def stock_metadata_command(*, ckpt: str) -> Shown:
 @argument("src", "SRC", "The directory to import.")
 @out_argument
 @function_option("--rename", "From the files' names to the checkpoint's.")
+@click.option(
+    "--dequantize",
+    metavar="DTYPE",
+    type=Parsed(parse_dtype),
+    help="Make quantized weights numbers of it, such as bfloat16, by their scales.",
+)
 @files_option
 @rules_option()
 @mesh_option()
@@ -277,6 +283,7 @@ def import_command(
     src: str,
     out: str,
     rename: Any,
+    dequantize: torch.dtype | None,
     files: str | None,
     rules: Any,
     mesh: MeshAxes | None,
@@ -301,7 +308,13 @@ def import_command(
             expert_tensor_parallel_size=expert_tensor_parallel_size,
         )
         result = offline.import_checkpoint(
-            source, out, rename=rename, memory=memory, dry_run=dry_run, progress=step
+            source,
+            out,
+            rename=rename,
+            dequantize=dequantize,
+            memory=memory,
+            dry_run=dry_run,
+            progress=step,
         )
     return Shown(result)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from dcp_placements.convert.dequantize import Dequantized, dequantized
 from dcp_placements.convert.megatron_weights import megatron_checkpoint
 from dcp_placements.convert.rank_tensors import rank_file_names, rank_files
 from dcp_placements.convert.writing import (
@@ -38,7 +39,7 @@ from dcp_placements.errors import (
 from dcp_placements.names.renames import Unstack, number_in, steps
 from dcp_placements.names.scales import scale_of
 from dcp_placements.names.stacks_and_parts import Rename
-from dcp_placements.offline.assembly import AssembledTensor, assemble
+from dcp_placements.offline.assembly import AnyTensor, AssembledTensor, assemble
 from dcp_placements.offline.box_reads import BoxReader, sub_boxes
 from dcp_placements.offline.checkpoint import (
     RANK_FILES,
@@ -199,12 +200,7 @@ def export_safetensors(
             has no such dtype, or elements are not cast to ``dtype``; tied tensors differ. All
             these are found before anything is written. A record is not what was written.
     """
-    if dtype is not None and dtype not in _CAST:
-        raise PlacementError(
-            f"dtype {dtype}: floating-point tensors are cast to {', '.join(map(str, _CAST))} only\n"
-            "    why:         integers cut off fractions, and 8 bits need scales beside them\n"
-            "    way out:     one of these; or quantize the exported model"
-        )
+    _check_cast("dtype", dtype)
     output = output_at(out, source=_path_of(checkpoint))
     source, tied = _opened(checkpoint), dict(tied or {})
     tensors, head, left_out = _model_of(source, prefix, optimizer, exclude)
@@ -225,6 +221,7 @@ def import_checkpoint(
     out: str | os.PathLike[str],
     *,
     rename: Rename | None = None,
+    dequantize: torch.dtype | None = None,
     memory: int = MEMORY_NBYTES,
     dry_run: bool = False,
     progress: Progress = lambda done, total: None,
@@ -239,6 +236,9 @@ def import_checkpoint(
         out: The checkpoint's directory or URL, which must not exist.
         rename: Map from the files' names to the checkpoint's, such as a ``Stack``. The rename of
             an export leads the other way, and is refused.
+        dequantize: The dtype of the numbers that quantized tensors of safetensors files are made,
+            with their scales multiplied in; None writes elements and scales as they are. The
+            renamed names are those of the numbers: ``gate_up_proj`` of ``gate_up_proj_blocks``.
         memory: Bytes that data may take.
         dry_run: Whether to plan only.
         progress: Called with ``(done, total)`` bytes as files are written.
@@ -247,9 +247,10 @@ def import_checkpoint(
         CannotLook: There are no such files, or they cannot be read; ``out`` exists, or another
             process is writing it. The files were overwritten meanwhile; nothing is written then.
         PlacementError: The files are not whole; a name is missing or given twice; ``rename``
-            changes no name, or unstacks names that have a number already. All these are found
-            before anything is written.
+            changes no name, or unstacks names that have a number already; a quantized tensor is of
+            a scheme without a formula here. All these are found before anything is written.
     """
+    _check_cast("dequantize", dequantize)
     output = output_at(out, source=_path_of(source))
     opened = _opened(source)
     if opened.format not in (SAFETENSORS, TORCH_CHECKPOINTING, RANK_FILES):
@@ -258,21 +259,35 @@ def import_checkpoint(
             "    way out:     load it as it is; with rename=Stack(...) where layers are one tensor"
         )
     _check_whole(opened)
+    if dequantize is not None and opened.format != SAFETENSORS:
+        raise PlacementError(
+            f"{opened.path}: dequantize= is for safetensors files, as the Hub has them\n"
+            "    way out:     leave it out"
+        )
     opening = "the files cannot be imported"
+    numbers = Dequantized({**opened.tensors})
+    if dequantize is not None:
+        numbers = dequantized(opened, dequantize)
     way_out = "way out:     no rename, if the names are those that are wanted"
     numbered = [
         Fault(name, f"has a number already where {unstack!r} puts one", (way_out,))
         for unstack in [step.rename for step in steps(rename) if isinstance(step.rename, Unstack)]
-        for name in opened.tensors
+        for name in numbers.tensors
         if number_in(unstack.pattern, name) and unstack(name) != name
     ]
     raise_faults(opening, numbered)
     if rename is not None and opened.format == SAFETENSORS:
         raise_faults(opening, _applied_already(opened, rename))
-    renamed, _ = _renamed(opened.tensors, rename, opening)
+    renamed, _ = _renamed(numbers.tensors, rename, opening)
     raise_faults(opening, _scale_faults(opened, renamed))
     writer = DcpOut(opened, renamed, whole_files(renamed))
-    return write_output(output, opened, writer, memory, dry_run, progress)
+    converted = write_output(output, opened, writer, memory, dry_run, progress)
+    return replace(
+        converted,
+        notes=(*converted.notes, *numbers.notes),
+        accounted={**converted.accounted, **numbers.accounted},
+        beside=(*converted.beside, *numbers.left_out),
+    )
 
 
 def reshard(
@@ -391,7 +406,7 @@ def _model_of(
 
 
 def _renamed(
-    tensors: Mapping[str, StoredTensor], rename: Rename | None, opening: str
+    tensors: Mapping[str, AnyTensor], rename: Rename | None, opening: str
 ) -> tuple[dict[str, AssembledTensor], tuple[str, ...]]:
     """Return the tensors that a rename makes, and the names that it does not change.
 
@@ -457,6 +472,17 @@ def _applied_already(source: Checkpoint, rename: Rename) -> list[Fault]:
     ]
 
 
+def _check_cast(name: str, dtype: torch.dtype | None) -> None:
+    """Refuse a dtype that numbers are not cast to."""
+    if dtype is not None and dtype not in _CAST:
+        raise PlacementError(
+            f"{name} {dtype}: floating-point tensors are cast to {', '.join(map(str, _CAST))} "
+            "only\n"
+            "    why:         integers cut off fractions, and 8 bits need scales beside them\n"
+            "    way out:     one of these; or quantize the exported model"
+        )
+
+
 def _scale_faults(
     source: Checkpoint, written: Mapping[str, AssembledTensor], dtype: torch.dtype | None = None
 ) -> list[Fault]:
@@ -478,9 +504,7 @@ def _scale_faults(
         if dtype is not None:
             headline = f"is quantized, so that dtype={dtype} does not apply to it"
             way_out = "way out:     no dtype=, and both are written as they are"
-        details = (
-            f"{way_out}; torch's QuantizedHuggingFaceStorageReader loads such files as numbers",
-        )
+        details = (f"{way_out}; import --dequantize bfloat16 makes numbers of such files",)
         faults.append(Fault(fqn, headline, details, (f"its scales:  {scale}",)))
     return faults
 

@@ -225,7 +225,7 @@ class Writer:
                 t.fqn,
                 t.shape,
                 t.dtype,
-                [(b.box, b.source.fqn, b.stored_box, b.dims) for b in t.blocks],
+                [(b.box, b.source.origin, b.stored_box, b.dims) for b in t.blocks],
             )
             for t in tensors.values()
         )

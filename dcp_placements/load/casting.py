@@ -119,6 +119,11 @@ def cast_fault(fqn: str, stored: torch.dtype, needed: torch.dtype) -> Fault:
     return Fault(fqn, f"loading {format_cast(stored, needed)} {effect}", (way_out,))
 
 
+_READ_BY_TORCH = ".weight_scale_inv"
+"""The ending of scales that torch's ``QuantizedHuggingFaceStorageReader`` multiplies by. Of the
+forms of gpt-oss, its chunks have another count of dims than their tensor."""
+
+
 def quantized_fault(fqn: str, stored: torch.dtype, needed: torch.dtype, scale: str) -> Fault:
     """Return the refusal of quantized elements that would be read without their scales.
 
@@ -128,15 +133,17 @@ def quantized_fault(fqn: str, stored: torch.dtype, needed: torch.dtype, scale: s
         needed: That of the tensor to fill.
         scale: The key of the scales.
     """
-    return Fault(
-        fqn,
-        f"is quantized: loading {format_cast(stored, needed)} leaves out its scales",
-        (
-            "way out:     torch's QuantizedHuggingFaceStorageReader multiplies by them; with it "
-            "waive={pattern: reason}; or read both into tensors of their own dtypes",
-        ),
-        (f"its scales:  {scale}",),
+    way_out = (
+        "way out:     dcp-placements import SRC OUT --dequantize bfloat16 makes numbers of the "
+        "Hub's files, and a load of OUT reads them; or read both into tensors of their own dtypes"
     )
+    if scale.endswith(_READ_BY_TORCH):
+        way_out += (
+            "; or torch's QuantizedHuggingFaceStorageReader(path), which multiplies by them as it "
+            "reads files with an index, and waive={pattern: reason} with it"
+        )
+    headline = f"is quantized: loading {format_cast(stored, needed)} leaves out its scales"
+    return Fault(fqn, headline, (way_out,), (f"its scales:  {scale}",))
 
 
 def check_quantizer(fqn: str, target: torch.Tensor, read: torch.Tensor) -> None:

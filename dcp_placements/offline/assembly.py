@@ -40,12 +40,29 @@ from dcp_placements.offline.checkpoint import SourceTensor, StoredTensor
 from dcp_placements.short_text import format_names
 
 
+class ComputedTensor(SourceTensor):
+    """A tensor that is computed from stored ones: it stands where a stored one may."""
+
+    __slots__ = ()
+
+    def read(self, reader: BoxReader, box: Box) -> torch.Tensor:
+        """Return the elements of a box.
+
+        Raises:
+            PlacementError: As ``BoxReader.read``.
+        """
+        raise NotImplementedError
+
+
+AnyTensor = StoredTensor | ComputedTensor
+
+
 @dataclass(frozen=True, slots=True)
 class SourceBlock:
     """A box of a tensor, and the box of a stored tensor that has its elements."""
 
     box: Box  # the box in the tensor
-    source: StoredTensor  # the stored tensor
+    source: AnyTensor  # the stored tensor, or a computed one
     stored_box: Box  # the box in the stored tensor
     # For each dim of the stored tensor, that of the tensor; None for a dim that the tensor lacks,
     # along which ``stored_box`` has size 1
@@ -76,7 +93,11 @@ class AssembledTensor(SourceTensor):
             shared = common(block.box, box)
             if shared is None:
                 continue
-            read = reader.read(block.source, block.source_box(shared))
+            source, of_source = block.source, block.source_box(shared)
+            if isinstance(source, ComputedTensor):
+                read = source.read(reader, of_source)
+            else:
+                read = reader.read(source, of_source)
             elements = read.reshape(shared.sizes).to(self.dtype)
             if shared == box:
                 return elements.contiguous()
@@ -96,13 +117,16 @@ class AssembledTensor(SourceTensor):
             shared = common(block.box, box)
             if shared is None:
                 continue
-            if block.source.dtype != self.dtype or not is_contiguous(shared.sizes, box.sizes):
+            source = block.source
+            if source.dtype != self.dtype or not is_contiguous(shared.sizes, box.sizes):
                 return None
-            if block.source.count > 1 and box.numel * self.dtype.itemsize < SHORT_NBYTES:
+            if isinstance(source, ComputedTensor):
+                return None  # no file has its elements
+            if source.count > 1 and box.numel * self.dtype.itemsize < SHORT_NBYTES:
                 return None  # its stretches are too short
             offsets = [a - b for a, b in zip(shared.offsets, box.offsets, strict=True)]
             start = position(offsets, box.sizes) * self.dtype.itemsize
-            read = reader.stretches(block.source, block.source_box(shared))
+            read = reader.stretches(source, block.source_box(shared))
             if read is None:
                 return None
             stretches += [(start + stretch.start, stretch) for stretch in read]
@@ -119,7 +143,7 @@ class _Answered(NamedTuple):
     """A stored tensor, and the answer of the rename for its name."""
 
     name: str
-    tensor: StoredTensor
+    tensor: AnyTensor
     answer: Renamed
 
     def is_split_scalar(self) -> bool:
@@ -131,18 +155,18 @@ class _TensorEntry(NamedTuple):
     """A stored tensor, the answer of the rename for its name, and one of its targets."""
 
     name: str
-    tensor: StoredTensor
+    tensor: AnyTensor
     answer: Renamed
     target: Target
 
 
 def assemble(
-    tensors: Mapping[str, StoredTensor], rename: Rename | None
+    tensors: Mapping[str, AnyTensor], rename: Rename | None
 ) -> tuple[dict[str, AssembledTensor], list[Fault]]:
     """Return the tensors that a rename makes of stored ones, by their new names, and its faults.
 
     Args:
-        tensors: Stored tensors, by the names that are renamed.
+        tensors: Stored or computed tensors, by the names that are renamed.
         rename: Name to name, or to a ``Row``, ``Rows`` or ``Parts``; None changes nothing. A name
             without an answer (a ``LookupError`` or ``ValueError``, None, or "") is a fault.
     """
@@ -202,7 +226,7 @@ def assembled(
     return renamed
 
 
-def _as_it_is(fqn: str, tensor: StoredTensor) -> AssembledTensor:
+def _as_it_is(fqn: str, tensor: AnyTensor) -> AssembledTensor:
     block = SourceBlock(tensor.whole, tensor, tensor.whole, tuple(range(len(tensor.shape))))
     return AssembledTensor(fqn, tensor.shape, tensor.dtype, (block,))
 

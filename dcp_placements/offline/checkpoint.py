@@ -102,6 +102,11 @@ class SourceTensor:
         return str(self.dtype).removeprefix("torch.")
 
     @property
+    def origin(self) -> str:
+        """What its elements are, as text that differs where they do."""
+        return self.fqn
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor's elements."""
         return prod(self.shape) * self.dtype.itemsize

@@ -373,7 +373,9 @@ def _record(checkpoint: Checkpoint, stored: StoredRecord, most: int) -> bytes | 
 
 def _sources(tensor: AssembledTensor) -> list[StoredTensor]:
     """Return the stored tensors that a tensor is assembled from."""
-    return list({block.source.fqn: block.source for block in tensor.blocks}.values())
+    sources = [block.source for block in tensor.blocks]
+    stored = [source for source in sources if isinstance(source, StoredTensor)]
+    return list({source.fqn: source for source in stored}.values())
 
 
 def _one_sided(key: str, first: str | None, second: str | None) -> TensorDifference:

@@ -41,6 +41,9 @@ NAMED_DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F4": torch.float4_e2m1fn_x2,
     "C64": torch.complex64,
     "BOOL": torch.bool,
     "I64": torch.int64,
@@ -53,6 +56,9 @@ NAMED_DTYPES = {
     "U8": torch.uint8,
 }
 """The format's dtypes by their names in files."""
+
+_FOUR_BITS = "F4"
+"""Two elements are in a byte; the files count elements, and torch counts bytes."""
 
 _DTYPE_NAMES = {dtype: name for name, dtype in NAMED_DTYPES.items()}
 
@@ -312,6 +318,10 @@ def _entry(file: str, entry: Any, saved_offsets: Any, base: int) -> _Header:
     if entry["dtype"] not in NAMED_DTYPES:
         raise ValueError("a dtype that the format has not")
     dtype = NAMED_DTYPES[entry["dtype"]]
+    if entry["dtype"] == _FOUR_BITS:
+        if not shape or shape[-1] % 2:
+            raise ValueError(f"a {shape} tensor of {_FOUR_BITS}, which no whole bytes hold")
+        shape = (*shape[:-1], shape[-1] // 2)
     if stop - start != prod(shape) * dtype.itemsize:
         raise ValueError(f"{stop - start} bytes of a {shape} tensor of {entry['dtype']}")
     offsets = (0,) * len(shape) if saved_offsets is None else counts(saved_offsets)
@@ -351,6 +361,8 @@ def write_header(
     offset = 0
     for name, dtype, shape in tensors:
         nbytes = prod(shape) * dtype.itemsize
+        if _DTYPE_NAMES[dtype] == _FOUR_BITS:
+            shape = (*shape[:-1], 2 * shape[-1])
         header[name] = {
             "dtype": _DTYPE_NAMES[dtype],
             "shape": list(shape),

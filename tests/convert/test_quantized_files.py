@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def test_m116_a_load_into_numbers_is_refused(
     with pytest.raises(CheckpointException, match=rf"{KEY}_scale_inv") as refused:
         load(HuggingFaceStorageReader(str(published)), state, cast=cast)
     assert "QuantizedHuggingFaceStorageReader" in str(refused.value)
+    assert "--dequantize bfloat16" in str(refused.value)
     assert not state[KEY].any()
 
 
@@ -74,6 +76,36 @@ def test_m116_the_way_out_gives_the_numbers(published: Path) -> None:
     waive = {"up_proj": "the reader multiplies by the scales"}
     load(QuantizedHuggingFaceStorageReader(str(published)), state, waive=waive)
     torch.testing.assert_close(state[KEY], numbers(11), atol=2e-3, rtol=0.07)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_m116_torchs_reader_and_an_import_give_the_same_numbers(
+    published: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (published / "config.json").write_text(json.dumps(config))
+    import_checkpoint(published, tmp_path / "numbers", dequantize=dtype)
+    read, imported = ({KEY: torch.zeros(160, 130, dtype=dtype)} for _ in range(2))
+    waive = {"up_proj": "the reader multiplies by the scales"}
+    reader = QuantizedHuggingFaceStorageReader(str(published), target_dtype=dtype)
+    load(reader, read, waive=waive)
+    load(dcp.FileSystemReader(tmp_path / "numbers"), imported)
+    assert torch.equal(read[KEY], imported[KEY])
+    assert imported[KEY].any()
+
+
+@pytest.mark.parametrize(
+    ("key", "scale", "shapes"),
+    [("q.weight", "q.weight_scale", ((4, 3), ())), ("q_blocks", "q_scales", ((4, 2, 16), (4, 2)))],
+)
+def test_m116_a_scheme_that_torchs_reader_does_not_read_names_the_import_alone(
+    tmp_path: Path, key: str, scale: str, shapes: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
+    elements, scales = (torch.ones(shape, dtype=torch.uint8) for shape in shapes)
+    save_hugging_face(tmp_path, {key: elements, scale: scales})
+    with pytest.raises(CheckpointException, match="--dequantize bfloat16") as refused:
+        load(HuggingFaceStorageReader(str(tmp_path)), {key: torch.zeros(shapes[0])})
+    assert "QuantizedHuggingFaceStorageReader" not in str(refused.value)
 
 
 def test_m116_of_the_hubs_names_in_a_stacked_model_too(published: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hazard_scenes import assert_holds
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import Shard
 
@@ -51,7 +52,22 @@ def tensors() -> dict[str, torch.Tensor]:
         "scalar": torch.tensor(5),
     }
     raw = torch.arange(48, dtype=torch.uint8) % 2
-    return held | {f"t{i}": raw.clone().view(d) for i, d in enumerate(NAMED_DTYPES.values())}
+    dtypes = [dtype for dtype in NAMED_DTYPES.values() if dtype != torch.float4_e2m1fn_x2]
+    return held | {f"t{i}": raw.clone().view(dtype) for i, dtype in enumerate(dtypes)}
+
+
+def test_m148_two_float4_in_a_byte_are_written_and_read(tmp_path: Path) -> None:
+    codes = torch.arange(48, dtype=torch.uint8).reshape(6, 8)
+    dcp.save({"w": codes.view(torch.float4_e2m1fn_x2)}, checkpoint_id=tmp_path / "a", no_dist=True)
+    export_safetensors(tmp_path / "a", tmp_path / "hf")
+    with safe_open(tmp_path / "hf/model.safetensors", "pt") as file:
+        part = file.get_slice("w")
+        assert (part.get_dtype(), part.get_shape()) == ("F4", [6, 16])
+    import_checkpoint(tmp_path / "hf", tmp_path / "b")
+    assert diff(tmp_path / "a", tmp_path / "b").same
+    state = {"w": torch.zeros_like(codes).view(torch.float4_e2m1fn_x2)}
+    dcp.load(state, checkpoint_id=tmp_path / "b", planner=PlacementLoadPlanner(), no_dist=True)
+    assert torch.equal(state["w"].view(torch.uint8), codes)
 
 
 def test_every_tensor_is_there_whatever_its_dtype(tmp_path: Path) -> None:
