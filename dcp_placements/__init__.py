@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dcp_placements.rules.patterns import PlacementRules as PlacementRules
     from dcp_placements.rules.placement import (
         CheckpointPlacement as CheckpointPlacement,
+        FlatShard as FlatShard,
         FusedShard as FusedShard,
         IndexShard as IndexShard,
         RaggedShard as RaggedShard,
@@ -54,7 +55,7 @@ _NAMES = {
     "report": "LoadReport SaveReport",
     "rules.mesh": "MeshCoordinate",
     "rules.patterns": "PlacementRules",
-    "rules.placement": "CheckpointPlacement FusedShard IndexShard RaggedShard",
+    "rules.placement": "CheckpointPlacement FlatShard FusedShard IndexShard RaggedShard",
     "save.planner": "PlacementSavePlanner",
     "storage.reader": "PlacementFileSystemReader",
     "storage.writer": "PlacementFileSystemWriter",

@@ -99,14 +99,14 @@ class Uneven(NamedTuple):
 
     Attributes:
         axis: The axis of the cut.
-        dim: The dim that it cuts.
+        dim: The dim that it cuts; None where it divides the flattened tensor.
         position: The position of this rank along the axis.
         size: The size of its shard.
         plain: The sizes of all shards as they are declared.
     """
 
     axis: str
-    dim: int
+    dim: int | None
     position: int
     size: int
     plain: tuple[int, ...]
@@ -297,7 +297,7 @@ def _with_sizes(faults: Sequence[Fault]) -> list[Fault]:
     A rank without a fault has the shard that was declared. Where the shards are not those of the
     whole, other ranks or shapes are wrong, and the faults stay as they are.
     """
-    sizes: dict[tuple[str, str, int], dict[int, set[int]]] = {}
+    sizes: dict[tuple[str, str, int | None], dict[int, set[int]]] = {}
     for fault in faults:
         if (shard := fault.uneven) is not None:
             by_position = sizes.setdefault((fault.fqn, shard.axis, shard.dim), {})
@@ -316,6 +316,7 @@ def _with_sizes(faults: Sequence[Fault]) -> list[Fault]:
     return result
 
 
-def uneven_line(axis: str, dim: int, sizes: tuple[int, ...]) -> str:
-    """Return the line of a message that says how uneven shards are declared."""
-    return f'if uneven:   {{"{axis}": RaggedShard({dim}, {sizes})}} in the rule of every rank'
+def uneven_line(axis: str, dim: int | None, sizes: tuple[int, ...]) -> str:
+    """Return the line of a message that says how uneven shards or ranges are declared."""
+    placement = f"FlatShard({sizes})" if dim is None else f"RaggedShard({dim}, {sizes})"
+    return f'if uneven:   {{"{axis}": {placement}}} in the rule of every rank'

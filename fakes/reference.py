@@ -23,7 +23,7 @@ def cut(
     Args:
         whole: The whole tensor.
         placements: One per mesh axis, applied left to right: torch's, ``FusedShard``,
-            ``RaggedShard`` or ``IndexShard``.
+            ``RaggedShard``, ``FlatShard`` or ``IndexShard``.
         sizes: Number of ranks along each axis.
         coordinate: The position along each axis.
 
@@ -37,6 +37,8 @@ def cut(
             case "dcp_placements", "IndexShard":
                 rows = torch.tensor(placement.indices, dtype=torch.long)
                 held = held.index_select(placement.dim, rows)
+            case "dcp_placements", "FlatShard":
+                held = held.reshape(-1).split(list(placement.sizes))[position]
             case "dcp_placements", "RaggedShard":
                 held = held.split(list(placement.sizes), placement.dim)[position]
             case "dcp_placements", "FusedShard":

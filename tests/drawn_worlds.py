@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dcp_placements import FusedShard, RaggedShard
+from dcp_placements import FlatShard, FusedShard, RaggedShard
 from tests.random_worlds import (
     Cutting,
     Detour,
@@ -171,8 +171,11 @@ def resized(draw: Draw, side: Side) -> Side:
                 for _, p in cutting.rule
                 if isinstance(p, RaggedShard) or isinstance(getattr(p, "parts", 0), tuple)
             }
+            is_range = any(isinstance(p, FlatShard) for _, p in cutting.rule)
             fixed |= {
-                a for a, p in (*cutting.rule, *cutting.own) if getattr(p, "dim", -1) in summed
+                a
+                for a, p in (*cutting.rule, *cutting.own)
+                if is_range or getattr(p, "dim", -1) in summed
             }
     sizes = list(mesh.sizes)
     for at, name in enumerate(mesh.names):
@@ -324,7 +327,7 @@ def draw_hold(draw: Draw, family: Family, meshes: tuple[Mesh, ...], *, renamed: 
     cuts = tuple(
         draw_listed(draw, shape, mesh, left)
         if may_list and draw.chance(25)
-        else draw_cutting(draw, shape, mesh, left, may_pad=may_pad)
+        else draw_cutting(draw, shape, mesh, left, may_pad=may_pad, may_flatten=may_list)
         for shape in unit_shapes(family, ids, by_parts=by_parts)
     )
     if renamed:
@@ -426,6 +429,7 @@ def draw_cutting(
     free: list[str],
     *,
     may_pad: bool,
+    may_flatten: bool = False,
     kind: str = "",
 ) -> Cutting:
     """Return how ranks cut a tensor over some of the axes ``free``, in mesh order."""
@@ -452,6 +456,18 @@ def draw_cutting(
         placement, even = draw_placement(draw, left, sizes[name], cut, may_pick=padded == shape)
         derivable &= even
         rule.append((name, placement))
+    last = max([free.index(name) for name, _ in rule], default=-1)
+    if (
+        kind == "plain"
+        and may_flatten
+        and None not in left
+        and draw.chance(25)
+        and free[last + 1 :]
+    ):
+        name = draw.choice(free[last + 1 :])
+        total = prod(size for size in left if size is not None)
+        rule.append((name, FlatShard(drawn_sizes(draw, sizes[name], total))))
+        derivable = False
     own = []
     for name in [name for name in free if roles[name] in ("own", "copy")]:
         if roles[name] == "copy":
@@ -494,6 +510,12 @@ def draw_cutting(
     )
 
 
+def drawn_sizes(draw: Draw, count: int, total: int) -> tuple[int, ...]:
+    """Return the sizes of so many parts of a total, some of them 0."""
+    ends = [0, *sorted(draw.randint(0, total) for _ in range(count - 1)), total]
+    return tuple(b - a for a, b in itertools.pairwise(ends))
+
+
 ROLES = ("rule", "rule", "none", "own", "own", "copy")
 
 
@@ -521,9 +543,8 @@ def draw_placement(
     if kind == "pieces":
         left[dim] = None
         assert total is not None
-        ends = [0, *sorted(draw.randint(0, total) for _ in range(size - 1)), total]
-        sizes = tuple(b - a for a, b in itertools.pairwise(ends))
-        return RaggedShard(dim, sizes), True  # the sizes say the dim of the whole
+        # The sizes say the dim of the whole.
+        return RaggedShard(dim, drawn_sizes(draw, size, total)), True
     if kind == "strided":
         parts = draw.randint(2, 4)
         placement = _StridedShard(dim, split_factor=parts)

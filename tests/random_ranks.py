@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements import (
     CheckpointPlacement,
+    FlatShard,
     FusedShard,
     IndexShard,
     MeshCoordinate,
@@ -144,7 +145,7 @@ class Rank:
                     if not state:
                         left = held.shape
                     ambiguous = any(
-                        left[dim] == 1 and part_of_it.shape[dim] != size
+                        part_of_it.shape[dim] != size and left[dim] == 1
                         for dim, size in enumerate(states[""].shape)
                     )
                     yield replace(value, family=family.name, row=row, ambiguous=ambiguous)
@@ -377,7 +378,8 @@ class _Held:
             self.shape = list(where.shape)
             where = cut_by(where, cutting.own)
             rows = {p.dim for _, p in cutting.rule if isinstance(p, Picks)}
-            self.chunks = tiles_of(where, part_of_it.shape, rows)
+            if cutting.kind == "listed":
+                self.chunks = tiles_of(where, part_of_it.shape, rows)
         self.numbers = torch.cat([part_of_it.reshape(-1), torch.tensor([-1])])[where]
         own = dict(cutting.own)
         factors = [1] * len(self.shape)
@@ -460,6 +462,8 @@ def _moved(placement: Any, moved: list[int]) -> Any:
     """Return a placement of the same dim where the tensor has more dims."""
     if isinstance(placement, FusedShard | IndexShard | RaggedShard):
         return replace(placement, dim=moved[placement.dim])
+    if isinstance(placement, FlatShard):
+        return placement
     if hasattr(placement, "split_factor"):
         return type(placement)(moved[placement.dim], split_factor=placement.split_factor)
     return Shard(moved[placement.dim])

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 
 from dcp_placements import (
     CheckpointPlacement,
+    FlatShard,
     FusedShard,
     IndexShard,
     MeshCoordinate,
@@ -200,6 +201,7 @@ def test_a_simulated_world_says_that_it_runs_no_exchange(tmp_path: Path) -> None
         (lambda: FusedShard(0, ("gate", "up")), "parts=('gate', 'up') must be numbers"),  # type: ignore[arg-type]
         (lambda: RaggedShard(0, 8), "sizes=8 must be numbers of rows"),  # type: ignore[arg-type]
         (lambda: RaggedShard(0, (2.5, 1)), "sizes=(2.5, 1) must be numbers of rows"),  # type: ignore[arg-type]
+        (lambda: FlatShard(8), "sizes=8 must be counts of elements"),  # type: ignore[arg-type]
         (lambda: IndexShard(0, 3), "indices=3 must be numbers of rows"),  # type: ignore[arg-type]
         (lambda: IndexShard(0, {7, 2}), "must be numbers of rows, in their order"),  # type: ignore[arg-type]
         (lambda: FusedShard(0, (2.5, 1)), "parts=(2.5, 1) must be numbers of rows"),  # type: ignore[arg-type]

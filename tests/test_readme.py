@@ -36,6 +36,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import dcp_placements
 from dcp_placements import (
     CheckpointPlacement,
+    FlatShard,
     FusedShard,
     IndexShard,
     MeshCoordinate,
@@ -207,7 +208,7 @@ def test_programs_run_on_two_ranks(block: Block, tmp_path: Path) -> None:
     ids=lambda row: code_of(row[0]),
 )
 def test_placements_keep_the_rows_of_the_table(row: list[str]) -> None:
-    names = (FusedShard, IndexShard, RaggedShard, Replicate, Shard, _StridedShard)
+    names = (FlatShard, FusedShard, IndexShard, RaggedShard, Replicate, Shard, _StridedShard)
     placement = eval(code_of(row[0]), {name.__name__: name for name in names})
     for position, cell in enumerate(row[1:]):
         if not cell:

@@ -35,7 +35,7 @@ from dcp_placements.names.known_names import (
     QKV,
     TENSOR_AXIS,
 )
-from dcp_placements.rules.placement import FusedShard, cut_of
+from dcp_placements.rules.placement import FusedShard, cut_of, shard_dim
 
 _JOINED = re.compile(r"(?:^|[._])(?:w?kv(?:_proj)?(?=\.|$)|w\d_?w\d)")
 """Names of tensors that join others along a dim, perhaps: shapes and contents fit a plain shard."""
@@ -330,8 +330,11 @@ class DimFinder:
         cuts = tuple([cut_of(entry, len(shape), axis, sizes[axis]) for axis, entry in placements])
         first = held[0][1].shape
         cut_shape = list(first)
-        for cut in cuts:
-            cut_shape[cut.dim] *= cut.size
+        dims = [shard_dim(entry, len(shape)) for _, entry in placements]
+        cut_dims = {dim for dim in dims if dim is not None}
+        for dim, cut in zip(dims, cuts, strict=True):
+            if dim is not None:
+                cut_shape[dim] *= cut.size
 
         def fits(sharding: Sharding) -> bool:
             return all(
@@ -342,7 +345,6 @@ class DimFinder:
         if fits(Sharding(shape, cuts)):
             return Fitting(placements, None if tuple(cut_shape) == shape else shape)
         is_padded = all(size >= stored for size, stored in zip(cut_shape, shape, strict=True))
-        cut_dims = {cut.dim for cut in cuts}
         only_cut = all(cut_shape[d] == shape[d] or d in cut_dims for d in range(len(shape)))
         # Each rank has rows that are no padding.
         is_held = all(shape[dim] > cut_shape[dim] - first[dim] for dim in cut_dims)

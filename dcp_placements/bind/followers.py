@@ -24,7 +24,7 @@ from dcp_placements.errors import CannotPlace
 from dcp_placements.names.flat import Path, Reshaped
 from dcp_placements.names.optimizer_state import Dims, OptimizerStates, followed_dims
 from dcp_placements.names.stacks_and_parts import dims_of_row
-from dcp_placements.rules.placement import moved_placements
+from dcp_placements.rules.placement import is_flat, moved_placements
 
 
 class States(NamedTuple):
@@ -155,7 +155,7 @@ def follow(
         places: The places so far.
 
     Returns:
-        None where its shape does not follow the parameter's.
+        None where its shape does not follow the parameter's; as any other than that of a range.
 
     Raises:
         CannotPlace: Its shape follows in several ways, which have different places.
@@ -165,7 +165,7 @@ def follow(
     is_plain = mesh is None
     if is_plain and local.shape == first.shape:  # moments, most of all
         return Placed(fqn, local, parameter.place, parameter.rule)
-    if lists_its_chunks(leading.value):
+    if lists_its_chunks(leading.value) or is_flat(leading.placement):
         return None
     of_parameter = tuple(first.shape if is_plain else whole)
     ways = followed_dims(tuple(local.shape if is_plain else shape), of_parameter)

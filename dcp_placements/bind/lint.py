@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -151,7 +152,14 @@ def dropped_rows(
 
 def _pads(placed: Placed, dim: int) -> list[torch.Tensor]:
     """Return the views of a local tensor along a dim that hold padding only."""
-    tensor, pads, end = placed.tensor.detach(), [], 0
+    tensor, place, pads, end = placed.tensor.detach(), placed.place, list[torch.Tensor](), 0
+    if any(cut.kind is Kind.FLAT for cut in place.sharding.cuts):
+        size, unpadded = place.sharding.global_shape[dim], place.sharding.cut_shape
+        for chunk in replace(place.sharding, global_shape=unpadded).shard(place.positions)[1]:
+            view = placed.view(chunk)
+            stored = max(0, size - chunk.offsets[dim])
+            pads += [view.narrow(dim, stored, n)] if (n := view.shape[dim] - stored) > 0 else []
+        return pads
     held = {(chunk.local_offsets[dim], chunk.sizes[dim]) for chunk in placed.place.chunks}
     for start, size in [*sorted(held), (tensor.shape[dim], 0)]:
         if start > end:
@@ -190,7 +198,7 @@ def _doubts(place: Place) -> list[Doubt]:
         name = axis.name or ""
         if axis.size == 1 or not (TENSOR_AXIS.match(name) or EXPERT_AXIS.match(name)):
             continue
-        outer: dict[int, Cut] = {}
+        outer: dict[int | None, Cut] = {}
         for cut in place.sharding.cuts:
             if cut.axis == name:
                 break
@@ -199,7 +207,7 @@ def _doubts(place: Place) -> list[Doubt]:
         else:
             doubts.append(Doubt(axis, None, None))
             continue
-        if cut.kind is not Kind.LISTED and cut.dim >= 0:
+        if cut.kind not in (Kind.LISTED, Kind.FLAT) and not cut.is_of_rows:
             doubts.append(Doubt(axis, cut, outer.get(cut.dim)))
     return doubts
 
@@ -220,7 +228,9 @@ def _findings(
         is_fused = cut is not None and cut.kind is Kind.FUSED and isinstance(cut.parts, int)
         count = cut.parts if cut is not None and is_fused else 1 if is_plain else None
         values["how"] = "plainly" if is_plain else f"as {count} parts"
-        rows = 0 if cut is None else placed.place.sharding.cut_shape[cut.dim]
+        rows = 0
+        if cut is not None and cut.dim is not None:
+            rows = placed.place.sharding.cut_shape[cut.dim]
         if is_fused and isinstance(count, int) and rows % count:
             yield _NO_EQUAL_PARTS, {**values, "size": rows, "count": count}
         if QKV.search(fqn) and count not in (None, 3):

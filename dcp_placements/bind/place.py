@@ -47,7 +47,7 @@ from dcp_placements.names.optimizer_state import (
 )
 from dcp_placements.names.stacks_and_parts import Rename, dims_of_row, texts_of
 from dcp_placements.rules.patterns import PlacementRules, Rules, asked, rule_name
-from dcp_placements.rules.placement import CheckpointPlacement, IndexShard, kind_of
+from dcp_placements.rules.placement import CheckpointPlacement, IndexShard, is_flat, kind_of
 
 
 def place(
@@ -251,6 +251,8 @@ def _placed(
     if mesh is None and placement is None:
         return None
     parameter_shape = states.shapes.get(fqn)
+    if parameter_shape not in (None, tuple(shape)) and is_flat(placement):
+        return None  # state beside ranges of the parameter, of another shape: a replica
     origins: Dims | None = None
     ndim = 0
     if fqn in reshaped.rows:

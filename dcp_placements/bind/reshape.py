@@ -55,7 +55,12 @@ from dcp_placements.names.stacks_and_parts import (
 )
 from dcp_placements.rules.mesh import Axis, Mesh, mesh_axes
 from dcp_placements.rules.patterns import Rules, rule_name
-from dcp_placements.rules.placement import CheckpointPlacement, kind_of, shard_dim
+from dcp_placements.rules.placement import (
+    CheckpointPlacement,
+    format_placement,
+    kind_of,
+    shard_dim,
+)
 from dcp_placements.short_text import format_names
 
 RowAxes = tuple[Axis | None, ...]
@@ -122,8 +127,11 @@ def row_axes(
     # A rank that is not in the rule's mesh has no axes, and is refused where the row is bound.
     for axis, entry in zip(mesh_axes(placement.mesh) or (), placement.placements, strict=False):
         if kind_of(entry):
+            if kind_of(entry) is Kind.FLAT:
+                raise _no_dims(format_placement(entry))
             check_dim(entry, axis, ndim)
-            sharding[shard_dim(entry, ndim)] = axis
+            if (declared_dim := shard_dim(entry, ndim)) is not None:
+                sharding[declared_dim] = axis
     axes = tuple([sharding.get(dim) for dim in dims])
     check_ranks([axis for axis in axes if axis is not None], mesh)
     return axes
@@ -279,6 +287,16 @@ def _stack_place(own: Place, rows: Sequence[Row], axes: RowAxes) -> Place:
     return Place(sharding, own.axes, tuple(chunks))
 
 
+def _no_dims(placement: str) -> CannotPlace:
+    """Return the refusal of a range of a flattened tensor that is stacked, unstacked or split."""
+    return CannotPlace(
+        f"{placement} is a range of the flattened tensor, and rename= stacks, unstacks or splits "
+        "it along a dim",
+        "way out:     save it without that step; offline reshard(rename=) or "
+        "export_safetensors(rename=) makes the other tensors of the checkpoint",
+    )
+
+
 class HeldTarget(NamedTuple):
     """A row or part that a rename makes of a tensor, as far as this rank holds it.
 
@@ -357,6 +375,9 @@ def _held_targets(whole: Place, name: Rows | Parts, dim: int | None) -> list[Hel
     Raises:
         CannotPlace: The tensor cannot be cut into the parts.
     """
+    for cut in whole.sharding.cuts:
+        if cut.kind is Kind.FLAT:
+            raise _no_dims(cut.placement)
     shape = whole.sharding.global_shape
     targets = part_targets(name, shape if dim is None else removed(shape, dim))
     indices_of: dict[int, list[int]] = {0: [0]}

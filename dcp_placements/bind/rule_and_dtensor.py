@@ -41,6 +41,7 @@ from dcp_placements.rules.placement import (
     cut_of,
     format_placement,
     format_placements,
+    is_flat,
     kind_of,
 )
 
@@ -113,6 +114,11 @@ class Placed:
     def view(self, chunk: Chunk) -> torch.Tensor:
         """Return the elements of a chunk: a view of a local tensor, with the checkpoint's dims."""
         tensor = self.rows[chunk.row] if self.rows else self.tensor
+        if chunk.strides is not None:  # the local tensor is a range of the flattened tensor
+            tensor = tensor.detach()
+            step = tensor.stride(0)
+            start = tensor.storage_offset() + chunk.local_offsets[0] * step
+            return tensor.as_strided(chunk.sizes, [n * step for n in chunk.strides], start)
         if tensor.shape == chunk.sizes and not tensor.requires_grad:
             return tensor  # most are whole chunks
         tensor = tensor.detach()
@@ -284,7 +290,12 @@ def _uneven(place: Place, expected: tuple[int, ...], local_shape: tuple[int, ...
     if len(expected) != len(local_shape) or len(differing) != 1:
         return None
     (dim,) = differing
-    cuts = zip(place.sharding.cuts, place.positions, strict=True)
+    cuts = [*zip(place.sharding.cuts, place.positions, strict=True)]
+    for cut, position in cuts:
+        if cut.kind is Kind.FLAT and cut.axis is not None:
+            assert isinstance(cut.parts, tuple)
+            assert isinstance(position, int)
+            return Uneven(cut.axis, None, position, local_shape[0], cut.parts)
     cutting = [(cut, position) for cut, position in cuts if cut.dim == dim and cut.size > 1]
     if len(cutting) != 1:
         return None
@@ -331,13 +342,20 @@ def declared_place(
             "ranks give another rule, or None",
         )
     own_cuts = _own_cuts(len(shape), own_axes, placements)
+    is_range, ndim = is_flat(placement), len(shape)
+    if is_range:
+        assert placement is not None
+        assert placement.global_shape is not None
+        ndim = len(placement.global_shape)
+        if len(shape) != 1 and not is_whole:
+            raise _no_range(shape, placement, format_own(shape, mesh, placements))
     ruled: list[_RuleCut] = []
     if placement is not None:
         entries = zip(rule_axes, placement.placements, strict=True)
         cutting = {axis.name for axis, entry in entries if kind_of(entry)}
         cutting |= {own_axes[number].name for number in own_cuts}
         check_ranks([axis for axis in rule_axes if axis.name in cutting], mesh)
-        ruled = list(_rule_cuts(len(shape), placement, rule_axes, own_axes, own_cuts))
+        ruled = list(_rule_cuts(ndim, placement, rule_axes, own_axes, own_cuts))
     replaced = {cut.own_axis for cut in ruled if cut.own_axis in own_cuts}
     whole, padded = list(shape), None
     if placement is not None and placement.global_shape is not None:
@@ -345,7 +363,7 @@ def declared_place(
     elif not is_whole:
         stated: set[int] = set()  # the dims whose size a ragged cut states, whatever this rank has
         for number, (cut, _, own_axis) in enumerate(ruled):
-            if own_axis in replaced or cut.dim in stated:
+            if own_axis in replaced or cut.dim is None or cut.dim in stated:
                 continue  # the shape of the DTensor, or the sum, is of all ranks along the axis
             whole[cut.dim] *= cut.size
             if cut.kind is Kind.RAGGED and isinstance(cut.parts, tuple):
@@ -361,9 +379,10 @@ def declared_place(
     others = [axis for axis in own_axes if not any(map(axis.is_same, rule_axes))]
     axes = (*rule_axes, *others)  # an axis that both sources have stands once
     try:
-        if len(whole) != len(shape):
+        if len(whole) != len(shape) and not is_range:
             given = f"global_shape={tuple(whole)} has {len(whole)}"
-            raise CannotPlace(f"the tensor has {len(shape)} dims, but {given}")
+            dims = f"{len(shape)} {'dim' if len(shape) == 1 else 'dims'}"
+            raise CannotPlace(f"the tensor has {dims}, but {given}")
         local_shape, chunks = sharding.shard(positions)
     except CannotPlace as error:
         own = format_own(shape, mesh, placements)
@@ -405,6 +424,20 @@ class _RuleCut(NamedTuple):
     own_axis: int | None
 
 
+def _no_range(shape: Sequence[int], placement: CheckpointPlacement, own: str) -> CannotPlace:
+    """Return the refusal of a tensor of other than one dim, of which a range is declared."""
+    return CannotPlace(
+        f"holds a {tuple(shape)} tensor where a range of the flattened one was declared, which has "
+        "one dim",
+        f"declared:    {placement.format()} of global_shape {placement.global_shape}",
+        f"the tensor:  {own}",
+        "likely:      the pattern matches the parameter, and its optimizer state alone is a range: "
+        'a pattern on the keys of the state, as "state.**.exp_avg*", is tried first',
+        "way out:     no FlatShard in the rule of this tensor; or the range itself: "
+        "tensor.view(-1)",
+    )
+
+
 def _rule_cuts(
     ndim: int,
     placement: CheckpointPlacement,
@@ -423,7 +456,8 @@ def _rule_cuts(
             raise _contradiction(axis, by_tensor, f"at {axis.position}")
         if kind_of(entry) is None:
             continue
-        check_dim(entry, axis, ndim)
+        if kind_of(entry) is not Kind.FLAT:
+            check_dim(entry, axis, ndim)
         cut = cut_of(entry, ndim, axis.name, axis.size)
         if own_cut is not None and not _is_finer(cut, own_cut, entry):
             if axis.size > 1:
@@ -463,6 +497,8 @@ def _is_finer(cut: Cut, own_cut: Cut, entry: Any) -> bool:
         CannotPlace: The two contradict each other.
     """
     match cut.kind:
+        case Kind.FLAT:  # the DTensor has one dim, the range
+            return True
         case Kind.FUSED | Kind.RAGGED:
             fits, is_finer = cut.dim == own_cut.dim, True
         case Kind.PLAIN | Kind.STRIDED:
@@ -565,19 +601,34 @@ def _misfit(
         shape = "" if whole is None else f" of global_shape {whole}"
         shape += "" if padded is None else f", padded {padded}"
         declared.append(f"declared:    {placement.format()}{shape}")
-    return CannotPlace(
-        headline,
+    where = (f"coordinate:  ({', '.join(f'{axis}={axis.position}' for axis in axes)})",)
+    facts = (
         *declared,
         f"the tensor:  {own}",
         f"that makes:  whole tensor {sharding.cut_shape}, "
         f"cut by {', then '.join(cuts) or 'nothing'}",
+    )
+    if is_flat(placement):
+        return CannotPlace(
+            headline,
+            *facts,
+            "likely:      sizes of another tensor, or of another order of ranks; or global_shape= "
+            "of the part that other axes leave, and not of the whole over all axes",
+            "way out:     the size of the range of each rank along the axis, in their order, "
+            "without the padding of a flat buffer; axes that cut first are left of it in the mesh "
+            "of the rule, and none is right of it",
+            where=where,
+        )
+    return CannotPlace(
+        headline,
+        *facts,
         "likely:      a wrong global_shape= (padded_shape=) or parts= of FusedShard, which are of "
         "the whole over all axes; or shards that torch.chunk would not make, "
         "by DTensor.from_local()",
         "way out:     correct these in the rule; where the ranks have uneven shards, "
         "RaggedShard(dim, sizes) with the size of each rank along the axis; or IndexShard(dim, "
         "rows) with global_shape=, which lists the rows of this rank",
-        where=(f"coordinate:  ({', '.join(f'{axis}={axis.position}' for axis in axes)})",),
+        where=where,
     )
 
 

@@ -87,6 +87,8 @@ def canonical(cuts: Sequence[Cut]) -> list[Cut]:
                     cut = cut._replace(kind=Kind.PLAIN, parts=1)
             case Kind.PLAIN | Kind.RAGGED | Kind.LISTED:
                 pass
+            case Kind.FLAT:
+                raise CannotPlace(f"{cut} is no cut of one dim")
             case _:
                 raise unknown_kind(cut.kind)
         ordered.insert(index, cut)
@@ -136,7 +138,7 @@ def cuts_of_part(cuts: Sequence[Cut], size: int) -> list[Cut]:
                 groups //= cut.size
             case Kind.RAGGED:
                 return result
-            case Kind.STRIDED | Kind.LISTED:
+            case Kind.STRIDED | Kind.LISTED | Kind.FLAT:
                 raise CannotPlace(f"how {cut} cuts the parts of a fused tensor is not known")
             case _:
                 raise unknown_kind(cut.kind)
@@ -227,7 +229,7 @@ def _parts(cut: Cut) -> int | tuple[int, ...]:
             return cut.parts
         case Kind.RAGGED:
             return 1  # one part, as of a plain cut
-        case Kind.STRIDED | Kind.LISTED:
+        case Kind.STRIDED | Kind.LISTED | Kind.FLAT:
             raise CannotPlace(f"{cut} is compared by the rows of its ranks, not as a declaration")
         case _:
             raise unknown_kind(cut.kind)

@@ -5,17 +5,21 @@ intervals of the whole, at first ``[(0, size)]``; every cut of that dim keeps th
 of the concatenated list. The product of the remaining lists is the set of chunks, each a box of the
 local tensor and the equal box of the whole tensor.
 
+A flat cut, always the last, divides what is left in C order, element by element. A range of it is
+the end of a row, whole rows and the beginning of a row, in each dim: at most ``2n - 1`` boxes.
+
 Only integers here, no torch and no process group, so the layout of any rank of any world can be
 computed anywhere, and it can be tested against plain slicing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import product
+from itertools import groupby, product
 from math import prod
+from operator import add, mul, sub
 from typing import NamedTuple, Never
 
 from dcp_placements.errors import CannotPlace
@@ -44,12 +48,18 @@ class Box(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """One box of a shard, in local and in global coordinates, in elements."""
+    """One box of a shard, in local and in global coordinates, in elements.
+
+    Row 1 of a ``(4, 3)`` tensor, on a rank that holds the elements 2 to 9 of it, flattened::
+
+        Chunk((1,), (1, 0), (1, 3), strides=(3, 1))
+    """
 
     local_offsets: tuple[int, ...]  # its start in the rank's local tensor
     offsets: tuple[int, ...]  # its start in the checkpoint's tensor
     sizes: tuple[int, ...]  # the same in both
     row: int = 0  # which of ``Placed.rows`` holds it; 0 where the local tensor is one
+    strides: tuple[int, ...] | None = None  # in a local tensor that is 1-d, a range; else None
 
     @property
     def box(self) -> Box:
@@ -72,6 +82,8 @@ class Kind(StrEnum):
     """Each of the shards that later cuts make is cut on its own (torch's ``_StridedShard``)."""
     RAGGED = "ragged"
     """Into contiguous shards of declared sizes, one per rank of the axis."""
+    FLAT = "flat"
+    """The flattened tensor into ranges of declared sizes: a cut of no single dim, and the last."""
     LISTED = "rows"
     """Each rank lists the rows that it holds."""
 
@@ -113,19 +125,19 @@ class Cut(NamedTuple):
 
     Attributes:
         dim: Tensor dim, from 0; -1 where this tensor is a row of the one that is cut, along the dim
-            of the rows: ranks along the axis hold other rows.
+            of the rows: ranks along the axis hold other rows. None for a flat cut.
         axis: Name of the mesh axis; None where it has none, as the rows of a stack.
         size: Number of ranks along it.
         kind: How it cuts.
         parts: The parts inside of which a fused or strided cut cuts: their number (split as by
-            ``torch.chunk``) or their sizes. The sizes of the shards of a ragged cut, one per rank
-            of the axis. 1 for any other kind.
+            ``torch.chunk``) or their sizes. The sizes of the shards of a ragged cut, or of the
+            ranges of a flat one, one per rank of the axis. 1 for any other kind.
         of: The part of the fused tensor that this tensor is, where the cut is that of the fused
             tensor; else None.
         by_rule: Whether a rule declares it. A rule may be wrong; a DTensor's own cut is not.
     """
 
-    dim: int
+    dim: int | None
     axis: str | None
     size: int
     kind: Kind = Kind.PLAIN
@@ -134,9 +146,14 @@ class Cut(NamedTuple):
     by_rule: bool = False
 
     @property
+    def is_of_rows(self) -> bool:
+        """Whether it cuts the dim of the rows of which this tensor is one."""
+        return self.dim is not None and self.dim < 0
+
+    @property
     def placement(self) -> str:
         """The placement as a user would declare it."""
-        dim = self.dim if self.dim >= 0 else "dim of the rows"
+        dim = "dim of the rows" if self.is_of_rows else self.dim
         match self.kind:
             case Kind.PLAIN:
                 return f"Shard({dim})"
@@ -145,15 +162,17 @@ class Cut(NamedTuple):
             case Kind.STRIDED:
                 return f"_StridedShard({dim}, split_factor={self.parts})"
             case Kind.RAGGED:
-                return f"RaggedShard({dim}, {self.parts})"
+                return f"RaggedShard({dim}, {format_sizes(self.parts)})"
+            case Kind.FLAT:
+                return f"FlatShard({'' if self.parts == 1 else format_sizes(self.parts)})"
             case Kind.LISTED:
-                rows = "one tensor per row" if self.dim < 0 else f"rows of dim {self.dim}"
+                rows = "one tensor per row" if self.is_of_rows else f"rows of dim {dim}"
                 return f"{rows}, each rank its own"
             case _:
                 raise unknown_kind(self.kind)
 
     def __str__(self) -> str:
-        if self.kind is Kind.LISTED and self.dim >= 0:
+        if self.kind is Kind.LISTED and not self.is_of_rows:
             return self.placement
         axis = "an axis" if self.axis is None else repr(self.axis)
         whole = "" if self.of is None else " of the fused tensor"
@@ -196,8 +215,8 @@ class Sharding:
         """Return the local shape and the chunks of a rank, by its position along each cut's axis.
 
         The local shape includes padding. The chunks are in C order of the local tensor; empty ones
-        and padding are left out. A ``(5, 3)`` tensor cut on dim 0 by both axes of mesh
-        ``(dp=2, tp=2)``::
+        and padding are left out. A range of the flattened tensor is a local tensor of one dim. A
+        ``(5, 3)`` tensor cut on dim 0 by both axes of mesh ``(dp=2, tp=2)``::
 
             positions    rows
             (0, 0)       0 1
@@ -214,7 +233,33 @@ class Sharding:
             local_offsets, offsets, sizes = zip(*by_dim, strict=True) if by_dim else ((), (), ())
             chunks.append(Chunk(local_offsets, offsets, sizes))
         local_shape = tuple([sum([stop - start for start, stop in held]) for held in dims])
+        if any(cut.kind is Kind.FLAT for cut in self.cuts):
+            start, stop = self._flat_range(prod(local_shape), positions)
+            return (stop - start,), tuple(flat_chunks(local_shape, chunks, start, stop))
         return local_shape, tuple(chunks)
+
+    def _flat_range(self, numel: int, positions: Sequence[Position]) -> tuple[int, int]:
+        """Return the range that the flat cut leaves of ``numel`` elements, at some positions.
+
+        Raises:
+            CannotPlace: It is not the last cut, or its sizes do not add up to ``numel``.
+        """
+        numbers = [number for number, cut in enumerate(self.cuts) if cut.kind is Kind.FLAT]
+        cut, position = self.cuts[numbers[0]], positions[numbers[0]]
+        if len(self.cuts) > numbers[0] + 1:
+            raise not_last(str(cut), str(self.cuts[numbers[0] + 1]))
+        assert isinstance(position, int)
+        assert isinstance(cut.parts, tuple)
+        check_pieces(cut.parts, cut.axis, cut.size, "FlatShard")
+        if (total := sum(cut.parts)) != numel:
+            before = format_cuts(self.cuts[:-1]) if numbers[0] else ""
+            left = f", which {before} leaves" if before else ""
+            raise CannotPlace(
+                f"the sizes {format_sizes(cut.parts)} of FlatShard add up to {total}, but {numel} "
+                f"elements are being divided there: those of a {self.cut_shape} tensor{left}"
+            )
+        start = sum(cut.parts[:position])
+        return start, start + cut.parts[position]
 
     def dim_at(self, dim: int, positions: Sequence[Position]) -> Intervals:
         """Return the intervals that a rank holds of one dim, in local order, padding included."""
@@ -228,6 +273,64 @@ class Sharding:
     def positions(self) -> Iterator[tuple[int, ...]]:
         """Yield the positions of all ranks, those of the last cut fastest; no rows are listed."""
         return product(*[range(cut.size) for cut in self.cuts])
+
+
+def flat_chunks(
+    shape: tuple[int, ...], chunks: Iterable[Chunk], start: int, stop: int
+) -> Iterator[Chunk]:
+    """Yield the chunks of a range of a flattened part of a tensor, in local order.
+
+    The elements 2 to 5 of a part of ``(4, 3)``, which is rows 4 to 7 of the whole:
+
+    >>> for chunk in flat_chunks((4, 3), [Chunk((0, 0), (4, 0), (4, 3))], 2, 6):
+    ...     print(chunk.local_offsets, chunk.offsets, chunk.sizes, chunk.strides)
+    (0,) (4, 2) (1, 1) (3, 1)
+    (1,) (5, 0) (1, 3) (3, 1)
+
+    Args:
+        shape: The shape of the part, padding included.
+        chunks: The chunks of the part, if it had not been flattened; padding has none.
+        start: The first element of the range.
+        stop: The end of the range.
+    """
+    strides = tuple([prod(shape[dim + 1 :]) for dim in range(len(shape))])
+    of_part = list(chunks)
+    for offsets, sizes in range_boxes(shape, start, stop):
+        for chunk in of_part:
+            starts = tuple(map(max, offsets, chunk.local_offsets))
+            ends = map(min, map(add, offsets, sizes), map(add, chunk.local_offsets, chunk.sizes))
+            shared = tuple(map(sub, ends, starts))
+            if min(shared, default=1) > 0:
+                inside = map(sub, starts, chunk.local_offsets)
+                first = sum(map(mul, starts, strides)) - start
+                box = tuple(map(add, chunk.offsets, inside)), shared
+                yield Chunk((first,), *box, strides=strides)
+
+
+def range_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes of a range of the elements of a tensor in C order, in that order.
+
+    >>> [*range_boxes((4, 3), 2, 10)]  # doctest: +NORMALIZE_WHITESPACE
+    [Box(offsets=(0, 2), sizes=(1, 1)), Box(offsets=(1, 0), sizes=(2, 3)),
+     Box(offsets=(3, 0), sizes=(1, 1))]
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # the whole rows
+    if first > last:  # the range is within a row
+        ends = [(last, start - last * row, stop - last * row)]
+    else:
+        ends = [(first - 1, start - (first - 1) * row, row), (last, 0, stop - last * row)]
+    for number, (index, low, high) in enumerate(ends):
+        if number and first < last:
+            yield Box((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:]))
+        if low < row:
+            for offsets, sizes in range_boxes(shape[1:], low, high):
+                yield Box((index, *offsets), (1, *sizes))
 
 
 def dim_intervals(intervals: Intervals, size: int) -> list[tuple[int, int, int]]:
@@ -292,14 +395,16 @@ def cut_intervals(intervals: Intervals, cut: Cut, position: Position) -> Interva
         case Kind.RAGGED:
             assert isinstance(position, int)
             assert isinstance(cut.parts, tuple)
-            check_pieces(cut.parts, cut.axis, cut.size)
+            check_pieces(cut.parts, cut.axis, cut.size, "RaggedShard")
             if sum(cut.parts) != total:
                 raise CannotPlace(
-                    f"the sizes {cut.parts} of RaggedShard add up to {sum(cut.parts)}, but {total} "
-                    "rows are being cut there"
+                    f"the sizes {format_sizes(cut.parts)} of RaggedShard add up to "
+                    f"{sum(cut.parts)}, but {total} rows are being cut there"
                 )
             first = sum(cut.parts[:position])
             ranges.append((first, first + cut.parts[position]))
+        case Kind.FLAT:
+            raise CannotPlace(f"{cut} divides no single dim")
         case Kind.PLAIN | Kind.FUSED | Kind.STRIDED:
             assert isinstance(position, int)
             first = 0
@@ -324,8 +429,25 @@ def cut_intervals(intervals: Intervals, cut: Cut, position: Position) -> Interva
     return tuple(kept)
 
 
-def check_pieces(sizes: tuple[int, ...], axis: str | None, count: int) -> None:
+def not_last(flat: str, after: str) -> CannotPlace:
+    """Return the refusal of a flat cut that another cut comes after; both are given as text."""
+    return CannotPlace(
+        f"{flat} divides the flattened tensor and is its last cut, but {after} comes after it",
+        "likely:      the axes of the rule's mesh in another order than that of the cuts: tp, ep "
+        "and pp cut first, and what they leave is flattened",
+        'way out:     a mesh for this rule whose last axis it is, as MeshCoordinate(("tp", "dp"), '
+        "(tp ranks, dp ranks), (tp rank, dp rank)) in place of (dp, tp)",
+    )
+
+
+def check_pieces(sizes: tuple[int, ...], axis: str | None, count: int, placement: str) -> None:
     """Refuse the sizes of shards that are not one per rank of an axis.
+
+    Args:
+        sizes: The sizes.
+        axis: The name of the axis.
+        count: The number of ranks along it.
+        placement: The name of the placement's class.
 
     Raises:
         CannotPlace: There are more sizes, or fewer, than the ``count`` ranks.
@@ -333,9 +455,9 @@ def check_pieces(sizes: tuple[int, ...], axis: str | None, count: int) -> None:
     if len(sizes) != count:
         over = "its axis" if axis is None else f"axis {axis!r}"
         raise CannotPlace(
-            f"RaggedShard has {len(sizes)} sizes, {sizes}, but {over} has "
+            f"{placement} has {len(sizes)} sizes, {format_sizes(sizes)}, but {over} has "
             f"{count} {'rank' if count == 1 else 'ranks'}",
-            "way out:     a size for each rank of the axis, in their order; 0 where it has no rows",
+            "way out:     a size for each rank of the axis, in their order; 0 where it has nothing",
         )
 
 
@@ -356,9 +478,45 @@ def part_sizes(parts: int | tuple[int, ...], total: int) -> list[int]:
 
 
 def declared_sizes(cuts: Sequence[Cut]) -> str | None:
-    """Return the ragged cuts as text, whose sizes all ranks have to agree on; None without any."""
-    ragged = [cut for cut in cuts if cut.kind is Kind.RAGGED]
-    return format_cuts(ragged) if ragged else None
+    """Return as text the cuts on whose sizes ranks have to agree; None without any."""
+    sized = [cut for cut in cuts if cut.kind in (Kind.RAGGED, Kind.FLAT)]
+    return format_cuts(sized) if sized else None
+
+
+def sizes_differ(of_ranks: Iterable[Cuts]) -> bool:
+    """Whether ranks declare other sizes of shards or ranges than each other.
+
+    Parts that are left by other cuts may have another number of elements on other ranks, so ranges
+    are compared where their sizes add up to the same.
+    """
+    first: dict[int | None, Cuts] = {}
+    for cuts in of_ranks:
+        for kind in (Kind.RAGGED, Kind.FLAT):
+            sized = tuple([cut for cut in cuts if cut.kind is kind])
+            totals = [sum(cut.parts) for cut in sized if isinstance(cut.parts, tuple)]
+            key = totals[0] if kind is Kind.FLAT and totals else None
+            if sized and first.setdefault(key, sized) != sized:
+                return True
+    return False
+
+
+def format_sizes(sizes: int | tuple[int, ...]) -> str:
+    """Return sizes as Python, many of them with equal ones counted.
+
+    >>> format_sizes((5, 3, 0, 2)), format_sizes((8, *[4] * 30, 1, 2))
+    ('(5, 3, 0, 2)', '(8, *[4] * 30, 1, 2)')
+    """
+    if isinstance(sizes, int) or len(sizes) <= _LISTED_SIZES:
+        return str(sizes)
+    texts = []
+    for size, equal in groupby(sizes):
+        count = len([*equal])
+        texts += [f"*[{size}] * {count}"] if count > 2 else [str(size)] * count
+    return f"({', '.join(texts)}{',' * (len(texts) == 1)})"
+
+
+_LISTED_SIZES = 16
+"""The most sizes that a message lists one by one."""
 
 
 def format_cuts(cuts: Sequence[Cut]) -> str:

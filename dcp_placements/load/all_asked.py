@@ -26,7 +26,7 @@ from torch.distributed.checkpoint import TensorStorageMetadata
 from dcp_placements._torch import global_rank
 from dcp_placements.errors import Fault
 from dcp_placements.layout.boxes import Boxes, as_array, format_box, tile, uncovered
-from dcp_placements.layout.sharding import Box, declared_sizes, format_cuts
+from dcp_placements.layout.sharding import Box, declared_sizes, format_cuts, sizes_differ
 from dcp_placements.load.missing import ON_PURPOSE, Asked, Policy
 from dcp_placements.names.numbers import Family, Numberings, numbers_of
 from dcp_placements.names.optimizer_state import OptimizerStates
@@ -326,12 +326,12 @@ class AllAsked:
 
     def _size_faults(self, piece: Piece) -> list[Fault]:
         """Return the keys of a piece of whose shards ranks declare different sizes."""
+        if not sizes_differ(source.group.cuts for source in piece.sources):
+            return []
         ranks_of: dict[str, list[int]] = {}
         for source in piece.sources:
             if (text := declared_sizes(source.group.cuts)) is not None:
                 ranks_of.setdefault(text, []).extend(self.world.members[source.table].tolist())
-        if len(ranks_of) < 2:
-            return []
         shown = [
             f"{text} on {format_ranks([self.ranks[position] for position in positions])}"
             for text, positions in ranks_of.items()

@@ -114,7 +114,10 @@ def _differences(saved: Cuts, placed: Placed, record: SaveRecord) -> Iterator[_D
     """Yield the cuts that a load declares in another way than the save did."""
     loaded, shape = placed.place.sharding.cuts, placed.place.sharding.global_shape
     ruled = {cut.axis for cut in loaded if cut.by_rule}
-    for dim in sorted({cut.dim for cut in saved} & {cut.dim for cut in loaded}):
+    dims = {cut.dim for cut in saved} & {cut.dim for cut in loaded}
+    # Ranges of the flattened tensor follow each other in the order of the ranks, whatever sizes
+    # they have: what other cuts leave is all that can differ.
+    for dim in sorted([dim for dim in dims if dim is not None]):
         before, now = ([cut for cut in cuts if cut.dim == dim] for cuts in (saved, loaded))
         if 0 in shape or any(cut.kind is Kind.LISTED for cut in (*before, *now)):
             continue
@@ -154,7 +157,8 @@ def _swapped_dims(saved: Mapping[str, Cut], loaded: Mapping[str, Cut]) -> Iterat
     axes = [
         axis
         for axis in sorted(saved.keys() & loaded.keys())
-        if saved[axis].dim != loaded[axis].dim and min(saved[axis].dim, loaded[axis].dim) >= 0
+        if saved[axis].dim != loaded[axis].dim
+        and not any(side[axis].dim is None or side[axis].is_of_rows for side in (saved, loaded))
     ]
     if len(axes) > 1 and any(side[axis].by_rule for side in (saved, loaded) for axis in axes):
         before, now = (format_cuts([side[axis] for axis in axes]) for side in (saved, loaded))
@@ -193,7 +197,7 @@ def _differences_by_rule(
                 now = now._replace(kind=Kind.PLAIN, parts=1)
             if now == plain and not is_stacked:
                 # The rows of which a tensor is one are a dim of the stack, not of the tensor.
-                dim = cut.dim if cut.dim >= 0 else "dim"
+                dim = "dim" if cut.is_of_rows else cut.dim
                 rows = f"IndexShard({dim}, this rank's rows)"
                 way_out = f'{{"{axis}": {rows}}} in the rules of this load'
                 yield _Difference((axis,), str(cut), str(loaded[axis]), way_out)
@@ -201,7 +205,7 @@ def _differences_by_rule(
             # The mesh of this load has the axis of the save, too. Its ranks ask for the same; the
             # ranks along another axis, which cut nothing in the save, ask for the shards.
             for name, other in loaded.items():
-                is_same_dim = other.dim == cut.dim or max(other.dim, cut.dim) < 0
+                is_same_dim = other.dim == cut.dim or (other.is_of_rows and cut.is_of_rows)
                 is_other = name in new and name not in saved
                 if is_other and is_same_dim and other.size == cut.size:
                     way_out = f'the tensor cut by "{axis}" in the rules of this load'

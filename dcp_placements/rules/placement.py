@@ -13,13 +13,25 @@ from dataclasses import dataclass, field, fields, replace
 from numbers import Integral
 from typing import Any
 
-from dcp_placements.errors import PlacementError
-from dcp_placements.layout.sharding import Cut, Kind, check_pieces, unknown_kind
+from dcp_placements.errors import CannotPlace, PlacementError
+from dcp_placements.layout.sharding import (
+    Cut,
+    Kind,
+    check_pieces,
+    format_sizes,
+    not_last,
+    unknown_kind,
+)
 from dcp_placements.rules.mesh import Mesh, format_mesh, mesh_state
 
 
-def row_numbers(name: str, values: Any) -> tuple[int, ...]:
+def row_numbers(name: str, values: Any, what: str = "numbers of rows") -> tuple[int, ...]:
     """Return the numbers of rows that are the value of an argument, in their order.
+
+    Args:
+        name: The argument.
+        values: Its value.
+        what: What the numbers are, for the message.
 
     Raises:
         PlacementError: They are no integers, or have no order, as the elements of a set.
@@ -30,7 +42,7 @@ def row_numbers(name: str, values: Any) -> tuple[int, ...]:
         if isinstance(values, Set) or [*numbers] != given:
             raise ValueError
     except (OverflowError, TypeError, ValueError):
-        text = f"{name}={values!r:.80} must be numbers of rows, in their order"
+        text = f"{name}={values!r:.80} must be {what}, in their order"
         raise PlacementError(text) from None
     return numbers
 
@@ -97,6 +109,35 @@ class RaggedShard:
 
 
 @dataclass(frozen=True, slots=True)
+class FlatShard:
+    """A range of the elements of the flattened tensor, of any size, one per rank of the axis.
+
+    ZeRO, FSDP1 and Megatron's distributed optimizer divide tensors so. The local tensor has one
+    dim. Where the first of three ranks has elements 0 to 4 of a ``(4, 3)`` tensor in C order, the
+    second has 5 to 11 and the third none, all ranks declare ``FlatShard((5, 7, 0))`` with
+    ``global_shape=(4, 3)``. What axes left of this one in the mesh leave of the tensor is
+    flattened, so tp, ep and pp stand left of it, and it is the last cut.
+
+    Attributes:
+        sizes: Elements of each rank along the axis, in their order, which must add up to those of
+            what is flattened.
+
+    Raises:
+        PlacementError: There is no size, or a size is negative.
+    """
+
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", row_numbers("sizes", self.sizes, "counts of elements"))
+        if not self.sizes or min(self.sizes) < 0:
+            raise PlacementError(
+                "FlatShard needs a count of elements from 0 up for each rank of its axis, not "
+                f"{format_sizes(self.sizes)}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class IndexShard:
     """This rank holds just these rows of a dim, in this order (expert maps, EPLB).
 
@@ -144,9 +185,9 @@ class CheckpointPlacement:
 
     Raises:
         PlacementError: An axis is unknown and not among ``absent``, the count of placements is
-            wrong, a dim is out of range, a value is no placement, an ``IndexShard`` lacks
-            ``global_shape``, a ``RaggedShard`` has not a size per rank, or the shapes contradict
-            each other.
+            wrong, a dim is out of range, a value is no placement, an ``IndexShard`` or a
+            ``FlatShard`` lacks ``global_shape``, a ``RaggedShard`` or ``FlatShard`` has not a size
+            per rank, an axis right of a ``FlatShard`` cuts, or the shapes contradict each other.
     """
 
     mesh: Mesh = field(compare=False)
@@ -179,10 +220,13 @@ class CheckpointPlacement:
                 )
         checked = _one_per_axis(mesh, placements)
         for entry in checked:
-            if whole is None and isinstance(entry, IndexShard):
+            if whole is None and isinstance(entry, IndexShard | FlatShard):
+                what = "a range of it does not have the dims"
+                if isinstance(entry, IndexShard):
+                    what = "one rank does not have the rows of the others"
                 raise PlacementError(
-                    f"{format_placement(entry)} needs global_shape=: one rank does not have the "
-                    "rows of the others"
+                    f"{format_placement(entry)} needs global_shape=, the shape of the whole "
+                    f"tensor: {what}"
                 )
             if whole is not None and kind_of(entry):
                 shard_dim(entry, len(whole))
@@ -222,6 +266,7 @@ class CheckpointPlacement:
 
 
 _SPLITTING = {
+    ("dcp_placements", "FlatShard"): Kind.FLAT,
     ("dcp_placements", "FusedShard"): Kind.FUSED,
     ("dcp_placements", "IndexShard"): Kind.LISTED,
     ("dcp_placements", "RaggedShard"): Kind.RAGGED,
@@ -243,8 +288,8 @@ def kind_of(placement: Any) -> Kind | None:
         return kind
     if isinstance(placement, type) or not hasattr(placement, "is_replicate"):
         raise PlacementError(
-            f"{placement!r} is no placement: use Shard(dim), Replicate(), FusedShard, RaggedShard "
-            "or IndexShard"
+            f"{placement!r} is no placement: use Shard(dim), Replicate(), FusedShard, RaggedShard, "
+            "FlatShard or IndexShard"
         )
     if placement.is_replicate() or placement.is_partial():
         return None
@@ -256,8 +301,14 @@ def kind_of(placement: Any) -> Kind | None:
     )
 
 
-def shard_dim(placement: Any, ndim: int) -> int:
-    """Return the dim that a sharding ``placement`` splits, counted from 0.
+def is_flat(placement: CheckpointPlacement | None) -> bool:
+    """Whether a local tensor of this placement is a range of the flattened tensor."""
+    entries = () if placement is None else placement.placements
+    return any(kind_of(entry) is Kind.FLAT for entry in entries)
+
+
+def shard_dim(placement: Any, ndim: int) -> int | None:
+    """Return the dim that a sharding ``placement`` splits, counted from 0; None for a flat one.
 
     Raises:
         PlacementError: A tensor of ``ndim`` dims does not have the dim.
@@ -281,6 +332,8 @@ def cut_of(placement: Any, ndim: int, axis: str | None, size: int) -> Cut:
         PlacementError: A tensor of ``ndim`` dims does not have the dim; and as ``kind_of``.
     """
     kind = kind_of(placement)
+    if kind is Kind.FLAT:
+        return Cut(None, axis, size, kind, placement.sizes)
     if kind is None or not -ndim <= placement.dim < ndim:
         raise PlacementError(
             f"{format_placement(placement)} names dim {getattr(placement, 'dim', None)}, but the "
@@ -305,7 +358,8 @@ def moved_placements(
 ) -> tuple[Any, ...]:
     """Return the placements of a tensor each of whose dims is a dim of another one, or is new.
 
-    An axis that shards a dim which the tensor lacks holds replicas of it.
+    An axis that shards a dim which the tensor lacks holds replicas of it. A range of the flattened
+    tensor is that of no other one: callers ask ``is_flat`` first.
 
     >>> moved_placements([FusedShard(1, 2)], [None, 1, 0], 2)
     (FusedShard(dim=1, parts=2),)
@@ -314,6 +368,9 @@ def moved_placements(
         placements: The placements of the other tensor.
         origins: For each dim of the tensor, the dim of the other one; None for a new dim.
         ndim: Number of dims of the other tensor.
+
+    Raises:
+        CannotPlace: A placement is a ``FlatShard``.
     """
     from torch.distributed.tensor import Replicate  # others that declare need no torch
 
@@ -326,6 +383,11 @@ def moved_placements(
         match kind:
             case None:
                 moved.append(entry)
+            case Kind.FLAT:
+                raise CannotPlace(
+                    f"{format_placement(entry)} is a range of the flattened tensor, which has none "
+                    "of its dims"
+                )
             case _ if dim is None:
                 moved.append(Replicate())
             case Kind.PLAIN:
@@ -352,6 +414,8 @@ def format_placement(placement: Any) -> str:
             option = f", {parts if isinstance(parts, int) else _format_sizes(parts, 'parts')}"
         case Kind.RAGGED:
             option = f", {_format_sizes(placement.sizes, 'sizes')}"
+        case Kind.FLAT:
+            return f"FlatShard({_format_sizes(placement.sizes, 'sizes')})"
         case Kind.STRIDED:
             option = f", split_factor={placement.split_factor}"
         case Kind.LISTED:
@@ -432,10 +496,16 @@ def _one_per_axis(mesh: Mesh, placements: Sequence[Any] | Mapping[str, Any]) -> 
             f"mesh {format_mesh(mesh)} has {len(sizes)} axes and needs as many placements, but got "
             f"{len(given)}: {given}"
         )
+    flat: str | None = None
     for number, placement in enumerate(given):
-        if kind_of(placement) is Kind.RAGGED:
-            axis = None if names is None else names[number]
-            check_pieces(placement.sizes, axis, sizes[number])
+        axis = None if names is None else names[number]
+        over = f" over {'an axis' if axis is None else repr(axis)}"
+        if flat is not None and kind_of(placement):
+            raise not_last(flat, format_placement(placement) + over)
+        if kind_of(placement) in (Kind.RAGGED, Kind.FLAT):
+            check_pieces(placement.sizes, axis, sizes[number], type(placement).__name__)
+        if kind_of(placement) is Kind.FLAT:
+            flat = format_placement(placement) + over
         if kind_of(placement) is None and placement.is_partial():
             raise PlacementError(
                 f"{placement!r} cannot be checkpointed: reduce the tensor first (redistribute to "

@@ -39,6 +39,9 @@ DOUBTS = "doubts"
 _LARGEST, _MOST_PARTS = 1 << 31, 1 << 20
 """The largest number in a recorded cut, and the most parts of a cut that records their count."""
 
+_MOST_ELEMENTS = 1 << 62
+"""The largest range of a flat cut."""
+
 DIFFERED, UNCOMPARED = "differed", "uncompared"
 """The reasons: replicas differed; or they were not compared, and no rule declares them."""
 
@@ -86,7 +89,7 @@ def saved_by(metadata: Any) -> str:
 def cut_of_plain(
     axis: str | None,
     size: int,
-    dim: int,
+    dim: int | None,
     kind: str,
     parts: int | Sequence[int] = 1,
     alternate: bool = False,
@@ -120,15 +123,19 @@ def cut_of_plain(
             is_possible = inside != ()
         case Kind.RAGGED:  # of which a shard may have no rows
             is_possible = isinstance(inside, tuple) and len(inside) == size
+        case Kind.FLAT:  # of which the record leaves out the sizes
+            is_possible = inside == 1 or (isinstance(inside, tuple) and len(inside) == size)
         case _:
             raise unknown_kind(cut.kind)
     number, sizes, groups = part or (0, (1,), 1)
     counts = [inside] if isinstance(inside, int) else [*inside]
-    if isinstance(inside, int):
-        is_possible &= inside <= _MOST_PARTS
-    elif cut.kind is Kind.RAGGED:
-        counts = [count or 1 for count in counts]
-    for count in (*counts, size, dim + 2, *sizes, number + 1, groups):
+    is_sized = cut.kind in (Kind.RAGGED, Kind.FLAT) and isinstance(inside, tuple)
+    least, most = 0 if is_sized else 1, _MOST_PARTS if isinstance(inside, int) else _LARGEST
+    if cut.kind is Kind.FLAT:
+        most = _MOST_ELEMENTS
+    is_possible &= all(type(count) is int and least <= count <= most for count in counts)
+    is_possible &= (dim is None) == (cut.kind is Kind.FLAT)
+    for count in (size, 1 if dim is None else dim + 2, *sizes, number + 1, groups):
         is_possible &= type(count) is int and 1 <= count <= _LARGEST
     if not is_possible or number >= len(sizes):
         raise CannotPlace(f"a cut that no placement makes: {plain_of_cut(cut)!s:.100}")
@@ -174,13 +181,20 @@ def packed_record(
     renames: Iterable[Step],
     numberings: Numberings,
 ) -> dict[str, Any]:
-    """Return a record as plain values; ``record_of`` reads them."""
+    """Return a record as plain values; ``record_of`` reads them.
+
+    The sizes of the ranges of flat cuts are left out: each tensor has its own, thousands of ranks
+    have thousands, and a load may have any others.
+    """
     ordered = sorted(keys)
+    numbers: dict[Cuts, int] = {}
+    numbered = [numbers.setdefault(_without_ranges(cuts), len(numbers)) for cuts in distinct_cuts]
     column = np.fromiter(map(cuts_index.get, ordered, repeat(0)), np.int64, len(ordered))
-    kind = np.min_scalar_type(len(distinct_cuts))
+    column = np.array(numbered, np.int64)[column]
+    kind = np.min_scalar_type(len(numbers))
     record: dict[str, Any] = {
         "cuts": {
-            "groups": tuple([tuple(map(plain_of_cut, cuts)) for cuts in distinct_cuts]),
+            "groups": tuple([tuple(map(plain_of_cut, cuts)) for cuts in numbers]),
             "keys": (len(ordered), _digest(ordered)),
             "group_of": (kind.char, zlib.compress(column.astype(kind).tobytes())),
         },
@@ -189,6 +203,13 @@ def packed_record(
     if numberings:
         record["numbers"] = plain_of_numberings(numberings)
     return record
+
+
+def _without_ranges(cuts: Cuts) -> Cuts:
+    """Return cuts without the sizes of flat ones."""
+    if not any(cut.kind is Kind.FLAT for cut in cuts):
+        return cuts
+    return tuple([cut._replace(parts=1) if cut.kind is Kind.FLAT else cut for cut in cuts])
 
 
 def packed_doubts(doubts: Mapping[str, Set[str]], keys: Collection[str]) -> dict[str, Any]:

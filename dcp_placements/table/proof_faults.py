@@ -138,6 +138,7 @@ def _uneven_line(piece: Piece) -> str | None:
     if len(cuts) != 1 or cuts[0].kind is not Kind.PLAIN or cuts[0].axis is None:
         return None
     (cut,) = cuts
+    assert cut.dim is not None, "it is plain"
     sizes: dict[int, int] = {}
     for source in piece.sources:
         size = source.group.shape[cut.dim] // cut.size

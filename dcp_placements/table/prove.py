@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dcp_placements.layout.boxes import Flaw, Ints, apart, flaws, tile
-from dcp_placements.layout.sharding import Box, declared_sizes
+from dcp_placements.layout.sharding import Box, declared_sizes, sizes_differ
 from dcp_placements.table.digests import Digests, differing, may_have_replicas
 from dcp_placements.table.table import OBJECT, Group
 from dcp_placements.table.world import Piece, World
@@ -113,7 +113,7 @@ def prove(
         groups = [source.group for source in piece.sources]
         traits = {(group.kind == OBJECT, group.shape, group.dtype) for group in groups}
         cuts = {group.cuts for group in groups}
-        if len(traits) > 1 or (len(cuts) > 1 and len({*map(declared_sizes, cuts)} - {None}) > 1):
+        if len(traits) > 1 or (len(cuts) > 1 and sizes_differ(cuts)):
             yield _unlike(world, piece)
             continue
         cover, shape = piece.cover, piece.group.shape
@@ -136,7 +136,10 @@ def prove(
 
 def _unlike(world: World, piece: Piece) -> Unlike:
     """Return the first aspect on which the holders of a piece do not agree."""
+    agrees_on_sizes = not sizes_differ(source.group.cuts for source in piece.sources)
     for what, aspect in ASPECTS.items():
+        if what == "sizes" and agrees_on_sizes:
+            continue
         holders: dict[Hashable, list[Ints]] = {}
         for source in piece.sources:
             value = aspect(source.group)

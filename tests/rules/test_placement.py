@@ -12,6 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from dcp_placements import (
     CheckpointPlacement,
+    FlatShard,
     FusedShard,
     IndexShard,
     MeshCoordinate,
@@ -88,7 +89,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     *((on_mesh({"ep": what}), f"{what!r} is no placement") for what in ("Shard(0)", 0, None)),
     *(
         (on_mesh({"ep": kind}), f"{kind!r} is no placement")
-        for kind in (Shard, Replicate, FusedShard, IndexShard, RaggedShard)
+        for kind in (Shard, Replicate, FlatShard, FusedShard, IndexShard, RaggedShard)
     ),
     (on_mesh({"ep": Partial()}), "redistribute"),
     (on_mesh(BY_EP, padded_shape=(8, 3)), "padded_shape=(8, 3) needs global_shape"),
@@ -126,6 +127,7 @@ def test_what_cannot_be_meant_is_refused(make: Callable[[], Any], message: str) 
         FusedShard(-1, (4, 1, 1)),
         IndexShard(0, (3, 1)),
         RaggedShard(-1, (3, 0, 1)),
+        FlatShard((3, 0, 1 << 40)),
         MESH,
         CheckpointPlacement(MESH, {"ep": FusedShard(0, 2)}),
         CheckpointPlacement(MESH, {"edp": Shard(1)}, global_shape=(5, 3), padded_shape=(8, 3)),
