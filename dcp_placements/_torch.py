@@ -195,6 +195,20 @@ def facts_of(value: Any) -> Facts:
     return local, value.device_mesh, tuple(value.placements), torch.Size(value.shape)
 
 
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """Return a number that tensors of one storage have in common, also without elements.
+
+    Only tensors that live at the same time are compared by it.
+
+    Returns:
+        None for a tensor without a storage, as a wrapper subclass and a sparse one.
+    """
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except RuntimeError:
+        return None
+
+
 RANK = "_rank"
 """The attribute of a saved ``DeviceMesh`` that has its rank."""
 

@@ -152,6 +152,9 @@ class LoadReport:
         missing: Keys that the checkpoint lacks; their values are left unchanged.
         stateless: Parameters that are read and have no optimizer state in the checkpoint; their
             state is reset to its initial values when the load ends.
+        tied: Keys that the checkpoint lacks, and this rank fills all the same: their memory is that
+            of another key, which is read. By key, the checkpoint's key.
+        several: Keys of the checkpoint that fill several of this rank's keys, and these.
         unread: Keys of the checkpoint that this rank does not request; other ranks may
             (pipeline stages, experts).
         unasked: Tensors of the checkpoint that no rank requests; on the coordinator only.
@@ -175,6 +178,8 @@ class LoadReport:
     items: int = 0
     missing: tuple[str, ...] = ()
     stateless: tuple[str, ...] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
+    several: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
     unasked: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()
@@ -204,6 +209,8 @@ class LoadReport:
         rows = [
             *_named("missing", self.missing),
             *_named("stateless", self.stateless),
+            *_named("tied", [f"{key} to {other}" for key, other in self.tied.items()]),
+            *_named("several", [f"{len(keys)} by {key}" for key, keys in self.several.items()]),
             *_named("not asked", self.unread),
             *_named("no rank", self.unasked),
             *_named("padded", tuple(self.padded), f"; {kept} of padding kept"),

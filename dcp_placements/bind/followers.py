@@ -57,15 +57,17 @@ def states_of(
     Args:
         state_dict: Flat, with the names in rules, and with parameter groups.
         mappings: The path of each key in the nested dict, which has the rank's own names.
-        reshaped: The values that a rename turns into other tensors; a stack has a name per row.
+        reshaped: The values that a rename turns into other tensors; a stack has a key per row,
+            and a tensor that fills several has one for each.
     """
     names, values = {}, {}
     for fqn, value in state_dict.items():
         key = ".".join(map(str, mappings[fqn])) if fqn in mappings else fqn
         names[key], values[key] = fqn, value
-    for fqn, rows in reshaped.rows.items():
-        names.update({row.key: fqn for row in rows})
-        values.update({row.key: row.value for row in rows})
+    for values_of in (reshaped.rows, reshaped.several):
+        for fqn, renamed in values_of.items():
+            names.update({of.key: fqn for of in renamed})
+            values.update({of.key: of.value for of in renamed})
     states = OptimizerStates(values)
     tensors = [key for key, value in values.items() if has_dims(value)]
     owners = {key: state.owner for key in tensors if (state := states.of(key)) is not None}

@@ -15,7 +15,8 @@ ep ranks that have an expert of (2, 3) each::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,13 +29,20 @@ from dcp_placements._torch import (
     is_dtensor_like,
 )
 from dcp_placements.bind.followers import States, follow, followed_parameter, states_of
-from dcp_placements.bind.own_chunks import listed_place, lists_its_chunks
-from dcp_placements.bind.reshape import RowAxes, other_rows, reshape, row_axes, stack_like
-from dcp_placements.bind.rule_and_dtensor import CutSource, Place, Placed, Placing, SharedPlaces
-from dcp_placements.bind.tensor_memory import tensor_faults
+from dcp_placements.bind.own_chunks import listed_place, lists_its_chunks, names_its_chunks
+from dcp_placements.bind.reshape import RowAxes, other_tensors, reshape, row_axes, stack_like
+from dcp_placements.bind.rule_and_dtensor import (
+    CutSource,
+    Place,
+    Placed,
+    Placing,
+    SharedPlaces,
+    is_tensor,
+)
+from dcp_placements.bind.tensor_memory import memory_key, tensor_faults
 from dcp_placements.errors import CannotPlace, Fault
 from dcp_placements.layout.boxes import format_boxes
-from dcp_placements.names.flat import Path, Reshaped
+from dcp_placements.names.flat import Path, RenamedValue, Reshaped, shared_name_fault
 from dcp_placements.names.numbers import NumberedKey, Numberings, families
 from dcp_placements.names.optimizer_state import (
     Dims,
@@ -45,7 +53,7 @@ from dcp_placements.names.optimizer_state import (
     parameter_groups_in,
     unnamed_faults,
 )
-from dcp_placements.names.stacks_and_parts import Rename, dims_of_row, texts_of
+from dcp_placements.names.stacks_and_parts import Parts, Rename, dims_of_row, texts_of
 from dcp_placements.rules.patterns import PlacementRules, Rules, asked, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement, IndexShard, is_flat, kind_of
 
@@ -74,26 +82,34 @@ def place(
         has_contents: Whether a meta tensor, which has none, is a fault, as in a save.
     """
     mappings, reshaped = mappings or {}, reshaped or Reshaped()
+    tied: dict[str, str] = {}
+    if reshaped.several:
+        reshaped, tied = _without_tied(reshaped)
     has_groups = any("param_groups" in fqn for fqn in state_dict)
     states = states_of(state_dict, mappings, reshaped) if has_groups else States({}, {})
     faults: list[Fault] = []
+    if has_contents:  # a save, which can give one name one tensor
+        faults += [_shared_name(fqn, *values[:2]) for fqn, values in reshaped.several.items()]
+        reshaped = replace(reshaped, several={})
     lists: dict[str, ParameterNames] = {}
     # The groups of flattened state name one parameter each, and have no lists.
     if any(fqn.endswith(".params") for fqn in state_dict):
         names_of = None if rename is None else lambda key: texts_of(rename(key))
-        lists, faults = named_lists(state_dict, names_of)
+        lists, of_lists = named_lists(state_dict, names_of)
+        faults += of_lists
         state_dict = {**state_dict, **lists}
     # The pattern of a None rule counts as matched, too.
     declared = rules.declared if isinstance(rules, PlacementRules) else ()
     matched = dict.fromkeys(declared, 0)
     placing = Placing(faults=faults, matched=matched, state_dict=state_dict, mappings=mappings)
+    placing.tied = tied
     sources = _sources(placing, rules, reshaped)
     axes_of_rows = _bind_each(placing, sources, states, reshaped)
     local_tensors = [(fqn, source.own[0]) for fqn, source in sources.items()]
-    if reshaped.rows:
-        local_tensors += other_rows(reshaped, sources)
+    if reshaped.rows or reshaped.several:
+        local_tensors += other_tensors(reshaped, sources)
     placing.faults += tensor_faults(local_tensors, placing.placed, has_contents=has_contents)
-    if reshaped.rows or reshaped.wholes:
+    if reshaped.rows or reshaped.wholes or reshaped.several:
         placing = reshape(placing, reshaped, axes_of_rows, rules)
         for fqn, listed in lists.items():
             placing.state_dict[fqn] = listed.numbered(placing.totals)
@@ -101,6 +117,43 @@ def place(
         placing.parameter_groups = parameter_groups_in(placing.state_dict)
         placing.faults += _optimizer_faults(placing, rename)
     return placing
+
+
+def _without_tied(reshaped: Reshaped) -> tuple[Reshaped, dict[str, str]]:
+    """Return what a rename makes of values, each memory once, and the keys of those left out.
+
+    Args:
+        reshaped: Its ``several`` may name one memory by several keys, as of tied weights.
+
+    Returns:
+        The name in the checkpoint of each key that is left out, beside the values.
+    """
+    tied: dict[str, str] = {}
+    several = {}
+    for fqn, values in reshaped.several.items():
+        distinct: dict[Hashable, RenamedValue[str | Parts]] = {}
+        for renamed in values:
+            memory = memory_key(renamed.value)
+            first = distinct.setdefault(renamed.key if memory is None else memory, renamed)
+            if first is not renamed:
+                tied[renamed.key] = fqn
+        if len(distinct) > 1:
+            several[fqn] = [*distinct.values()]
+    return replace(reshaped, several=several), tied
+
+
+def _shared_name(
+    fqn: str, first: RenamedValue[str | Parts], other: RenamedValue[str | Parts]
+) -> Fault:
+    """Return the fault of two memories with one name in a save."""
+    values = first.value, other.value
+    are_copies = False
+    if all(map(is_tensor, values)) and not any(map(names_its_chunks, values)):
+        local, other_local = (facts_of(value)[0] for value in values)
+        kinds = [(of.layout, of.device, of.dtype, of.shape) for of in (local, other_local)]
+        if kinds[0] == kinds[1] and local.dim() and not local.is_meta:
+            are_copies = torch.equal(local, other_local)
+    return shared_name_fault(fqn, first.key, other.key, are_copies=are_copies)
 
 
 def numberings(placing: Placing, numbered: Sequence[NumberedKey]) -> Numberings:

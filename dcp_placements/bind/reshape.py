@@ -82,19 +82,20 @@ def stack_like(rows: Sequence[RenamedValue[Row]], value: Any) -> torch.Tensor:
     return torch.empty(shape, dtype=local.dtype, device="meta")
 
 
-def other_rows(reshaped: Reshaped, stacks: Container[str]) -> list[tuple[str, torch.Tensor]]:
-    """Return the local tensors of all rows but the first, each with the name of its stack.
+def other_tensors(reshaped: Reshaped, bound: Container[str]) -> list[tuple[str, torch.Tensor]]:
+    """Return the local tensors that are not the first of their name, each with that name.
 
     Args:
-        reshaped: The rows, by stack.
-        stacks: The keys of the stacks to include.
+        reshaped: The rows, by stack, and the values that a load fills with one tensor.
+        bound: The names to include.
     """
     return [
-        (fqn, facts_of(row.value)[0])
-        for fqn, rows in reshaped.rows.items()
-        if fqn in stacks
-        for row in rows[1:]
-        if is_tensor(row.value) and not has_hooks(row.value)
+        (fqn, facts_of(renamed.value)[0])
+        for values_of in (reshaped.rows, reshaped.several)
+        for fqn, values in values_of.items()
+        if fqn in bound
+        for renamed in values[1:]
+        if is_tensor(renamed.value) and not has_hooks(renamed.value)
     ]
 
 
@@ -157,13 +158,14 @@ def reshape(
     # Layers have equal tensors: the results of the rename are kept by place.
     stacks: dict[Any, Place] = {}
     targets: dict[Any, list[HeldTarget]] = {}
+    repeats: dict[Any, Place] = {}
     for fqn, value in placing.state_dict.items():
         own, path = placing.placed.get(fqn), placing.mappings.get(fqn)
         try:
             if fqn in reshaped.rows:
                 rows = sorted(reshaped.rows[fqn], key=lambda row: row.name.indices)
                 _put(result, fqn, rows[0].value, path)
-                tensors = _equal_tensors(rows)
+                tensors = _row_tensors(rows)
                 if fqn not in unbound:
                     own = own or _unruled(fqn, rows[0].value, wholes)
                     names, axes = [row.name for row in rows], axes_of_rows.get(fqn)
@@ -173,7 +175,12 @@ def reshape(
                 _check_whole(renamed)
                 if fqn not in unbound:
                     own = own or _unruled(fqn, value, wholes)
-                    _put_targets(result, own, renamed, targets)
+                    sources = reshaped.several.get(fqn, [])
+                    _put_targets(result, own, renamed, targets, sources, repeats)
+            elif fqn in reshaped.several:
+                _put(result, fqn, value, path)
+                if fqn not in unbound:
+                    _put_several(result, fqn, own, reshaped.several[fqn], wholes, repeats)
             else:
                 _put(result, fqn, value, path)
                 if own is not None:
@@ -207,7 +214,7 @@ _ONE_FORM = (
 )
 
 
-def _equal_tensors(rows: Sequence[RenamedValue[Row]]) -> list[torch.Tensor]:
+def _row_tensors(rows: Sequence[RenamedValue[Row]]) -> list[torch.Tensor]:
     """Return the local tensors of the rows of one stack.
 
     Raises:
@@ -219,12 +226,27 @@ def _equal_tensors(rows: Sequence[RenamedValue[Row]]) -> list[torch.Tensor]:
             "only tensors are stacked",
             _ONE_FORM,
         )
-    if not all(is_tensor(row.value) and not names_its_chunks(row.value) for row in rows):
+    return _equal_tensors(rows, "stack")
+
+
+def _equal_tensors(
+    values: Sequence[RenamedValue[Row] | RenamedValue[str | Parts]], verb: str
+) -> list[torch.Tensor]:
+    """Return the local tensors of values that are equal but for their names and contents.
+
+    Args:
+        values: The values.
+        verb: What is done with them, for messages.
+
+    Raises:
+        CannotPlace: They are not all tensors, or have other dtypes, shapes or places.
+    """
+    if not all(is_tensor(of.value) and not names_its_chunks(of.value) for of in values):
         raise CannotPlace(
-            "cannot stack what is no tensor, or names its chunks itself, with tensors",
-            f"it stacks:   {format_names([row.key for row in rows], 4)}",
+            f"cannot {verb} what is no tensor, or names its chunks itself, with tensors",
+            f"the keys:    {format_names([of.key for of in values], 4)}",
         )
-    facts = [facts_of(row.value) for row in rows]
+    facts = [facts_of(of.value) for of in values]
     kinds = set()
     for local, mesh, placements, shape in facts:
         # Meshes may differ in their ranks, but not in this rank's position along cutting axes.
@@ -236,11 +258,68 @@ def _equal_tensors(rows: Sequence[RenamedValue[Row]]) -> list[torch.Tensor]:
         kinds.add((local.dtype, local.shape, shape, placements, tuple(cutting)))
     if len(kinds) > 1:
         details = [
-            f"{row.key}: {local.dtype}, {format_own(shape, mesh, placements)}"
-            for row, (local, mesh, placements, shape) in zip(rows[:4], facts, strict=False)
+            f"{of.key}: {local.dtype}, {format_own(shape, mesh, placements)}"
+            for of, (local, mesh, placements, shape) in zip(values[:4], facts, strict=False)
         ]
-        raise CannotPlace("cannot stack rows of different dtypes, shapes or placements", *details)
+        what = "rows" if verb == "stack" else "tensors"
+        raise CannotPlace(
+            f"cannot {verb} {what} of different dtypes, shapes or placements", *details
+        )
     return [local for local, *_ in facts]
+
+
+_FILL = "fill with one tensor of the checkpoint"
+
+
+def _put_several(
+    placing: Placing,
+    fqn: str,
+    own: Placed | None,
+    values: Sequence[RenamedValue[str | Parts]],
+    wholes: SharedPlaces,
+    repeats: dict[Any, Place],
+) -> None:
+    """Add the values that a load fills with one tensor or object of the checkpoint.
+
+    Args:
+        placing: Takes in the values.
+        fqn: Their name in the checkpoint.
+        own: The first, bound as what it is; None for an object, and for a tensor without a rule.
+        values: All of them.
+        wholes: The places of tensors without a rule.
+        repeats: The places of several tensors so far; takes in that of these.
+
+    Raises:
+        CannotPlace: Some are tensors and others are not, or they are not equal in kind.
+    """
+    placing.several[fqn] = tuple([of.key for of in values])
+    if not any(is_tensor(of.value) for of in values):
+        placing.more_paths[fqn] = [of.path or (of.key,) for of in values[1:]]
+        return
+    tensors = _equal_tensors(values, _FILL)
+    own = own or _unruled(fqn, values[0].value, wholes)
+    rows = [tensor.detach() for tensor in tensors]
+    place = _repeated(own.place, len(rows), repeats)
+    placing.placed[fqn] = replace(own, place=place, rows=rows)
+
+
+def _repeated(place: Place, count: int, repeats: dict[Any, Place], *, rows: int = 1) -> Place:
+    """Return the place of several tensors, each with the chunks of the first.
+
+    Args:
+        place: The place of the first.
+        count: The number of tensors.
+        repeats: The places of several tensors so far; takes in this one.
+        rows: The number of rows of each tensor.
+    """
+    if (place, count) not in repeats:
+        chunks = [
+            chunk._replace(row=number * rows + chunk.row)
+            for number in range(count)
+            for chunk in place.chunks
+        ]
+        repeats[place, count] = replace(place, chunks=tuple(chunks))
+    return repeats[place, count]
 
 
 def _stack(
@@ -339,6 +418,8 @@ def _put_targets(
     own: Placed,
     renamed: RenamedValue[Rows | Parts],
     targets: dict[Any, list[HeldTarget]],
+    several: Sequence[RenamedValue[str | Parts]],
+    repeats: dict[Any, Place],
 ) -> None:
     """Add the rows and parts of a tensor that this rank has.
 
@@ -347,6 +428,9 @@ def _put_targets(
         own: The tensor, bound as what it is.
         renamed: The tensor, with the answer of the rename.
         targets: The rows and parts of tensors so far; takes in those of this tensor.
+        several: The tensors whose parts a load fills with the same ones, this one first; empty
+            where it is the only one.
+        repeats: The places of several tensors so far; takes in those of these.
     """
     name, shape = renamed.name, own.place.sharding.global_shape
     dim = row_dim(name, shape)
@@ -355,13 +439,20 @@ def _put_targets(
     key = own.place, dim, isinstance(name, Parts) and (name.dim, name.sizes, name.groups)
     if key not in targets:
         targets[key] = _held_targets(own.place, name, dim)
-    tensor = own.tensor.detach()
+    tensors = _equal_tensors(several, _FILL) if several else [own.tensor]
     for row, part, indices, place in targets[key]:
         fqn = name.fqns[part].replace("{}", str(row))
-        views = [tensor if dim is None else tensor.select(dim, index) for index in indices]
+        views = [
+            tensor.detach() if dim is None else tensor.detach().select(dim, index)
+            for tensor in tensors
+            for index in indices
+        ]
         _put(placing, fqn, views[0], renamed.path)
-        repeats = views if len(views) > 1 else ()
-        placing.placed[fqn] = Placed(fqn, views[0], place, own.rule, repeats, has_own_key=True)
+        if several:
+            placing.several[fqn] = tuple([of.key for of in several])
+            place = _repeated(place, len(several), repeats, rows=len(indices))
+        rows = views if len(views) > 1 else ()
+        placing.placed[fqn] = Placed(fqn, views[0], place, own.rule, rows, has_own_key=True)
 
 
 def _held_targets(whole: Place, name: Rows | Parts, dim: int | None) -> list[HeldTarget]:

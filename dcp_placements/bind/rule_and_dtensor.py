@@ -146,6 +146,12 @@ class Placing:
         totals: The number of rows of each tensor that is unstacked, by their key with ``{}``, which
             has the numbers that the rename gave.
         parameter_groups: The parameters in parameter groups, by optimizer.
+        tied: The keys of this rank whose memory another key of it has as well, which the rename
+            gives the same name: by key, that name. The other key stands for both.
+        several: The keys of this rank that a load fills with one tensor or value, where there are
+            several, by its name.
+        more_paths: The paths of objects and numbers that a load fills with one value, but for the
+            first, by its name.
     """
 
     placed: dict[str, Placed] = field(default_factory=dict)
@@ -156,6 +162,9 @@ class Placing:
     mappings: dict[str, Path] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=dict)
     parameter_groups: ParameterGroups = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    several: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    more_paths: dict[str, list[Path]] = field(default_factory=dict)
 
     def shapes(self) -> dict[str, tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]]:
         """Map each rule to its pairs (local shape, whole shape) that differ."""

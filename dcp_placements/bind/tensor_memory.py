@@ -11,7 +11,7 @@ storage with different places. Before a load alone: a tensor whose elements shar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import gcd
 from typing import Any
@@ -20,11 +20,13 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from dcp_placements._torch import PLAIN_TYPES, facts_of, is_dtensor_like
-from dcp_placements.bind.rule_and_dtensor import Placed
+from dcp_placements._torch import PLAIN_TYPES, facts_of, is_dtensor_like, storage_key
+from dcp_placements.bind.own_chunks import names_its_chunks
+from dcp_placements.bind.rule_and_dtensor import Placed, is_tensor
 from dcp_placements.errors import Fault
 from dcp_placements.layout.boxes import format_boxes
 from dcp_placements.layout.sharding import Box
+from dcp_placements.rules.mesh import mesh_state
 
 
 def tensor_faults(
@@ -176,6 +178,33 @@ def memory_faults(
             out = "way out:     load into the tensor that it holds, and make the copy afterwards"
             faults.append(Fault(fqn, headline, (out,)))
     return faults
+
+
+def memory_key(value: Any) -> Hashable:
+    """Return what only the names of one tensor have in common: its memory, and its own place.
+
+    Tied weights have it in common, also where FSDP leaves a rank no elements of them.
+
+    >>> w = torch.ones(4, 3)
+    >>> memory_key(w) == memory_key(w.detach()), memory_key(w) == memory_key(w.clone())
+    (True, False)
+    >>> memory_key(w) == memory_key(w[:2]), memory_key(0.1)
+    (False, None)
+
+    Args:
+        value: A value of a state dict.
+
+    Returns:
+        None for a value that is no tensor, or whose memory is not known.
+    """
+    if not is_tensor(value) or names_its_chunks(value):
+        return None
+    local, mesh, placements, shape = facts_of(value)
+    storage = storage_key(local) if local.layout is torch.strided else None
+    if storage is None:
+        return None
+    memory = storage, local.storage_offset(), local.dtype, _view_of(local)
+    return memory, None if mesh is None else mesh_state(mesh), placements, tuple(shape)
 
 
 def tied_keys(destinations: Sequence[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, ...]]:

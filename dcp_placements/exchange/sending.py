@@ -86,7 +86,9 @@ class ReplicaExchange:
         without = {
             fqn
             for fqn, value in asked.state_dict.items()
-            if fqn in request.tied or not _can_be_sent(value, asked.placing, fqn)
+            if fqn in request.tied
+            or fqn in asked.tied
+            or not _can_be_sent(value, asked.placing, fqn)
         }
         self._holding = request.holding(without)
         return self._holding.sent

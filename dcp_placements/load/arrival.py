@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -168,7 +168,7 @@ class Arrival:
         elif is_scalar(asked.state_dict[fqn]):
             self._fill(fqn, value)
         else:
-            put_at(self._nested, asked.placing.mappings[fqn], value)
+            self._put(fqn, value)
 
     def end(self, error: BaseException | None = None) -> None:
         """End the load, once all that it asked for was read, or could not be.
@@ -247,8 +247,7 @@ class Arrival:
     def _put_numbers(self) -> None:
         """Put numbers that were read as tensors into their places."""
         for fqn, own in self.request.numbers.items():
-            number = as_number(self._asked.state_dict[fqn].item(), own)
-            put_at(self._nested, self._path(fqn), number)
+            self._put(fqn, as_number(self._asked.state_dict[fqn].item(), own))
 
     def _reset_states(self) -> None:
         """Reset the optimizer state that the checkpoint lacks; warn where that loses steps."""
@@ -261,7 +260,12 @@ class Arrival:
             for fqn, reset in resets.items()
             if not (reset.stays_if_stepped and reset.parameter in stepped)
         }
-        used = {reset.parameter: None for reset in resets.values() if reset.parameter in stepped}
+        new = dict.fromkeys(self._unlisted(resets))
+        used = {
+            reset.parameter: None
+            for reset in resets.values()
+            if reset.parameter in stepped and reset.parameter not in new
+        }
         before = {
             fqn: [tensor.clone() for tensor in self._asked.tensors(fqn)]
             for fqn in resets
@@ -273,8 +277,38 @@ class Arrival:
         for fqn, values in before.items():
             if not all(map(torch.equal, values, self._asked.tensors(fqn))):
                 used[resets[fqn].parameter] = None
-        if used:
-            warn(self.report, [reset_note(list(used))])
+        notes = [new_note(list(new))] if new else []
+        notes += [reset_note(list(used))] if used else []
+        if notes:
+            warn(self.report, notes)
+
+    def _unlisted(self, resets: Mapping[str, Reset]) -> Iterator[str]:
+        """Yield parameters whose weight is read, and that the saved optimizer did not have.
+
+        By the lists of nested optimizer state, where this rank reads all lists of the optimizer,
+        and they have the names of the checkpoint's weights.
+        """
+        asked, stateless = self._asked, self.request.missing.stateless
+        for head in dict.fromkeys([state.head for state in map(asked.states.of, resets) if state]):
+            start = f"{head}param_groups."
+            lists = [
+                key for key in asked.stored if key.startswith(start) and key.endswith("params")
+            ]
+            listed = {str(name) for key in lists for name in self._lists.get(key, ())}
+            if not lists or not all(key in self._lists for key in lists):
+                continue
+            if listed.difference(_endings(key for key in asked.stored if not asked.states.of(key))):
+                continue
+            for fqn, reset in resets.items():
+                state = asked.states.of(fqn)
+                if (
+                    state is not None
+                    and state.head == head
+                    and state.parameter in stateless
+                    and state.parameter not in listed
+                    and not (asked.policy.partial or asked.policy.excuses(fqn))
+                ):
+                    yield reset.parameter
 
     def _stepped(self, resets: Mapping[str, Reset]) -> Iterator[str]:
         """Yield the parameters that were stepped on this rank, so that a reset loses something.
@@ -307,8 +341,7 @@ class Arrival:
                 held = value_at(self._nested, self._path(reset.option))
             number = float(held)
         if isinstance(value, int | float):
-            path = self._path(fqn)
-            put_at(self._nested, path, as_number(number, value))
+            self._put(fqn, as_number(number, value))
         for index, tensor in enumerate(map(torch.Tensor.detach, self._asked.tensors(fqn))):
             if reset.weight is not None:
                 weight = self._asked.tensors(reset.weight)[index].detach()
@@ -317,6 +350,11 @@ class Arrival:
                 tensor.fill_(complex(number, number))
             else:
                 tensor.fill_(number)
+
+    def _put(self, fqn: str, value: Any) -> None:
+        """Put a value into its place in the user's state dict, or its places."""
+        for path in (self._path(fqn), *self._asked.placing.more_paths.get(fqn, ())):
+            put_at(self._nested, path, value)
 
     def _path(self, fqn: str) -> Any:
         """Return where a key stands in the user's state dict."""
@@ -365,6 +403,33 @@ def _moved_fault(fqn: str, moved: Mapping[str, str]) -> Fault:
             FLATTEN,
             "or:          waive={pattern: reason} where the options are those of the new group on "
             "purpose",
+        ),
+    )
+
+
+def _endings(keys: Iterable[str]) -> set[str]:
+    """Return what keys end in, from any component on."""
+    ends: set[str] = set()
+    for key in keys:
+        while key and key not in ends:
+            ends.add(key)
+            key = key.partition(".")[2]
+    return ends
+
+
+def new_note(parameters: Sequence[str]) -> Fault:
+    """Return the note of parameters that are read, and that the saved optimizer did not have."""
+    count = len(parameters)
+    return Fault(
+        "optimizer state",
+        f"that of {count} parameter{'' if count == 1 else 's'} begins anew: the optimizer that "
+        "was saved did not have them",
+        (
+            f"parameters:  {format_names(parameters, 6)}",
+            "likely:      they were frozen then; or tied to another weight, whose state is theirs",
+            'way out:     rename=Replace("lm_head", "embed_tokens") in saves and loads, where the '
+            "one was tied to the other; optional=[pattern] of their state where they are new to "
+            "the optimizer",
         ),
     )
 

@@ -30,6 +30,7 @@ from dcp_placements._torch import PLAIN_TYPES, ShardedTensor, has_hooks, is_dten
 from dcp_placements.bind.rule_and_dtensor import Placing
 from dcp_placements.errors import Fault
 from dcp_placements.load.birth import Reset, reset_of
+from dcp_placements.names.known_names import NAMES_EMBEDDING, NAMES_HEAD
 from dcp_placements.names.optimizer_state import FLATTEN, OptimizerStates, parameter_groups_in
 from dcp_placements.rules.patterns import matches_any
 from dcp_placements.short_text import (
@@ -87,6 +88,8 @@ class Asked:
         unread: Its keys that this rank does not ask for.
         policy: What is accepted.
         nested: The user's state dict, before it was made flat.
+        tied: Keys that the checkpoint lacks, of tensors whose memory is read under another key: by
+            key, that one.
     """
 
     state_dict: dict[str, Any]
@@ -97,11 +100,16 @@ class Asked:
     unread: tuple[str, ...]
     policy: Policy
     nested: Mapping[str, Any]
+    tied: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def states(self) -> OptimizerStates:
         """Which keys are optimizer state."""
         return OptimizerStates(self.state_dict, self.stored)
+
+    def is_filled(self, fqn: str) -> bool:
+        """Whether the checkpoint has what fills a key, by this name or that of a tied weight."""
+        return fqn in self.stored or fqn in self.tied
 
     def tensors(self, fqn: str) -> Sequence[torch.Tensor]:
         """Return the tensors of this rank that a value consists of."""
@@ -165,7 +173,7 @@ def settle_missing(asked: Asked, missing: Sequence[str], *, reads_some: bool) ->
             continue
         keys, parameters = keys_of[state.owner], weights[state.owner]
         is_part = any(key in asked.stored for key in keys)
-        stays = bool(parameters) and not any(key in asked.stored for key in parameters)
+        stays = bool(parameters) and not any(map(asked.is_filled, parameters))
         is_left = policy.is_optional(fqn) or stays
         if is_part and not policy.is_optional(fqn):
             faults.append(_part_of_state(fqn, [*keys], asked.stored))
@@ -239,7 +247,8 @@ def _left_weights(asked: Asked, kept: Sequence[str]) -> list[Fault]:
             (
                 "likely:      new weights; or a head that the checkpoint ties to its embedding, "
                 "with random numbers here",
-                "way out:     waive={pattern: reason} where they are new on purpose",
+                "way out:     waive={pattern: reason} where they are new on purpose; "
+                'rename=Replace("lm_head", "embed_tokens") where the one was tied to the other',
             ),
         )
     ]
@@ -372,8 +381,38 @@ def _unknown_keys(asked: Asked, missing: Sequence[str]) -> Iterator[Fault]:
                 details = _MORE_GROUPS if group.isdigit() else _NEW_PARAMETER
         elif is_option or ".state." in f".{fqn}":
             details = (_STATE_NOTE,)
+        elif NAMES_HEAD.search(fqn):
+            details = _tied_head(asked, fqn)
         headline = "the checkpoint lacks this key (torch: Missing key in checkpoint)"
         yield Fault(fqn, headline, (*details, _LACKING), similar)
+
+
+def _tied_head(asked: Asked, fqn: str) -> tuple[str, ...]:
+    """Return the likely cause that a head is missing: its checkpoint ties it to the embedding."""
+    placed, value = asked.placing.placed.get(fqn), asked.state_dict[fqn]
+    if not is_weight(value):
+        return ()
+    shape = tuple(value.shape) if placed is None else placed.place.sharding.global_shape
+    embeddings = [
+        key
+        for key, entry in asked.stored.items()
+        if isinstance(entry, TensorStorageMetadata)
+        and tuple(entry.size) == shape
+        and NAMES_EMBEDDING.search(key)
+        and asked.states.of(key) is None
+    ]
+    if len(embeddings) != 1:
+        return ()
+    own, other = fqn.split("."), embeddings[0].split(".")
+    while own[1:] and other[1:] and own[0] == other[0]:
+        own, other = own[1:], other[1:]
+    while own[1:] and other[1:] and own[-1] == other[-1]:
+        own, other = own[:-1], other[:-1]
+    rename = f'Replace("{".".join(own)}", "{".".join(other)}")'
+    return (
+        f"likely:      saved with one weight for both, as {embeddings[0]}; here they are two",
+        f"way out:     rename={rename} reads that one into both; or tie them before the load",
+    )
 
 
 _STATE_NOTE = (
@@ -384,7 +423,8 @@ _STATE_NOTE = (
 _NEW_PARAMETER = (
     "likely:      the optimizer that was saved had no such parameter: it was frozen or tied then, "
     "or is of an adapter",
-    'way out:     optional=["param_groups.<parameter>"], whose state begins anew',
+    'way out:     optional=["param_groups.<parameter>"], whose state begins anew; '
+    'rename=Replace("lm_head", "embed_tokens") where the one was tied to the other',
 )
 _MORE_GROUPS = (
     "likely:      the optimizer that was saved had fewer parameter groups; their options are read "

@@ -61,6 +61,7 @@ from dcp_placements.load.missing import Policy
 from dcp_placements.load.rename_differences import unnumbered_rows
 from dcp_placements.load.renamed_states import renamed_states
 from dcp_placements.load.request import NOTHING, Request, request_of
+from dcp_placements.load.tied_states import TiedStates, tied_states
 from dcp_placements.names.flat import Path, RenamedKeys, check_texts, put_at, rename_keys
 from dcp_placements.names.renames import recorded
 from dcp_placements.names.stacks_and_parts import Rename
@@ -110,6 +111,7 @@ class RankLoad(RankWork):
         mappings: Where each key stands in the nested dict.
         metadata: The checkpoint's.
         is_coordinator: Whether this rank is the coordinator.
+        rename: The user's rename, and that of the state of tied weights.
         renamed: What the rename made of the keys.
         refusal: Why the rank cannot load; the coordinator raises it for all ranks.
         policy: What it accepts.
@@ -124,6 +126,7 @@ class RankLoad(RankWork):
     mappings: dict[str, Path] = field(default_factory=dict)
     metadata: Metadata = field(default_factory=lambda: Metadata({}))
     is_coordinator: bool = False
+    rename: Rename | None = None
     renamed: RenamedKeys = _NOT_RENAMED
     refusal: Sequence[Fault] = ()
     policy: Policy = field(default_factory=Policy)
@@ -252,10 +255,18 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         self._load = load = RankLoad()
         load.metadata, load.state_dict, load.mappings = metadata, state_dict, mappings
         if self.rename is not None:
-            load.renamed = renamed = rename_keys(state_dict, mappings, self.rename)
+            load.renamed = renamed = rename_keys(state_dict, mappings, self.rename, may_share=True)
             load.refusal = renamed.faults
             if not load.refusal:
                 load.state_dict, load.mappings = renamed.state_dict, renamed.mappings
+        load.rename, stored = self.rename, metadata.state_dict_metadata
+        of_tied = None
+        if any(fqn not in stored for fqn in load.state_dict if "state." in fqn):
+            of_tied = tied_states(load.state_dict, stored, self.rename)
+        if of_tied is not None:
+            load.rename, new = of_tied, of_tied.renamed
+            load.state_dict = {new(fqn): value for fqn, value in load.state_dict.items()}
+            load.mappings = {new(fqn): path for fqn, path in load.mappings.items()}
         return load
 
     def create_local_plan(self) -> LoadPlan:
@@ -284,11 +295,14 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         # By the options as they are now: a subclass may have set some.
         load.policy = policy = Policy(self.allow_partial_load, self.cast, *self._patterns)
         placing = place(
-            load.state_dict, self.rules, load.mappings, renamed.reshaped, rename, has_contents=False
+            *(load.state_dict, self.rules, load.mappings, renamed.reshaped, load.rename),
+            has_contents=False,
         )
         request = request_of(placing, load.metadata, policy, load.original_state_dict)
         load.state_dict, load.mappings = request.asked.state_dict, placing.mappings
         load.request, load.report = request, request.report()
+        if isinstance(load.rename, TiedStates):
+            load.report.tied = {**load.report.tied, **load.rename.names}
         waivers = waiver_matches(self.waive, self._waivable(load)) if self.waive else {}
         load.report.waived = dict(self.waive)
         given = {} if rename is None else numberings(placing, renamed.numbered)

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
 from dcp_placements._torch import PLAIN_TYPES, chunk_list, has_hooks, is_dtensor_like
-from dcp_placements.bind.rule_and_dtensor import Placed, Placing
-from dcp_placements.bind.tensor_memory import tied_keys
+from dcp_placements.bind.rule_and_dtensor import Placed, Placing, is_tensor
+from dcp_placements.bind.tensor_memory import memory_key, tied_keys
 from dcp_placements.errors import Fault
 from dcp_placements.items import ReadItemOfLoad, object_read
 from dcp_placements.layout.boxes import Index, as_array, format_boxes, uncovered
@@ -142,9 +142,10 @@ class Request:
         groups: The keys that the checkpoint has, by what fills them.
         numbers: The numbers of this rank that are read as tensors, by key.
         casts: How dtypes change, as text, by key.
-        missing: What becomes of the keys that the checkpoint lacks.
+        missing: What becomes of the keys that the checkpoint lacks, and that are not tied to one of
+            its keys.
         destinations: The tensors that are read into or reset, by key; some keys have several.
-        tied: The keys that overlap in memory, each with all that it overlaps.
+        tied: The keys that are read into overlapping memory, each with all that it overlaps.
         faults: What cannot be filled, or would be filled wrongly.
         notes: What is accepted with a warning.
     """
@@ -220,8 +221,13 @@ class Request:
 
     def report(self) -> LoadReport:
         """Return the report on what is planned."""
+        placing = self.asked.placing
         report = LoadReport(
             missing=self.missing.kept,
+            tied={**placing.tied, **self.asked.tied},
+            several={
+                fqn: keys for fqn, keys in placing.several.items() if fqn in self.asked.stored
+            },
             stateless=self.missing.stateless,
             unread=self.asked.unread,
             casts=self.casts,
@@ -257,7 +263,8 @@ def request_of(
     state_dict = {**placing.state_dict, **stand_ins} if stand_ins else placing.state_dict
     unread = tuple([fqn for fqn in stored if fqn not in state_dict])
     record = record_of(provenance_of(metadata), stored)
-    asked = Asked(state_dict, placing, metadata, stored, record, unread, policy, nested)
+    tied_to = _tied_to_read(placing.state_dict, keys) if keys.missing else {}
+    asked = Asked(state_dict, placing, metadata, stored, record, unread, policy, nested, tied_to)
     faults = [*_object_faults(asked, keys.objects)] if keys.objects else []
     groups = [ReadGroup(None, fqns=keys.objects)] if keys.objects else []
     tables = tables_of(keys.tensors, placing.placed)
@@ -266,9 +273,9 @@ def request_of(
             faults += group.faults
             groups += [group] if group.fqns else []
     missing = Missing()
-    if keys.missing:
+    if lacking := [fqn for fqn in keys.missing if fqn not in tied_to]:
         reads_some = bool(keys.tensors or keys.objects)
-        missing = settle_missing(asked, keys.missing, reads_some=reads_some)
+        missing = settle_missing(asked, lacking, reads_some=reads_some)
     faults += missing.faults
     notes, casts = [*missing.notes], keys.casts
     casts |= {fqn: group.cast for group in groups if group.cast is not None for fqn in group.fqns}
@@ -279,6 +286,9 @@ def request_of(
         notes.append(Fault(format_names(narrowed, 3), headline, (way_out,)))
     into = _destinations(asked, groups, missing.resets)
     tied = tied_keys(into)
+    if tied_to:  # other ranks, and the whole model, see what is filled
+        tensors = keys.tensors | {fqn: placing.state_dict[fqn] for fqn in tied_to}
+        tables = tables_of(tensors, placing.placed)
     return Request(asked, tables, groups, keys.numbers, casts, missing, into, tied, faults, notes)
 
 
@@ -320,6 +330,31 @@ def _keys_by_kind(placing: Placing, stored: Mapping[str, Any]) -> _Keys:
         else:
             keys.tensors[fqn] = value
     return keys
+
+
+def _tied_to_read(state_dict: Mapping[str, Any], keys: _Keys) -> dict[str, str]:
+    """Return the missing keys of tensors that are read under another key: tied weights.
+
+    Args:
+        state_dict: The values.
+        keys: The keys by what the checkpoint has under them.
+
+    Returns:
+        The key under which each is read.
+    """
+    missing = {fqn: state_dict[fqn] for fqn in keys.missing if is_tensor(state_dict[fqn])}
+    shapes = {tuple(value.shape) for value in missing.values()}
+    read = {
+        memory_key(value): fqn
+        for fqn, value in reversed(keys.tensors.items())
+        if fqn not in keys.numbers and is_tensor(value) and tuple(value.shape) in shapes
+    }
+    memories = {fqn: memory_key(value) for fqn, value in missing.items()}
+    return {
+        fqn: read[memory]
+        for fqn, memory in memories.items()
+        if memory is not None and memory in read
+    }
 
 
 def _destinations(

@@ -19,17 +19,17 @@ from dcp_placements.errors import (
 )
 from dcp_placements.names.numbers import NumberedKey
 from dcp_placements.names.renames import apply, steps
-from dcp_placements.names.stacks_and_parts import Parts, Rename, Row, Rows, texts_of
+from dcp_placements.names.stacks_and_parts import Parts, Rename, Renamed, Row, Rows, texts_of
 from dcp_placements.rules.patterns import Matches
 
 Path = tuple[str | int, ...]
 
 
-Name = TypeVar("Name", bound=Row | Rows | Parts, covariant=True)
+Name = TypeVar("Name", bound=str | Row | Rows | Parts, covariant=True)
 
 
 class RenamedValue(NamedTuple, Generic[Name]):
-    """A value of this rank that the rename turns into another tensor, or several.
+    """A value of this rank that the rename turns into another tensor, several, or one of several.
 
     Attributes:
         name: The answer of the rename.
@@ -51,10 +51,16 @@ class Reshaped:
     Attributes:
         rows: The values that become rows of a stack, by the stack's key in the checkpoint.
         wholes: The value that becomes one tensor per row, or per part, by its name in rules.
+        several: Where several values have one name in the checkpoint, all of them, by their name
+            in rules. A load fills each.
     """
 
     rows: dict[str, list[RenamedValue[Row]]] = field(default_factory=dict)
     wholes: dict[str, RenamedValue[Rows | Parts]] = field(default_factory=dict)
+    several: dict[str, list[RenamedValue[str | Parts]]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.rows or self.wholes or self.several)
 
 
 def check_texts(state_dict: Mapping[Any, Any]) -> None:
@@ -136,7 +142,11 @@ class RenamedKeys(NamedTuple):
 
 
 def rename_keys(
-    state_dict: dict[str, Any], mappings: dict[str, Path], rename: Rename | None
+    state_dict: dict[str, Any],
+    mappings: dict[str, Path],
+    rename: Rename | None,
+    *,
+    may_share: bool = False,
 ) -> RenamedKeys:
     """Return the flat state dict and its paths under the checkpoint's keys, and the matching steps.
 
@@ -148,12 +158,15 @@ def rename_keys(
         state_dict: Flat, with this rank's keys.
         mappings: The path of each key in the nested dict.
         rename: Maps this rank's key to the checkpoint's; None changes nothing.
+        may_share: Whether several values may get one name, of which the first is in the state dict
+            and all are in ``reshaped.several``; otherwise this is a fault.
     """
     if rename is None:
         return RenamedKeys(state_dict, mappings, None, {}, [], [])
     its_steps = steps(rename)
     matches = {step.declared: False for step in its_steps if step.declared is not None}
     renamed: dict[str, Any] = {}
+    answers: dict[str, Renamed] = {}  # those for the keys of ``renamed``
     paths: dict[str, Path] = {}
     reshaped = Reshaped()
     key_of: dict[str, str] = {}  # by name in the checkpoint or in rules, the key that has it
@@ -187,20 +200,54 @@ def rename_keys(
             reshaped.rows[name].append(RenamedValue(new, key, value, path))
             continue
         if other := key_of.get(name) or key_of.get(label):
-            headline = f"rename() gives this one name to both {other} and {key}"
-            way_out = "way out:     map every key of a rank to a key of its own"
-            faults.append(Fault(name, headline, (way_out,)))
+            if may_share and isinstance(new, str | Parts) and answers.get(label) == new:
+                earlier = RenamedValue(new, other, renamed[label], paths.get(label))
+                same = reshaped.several.setdefault(label, [earlier])
+                same.append(RenamedValue(new, key, value, path))
+            else:
+                faults.append(shared_name_fault(name, other, key))
             continue
         key_of[name] = key_of[label] = key
-        renamed[label] = value
+        renamed[label], answers[label] = value, new
         if isinstance(new, Row):
             reshaped.rows[name] = [RenamedValue(new, key, value, path)]
         elif isinstance(new, Rows | Parts):
             reshaped.wholes[label] = RenamedValue(new, key, value, path)
         if path is not None:
             paths[label] = path
-    others = reshaped if reshaped.rows or reshaped.wholes else None
-    return RenamedKeys(renamed, paths, others, matches, numbered, faults)
+    return RenamedKeys(renamed, paths, reshaped or None, matches, numbered, faults)
+
+
+def shared_name_fault(name: str, first: str, other: str, *, are_copies: bool = False) -> Fault:
+    """Return the fault of two keys of a rank that a rename gives one name.
+
+    Args:
+        name: The name in the checkpoint.
+        first: One key.
+        other: The other one.
+        are_copies: Whether both are tensors with the same contents.
+    """
+    headline = f"rename() gives this one name to both {first} and {other}"
+    if are_copies:
+        return Fault(
+            name,
+            headline,
+            (
+                "likely:      copies of one tensor, as of a tied weight: by BlockingAsyncStager, "
+                "which copies each name, or by clone()",
+                "reason:      two memories may differ at the next save; one memory may have one "
+                "name",
+                "way out:     DefaultStager, which keeps them one; or leave one of both out",
+            ),
+        )
+    return Fault(
+        name,
+        headline,
+        (
+            "way out:     map every key of a rank to a key of its own; one name is right for tied "
+            "weights, which are one memory, and in a load, where each key is filled",
+        ),
+    )
 
 
 def checkpoint_path(key: str, path: Path) -> Path:

@@ -32,6 +32,13 @@ COPIED_BY_NAME = re.compile(
     r"(?:^|\.)(?:router|gate|(?:self_)?att(?:n|ention)|(?:\w+_)?(?:layer)?norm\d*"
     r"|shared_experts?|expert_bias)(?:\.|$)"
 )
+# The two names of a tied weight. Several models call their head an output, or a projection.
+NAMES_HEAD = re.compile(
+    r"(?:^|\.)(?:(?:\w+_)?head|output(?:_layer|_proj(?:ection)?)?|embed_out|unembed(?:ding)?)(?:\.|$)"
+)
+NAMES_EMBEDDING = re.compile(
+    r"(?:^|\.)(?:(?:\w+_)?embed(?:ding|dings|_tokens|_in|der)?s?|wte|shared)(?:\.|$)"
+)
 NAMES_EXPERT = re.compile(r"(?<!shared_)expert(?!_bias)")
 TENSOR_AXIS = re.compile(r"^(?:e?tp|tensor(?:_.*)?|model_parallel)$")
 EXPERT_AXIS = re.compile(r"^(?:ep|expert(?:_parallel|_model_parallel)?)$")

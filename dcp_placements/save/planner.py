@@ -304,7 +304,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             save.directory = os.path.abspath(save.directory)
         if self.rename is None:
             return
-        renamed = rename_keys(save.state_dict, save.mappings, self.rename)
+        renamed = rename_keys(save.state_dict, save.mappings, self.rename, may_share=True)
         save.refusal = renamed.faults
         if not save.refusal:
             save.state_dict, save.mappings = renamed.state_dict, renamed.mappings

@@ -167,6 +167,7 @@ ROLLBACKS: dict[str, Rollback] = {
             {"embed": weights("embed")["embed"], "head": weights("embed")["embed"]},
             dict.fromkeys(BOTH, states("embed")["embed"]),
         ),
+        (),
         asked=tied,
         saved=trained(dict.fromkeys(BOTH, weights("embed")["embed"]), states("embed")),
         quiet=True,
