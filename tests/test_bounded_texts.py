@@ -32,7 +32,7 @@ from dcp_placements.errors import (
     fault_error,
     format_faults,
 )
-from dcp_placements.offline.output import Output, replaced_file
+from dcp_placements.offline.output import LocalOutput
 from dcp_placements.short_text import (
     folded_names,
     natural_key,
@@ -40,6 +40,7 @@ from dcp_placements.short_text import (
     numbers_in,
     shortened,
 )
+from dcp_placements.storage.store import LocalStore
 from dcp_placements.testing import World
 
 WORLD = World(2)
@@ -203,7 +204,7 @@ def test_an_output_may_have_any_name_that_the_file_system_takes(
     assert len(os.fsencode(name)) == length
     for _ in range(2):
         with (
-            Output(tmp_path / name) as output,
+            LocalOutput(tmp_path / name) as output,
             output.directory(["f" * length], "id"),
             output.file("f" * length) as stream,
         ):
@@ -211,13 +212,13 @@ def test_an_output_may_have_any_name_that_the_file_system_takes(
         assert (tmp_path / name / ("f" * length)).read_bytes() == b"1"
         (tmp_path / name / ("f" * length)).unlink()
         (tmp_path / name).rmdir()
-    with replaced_file(tmp_path / name) as stream:
+    with LocalStore(tmp_path).replace(name) as stream:
         stream.write(b"2")
     assert [one.name for one in tmp_path.iterdir()] == [name]
 
 
 def test_a_name_that_no_file_may_have_is_refused_by_the_system(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="name too long"), Output(tmp_path / ("n" * 256)):
+    with pytest.raises(OSError, match="name too long"), LocalOutput(tmp_path / ("n" * 256)):
         pass
 
 

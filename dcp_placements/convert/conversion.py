@@ -50,7 +50,7 @@ from dcp_placements.offline.checkpoint import (
     StoredTensor,
 )
 from dcp_placements.offline.difference import same_bits
-from dcp_placements.offline.directory import Directory
+from dcp_placements.offline.directory import existing_directory, versions_of
 from dcp_placements.offline.key_patterns import matcher
 from dcp_placements.offline.model_keys import model_tensors
 from dcp_placements.offline.output import output_at
@@ -116,7 +116,7 @@ def open_source(
         },
         _ENGINE: {"rules": rules, "axes": axes},
     }
-    names = Directory(path).names()
+    names = existing_directory(path).names()
     present = {
         _RANKS: bool(rank_file_names(names)),
         _MEGATRON: any(re.match(r"mp_rank_\d|iter_\d{7}$|release$", name) for name in names),
@@ -149,7 +149,7 @@ def open_source(
 def _opened(source: AnySource) -> Checkpoint:
     """Return a source, with the versions that its files had before any data was read."""
     opened = source if isinstance(source, Checkpoint) else open_source(source)
-    opened.versions = opened.versions or opened.directory.versions(opened.files)
+    opened.versions = opened.versions or versions_of(opened.directory, opened.files)
     return opened
 
 

@@ -44,7 +44,7 @@ from dcp_placements.errors import (
 )
 from dcp_placements.names.renames import Renames, Renumber, contiguous
 from dcp_placements.offline.checkpoint import Checkpoint
-from dcp_placements.offline.directory import Directory
+from dcp_placements.offline.directory import existing_directory
 from dcp_placements.presets.megatron_core import NUMBERED_EXPERTS, VOCABULARY
 from dcp_placements.rules.mesh import MeshCoordinate
 from dcp_placements.rules.patterns import PlacementRules
@@ -100,7 +100,7 @@ def megatron_checkpoint(
     """
     folder = find_iteration(path)
     files = [f"{name}/{WEIGHTS}" for name in rank_directories(folder)]
-    tensors = RankTensors(Directory(folder), files)
+    tensors = RankTensors(existing_directory(folder), files)
     layout = megatron_layout(
         folder,
         expert_parallel_size=expert_parallel_size,

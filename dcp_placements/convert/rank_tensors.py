@@ -48,7 +48,7 @@ from dcp_placements.names.flat import rename_keys
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.offline.checkpoint import Checkpoint, LeftOut
 from dcp_placements.offline.difference import same_bits
-from dcp_placements.offline.directory import Directory
+from dcp_placements.offline.directory import existing_directory, local_path, versions_of
 from dcp_placements.placements import DeclaredWorld, Placements
 from dcp_placements.rules.mesh import MeshAxes, format_mesh_axes
 from dcp_placements.rules.patterns import Rules
@@ -58,6 +58,7 @@ from dcp_placements.storage.metadata_file import with_columns
 from dcp_placements.storage.safe_pickle import Stub
 from dcp_placements.storage.saved_dtensor import rank_shard
 from dcp_placements.storage.state_dict_file import Records
+from dcp_placements.storage.store import Store
 from dcp_placements.storage.tensor_record import TensorRecord
 from dcp_placements.storage.torch_metadata import ChunkList, StoredLocation, build_entries
 from dcp_placements.table.digests import Digests
@@ -89,11 +90,11 @@ class RankTensors:
         notes: Lines for the report.
     """
 
-    def __init__(self, directory: Directory, files: Iterable[str]) -> None:
+    def __init__(self, directory: Store, files: Iterable[str]) -> None:
         self.faults: list[Fault] = []
         self.notes: list[str] = []
         self._directory = directory
-        self._versions = directory.versions(files)
+        self._versions = versions_of(directory, files)
         # One entry per call of ``add``.
         self._files: list[str] = []
         self._holdings: list[Holding] = []
@@ -319,7 +320,7 @@ def rank_files(
     """
     folder = local_directory(path)
     names = _by_rank(folder, files)
-    tensors = RankTensors(Directory(folder), names)
+    tensors = RankTensors(existing_directory(folder), names)
     tensors.notes.append(f"files of {len(names)} ranks")
     axes = axes or {"rank": len(names)}
     world = None if rules is None else DeclaredWorld(axes, rules)
@@ -390,7 +391,7 @@ def local_directory(path: str | os.PathLike[str]) -> Path:
     Raises:
         CannotLook: It is elsewhere, or not there.
     """
-    folder = Directory(path).local("")
+    folder = local_path(existing_directory(path))
     if folder is None:
         raise CannotLook(
             f"{os.fspath(path)}: ranks' files are mapped into memory\n"

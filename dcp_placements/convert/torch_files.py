@@ -20,9 +20,10 @@ from dcp_placements.short_text import (
     format_name,
     format_names,
 )
-from dcp_placements.storage.file_reads import read_only_mapping, why_barred
+from dcp_placements.storage.file_reads import read_only_mapping
 from dcp_placements.storage.safe_pickle import Stub
 from dcp_placements.storage.state_dict_file import SavedFile, saved_tensor
+from dcp_placements.storage.store import LocalStore
 from dcp_placements.storage.tensor_record import TensorRecord
 from dcp_placements.storage.torch_load import zip_problem
 
@@ -74,7 +75,7 @@ def load_torch_file(path: Path) -> Any:
         local = file.mapped(tensor, storage)
         return local if dtensor is None else SavedDTensor(local, dtensor)
 
-    why = why_barred(path.parent, path.name)
+    why = LocalStore(path.parent).why_barred(path.name)
     if why is not None:
         raise UnreadableFile(f"{path}: cannot be read: {why}")
     try:

@@ -38,7 +38,8 @@ from dcp_placements.names.renames import Step
 from dcp_placements.offline.assembly import AssembledTensor
 from dcp_placements.offline.box_reads import BoxReader, sub_boxes
 from dcp_placements.offline.checkpoint import Checkpoint, LeftOut, StoredRecord
-from dcp_placements.offline.output import AnyOutput
+from dcp_placements.offline.directory import check_versions
+from dcp_placements.offline.output import Output
 from dcp_placements.offline.rehearsals.rehearsed_world import RehearsedWorld
 from dcp_placements.offline.safetensors_files import NAMED_DTYPES, RENAMED, write_header
 from dcp_placements.offline.texts import Progress
@@ -242,7 +243,7 @@ class Writer:
 
 
 def write_output(
-    output: AnyOutput,
+    output: Output,
     source: Checkpoint,
     writer: Writer,
     memory: int,
@@ -278,7 +279,7 @@ def write_output(
                     with output.file(name) as stream:
                         writer.write(name, stream, elements)
                         if name == writer.last:
-                            source.directory.check_versions(source.versions)
+                            check_versions(source.directory, source.versions)
     return Converted(
         source=source.path,
         out=str(output.path),
@@ -294,7 +295,7 @@ def write_output(
 
 
 @contextmanager
-def _room_for(output: AnyOutput, nbytes: int) -> Iterator[None]:
+def _room_for(output: Output, nbytes: int) -> Iterator[None]:
     """Name the bytes needed, where a disk, a quota, or a limit on files ends the block."""
     output.check_room(nbytes)
     try:

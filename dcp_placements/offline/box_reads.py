@@ -22,6 +22,7 @@ from dcp_placements.offline.checkpoint import (
     StoredRecord,
     StoredTensor,
 )
+from dcp_placements.offline.directory import check_damage
 from dcp_placements.storage.file_reads import ByteRange, CountedFile, c_strides
 from dcp_placements.storage.record_reads import IS_DAMAGED, ChunkReader, RecordRead
 from dcp_placements.storage.tensor_record import BEHIND, TensorRecord, wrong_crc
@@ -128,7 +129,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
             except Exception as error:
                 # Extensions undo the transforms of streams, and can raise anything.
                 if not any(record.transforms for record in records):
-                    self._checkpoint.directory.check_damage(name, error)
+                    check_damage(self._checkpoint.directory, name, error)
                 reason = f"{type(error).__name__}: {error}"
                 raise _unread(tensor.fqn, name, reason) from error
             finally:
@@ -235,7 +236,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         try:
             stream = self._checkpoint.directory.open(name)
         except OSError as error:
-            self._checkpoint.directory.check_damage(name, error)
+            check_damage(self._checkpoint.directory, name, error)
             raise _unread(fqn, name, str(error)) from error
         while len(self._files) >= MAX_OPEN_FILES:
             self._files.popitem(last=False)[1][0].close()

@@ -30,7 +30,7 @@ from dcp_placements.errors import (
 from dcp_placements.items import object_read, quiet_gc
 from dcp_placements.layout.boxes import Index, as_boxes
 from dcp_placements.layout.sharding import Box
-from dcp_placements.offline.directory import Directory, no_checkpoint
+from dcp_placements.offline.directory import existing_directory, no_checkpoint
 from dcp_placements.offline.safetensors_files import read_safetensors_metadata
 from dcp_placements.short_text import (
     format_error,
@@ -47,6 +47,7 @@ from dcp_placements.storage.save_ids import (
     writer_of,
 )
 from dcp_placements.storage.state_dict_file import Records
+from dcp_placements.storage.store import Store
 from dcp_placements.storage.torch_metadata import Offset, StoredLocation
 
 DCP = "dcp"
@@ -215,12 +216,12 @@ class Checkpoint:
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | Directory,
+        path: str | os.PathLike[str] | Store,
         *,
         source: Any = None,
         described: tuple[Metadata, Records] | None = None,
     ) -> None:
-        self.directory = path if isinstance(path, Directory) else Directory(path)
+        self.directory = path if isinstance(path, Store) else existing_directory(path)
         self.records_in_files: Records = {}
         self.notes: list[str] = []
         self.left_out: Sequence[LeftOut] = ()
@@ -429,7 +430,7 @@ def ranks_of(files: tuple[str, ...]) -> tuple[int, ...]:
     return tuple(sorted({rank for file in files if (rank := writer_of(file)) is not None}))
 
 
-def is_torch_dist(directory: Directory) -> bool:
+def is_torch_dist(directory: Store) -> bool:
     """Whether Megatron's ``metadata.json`` beside ``.metadata`` names the backend torch_dist."""
     try:
         with directory.open("metadata.json") as stream:
@@ -440,7 +441,7 @@ def is_torch_dist(directory: Directory) -> bool:
 
 
 def read_dcp(
-    directory: Directory,
+    directory: Store,
     name: str,
     *,
     newer: set[str] | None = None,
@@ -449,7 +450,7 @@ def read_dcp(
     """Return the metadata in a file, with entries and rows in columns; nothing is executed.
 
     Args:
-        directory: Directory of the checkpoint.
+        directory: Store of the checkpoint.
         name: Name of the file.
         newer: Argument of ``read_metadata``.
         unused: Argument of ``read_metadata``.
@@ -462,7 +463,7 @@ def read_dcp(
 
 
 @contextmanager
-def reading(directory: Directory, name: str) -> Iterator[None]:
+def reading(directory: Store, name: str) -> Iterator[None]:
     """Turn every error of the block, which reads metadata, into one message."""
     where = f"{directory.path}/{name}"
     try:

@@ -28,6 +28,7 @@ from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.offline.assembly import AssembledTensor, assembled
 from dcp_placements.offline.box_reads import BoxReader, sub_boxes
 from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredRecord, StoredTensor
+from dcp_placements.offline.directory import check_damage
 from dcp_placements.offline.key_patterns import matching_keys
 from dcp_placements.offline.model_keys import model_tensors
 from dcp_placements.offline.texts import Progress, brief
@@ -367,7 +368,7 @@ def _record(checkpoint: Checkpoint, stored: StoredRecord, most: int) -> bytes | 
         return checkpoint.read_record(stored, most)
     except OSError as error:
         if not stored.transforms:
-            checkpoint.directory.check_damage(str(stored.file), error)
+            check_damage(checkpoint.directory, str(stored.file), error)
         raise
 
 

@@ -22,42 +22,37 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from hashlib import sha256
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 from uuid import uuid4
-
-from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from dcp_placements.errors import CannotLook
 from dcp_placements.offline.directory import MARKER
-from dcp_placements.short_text import (
-    format_name,
-    format_names,
-    format_nbytes,
-)
-from dcp_placements.storage.record_writes import errors_of
-from dcp_placements.storage.remote import RemoteFileSystem, is_url, local_or_url
+from dcp_placements.short_text import format_name, format_names, format_nbytes
+from dcp_placements.storage.remote import is_url, local_or_url
+from dcp_placements.storage.store import LocalStore, Locked, UrlStore, hidden_name
 
 logger = logging.getLogger(__name__)
 
 IDENTITY = "identity"
 """The file in an unfinished directory that identifies the output."""
 
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-"""The errors of ``flock`` on file systems without locks."""
-
 
 def output_at(
-    path: str | os.PathLike[str], *, source: str | os.PathLike[str]
-) -> Output | RemoteOutput:
+    path: str | os.PathLike[str],
+    *,
+    source: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None = None,
+) -> Output:
     """Return the directory that is to be created at a path of this machine, or at a URL.
 
     Args:
         path: A path without anything, an empty directory, or an unfinished output.
         source: The path or URL that the output is written from.
+        storage_options: Options that fsspec passes to the file system of a URL.
 
     Raises:
         CannotLook: Something is there, or the path is no name; or the source is the output's own
@@ -65,8 +60,8 @@ def output_at(
     """
     path, source = local_or_url(path), local_or_url(source)
     if is_url(path):
-        return RemoteOutput(path)
-    output = Output(path)
+        return UrlOutput(os.fspath(path), storage_options)
+    output = LocalOutput(path)
     if not is_url(source) and Path(source).resolve().is_relative_to(output.partial.resolve()):
         raise CannotLook(
             f"{format_name(source)}: this is what an interrupted attempt at "
@@ -76,8 +71,46 @@ def output_at(
     return output
 
 
-class Output(AbstractContextManager["Output"]):
-    """The right to create one directory of this machine, from the first check to the rename.
+class Output(AbstractContextManager["Output"], ABC):
+    """The right to create one directory, from the first check to its completion.
+
+    Attributes:
+        path: Path or URL of the output.
+    """
+
+    path: str | Path
+
+    def __exit__(self, *raised: object) -> None:
+        """Give the right back."""
+
+    @abstractmethod
+    def directory(self, files: Sequence[str], identity: str) -> AbstractContextManager[None]:
+        """Let files be written in the block; they become the output when it ends.
+
+        Args:
+            files: The names of all files that are written, the last one at the end.
+            identity: Text that differs for different outputs. What was written outlasts a block
+                that raises, and the next block of the same identity goes on with it.
+        """
+
+    @abstractmethod
+    def file(self, name: str) -> AbstractContextManager[IO[bytes]]:
+        """Yield a new file; it gets its name when it is whole."""
+
+    @abstractmethod
+    def has(self, name: str) -> bool:
+        """Whether an earlier attempt has finished a file."""
+
+    def check_room(self, nbytes: int) -> None:
+        """Check that there is room for an output of so many bytes, where that is known.
+
+        Raises:
+            CannotLook: There is not enough room.
+        """
+
+
+class LocalOutput(Output):
+    """One directory of this machine.
 
     Args:
         path: Path of the output.
@@ -97,51 +130,42 @@ class Output(AbstractContextManager["Output"]):
                 f"{format_name(repr(os.fspath(path)))}: this names no output\n"
                 "    way out:     give the name of a directory that is to be created"
             )
-        self.path = Path(path)
+        self.path: Path = Path(path)
         self._check_absent()
-        self.partial = _hidden_beside(self.path, ".partial")
-        self._lock_path = _hidden_beside(self.path, ".lock")
-        self._lock: BaseFileLock | None = None
+        self._beside = LocalStore(self.path.parent)
+        self.partial = self._beside.file(hidden_name(self.path.name, ".partial"))
+        self._unfinished = LocalStore(self.partial)
+        self._held = ExitStack()
 
-    def __enter__(self) -> Output:
-        self._parents = [p for p in self.path.parents if not p.exists()]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self._take_lock()
+    def __enter__(self) -> LocalOutput:
+        parents = [p for p in self.path.parents if not p.exists()]
+        with ExitStack() as stack:
+            stack.callback(_remove_empty, parents)
+            self._beside.make()
+            try:
+                stack.enter_context(self._beside.lock(hidden_name(self.path.name, ".lock")))
+            except Locked as locked:
+                raise _is_written(self.path, locked) from None
             # Another process may have finished between the first check and the lock.
             self._check_absent()
-        except BaseException:
-            self.__exit__()
-            raise
+            self._held = stack.pop_all()
         return self
 
     def __exit__(self, *raised: object) -> None:
-        if self._lock is not None:
-            if not isinstance(self._lock, SoftFileLock):
-                # Removed before it is unlocked: whoever opens it next creates a new file.
-                self._lock_path.unlink(missing_ok=True)
-            self._lock.release()
-        for parent in self._parents:
-            with suppress(OSError):
-                parent.rmdir()  # still empty, as after an error
+        self._held.close()
 
     @contextmanager
     def directory(self, files: Sequence[str], identity: str) -> Iterator[None]:
-        """Let files be written in the block; they become the output when it ends.
-
-        Args:
-            files: Argument of ``RemoteOutput.directory``, whose files share the directory.
-            identity: Text that differs for different outputs. The directory outlasts a block that
-                raises, and the next block of the same identity gets it with its files.
-        """
         if not self._is_unfinished(identity):
             _remove(self.partial)
-            self.partial.mkdir()
+            self._unfinished.make()
             with self.file(IDENTITY) as stream:
                 stream.write(identity.encode())
+        # Files that a killed attempt had not finished.
+        self._unfinished.remove({*self._unfinished.names()}.difference(files, [IDENTITY]))
         yield
-        (self.partial / IDENTITY).unlink()
-        _sync_directory(self.partial)
+        self._unfinished.remove([IDENTITY])
+        self._unfinished.sync()
         try:
             # An empty directory of that name gives way to it.
             os.rename(self.partial, self.path)
@@ -149,19 +173,12 @@ class Output(AbstractContextManager["Output"]):
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise _is_there(self.path) from None
             raise
-        _sync_directory(self.path.parent)
+        self._beside.sync()
 
-    @contextmanager
-    def file(self, name: str) -> Iterator[IO[bytes]]:
-        """Yield a new file; it gets its name when it is whole."""
-        partial = _hidden_beside(self.partial / name, ".partial")
-        _remove(partial)
-        with _new_file(partial) as stream:
-            yield stream
-        os.replace(partial, self.partial / name)
+    def file(self, name: str) -> AbstractContextManager[IO[bytes]]:
+        return self._unfinished.replace(name)
 
     def has(self, name: str) -> bool:
-        """Whether an earlier attempt has finished a file."""
         return _is_own(self.partial / name, stat.S_ISREG)
 
     def check_room(self, nbytes: int) -> None:
@@ -172,10 +189,11 @@ class Output(AbstractContextManager["Output"]):
         Raises:
             CannotLook: There is not enough room.
         """
-        held = 0
+        room = self._beside.room()
+        if room is None:
+            return
         if self.partial.is_dir() and not self.partial.is_symlink():
-            held = sum(file.stat().st_size for file in self.partial.iterdir())
-        room = shutil.disk_usage(self.path.parent).free + held
+            room += sum(entry.nbytes or 0 for entry in self._unfinished.entries().values())
         if room < nbytes:
             raise CannotLook(
                 f"{format_name(self.path)}: it takes {format_nbytes(nbytes)}, and there is room "
@@ -195,36 +213,13 @@ class Output(AbstractContextManager["Output"]):
         is_own = _is_own(self.partial, stat.S_ISDIR) and _is_own(written, stat.S_ISREG)
         return is_own and written.read_bytes() == identity.encode()
 
-    def _take_lock(self) -> None:
-        """Take the lock, which is the system's; or the file itself, where there are no locks."""
-        # Its own fallback, for one of these errors, does not say that it fell back.
-        lock: BaseFileLock = FileLock(self._lock_path, timeout=0, fallback_to_soft=False)
-        try:
-            try:
-                lock.acquire()
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-                self._lock_path.unlink(missing_ok=True)  # it is no lock of anybody
-                self._lock_path = _hidden_beside(self.path, ".lock.soft")
-                lock = SoftFileLock(self._lock_path, timeout=0)
-                lock.acquire()
-        except Timeout:
-            way_out = "wait for it, or give another name"
-            if isinstance(lock, SoftFileLock):
-                way_out += f"; if that process has ended, remove {self._lock_path.name}"
-            raise CannotLook(
-                f"{format_name(self.path)}: is being written by another process\n"
-                f"    way out:     {format_name(way_out)}"
-            ) from None
-        self._lock = lock
 
-
-class RemoteOutput(AbstractContextManager["RemoteOutput"]):
-    """One directory to be created at a URL, in the manner of ``Output``.
+class UrlOutput(Output):
+    """One directory at a URL.
 
     Args:
-        path: A URL without anything but an unfinished earlier attempt.
+        url: A URL without anything but an unfinished earlier attempt.
+        storage_options: Options that fsspec passes to its file system.
 
     Attributes:
         path: The URL.
@@ -234,17 +229,14 @@ class RemoteOutput(AbstractContextManager["RemoteOutput"]):
         OSError: The service cannot be reached or refuses.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._fs = RemoteFileSystem()
-        self.path = self._fs.init_path(path)
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        self._store = UrlStore(url, storage_options)
+        self.path: str = self._store.path
         self._last, self._held = "", frozenset[str]()
-        entry = self._fs.entry(self.path)
+        entry = self._store.entry()
         names = set() if entry is None or entry.nbytes is not None else self._names()
         if entry is not None and MARKER not in names and (names or entry.nbytes is not None):
             raise _is_there(self.path)
-
-    def __exit__(self, *raised: object) -> None:
-        """Do nothing: the next attempt continues with what was begun."""
 
     @contextmanager
     def directory(self, files: Sequence[str], identity: str) -> Iterator[None]:
@@ -253,47 +245,41 @@ class RemoteOutput(AbstractContextManager["RemoteOutput"]):
         Args:
             files: The names of all files that are written, the last one at the end. No other file
                 is ever removed.
-            identity: Argument of ``Output.directory``, on an object store. Other file systems may
-                hold a file in part, so a block that raises there leaves nothing.
+            identity: Text that differs for different outputs. On an object store what was written
+                outlasts a block that raises, and the next one of the same identity goes on with it.
+                Other file systems may hold a file in part, so nothing is left there.
         """
-        is_resumable = self._fs.is_object_store
-        self._fs.mkdir(self.path)
+        is_resumable = self._store.is_object_store
+        self._store.make()
         self._held = self._begin(files, f"{identity} {uuid4().hex}", is_resumable)
         self._last = files[-1]
         try:
             yield
         except BaseException:
             if not is_resumable:
-                self._remove([*sorted(self._names().intersection(files[:-1])), MARKER])
+                self._remove(self._names().intersection(files[:-1]))
+                self._remove([MARKER])
             raise
         self._remove([MARKER])
 
-    @contextmanager
-    def file(self, name: str) -> Iterator[IO[bytes]]:
+    def file(self, name: str) -> AbstractContextManager[IO[bytes]]:
         """Yield a new file; it appears when the block ends.
 
         Raises:
             CannotLook: It completes the output, and somebody else has written it.
         """
-        url = self._fs.concat_path(self.path, name)
-        if name == self._last and self._fs.exists(url):
+        if name == self._last and self._store.entry(name) is not None:
             raise _is_there(self.path)
-        with self._fs.create_stream(url, "wb") as stream:
-            yield stream
+        return self._store.create(name)
 
     def has(self, name: str) -> bool:
-        """Whether an earlier attempt has finished a file."""
         return name in self._held
-
-    def check_room(self, nbytes: int) -> None:
-        """Check nothing: the room at a URL is not known."""
 
     def _begin(self, files: Sequence[str], mark: str, is_resumable: bool) -> frozenset[str]:
         """Create the marker, or take one of the same identity; return which files are there."""
-        marker = self._fs.concat_path(self.path, MARKER)
-        is_new = self._fs.create(marker, mark.encode())
+        is_new = self._store.create_new(MARKER, mark.encode())
         try:
-            stored = self._fs.read(marker).decode(errors="replace").partition(" ")[0]
+            stored = self._store.read(MARKER).decode(errors="replace").partition(" ")[0]
         except FileNotFoundError:  # another process has finished meanwhile
             raise _is_there(self.path) from None
         names = self._names() - {MARKER}
@@ -317,57 +303,14 @@ class RemoteOutput(AbstractContextManager["RemoteOutput"]):
         return frozenset(names)
 
     def _names(self) -> set[str]:
-        return set(self._fs.entries(self.path, below=True))
+        return set(self._store.entries(below=True))
 
-    def _remove(self, names: Sequence[str]) -> None:
+    def _remove(self, names: Iterable[str]) -> None:
         """Remove files, as far as possible."""
-        for name in names:
-            url = self._fs.concat_path(self.path, name)
-            try:
-                self._fs.rm_file(url)
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                logger.warning("%s is left over from an output that ended: %s", url, error)
-
-
-AnyOutput = Output | RemoteOutput
-
-
-@contextmanager
-def replaced_file(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Yield a file to write into; it replaces the one of that name when the block ends."""
-    path = local_or_url(path)
-    if is_url(path):
-        fs = RemoteFileSystem()
-        with fs.create_stream(fs.init_path(path), "wb") as stream:
-            yield stream
-        return
-    target = Path(path)
-    partial = _hidden_beside(target, f".{uuid4().hex}.partial")
-    try:
-        with _new_file(partial) as written:
-            yield written
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
-    _sync_directory(target.parent)
-
-
-def _hidden_beside(path: Path, ending: str) -> Path:
-    """Return the path of a hidden file beside another; a name that is too long gets a digest.
-
-    >>> _hidden_beside(Path("a/out"), ".lock")
-    PosixPath('a/.out.lock')
-    """
-    name = f".{path.name.lstrip('.')}{ending}"
-    if len(os.fsencode(name)) > _NAME_MAX:
-        name = f".{sha256(os.fsencode(path.name)).hexdigest()}{ending}"
-    return path.with_name(name)
-
-
-_NAME_MAX = 255
-"""Bytes of a file's name, on all common file systems."""
+        try:
+            self._store.remove(names)
+        except OSError as error:
+            logger.warning("%s: files of an output that ended are left over: %s", self.path, error)
 
 
 def _is_there(out: str | os.PathLike[str]) -> CannotLook:
@@ -377,15 +320,14 @@ def _is_there(out: str | os.PathLike[str]) -> CannotLook:
     )
 
 
-@contextmanager
-def _new_file(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a new file to write into; it is on disk when the block ends, and links are refused."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o666)
-    with errors_of(path), open(descriptor, "wb") as stream:
-        yield stream
-        stream.flush()
-        os.fsync(stream.fileno())
+def _is_written(path: Path, locked: Locked) -> CannotLook:
+    way_out = "wait for it, or give another name"
+    if locked.path is not None:
+        way_out += f"; if that process has ended, remove {os.path.basename(locked.path)}"
+    return CannotLook(
+        f"{format_name(path)}: is being written by another process\n"
+        f"    way out:     {format_name(way_out)}"
+    )
 
 
 def _is_own(path: Path, is_of_kind: Callable[[int], bool]) -> bool:
@@ -405,11 +347,8 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        pass  # some file systems cannot sync directories
-    finally:
-        os.close(descriptor)
+def _remove_empty(directories: Sequence[Path]) -> None:
+    """Remove directories that are still empty, as after an error."""
+    for directory in directories:
+        with suppress(OSError):
+            directory.rmdir()

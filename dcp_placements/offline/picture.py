@@ -19,13 +19,14 @@ from dcp_placements.errors import CannotLook
 from dcp_placements.layout.boxes import as_array, as_boxes, intersect, overlaps, uncovered
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.checkpoint import Checkpoint, StoredRecord
-from dcp_placements.offline.output import replaced_file
 from dcp_placements.short_text import (
     format_count,
     format_name,
     format_nbytes,
     natural_key,
 )
+from dcp_placements.storage.remote import local_or_url
+from dcp_placements.storage.store import open_store
 
 FEW = ("#2f6db3", "#d9771f", "#86b3e0", "#f4bd85", "#4f8a5b", "#a8cfa6", "#77629e", "#c5b8dc")
 """Colours of up to eight writers; those of more writers are steps along ``RAMP``."""
@@ -231,7 +232,12 @@ def _new_figure(height: float, title: str, facts: Sequence[str]) -> tuple[Any, A
     return figure, axes
 
 
-def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
+def save_figure(
+    figure: Any,
+    path: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+) -> None:
     """Write a figure to a ``.png`` or ``.svg`` file; an existing one is replaced.
 
     Raises:
@@ -243,8 +249,11 @@ def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
     # The same bytes from the same input, and text as text.
     reproducible: Any = {"svg.hashsalt": "dcp_placements", "svg.fonttype": "none"}
     notes = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
-    with replaced_file(path) as stream, matplotlib.rc_context(reproducible):
+    folder, name = os.path.split(os.fspath(local_or_url(path)))
+    store = open_store(folder or ".", storage_options)
+    with store.replace(name) as stream, matplotlib.rc_context(reproducible):
         figure.savefig(stream, format=kind, facecolor="white", metadata=notes)
+    store.sync()
 
 
 def check_picture_name(path: str | os.PathLike[str]) -> str:

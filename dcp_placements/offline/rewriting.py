@@ -9,8 +9,12 @@ from torch.distributed.checkpoint import Metadata
 from dcp_placements.errors import CannotLook
 from dcp_placements.items import quiet_gc
 from dcp_placements.offline.checkpoint import check_count, is_torch_dist, read_dcp
-from dcp_placements.offline.directory import Directory, no_checkpoint
-from dcp_placements.offline.output import replaced_file
+from dcp_placements.offline.directory import (
+    check_versions,
+    existing_directory,
+    no_checkpoint,
+    versions_of,
+)
 from dcp_placements.storage.index import INDEX_VERSION, OtherVersion
 from dcp_placements.storage.metadata_file import UnusedIndex, write_metadata
 
@@ -37,14 +41,14 @@ def stock_metadata(path: str | os.PathLike[str]) -> Metadata:
             read or is refused; a save has written another one meanwhile; or another process is
             writing it.
     """
-    directory = Directory(path)
+    directory = existing_directory(path)
     if ".metadata" not in directory.names():
         raise no_checkpoint(directory)
     if is_torch_dist(directory):
         raise CannotLook(
             f"{directory.path}: .metadata is Megatron's, of a class of its own: not written anew"
         )
-    versions = directory.versions(())
+    versions = versions_of(directory, ())
     unused: list[UnusedIndex] = []
     metadata = read_dcp(directory, ".metadata", unused=unused)
     for index in unused:
@@ -55,14 +59,15 @@ def stock_metadata(path: str | os.PathLike[str]) -> Metadata:
                 "    way out:     a newer dcp-placements"
             )
     check_count(directory.path, len(metadata.storage_data or ()))
-    is_local = directory.local(".metadata") is not None
+    is_local = directory.is_local
     if not is_local:
         # At a URL the output may be there as soon as it is opened.
-        directory.check_versions(versions)
-    with replaced_file(os.path.join(directory.path, ".metadata")) as stream:
+        check_versions(directory, versions)
+    with directory.replace(".metadata") as stream:
         write_metadata(metadata, stream)
         stream.flush()
         if is_local:
             os.fsync(stream.fileno())
-            directory.check_versions(versions)  # the last step before the rename
+            check_versions(directory, versions)  # the last step before the rename
+    directory.sync()
     return metadata

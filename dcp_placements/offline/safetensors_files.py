@@ -15,10 +15,11 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_placements.errors import CannotLook
 from dcp_placements.layout.sharding import Box
-from dcp_placements.offline.directory import MARKER, Directory
+from dcp_placements.offline.directory import MARKER, local_path
 from dcp_placements.short_text import format_name, format_names
 from dcp_placements.storage.index import index_of_locations
 from dcp_placements.storage.metadata_file import with_columns
+from dcp_placements.storage.store import Store
 from dcp_placements.storage.torch_metadata import (
     LARGEST,
     ChunkList,
@@ -87,7 +88,7 @@ class _Header(NamedTuple):
 
 
 def read_safetensors_metadata(
-    directory: Directory, files: Sequence[str]
+    directory: Store, files: Sequence[str]
 ) -> tuple[Metadata, dict[str, str]]:
     """Return safetensors files as metadata in columns, and the keys that are missing.
 
@@ -136,7 +137,7 @@ def read_safetensors_metadata(
     return with_columns(Metadata({}), rows), absent
 
 
-def _tensor(directory: Directory, fqn: str, entries: Sequence[_Header]) -> TensorStorageMetadata:
+def _tensor(directory: Store, fqn: str, entries: Sequence[_Header]) -> TensorStorageMetadata:
     """Return the metadata of a tensor that files have whole or in chunks."""
     name, files = format_name(fqn), format_names([entry.file for entry in entries])
     if len({(entry.dtype, len(entry.box.sizes)) for entry in entries}) > 1:
@@ -158,7 +159,7 @@ def _tensor(directory: Directory, fqn: str, entries: Sequence[_Header]) -> Tenso
     return TensorStorageMetadata(TensorProperties(dtype), shape, chunks)
 
 
-def _read_index(directory: Directory) -> dict[str, str] | None:
+def _read_index(directory: Store) -> dict[str, str] | None:
     """Return the index: file by key; None where there is no index."""
     names = [name for name in directory.names() if name.endswith(".safetensors.index.json")]
     if not names:
@@ -184,7 +185,7 @@ def _read_index(directory: Directory) -> dict[str, str] | None:
     return files
 
 
-def _check_one_model(directory: Directory, files: Sequence[str]) -> None:
+def _check_one_model(directory: Store, files: Sequence[str]) -> None:
     """Refuse files without an index that are unfinished, several models, or a part of one."""
     if any(name.startswith(MARKER) for name in directory.names()):
         raise CannotLook(
@@ -217,7 +218,7 @@ def _check_one_model(directory: Directory, files: Sequence[str]) -> None:
             )
 
 
-def _check_none_left_out(directory: Directory, files: Sequence[str], named: set[str]) -> None:
+def _check_none_left_out(directory: Store, files: Sequence[str], named: set[str]) -> None:
     """Refuse an index that names some of several files which differ in a number alone."""
     kinds = {_without_numbers(file) for file in named}
     left_out = []
@@ -252,11 +253,11 @@ def _without_numbers(file: str) -> str:
     return re.sub(r"(?<!-of-)(?<!\d)\d+", "{}", file)
 
 
-def _not_opened(directory: Directory, file: str) -> CannotLook:
+def _not_opened(directory: Store, file: str) -> CannotLook:
     """Return the error of a file that is in the directory and may not be opened."""
     why = directory.why_barred(file)
     if why is None:
-        path = directory.local(file)
+        path = local_path(directory, file)
         is_link = path is not None and path.is_symlink() and not path.exists()
         why = "it is a link to what is not there" if is_link else "it is no plain file"
     return CannotLook(
@@ -266,9 +267,7 @@ def _not_opened(directory: Directory, file: str) -> CannotLook:
     )
 
 
-def _read_header(
-    stream: IO[bytes], directory: Directory, file: str, size: int
-) -> dict[str, _Header]:
+def _read_header(stream: IO[bytes], directory: Store, file: str, size: int) -> dict[str, _Header]:
     """Return the tensors of a safetensors file, by name.
 
     Raises:
@@ -296,11 +295,11 @@ def _header(stream: IO[bytes], size: int) -> tuple[Any, int]:
     return json.loads(stream.read(length)), 8 + length
 
 
-def renamed_by_export(directory: Directory, file: str) -> dict[str, str]:
+def renamed_by_export(directory: Store, file: str) -> dict[str, str]:
     """Map names in an exported file to the names before the export's rename, as it notes them.
 
     Args:
-        directory: Directory of the file.
+        directory: Store of the file.
         file: Name of the file, whose header is sound.
     """
     try:

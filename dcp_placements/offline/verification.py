@@ -32,7 +32,7 @@ from dcp_placements.offline.checkpoint import (
     check_count,
     reading,
 )
-from dcp_placements.offline.directory import Directory
+from dcp_placements.offline.directory import check_damage, existing_directory, overwritten
 from dcp_placements.offline.lost_tensors import compared_with_whole
 from dcp_placements.offline.texts import Progress, short
 from dcp_placements.offline.whole_shapes import ModelSource, whole_of
@@ -50,6 +50,7 @@ from dcp_placements.storage.metadata_file import read_stock_pickle
 from dcp_placements.storage.provenance import OWN_PREFIX
 from dcp_placements.storage.safe_pickle import RefusedGlobal
 from dcp_placements.storage.save_ids import ID_NBYTES, id_fault, id_in_name
+from dcp_placements.storage.store import Store
 from dcp_placements.storage.tensor_record import (
     BEHIND,
     LOCAL,
@@ -187,7 +188,7 @@ def verify(
         CannotLook: There is no checkpoint, or it cannot be read; or there are faults, and a save
             has replaced its ``.metadata`` meanwhile; or ``whole`` says no shapes.
     """
-    directory = path.directory if isinstance(path, Checkpoint) else Directory(path)
+    directory = path.directory if isinstance(path, Checkpoint) else existing_directory(path)
     before = _version(directory)
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(directory)
     faults = metadata_faults(checkpoint)
@@ -219,7 +220,7 @@ def verify(
         faults += file_faults(checkpoint, file, in_file)
         faults += checks.faults(file, in_file)
     if faults and _version(directory) != before:
-        raise directory.overwritten([".metadata"])
+        raise overwritten(directory, [".metadata"])
     return Verification(
         path=checkpoint.path,
         faults=tuple(sorted(faults, key=lambda fault: (fault.kind, fault.files, fault.tensors))),
@@ -234,7 +235,13 @@ def verify(
     )
 
 
-def _version(directory: Directory) -> str | None:
+def _written(directory: Store, name: str) -> float | None:
+    """Return when a file of this machine was written; None for a URL and a missing file."""
+    entry = directory.entry(name) if directory.is_local else None
+    return None if entry is None else entry.written
+
+
+def _version(directory: Store) -> str | None:
     """Return the version of ``.metadata``, which each write of it changes; None without one."""
     try:
         return directory.version(".metadata")
@@ -325,7 +332,7 @@ class _Checks:
                         message = f"{record_name(self._checkpoint, record)} in {file}: {finding}"
                         faults.append(CheckpointFault(kind, (record.fqn,), (file,), message))
         except (OSError, EOFError) as error:
-            self._checkpoint.directory.check_damage(file, error)
+            check_damage(self._checkpoint.directory, file, error)
             message = f"it cannot be read: {error}"
             # A disk is broken, or the file was removed or cut off since its size was read.
             kind = "truncated_file" if isinstance(error, EOFError) else "missing_file"
@@ -491,13 +498,13 @@ def _notes(checkpoint: Checkpoint) -> Iterator[str]:
     for name in checkpoint.other_files:
         if name.endswith((".tmp", ".partial")):
             yield f"{name} was left over by a process that was cut off"
-    written = directory.modified(".metadata") if has_metadata else None
+    written = _written(directory, ".metadata") if has_metadata else None
     younger = [
         file
         for file in without
         if written is not None
         and checkpoint.files[file] is not None
-        and (directory.modified(file) or 0) > written + AFTER_S
+        and (_written(directory, file) or 0) > written + AFTER_S
     ]
     if younger:
         yield (

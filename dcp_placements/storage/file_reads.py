@@ -1,4 +1,4 @@
-"""Reads from one data file, counted and summed; which files may be opened.
+"""Reads from one data file, counted and summed.
 
 The elements of a stored chunk are contiguous, in C order. A slice of a chunk is a number of equal
 *segments* at regular distances, each as long as possible while it includes few other bytes: columns
@@ -7,25 +7,21 @@ The elements of a stored chunk are contiguous, in C order. A slice of a chunk is
 
 from __future__ import annotations
 
-import errno
 import io
 import mmap
 import os
-import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
 from math import prod
-from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from dcp_placements._torch import PLAIN_TYPES
-from dcp_placements.short_text import format_name
 
 crc32: Callable[..., int] = import_module("isal.isal_zlib" if find_spec("isal") else "zlib").crc32
 """The checksum of zip files, which isal computes in a quarter of zlib's time."""
@@ -47,45 +43,6 @@ longer than to copy a page."""
 
 REMOTE_GAP_NBYTES = 1 << 20
 """A request to a URL takes as long as the transfer of some MiB."""
-
-
-def why_barred(root: str | os.PathLike[str], name: str) -> str | None:
-    """Return why a file of a directory must not be opened; None where it may be, or is missing.
-
-    A file may be opened if it is a plain file within the directory after all links are resolved.
-    In a snapshot of the hub's cache, links to its ``blobs`` are allowed as well.
-    """
-    inside = Path(os.path.realpath(root))
-    try:
-        file = Path(os.path.realpath(inside / name))
-        kind = os.stat(file).st_mode
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        return f"it cannot be looked at: {format_name(error)}"
-    roots = [inside]
-    if inside.parent.name == "snapshots":
-        roots.append(inside.parent.parent / "blobs")
-    if not any(file.is_relative_to(root) for root in roots):
-        return f"it leads out of the directory, to {format_name(file)}"
-    return None if stat.S_ISREG(kind) or stat.S_ISDIR(kind) else "it is no plain file"
-
-
-def open_inside(root: str | os.PathLike[str], name: str) -> IO[bytes]:
-    """Open a plain file inside a directory for reading, without blocking.
-
-    Raises:
-        OSError: The file is missing, barred, or cannot be opened.
-    """
-    why = why_barred(root, name)
-    if why is not None:
-        raise PermissionError(errno.EPERM, why, name)
-    # Do not block if the file has become a FIFO meanwhile.
-    descriptor = os.open(os.path.join(root, name), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise PermissionError(errno.EPERM, "it is no plain file", name)
-    return open(descriptor, "rb")
 
 
 def cheap_gap(read_nbytes: int, most_nbytes: int = LOCAL_GAP_NBYTES) -> int:

@@ -757,6 +757,24 @@ def unpacked_archive(data: bytes) -> dict[str, Any]:
     return members
 
 
+def files_in_archive(data: bytes) -> list[str]:
+    """Return the names of data files in an archive of ``packed_index``; nothing else is unpacked.
+
+    Raises:
+        IndexDamage: As those of ``unpacked_archive``.
+    """
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as held:
+            _check_members(held.zip, len(data))
+            files = [str(name) for name in json.loads(held["names"].tobytes())["files"]]
+    except IndexDamage:
+        raise
+    except Exception as error:
+        raise IndexDamage(f"a member is not of its kind: {error}") from error
+    check_files(files)
+    return files
+
+
 def _check_members(archive: ZipFile, nbytes: int) -> None:
     """Refuse an archive with other members or too large ones, by their headers alone.
 

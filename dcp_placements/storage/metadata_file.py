@@ -33,6 +33,7 @@ from dcp_placements.storage.index import (
     OtherVersion,
     RowIndex,
     archive_in,
+    files_in_archive,
     index_of,
     packed_index,
     paths_of,
@@ -194,7 +195,8 @@ def read_metadata(
         head = stream.read(_HEAD_NBYTES)
         metadata = None
         try:
-            metadata = _by_index(stream, head, load)
+            data = _archive_of(stream, head)
+            metadata = None if data is None else _indexed(data, load)
         except (IndexDamage, OtherVersion) as unusable:
             way_out, serves = _ways_out(unusable)
             if is_refusing(head):
@@ -236,8 +238,8 @@ def read_file_names(opener: Opener) -> set[str]:
         Exception: The index is damaged, or names files that no checkpoint has.
     """
     with opener() as stream:
-        metadata = _by_index(stream, stream.read(_HEAD_NBYTES), load_safely)
-        return set() if metadata is None else paths_of(metadata.storage_data or {})
+        data = _archive_of(stream, stream.read(_HEAD_NBYTES))
+        return set() if data is None else set(files_in_archive(data))
 
 
 def read_stock_pickle(opener: Opener) -> Metadata | None:
@@ -288,8 +290,8 @@ def with_columns(metadata: Metadata, rows: RowIndex) -> Metadata:
     return metadata
 
 
-def _by_index(stream: IO[bytes], head: bytes, load: Load) -> Metadata | None:
-    """Return the metadata by the index of a file that begins with ``head``; None without an index.
+def _archive_of(stream: IO[bytes], head: bytes) -> bytes | None:
+    """Return the archive of the index of a file that begins with ``head``; None without an index.
 
     Raises:
         IndexDamage: The index is missing although ``head`` names one, or is damaged.
@@ -309,7 +311,7 @@ def _by_index(stream: IO[bytes], head: bytes, load: Load) -> Metadata | None:
             "cut off\n"
             "    way out:     copy it again, or load another checkpoint"
         )
-    return _indexed(data, load)
+    return data
 
 
 def _indexed(data: bytes, load: Load) -> Metadata:

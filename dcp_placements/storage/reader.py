@@ -14,14 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner, Metadata
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.futures import Future
 
@@ -34,8 +32,8 @@ from dcp_placements.errors import (
 )
 from dcp_placements.items import quiet_gc
 from dcp_placements.report import Traffic
-from dcp_placements.short_text import format_count, format_name
-from dcp_placements.storage.file_reads import ByteRange, CountedFile, open_inside
+from dcp_placements.short_text import format_count
+from dcp_placements.storage.file_reads import ByteRange, CountedFile
 from dcp_placements.storage.index import locations_of, with_copies
 from dcp_placements.storage.metadata_file import read_metadata
 from dcp_placements.storage.record_reads import (
@@ -44,12 +42,6 @@ from dcp_placements.storage.record_reads import (
     NO_EXTENSION,
     ChunkReader,
     RecordRead,
-)
-from dcp_placements.storage.remote import (
-    URL_THREADS,
-    RemoteFileSystem,
-    UrlPath,
-    is_url,
 )
 from dcp_placements.storage.save_ids import (
     ID_NBYTES,
@@ -61,6 +53,7 @@ from dcp_placements.storage.save_ids import (
     ids_to_check,
     missing_file,
 )
+from dcp_placements.storage.store_path import StorePath
 from dcp_placements.storage.torch_metadata import StoredLocation, check_facts, refusing
 from dcp_placements.storage.wrong_path import no_checkpoint, unreadable_metadata
 
@@ -92,7 +85,7 @@ class AfterReads(Protocol):
         ...
 
 
-class PlacementFileSystemReader(UrlPath, FileSystemReader):
+class PlacementFileSystemReader(StorePath, FileSystemReader):
     """Reads all checkpoints that ``FileSystemReader`` reads, and takes the same arguments.
 
     ``dcp.load(state_dict, storage_reader=PlacementFileSystemReader(path), planner=...)``, with any
@@ -140,8 +133,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         self._stored: Mapping[str, Any] = {}
         self._ids: Mapping[str, StoredLocation] = {}
         self._refusal: Exception | None = None
-        if is_url(path):
-            self._use(path)
+        self._use(path)
 
     @logged_where_torch_drops_it
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -157,11 +149,10 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
             raise PlacementError("for the same reason") from self._refusal
         self._refusal = None
         try:
-            path = self._get_metadata_path(None)
-            if not self.fs.exists(path):
-                is_remote = isinstance(self.fs, RemoteFileSystem)
-                raise no_checkpoint(self.path, self.fs.entries(self.path) if is_remote else ())
-            metadata = self._read_metadata(path)
+            name = os.path.basename(self._get_metadata_path(None))
+            if self.store.entry(name) is None:
+                raise no_checkpoint(self.store)
+            metadata = self._read_metadata(name)
         except Exception as error:
             self._refusal = error
             raise
@@ -233,7 +224,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
 
     def _read(self, plan: LoadPlan, planner: LoadPlanner, readers: list[ChunkReader]) -> None:
         """Read items; append each thread's reader to ``readers``."""
-        threads = self.thread_count or (URL_THREADS if isinstance(self.fs, RemoteFileSystem) else 1)
+        threads = self.thread_count or self.store.reading_threads
         with quiet_gc():
             items = plan.items
             if self._ids:
@@ -295,7 +286,7 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
         """Read the records of one file. Runs in any thread."""
         with ExitStack() as stack:
             try:
-                file = CountedFile(stack.enter_context(self._open(name)))
+                file = CountedFile(stack.enter_context(self.store.open(name)))
             except FileNotFoundError as error:
                 fault = missing_file(name)
                 if wanted:
@@ -317,14 +308,6 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
                     self.bytes_read += file.nbytes
                     self.reads += file.reads
 
-    def _open(self, name: str) -> Any:
-        """Open a file of the checkpoint."""
-        if self.restricted and type(self.fs) is FileSystem:
-            return open_inside(self.path, name)
-        if self.restricted and (name.startswith("/") or "://" in name or ".." in name.split("/")):
-            raise PlacementError(f"{format_name(name)}: a file outside of the checkpoint")
-        return self.fs.create_stream(self.fs.concat_path(self.path, name), "rb")
-
     def _check_id(self, file: CountedFile, record: StoredLocation | None) -> None:
         """Compare the id of the save that wrote a file with the id in the metadata.
 
@@ -344,17 +327,16 @@ class PlacementFileSystemReader(UrlPath, FileSystemReader):
                 raise fault_error(IS_DAMAGED, record.path, text, *NO_EXTENSION) from error
         raise_faults(MIXED, filter(None, [id_fault(record, bytes(stream.read(-1)))]))
 
-    def _read_metadata(self, path: Any) -> Metadata:
-        is_remote = isinstance(self.fs, RemoteFileSystem)
-        opener = self.fs.opener(path) if is_remote else partial(self._open, os.path.basename(path))
+    def _read_metadata(self, name: str) -> Metadata:
         try:
-            return read_metadata(opener, restricted=self.restricted)
+            return read_metadata(self.store.opener(name), restricted=self.restricted)
         except (PlacementError, OSError):
             raise
         except Exception as error:
             # A broken or hostile pickle can raise anything.
             # A traceback would print the cause, which has untrusted text.
-            raise unreadable_metadata(path, error) from (None if self.restricted else error)
+            cause = None if self.restricted else error
+            raise unreadable_metadata(self.store, name, error) from cause
 
 
 SHARE_NBYTES = 1 << 20

@@ -11,10 +11,8 @@ Elements are written in C order, also those of a transposed tensor.
 
 from __future__ import annotations
 
-import os
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import lru_cache
 from io import BytesIO
 from itertools import groupby, islice
@@ -334,25 +332,3 @@ class _AroundElements:
 
     def flush(self) -> None:
         """Do nothing: nothing is buffered."""
-
-
-@contextmanager
-def errors_of(path: Any) -> Iterator[None]:
-    """Raise the system's error for a file that is being written, with the file's name.
-
-    If a write fails, ``torch.save`` closes its zip file, which fails as well with an error about
-    positions; the reason is the error in its context.
-    """
-    try:
-        yield
-    except PlacementError:
-        raise  # it is about the data, not the file
-    except Exception as error:
-        reason: BaseException | None = error
-        while reason is not None and not isinstance(reason, OSError):
-            reason = reason.__cause__ or reason.__context__
-        if reason is None or reason.filename is not None or (reason is error and not error.errno):
-            raise
-        if reason.errno is None:
-            raise reason from error
-        raise OSError(reason.errno, os.strerror(reason.errno), os.fspath(path)) from error

@@ -1,12 +1,6 @@
-"""Checkpoints at URLs: torch's interface of a file system, over fsspec.
+"""Requests to the service of a URL, through fsspec: connected, repeated, their errors explained.
 
-On an object store a file appears whole when its upload completes, so nothing is renamed or synced:
-the file that completes a checkpoint is uploaded last, in one request.
-
-fsspec and the libraries below it retry some requests, but not all of them retry after a connection
-was reset or timed out. So this module repeats all requests that can be repeated: for a range of
-bytes, a whole object, or information about an object. Other processes write to the same URLs, so
-fsspec's cache of directories is not used.
+``store.UrlStore`` makes them. Which paths are URLs is decided here, too.
 """
 
 from __future__ import annotations
@@ -16,33 +10,17 @@ import io
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
 from datetime import datetime
-from functools import partial
-from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from dcp_placements.errors import CannotLook
 from dcp_placements.short_text import format_name
-from dcp_placements.storage.file_reads import ByteRangeIO
 
 OBJECT_STORES = frozenset(
     ["abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss", "r2", "s3", "s3a", "tos"]
 )
 """Protocols without directories, on which an upload appears whole, and replaces an older file."""
-
-READ_AHEAD_NBYTES = 1 << 20
-"""The least bytes of one request: at 20 ms a request and 100 MB/s fewer take about as long."""
-
-REQUEST_NBYTES = 64 << 20
-"""The most bytes of one request, which are in memory in addition to the tensor."""
-
-WHOLE_NBYTES = 16 << 20
-"""A file that is opened several times is downloaded as a whole up to this size."""
-
-URL_THREADS = 8
-"""The default number of threads that read from a URL."""
 
 TRIES = 4
 PAUSE_S = 0.1
@@ -133,7 +111,7 @@ def _reason(error: BaseException) -> str:
     return " ".join(str(text).split()) or type(error).__name__
 
 
-def _download(fs: Any, url: str, nbytes: int | None = None, **span: int) -> bytes:
+def download(fs: Any, url: str, nbytes: int | None = None, **span: int) -> bytes:
     """Return a file's contents, or those from ``start`` to ``end``, by a single try."""
     try:
         data = bytes(fs.cat_file(url, **span))
@@ -149,7 +127,7 @@ def _download(fs: Any, url: str, nbytes: int | None = None, **span: int) -> byte
     return data
 
 
-class _Upload(io.RawIOBase):
+class UploadStream(io.RawIOBase):
     """A stream of a file that is being uploaded; errors of its requests name the URL."""
 
     def __init__(self, stream: Any, url: str) -> None:
@@ -168,275 +146,40 @@ class _Upload(io.RawIOBase):
         return int(request(self._url, lambda: self._stream.write(data), tries=1))
 
 
-class Entry(NamedTuple):
-    """What a service reports of a file or directory.
+def connect(url: str, storage_options: Mapping[str, Any]) -> Any:
+    """Return the file system of fsspec for a URL.
 
-    Attributes:
-        nbytes: Size of a file; None for a directory.
-        written: Time of the last write, in seconds since 1970; 0 if the service does not report it.
+    Raises:
+        CannotLook: fsspec, or its library for this protocol, is not installed; or fsspec does not
+            support the protocol, or the library refuses the options.
     """
+    try:
+        from fsspec.core import url_to_fs
 
-    nbytes: int | None
-    written: float
+        return url_to_fs(url, **storage_options)[0]
+    except Exception as error:
+        # The protocol's library raises other errors, depending on its options.
+        reason = str(error)
+        if isinstance(error, ModuleNotFoundError) and error.name == "fsspec":
+            reason = "a URL needs fsspec\n    way out:     pip install fsspec"
+        elif not isinstance(error, ImportError | ValueError):
+            reason = f"{type(error).__name__}: {error}"
+        raise CannotLook(f"{format_name(url)}: {reason}") from error
 
 
-class RemoteFileSystem:
-    """The file system of a URL, as torch's writers and readers use it.
+def facts_of(info: Mapping[str, Any]) -> tuple[int | None, float]:
+    """Return the bytes of a file and when it was written, as a service reports it.
 
     Args:
-        options: Options that fsspec passes to the file system, such as ``endpoint_url``.
+        info: What fsspec returns of a file or directory.
+
+    Returns:
+        The bytes, None for a directory; and the time of the last write in seconds since 1970, 0 if
+        the service does not report it.
     """
-
-    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
-        self.is_object_store = False
-        self._options = dict(options or {})
-        self._url = ""
-        self._connected: tuple[int, Any] = (0, None)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Each process opens its own connection.
-        return {**vars(self), "_connected": (0, None)}
-
-    @property
-    def fs(self) -> Any:
-        """The file system of fsspec, connected in this process: no connection survives a fork."""
-        if self._connected[0] != os.getpid():
-            try:
-                from fsspec.core import url_to_fs
-
-                self._connected = os.getpid(), url_to_fs(self._url, **self._options)[0]
-            except Exception as error:
-                # The protocol's library raises other errors, depending on its options.
-                reason = str(error)
-                if isinstance(error, ModuleNotFoundError) and error.name == "fsspec":
-                    reason = "a URL needs fsspec\n    way out:     pip install fsspec"
-                elif not isinstance(error, ImportError | ValueError):
-                    reason = f"{type(error).__name__}: {error}"
-                raise CannotLook(f"{format_name(self._url)}: {reason}") from error
-        return self._connected[1]
-
-    def init_path(self, path: str | os.PathLike[str]) -> str:
-        """Connect to the file system of a URL; return the URL without a slash at its end.
-
-        Raises:
-            CannotLook: fsspec, or its library for this protocol, is not installed; or fsspec does
-                not support the protocol.
-        """
-        head, scheme, rest = os.fspath(path).partition("://")
-        self._url = f"{head}{scheme}{rest.rstrip('/') or '/'}"
-        self._connected = 0, None
-        _ = self.fs  # which refuses a URL now
-        self.is_object_store = head in OBJECT_STORES
-        return self._url
-
-    def _ask(self, method: str, path: str | os.PathLike[str], **options: Any) -> Any:
-        """Call a method of fsspec's file system, without its cache of directories."""
-        url = os.fspath(path)
-
-        def ask() -> Any:
-            self.fs.invalidate_cache()
-            return getattr(self.fs, method)(url, **options)
-
-        return request(url, ask)
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Yield a file. A file that is written appears when the block ends, unless it raises."""
-        url = os.fspath(path)
-        if mode == "rb":
-            with self.open(url) as stream:
-                yield stream
-            return
-        from fsspec.spec import AbstractBufferedFile
-
-        stream = request(url, lambda: self.fs.open(url, mode))
-        try:
-            yield _Upload(stream, url)
-            # This is not repeated: a second close would do nothing, and the file would be missing.
-            request(url, stream.close, tries=1)
-        except BaseException:
-            with suppress(Exception):
-                if isinstance(stream, AbstractBufferedFile):
-                    # close() would complete the upload of an incomplete file.
-                    stream.closed = True
-                    stream.discard()
-                else:
-                    stream.close()
-                    self.fs.rm_file(url)
-            raise
-
-    def open(self, url: str) -> io.BufferedReader:
-        """Return a file, open for reading by ranges, one request each.
-
-        fsspec's own files read ahead by up to 50 MB, whatever is requested, and give up at the
-        first error that their library does not retry.
-
-        Raises:
-            OSError: The file does not exist, or cannot be reached.
-        """
-        nbytes = _entry(self._ask("info", url)).nbytes
-        if nbytes is None:
-            raise IsADirectoryError(errno.EISDIR, "this is a directory", url)
-        fs = self.fs
-
-        def read_into(view: memoryview, start: int) -> None:
-            end = start + view.nbytes
-            view[:] = request(url, lambda: _download(fs, url, end - start, start=start, end=end))
-
-        return io.BufferedReader(ByteRangeIO(nbytes, read_into, REQUEST_NBYTES), READ_AHEAD_NBYTES)
-
-    def opener(self, url: str) -> Callable[[], IO[bytes]]:
-        """Return a function that opens a file, any number of times.
-
-        A file of up to 16 MiB is downloaded now, in one request: all reads are then of the same
-        version, even if another process replaces the file.
-        """
-
-        def whole() -> bytes | None:
-            self.fs.invalidate_cache()
-            nbytes = int(self.fs.info(url)["size"])
-            return None if nbytes > WHOLE_NBYTES else _download(self.fs, url, nbytes)
-
-        data = request(url, whole)
-        return partial(self.open, url) if data is None else partial(io.BytesIO, data)
-
-    def read(self, url: str) -> bytes:
-        """Return a file, read in one request."""
-        return request(url, lambda: _download(self.fs, url))
-
-    def put(self, url: str, data: bytes) -> None:
-        """Write a file in one request, or replace it."""
-        request(url, lambda: self.fs.pipe_file(url, data))
-
-    def create(self, url: str, data: bytes) -> bool:
-        """Write a file in one request unless it exists; return whether it was written.
-
-        S3, GCS and Azure let only one of several processes succeed; other services may not.
-        """
-        if self.exists(url):
-            return False
-        try:
-            request(url, lambda: self.fs.pipe_file(url, data, mode="create"))
-        except FileExistsError:
-            # Another process created it, or a request of this one whose answer was lost.
-            try:
-                return self.read(url) == data
-            except FileNotFoundError:
-                return False  # removed meanwhile
-        return True
-
-    def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:
-        """Return the URL of a file."""
-        return f"{os.fspath(path).rstrip('/')}/{suffix}"
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Move a file."""
-        source, target = os.fspath(path), os.fspath(new_path)
-        # This is not repeated: the file may have moved although the answer was lost.
-        request(source, lambda: self.fs.mv(source, target), tries=1)
-
-    def mkdir(self, path: str | os.PathLike[str]) -> None:
-        """Make a directory; do nothing on an object store, where s3fs would create a bucket."""
-        if not self.is_object_store:
-            request(os.fspath(path), lambda: self.fs.makedirs(os.fspath(path), exist_ok=True))
-
-    def rm_file(self, path: str | os.PathLike[str]) -> None:
-        """Remove a file."""
-        request(os.fspath(path), lambda: self.fs.rm_file(os.fspath(path)))
-
-    def rm_files(self, path: str | os.PathLike[str], names: Iterable[str]) -> None:
-        """Remove files of a directory, if they exist, in as few requests as possible."""
-        if wanted := set(names):
-            held = wanted.intersection(self.entries(path))
-            urls = [self.concat_path(path, name) for name in sorted(held)]
-            request(os.fspath(path), lambda: self.fs.rm(urls) if urls else None)
-
-    def exists(self, path: str | os.PathLike[str]) -> bool:
-        """Whether a file or directory exists."""
-        return self.entry(path) is not None
-
-    def entry(self, path: str | os.PathLike[str]) -> Entry | None:
-        """Return the entry of a file or directory; None if it does not exist.
-
-        On an object store a directory exists if files below it do.
-        """
-        # fsspec's own exists() returns False for any error.
-        with suppress(FileNotFoundError):
-            return _entry(self._ask("info", path))
-        return None
-
-    def entries(self, path: str | os.PathLike[str], *, below: bool = False) -> dict[str, Entry]:
-        """Return the entries of a directory by name.
-
-        Args:
-            path: The directory.
-            below: Whether to return all files below the directory instead.
-        """
-        root = str(self.fs._strip_protocol(os.fspath(path))).rstrip("/")
-        try:
-            listing = self._ask("find" if below else "ls", path, detail=True)
-        except FileNotFoundError:
-            return {}
-        infos = listing.values() if below else listing
-        entries = {str(info["name"]).rstrip("/"): _entry(info) for info in infos}
-        entries.pop(root, None)  # consoles create such an object for a folder
-        return {name.removeprefix(f"{root}/"): entry for name, entry in entries.items()}
-
-    def version(self, url: str) -> str:
-        """Return fsspec's key of a file's contents, which most services change with them."""
-        return str(self._ask("ukey", url))
-
-    def ls(self, path: str | os.PathLike[str]) -> list[str]:
-        """Return the URLs of the entries of a directory."""
-        return [self.concat_path(path, name) for name in self.entries(path)]
-
-
-def _entry(info: Mapping[str, Any]) -> Entry:
     # Each library has its own name and form of the time.
     written = next((info[key] for key in _TIMES if info.get(key) is not None), 0.0)
     if isinstance(written, str):
         written = datetime.fromisoformat(written)
     nbytes = int(info["size"]) if info["type"] == "file" else None
-    return Entry(nbytes, written.timestamp() if isinstance(written, datetime) else written)
-
-
-class UrlPath:
-    """A torch reader or writer of files, whose path may also be a URL."""
-
-    fs: Any
-    path: Any
-    _storage_options: Mapping[str, Any]
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another save or load, at this path if one is given. Called on every rank."""
-        if checkpoint_id:
-            checkpoint_id = self._absolute(checkpoint_id)
-            if is_url(checkpoint_id) != isinstance(self.fs, RemoteFileSystem):
-                self._use(checkpoint_id)
-        super().reset(checkpoint_id)  # type: ignore[misc]
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this is a URL, or a path that torch's own class accepts."""
-        checkpoint_id = local_or_url(checkpoint_id)
-        if is_url(checkpoint_id):
-            return True
-        return bool(super().validate_checkpoint_id(checkpoint_id))  # type: ignore[misc]
-
-    def _absolute(self, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
-        """Return a URL unchanged, and a local path as an absolute one.
-
-        A relative path keeps the absolute path that it had first: torch passes it again in the
-        thread of an ``async_save``, while the process may have changed its working directory.
-        """
-        path = local_or_url(path)
-        if is_url(path):
-            return path
-        absolute: dict[str, Path] = vars(self).setdefault("_absolute_paths", {})
-        return absolute.setdefault(os.fspath(path), Path(path).absolute())
-
-    def _use(self, path: str | os.PathLike[str]) -> None:
-        from torch.distributed.checkpoint.filesystem import FileSystem
-
-        self.fs = RemoteFileSystem(self._storage_options) if is_url(path) else FileSystem()
-        self.path = self.fs.init_path(path)
+    return nbytes, written.timestamp() if isinstance(written, datetime) else float(written)

@@ -10,11 +10,8 @@ read the contents.
 from __future__ import annotations
 
 import io
-import os
 import re
-import uuid
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -41,7 +38,6 @@ ID_NBYTES = 256
 """The largest size of an id record."""
 
 _NAME = re.compile(r"__(\d+)(?:_([0-9a-f]{8}))?_\d+\.distcp\Z")
-_UNFINISHED = re.compile(r"(?:\.[0-9a-f]{8})?\.tmp")
 _NAMED_PREFIX = re.compile(r"__\d+_([0-9a-f]{8})_")
 
 MIXED = "the checkpoint is a mixture of two saves"
@@ -69,47 +65,6 @@ def is_data_file(name: str) -> bool:
     [True, False, False]
     """
     return _NAME.match(name) is not None
-
-
-def unfinished_name(name: str) -> str:
-    """Return a temporary name for a metadata file, which no other save uses."""
-    return f"{name}.{uuid.uuid4().hex[:8]}.tmp"
-
-
-def is_unfinished(name: str, finished: str) -> bool:
-    """Whether this is the temporary name of a metadata file.
-
-    >>> is_unfinished(".metadata.81c20f3d.tmp", ".metadata")
-    True
-    """
-    return name.startswith(finished) and _UNFINISHED.fullmatch(name[len(finished) :]) is not None
-
-
-def file_states(
-    path: str | os.PathLike[str], wanted: Callable[[str], bool]
-) -> dict[str, tuple[int, int, int]]:
-    """Return times of the last write, sizes and inodes of files of a directory, by name.
-
-    One of these differs after a file was written again.
-    """
-    states = {}
-    with suppress(FileNotFoundError), os.scandir(path) as entries:
-        for entry in entries:
-            if wanted(entry.name):
-                held = entry.stat(follow_symlinks=False)
-                states[entry.name] = (held.st_mtime_ns, held.st_size, held.st_ino)
-    return states
-
-
-def sync_directory(path: str | os.PathLike[str]) -> None:
-    """Write the names in a directory to the disk, if the system supports it."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def id_in_name(file: str) -> str | None:

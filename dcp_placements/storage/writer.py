@@ -10,21 +10,17 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
 import threading
 import uuid
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
-from functools import partial
-from io import BytesIO, UnsupportedOperation
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, SavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -46,17 +42,11 @@ from dcp_placements.storage.metadata_file import (
 )
 from dcp_placements.storage.provenance import COPIES, provenance_of
 from dcp_placements.storage.rank_metadata import without_collectives
-from dcp_placements.storage.record_writes import errors_of, split_by_chunk, write_items
-from dcp_placements.storage.remote import RemoteFileSystem, UrlPath, is_url
-from dcp_placements.storage.save_ids import (
-    file_states,
-    id_in_name,
-    is_data_file,
-    is_unfinished,
-    name_with_id,
-    sync_directory,
-    unfinished_name,
-)
+from dcp_placements.storage.record_writes import split_by_chunk, write_items
+from dcp_placements.storage.remote import is_url
+from dcp_placements.storage.save_ids import id_in_name, is_data_file, name_with_id
+from dcp_placements.storage.store import Entry
+from dcp_placements.storage.store_path import StorePath
 from dcp_placements.storage.torch_metadata import StoredLocation, build_entries
 from dcp_placements.storage.write_results import WriteResults
 
@@ -69,7 +59,7 @@ MOST_STOCK_ROWS = 5_000_000
 """The most chunks of all ranks for which stock metadata are written: 260 MB of ``.metadata``."""
 
 
-class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
+class PlacementFileSystemWriter(StorePath, FileSystemWriter):
     """Writes checkpoints that torch's readers read; takes the arguments of ``FileSystemWriter``.
 
     ``dcp.save(state_dict, storage_writer=PlacementFileSystemWriter(path), planner=...)``, with
@@ -97,7 +87,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         PlacementError: No reader of ``.distcp`` files reads this ``serialization_format``.
     """
 
-    _before: Mapping[str, tuple[float, ...]] = {}
+    _before: Mapping[str, Entry] = {}
 
     def __init__(
         self,
@@ -119,8 +109,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         self.stock_metadata = stock_metadata
         self._storage_options = dict(storage_options or {})
         self._syncs_local_files = self.sync_files
-        if is_url(path):
-            self._use(path)
+        self._use(path)
 
     def _use(self, path: str | os.PathLike[str]) -> None:
         super()._use(path)
@@ -139,7 +128,7 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Name the files of every rank. Called on the coordinator."""
-        self._before = self._metadata_states()
+        self._before = self.store.states_of(self._metadata_name)
         own = uuid.uuid4().bytes
         prepared = []
         for number, plan in enumerate(plans):
@@ -167,13 +156,10 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         names = [f"{plan.storage_data.prefix}{n}{DEFAULT_SUFFIX}" for n in range(len(buckets))]
 
         def write(name: str, items: Sequence[WriteItem]) -> tuple[str, Any]:
-            path, threads = self.fs.concat_path(self.path, name), self.thread_count
-            ahead = self.per_thread_copy_ahead
-            with errors_of(path), self.fs.create_stream(path, "wb") as stream:
+            threads, ahead = self.thread_count, self.per_thread_copy_ahead
+            with self.store.create(name, sync=self.sync_files) as stream:
                 written = write_items(items, stream, planner, threads=threads, ahead_nbytes=ahead)
-                records = list(written)
-                self._sync(stream)
-            return name, records
+                return name, list(written)
 
         try:
             if self.thread_count == 1:
@@ -194,14 +180,17 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         Then the data files of the older checkpoint are removed; other ranks wait for this at most
         a few seconds.
         """
-        state = self._metadata_states().get(self._metadata_name)
+        name = self._metadata_name
+        state = self.store.states_of(name).get(name)
         older = self._older_files() if state is not None else set()
         self._write_metadata(metadata, results)
-        # A copy removes them, since this writer may begin another save, elsewhere.
-        removal = threading.Thread(target=copy(self)._remove_older, args=(older,))
-        removal.start()
-        removal.join(REMOVAL_S)
-        if state != self._before.get(self._metadata_name):
+        # Otherwise the removal of the older files may reach the disk before the new name.
+        if not self.sync_files or self.store.sync():
+            # A copy removes them, since this writer may begin another save, elsewhere.
+            removal = threading.Thread(target=copy(self)._remove_older, args=(older,))
+            removal.start()
+            removal.join(REMOVAL_S)
+        if state != self._before.get(name):
             warnings.warn(
                 f"{self.path}: another save into this directory ended while this one was under "
                 "way, and this one has replaced it: what only the other saved is lost\n"
@@ -211,26 +200,8 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             )
 
     @property
-    def _metadata_path(self) -> Any:
-        return self._get_metadata_path()
-
-    @property
     def _metadata_name(self) -> str:
-        return str(os.path.basename(self._metadata_path))
-
-    def _metadata_states(self) -> Mapping[str, tuple[float, ...]]:
-        """Return file states of the metadata and of files with its temporary names."""
-        name, path = self._metadata_name, self._metadata_path
-        if isinstance(self.fs, RemoteFileSystem):
-            entry = self.fs.entry(path)
-            return {} if entry is None else {name: (entry.written,)}
-        return file_states(self.path, lambda held: held == name or is_unfinished(held, name))
-
-    def _opener(self) -> Any:
-        """Return a function that opens the existing metadata, any number of times."""
-        if isinstance(self.fs, RemoteFileSystem):
-            return self.fs.opener(self._metadata_path)
-        return partial(self.fs.create_stream, self._metadata_path, "rb")
+        return str(os.path.basename(self._get_metadata_path()))
 
     def _older_files(self) -> set[str]:
         """Return the data files in the index of the existing metadata; empty without an index.
@@ -239,18 +210,22 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         returned, whatever the index names.
         """
         try:
-            return set(filter(is_data_file, read_file_names(self._opener())))
+            opener = self.store.opener(self._metadata_name)
+            return set(filter(is_data_file, read_file_names(opener)))
         except Exception as error:
             logger.warning("%s: files of an older save are left over: %s", self.path, error)
             return set()
 
     def _remove_older(self, names: set[str]) -> None:
         """Remove the files of the checkpoint that this save has replaced."""
-        self._remove(names if any(map(id_in_name, names)) else self._names_without_id())
-        # Another save is writing the files that have changed meanwhile.
-        now = self._metadata_states()
-        unchanged = {name for name, state in self._before.items() if now.get(name) == state}
-        self._remove(unchanged - {self._metadata_name})
+        try:
+            self._remove(names if any(map(id_in_name, names)) else self._names_without_id())
+            # Another save is writing the files that have changed meanwhile.
+            now = self.store.states_of(self._metadata_name)
+            unchanged = {name for name, state in self._before.items() if now.get(name) == state}
+            self._remove(unchanged - {self._metadata_name})
+        except OSError as error:
+            logger.warning("%s: files of an older save are left over: %s", self.path, error)
 
     def _names_without_id(self) -> set[str]:
         """Return the files of an older checkpoint of torch's writer.
@@ -260,29 +235,15 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
         """
         if self._metadata_name not in self._before:
             return set()
-        if isinstance(self.fs, RemoteFileSystem):
-            entries = self.fs.entries(self.path).items()
-            times = {name: entry.written for name, entry in entries if entry.written}
-        else:
-            times = {name: state[0] for name, state in file_states(self.path, is_data_file).items()}
-        latest = self._before[self._metadata_name][0]
-        return {
-            name
-            for name, written in times.items()
-            if written <= latest and is_data_file(name) and id_in_name(name) is None
-        }
+        latest = self._before[self._metadata_name].written
+        files = self.store.entries(lambda name: is_data_file(name) and id_in_name(name) is None)
+        # A service may not report the time.
+        return {name for name, entry in files.items() if 0 < entry.written <= latest}
 
     def _remove(self, names: Iterable[str]) -> None:
-        """Remove data files of this directory; never through a link. Failures are logged."""
+        """Remove files of this directory; never through a link. Failures are logged."""
         try:
-            if isinstance(self.fs, RemoteFileSystem):
-                self.fs.rm_files(self.path, names)
-                return
-            for name in sorted(names):
-                path = self.fs.concat_path(self.path, name)
-                with suppress(FileNotFoundError):
-                    if stat.S_ISREG(os.lstat(path).st_mode):
-                        self.fs.rm_file(path)
+            self.store.remove(names)
         except OSError as error:
             logger.warning("%s: files of another save are left over: %s", self.path, error)
 
@@ -310,61 +271,28 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             has_stock = self._has_stock(len(metadata.storage_data))
             facts = metadata.planner_data, metadata.storage_data, metadata.storage_meta
             written = Metadata(entries.stored(), *facts, metadata.version)
-            write = partial(write_metadata, written, stock_metadata=has_stock)
-            path = self._metadata_path
-            if isinstance(self.fs, RemoteFileSystem) and self.fs.is_object_store:
-                upload = BytesIO()
-                packed = write(upload)
-                self.fs.put(os.fspath(path), upload.getvalue())
-                send_compactly(metadata, packed)
-                return
-            # Another save into this directory has a name of its own.
-            name = unfinished_name(os.path.basename(path))
-            new = self.fs.concat_path(self.path, name)
-            try:
-                with errors_of(new), self.fs.create_stream(new, "wb") as stream:
-                    packed = write(stream)
-                    self._sync(stream)
-            except BaseException:
-                self._remove([name])
-                raise
+            with self._replaced_metadata() as stream:
+                packed = write_metadata(written, stream, stock_metadata=has_stock)
             send_compactly(metadata, packed)
-        if type(self.fs) is FileSystem:
-            self._replace(new, path)
-            return
-        is_other = self.fs.exists(path)
-        if is_other:
-            self.fs.rm_file(path)
-        try:
-            self.fs.rename(new, path)
-        except BaseException:
-            if not is_other:  # otherwise no other metadata are left
-                self._remove([name])
-            raise
 
-    def _replace(self, new: Any, path: Any) -> None:
-        """Rename a local file over another one; remove it if that fails."""
+    @contextmanager
+    def _replaced_metadata(self) -> Iterator[IO[bytes]]:
         try:
-            # Atomic: a job that is killed here leaves the older checkpoint or the new one.
-            os.replace(new, path)
+            # Another save into this directory has a temporary name of its own.
+            with self.store.replace(self._metadata_name, sync=self.sync_files) as stream:
+                yield stream
         except FileNotFoundError as error:
-            if not os.path.isdir(self.path):
+            if self.store.entry() is None:
                 raise PlacementError(
                     f"{self.path}: the directory was removed while this save wrote into it\n"
                     "    likely:      a job that removes older checkpoints took it for one\n"
                     "    way out:     save again; keep what has no .metadata yet"
                 ) from error
             raise PlacementError(
-                f"{path}: another save into this directory ended meanwhile, and removed what "
-                "this one had written under another name\n"
+                f"{self._get_metadata_path()}: another save into this directory ended meanwhile, "
+                "and removed what this one had written under another name\n"
                 "    way out:     a directory for each job"
             ) from error
-        except BaseException:
-            self._remove([os.path.basename(new)])
-            raise
-        if self.sync_files:
-            # Otherwise the removal of the older files, which follows, may reach the disk first.
-            sync_directory(self.path)
 
     def _has_stock(self, rows: int) -> bool:
         """Whether to write the pickle that plain DCP reads."""
@@ -378,12 +306,3 @@ class PlacementFileSystemWriter(UrlPath, FileSystemWriter):
             )
             return False
         return bool(self.stock_metadata)
-
-    def _sync(self, stream: Any) -> None:
-        if not self.sync_files:
-            return
-        stream.flush()
-        try:
-            os.fsync(stream.fileno())
-        except (AttributeError, UnsupportedOperation):
-            os.sync()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from dcp_placements.short_text import (
     format_names,
 )
 from dcp_placements.storage.rank_metadata import only_of_ranks
-from dcp_placements.storage.remote import is_url
+from dcp_placements.storage.store import Store
 
 MAX_LISTED = 200
 """The most neighbouring directories that are searched for a message."""
@@ -22,25 +20,21 @@ MAX_LISTED = 200
 _WAY_OUT = "the directory of a checkpoint, in which .metadata is"
 
 
-def no_checkpoint(path: str | os.PathLike[str], names_at_url: Iterable[str] = ()) -> NoCheckpoint:
-    """Return the error of a load from a path without ``.metadata``.
-
-    Args:
-        path: A path of a local file system, or a URL.
-        names_at_url: The names of the files at a URL; those of a local directory are listed here.
-    """
-    folder = Path(path)
-    if is_url(str(path)):
-        text = f"{path}: there is no .metadata\n    way out:     {_WAY_OUT}"
-        return NoCheckpoint(only_of_ranks(path, names_at_url) or text)
-    names = sorted(os.listdir(folder)) if folder.is_dir() else []
-    if text_of_ranks := only_of_ranks(path, names):
+def no_checkpoint(store: Store) -> NoCheckpoint:
+    """Return the error of a load from a directory without ``.metadata``."""
+    folder, entry = Path(store.path), store.entry()
+    is_directory = entry is not None and entry.nbytes is None
+    names = store.names() if is_directory else []
+    if text_of_ranks := only_of_ranks(store.path, names):
         return NoCheckpoint(text_of_ranks)
+    if not store.is_local:
+        text = f"{store.path}: there is no .metadata\n    way out:     {_WAY_OUT}"
+        return NoCheckpoint(text)
     contents = format_names(names, 4) or "an empty directory"
-    if not folder.is_dir():
-        contents = "a file, and no directory" if folder.exists() else "no such directory"
+    if not is_directory:
+        contents = "no such directory" if entry is None else "a file, and no directory"
     lines = [
-        f"{path}: no complete checkpoint, as there is no .metadata",
+        f"{store.path}: no complete checkpoint, as there is no .metadata",
         f"found:       {contents}",
     ]
     if any(name.startswith(".metadata.") or name.endswith(".distcp") for name in names):
@@ -51,22 +45,23 @@ def no_checkpoint(path: str | os.PathLike[str], names_at_url: Iterable[str] = ()
     return NoCheckpoint("\n    ".join([*lines, _way_out(folder)]))
 
 
-def unreadable_metadata(path: str | os.PathLike[str], error: Exception) -> PlacementError:
+def unreadable_metadata(store: Store, name: str, error: Exception) -> PlacementError:
     """Return the error of a load from metadata that cannot be read.
 
     Args:
-        path: Path of the metadata file.
+        store: The files of the checkpoint.
+        name: Name of the metadata file.
         error: The error of reading it.
     """
-    file, nbytes = Path(path), ""
-    if file.is_file():
-        nbytes = f", in {format_count(file.stat().st_size, 'byte')}"
+    nbytes = ""
+    if store.is_local and (size := store.size(name)) is not None:
+        nbytes = f", in {format_count(size, 'byte')}"
     return PlacementError(
-        f"{path}: this is no metadata of DCP's that can be read\n"
+        f"{store.path}/{name}: this is no metadata of DCP's that can be read\n"
         f"    found:       {type(error).__name__}: {format_error(error)}{nbytes}\n"
         "    likely:      the file was damaged or cut short (a copy in part, a full disk), or is "
         "not from where it seems\n"
-        f"    {_way_out(file.parent)}"
+        f"    {_way_out(Path(store.path))}"
     )
 
 

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 
 from dcp_placements.offline import CannotLook, Checkpoint, draw, save_figure, stock_metadata
 from dcp_placements.offline.box_reads import BoxReader
-from dcp_placements.offline.output import Output, replaced_file
+from dcp_placements.offline.output import LocalOutput
+from dcp_placements.storage.store import LocalStore
 from tests.offline_scenes import Run, save_sharded
 
 ROUNDS = int(os.environ.get("DCP_PLACEMENTS_ROUNDS", "4"))
@@ -96,27 +97,27 @@ def test_without_locks_of_the_file_system_the_file_is_the_lock(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.flock", flock)
-    with Output(tmp_path / "out") as output, output.directory([], "a"):
+    with LocalOutput(tmp_path / "out") as output, output.directory([], "a"):
         with pytest.raises(CannotLook, match=r"if that process has ended, remove \.out\.lock"):
-            Output(tmp_path / "out").__enter__()
+            LocalOutput(tmp_path / "out").__enter__()
         (output.partial / "whole").write_text("whole")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_two_threads_of_one_process_keep_each_other_out(tmp_path: Path) -> None:
-    with Output(tmp_path / "out"), pytest.raises(CannotLook, match="another process"):
-        Output(tmp_path / "out").__enter__()
-    with Output(tmp_path / "out"):
+    with LocalOutput(tmp_path / "out"), pytest.raises(CannotLook, match="another process"):
+        LocalOutput(tmp_path / "out").__enter__()
+    with LocalOutput(tmp_path / "out"):
         pass
 
 
 def test_what_fails_leaves_what_the_next_attempt_takes(tmp_path: Path) -> None:
     def refused() -> None:
-        with Output(tmp_path / "a" / "b" / "out"):
+        with LocalOutput(tmp_path / "a" / "b" / "out"):
             raise RuntimeError
 
     def file() -> None:
-        with replaced_file(tmp_path / "file") as stream:
+        with LocalStore(tmp_path).replace("file") as stream:
             stream.write(b"half")
             raise RuntimeError
 
@@ -130,7 +131,7 @@ def test_what_came_to_be_there_meanwhile_stays(tmp_path: Path) -> None:
     out = tmp_path / "out"
 
     def directory() -> None:
-        with Output(out) as output, output.directory([], "a"):
+        with LocalOutput(out) as output, output.directory([], "a"):
             out.mkdir()
             (out / "precious").write_text("x")
 
@@ -167,7 +168,7 @@ def test_a_link_in_the_place_of_the_output_is_replaced_or_refused(tmp_path: Path
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     with pytest.raises(CannotLook, match="is there already"):
-        Output(tmp_path / "dangling")
+        LocalOutput(tmp_path / "dangling")
 
 
 def test_a_planted_lock_is_not_followed(tmp_path: Path, run: Run) -> None:

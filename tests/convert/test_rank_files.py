@@ -38,7 +38,7 @@ from dcp_placements.offline import (
     reshard,
     verify,
 )
-from dcp_placements.offline.directory import Directory
+from dcp_placements.offline.directory import existing_directory
 from dcp_placements.testing import cut
 from tests.convert.hostile import Hostile
 from tests.offline_scenes import Run
@@ -296,7 +296,7 @@ def test_an_import_by_other_rules_is_another_output(tmp_path: Path) -> None:
 def test_a_dtensor_that_does_not_fit_is_refused_by_file_and_key(tmp_path: Path) -> None:
     mesh = MeshCoordinate(("fsdp",), (2,), (1,))
     shard = RankShard(torch.ones(3, 3), mesh, (Shard(0),), torch.Size((4, 3)))
-    tensors = RankTensors(Directory(tmp_path), [])
+    tensors = RankTensors(existing_directory(tmp_path), [])
     tensors.add("a_rank_1.pt", {"layer.w": shard, "norm": torch.ones(2)}, None)
     with pytest.raises(PlacementError, match=r"layer\.w: .*\(3, 3\)") as caught:
         tensors.checkpoint()

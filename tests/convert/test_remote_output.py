@@ -20,8 +20,8 @@ from dcp_placements.offline import (
     export_safetensors,
     stock_metadata,
 )
-from dcp_placements.offline.output import MARKER, RemoteOutput
-from dcp_placements.storage.remote import RemoteFileSystem
+from dcp_placements.offline.output import MARKER, UrlOutput
+from dcp_placements.storage.store import UrlStore
 from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
 from tests.remote_scenes import contents, names
 from tests.storage_scenes import load, same
@@ -180,7 +180,7 @@ def test_a_marker_of_somebody_else_is_left_alone(memory: str, note: bytes) -> No
     fs.pipe_file(f"{url}/part", b"x")
     before = contents(url)
     with pytest.raises(CannotLook, match=f"found:       {MARKER}"):
-        RemoteOutput(url).directory(["part", "whole"], "mine").__enter__()
+        UrlOutput(url).directory(["part", "whole"], "mine").__enter__()
     assert contents(url) == before
 
 
@@ -189,24 +189,24 @@ def test_an_output_that_was_finished_meanwhile_stays(
 ) -> None:
     """Another process begins and finishes between any two requests."""
     url = f"{memory}/out"
-    real = RemoteFileSystem.create
+    real = UrlStore.create_new
 
-    def late(self: RemoteFileSystem, path: str, data: bytes) -> bool:
-        monkeypatch.setattr(RemoteFileSystem, "create", real)
-        output = RemoteOutput(url)
+    def late(self: UrlStore, path: str, data: bytes) -> bool:
+        monkeypatch.setattr(UrlStore, "create_new", real)
+        output = UrlOutput(url)
         with output.directory(["theirs"], "their"), output.file("theirs") as stream:
             stream.write(b"x")
         return real(self, path, data)
 
-    waiting = RemoteOutput(url)
-    monkeypatch.setattr(RemoteFileSystem, "create", late)
+    waiting = UrlOutput(url)
+    monkeypatch.setattr(UrlStore, "create_new", late)
     with pytest.raises(CannotLook, match="is there already"):
         waiting.directory(["mine"], "mine").__enter__()
     assert names(url) == ["theirs"]
     with pytest.raises(CannotLook, match="is there already"):
-        RemoteOutput(url)
+        UrlOutput(url)
     with pytest.raises(CannotLook, match="is there already"):
-        RemoteOutput(f"{url}/theirs")
+        UrlOutput(f"{url}/theirs")
 
 
 def test_a_finished_output_with_its_marker_left_over_stays(memory: str) -> None:
@@ -214,7 +214,7 @@ def test_a_finished_output_with_its_marker_left_over_stays(memory: str) -> None:
     for name, data in ((MARKER, b"mine 1"), ("__0_0.distcp", b"x"), (".metadata", b"x")):
         fs.pipe_file(f"{url}/{name}", data)
     with pytest.raises(CannotLook, match="is there already"):
-        RemoteOutput(url).directory(["__0_0.distcp", ".metadata"], "mine").__enter__()
+        UrlOutput(url).directory(["__0_0.distcp", ".metadata"], "mine").__enter__()
     assert names(url) == [".metadata", "__0_0.distcp"]
 
 

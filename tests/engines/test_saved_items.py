@@ -33,8 +33,8 @@ from dcp_placements import (
 )
 from dcp_placements._torch import rehearsed
 from dcp_placements.errors import CannotLook
-from dcp_placements.offline.directory import Directory
 from dcp_placements.placements import DeclaredWorld
+from dcp_placements.storage.store import LocalStore
 
 engine = pytest.importorskip("torch_checkpointing.distributed_metadata")
 
@@ -806,9 +806,9 @@ def test_tools_open_each_file_once(
     else:
         save_theirs(tmp_path, values)
     names: list[str] = []
-    opens = Directory.open
+    opens = LocalStore.open
     monkeypatch.setattr(
-        Directory, "open", lambda self, name: names.append(name) or opens(self, name)
+        LocalStore, "open", lambda self, name: names.append(name) or opens(self, name)
     )
     world = DeclaredWorld({"ep": 2}, lambda mesh: rules(mesh.get_coordinate()[0], 2))
     held = offline.Checkpoint(tmp_path, source=None if ours else world)

@@ -25,12 +25,9 @@ from dcp_placements import (
 from dcp_placements.cli.shared_options import default_options
 from dcp_placements.errors import CannotLook
 from dcp_placements.offline import Checkpoint, export_safetensors
-from dcp_placements.storage import remote, writer
-from dcp_placements.storage.remote import (
-    READ_AHEAD_NBYTES,
-    TRIES,
-    RemoteFileSystem,
-)
+from dcp_placements.storage import store, writer
+from dcp_placements.storage.remote import TRIES
+from dcp_placements.storage.store import READ_AHEAD_NBYTES, UrlStore
 from tests.remote_scenes import Flaky, FsspecReader, FsspecWriter, failures_of, names, save
 from tests.storage_scenes import all_kinds, blank, load, same
 
@@ -179,14 +176,8 @@ def test_a_request_that_fails_is_repeated(
 def test_an_answer_is_not_asked_for_again(error: OSError, flaky: type[Flaky]) -> None:
     flaky.failures = [error, OSError("asked again")]
     with pytest.raises(type(error), match="flaky://bucket/file"):
-        RemoteFileSystem.open(_connected(), "flaky://bucket/file")
+        UrlStore("flaky://bucket").open("file")
     assert len(flaky.failures) == 1
-
-
-def _connected() -> RemoteFileSystem:
-    fs = RemoteFileSystem()
-    fs.init_path("flaky://bucket")
-    return fs
 
 
 @pytest.mark.parametrize("stock", [True, False])
@@ -217,7 +208,7 @@ def test_small_metadata_are_read_with_one_request(
     flaky: type[Flaky], whole_nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another save may replace them meanwhile; all of what is read is then of one save."""
-    monkeypatch.setattr("dcp_placements.storage.remote.WHOLE_NBYTES", whole_nbytes)
+    monkeypatch.setattr("dcp_placements.storage.store.WHOLE_NBYTES", whole_nbytes)
     url = "flaky://bucket/ckpt"
     state = {f"layers.{n}.weight.{'x' * 900}": torch.arange(4.0) for n in range(1500)}
     save(url, state)
@@ -305,11 +296,11 @@ def test_options_reach_the_file_system(memory: str) -> None:
     url = memory.replace("memory://", "dir://")
     options = {"path": memory, "target_protocol": "memory"}
     path = memory.removeprefix("memory:/")
-    assert PlacementFileSystemWriter(url, storage_options=options).fs.fs.path == path
-    assert PlacementFileSystemReader(url, storage_options=options).fs.fs.path == path
+    assert PlacementFileSystemWriter(url, storage_options=options).store.fs.path == path
+    assert PlacementFileSystemReader(url, storage_options=options).store.fs.path == path
     before = dict(fsspec.config.conf)
     with default_options([url], options):
-        assert PlacementFileSystemReader(url).fs.fs.path == path
+        assert PlacementFileSystemReader(url).store.fs.path == path
     assert fsspec.config.conf == before
 
 
@@ -328,13 +319,13 @@ def test_m95_older_files_are_removed_in_one_request(
     dcp.save(saved, storage_writer=older(memory, thread_count=16), no_dist=True)
     before = set(names(memory)) - {".metadata"}
     asked: list[str] = []
-    request = remote.request
+    request = store.request
 
     def noted(url: str, *args: Any, **options: Any) -> Any:
         asked.append(url)
         return request(url, *args, **options)
 
-    monkeypatch.setattr(remote, "request", noted)
+    monkeypatch.setattr(store, "request", noted)
     save(memory, {"w": torch.arange(4)})
     assert len(before) == 16
     assert not before & set(names(memory))

@@ -20,7 +20,7 @@ from dcp_placements import (
     PlacementFileSystemWriter,
     PlacementSavePlanner,
 )
-from dcp_placements.offline.directory import Directory
+from dcp_placements.offline.directory import existing_directory
 from tests.offline_scenes import Run, wholes
 from tests.remote_scenes import names
 from tests.storage_scenes import load
@@ -91,7 +91,7 @@ def test_what_another_process_wrote_is_there_at_once(s3: str, tmp_path: Path, ru
     """fsspec remembers listings, and answers from memory where nobody tells it to ask again."""
     other = fsspec.filesystem("s3", skip_instance_cache=True)
     other.pipe_file(f"{s3}/", b"")  # what a console creates for a folder
-    reader, directory = PlacementFileSystemReader(s3), Directory(s3)
+    reader, directory = PlacementFileSystemReader(s3), existing_directory(s3)
     assert directory.names() == []
     assert fsspec.filesystem("s3").ls(s3) != []
     with pytest.raises(FileNotFoundError, match=re.escape(f"{s3}: there is no .metadata")):
@@ -153,7 +153,7 @@ from dcp_placements import PlacementFileSystemWriter, PlacementSavePlanner
 if __name__ == "__main__":
     dist.init_process_group("cpu:gloo", init_method=f"file://{sys.argv[2]}", rank=0, world_size=1)
     writer = PlacementFileSystemWriter(sys.argv[1])
-    writer.fs.exists(sys.argv[1])  # connected
+    writer.store.entry()  # connected
     dcp.async_save(
         {"w": torch.arange(10.0)},
         storage_writer=writer,

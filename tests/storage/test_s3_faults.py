@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_placements import (
     PlacementFileSystemReader,
 )
-from dcp_placements.storage.remote import RemoteFileSystem
+from dcp_placements.storage.store import UrlStore
 from tests.offline_scenes import Run
 from tests.remote_scenes import Proxy, failures_of, names, save
 from tests.storage_scenes import load, same
@@ -178,13 +178,12 @@ def test_a_part_that_fails_leaves_no_file(proxy: tuple[type[Proxy], str], kind: 
 
 def test_a_file_is_created_once_though_the_answer_is_lost(proxy: tuple[type[Proxy], str]) -> None:
     service, url = proxy
-    fs = RemoteFileSystem()
-    fs.init_path(url)
+    store = UrlStore(url)
     service.faults += [lambda request: request.command == "PUT" and dropped(request)]
-    assert fs.create(f"{url}/one", b"mine")
+    assert store.create_new("one", b"mine")
     assert service.faults == []
-    assert not fs.create(f"{url}/one", b"other")
-    assert fs.read(f"{url}/one") == b"mine"
+    assert not store.create_new("one", b"other")
+    assert store.read("one") == b"mine"
 
 
 @pytest.mark.parametrize("flags", [[], ["--contents"]])

@@ -6,8 +6,6 @@ import io
 import os
 import pickle
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -252,26 +250,24 @@ def test_damaged_heads_are_refused_or_mean_the_same(at: int, value: int) -> None
         assert (loaded.dtype, tuple(loaded.shape)) == (found.dtype, found.shape)
 
 
-class SlowFileSystem(FileSystem):
-    """Gives streams that have no file descriptor."""
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        if mode == "rb":
-            yield io.BytesIO(Path(path).read_bytes())
-        else:
-            with super().create_stream(path, mode) as stream:
-                yield stream
-
-    ls = property()  # type: ignore[assignment]
-
-
-def test_other_file_systems_need_streams_only(kinds: tuple[Path, dict[str, Any]]) -> None:
+def test_a_stream_needs_no_descriptor(
+    kinds: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, saved = kinds
     reader = PlacementFileSystemReader(path)
-    reader.fs = SlowFileSystem()
-    loaded = load(path, blank(saved), reader)
-    assert all(same(saved[key], loaded[key]) for key in saved)
+    monkeypatch.setattr(reader.store, "open", lambda n: io.BytesIO((path / n).read_bytes()))
+    loaded = dict(blank(saved))
+    dcp.load(loaded, storage_reader=reader, no_dist=True)
+    assert all(same(loaded[key], saved[key]) for key in saved)
+
+
+def test_files_of_another_interface_would_not_be_asked_and_are_refused(tmp_path: Path) -> None:
+    class Elsewhere(FileSystem):
+        pass
+
+    for made in (PlacementFileSystemReader(tmp_path), PlacementFileSystemWriter(tmp_path)):
+        with pytest.raises(PlacementError, match="fs of class Elsewhere"):
+            made.fs = Elsewhere()
 
 
 # Damage.

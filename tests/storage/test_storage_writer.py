@@ -9,8 +9,6 @@ import pickle
 import pickletools
 import re
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -165,7 +163,7 @@ def test_an_empty_checkpoint_has_metadata(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["small", "large", "object"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EFBIG])
 def test_an_error_of_the_system_names_its_reason_and_the_file(
-    tmp_path: Path, kind: str, number: int
+    tmp_path: Path, kind: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """M64: torch's serializer would tell of positions that do not fit."""
 
@@ -175,15 +173,10 @@ def test_an_error_of_the_system_names_its_reason_and_the_file(
                 raise OSError(number, os.strerror(number))
             return super().write(data)
 
-    @contextmanager
-    def create_stream(path: Any, mode: str) -> Iterator[Any]:
-        with Broken(path, mode) as stream:
-            yield stream
-
     held: dict[str, Any] = {"small": {f"w{n}": torch.ones(4) for n in range(20)}}
     held |= {"large": {"w": torch.ones(100_000)}, "object": {"o": "x" * 10_000}}
     writer = PlacementFileSystemWriter(tmp_path)
-    writer.fs.create_stream = create_stream
+    monkeypatch.setattr("dcp_placements.storage.store.open", Broken, raising=False)
     with pytest.raises(dcp.CheckpointException) as caught:
         dcp.save(held[kind], storage_writer=writer, no_dist=True)
     error = caught.value.failures[0][0]

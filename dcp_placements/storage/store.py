@@ -1,0 +1,814 @@
+"""The files of one directory, at a path or a URL: listed, opened, written, replaced, removed.
+
+Two ranks save into ``step-1``, which has an older checkpoint, and the coordinator completes it::
+
+    store = open_store("/ckpt/step-1")                     # or "s3://bucket/step-1"
+    with store.create("__0_5e0f1a2b_0.distcp") as stream:  # rank 1 writes __1_5e0f1a2b_0.distcp
+        stream.write(records)
+    with store.replace(".metadata") as stream:             # the older one until the block ends
+        stream.write(metadata)
+    store.sync()                                           # the names are on the disk
+    store.remove(["__0_81c20f3d_0.distcp"])                # what only the older one had
+
+A file system that cannot sync a directory, lock a file or rename a file over another one is no
+reason for a failure: it is noticed here, and warned of once.
+
+On an object store a file appears whole when its upload completes, so nothing is renamed or synced.
+Other processes write to the same URLs, so fsspec's cache of directories is not used.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import logging
+import os
+import shutil
+import stat
+import uuid
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import IO, Any, ClassVar, NamedTuple
+
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
+
+from dcp_placements.errors import PlacementError
+from dcp_placements.short_text import format_name
+from dcp_placements.storage.file_reads import ByteRangeIO
+from dcp_placements.storage.remote import (
+    OBJECT_STORES,
+    UploadStream,
+    connect,
+    download,
+    facts_of,
+    is_url,
+    local_or_url,
+    request,
+)
+
+logger = logging.getLogger(__name__)
+
+READ_AHEAD_NBYTES = 1 << 20
+"""The least bytes of one request: at 20 ms a request and 100 MB/s fewer take about as long."""
+
+REQUEST_NBYTES = 64 << 20
+"""The most bytes of one request, which are in memory in addition to the tensor."""
+
+WHOLE_NBYTES = 16 << 20
+"""A file that is opened several times is downloaded as a whole up to this size."""
+
+NAME_NBYTES = 255
+"""The most bytes of a file's name, on all common file systems."""
+
+_UNSUPPORTED = frozenset(
+    [errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOLCK]
+)
+"""The errors by which a file system says that it has no such operation."""
+
+_NOT_OPENED = frozenset([errno.EACCES, errno.EPERM, errno.EISDIR])
+"""The errors of opening a directory that may be written to, but not read."""
+
+_UNFINISHED_LENGTH = len(".81c20f3d.tmp")
+
+_reported: set[tuple[int, str]] = set()
+"""What was warned of in this process, by device and operation."""
+
+
+class Entry(NamedTuple):
+    """What a directory lists of a file. One of the fields differs after it was written again.
+
+    Attributes:
+        nbytes: Size of a file; None for a directory.
+        written: Time of the last write, in seconds since 1970; 0 if a service does not report it.
+        inode: Inode of a local file; 0 at a URL.
+    """
+
+    nbytes: int | None
+    written: float
+    inode: int = 0
+
+
+class Locked(Exception):
+    """Another process or thread holds a lock.
+
+    Args:
+        path: The file that has to be removed if its process has ended; None for a lock that the
+            system drops with its process.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        super().__init__(path)
+        self.path = path
+
+
+def any_name(name: str) -> bool:
+    """Accept every name."""
+    return True
+
+
+class Store(ABC):
+    """The files of one directory. Names are those in the directory, or paths below it.
+
+    Attributes:
+        path: Its path or URL, for messages.
+        is_local: Whether its files are on this machine's file systems.
+        is_object_store: Whether there are no directories, and a file appears whole.
+        reading_threads: Number of threads that read fastest.
+    """
+
+    path: str
+    is_local: ClassVar[bool]
+    is_object_store = False
+    reading_threads: ClassVar[int]
+
+    def __init__(self) -> None:
+        self._sizes: dict[str, int | None] = {}
+
+    @abstractmethod
+    def entry(self, name: str = "") -> Entry | None:
+        """Return the entry of a file, or of the directory; None where there is none."""
+
+    @abstractmethod
+    def entries(self, wanted: Callable[[str], bool] = any_name) -> dict[str, Entry]:
+        """Return the entries of the directory whose names are wanted, by name.
+
+        A directory that does not exist has none.
+        """
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Return the names of what is in the directory itself, sorted."""
+
+    @abstractmethod
+    def states_of(self, name: str) -> dict[str, Entry]:
+        """Return the entries of a file, and of its replacements that were cut off, by name."""
+
+    def size(self, name: str) -> int | None:
+        """Return the bytes of a file; None where no file of that name may be opened.
+
+        The first answer is kept.
+        """
+        if name not in self._sizes:
+            self._sizes[name] = self._size(name)
+        return self._sizes[name]
+
+    @abstractmethod
+    def _size(self, name: str) -> int | None: ...
+
+    @abstractmethod
+    def version(self, name: str) -> str:
+        """Return the version of a file, which each write changes.
+
+        Raises:
+            OSError: There is no such file.
+        """
+
+    @abstractmethod
+    def why_barred(self, name: str) -> str | None:
+        """Return why a file must not be opened; None where it may be, or is missing."""
+
+    @abstractmethod
+    def open(self, name: str) -> IO[bytes]:
+        """Return a file, open for reading by position.
+
+        Raises:
+            OSError: The file is missing, barred, or cannot be opened.
+        """
+
+    @abstractmethod
+    def opener(self, name: str) -> Callable[[], IO[bytes]]:
+        """Return a function that opens a file, any number of times."""
+
+    @abstractmethod
+    def make(self) -> None:
+        """Make the directory, and those above it."""
+
+    @abstractmethod
+    def create(self, name: str, *, sync: bool = True) -> AbstractContextManager[IO[bytes]]:
+        """Yield a file under its own name; a block that raises leaves none.
+
+        Args:
+            name: Its name.
+            sync: Whether a local file is on the disk when the block ends.
+        """
+
+    @abstractmethod
+    def replace(self, name: str, *, sync: bool = True) -> AbstractContextManager[IO[bytes]]:
+        """Yield a file that gets its name when the block ends, and then replaces an older one.
+
+        Args:
+            name: Its name.
+            sync: Whether a local file is on the disk before it gets its name.
+        """
+
+    @abstractmethod
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files, those that exist."""
+
+    @abstractmethod
+    def sync(self) -> bool:
+        """Write the names in the directory to the disk, where the file system can.
+
+        Returns:
+            Whether the disk has them, as far as the file system tells. False is a failure of the
+            disk, of which a warning tells.
+        """
+
+
+def open_store(
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    restricted: bool = False,
+) -> Store:
+    """Return the files of a directory of this machine, or at a URL.
+
+    Args:
+        path: A path, a ``file://`` URL, or another URL that fsspec knows. Nothing need be there.
+        storage_options: Options that fsspec passes to the file system of a URL.
+        restricted: Whether only plain files inside the directory may be opened: no links that lead
+            out of it, and no names with ``..``.
+
+    Raises:
+        CannotLook: The path is a URL whose slashes ``pathlib.Path`` has joined; fsspec, or its
+            library for the protocol, is not installed or refuses the options.
+    """
+    path = local_or_url(path)
+    if is_url(path):
+        return UrlStore(os.fspath(path), storage_options, restricted=restricted)
+    return LocalStore(path, restricted=restricted)
+
+
+def unfinished_name(name: str) -> str:
+    """Return a temporary name for a replacement of a file, which no other process uses."""
+    return f"{_shortened(name, _UNFINISHED_LENGTH)}.{uuid.uuid4().hex[:8]}.tmp"
+
+
+def is_unfinished(name: str, finished: str) -> bool:
+    """Whether this is the temporary name of a replacement, this package's or torch's.
+
+    >>> is_unfinished(".metadata.81c20f3d.tmp", ".metadata"), is_unfinished("a.tmp", "a")
+    (True, True)
+    """
+    head, dot, ending = name.removesuffix(".tmp").rpartition(".")
+    if not name.endswith(".tmp"):
+        return False
+    is_ours = dot == "." and len(ending) == 8 and not set(ending) - set("0123456789abcdef")
+    if is_ours and head == _shortened(finished, _UNFINISHED_LENGTH):
+        return True
+    return name == f"{finished}.tmp"
+
+
+def hidden_name(name: str, ending: str) -> str:
+    """Return the name of a hidden file beside another; a name that is too long gets a digest.
+
+    >>> hidden_name("out", ".lock")
+    '.out.lock'
+    """
+    return f".{_shortened(name.lstrip('.'), 1 + len(ending), digested=name)}{ending}"
+
+
+def _shortened(name: str, more: int, *, digested: str = "") -> str:
+    """Return a name, or its digest where it and ``more`` bytes are no name of a file."""
+    if len(os.fsencode(name)) + more <= NAME_NBYTES:
+        return name
+    return sha256(os.fsencode(digested or name)).hexdigest()
+
+
+class LocalStore(Store):
+    """A directory of this machine.
+
+    Args:
+        path: Its path. A relative one is that of the working directory at each call.
+        restricted: Argument of ``open_store``.
+    """
+
+    is_local = True
+    reading_threads = 1
+
+    def __init__(self, path: str | os.PathLike[str], *, restricted: bool = False) -> None:
+        super().__init__()
+        self.path = os.fspath(path)
+        self._root = self.path.rstrip("/") or "/"
+        self._restricted = restricted
+
+    def file(self, name: str) -> Path:
+        """Return the path of a file."""
+        return Path(self._path(name))
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._root, name) if name else self._root
+
+    def entry(self, name: str = "") -> Entry | None:
+        try:
+            return _entry_of(os.stat(self._path(name)))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def entries(self, wanted: Callable[[str], bool] = any_name) -> dict[str, Entry]:
+        held = {}
+        with suppress(FileNotFoundError), os.scandir(self._root) as scanned:
+            for entry in scanned:
+                if wanted(entry.name):
+                    with suppress(FileNotFoundError):  # removed meanwhile
+                        held[entry.name] = _entry_of(entry.stat(follow_symlinks=False))
+        return held
+
+    def names(self) -> list[str]:
+        return sorted(os.listdir(self._root))
+
+    def states_of(self, name: str) -> dict[str, Entry]:
+        return self.entries(lambda held: held == name or is_unfinished(held, name))
+
+    def _size(self, name: str) -> int | None:
+        with suppress(FileNotFoundError):  # removed in between
+            if os.path.isfile(self._path(name)) and self.why_barred(name) is None:
+                return os.path.getsize(self._path(name))
+        return None
+
+    def version(self, name: str) -> str:
+        held = os.stat(self._path(name))
+        return f"{held.st_size} {held.st_mtime_ns}"
+
+    def why_barred(self, name: str) -> str | None:
+        """Return why a file must not be opened; None where it may be, or is missing.
+
+        A file may be opened if it is a plain file within the directory after all links are
+        resolved. In a snapshot of the hub's cache, links to its ``blobs`` are allowed as well.
+        """
+        inside = Path(os.path.realpath(self._root))
+        try:
+            file = Path(os.path.realpath(inside / name))
+            kind = os.stat(file).st_mode
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            return f"it cannot be looked at: {format_name(error)}"
+        roots = [inside]
+        if inside.parent.name == "snapshots":
+            roots.append(inside.parent.parent / "blobs")
+        if not any(file.is_relative_to(root) for root in roots):
+            return (
+                f"it leads out of the directory, to {format_name(file)} (way out: cp -rL copies "
+                "the directory with what its links lead to)"
+            )
+        return None if stat.S_ISREG(kind) or stat.S_ISDIR(kind) else "it is no plain file"
+
+    def open(self, name: str) -> IO[bytes]:
+        if not self._restricted:
+            return open(self._path(name), "rb")
+        why = self.why_barred(name)
+        if why is not None:
+            raise PermissionError(errno.EPERM, why, name)
+        # Do not block if the file has become a FIFO meanwhile.
+        descriptor = os.open(self._path(name), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise PermissionError(errno.EPERM, "it is no plain file", name)
+        return open(descriptor, "rb")
+
+    def opener(self, name: str) -> Callable[[], IO[bytes]]:
+        return partial(self.open, name)
+
+    def make(self) -> None:
+        os.makedirs(self._root, exist_ok=True)
+
+    @contextmanager
+    def create(self, name: str, *, sync: bool = True) -> Iterator[IO[bytes]]:
+        path = self._path(name)
+        with errors_of(path), open(path, "wb") as stream, self._removed_if_raised(path):
+            yield stream
+            self._flush(stream, sync)
+            stream.close()  # the last moment at which the system tells of what it could not write
+
+    @contextmanager
+    def replace(self, name: str, *, sync: bool = True) -> Iterator[IO[bytes]]:
+        path, new = self._path(name), self._path(unfinished_name(name))
+        # No link is followed that somebody has put in its place.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(new, flags, 0o666)
+        with self._removed_if_raised(new):
+            with errors_of(new), open(descriptor, "wb") as stream:
+                yield stream
+                self._flush(stream, sync)
+            self._rename_over(new, path)
+
+    @contextmanager
+    def _removed_if_raised(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(path)
+            raise
+
+    def _flush(self, stream: IO[bytes], sync: bool) -> None:
+        stream.flush()
+        if sync:
+            try:
+                os.fsync(stream.fileno())
+            except OSError as error:
+                self._report(error, "sync a file", "a power cut may lose what was written last")
+
+    def _rename_over(self, new: str, path: str) -> None:
+        """Rename a file over another, in one step where the file system can."""
+        try:
+            # Atomic: a job that is killed here leaves the older file or the new one.
+            os.replace(new, path)
+        except OSError as error:
+            if error.errno not in {*_UNSUPPORTED, errno.EEXIST} or not os.path.lexists(path):
+                raise
+            # The older file gets another name first, which fails where nothing can be renamed.
+            older = self._path(unfinished_name(os.path.basename(path)))
+            os.rename(path, older)
+            try:
+                os.rename(new, path)
+            except BaseException:
+                os.rename(older, path)
+                raise
+            with suppress(OSError):
+                os.unlink(older)
+            what = "rename a file over another one"
+            _warn_once(self._root, what, error, "a kill at that moment leaves neither")
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove plain files, those that exist; never through a link."""
+        for name in sorted(names):
+            path = self._path(name)
+            with suppress(FileNotFoundError):
+                if stat.S_ISREG(os.lstat(path).st_mode):
+                    os.unlink(path)
+
+    def sync(self) -> bool:
+        if not hasattr(os, "O_DIRECTORY"):
+            return True
+        try:
+            descriptor = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            return self._synced(error, also=_NOT_OPENED)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            return self._synced(error)
+        finally:
+            os.close(descriptor)
+        return True
+
+    def _synced(self, error: OSError, also: frozenset[int] = frozenset()) -> bool:
+        """Warn of a directory that was not synced; return whether the disk is sound."""
+        try:
+            cost = "a power cut may lose the newest names"
+            self._report(error, "sync a directory", cost, also)
+        except OSError:
+            warnings.warn(
+                f"{self.path}: all is written, but the disk failed when it was told to keep the "
+                f"newest names: {error}\n"
+                "    way out:     check the disk; until then a power cut may lose them",
+                stacklevel=2,
+            )
+            return False
+        return True
+
+    def _report(
+        self, error: OSError, what: str, cost: str, also: frozenset[int] = frozenset()
+    ) -> None:
+        """Warn once of what a file system cannot do; raise any other error again."""
+        if error.errno not in _UNSUPPORTED | also:
+            raise error
+        _warn_once(self._root, what, error, cost)
+
+    def room(self) -> int | None:
+        """Return the free bytes of its disk; None where the file system does not tell."""
+        try:
+            return shutil.disk_usage(self._root).free
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            return None
+
+    @contextmanager
+    def lock(self, name: str) -> Iterator[None]:
+        """Hold a lock of the system, which it drops with its process, on a file of this name.
+
+        Where the file system has no locks, a file beside it is the lock.
+
+        Raises:
+            Locked: Another process or thread holds it.
+        """
+        path = self._path(name)
+        # Its own fallback, for one of these errors, does not say that it fell back.
+        lock: BaseFileLock = FileLock(path, timeout=0, fallback_to_soft=False)
+        try:
+            try:
+                lock.acquire()
+            except OSError as error:
+                kept = "a file is the lock, and stays if its process is killed"
+                self._report(error, "lock a file", kept)
+                with suppress(OSError):
+                    os.unlink(path)  # nobody holds it
+                path += ".soft"
+                lock = SoftFileLock(path, timeout=0)
+                lock.acquire()
+        except Timeout:
+            raise Locked(path if isinstance(lock, SoftFileLock) else None) from None
+        try:
+            yield
+        finally:
+            try:
+                if not isinstance(lock, SoftFileLock):
+                    # Removed before it is unlocked: whoever opens it next creates a new file.
+                    Path(path).unlink(missing_ok=True)
+                lock.release()
+            except OSError as error:
+                # What was done under the lock is done.
+                logger.warning("%s: the lock is left over: %s", path, error)
+
+
+def _warn_once(root: str, what: str, error: OSError, cost: str) -> None:
+    """Warn, once for each device, of an operation that its file system does not have."""
+    device = -1
+    with suppress(OSError):
+        device = os.stat(root).st_dev
+    if (device, what) not in _reported:
+        _reported.add((device, what))
+        warnings.warn(
+            f"{root}: its file system cannot {what} ({error.strerror}): {cost}", stacklevel=3
+        )
+
+
+def _entry_of(held: os.stat_result) -> Entry:
+    is_directory = stat.S_ISDIR(held.st_mode)
+    return Entry(None if is_directory else held.st_size, held.st_mtime_ns / 1e9, held.st_ino)
+
+
+@contextmanager
+def errors_of(path: Any) -> Iterator[None]:
+    """Raise the system's error for a file that is being written, with the file's name.
+
+    If a write fails, ``torch.save`` closes its zip file, which fails as well with an error about
+    positions; the reason is the error in its context.
+    """
+    try:
+        yield
+    except PlacementError:
+        raise  # it is about the data, not the file
+    except Exception as error:
+        reason: BaseException | None = error
+        while reason is not None and not isinstance(reason, OSError):
+            reason = reason.__cause__ or reason.__context__
+        if reason is None or reason.filename is not None or (reason is error and not error.errno):
+            raise
+        if reason.errno is None:
+            raise reason from error
+        raise OSError(reason.errno, os.strerror(reason.errno), os.fspath(path)) from error
+
+
+class UrlStore(Store):
+    """A directory at a URL, over fsspec.
+
+    fsspec and the libraries below it retry some requests, but not all of them retry after a
+    connection was reset or timed out. So all requests that can be repeated are repeated here: for
+    a range of bytes, a whole object, or information about an object.
+
+    Args:
+        url: The URL.
+        storage_options: Options that fsspec passes to the file system, such as ``endpoint_url``.
+        restricted: Argument of ``open_store``.
+
+    Raises:
+        CannotLook: fsspec, or its library for this protocol, is not installed; or fsspec does not
+            support the protocol.
+    """
+
+    is_local = False
+    reading_threads = 8
+
+    def __init__(
+        self,
+        url: str,
+        storage_options: Mapping[str, Any] | None = None,
+        *,
+        restricted: bool = False,
+    ) -> None:
+        super().__init__()
+        protocol, scheme, rest = url.partition("://")
+        self.path = f"{protocol}{scheme}{rest.rstrip('/') or '/'}"
+        self.is_object_store = protocol in OBJECT_STORES
+        self._restricted = restricted
+        self._options = dict(storage_options or {})
+        self._connected: tuple[int, Any] = (0, None)
+        _ = self.fs  # which refuses a URL now
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Each process opens its own connection.
+        return {**vars(self), "_connected": (0, None)}
+
+    @property
+    def fs(self) -> Any:
+        """The file system of fsspec, connected in this process: no connection survives a fork."""
+        if self._connected[0] != os.getpid():
+            self._connected = os.getpid(), connect(self.path, self._options)
+        return self._connected[1]
+
+    def url(self, name: str) -> str:
+        """Return the URL of a file."""
+        return f"{self.path.rstrip('/')}/{name}" if name else self.path
+
+    def _ask(self, method: str, url: str, **options: Any) -> Any:
+        """Call a method of fsspec's file system, without its cache of directories."""
+
+        def ask() -> Any:
+            self.fs.invalidate_cache()
+            return getattr(self.fs, method)(url, **options)
+
+        return request(url, ask)
+
+    def entry(self, name: str = "") -> Entry | None:
+        """Return the entry of a file, or of the directory; None where there is none.
+
+        On an object store a directory exists if files below it do.
+        """
+        # fsspec's own exists() returns False for any error.
+        with suppress(FileNotFoundError):
+            return Entry(*facts_of(self._ask("info", self.url(name))))
+        return None
+
+    def entries(
+        self, wanted: Callable[[str], bool] = any_name, *, below: bool = False
+    ) -> dict[str, Entry]:
+        """Return the entries of the directory whose names are wanted, by name.
+
+        Args:
+            wanted: Whether a name is wanted.
+            below: Whether to return all files below the directory instead.
+        """
+        root = str(self.fs._strip_protocol(self.path)).rstrip("/")
+        try:
+            listing = self._ask("find" if below else "ls", self.path, detail=True)
+        except FileNotFoundError:
+            return {}
+        infos = listing.values() if below else listing
+        held = {str(info["name"]).rstrip("/"): info for info in infos}
+        held.pop(root, None)  # consoles create such an object for a folder
+        by_name = {path.removeprefix(f"{root}/"): info for path, info in held.items()}
+        return {name: Entry(*facts_of(info)) for name, info in by_name.items() if wanted(name)}
+
+    def names(self) -> list[str]:
+        entries = self.entries()
+        self._sizes |= {name: entry.nbytes for name, entry in entries.items()}
+        return sorted(entries)
+
+    def states_of(self, name: str) -> dict[str, Entry]:
+        entry = self.entry(name)
+        return {} if entry is None else {name: entry}
+
+    def _size(self, name: str) -> int | None:
+        entry = self.entry(name)
+        return None if entry is None else entry.nbytes
+
+    def version(self, name: str) -> str:
+        """Return fsspec's key of a file's contents, which most services change with them."""
+        return str(self._ask("ukey", self.url(name)))
+
+    def why_barred(self, name: str) -> str | None:
+        if name.startswith("/") or "://" in name or ".." in name.split("/"):
+            return f"{format_name(name)} is a name outside of {self.path}"
+        return None
+
+    def open(self, name: str) -> IO[bytes]:
+        """Return a file, open for reading by ranges, one request each.
+
+        fsspec's own files read ahead by up to 50 MB, whatever is requested, and give up at the
+        first error that their library does not retry.
+
+        Raises:
+            OSError: The file does not exist, is barred, or cannot be reached.
+        """
+        self._check_inside(name)
+        url, fs = self.url(name), self.fs
+        nbytes, _ = facts_of(self._ask("info", url))
+        if nbytes is None:
+            raise IsADirectoryError(errno.EISDIR, "this is a directory", url)
+
+        def read_into(view: memoryview, start: int) -> None:
+            end = start + view.nbytes
+            view[:] = request(url, lambda: download(fs, url, end - start, start=start, end=end))
+
+        return io.BufferedReader(ByteRangeIO(nbytes, read_into, REQUEST_NBYTES), READ_AHEAD_NBYTES)
+
+    def opener(self, name: str) -> Callable[[], IO[bytes]]:
+        """Return a function that opens a file, any number of times.
+
+        A file of up to 16 MiB is downloaded now, in one request: all reads are then of the same
+        version, even if another process replaces the file.
+        """
+        self._check_inside(name)
+        url = self.url(name)
+
+        def whole() -> bytes | None:
+            self.fs.invalidate_cache()
+            nbytes = int(self.fs.info(url)["size"])
+            return None if nbytes > WHOLE_NBYTES else download(self.fs, url, nbytes)
+
+        data = request(url, whole)
+        return partial(self.open, name) if data is None else partial(io.BytesIO, data)
+
+    def _check_inside(self, name: str) -> None:
+        why = self.why_barred(name) if self._restricted else None
+        if why is not None:
+            raise PermissionError(errno.EPERM, why, name)
+
+    def read(self, name: str) -> bytes:
+        """Return a file, read in one request."""
+        url = self.url(name)
+        return request(url, lambda: download(self.fs, url))
+
+    def make(self) -> None:
+        """Make the directory; do nothing on an object store, where s3fs would create a bucket."""
+        if not self.is_object_store:
+            request(self.path, lambda: self.fs.makedirs(self.path, exist_ok=True))
+
+    @contextmanager
+    def create(self, name: str, *, sync: bool = True) -> Iterator[IO[bytes]]:
+        """Yield a file that appears when the block ends; a block that raises leaves none."""
+        from fsspec.spec import AbstractBufferedFile
+
+        url = self.url(name)
+        stream = request(url, lambda: self.fs.open(url, "wb"))
+        try:
+            with errors_of(url):
+                yield UploadStream(stream, url)  # type: ignore[misc]  # it is only written to
+            # This is not repeated: a second close would do nothing, and the file would be missing.
+            request(url, stream.close, tries=1)
+        except BaseException:
+            with suppress(Exception):
+                if isinstance(stream, AbstractBufferedFile):
+                    # close() would complete the upload of an incomplete file.
+                    stream.closed = True
+                    stream.discard()
+                else:
+                    stream.close()
+                    self.fs.rm_file(url)
+            raise
+
+    @contextmanager
+    def replace(self, name: str, *, sync: bool = True) -> Iterator[IO[bytes]]:
+        """Yield a file that gets its name when the block ends, and then replaces an older one.
+
+        On an object store it is in memory until then, and is put in one request.
+        """
+        if self.is_object_store:
+            buffer, url = io.BytesIO(), self.url(name)
+            yield buffer
+            request(url, lambda: self.fs.pipe_file(url, buffer.getvalue()))
+            return
+        new = unfinished_name(name)
+        with self.create(new) as stream:
+            yield stream
+        is_first = self.entry(name) is None
+        if not is_first:
+            self.fs.rm_file(self.url(name))
+        try:
+            self.rename(new, name)
+        except BaseException:
+            if is_first:  # otherwise there is no other file any more
+                with suppress(OSError):
+                    self.remove([new])
+            raise
+
+    def rename(self, name: str, new: str) -> None:
+        """Give a file another name."""
+        # This is not repeated: the file may have moved although the answer was lost.
+        request(self.url(name), lambda: self.fs.mv(self.url(name), self.url(new)), tries=1)
+
+    def create_new(self, name: str, data: bytes) -> bool:
+        """Write a file in one request unless it exists; return whether it was written.
+
+        S3, GCS and Azure let only one of several processes succeed; other services may not.
+        """
+        url = self.url(name)
+        if self.entry(name) is not None:
+            return False
+        try:
+            request(url, lambda: self.fs.pipe_file(url, data, mode="create"))
+        except FileExistsError:
+            # Another process created it, or a request of this one whose answer was lost.
+            try:
+                return self.read(name) == data
+            except FileNotFoundError:
+                return False  # removed meanwhile
+        return True
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files, those that exist, in as few requests as possible."""
+        if wanted := set(names):
+            urls = [self.url(name) for name in sorted(self.entries(wanted.__contains__))]
+            request(self.path, lambda: self.fs.rm(urls) if urls else None)
+
+    def sync(self) -> bool:
+        return True
