@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import shutil
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -178,19 +179,19 @@ def test_a_metadata_file_that_cannot_get_its_name_leaves_nothing(tmp_path: Path)
     assert [one.name for one in path.iterdir() if "tmp" in one.name] == []
 
 
-def test_a_directory_that_is_removed_meanwhile_is_named_as_the_cause(tmp_path: Path) -> None:
-    path = tmp_path / "out"
+def test_a_directory_that_is_removed_meanwhile_is_named_as_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, fsync = tmp_path / "out", os.fsync
 
-    class Removing(PlacementFileSystemWriter):
-        def _sync(self, stream: Any) -> None:
-            super()._sync(stream)
-            if ".metadata" in stream.name:
-                for file in path.iterdir():
-                    file.unlink()
-                path.rmdir()
+    def removing(descriptor: int) -> None:
+        fsync(descriptor)
+        if ".metadata" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            shutil.rmtree(path)
 
+    monkeypatch.setattr(os, "fsync", removing)
     with pytest.raises(dcp.CheckpointException) as caught:
-        dcp.save({"w": torch.ones(2)}, storage_writer=Removing(path), no_dist=True)
+        dcp.save({"w": torch.ones(2)}, storage_writer=PlacementFileSystemWriter(path), no_dist=True)
     text = str(caught.value.failures[0][0])
     assert f"{path}: the directory was removed while this save wrote into it" in text
     assert "another save" not in text

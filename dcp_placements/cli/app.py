@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
 from importlib.metadata import version
+from inspect import signature
 from itertools import chain
 from typing import Any
 
@@ -24,7 +25,6 @@ from dcp_placements.cli.printing import Shown, print_error, print_json_error, re
 from dcp_placements.cli.shared_options import (
     Argument,
     Parsed,
-    default_options,
     parse_storage_option,
     size_option,
 )
@@ -94,12 +94,11 @@ def _command(function: Callable[..., Shown]) -> click.Command:
     """Return a command that prints what a function returns, and exits with its code."""
 
     @wraps(function)
-    def command(*, json: bool, storage_option: tuple[tuple[str, Any], ...], **given: Any) -> None:
-        from dcp_placements.storage.remote import is_url  # which imports torch
-
-        urls = [str(value) for value in given.values() if isinstance(value, str) and is_url(value)]
+    def command(*, json: bool, **given: Any) -> None:
+        if (options := given.pop("storage_option", None)) is not None:
+            given["storage_options"] = dict(options)
         try:
-            with warnings.catch_warnings(), default_options(urls, dict(storage_option)):
+            with warnings.catch_warnings():
                 warnings.showwarning = _print_warning  # type: ignore[assignment]
                 code = function(**given).show(json=json)
         except Exception as error:
@@ -112,16 +111,16 @@ def _command(function: Callable[..., Shown]) -> click.Command:
         raise click.exceptions.Exit(code)
 
     printing = click.command(_name(function), cls=Command)(command)
-    printing.params += [
-        click.Option(["--json"], is_flag=True, help="Print one JSON document."),
-        click.Option(
+    printing.params.append(click.Option(["--json"], is_flag=True, help="Print one JSON document."))
+    if "storage_options" in signature(function).parameters:
+        option = click.Option(
             ["--storage-option"],
             metavar="KEY=VALUE",
             type=Parsed(parse_storage_option),
             multiple=True,
-            help="An option of the URL's file system, for fsspec. May be repeated.",
-        ),
-    ]
+            help="An option of the URLs' file systems, for fsspec. May be repeated.",
+        )
+        printing.params.append(option)
     return printing
 
 

@@ -38,17 +38,22 @@ from dcp_placements.short_text import format_count, format_name
 if TYPE_CHECKING:
     import torch
 
+StorageOptions = dict[str, Any]
+"""Options for the file system of a URL."""
+
 
 @checkpoint_argument
 @argument("tensor", "[FQN]", "A tensor's key: list its chunks, and where they are.", required=False)
 @fqn_option
 @click.option("--keys", is_flag=True, help="List every key and every file.")
-def inspect_command(*, ckpt: str, tensor: str | None, fqn: str | None, keys: bool) -> Shown:
+def inspect_command(
+    *, ckpt: str, tensor: str | None, fqn: str | None, keys: bool, storage_options: StorageOptions
+) -> Shown:
     """Sum up tensors, small objects with their values, and the record of the save."""
     with progress("inspect"):
         if tensor is not None:
-            return Shown(offline.inspect_tensor(ckpt, tensor))
-        inspection = offline.inspect(ckpt, fqn=fqn)
+            return Shown(offline.inspect_tensor(ckpt, tensor, storage_options=storage_options))
+        inspection = offline.inspect(ckpt, fqn=fqn, storage_options=storage_options)
     return Shown(inspection, text=partial(inspection.text, keys=keys))
 
 
@@ -63,11 +68,14 @@ def inspect_command(*, ckpt: str, tensor: str | None, fqn: str | None, keys: boo
     default="checkpoint.png",
     help="The .png or .svg file to write.",
 )
-def draw_command(*, ckpt: str, fqn: str | None, output: str) -> Shown:
+def draw_command(
+    *, ckpt: str, fqn: str | None, output: str, storage_options: StorageOptions
+) -> Shown:
     """Draw a tensor's chunks by writer rank, or the bytes that each rank wrote."""
     with progress("draw"):
         offline.check_picture_name(output)
-        offline.save_figure(offline.draw(ckpt, fqn), output)
+        figure = offline.draw(ckpt, fqn, storage_options=storage_options)
+        offline.save_figure(figure, output, storage_options=storage_options)
     document = {"path": ckpt, "fqn": fqn, "written": str(output)}
     return Shown(document, text=lambda: format_name(f"{output}: written"))
 
@@ -103,14 +111,27 @@ def megatron_command(
 @whole_option
 @memory_option("2GiB")
 def verify_command(
-    *, ckpt: str, contents: bool, all_faults: bool, whole: Any, memory: int
+    *,
+    ckpt: str,
+    contents: bool,
+    all_faults: bool,
+    whole: Any,
+    memory: int,
+    storage_options: StorageOptions,
 ) -> Shown:
     """Find holes, overlaps, missing and damaged files, mixed saves.
 
     --whole compares every key and shape with the unsharded model, too.
     """
     with progress("verify", BYTES) as step:
-        result = offline.verify(ckpt, contents=contents, whole=whole, memory=memory, progress=step)
+        result = offline.verify(
+            ckpt,
+            contents=contents,
+            whole=whole,
+            memory=memory,
+            storage_options=storage_options,
+            progress=step,
+        )
     text = partial(result.text, sys.maxsize) if all_faults else None
     return Shown(result, 0 if result.sound else 1, text)
 
@@ -137,6 +158,7 @@ def diff_command(
     prefix: str | None,
     all_families: bool,
     memory: int,
+    storage_options: StorageOptions,
 ) -> Shown:
     """Compare two checkpoints element by element; --rename maps A's keys to B's."""
     with progress("diff", BYTES) as step:
@@ -149,6 +171,7 @@ def diff_command(
             rename=rename,
             prefix=prefix,
             memory=memory,
+            storage_options=storage_options,
             progress=step,
         )
     text = partial(diff.text, sys.maxsize) if all_families else None
@@ -174,6 +197,7 @@ def rehearse_command(
     fsdp: dict[str, list[str]],
     expect: Path | None,
     fqn: str | None,
+    storage_options: StorageOptions,
 ) -> Shown:
     """Plan a load on every rank of a mesh that need not exist. No data is read."""
     keys = None if expect is None else _keys(expect)
@@ -185,6 +209,7 @@ def rehearse_command(
             fsdp=fsdp,
             expect=keys,
             fqn=fqn,
+            storage_options=storage_options,
             progress=step,
         )
     code = 0 if rehearsal.loads and not rehearsal.unmatched else 1
@@ -205,6 +230,7 @@ def reshard_command(
     mesh: MeshAxes,
     fsdp: dict[str, list[str]],
     dry_run: bool,
+    storage_options: StorageOptions,
 ) -> Shown:
     """Rewrite a checkpoint for the mesh that will load it: each rank's bytes in one file.
 
@@ -212,7 +238,16 @@ def reshard_command(
     are not copied.
     """
     with progress("reshard", BYTES) as step:
-        result = offline.reshard(src, out, rules, mesh, fsdp=fsdp, dry_run=dry_run, progress=step)
+        result = offline.reshard(
+            src,
+            out,
+            rules,
+            mesh,
+            fsdp=fsdp,
+            dry_run=dry_run,
+            storage_options=storage_options,
+            progress=step,
+        )
     return Shown(result)
 
 
@@ -234,7 +269,12 @@ def _keys(path: Path) -> list[str]:
 @mesh_option()
 @whole_option
 def doctor_command(
-    *, ckpt: str, experts_per_layer: int | None, mesh: MeshAxes | None, whole: Any
+    *,
+    ckpt: str,
+    experts_per_layer: int | None,
+    mesh: MeshAxes | None,
+    whole: Any,
+    storage_options: StorageOptions,
 ) -> Shown:
     """Report tensors whose experts were taken for replicas, so that only a part is stored.
 
@@ -244,16 +284,20 @@ def doctor_command(
     """
     with progress("doctor"):
         diagnosis = offline.diagnose(
-            ckpt, experts_per_layer=experts_per_layer, axes=mesh, whole=whole
+            ckpt,
+            experts_per_layer=experts_per_layer,
+            axes=mesh,
+            whole=whole,
+            storage_options=storage_options,
         )
     return Shown(diagnosis, 0 if diagnosis.healthy else 1)
 
 
 @checkpoint_argument
-def stock_metadata_command(*, ckpt: str) -> Shown:
+def stock_metadata_command(*, ckpt: str, storage_options: StorageOptions) -> Shown:
     """Write .metadata anew for plain DCP, which cannot read an index alone or a later torch's."""
     with progress("stock-metadata"):
-        metadata = offline.stock_metadata(ckpt)
+        metadata = offline.stock_metadata(ckpt, storage_options=storage_options)
     keys, chunks = len(metadata.state_dict_metadata), len(metadata.storage_data)
     document = {"path": ckpt, "written": ".metadata", "keys": keys, "chunks": chunks}
     counts = f"{format_count(keys, 'key')} in {format_count(chunks, 'record')}"
@@ -292,6 +336,7 @@ def import_command(
     expert_tensor_parallel_size: int | None,
     memory: int,
     dry_run: bool,
+    storage_options: StorageOptions,
 ) -> Shown:
     """Turn safetensors, Megatron's mp_rank_*, torch_checkpointing's or ranks' files into DCP's.
 
@@ -306,6 +351,7 @@ def import_command(
             vocab_size=vocab_size,
             expert_parallel_size=expert_parallel_size,
             expert_tensor_parallel_size=expert_tensor_parallel_size,
+            storage_options=storage_options,
         )
         result = offline.import_checkpoint(
             source,
@@ -314,6 +360,7 @@ def import_command(
             dequantize=dequantize,
             memory=memory,
             dry_run=dry_run,
+            storage_options=storage_options,
             progress=step,
         )
     return Shown(result)
@@ -362,11 +409,14 @@ def export_command(
     mesh: MeshAxes | None,
     memory: int,
     dry_run: bool,
+    storage_options: StorageOptions,
 ) -> Shown:
     """Write a checkpoint, or a torch file per rank, as the files that from_pretrained reads."""
     with progress("export", BYTES) as step:
         exported = offline.export_safetensors(
-            offline.open_source(ckpt, files=files, rules=rules, axes=mesh),
+            offline.open_source(
+                ckpt, files=files, rules=rules, axes=mesh, storage_options=storage_options
+            ),
             out,
             max_shard_size=max_shard_size,
             dtype=dtype,
@@ -377,6 +427,7 @@ def export_command(
             exclude=exclude,
             memory=memory,
             dry_run=dry_run,
+            storage_options=storage_options,
             progress=step,
         )
     return Shown(exported)

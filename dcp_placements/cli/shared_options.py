@@ -6,8 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -242,28 +241,3 @@ def mesh_option(*, required: bool = False) -> CommandOption:
         required=required,
         help="Outermost axis first: ep=8,edp=2.",
     )
-
-
-@contextmanager
-def default_options(urls: list[str], options: Mapping[str, Any]) -> Iterator[None]:
-    """Within the block, pass options to the file systems of these URLs.
-
-    Raises:
-        CannotLook: fsspec is not installed.
-    """
-    if not options:
-        yield
-        return
-    try:
-        from fsspec.config import conf
-    except ModuleNotFoundError as error:
-        raise CannotLook("--storage-option needs fsspec: pip install fsspec") from error
-    before = {protocol: conf.get(protocol) for protocol in {u.partition("://")[0] for u in urls}}
-    conf.update({protocol: {**(held or {}), **options} for protocol, held in before.items()})
-    try:
-        yield
-    finally:
-        for protocol, held in before.items():
-            del conf[protocol]
-            if held is not None:
-                conf[protocol] = held

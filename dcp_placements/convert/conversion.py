@@ -46,6 +46,7 @@ from dcp_placements.offline.checkpoint import (
     SAFETENSORS,
     TORCH_CHECKPOINTING,
     TORCH_DIST,
+    AnySource,
     Checkpoint,
     StoredTensor,
 )
@@ -67,6 +68,7 @@ from dcp_placements.short_text import (
     format_names,
     without_numbers,
 )
+from dcp_placements.storage.store import StorageOptions
 
 SHARD_NBYTES = 5 << 30
 MEMORY_NBYTES = 1 << 30
@@ -78,8 +80,6 @@ _RANKS = "a torch file per rank (files=, --files NAME_{rank}.pt)"
 _MEGATRON = "Megatron's mp_rank_* files"
 _ENGINE = "items of torch_checkpointing"
 
-AnySource = str | os.PathLike[str] | Checkpoint
-
 
 def open_source(
     path: str | os.PathLike[str],
@@ -90,6 +90,7 @@ def open_source(
     vocab_size: int | None = None,
     expert_parallel_size: int | None = None,
     expert_tensor_parallel_size: int | None = None,
+    storage_options: StorageOptions = None,
 ) -> Checkpoint:
     """Return the checkpoint at a path; the names of its files decide which format it has.
 
@@ -102,6 +103,7 @@ def open_source(
         vocab_size: Argument of ``megatron_checkpoint``.
         expert_parallel_size: Argument of ``megatron_checkpoint``.
         expert_tensor_parallel_size: Argument of ``megatron_checkpoint``.
+        storage_options: Options that fsspec passes to the file system of a URL.
 
     Raises:
         CannotLook: There are no such files, or files of several formats; or an option belongs to
@@ -116,7 +118,7 @@ def open_source(
         },
         _ENGINE: {"rules": rules, "axes": axes},
     }
-    names = existing_directory(path).names()
+    names = existing_directory(path, storage_options).names()
     present = {
         _RANKS: bool(rank_file_names(names)),
         _MEGATRON: any(re.match(r"mp_rank_\d|iter_\d{7}$|release$", name) for name in names),
@@ -143,14 +145,15 @@ def open_source(
     if kind == _ENGINE and (rules is None) != (axes is None):
         raise CannotLook("rules= and axes= are given together: what each rank of a mesh declares")
     world = None if rules is None or axes is None else DeclaredWorld(axes, rules)
-    return Checkpoint(path, source=world)
+    return Checkpoint(path, source=world, storage_options=storage_options)
 
 
-def _opened(source: AnySource) -> Checkpoint:
+def _opened(source: AnySource, storage_options: StorageOptions) -> Checkpoint:
     """Return a source, with the versions that its files had before any data was read."""
-    opened = source if isinstance(source, Checkpoint) else open_source(source)
-    opened.versions = opened.versions or versions_of(opened.directory, opened.files)
-    return opened
+    if not isinstance(source, Checkpoint):
+        source = open_source(source, storage_options=storage_options)
+    source.versions = source.versions or versions_of(source.directory, source.files)
+    return source
 
 
 def _path_of(source: AnySource) -> str | os.PathLike[str]:
@@ -170,6 +173,7 @@ def export_safetensors(
     exclude: Sequence[str] = (),
     memory: int = MEMORY_NBYTES,
     dry_run: bool = False,
+    storage_options: StorageOptions = None,
     progress: Progress = lambda done, total: None,
 ) -> Converted:
     """Write a checkpoint's tensors as a directory of safetensors files, as on the Hugging Face hub.
@@ -191,6 +195,7 @@ def export_safetensors(
         exclude: Patterns of keys to leave out.
         memory: Bytes that data may take.
         dry_run: Whether to plan only.
+        storage_options: Options that fsspec passes to the file system of a URL.
         progress: Called as files are written.
 
     Raises:
@@ -201,8 +206,8 @@ def export_safetensors(
             these are found before anything is written. A record is not what was written.
     """
     _check_cast("dtype", dtype)
-    output = output_at(out, source=_path_of(checkpoint))
-    source, tied = _opened(checkpoint), dict(tied or {})
+    output = output_at(out, source=_path_of(checkpoint), storage_options=storage_options)
+    source, tied = _opened(checkpoint, storage_options), dict(tied or {})
     tensors, head, left_out = _model_of(source, prefix, optimizer, exclude)
     renamed, unchanged = _renamed(tensors, rename, "the checkpoint cannot be exported")
     if dtype is not None:
@@ -224,6 +229,7 @@ def import_checkpoint(
     dequantize: torch.dtype | None = None,
     memory: int = MEMORY_NBYTES,
     dry_run: bool = False,
+    storage_options: StorageOptions = None,
     progress: Progress = lambda done, total: None,
 ) -> Converted:
     """Write safetensors or ranks' files as a DCP checkpoint, without a model or a process group.
@@ -241,6 +247,7 @@ def import_checkpoint(
             renamed names are those of the numbers: ``gate_up_proj`` of ``gate_up_proj_blocks``.
         memory: Bytes that data may take.
         dry_run: Whether to plan only.
+        storage_options: Options that fsspec passes to the file system of a URL.
         progress: Called with ``(done, total)`` bytes as files are written.
 
     Raises:
@@ -251,8 +258,8 @@ def import_checkpoint(
             a scheme without a formula here. All these are found before anything is written.
     """
     _check_cast("dequantize", dequantize)
-    output = output_at(out, source=_path_of(source))
-    opened = _opened(source)
+    output = output_at(out, source=_path_of(source), storage_options=storage_options)
+    opened = _opened(source, storage_options)
     if opened.format not in (SAFETENSORS, TORCH_CHECKPOINTING, RANK_FILES):
         raise PlacementError(
             f"{opened.path}: this is a DCP checkpoint already\n"
@@ -298,6 +305,7 @@ def reshard(
     *,
     fsdp: Fsdp = (),
     dry_run: bool = False,
+    storage_options: StorageOptions = None,
     progress: Progress = lambda done, total: None,
 ) -> Converted:
     """Rewrite a checkpoint for the world that is to load it.
@@ -313,6 +321,7 @@ def reshard(
         axes: The mesh: sizes by axis name, the last axis fastest in rank order.
         fsdp: Argument of ``rehearse``: axes over which FSDP cuts dim 0.
         dry_run: Whether to plan only.
+        storage_options: Options that fsspec passes to the file system of a URL.
         progress: Called as files are written.
 
     Raises:
@@ -323,8 +332,8 @@ def reshard(
             ranks do not hold all of a tensor; a pattern of the rules, or a step of the rename,
             matches no key. All these are found before anything is written.
     """
-    output = output_at(out, source=_path_of(checkpoint))
-    source = _opened(checkpoint)
+    output = output_at(out, source=_path_of(checkpoint), storage_options=storage_options)
+    source = _opened(checkpoint, storage_options)
     if source.format == TORCH_DIST:
         raise CannotLook(
             f"{source.path}: Megatron's torch_dist has state beside its tensors\n"

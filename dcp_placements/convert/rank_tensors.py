@@ -48,13 +48,14 @@ from dcp_placements.names.flat import rename_keys
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.offline.checkpoint import Checkpoint, LeftOut
 from dcp_placements.offline.difference import same_bits
-from dcp_placements.offline.directory import existing_directory, local_path, versions_of
+from dcp_placements.offline.directory import existing_directory, versions_of
 from dcp_placements.placements import DeclaredWorld, Placements
 from dcp_placements.rules.mesh import MeshAxes, format_mesh_axes
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.short_text import format_names
 from dcp_placements.storage.index import index_of_locations
 from dcp_placements.storage.metadata_file import with_columns
+from dcp_placements.storage.remote import is_url
 from dcp_placements.storage.safe_pickle import Stub
 from dcp_placements.storage.saved_dtensor import rank_shard
 from dcp_placements.storage.state_dict_file import Records
@@ -391,13 +392,12 @@ def local_directory(path: str | os.PathLike[str]) -> Path:
     Raises:
         CannotLook: It is elsewhere, or not there.
     """
-    folder = local_path(existing_directory(path))
-    if folder is None:
+    if is_url(path):
         raise CannotLook(
             f"{os.fspath(path)}: ranks' files are mapped into memory\n"
             "    way out:     copy them to a disk of this machine"
         )
-    return folder
+    return Path(existing_directory(path).path)
 
 
 def rank_file_names(names: Iterable[str]) -> dict[str, dict[int, str]]:

@@ -47,7 +47,7 @@ from dcp_placements.storage.save_ids import (
     writer_of,
 )
 from dcp_placements.storage.state_dict_file import Records
-from dcp_placements.storage.store import Store
+from dcp_placements.storage.store import StorageOptions, Store
 from dcp_placements.storage.torch_metadata import Offset, StoredLocation
 
 DCP = "dcp"
@@ -188,6 +188,7 @@ class Checkpoint:
             safetensors, or the items of ``torch_checkpointing``.
         source: The ``DeclaredWorld`` that saved items without this package.
         described: The metadata, and where chunks are, for ranks' files that no file describes.
+        storage_options: Options that fsspec passes to the file system of a URL.
 
     Attributes:
         directory: Its files.
@@ -220,8 +221,11 @@ class Checkpoint:
         *,
         source: Any = None,
         described: tuple[Metadata, Records] | None = None,
+        storage_options: StorageOptions = None,
     ) -> None:
-        self.directory = path if isinstance(path, Store) else existing_directory(path)
+        if not isinstance(path, Store):
+            path = existing_directory(path, storage_options)
+        self.directory = path
         self.records_in_files: Records = {}
         self.notes: list[str] = []
         self.left_out: Sequence[LeftOut] = ()
@@ -422,6 +426,17 @@ class Checkpoint:
             metadata, self.absent = read_safetensors_metadata(directory, files)
             return SAFETENSORS, metadata
         raise no_checkpoint(directory)
+
+
+AnySource = str | os.PathLike[str] | Checkpoint
+"""A path or URL, or an opened checkpoint, whose own options count."""
+
+
+def opened(source: AnySource, storage_options: StorageOptions = None) -> Checkpoint:
+    """Return the checkpoint at a path or URL, or an opened one as it is."""
+    if isinstance(source, Checkpoint):
+        return source
+    return Checkpoint(source, storage_options=storage_options)
 
 
 @lru_cache(maxsize=1 << 10)

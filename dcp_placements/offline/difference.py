@@ -7,7 +7,6 @@ not -0.0. With tolerances, near numbers are the same.
 from __future__ import annotations
 
 import io
-import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,14 @@ from dcp_placements.names.scales import scale_of
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.offline.assembly import AssembledTensor, assembled
 from dcp_placements.offline.box_reads import BoxReader, sub_boxes
-from dcp_placements.offline.checkpoint import SAFETENSORS, Checkpoint, StoredRecord, StoredTensor
+from dcp_placements.offline.checkpoint import (
+    SAFETENSORS,
+    AnySource,
+    Checkpoint,
+    StoredRecord,
+    StoredTensor,
+    opened,
+)
 from dcp_placements.offline.directory import check_damage
 from dcp_placements.offline.key_patterns import matching_keys
 from dcp_placements.offline.model_keys import model_tensors
@@ -40,6 +46,7 @@ from dcp_placements.short_text import (
     format_names,
     format_nbytes,
 )
+from dcp_placements.storage.store import StorageOptions
 from dcp_placements.storage.torch_load import load_plain
 
 MAX_FAMILIES = 15
@@ -150,8 +157,8 @@ class Diff:
 
 
 def diff(
-    a: str | os.PathLike[str] | Checkpoint,
-    b: str | os.PathLike[str] | Checkpoint,
+    a: AnySource,
+    b: AnySource,
     *,
     fqn: str | None = None,
     rtol: float = 0.0,
@@ -159,6 +166,7 @@ def diff(
     rename: Rename | None = None,
     prefix: str | None = None,
     memory: int = VERIFIED_NBYTES,
+    storage_options: StorageOptions = None,
     progress: Progress = lambda done, total: None,
 ) -> Diff:
     """Return the differences between two checkpoints.
@@ -181,14 +189,15 @@ def diff(
             ``Row``, ``Rows`` or ``Parts``.
         prefix: Prefix of the model's names in the first, as for an export.
         memory: Bytes that data may take.
+        storage_options: Options that fsspec passes to the file system of a URL.
         progress: Called as tensors are compared.
 
     Raises:
         CannotLook: A path is no checkpoint, or a file cannot be read; ``rename`` does not fit some
             tensor of the first; or no key matches ``fqn``.
     """
-    first = a if isinstance(a, Checkpoint) else Checkpoint(a)
-    second = b if isinstance(b, Checkpoint) else Checkpoint(b)
+    first = opened(a, storage_options)
+    second = opened(b, storage_options)
     notes: list[str] = []
     stored: Mapping[str, StoredTensor] = first.tensors
     if second.format == SAFETENSORS != first.format:

@@ -12,7 +12,7 @@ from typing import Any
 from dcp_placements.errors import CannotLook
 from dcp_placements.short_text import format_name, format_names
 from dcp_placements.storage.rank_metadata import only_of_ranks
-from dcp_placements.storage.store import LocalStore, Store, open_store
+from dcp_placements.storage.store import LocalStore, StorageOptions, Store, open_store
 
 MARKER = ".unfinished"
 """The marker of an unfinished output at a URL. Older versions put a number behind it."""
@@ -22,7 +22,7 @@ _DESCRIBING = (".metadata", ".index.json", "metadata.json")
 
 
 def existing_directory(
-    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+    path: str | os.PathLike[str], storage_options: StorageOptions = None
 ) -> Store:
     """Return the files of a directory, of which only plain ones inside it are opened.
 

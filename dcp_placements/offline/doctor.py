@@ -9,7 +9,6 @@ over ep, or numbered by a rename, are whole whatever the mesh was.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import ClassVar, NamedTuple
 from dcp_placements.errors import CannotLook
 from dcp_placements.layout.sharding import Kind
 from dcp_placements.names.optimizer_state import OptimizerStates
-from dcp_placements.offline.checkpoint import Checkpoint, ranks_of
+from dcp_placements.offline.checkpoint import AnySource, Checkpoint, opened, ranks_of
 from dcp_placements.offline.lost_tensors import LostTensor, compared_with_whole, lines_of
 from dcp_placements.offline.texts import ranges, short
 from dcp_placements.offline.whole_shapes import ModelSource, whole_of
@@ -29,6 +28,7 @@ from dcp_placements.short_text import (
     format_count,
     format_ranks,
 )
+from dcp_placements.storage.store import StorageOptions
 
 EP = "ep"
 """The axis along which ranks hold different experts."""
@@ -116,11 +116,12 @@ class Diagnosis:
 
 
 def diagnose(
-    path: str | os.PathLike[str] | Checkpoint,
+    path: AnySource,
     *,
     experts_per_layer: int | None = None,
     axes: MeshAxes | None = None,
     whole: ModelSource | None = None,
+    storage_options: StorageOptions = None,
 ) -> Diagnosis:
     """Return the expert tensors, and whether all experts are stored; no data is read.
 
@@ -135,12 +136,13 @@ def diagnose(
             Ignored if the checkpoint records how all of its experts were saved.
         whole: The unsharded model, which every key and shape is compared with, as ``whole_of``
             takes it: a directory of a Hugging Face model, or what ``whole=`` of the planners takes.
+        storage_options: Options that fsspec passes to the file system of a URL.
 
     Raises:
         CannotLook: There is no checkpoint; or ``axes`` has no ``ep``, or fewer ranks than wrote; or
             ``whole`` says no shapes.
     """
-    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    checkpoint = opened(path, storage_options)
     if whole is not None:  # the model decides, whatever names say
         compared = compared_with_whole(checkpoint, whole_of(whole))
         return Diagnosis(checkpoint.path, {}, (), compared.text, compared.lost, compared.notes)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +19,14 @@ from dcp_placements.layout.boxes import format_box
 from dcp_placements.layout.sharding import Box, Cuts
 from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.offline.assembly import assembled
-from dcp_placements.offline.checkpoint import Checkpoint, StoredRecord, StoredTensor, ranks_of
+from dcp_placements.offline.checkpoint import (
+    AnySource,
+    Checkpoint,
+    StoredRecord,
+    StoredTensor,
+    opened,
+    ranks_of,
+)
 from dcp_placements.offline.key_patterns import matching_keys
 from dcp_placements.offline.texts import brief, format_table, ranges, short
 from dcp_placements.short_text import (
@@ -34,6 +40,7 @@ from dcp_placements.short_text import (
 from dcp_placements.storage.provenance import SaveRecord
 from dcp_placements.storage.safe_pickle import DTYPES, ORDERED_DICT, SafeUnpickler, check_unfolded
 from dcp_placements.storage.save_ids import writer_of
+from dcp_placements.storage.store import StorageOptions
 from dcp_placements.storage.torch_load import saved_pickle
 
 _T = TypeVar("_T")
@@ -237,20 +244,22 @@ def _natural(items: Mapping[str, _T]) -> list[tuple[str, _T]]:
 
 @quiet_gc()
 def inspect(
-    path: str | os.PathLike[str] | Checkpoint,
+    path: AnySource,
     *,
     fqn: str | None = None,
+    storage_options: StorageOptions = None,
 ) -> Inspection:
     """Return what is in a checkpoint, by its metadata and the values of its small objects.
 
     Args:
         path: The checkpoint.
         fqn: A pattern, as in ``PlacementRules``: only the keys that match it are listed.
+        storage_options: Options that fsspec passes to the file system of a URL.
 
     Raises:
         CannotLook: There is no checkpoint, or it cannot be read; or no key matches ``fqn``.
     """
-    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    checkpoint = opened(path, storage_options)
     record = checkpoint.record
     provenance = checkpoint.provenance or {}
     keys = matching_keys(fqn, [*checkpoint.tensors, *checkpoint.objects])
@@ -360,17 +369,23 @@ class TensorChunks:
         return "\n".join(map(format_name, lines))
 
 
-def inspect_tensor(path: str | os.PathLike[str] | Checkpoint, fqn: str) -> TensorChunks:
+def inspect_tensor(
+    path: AnySource,
+    fqn: str,
+    *,
+    storage_options: StorageOptions = None,
+) -> TensorChunks:
     """Return where the chunks of one tensor are: box, file, offset, length and writer.
 
     Args:
         path: The checkpoint.
         fqn: The tensor's key.
+        storage_options: Options that fsspec passes to the file system of a URL.
 
     Raises:
         CannotLook: There is no checkpoint, or it cannot be read; or it has no such tensor.
     """
-    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    checkpoint = opened(path, storage_options)
     tensor, record = checkpoint.tensor(fqn), checkpoint.record
     cuts = () if record is None else tuple(map(str, record.cuts(fqn) or ()))
     facts = tensor.shape, tensor.dtype_name, tensor.nbytes
@@ -378,7 +393,10 @@ def inspect_tensor(path: str | os.PathLike[str] | Checkpoint, fqn: str) -> Tenso
 
 
 def shapes(
-    path: str | os.PathLike[str] | Checkpoint, rename: Rename | None = None
+    path: AnySource,
+    rename: Rename | None = None,
+    *,
+    storage_options: StorageOptions = None,
 ) -> dict[str, tuple[int, ...]]:
     """Return the whole shape of every tensor of a checkpoint; only metadata and headers are read.
 
@@ -386,12 +404,13 @@ def shapes(
         path: A checkpoint of any format, such as a directory of safetensors from the Hub.
         rename: Map from its keys to the model's, where they differ: to a name, or to the
             ``Row``, ``Rows`` or ``Parts`` of a ``Stack``, an ``Unstack`` or a ``Split``.
+        storage_options: Options that fsspec passes to the file system of a URL.
 
     Raises:
         CannotLook: It is no checkpoint, cannot be read, or lacks files; or ``rename`` has no name
             for a key, gives one name twice, or makes a stack of which rows are missing.
     """
-    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    checkpoint = opened(path, storage_options)
     if lost := sorted(set(checkpoint.absent.values())):
         raise CannotLook(f"{checkpoint.path}: it is not whole: {format_names(lost)} missing")
     tensors = assembled(checkpoint.path, checkpoint.tensors, rename)

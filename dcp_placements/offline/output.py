@@ -23,17 +23,17 @@ import os
 import shutil
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 from uuid import uuid4
 
 from dcp_placements.errors import CannotLook
 from dcp_placements.offline.directory import MARKER
 from dcp_placements.short_text import format_name, format_names, format_nbytes
 from dcp_placements.storage.remote import is_url, local_or_url
-from dcp_placements.storage.store import LocalStore, Locked, UrlStore, hidden_name
+from dcp_placements.storage.store import LocalStore, Locked, StorageOptions, UrlStore, hidden_name
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def output_at(
     path: str | os.PathLike[str],
     *,
     source: str | os.PathLike[str],
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: StorageOptions = None,
 ) -> Output:
     """Return the directory that is to be created at a path of this machine, or at a URL.
 
@@ -229,7 +229,7 @@ class UrlOutput(Output):
         OSError: The service cannot be reached or refuses.
     """
 
-    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, url: str, storage_options: StorageOptions = None) -> None:
         self._store = UrlStore(url, storage_options)
         self.path: str = self._store.path
         self._last, self._held = "", frozenset[str]()

@@ -18,7 +18,7 @@ import numpy as np
 from dcp_placements.errors import CannotLook
 from dcp_placements.layout.boxes import as_array, as_boxes, intersect, overlaps, uncovered
 from dcp_placements.layout.sharding import Box
-from dcp_placements.offline.checkpoint import Checkpoint, StoredRecord
+from dcp_placements.offline.checkpoint import AnySource, StoredRecord, opened
 from dcp_placements.short_text import (
     format_count,
     format_name,
@@ -26,7 +26,7 @@ from dcp_placements.short_text import (
     natural_key,
 )
 from dcp_placements.storage.remote import local_or_url
-from dcp_placements.storage.store import open_store
+from dcp_placements.storage.store import StorageOptions, open_store
 
 FEW = ("#2f6db3", "#d9771f", "#86b3e0", "#f4bd85", "#4f8a5b", "#a8cfa6", "#77629e", "#c5b8dc")
 """Colours of up to eight writers; those of more writers are steps along ``RAMP``."""
@@ -54,12 +54,18 @@ class WrittenBox(NamedTuple):
     writer: str  # ``rank 3``; the file's name if it does not tell the rank
 
 
-def draw(path: str | os.PathLike[str] | Checkpoint, fqn: str | None = None) -> Any:
+def draw(
+    path: AnySource,
+    fqn: str | None = None,
+    *,
+    storage_options: StorageOptions = None,
+) -> Any:
     """Return a picture of one tensor's chunks, or of the bytes that each rank wrote.
 
     Args:
         path: The checkpoint.
         fqn: The tensor's key; None for the whole checkpoint.
+        storage_options: Options that fsspec passes to the file system of a URL.
 
     Returns:
         A ``matplotlib.figure.Figure``; ``save_figure`` writes it.
@@ -67,7 +73,7 @@ def draw(path: str | os.PathLike[str] | Checkpoint, fqn: str | None = None) -> A
     Raises:
         CannotLook: There is no checkpoint, or no such tensor in it, or no matplotlib.
     """
-    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    checkpoint = opened(path, storage_options)
     if fqn is not None:
         tensor = checkpoint.tensor(fqn)
         writers = map(_writer, tensor.chunks)
@@ -236,7 +242,7 @@ def save_figure(
     figure: Any,
     path: str | os.PathLike[str],
     *,
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: StorageOptions = None,
 ) -> None:
     """Write a figure to a ``.png`` or ``.svg`` file; an existing one is replaced.
 

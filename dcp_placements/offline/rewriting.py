@@ -17,10 +17,15 @@ from dcp_placements.offline.directory import (
 )
 from dcp_placements.storage.index import INDEX_VERSION, OtherVersion
 from dcp_placements.storage.metadata_file import UnusedIndex, write_metadata
+from dcp_placements.storage.store import StorageOptions
 
 
 @quiet_gc()
-def stock_metadata(path: str | os.PathLike[str]) -> Metadata:
+def stock_metadata(
+    path: str | os.PathLike[str],
+    *,
+    storage_options: StorageOptions = None,
+) -> Metadata:
     """Write the ``.metadata`` of a checkpoint anew, with all that torch's reader needs.
 
     ``PlacementFileSystemWriter(stock_metadata=False)`` writes an index alone, which torch refuses.
@@ -32,6 +37,7 @@ def stock_metadata(path: str | os.PathLike[str]) -> Metadata:
 
     Args:
         path: The checkpoint's directory or URL.
+        storage_options: Options that fsspec passes to the file system of a URL.
 
     Returns:
         The metadata written.
@@ -41,7 +47,7 @@ def stock_metadata(path: str | os.PathLike[str]) -> Metadata:
             read or is refused; a save has written another one meanwhile; or another process is
             writing it.
     """
-    directory = existing_directory(path)
+    directory = existing_directory(path, storage_options)
     if ".metadata" not in directory.names():
         raise no_checkpoint(directory)
     if is_torch_dist(directory):

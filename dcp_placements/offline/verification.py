@@ -8,7 +8,6 @@ of it has a checksum, which ``torch.load`` does not compare.
 from __future__ import annotations
 
 import io
-import os
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from dcp_placements.layout.boxes import as_array, flaws, format_box, format_boxe
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.checkpoint import (
     SAFETENSORS,
+    AnySource,
     Checkpoint,
     ChunkBoxes,
     StoredRecord,
@@ -50,7 +50,7 @@ from dcp_placements.storage.metadata_file import read_stock_pickle
 from dcp_placements.storage.provenance import OWN_PREFIX
 from dcp_placements.storage.safe_pickle import RefusedGlobal
 from dcp_placements.storage.save_ids import ID_NBYTES, id_fault, id_in_name
-from dcp_placements.storage.store import Store
+from dcp_placements.storage.store import StorageOptions, Store
 from dcp_placements.storage.tensor_record import (
     BEHIND,
     LOCAL,
@@ -163,11 +163,12 @@ class Verification:
 
 @quiet_gc()
 def verify(
-    path: str | os.PathLike[str] | Checkpoint,
+    path: AnySource,
     *,
     contents: bool = False,
     whole: ModelSource | None = None,
     memory: int = VERIFIED_NBYTES,
+    storage_options: StorageOptions = None,
     progress: Progress = lambda done, total: None,
 ) -> Verification:
     """Return the faults of a checkpoint.
@@ -182,13 +183,18 @@ def verify(
         whole: The unsharded model, as for ``diagnose``: a key that it has and the checkpoint lacks,
             or that has another shape, is a fault.
         memory: Bytes that data may take.
+        storage_options: Options that fsspec passes to the file system of a URL.
         progress: Called as files are read.
 
     Raises:
         CannotLook: There is no checkpoint, or it cannot be read; or there are faults, and a save
             has replaced its ``.metadata`` meanwhile; or ``whole`` says no shapes.
     """
-    directory = path.directory if isinstance(path, Checkpoint) else existing_directory(path)
+    directory = (
+        path.directory
+        if isinstance(path, Checkpoint)
+        else existing_directory(path, storage_options)
+    )
     before = _version(directory)
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(directory)
     faults = metadata_faults(checkpoint)

@@ -167,19 +167,21 @@ def connect(url: str, storage_options: Mapping[str, Any]) -> Any:
         raise CannotLook(f"{format_name(url)}: {reason}") from error
 
 
-def facts_of(info: Mapping[str, Any]) -> tuple[int | None, float]:
+def facts_of(info: Mapping[str, Any]) -> tuple[int | None, float | None]:
     """Return the bytes of a file and when it was written, as a service reports it.
 
     Args:
         info: What fsspec returns of a file or directory.
 
     Returns:
-        The bytes, None for a directory; and the time of the last write in seconds since 1970, 0 if
-        the service does not report it.
+        The bytes, None for a directory; and the time of the last write in seconds since 1970, None
+        if the service does not tell it.
     """
     # Each library has its own name and form of the time.
-    written = next((info[key] for key in _TIMES if info.get(key) is not None), 0.0)
+    written = next((info[key] for key in _TIMES if info.get(key) is not None), None)
     if isinstance(written, str):
         written = datetime.fromisoformat(written)
     nbytes = int(info["size"]) if info["type"] == "file" else None
-    return nbytes, written.timestamp() if isinstance(written, datetime) else float(written)
+    if isinstance(written, datetime):
+        written = written.timestamp()
+    return nbytes, None if written is None else float(written)

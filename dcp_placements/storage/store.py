@@ -79,17 +79,21 @@ _reported: set[tuple[int, str]] = set()
 """What was warned of in this process, by device and operation."""
 
 
+StorageOptions = Mapping[str, Any] | None
+"""Options that fsspec passes to the file system of a URL; paths of this machine need none."""
+
+
 class Entry(NamedTuple):
     """What a directory lists of a file. One of the fields differs after it was written again.
 
     Attributes:
         nbytes: Size of a file; None for a directory.
-        written: Time of the last write, in seconds since 1970; 0 if a service does not report it.
+        written: Time of the last write, in seconds since 1970; None if a service does not tell it.
         inode: Inode of a local file; 0 at a URL.
     """
 
     nbytes: int | None
-    written: float
+    written: float | None
     inode: int = 0
 
 
@@ -222,7 +226,7 @@ class Store(ABC):
 
 def open_store(
     path: str | os.PathLike[str],
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: StorageOptions = None,
     *,
     restricted: bool = False,
 ) -> Store:
@@ -591,7 +595,7 @@ class UrlStore(Store):
     def __init__(
         self,
         url: str,
-        storage_options: Mapping[str, Any] | None = None,
+        storage_options: StorageOptions = None,
         *,
         restricted: bool = False,
     ) -> None:

@@ -237,8 +237,10 @@ class PlacementFileSystemWriter(StorePath, FileSystemWriter):
             return set()
         latest = self._before[self._metadata_name].written
         files = self.store.entries(lambda name: is_data_file(name) and id_in_name(name) is None)
-        # A service may not report the time.
-        return {name for name, entry in files.items() if 0 < entry.written <= latest}
+        times = {name: entry.written for name, entry in files.items()}
+        if latest is None:
+            return set()
+        return {name for name, time in times.items() if time is not None and time <= latest}
 
     def _remove(self, names: Iterable[str]) -> None:
         """Remove files of this directory; never through a link. Failures are logged."""

@@ -13,6 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load as load_safetensors
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
+from dcp_placements import offline
 from dcp_placements.errors import CannotLook
 from dcp_placements.offline import (
     Checkpoint,
@@ -22,7 +23,7 @@ from dcp_placements.offline import (
 )
 from dcp_placements.offline.output import MARKER, UrlOutput
 from dcp_placements.storage.store import UrlStore
-from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
+from tests.offline_scenes import Run, rules_by_ep, save_hugging_face, save_sharded, wholes
 from tests.remote_scenes import contents, names
 from tests.storage_scenes import load, same
 
@@ -272,13 +273,68 @@ def test_no_command_makes_a_folder_of_a_url(
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 
-def test_options_of_the_storage_are_given_by_name(memory: str, tmp_path: Path, run: Run) -> None:
-    save_sharded(tmp_path)
-    upload(tmp_path, memory)
-    options = ("--storage-option", f"path={memory}", "--storage-option", "target_protocol=memory")
+@pytest.fixture
+def by_options(memory: str, tmp_path: Path) -> dict[str, str]:
+    """Save a checkpoint, and safetensors, that only these options reach: as ``dir://ckpt``."""
+    save_sharded(tmp_path / "ckpt")
+    save_hugging_face(tmp_path / "hub", {"w": torch.arange(4.0)})
+    for name in ("ckpt", "hub"):
+        upload(tmp_path / name, f"{memory}/{name}")
+    return {"path": memory.removeprefix("memory:/"), "target_protocol": "memory"}
+
+
+def test_every_function_takes_options_of_the_storage(
+    by_options: dict[str, str], tmp_path: Path
+) -> None:
+    url, given = "dir://ckpt", {"storage_options": by_options}
     before = dict(fsspec.config.conf)
-    ran = run("verify", "dir://ckpt/..", *options)
+    assert len(offline.inspect(url, **given).tensors) == 5
+    assert offline.inspect_tensor(url, "scale", **given).chunks
+    assert len(offline.shapes(url, **given)) == 5
+    assert offline.verify(url, contents=True, **given).sound
+    assert offline.diff(url, tmp_path / "ckpt", **given).same
+    assert offline.diagnose(url, **given).tensors
+    assert offline.rehearse(url, rules_by_ep, {"ep": 2}, **given).loads
+    assert len(offline.Checkpoint(url, **given).tensors) == 5
+    assert len(offline.open_source(url, **given).tensors) == 5
+    assert offline.export_safetensors(url, "dir://hf", prefix="", **given).is_written
+    assert offline.import_checkpoint("dir://hub", "dir://dcp", **given).is_written
+    assert offline.reshard(url, "dir://ep2", rules_by_ep, {"ep": 2}, **given).is_written
+    offline.stock_metadata(url, **given)
+    for name in ("ckpt", "hf", "dcp", "ep2"):
+        assert offline.verify(f"dir://{name}", **given).sound
     assert fsspec.config.conf == before
-    assert ran.code in (0, 2)
-    ran = run("verify", memory, "--storage-option", "nonsense")
+    with pytest.raises(CannotLook, match="dir://ckpt"):
+        offline.inspect(url)
+
+
+RULES = ("--rules", "tests.offline_scenes:rules_by_ep", "--mesh", "ep=2")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("inspect", "dir://ckpt"),
+        ("inspect", "dir://ckpt", "scale"),
+        ("verify", "dir://ckpt", "--contents"),
+        ("diff", "dir://ckpt", "dir://ckpt"),
+        ("doctor", "dir://ckpt"),
+        ("rehearse", "dir://ckpt", *RULES),
+        ("reshard", "dir://ckpt", "dir://ep2", *RULES),
+        ("export", "dir://ckpt", "dir://hf"),
+        ("import", "dir://hub", "dir://dcp"),
+        ("stock-metadata", "dir://ckpt"),
+    ],
+    ids=" ".join,
+)
+def test_every_command_takes_options_of_the_storage(
+    by_options: dict[str, str], run: Run, command: tuple[str, ...]
+) -> None:
+    options = [x for item in by_options.items() for x in ("--storage-option", "=".join(item))]
+    before = dict(fsspec.config.conf)
+    ran = run(*command, *options)
+    assert fsspec.config.conf == before
+    assert ran.code == 0, ran.err
+    assert run(*command).code == 2
+    ran = run(*command, "--storage-option", "nonsense")
     assert (ran.code, "write KEY=VALUE" in ran.err) == (2, True)

@@ -22,7 +22,6 @@ from dcp_placements import (
     PlacementFileSystemWriter,
     PlacementLoadPlanner,
 )
-from dcp_placements.cli.shared_options import default_options
 from dcp_placements.errors import CannotLook
 from dcp_placements.offline import Checkpoint, export_safetensors
 from dcp_placements.storage import store, writer
@@ -298,10 +297,6 @@ def test_options_reach_the_file_system(memory: str) -> None:
     path = memory.removeprefix("memory:/")
     assert PlacementFileSystemWriter(url, storage_options=options).store.fs.path == path
     assert PlacementFileSystemReader(url, storage_options=options).store.fs.path == path
-    before = dict(fsspec.config.conf)
-    with default_options([url], options):
-        assert PlacementFileSystemReader(url).store.fs.path == path
-    assert fsspec.config.conf == before
 
 
 def test_metadata_of_single_ranks_at_a_url_are_refused(memory: str) -> None:

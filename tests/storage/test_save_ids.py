@@ -245,16 +245,19 @@ def test_of_two_saves_at_once_at_a_url_the_one_that_ends_last_is_loaded(
     assert found["w"].equal(NEW)
 
 
-def test_a_save_that_fails_takes_its_files_along(tmp_path: Path) -> None:
-    class Stuck(PlacementFileSystemWriter):
-        def _sync(self, stream: Any) -> None:
+def test_a_save_that_fails_takes_its_files_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def stuck(descriptor: int) -> None:
+        if not Path(f"/proc/self/fd/{descriptor}").readlink().name.startswith("__0_"):
             raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
 
-    def of(rank: int) -> Any:
-        return (Stuck if rank else PlacementFileSystemWriter)(tmp_path)
-
+    monkeypatch.setattr(os, "fsync", stuck)
     with pytest.raises(CheckpointException, match="No space left"):
-        save(tmp_path, OLD, of)
+        save(tmp_path, OLD, lambda rank: PlacementFileSystemWriter(tmp_path))
     assert {file.name.split("_")[2] for file in tmp_path.glob("*.distcp")} == {"0"}
 
 
@@ -450,7 +453,7 @@ def test_m100_the_directory_is_synced_before_older_files_are_removed(
 ) -> None:
     save(tmp_path, OLD, lambda rank: PlacementFileSystemWriter(tmp_path))
     calls: list[str] = []
-    fsync, replace, unlink = os.fsync, os.replace, Path.unlink
+    fsync, replace, unlink = os.fsync, os.replace, os.unlink
 
     def synced(descriptor: int) -> None:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
@@ -461,12 +464,12 @@ def test_m100_the_directory_is_synced_before_older_files_are_removed(
         calls.append(f"rename to {Path(target).name}")
         replace(source, target)
 
-    def removed(path: Path, missing_ok: bool = False) -> None:
+    def removed(path: Any) -> None:
         calls.append("removal")
-        unlink(path, missing_ok=missing_ok)
+        unlink(path)
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", replaced)
-    monkeypatch.setattr(Path, "unlink", removed)
+    monkeypatch.setattr(os, "unlink", removed)
     save(tmp_path, NEW, lambda rank: PlacementFileSystemWriter(tmp_path))
     assert calls == ["rename to .metadata", "sync of the directory", "removal", "removal"]

@@ -6,7 +6,6 @@ over the mesh by the rules.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,7 +24,7 @@ from dcp_placements.layout.boxes import (
     numel,
 )
 from dcp_placements.layout.sharding import Box
-from dcp_placements.offline.checkpoint import Checkpoint, StoredTensor
+from dcp_placements.offline.checkpoint import AnySource, StoredTensor, opened
 from dcp_placements.offline.key_patterns import matching_keys
 from dcp_placements.offline.rehearsals.fsdp_axes import Fsdp
 from dcp_placements.offline.rehearsals.rehearsed_world import RehearsedWorld
@@ -39,6 +38,7 @@ from dcp_placements.short_text import (
 )
 from dcp_placements.storage.file_reads import c_strides, cheap_gap, segments
 from dcp_placements.storage.record_reads import is_read_whole
+from dcp_placements.storage.store import StorageOptions
 from dcp_placements.table.table import OBJECT
 from dcp_placements.table.world import Cover
 
@@ -149,13 +149,14 @@ class Rehearsal:
 
 
 def rehearse(
-    path: str | os.PathLike[str] | Checkpoint,
+    path: AnySource,
     rules: Callable[[MeshCoordinate], Any],
     axes: MeshAxes,
     *,
     fsdp: Fsdp = (),
     expect: Iterable[str] | None = None,
     fqn: str | None = None,
+    storage_options: StorageOptions = None,
     progress: Progress = lambda done, total: None,
 ) -> Rehearsal:
     """Plan a load on every rank of a world that need not exist.
@@ -174,6 +175,7 @@ def rehearse(
             ``{"experts": ["edp"], "**": ["edp", "ep"]}``; the first pattern that matches counts.
         expect: The keys that the model has; None for those of the checkpoint.
         fqn: Pattern of the tensors whose ``requests`` are listed.
+        storage_options: Options that fsspec passes to the file system of a URL.
         progress: Called with the number of ranks planned, and of all.
 
     Returns:
@@ -183,7 +185,7 @@ def rehearse(
         CannotLook: There is no checkpoint, an axis in ``fsdp`` is unknown, ``rules`` fails,
             or no tensor matches ``fqn``.
     """
-    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    checkpoint = opened(path, storage_options)
     stored = {*checkpoint.tensors, *checkpoint.objects}
     expected = stored if expect is None else set(expect)
     shown = set() if fqn is None else matching_keys(fqn, checkpoint.tensors)
