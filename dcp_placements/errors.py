@@ -11,9 +11,9 @@ import pickle
 import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from dcp_placements.short_text import (
     MAX_LINE,
@@ -128,14 +128,12 @@ class Fault:
             of all ranks follows the line to write.
     """
 
-    JSON: ClassVar[str] = "fqn headline details=facts"
-
     fqn: str
     headline: str
     details: tuple[str, ...] = ()
     where: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
-    uneven: Uneven | None = None
+    uneven: Uneven | None = field(default=None, repr=False)
 
     @property
     def facts(self) -> tuple[str, ...]:

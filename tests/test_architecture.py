@@ -212,6 +212,19 @@ assert not {"transformers", "megatron", "matplotlib"} & set(sys.modules)
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+def test_an_examination_of_files_imports_neither_planner() -> None:
+    program = """
+import sys
+from dcp_placements import offline
+functions = "inspect inspect_tensor shapes verify diff diagnose draw stock_metadata to_json"
+for name in functions.split():
+    getattr(offline, name)
+for folder in ("dcp_placements.save", "dcp_placements.load", "dcp_placements.engines"):
+    assert not any(name.startswith(folder) for name in sys.modules), folder
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_the_front_door_offers_all_that_it_names() -> None:
     assert dcp_placements.__all__ == sorted(dcp_placements.__all__)
     for name in dcp_placements.__all__:

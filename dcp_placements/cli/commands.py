@@ -38,8 +38,7 @@ from dcp_placements.short_text import format_count, format_name
 if TYPE_CHECKING:
     import torch
 
-StorageOptions = dict[str, Any]
-"""Options for the file system of a URL."""
+    from dcp_placements.storage.store import StorageOptions
 
 
 @checkpoint_argument

@@ -28,7 +28,6 @@ from dcp_placements.convert.writing import (
     world_files,
     write_output,
 )
-from dcp_placements.engines.saved import METADATA_FILE
 from dcp_placements.errors import (
     CannotLook,
     Fault,
@@ -69,6 +68,7 @@ from dcp_placements.short_text import (
     without_numbers,
 )
 from dcp_placements.storage.store import StorageOptions
+from dcp_placements.storage.wrong_path import ENGINE_METADATA
 
 SHARD_NBYTES = 5 << 30
 MEMORY_NBYTES = 1 << 30
@@ -123,7 +123,7 @@ def open_source(
         _RANKS: bool(rank_file_names(names)),
         _MEGATRON: any(re.match(r"mp_rank_\d|iter_\d{7}$|release$", name) for name in names),
         "safetensors": any(name.endswith(".safetensors") for name in names),
-        _ENGINE: METADATA_FILE in names,
+        _ENGINE: ENGINE_METADATA in names,
     }
     # Beside a DCP checkpoint trainers leave other files.
     kinds = [kind for kind, is_there in present.items() if is_there and ".metadata" not in names]

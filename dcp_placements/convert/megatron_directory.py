@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from dcp_placements.convert.rank_tensors import local_directory
 from dcp_placements.convert.torch_files import UnreadableFile, load_torch_file
@@ -135,24 +135,23 @@ def chunk_number(name: Any, value: Any) -> int | None:
 class MegatronLayout:
     """The layout of a Megatron checkpoint directory."""
 
-    JSON: ClassVar[str] = "layout fields reason pattern loader mismatches files"
-
-    path: Path  # the directory of the iteration
+    path: Path = field(repr=False)  # the directory of the iteration
     # How ranks are addressed: ``"1D"`` (tp), ``"2D"`` (tp, pp), ``"3D"`` (tp, pp, ep: wherever
     # there is expert parallelism), or ``"ambiguous"``
     layout: str
     fields: int  # count of numbers in a name, 1 to 3; an axis of size 1 may have none
     # ``"pp"`` or ``"ep"`` if a name has two fields and it is known; else None
-    second_field: str | None
+    second_field: str | None = field(repr=False)
     reason: str  # evidence for the layout, or what would settle it
     pattern: str  # the path of a rank's file, below ``path``'s parent, for the given sizes
     loader: str | None  # ``"non-EP"`` or ``"EP-aware"``; None if ambiguous
-    sizes: Sizes  # parallel sizes of the run; without meaning if ambiguous
+    # Parallel sizes of the run; without meaning if ambiguous
+    sizes: Sizes = field(repr=False)
     mismatches: tuple[str, ...]  # contradictions and missing files
     files: tuple[str, ...]  # the files present, below ``path``
     ranks: tuple[RankFile, ...] = field(repr=False)
     # The position of each directory's writer; empty if ambiguous
-    coordinates: Mapping[str, Coordinate] = field(default_factory=dict)
+    coordinates: Mapping[str, Coordinate] = field(default_factory=dict, repr=False)
 
     @property
     def fits(self) -> bool:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_placements.errors import CannotLook
-from dcp_placements.offline.directory import Directory
 from dcp_placements.short_text import format_name
+from dcp_placements.storage.store import Store
 
 _METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "mxfp4")
 _FORMATS = (
@@ -43,7 +43,7 @@ class Declared:
     unknown: tuple[str, ...] = ()
 
 
-def declared_of(directory: Directory) -> Declared:
+def declared_of(directory: Store) -> Declared:
     """Return what the configuration beside a model's files says; nothing where there is none.
 
     Raises:

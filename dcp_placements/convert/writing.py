@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
-from typing import IO, Any, ClassVar
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import BytesStorageMetadata, Metadata, TensorStorageMetadata
@@ -89,16 +89,11 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class Converted:
     """What a conversion wrote; with ``dry_run``, what it would write."""
 
-    JSON: ClassVar[str] = (
-        "source out is_written files tensors objects nbytes prefix unchanged left_out tied kept "
-        "beside accounted notes"
-    )
-
     source: str  # the source's directory or URL
     out: str  # the output's directory or URL
     is_written: bool
     files: Mapping[str, int]  # by name: bytes of a checkpoint's file, or of a file's tensors
-    keys: tuple[str, ...]  # keys of the tensors, in order
+    keys: tuple[str, ...] = field(repr=False)  # keys of the tensors, in order
     nbytes: int  # bytes of the tensors' elements
     kept: tuple[str, ...]  # files of an earlier attempt
     beside: tuple[LeftOut, ...]  # other contents of ranks' files, with the reasons

@@ -60,6 +60,7 @@ from dcp_placements.storage.saved_dtensor import check_rank, rank_shard
 from dcp_placements.storage.state_dict_file import Records, SavedChunk, SavedFile
 from dcp_placements.storage.tensor_record import TensorRecord
 from dcp_placements.storage.torch_metadata import StoredLocation, build_entries
+from dcp_placements.storage.wrong_path import ENGINE_METADATA
 from dcp_placements.table.digests import (
     DIGEST_NBYTES,
     digest_of_bytes,
@@ -70,7 +71,6 @@ from dcp_placements.table.proof_faults import copies_fault
 from dcp_placements.table.statement import Statement
 from dcp_placements.table.table import OBJECT, Held, as_holding
 
-METADATA_FILE = "metadata.pkl"
 VERSION = 1
 """The version of the plain values of this package."""
 OURS = "dcp_placements"
@@ -143,7 +143,7 @@ class Described(NamedTuple):
         def value(own: Path, tensor: TensorRecord, dtensor: Stub | None) -> None:
             key = _key(self.item_key, own)
             if tuple(map(str, own)) not in self.paths and 0 not in tensor.shape:
-                headline = f"is in {file.name}, and not in {METADATA_FILE}"
+                headline = f"is in {file.name}, and not in {ENGINE_METADATA}"
                 faults.append(Fault(key, headline, _FIRST_SAVE))
             try:
                 if dtensor is not None:
@@ -239,7 +239,7 @@ def saved_items(
     except Exception as error:  # of any type, by what is in the metadata
         headline = f"its metadata are broken: {format_error(error)}"
         likely = "likely:      the file was damaged or cut short"
-        raise _refused(path, METADATA_FILE, headline, likely) from error
+        raise _refused(path, ENGINE_METADATA, headline, likely) from error
     places: PlacesOfItems = {}
     done: set[RankKeys] = set()
     for number in sorted(ranks, key=lambda other: (other != rank, other)):
@@ -282,7 +282,7 @@ def engine_items(stream: IO[bytes]) -> dict[str, dict[str, Any]]:
     if stored["version"] != _ENGINE_VERSION:
         headline = f"is of version {stored['version']}, where {_ENGINE_VERSION} is read"
         raise _refused(
-            METADATA_FILE, "version", headline, "way out:     load it, and save it again"
+            ENGINE_METADATA, "version", headline, "way out:     load it, and save it again"
         )
     items: dict[str, dict[str, Any]] = stored["metadata"]
     return items

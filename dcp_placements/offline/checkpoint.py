@@ -21,7 +21,6 @@ import torch
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from dcp_placements.engines.saved import METADATA_FILE, engine_items, read_engine
 from dcp_placements.errors import (
     CannotLook,
     Fault,
@@ -49,6 +48,7 @@ from dcp_placements.storage.save_ids import (
 from dcp_placements.storage.state_dict_file import Records
 from dcp_placements.storage.store import StorageOptions, Store
 from dcp_placements.storage.torch_metadata import Offset, StoredLocation
+from dcp_placements.storage.wrong_path import ENGINE_METADATA
 
 DCP = "dcp"
 SAFETENSORS = "safetensors"
@@ -72,11 +72,6 @@ class StoredRecord(NamedTuple):
     nbytes: int = 0  # length of the record
     # Names of the transforms that the record went through, such as compression
     transforms: tuple[str, ...] = ()
-
-    @property
-    def JSON(self) -> str:  # a named tuple has no class variables
-        """The attributes that ``to_json`` shows."""
-        return "box file start nbytes rank"
 
     @property
     def end(self) -> int:
@@ -414,8 +409,11 @@ class Checkpoint:
             return kind, read_dcp(
                 directory, ".metadata", newer=self.newer, unused=self.unused_indexes
             )
-        if METADATA_FILE in names:
-            with reading(directory, METADATA_FILE), directory.open(METADATA_FILE) as stream:
+        if ENGINE_METADATA in names:
+            # Imported here, as it proves parts by what a save is proved by.
+            from dcp_placements.engines.saved import engine_items, read_engine
+
+            with reading(directory, ENGINE_METADATA), directory.open(ENGINE_METADATA) as stream:
                 items = engine_items(stream)
             read = read_engine(directory.path, items, directory.open, self._source)
             metadata, self.records_in_files, objects = read
@@ -432,7 +430,7 @@ AnySource = str | os.PathLike[str] | Checkpoint
 """A path or URL, or an opened checkpoint, whose own options count."""
 
 
-def opened(source: AnySource, storage_options: StorageOptions = None) -> Checkpoint:
+def as_checkpoint(source: AnySource, storage_options: StorageOptions = None) -> Checkpoint:
     """Return the checkpoint at a path or URL, or an opened one as it is."""
     if isinstance(source, Checkpoint):
         return source

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import isfinite
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -32,7 +32,7 @@ from dcp_placements.offline.checkpoint import (
     Checkpoint,
     StoredRecord,
     StoredTensor,
-    opened,
+    as_checkpoint,
 )
 from dcp_placements.offline.directory import check_damage
 from dcp_placements.offline.key_patterns import matching_keys
@@ -65,10 +65,17 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
+class FirstElement:
+    """An element that differs."""
+
+    index: tuple[int, ...]  # its index in the whole tensor
+    a: Any  # its value in the first checkpoint, as JSON has it
+    b: Any  # its value in the second
+
+
+@dataclass(frozen=True, slots=True)
 class TensorDifference:
     """One difference."""
-
-    JSON: ClassVar[str] = "kind fqn message elements differing max_abs nans first=first_element"
 
     # ``missing`` (only in the first), ``extra`` (only in the second), ``shape``, ``dtype``,
     # ``values``, ``object``, ``incomplete`` (holes or overlaps), ``unreadable``
@@ -79,15 +86,7 @@ class TensorDifference:
     differing: int = 0  # elements that differ
     max_abs: float | None = None  # the largest absolute difference; None if no two numbers differ
     nans: int = 0  # differing elements where one value is NaN, or both with other bits
-    # The first differing element in C order: its index, and both values
-    first: tuple[tuple[int, ...], Any, Any] | None = None
-
-    @property
-    def first_element(self) -> dict[str, Any] | None:
-        """``first`` by the names of its parts."""
-        if self.first is None:
-            return None
-        return dict(zip(("index", "a", "b"), self.first, strict=True))
+    first: FirstElement | None = None  # the first differing element in C order
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +102,6 @@ class DifferenceFamily:
 @dataclass(frozen=True, slots=True)
 class Diff:
     """What differs between two checkpoints."""
-
-    JSON: ClassVar[str] = "a b same families differences notes compared"
 
     a: str  # the path of the first
     b: str  # the path of the second
@@ -196,8 +193,8 @@ def diff(
         CannotLook: A path is no checkpoint, or a file cannot be read; ``rename`` does not fit some
             tensor of the first; or no key matches ``fqn``.
     """
-    first = opened(a, storage_options)
-    second = opened(b, storage_options)
+    first = as_checkpoint(a, storage_options)
+    second = as_checkpoint(b, storage_options)
     notes: list[str] = []
     stored: Mapping[str, StoredTensor] = first.tensors
     if second.format == SAFETENSORS != first.format:
@@ -408,8 +405,8 @@ def _difference(key: str, a: AssembledTensor, b: StoredTensor, tally: Tally) -> 
             fact += f", by {tally.max_abs:.6g} at most"
         if tally.nans:
             fact += f", {tally.nans:,} by NaN"
-        index, value, other = tally.first
-        facts.append(f"{fact}; the first at {index}: {value} and {other}")
+        first = tally.first
+        facts.append(f"{fact}; the first at {first.index}: {first.a} and {first.b}")
     else:
         facts.append("the values are the same")
     numbers = (elements, tally.differing, tally.max_abs, tally.nans, tally.first)
@@ -436,8 +433,7 @@ class Tally:
     # The largest absolute difference of two numbers; None if no two numbers differ
     max_abs: float | None = None
     nans: int = 0  # differing elements where one value is NaN, or both with other bits
-    # The first differing element in C order: its index, and both values
-    first: tuple[tuple[int, ...], Any, Any] | None = None
+    first: FirstElement | None = None  # the first differing element in C order
 
     def add(
         self,
@@ -495,9 +491,9 @@ class Tally:
                 else ()
             )
             index = tuple(int(i) + o for i, o in zip(local, offsets, strict=True))
-            if self.first is None or index < self.first[0]:
+            if self.first is None or index < self.first.index:
                 value = _value if is_number else _hexadecimal
-                self.first = index, value(a[first]), value(b[first])
+                self.first = FirstElement(index, value(a[first]), value(b[first]))
 
 
 def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from dcp_placements.errors import CannotLook
 from dcp_placements.layout.sharding import Kind
 from dcp_placements.names.optimizer_state import OptimizerStates
-from dcp_placements.offline.checkpoint import AnySource, Checkpoint, opened, ranks_of
+from dcp_placements.offline.checkpoint import AnySource, Checkpoint, as_checkpoint, ranks_of
 from dcp_placements.offline.lost_tensors import LostTensor, compared_with_whole, lines_of
 from dcp_placements.offline.texts import ranges, short
 from dcp_placements.offline.whole_shapes import ModelSource, whole_of
@@ -48,10 +48,9 @@ _ROUTER = re.compile(r"(^|\.)(gate|router)(\.|$)|score_correction_bias|expert_bi
 class ExpertTensor:
     """One tensor of a layer's experts."""
 
-    JSON: ClassVar[str] = "stored experts verdict reason"
-
-    fqn: str  # its key, with ``{}`` for the expert if each has a key of its own
-    layer: str  # the key up to the experts
+    # Its key, with ``{}`` for the expert if each has a key of its own
+    fqn: str = field(repr=False)
+    layer: str = field(repr=False)  # the key up to the experts
     stored: int  # the number of experts that the checkpoint has of it
     experts: int | None  # the number of experts that the model has; None if that is not known
     # ``"whole"``; ``"overwritten"``: experts of several ranks were taken for replicas;
@@ -63,8 +62,6 @@ class ExpertTensor:
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
     """Whether a checkpoint has all experts of the model."""
-
-    JSON: ClassVar[str] = "path healthy tensors unchecked compared lost notes"
 
     path: str  # the checkpoint
     tensors: Mapping[str, ExpertTensor]  # the tensors of experts, by key; none with ``whole``
@@ -142,7 +139,7 @@ def diagnose(
         CannotLook: There is no checkpoint; or ``axes`` has no ``ep``, or fewer ranks than wrote; or
             ``whole`` says no shapes.
     """
-    checkpoint = opened(path, storage_options)
+    checkpoint = as_checkpoint(path, storage_options)
     if whole is not None:  # the model decides, whatever names say
         compared = compared_with_whole(checkpoint, whole_of(whole))
         return Diagnosis(checkpoint.path, {}, (), compared.text, compared.lost, compared.notes)

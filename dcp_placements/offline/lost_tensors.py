@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -27,8 +27,6 @@ from dcp_placements.table.world import World
 @dataclass(frozen=True, slots=True)
 class LostTensor:
     """A tensor of the whole model that the checkpoint does not have as the model has it."""
-
-    JSON: ClassVar[str] = "fqn stored whole reason declaration"
 
     fqn: str  # its key
     stored: Shape | None  # the shape that is stored; None where it is not

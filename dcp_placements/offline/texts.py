@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import lru_cache
 from math import isfinite
 from typing import Any
 
@@ -72,25 +73,24 @@ def format_table(
 def to_json(result: Any) -> Any:
     """Return a result as dicts, lists and scalars, under the names that the guide of cli lists.
 
-    A dataclass becomes a dict of its fields, and any class with ``JSON`` of what that lists:
-    attributes separated by spaces, each as ``attribute`` or ``key=attribute``. ``nbytes`` becomes
-    ``bytes``. A field ``box`` gives ``offsets`` and ``sizes`` to the dict it is in. Floats that are
-    not finite become strings.
+    A dataclass or named tuple becomes a dict of its fields, but those that its ``repr`` leaves out,
+    and of its properties: a verdict that follows from the fields. ``nbytes`` becomes ``bytes``. A
+    field ``box`` gives ``offsets`` and ``sizes`` to the dict it is in. Floats that are not finite
+    become strings.
 
     Args:
         result: Result of a function of ``dcp_placements.offline``, or a value in it.
     """
-    listed = getattr(result, "JSON", "")
-    if listed or is_dataclass(result):
-        values: dict[str, Any] = {}
-        listed = listed or " ".join([field.name for field in fields(result)])
-        for name in listed.split():
-            key, _, attribute = name.partition("=")
-            value = to_json(getattr(result, attribute or key))
-            values |= value if key == "box" else {key.replace("nbytes", "bytes"): value}
-        return values
     if isinstance(result, Box):
         return {"offsets": list(result.offsets), "sizes": list(result.sizes)}
+    kind: Any = type(result)
+    if names := _shown(kind):
+        values: dict[str, Any] = {}
+        for name in names:
+            value = to_json(getattr(result, name))
+            is_box = name == "box" and value is not None
+            values |= value if is_box else {name.replace("nbytes", "bytes"): value}
+        return values
     if isinstance(result, Mapping):
         return {key: to_json(value) for key, value in result.items()}
     if isinstance(result, (list, tuple)):
@@ -98,3 +98,16 @@ def to_json(result: Any) -> Any:
     if isinstance(result, float) and not isfinite(result):
         return str(result)
     return result
+
+
+@lru_cache
+def _shown(kind: Any) -> tuple[str, ...]:
+    """Return the names of the fields and properties of a class that a document has."""
+    if is_dataclass(kind):
+        names = [field.name for field in fields(kind) if field.repr]
+    else:
+        names = list(getattr(kind, "_fields", ()))
+    if not names:
+        return ()
+    properties = [name for name, value in vars(kind).items() if isinstance(value, property)]
+    return (*names, *properties)

@@ -11,10 +11,10 @@ import io
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from operator import attrgetter
-from typing import Any, ClassVar, assert_never
+from typing import Any, assert_never
 
 import torch
 
@@ -97,14 +97,13 @@ class CheckpointFault:
 class Verification:
     """Whether a checkpoint is whole."""
 
-    JSON: ClassVar[str] = "path sound faults notes checked"
-
     path: str  # path of the checkpoint
     faults: tuple[CheckpointFault, ...]  # its faults, sorted by kind, file and key
     notes: tuple[str, ...]  # observations that prove no fault
     checked: Mapping[str, int]  # ``tensors``, their ``chunks``, ``bytes`` read and compared
-    unread: int  # records that were not read; the notes name them
-    contents: bool  # whether contents were to be read
+    # Records that were not read; the notes name them
+    unread: int = field(repr=False)
+    contents: bool = field(repr=False)  # whether contents were to be read
 
     @property
     def sound(self) -> bool:

@@ -17,6 +17,9 @@ from dcp_placements.storage.store import Store
 MAX_LISTED = 200
 """The most neighbouring directories that are searched for a message."""
 
+ENGINE_METADATA = "metadata.pkl"
+"""The file that describes a checkpoint of ``torch_checkpointing``."""
+
 _WAY_OUT = "the directory of a checkpoint, in which .metadata is"
 
 
@@ -39,7 +42,7 @@ def no_checkpoint(store: Store) -> NoCheckpoint:
     ]
     if any(name.startswith(".metadata.") or name.endswith(".distcp") for name in names):
         lines.append("likely:      a save that was cut off, as .metadata comes last")
-    if "metadata.pkl" in names:
+    if ENGINE_METADATA in names:
         lines.append("likely:      torch_checkpointing saved it: Placements.resharder() loads it")
         return NoCheckpoint("\n    ".join([*lines, "or:          dcp-placements import PATH OUT"]))
     return NoCheckpoint("\n    ".join([*lines, _way_out(folder)]))

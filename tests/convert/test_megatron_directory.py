@@ -351,7 +351,8 @@ def test_the_command_prints_what_the_function_returns(tmp_path: Path, run: Run) 
     ran = run("megatron", tmp_path, "--json")
     result = json.loads(ran.out)
     assert ran.code == 0
-    assert set(result) == {"layout", "fields", "reason", "pattern", "loader", "mismatches", "files"}
+    keys = {"layout", "fields", "reason", "pattern", "loader", "mismatches", "files", "fits"}
+    assert set(result) == keys, "as the guide of cli lists them"
     assert (result["layout"], result["fields"], result["loader"]) == ("3D", 2, "EP-aware")
     assert result["files"][1] == "mp_rank_00_002/model_optim_rng.pt"
     text = run("megatron", tmp_path).out

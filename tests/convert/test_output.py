@@ -89,6 +89,7 @@ def test_of_two_at_once_one_succeeds_and_the_other_names_it(tmp_path: Path) -> N
     )
 
 
+@pytest.mark.filterwarnings("ignore:.*file system cannot")
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_without_locks_of_the_file_system_the_file_is_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int

@@ -19,7 +19,7 @@ from strategies import examples
 
 from dcp_placements import Renames, Replace, Unstack
 from dcp_placements.offline import CannotLook, diff, to_json, verify
-from dcp_placements.offline.difference import Tally
+from dcp_placements.offline.difference import FirstElement, Tally
 from dcp_placements.testing import damage
 from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
 from tests.storage_scenes import Flipped, all_kinds
@@ -71,7 +71,7 @@ def test_a_changed_element_is_named_with_its_index(
     assert difference.differing == 2
     assert difference.max_abs == 7
     was = wholes()[W1][5, 2, 1].item()
-    assert difference.first == ((5, 2, 1), was, was + 3)
+    assert difference.first == FirstElement((5, 2, 1), was, was + 3)
 
 
 def test_keys_shapes_and_dtypes(saved: Path, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_keys_shapes_and_dtypes(saved: Path, tmp_path: Path) -> None:
     assert (expected[W1].differing, expected[W1].max_abs, expected[W1].first) == (
         1,
         0.5,
-        ((0, 0, 1), 1.0, 1.5),
+        FirstElement((0, 0, 1), 1.0, 1.5),
     )
     assert "(6, 10)" in expected["layers.1.attention"].message
 
@@ -107,7 +107,7 @@ def test_nans_and_infinities(tmp_path: Path) -> None:
     assert diff(tmp_path / "a", tmp_path / "a").same
     (found,) = diff(tmp_path / "a", tmp_path / "b").differences
     assert (found.differing, found.nans, found.max_abs) == (3, 1, math.inf)
-    assert found.first == ((3,), "-inf", "inf")
+    assert found.first == FirstElement((3,), "-inf", "inf")
     assert json.loads(json.dumps(to_json(found)))["max_abs"] == "inf"
     (found,) = diff(tmp_path / "a", tmp_path / "b", atol=1.0).differences
     assert found.differing == 2
@@ -133,7 +133,7 @@ def test_tolerances_are_those_of_torch(data: st.DataObject) -> None:
     if tally.differing:
         row, column = differs.nonzero()[0].tolist()
         assert tally.first is not None
-        assert tally.first[0] == (row + 10, column + 20)
+        assert tally.first.index == (row + 10, column + 20)
         gaps = (one.double() - other.double()).abs()[differs]
         known = gaps[~gaps.isnan()]
         assert tally.max_abs == (float(known.max()) if len(known) else None)
@@ -178,7 +178,7 @@ def test_tensors_of_every_kind(tmp_path: Path) -> None:
     for fqn, difference in found.items():
         assert (difference.kind, difference.differing) == ("values", 1), fqn
         assert difference.first is not None
-        assert difference.first[0] == (0,) * kinds[fqn].ndim
+        assert difference.first.index == (0,) * kinds[fqn].ndim
 
 
 @pytest.mark.parametrize("memory", [2 << 30, 160])
@@ -206,7 +206,7 @@ def test_an_export_of_stacked_experts_is_proved_by_its_rename(
     (found,) = diff(saved / "ep2", tmp_path / "other", rename=rename, memory=memory).differences
     assert (found.kind, found.fqn, found.differing, found.max_abs) == ("values", flipped, 1, 2)
     assert found.first is not None
-    assert found.first[0] == (4, 1)
+    assert found.first.index == (4, 1)
 
 
 def test_an_export_of_a_training_checkpoint_is_proved(tmp_path: Path, run: Run) -> None:

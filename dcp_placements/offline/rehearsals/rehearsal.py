@@ -7,10 +7,10 @@ over the mesh by the rules.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from dcp_placements.layout.boxes import (
     numel,
 )
 from dcp_placements.layout.sharding import Box
-from dcp_placements.offline.checkpoint import AnySource, StoredTensor, opened
+from dcp_placements.offline.checkpoint import AnySource, StoredTensor, as_checkpoint
 from dcp_placements.offline.key_patterns import matching_keys
 from dcp_placements.offline.rehearsals.fsdp_axes import Fsdp
 from dcp_placements.offline.rehearsals.rehearsed_world import RehearsedWorld
@@ -71,22 +71,16 @@ class RankRehearsal:
 class AskedBox:
     """A box of one tensor that ranks ask for."""
 
-    JSON: ClassVar[str] = "fqn box ranks files"
-
     fqn: str  # the key in the checkpoint
     box: Box  # box in the checkpoint's tensor
     ranks: tuple[int, ...]  # ranks that ask for it
     files: tuple[str, ...]  # names of the files with a chunk that overlaps it, sorted
-    shape: tuple[int, ...]  # shape of the checkpoint's tensor
+    shape: tuple[int, ...] = field(repr=False)  # shape of the checkpoint's tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
     """Whether a checkpoint loads into a topology."""
-
-    JSON: ClassVar[str] = (
-        "loads axes faults notes missing unread unmatched replicated unique_nbytes ranks requests"
-    )
 
     axes: Mapping[str, int]  # sizes by axis name
     ranks: tuple[RankRehearsal, ...]  # cost of each rank, by rank
@@ -185,7 +179,7 @@ def rehearse(
         CannotLook: There is no checkpoint, an axis in ``fsdp`` is unknown, ``rules`` fails,
             or no tensor matches ``fqn``.
     """
-    checkpoint = opened(path, storage_options)
+    checkpoint = as_checkpoint(path, storage_options)
     stored = {*checkpoint.tensors, *checkpoint.objects}
     expected = stored if expect is None else set(expect)
     shown = set() if fqn is None else matching_keys(fqn, checkpoint.tensors)
