@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         Replace as Replace,
         Split as Split,
         Stack as Stack,
+        Transpose as Transpose,
         Unstack as Unstack,
         contiguous as contiguous,
     )
@@ -47,7 +48,7 @@ _NAMES = {
     "errors": "PlacementError",
     "installation": "installed",
     "load.planner": "PlacementLoadPlanner",
-    "names.renames": "Renames Renumber Replace Split Stack Unstack contiguous",
+    "names.renames": "Renames Renumber Replace Split Stack Transpose Unstack contiguous",
     "names.stacks_and_parts": "Parts Row Rows",
     "placements": "Placements",
     "preflight": "check",

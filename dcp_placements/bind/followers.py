@@ -14,6 +14,7 @@ A weight (8, 3), cut over two ep ranks by ``{"ep": Shard(0)}``, and its state, o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from dcp_placements.bind.rule_and_dtensor import CutSource, Place, Placed, Share
 from dcp_placements.errors import CannotPlace
 from dcp_placements.names.flat import Path, Reshaped
 from dcp_placements.names.optimizer_state import Dims, OptimizerStates, followed_dims
-from dcp_placements.names.stacks_and_parts import dims_of_row
+from dcp_placements.names.stacks_and_parts import dims_of_row, rule_dims
 from dcp_placements.rules.placement import is_flat, moved_placements
 
 
@@ -136,6 +137,55 @@ def followed_parameter(
     return None if is_ruled or stacks[0] != stacks[1] else parameter
 
 
+def check_orientation(
+    fqn: str, states: States, sources: Mapping[str, CutSource], reshaped: Reshaped
+) -> None:
+    """Refuse optimizer state that is transposed otherwise than its parameter.
+
+    A state of another shape, as a factored moment, has rows or columns of its parameter by its
+    name. Of a transposed parameter it would have the other ones.
+
+    Args:
+        fqn: The state's name in rules.
+        states: The tensors that its parameter may be.
+        sources: The tensors, by their names in rules.
+        reshaped: The values that a rename turns into other tensors.
+
+    Raises:
+        CannotPlace: It is such a state.
+    """
+    shape = tuple(sources[fqn].own[0].shape)
+    parameters = {name: sources[name] for name in states.parameters[fqn] if name in sources}
+    local_shapes = {name: tuple(source.own[0].shape) for name, source in parameters.items()}
+    if not parameters and fqn in states.shapes:
+        local_shapes = {fqn: states.shapes[fqn]}
+    for name, of_parameter in local_shapes.items():
+        is_transposed = _is_transposed(name, reshaped)
+        if shape == of_parameter or len(of_parameter) < 2 or prod(shape) == 1:
+            if is_transposed != _is_transposed(fqn, reshaped) and len(shape) > 1:
+                raise CannotPlace(
+                    f"its parameter is {'' if is_transposed else 'not '}transposed by rename=, and "
+                    f"it is {'not' if is_transposed else 'transposed'}",
+                    f"parameter:   {name}",
+                    "way out:     a Transpose whose pattern both match: without the levels above "
+                    "the layer",
+                )
+        elif is_transposed:
+            raise CannotPlace(
+                f"has the shape {shape}, and its parameter, which rename= transposes, "
+                f"{of_parameter}: rows of it would be stored as columns",
+                f"parameter:   {name}",
+                "way out:     leave the state out, or save without the Transpose and load so",
+            )
+
+
+def _is_transposed(fqn: str, reshaped: Reshaped) -> bool:
+    """Whether a rename transposes a tensor, by its name in rules."""
+    rows = reshaped.rows.get(fqn, ())
+    whole = reshaped.wholes.get(fqn)
+    return any(row.name.transposed for row in rows) or (whole is not None and whole.name.transposed)
+
+
 def follow(
     fqn: str,
     source: CutSource,
@@ -175,6 +225,8 @@ def follow(
     if parameter.fqn in reshaped.rows:
         row = reshaped.rows[parameter.fqn][0].name
         ndim, ruled = len(whole) + len(row.axes), dims_of_row(row, tuple(whole))
+    elif parameter.fqn in reshaped.wholes:
+        ruled = rule_dims(reshaped.wholes[parameter.fqn].name, tuple(whole))
     candidates: list[Place] = []
     for dims in ways:
         if is_plain:

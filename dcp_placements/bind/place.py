@@ -28,7 +28,13 @@ from dcp_placements._torch import (
     has_hooks,
     is_dtensor_like,
 )
-from dcp_placements.bind.followers import States, follow, followed_parameter, states_of
+from dcp_placements.bind.followers import (
+    States,
+    check_orientation,
+    follow,
+    followed_parameter,
+    states_of,
+)
 from dcp_placements.bind.own_chunks import listed_place, lists_its_chunks, names_its_chunks
 from dcp_placements.bind.reshape import RowAxes, other_tensors, reshape, row_axes, stack_like
 from dcp_placements.bind.rule_and_dtensor import (
@@ -53,7 +59,7 @@ from dcp_placements.names.optimizer_state import (
     parameter_groups_in,
     unnamed_faults,
 )
-from dcp_placements.names.stacks_and_parts import Parts, Rename, dims_of_row, texts_of
+from dcp_placements.names.stacks_and_parts import Parts, Rename, dims_of_row, rule_dims, texts_of
 from dcp_placements.rules.patterns import PlacementRules, Rules, asked, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement, IndexShard, is_flat, kind_of
 
@@ -241,6 +247,10 @@ def _ask(
         return (None, None) if match is None else (repr(match[0]), match[1])
     if fqn in reshaped.rows:
         value = stack_like(reshaped.rows[fqn], value)
+    elif fqn in reshaped.wholes and reshaped.wholes[fqn].name.transposed:
+        dims = rule_dims(reshaped.wholes[fqn].name, tuple(value.shape))
+        shape = [value.shape[dim] for dim in dims]
+        value = torch.empty(shape, dtype=value.dtype, device="meta")
     placement = asked(rules, fqn, value, rank=global_rank())
     return (None, None) if placement is None else (rule_name(rules, fqn), placement)
 
@@ -267,6 +277,7 @@ def _bind_each(
         try:
             parameter = None
             if fqn in states.parameters:
+                check_orientation(fqn, states, sources, reshaped)
                 parameter = followed_parameter(fqn, states, sources, placing.placed, reshaped)
             if parameter is not None:
                 follower = follow(fqn, source, parameter, sources[parameter.fqn], reshaped, places)
@@ -311,6 +322,13 @@ def _placed(
     if fqn in reshaped.rows:
         row = reshaped.rows[fqn][0].name
         origins, ndim = dims_of_row(row, tuple(shape)), len(shape) + len(row.axes)
+    elif fqn in reshaped.wholes:
+        origins, ndim = rule_dims(reshaped.wholes[fqn].name, tuple(shape)), len(shape)
+        if is_flat(placement) and reshaped.wholes[fqn].name.transposed:
+            raise CannotPlace(
+                "is a range of its flattened tensor, and rename= transposes it",
+                "way out:     no Transpose of it; export, import and diff take one of the whole",
+            )
     elif parameter_shape is not None:
         ways, ndim = followed_dims(tuple(shape), parameter_shape), len(parameter_shape)
         origins = ways[0] if len(ways) == 1 else None

@@ -1,4 +1,4 @@
-"""Renames that change tensors: ``Stack``, ``Unstack`` and ``Split`` of a rank's tensors.
+"""Renames that change a rank's tensors: ``Stack``, ``Unstack``, ``Split`` and ``Transpose``.
 
 Each tensor is bound before, as what it is on this rank. A target of a rename has pairs of equal
 boxes. The rank's chunks of a target are the tensor's own chunks, moved by those pairs; their views
@@ -11,6 +11,7 @@ with two experts each::
                                    -> experts.2.w and experts.3.w, whole
     Split("gate_up", ("gate", "up"))  gate_up (8, 3)
                                    -> gate: its [0:4, ...]; up: its [4:8, ...]
+    Transpose("w")                 w (2, 4, 3) -> w: a view (2, 3, 4), with the cuts of its dims
 
 Rules name the stack in all of these forms. So a tensor that is a row of a stack is bound by the
 stack's rule without the dims that the rows lie along; ranks along an axis that shards these hold
@@ -43,15 +44,17 @@ from dcp_placements.errors import CannotPlace, Fault
 from dcp_placements.layout.sharding import Cut, FusedPart, Kind, Sharding
 from dcp_placements.names.flat import Path, RenamedValue, Reshaped
 from dcp_placements.names.stacks_and_parts import (
+    OfWhole,
     Parts,
     Row,
-    Rows,
     Target,
+    Transposed,
     part_targets,
     removed,
     row_dim,
     row_target,
     stack_dims,
+    swapped,
 )
 from dcp_placements.rules.mesh import Axis, Mesh, mesh_axes
 from dcp_placements.rules.patterns import Rules, rule_name
@@ -342,7 +345,7 @@ def _stack(
     key = own.place, rows[0].axes, axes, tuple([row.indices for row in rows])
     if key not in stacks:
         stacks[key] = _stack_place(own.place, rows, axes)
-    views = [tensor.detach() for tensor in tensors]
+    views = [_view(tensor.detach(), rows[0].transposed) for tensor in tensors]
     for dim, origin in enumerate(row_target(rows[0], own.place.sharding.global_shape).dims):
         if origin is None:
             views = [view.unsqueeze(dim) for view in views]
@@ -396,7 +399,13 @@ class HeldTarget(NamedTuple):
     place: Place
 
 
-def _check_whole(renamed: RenamedValue[Rows | Parts]) -> None:
+def _view(tensor: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """Return a tensor, as a view with its last two dims swapped where they are."""
+    dims = tuple(range(tensor.ndim))
+    return tensor.permute(swapped(dims)) if transposed else tensor
+
+
+def _check_whole(renamed: RenamedValue[OfWhole]) -> None:
     """Refuse a value that has no rows and no parts.
 
     Raises:
@@ -410,13 +419,13 @@ def _check_whole(renamed: RenamedValue[Rows | Parts]) -> None:
             _ONE_FORM,
         )
     if names_its_chunks(value):
-        raise CannotPlace("names its chunks itself, and cannot be unstacked")
+        raise CannotPlace("names its chunks itself, and cannot be unstacked, split or transposed")
 
 
 def _put_targets(
     placing: Placing,
     own: Placed,
-    renamed: RenamedValue[Rows | Parts],
+    renamed: RenamedValue[OfWhole],
     targets: dict[Any, list[HeldTarget]],
     several: Sequence[RenamedValue[str | Parts]],
     repeats: dict[Any, Place],
@@ -433,17 +442,19 @@ def _put_targets(
         repeats: The places of several tensors so far; takes in those of these.
     """
     name, shape = renamed.name, own.place.sharding.global_shape
+    is_turned = name.transposed
     dim = row_dim(name, shape)
     if dim is not None:
         placing.totals.update(dict.fromkeys(name.fqns, shape[dim]))
-    key = own.place, dim, isinstance(name, Parts) and (name.dim, name.sizes, name.groups)
+    fused = isinstance(name, Parts) and (name.dim, name.dim_after, name.sizes, name.groups)
+    key = own.place, dim, fused, name.transposed
     if key not in targets:
         targets[key] = _held_targets(own.place, name, dim)
     tensors = _equal_tensors(several, _FILL) if several else [own.tensor]
     for row, part, indices, place in targets[key]:
         fqn = name.fqns[part].replace("{}", str(row))
         views = [
-            tensor.detach() if dim is None else tensor.detach().select(dim, index)
+            _view(tensor.detach() if dim is None else tensor.detach().select(dim, index), is_turned)
             for tensor in tensors
             for index in indices
         ]
@@ -452,10 +463,11 @@ def _put_targets(
             placing.several[fqn] = tuple([of.key for of in several])
             place = _repeated(place, len(several), repeats, rows=len(indices))
         rows = views if len(views) > 1 else ()
-        placing.placed[fqn] = Placed(fqn, views[0], place, own.rule, rows, has_own_key=True)
+        has_own_key = not isinstance(name, Transposed)
+        placing.placed[fqn] = Placed(fqn, views[0], place, own.rule, rows, has_own_key)
 
 
-def _held_targets(whole: Place, name: Rows | Parts, dim: int | None) -> list[HeldTarget]:
+def _held_targets(whole: Place, name: OfWhole, dim: int | None) -> list[HeldTarget]:
     """Return the rows and parts of a tensor that this rank holds.
 
     Args:

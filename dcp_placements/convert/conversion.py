@@ -428,7 +428,9 @@ def _renamed(
         for fqn, tensor in renamed.items()
         if rename is not None
         and fqn in tensors
-        and all(block.source.fqn == tensors[fqn].fqn for block in tensor.blocks)
+        and all(
+            block.source.fqn == tensors[fqn].fqn and not block.is_turned for block in tensor.blocks
+        )
     )
     if tensors and len(unchanged) == len(tensors):
         details = (

@@ -19,13 +19,22 @@ from dcp_placements.errors import (
 )
 from dcp_placements.names.numbers import NumberedKey
 from dcp_placements.names.renames import apply, steps
-from dcp_placements.names.stacks_and_parts import Parts, Rename, Renamed, Row, Rows, texts_of
+from dcp_placements.names.stacks_and_parts import (
+    OfWhole,
+    Parts,
+    Rename,
+    Renamed,
+    Row,
+    Rows,
+    Transposed,
+    texts_of,
+)
 from dcp_placements.rules.patterns import Matches
 
 Path = tuple[str | int, ...]
 
 
-Name = TypeVar("Name", bound=str | Row | Rows | Parts, covariant=True)
+Name = TypeVar("Name", bound=str | Row | Rows | Parts | Transposed, covariant=True)
 
 
 class RenamedValue(NamedTuple, Generic[Name]):
@@ -50,13 +59,14 @@ class Reshaped:
 
     Attributes:
         rows: The values that become rows of a stack, by the stack's key in the checkpoint.
-        wholes: The value that becomes one tensor per row, or per part, by its name in rules.
+        wholes: The value that becomes one tensor per row, or per part, or is transposed, by its
+            name in rules.
         several: Where several values have one name in the checkpoint, all of them, by their name
             in rules. A load fills each.
     """
 
     rows: dict[str, list[RenamedValue[Row]]] = field(default_factory=dict)
-    wholes: dict[str, RenamedValue[Rows | Parts]] = field(default_factory=dict)
+    wholes: dict[str, RenamedValue[OfWhole]] = field(default_factory=dict)
     several: dict[str, list[RenamedValue[str | Parts]]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -186,12 +196,14 @@ def rename_keys(
             raised = f"raised:      {frame.filename}:{frame.lineno}, in {frame.name}"
             faults.append(Fault(key, headline, (raised, "way out:     a name for every key")))
             continue
+        if isinstance(new, Transposed) and not getattr(value, "shape", ()):
+            new = new.fqn  # a scalar or an object
         numbered += [fqn for fqn in texts if isinstance(fqn, NumberedKey)]
         name = str(new if isinstance(new, str) else new.fqn)
-        label = new.stacked if isinstance(new, Rows | Parts) else name
+        label = new.stacked if isinstance(new, OfWhole) else name
         if isinstance(new, Row) and name in reshaped.rows:
             first = reshaped.rows[name][0]
-            if first.name.axes != new.axes:
+            if (first.name.axes, first.name.transposed) != (new.axes, new.transposed):
                 headline = (
                     f"rename() stacks {first.key} as one of {first.name.whole_text()}, and {key} "
                     f"as one of {new.whole_text()}"
@@ -211,7 +223,7 @@ def rename_keys(
         renamed[label], answers[label] = value, new
         if isinstance(new, Row):
             reshaped.rows[name] = [RenamedValue(new, key, value, path)]
-        elif isinstance(new, Rows | Parts):
+        elif isinstance(new, OfWhole):
             reshaped.wholes[label] = RenamedValue(new, key, value, path)
         if path is not None:
             paths[label] = path

@@ -3,9 +3,9 @@
 A pipeline stage calls its first layer 0, as an expert-parallel rank does its first expert; two
 ``ep`` ranks of three and five experts both have an ``experts.0``. ``Renumber`` makes ``experts.3``
 of the second one's, ``Replace`` maps or drops components, ``Stack``, ``Unstack`` and ``Split`` make
-one tensor of many or many of one, and ``Renames`` applies several of them. All are small values
-that can be pickled. They find their pattern anywhere in a key, so that optimizer state is renamed
-with its parameter.
+one tensor of many or many of one, ``Transpose`` swaps two dims, and ``Renames`` applies several of
+them. All are small values that can be pickled. They find their pattern anywhere in a key, so that
+optimizer state is renamed with its parameter.
 
 All other code sees a rename as its ``steps``. ``Renames(Renumber("pp*.layers.{}", [2, 3], 4),
 Replace("pp*", "model"))`` has two, which begin with ``("Renumber", "pp*.layers.{}", 4, ...)`` and
@@ -34,7 +34,15 @@ from dcp_placements.names.numbers import (
     with_number,
     without_number,
 )
-from dcp_placements.names.stacks_and_parts import Parts, Rename, Renamed, Row, Rows, texts_of
+from dcp_placements.names.stacks_and_parts import (
+    Parts,
+    Rename,
+    Renamed,
+    Row,
+    Rows,
+    Transposed,
+    texts_of,
+)
 from dcp_placements.rules.patterns import compile_pattern
 from dcp_placements.rules.placement import row_numbers
 
@@ -374,6 +382,32 @@ whole='layers.0.mlp.gate_up_proj', dim=0, sizes=(1, 1), groups=1, rows=None)
         return Parts(tuple(fqns), key, self.dim, tuple(self.sizes), self.groups)
 
 
+@dataclass(frozen=True, slots=True)
+class Transpose:
+    """Stores a tensor with its last two dims swapped.
+
+    >>> Transpose("experts.*_proj")("layers.0.mlp.experts.down_proj")
+    Transposed(fqn='layers.0.mlp.experts.down_proj', dim=None, transposed=True)
+
+    Tensors of fewer dims, and objects, are stored as they are. The rules see the tensor with its
+    dims as in the checkpoint; the placements of its own DTensor stay as they are. The dim that the
+    rows of a ``Stack`` or an ``Unstack`` lie along is none of the two, so that the order of these
+    steps does not matter. The dim of a ``Split`` is one of the tensor as that step receives it.
+
+    Args:
+        pattern: Dotted components as in ``PlacementRules``. Optimizer state has to match it as its
+            parameter does.
+    """
+
+    pattern: str
+
+    def __post_init__(self) -> None:
+        compile_pattern(self.pattern)
+
+    def __call__(self, key: str) -> Renamed:
+        return key if compile_pattern(self.pattern).search("." + key) is None else Transposed(key)
+
+
 @lru_cache(maxsize=1 << 10)
 def _number_absent(pattern: str) -> re.Pattern[str]:
     """Return a regex with the position of the missing number as the empty group ``number``."""
@@ -426,9 +460,9 @@ class Renames:
     'model.layers.2.weight'
 
     Args:
-        renames: ``Renumber``, ``Replace``, ``Stack``, ``Unstack``, ``Split``, or any function of a
-            key. Steps after a ``Stack``, an ``Unstack`` or a ``Split`` rename the keys that it
-            makes.
+        renames: ``Renumber``, ``Replace``, ``Stack``, ``Unstack``, ``Split``, ``Transpose``, or
+            any function of a key. Steps after a ``Stack``, an ``Unstack`` or a ``Split`` rename the
+            keys that it makes.
         optional: Whether steps may match nothing without a warning: for renames that serve several
             models, each of which has some of the names.
 
@@ -466,7 +500,7 @@ def steps(rename: Any) -> tuple[Step, ...]:
     if isinstance(rename, Renames) and type(rename).__call__ is Renames.__call__:
         return rename.flat
     # A subclass of ``Renames`` with a call of its own may do more than its steps.
-    if not isinstance(rename, Renumber | Replace | Stack | Unstack | Split):
+    if not isinstance(rename, Renumber | Replace | Stack | Unstack | Split | Transpose):
         return (Step(FUNCTION, getattr(rename, "__qualname__", kind), None, rename=rename),)
     pattern: str = rename.pattern
     shaping: tuple[Any, ...] = ()
@@ -524,17 +558,56 @@ def _renamed(step: Rename, name: Renamed) -> Renamed:
     if isinstance(name, str):
         return step(name)
     if isinstance(name, Parts):
-        fqns = [_one_name(step(fqn), fqn, step) for fqn in name.fqns]
+        answers = [step(fqn) for fqn in name.fqns]
+        if any(isinstance(answer, Transposed) for answer in answers):
+            return _transposed_parts(step, name, answers)
+        fqns = [
+            _one_name(answer, fqn, step) for answer, fqn in zip(answers, name.fqns, strict=True)
+        ]
         return replace(name, fqns=tuple(fqns), whole=_whole_name(step, name.whole))
     new = step(name.fqn)
+    if isinstance(name, Transposed):
+        return _of_transposed(new)
+    if isinstance(new, Transposed):
+        return replace(name, fqn=new.fqn, transposed=not name.transposed)
     if isinstance(name, Row) and isinstance(new, Row):
         return replace(name, fqn=new.fqn, within=(*name.within, *new.rows))
     if isinstance(name, Rows) and isinstance(new, Parts):
-        return replace(new, whole=name.stacked, rows=name.dim)
+        parts = replace(new, whole=name.stacked, rows=name.dim)
+        return replace(parts, transposed=True, dim_after=True) if name.transposed else parts
     fqn = _one_name(new, name.fqn, step)
     if isinstance(name, Row):
         return replace(name, fqn=fqn)
     return replace(name, fqn=fqn, stacked=_whole_name(step, name.stacked))
+
+
+def _of_transposed(new: Renamed) -> Renamed:
+    """Return a step's answer for the name of a tensor that was transposed before."""
+    match new:
+        case str():
+            return Transposed(new)
+        case Transposed():
+            return new.fqn  # twice
+        case Row() | Rows():
+            return replace(new, transposed=not new.transposed)
+        case Parts():
+            return replace(new, transposed=not new.transposed, dim_after=not new.dim_after)
+
+
+def _transposed_parts(step: Rename, name: Parts, answers: Sequence[Renamed]) -> Parts:
+    """Return the parts of a tensor that a step transposes, each of them.
+
+    Raises:
+        CannotPlace: It transposes some of them.
+    """
+    others = [fqn for fqn, of in zip(name.fqns, answers, strict=True) if isinstance(of, str)]
+    if others:
+        raise CannotPlace(
+            f"{step!r} would transpose some of the parts of {name.whole}, and not "
+            f"{', '.join(others)}",
+            "way out:     a pattern that all of the parts match; or a Transpose before the Split",
+        )
+    return replace(name, transposed=not name.transposed)
 
 
 def _one_name(new: Renamed, name: str, step: Rename) -> str:

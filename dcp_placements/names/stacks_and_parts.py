@@ -1,10 +1,10 @@
 """What a rename answers for a key, and what the answer means for boxes.
 
-An answer (a name, a ``Row``, ``Rows`` or ``Parts``) and the shape of the tensor give the targets:
-the checkpoint's tensors and, for each, pairs of equal boxes. Expert 2 of 8, of shape ``(4, 3)``, as
-``Row("experts.w", 2, 8)`` has one target ``experts.w`` of shape ``(8, 4, 3)``, where its ``[0:4,
-0:3]`` is ``[2:3, 0:4, 0:3]``. Integers only. The planners use the targets for the chunks of a rank,
-the command line for whole tensors.
+An answer (a name, a ``Row``, ``Rows``, ``Parts`` or ``Transposed``) and the shape of the tensor
+give the targets: the checkpoint's tensors and, for each, pairs of equal boxes. Expert 2 of 8, of
+shape ``(4, 3)``, as ``Row("experts.w", 2, 8)`` has one target ``experts.w`` of shape ``(8, 4, 3)``,
+where its ``[0:4, 0:3]`` is ``[2:3, 0:4, 0:3]``. Integers only. The planners use the targets for the
+chunks of a rank, the command line for whole tensors.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Row:
         within: The rows of larger stacks that the stack itself is, from the inside out: its layer,
             for example, if the checkpoint has one tensor ``[layers, experts, ...]``. Their ``fqn``
             is not used.
+        transposed: Whether the last two dims of the row are swapped.
 
     Raises:
         PlacementError: ``index`` is not among the rows.
@@ -46,6 +47,7 @@ class Row:
     total: int
     dim: int = 0
     within: tuple[Row, ...] = ()
+    transposed: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.total:
@@ -63,7 +65,8 @@ class Row:
 
     def whole_text(self) -> str:
         """Return the count of rows and the dim of each of ``rows``, as text."""
-        return " within ".join([f"{total} rows on dim {dim}" for total, dim in self.axes])
+        text = " within ".join([f"{total} rows on dim {dim}" for total, dim in self.axes])
+        return f"{text}, transposed" if self.transposed else text
 
     @property
     def indices(self) -> tuple[int, ...]:
@@ -79,11 +82,13 @@ class Rows:
         fqn: The checkpoint's keys, with ``{}`` for the number of the row.
         stacked: The name of the whole tensor in rules and messages.
         dim: The dim of the stacked tensor that the rows lie along.
+        transposed: Whether the last two dims of each row are swapped.
     """
 
     fqn: str
     stacked: str
     dim: int = 0
+    transposed: bool = False
 
     @property
     def fqns(self) -> tuple[str, ...]:
@@ -103,6 +108,8 @@ class Parts:
         sizes: The sizes of the parts relative to each other.
         groups: The number of times that the sequence of parts repeats.
         rows: The dim that the rows of a stack lie along; None if it is not a stack.
+        transposed: Whether the last two dims of each part are swapped.
+        dim_after: Whether ``dim`` is a dim of the fused tensor after its last two are swapped.
     """
 
     fqns: tuple[str, ...]
@@ -111,6 +118,8 @@ class Parts:
     sizes: tuple[int, ...]
     groups: int = 1
     rows: int | None = None
+    transposed: bool = False
+    dim_after: bool = False
 
     @property
     def fqn(self) -> str:
@@ -123,7 +132,35 @@ class Parts:
         return self.whole
 
 
-Renamed = str | Row | Rows | Parts
+@dataclass(frozen=True, slots=True)
+class Transposed:
+    """The answer of a rename for a tensor whose last two dims the checkpoint has swapped.
+
+    A tensor of fewer dims is the same in the checkpoint.
+
+    Attributes:
+        fqn: The checkpoint's key.
+    """
+
+    fqn: str
+    dim: None = None
+    transposed: bool = True
+
+    @property
+    def fqns(self) -> tuple[str, ...]:
+        """The checkpoint's key, as the only one."""
+        return (self.fqn,)
+
+    @property
+    def stacked(self) -> str:
+        """The name of the tensor in rules and messages."""
+        return self.fqn
+
+
+OfWhole = Rows | Parts | Transposed
+"""The answers for a tensor that is no row of another one."""
+
+Renamed = str | Row | OfWhole
 Rename = Callable[[str], Renamed]
 
 
@@ -138,7 +175,7 @@ def texts_of(name: Renamed) -> tuple[str, ...]:
             return (name,)
         case Row():
             return (name.fqn,)
-        case Rows() | Parts():
+        case Rows() | Parts() | Transposed():
             return name.fqns
         case _:
             raise CannotPlace(f"rename() gave {name!r}, which is no key, Row, Rows or Parts")
@@ -149,7 +186,7 @@ def with_texts(name: Renamed, texts: Sequence[str]) -> Renamed:
     match name:
         case str():
             return texts[0]
-        case Row() | Rows():
+        case Row() | Rows() | Transposed():
             return replace(name, fqn=texts[0])
         case Parts():
             return replace(name, fqns=tuple(texts))
@@ -257,6 +294,8 @@ def renamed_boxes(name: Renamed, shape: Shape, *, rows: int = 1) -> list[Target]
         return [_equal_target(name, shape)]
     if isinstance(name, Row):
         return [row_target(name, shape)]
+    if isinstance(name, Transposed):
+        return part_targets(name, shape)
     dim = row_dim(name, shape)
     if not shape:
         numbers = range(1 if dim is None else rows)
@@ -275,7 +314,8 @@ def row_target(row: Row, shape: Shape) -> Target:
         CannotPlace: The stack does not have the dim that its rows lie along.
     """
     rows = dict(zip(stack_dims(row, shape), row.rows, strict=True))
-    sources = iter(range(len(shape)))
+    order = range(len(shape))
+    sources = iter(swapped(order) if row.transposed else order)
     origins = [None if dim in rows else next(sources) for dim in range(len(shape) + len(rows))]
     whole = Box.whole(shape)
     box = Box(
@@ -317,16 +357,32 @@ def dims_of_row(row: Row, shape: Shape) -> tuple[int, ...]:
         CannotPlace: The stack does not have the dim that its rows lie along.
     """
     lacking = stack_dims(row, shape)
-    return tuple([dim for dim in range(len(shape) + len(lacking)) if dim not in lacking])
+    dims = tuple([dim for dim in range(len(shape) + len(lacking)) if dim not in lacking])
+    return swapped(dims) if row.transposed else dims
 
 
-def row_dim(name: Rows | Parts, shape: Shape) -> int | None:
+def rule_dims(name: OfWhole, shape: Shape) -> tuple[int, ...]:
+    """Return, for each dim of a tensor of ``shape``, the dim that its rules have for it.
+
+    Rules see a tensor with its dims as in the checkpoint. The dim that rows lie along stays.
+
+    >>> rule_dims(Transposed("w"), (4, 3)), rule_dims(Rows("w.{}", "w", transposed=True), (8, 4, 3))
+    ((1, 0), (0, 2, 1))
+    """
+    dims = tuple(range(len(shape)))
+    if not name.transposed:
+        return dims
+    rows = None if isinstance(name, Transposed) else row_dim(name, shape)
+    return swapped(dims) if rows is None else inserted(swapped(removed(dims, rows)), rows, rows)
+
+
+def row_dim(name: OfWhole, shape: Shape) -> int | None:
     """Return the dim that the rows of a tensor lie along, from 0; None where it has no rows.
 
     Raises:
         CannotPlace: The tensor does not have that dim.
     """
-    dim = name.dim if isinstance(name, Rows) else name.rows
+    dim = name.rows if isinstance(name, Parts) else name.dim
     if dim is None or not shape:
         return None if dim is None else 0
     if not -len(shape) <= dim < len(shape):
@@ -334,7 +390,7 @@ def row_dim(name: Rows | Parts, shape: Shape) -> int | None:
     return dim % len(shape)
 
 
-def part_targets(name: Rows | Parts, shape: Shape) -> list[Target]:
+def part_targets(name: OfWhole, shape: Shape) -> list[Target]:
     """Return the targets of one row, or of a tensor that has no rows; ``{}`` stays in the keys.
 
     The sizes are relative. With ``Parts(("q", "k"), "qk", 0, sizes=(2, 1), groups=2)`` and 12 rows,
@@ -351,11 +407,18 @@ def part_targets(name: Rows | Parts, shape: Shape) -> list[Target]:
     Raises:
         CannotPlace: The parts do not fit ``shape``.
     """
-    if isinstance(name, Rows):
-        return [_equal_target(fqn, shape) for fqn in name.fqns]
+    targets = [_equal_target(fqn, shape) for fqn in name.fqns]
+    if isinstance(name, Parts):
+        targets = _fused_targets(name, shape)
+    return [_transposed(target) for target in targets] if name.transposed else targets
+
+
+def _fused_targets(name: Parts, shape: Shape) -> list[Target]:
+    """Return the parts of a row, or of a tensor that has no rows, with its dims as they are."""
     if not -len(shape) <= name.dim < len(shape):
         raise CannotPlace(f"cannot be split: there is no dim {name.dim}, the shape is {shape}")
-    dim = name.dim % len(shape)
+    dims = tuple(range(len(shape)))
+    dim = (swapped(dims) if name.dim_after else dims)[name.dim]
     unit, rest = divmod(shape[dim], sum(name.sizes) * name.groups)
     if rest:
         raise CannotPlace(
@@ -384,6 +447,25 @@ def part_targets(name: Rows | Parts, shape: Shape) -> list[Target]:
 def _equal_target(fqn: str, shape: Shape) -> Target:
     whole = Box.whole(shape)
     return Target(fqn, shape, tuple(range(len(shape))), ((whole, whole),))
+
+
+def _transposed(target: Target) -> Target:
+    """Return the same target with its last two dims swapped."""
+    boxes = [
+        (source, Box(swapped(box.offsets), swapped(box.sizes))) for source, box in target.boxes
+    ]
+    return Target(target.fqn, swapped(target.shape), swapped(target.dims), tuple(boxes))
+
+
+def swapped(values: Sequence[T]) -> tuple[T, ...]:
+    """Return one value per dim with the last two exchanged, where there are two.
+
+    >>> swapped((8, 4, 3)), swapped((4,))
+    ((8, 3, 4), (4,))
+    """
+    if len(values) < 2:
+        return tuple(values)
+    return (*values[:-2], values[-1], values[-2])
 
 
 def inserted(values: Sequence[T], dim: int, value: T) -> tuple[T, ...]:

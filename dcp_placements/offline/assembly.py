@@ -26,6 +26,7 @@ from dcp_placements.layout.boxes import common
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.renames import check_braces
 from dcp_placements.names.stacks_and_parts import (
+    OfWhole,
     Parts,
     Rename,
     Renamed,
@@ -68,6 +69,19 @@ class SourceBlock:
     # along which ``stored_box`` has size 1
     dims: tuple[int | None, ...]
 
+    @property
+    def is_turned(self) -> bool:
+        """Whether the tensor has dims of the stored one in another order."""
+        kept = [dim for dim in self.dims if dim is not None]
+        return kept != sorted(kept)
+
+    def turned(self, elements: torch.Tensor) -> torch.Tensor:
+        """Return elements of the stored tensor, with their dims in the order of the tensor's."""
+        if not self.is_turned:
+            return elements
+        # A dim that the tensor lacks has size 1, and may stand anywhere.
+        return elements.permute(sorted(range(len(self.dims)), key=lambda dim: self.dims[dim] or 0))
+
     def source_box(self, inner: Box) -> Box:
         """Return the box of the stored tensor for a box inside ``box``."""
         return moved_box(inner, self.box, self.stored_box, self.dims)
@@ -98,7 +112,7 @@ class AssembledTensor(SourceTensor):
                 read = source.read(reader, of_source)
             else:
                 read = reader.read(source, of_source)
-            elements = read.reshape(shared.sizes).to(self.dtype)
+            elements = block.turned(read).reshape(shared.sizes).to(self.dtype)
             if shared == box:
                 return elements.contiguous()
             if into is None:
@@ -120,8 +134,8 @@ class AssembledTensor(SourceTensor):
             source = block.source
             if source.dtype != self.dtype or not is_contiguous(shared.sizes, box.sizes):
                 return None
-            if isinstance(source, ComputedTensor):
-                return None  # no file has its elements
+            if isinstance(source, ComputedTensor) or block.is_turned:
+                return None  # no file has its elements in this order
             if source.count > 1 and box.numel * self.dtype.itemsize < SHORT_NBYTES:
                 return None  # its stretches are too short
             offsets = [a - b for a, b in zip(shared.offsets, box.offsets, strict=True)]
@@ -241,7 +255,7 @@ def _answer(rename: Rename, name: str) -> Renamed | Fault:
     except (LookupError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
     else:
-        if isinstance(new, Row | Rows | Parts) or (isinstance(new, str) and new):
+        if isinstance(new, Row | OfWhole) or (isinstance(new, str) and new):
             return new
         reason = f"it returned {new!r}"
     way_out = "way out:     a name for every key; exclude= of an export leaves keys out"
@@ -252,7 +266,12 @@ def _joined(fqn: str, entries: list[_TensorEntry], faults: list[Fault]) -> Assem
     """Return the tensor that entries make; None, and a fault, if their rows do not make it."""
     stacked = [(e.name, e.tensor, e.answer) for e in entries if isinstance(e.answer, Row)]
     kinds = {
-        (e.answer.axes if isinstance(e.answer, Row) else (), e.tensor.dtype, e.tensor.shape)
+        (
+            e.answer.axes if isinstance(e.answer, Row) else (),
+            isinstance(e.answer, Row) and e.answer.transposed,
+            e.tensor.dtype,
+            e.tensor.shape,
+        )
         for e in entries
     }
     if len(kinds) > 1:
@@ -270,7 +289,7 @@ def _joined(fqn: str, entries: list[_TensorEntry], faults: list[Fault]) -> Assem
             headline = f"both {names[row.indices]} and {name} are row {which} of it"
             faults.append(Fault(fqn, headline))
         names[row.indices] = name
-    ((axes, dtype, _),) = kinds
+    ((axes, _, dtype, _),) = kinds
     rows = product(*[range(total) for total, _ in axes]) if axes else ()
     missing = [" within ".join(map(str, row)) for row in rows if row not in names]
     if missing:

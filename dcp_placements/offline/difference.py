@@ -318,7 +318,7 @@ class _TensorComparison:
         boxes: Sequence[Box] = (a.whole,)
         if a.whole.numel > limit:
             source = _sources(a)[0]
-            is_as_stored = len(a.blocks) == 1 and source.shape == a.shape
+            is_as_stored = len(a.blocks) == 1 and a.blocks[0].box == a.blocks[0].stored_box
             boxes = source.boxes if is_as_stored else [block.box for block in a.blocks]
         for box in boxes:
             yield from sub_boxes(box, limit)

@@ -11,7 +11,7 @@ module's names.
 
 from __future__ import annotations
 
-from dcp_placements.names.renames import Renames, Replace, Split, Unstack
+from dcp_placements.names.renames import Renames, Replace, Split, Transpose, Unstack
 
 
 def _experts(block: str, gate: str, up: str, down: str) -> Renames:
@@ -36,3 +36,9 @@ qwen3_moe = _experts("mlp", "gate_proj", "up_proj", "down_proj")
 
 deepseek_v3 = qwen3_moe
 """DeepSeek-V3: as Qwen3-MoE; its shared experts are plain tensors with the hub's names."""
+
+gpt_oss = Renames(
+    Transpose("mlp.experts.gate_up_proj"), Transpose("mlp.experts.down_proj"), optional=True
+)
+"""gpt-oss: ``mlp.experts.gate_up_proj`` ``(E, H, 2F)`` here, ``(E, 2F, H)`` in the files of 4 bits,
+and so in their import with ``dequantize=``. Gate and up alternate row by row in both."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -27,11 +27,21 @@ from dcp_placements.names.renames import (
     Replace,
     Split,
     Stack,
+    Transpose,
     Unstack,
     number_in,
     steps,
 )
-from dcp_placements.names.stacks_and_parts import Parts, Row, Rows, inserted, removed, replaced
+from dcp_placements.names.stacks_and_parts import (
+    Parts,
+    Row,
+    Rows,
+    Transposed,
+    inserted,
+    removed,
+    replaced,
+    swapped,
+)
 from dcp_placements.offline.rehearsals.tensor_names import Whole
 
 Wholes = Mapping[str, Whole]
@@ -85,31 +95,49 @@ class LocalKeys:
     """
 
     def __init__(self, stored: Wholes) -> None:
-        self._before: dict[Steps, Wholes] = {(): stored}
+        self._stored = stored
+        self._before: dict[tuple[Steps, tuple[Stack, ...]], Wholes] = {}
         self._numbered: dict[Any, _Numbered] = {}
 
-    def before(self, steps: Steps) -> Wholes:
-        """Return the tensors and objects that a rank has before these steps of its rename."""
-        if steps not in self._before:
+    def before(self, steps: Steps, stacks: tuple[Stack, ...] = ()) -> Wholes:
+        """Return the tensors and objects that a rank has before these steps of its rename.
+
+        Args:
+            steps: The last steps of the rename.
+            stacks: The ``Stack`` steps before them.
+        """
+        if not steps:
+            return self._stored
+        if (steps, stacks) not in self._before:
             first, *rest = steps
             (step,) = first.steps
-            after = self.before(tuple(rest))
+            earlier = (*stacks, step) if isinstance(step, Stack) else stacks
+            after = self.before(tuple(rest), earlier)
             if isinstance(step, Renumber):
-                key = step.pattern, tuple(rest)
+                key = step.pattern, tuple(rest), stacks
                 if key not in self._numbered:
                     others = [later for later in rest if not isinstance(later.steps[0], Renumber)]
-                    stored = self.before(tuple(others))
+                    stored = self.before(tuple(others), stacks)
                     self._numbered[key] = _Numbered(step.pattern, after, stored)
                 wholes = self._numbered[key].held(step)
             elif isinstance(step, Stack):
                 wholes = dict(_rows(step, after))
             elif isinstance(step, Unstack):
                 wholes = _unstacked(step, after)
+            elif isinstance(step, Transpose):
+                later = [of.steps[0] for of in rest]
+                unstacks = [other for other in later if isinstance(other, Unstack)]
+                wholes = {
+                    key: _transposed(whole, _dims_of_rows(key, whole, stacks, unstacks))
+                    if isinstance(step(key), Transposed)
+                    else whole
+                    for key, whole in after.items()
+                }
             else:
                 assert isinstance(step, Split), "checkpoint_steps leaves no other"
                 wholes = _fused(step, after)
-            self._before[steps] = wholes
-        return self._before[steps]
+            self._before[steps, stacks] = wholes
+        return self._before[steps, stacks]
 
 
 class _Numbered:
@@ -186,6 +214,27 @@ def _unstacked(step: Unstack, wholes: Wholes) -> dict[str, Whole]:
             dim = min(max(step.dim, -ndim), ndim - 1) % ndim
             stacked_by_key[key] = stacked_by_key[key]._replace(shape=inserted(shape, dim, count))
     return stacked_by_key
+
+
+def _transposed(whole: Whole, rows: Collection[int]) -> Whole:
+    """Return a tensor with the last two of its dims swapped, not counting those of rows."""
+    shape = list(whole.shape)
+    others = [dim for dim in range(len(shape)) if dim not in rows]
+    for dim, origin in zip(others, swapped(others), strict=True):
+        shape[dim] = whole.shape[origin]
+    return whole._replace(shape=tuple(shape))
+
+
+def _dims_of_rows(
+    key: str, whole: Whole, stacks: Sequence[Stack], unstacks: Sequence[Unstack]
+) -> set[int]:
+    """Return the dims of a tensor that rows of earlier stacks, or of later ones, lie along."""
+    dims = list(range(len(whole.shape)))
+    before = [Unstack(step.pattern, dim=step.dim) for step in reversed(stacks)]
+    for step in (*before, *unstacks):
+        if isinstance(step(key), Rows) and -len(dims) <= step.dim < len(dims):
+            dims.pop(step.dim)
+    return set(range(len(whole.shape))).difference(dims)
 
 
 def _fused(step: Split, wholes: Wholes) -> dict[str, Whole]:

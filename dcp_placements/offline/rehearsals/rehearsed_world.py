@@ -37,7 +37,7 @@ from dcp_placements.names.flat import RenamedValue, Reshaped
 from dcp_placements.names.numbers import Family, Numbering
 from dcp_placements.names.optimizer_state import Dims, followed_dims
 from dcp_placements.names.renames import Renames, Step, recorded
-from dcp_placements.names.stacks_and_parts import Row, Target, dims_of_row
+from dcp_placements.names.stacks_and_parts import Row, Target
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.rehearsals.fsdp_axes import Fsdp, FsdpAxes
 from dcp_placements.offline.rehearsals.local_keys import LocalKeys, Steps, checkpoint_steps
@@ -358,6 +358,7 @@ class RehearsedWorld:
                 tensor.shape,
                 tensor.dtype,
                 tensor.rule_shape,
+                tensor.rule_dims,
                 tensor.row and tensor.row.axes,
                 self._fsdp.of(rule_key),
             )
@@ -499,8 +500,8 @@ def _cutting(
     ruled = placement
     if placement is not None and tensor.row is not None:
         row_axes(placement, tensor.row, tensor.shape)  # refuses a rule that does not fit the stack
-        origins = dims_of_row(tensor.row, tensor.shape)
-        ruled = placement.of_dims(origins, len(tensor.rule_shape))
+    if placement is not None and tensor.rule_dims != tuple(range(len(tensor.rule_shape))):
+        ruled = placement.of_dims(tensor.rule_dims, len(tensor.rule_shape))
     place, local_shape = declared_place(tensor.shape, ruled, mesh, own, is_whole=True)
     sharding, positions, shape = place.sharding, place.positions, local_shape
     if mesh is not None:  # its cut is the last, and of dim 0

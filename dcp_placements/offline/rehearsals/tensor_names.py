@@ -12,7 +12,15 @@ import torch
 from dcp_placements.errors import CannotPlace, Fault
 from dcp_placements.layout.boxes import Shape
 from dcp_placements.names.renames import Renames
-from dcp_placements.names.stacks_and_parts import Row, Target, renamed_boxes, row_target
+from dcp_placements.names.stacks_and_parts import (
+    OfWhole,
+    Row,
+    Target,
+    dims_of_row,
+    renamed_boxes,
+    row_target,
+    rule_dims,
+)
 
 MAX_NBYTES = 2**63 - 1
 """Offsets and counts are 64-bit integers, as torch's are."""
@@ -29,7 +37,8 @@ class Whole(NamedTuple):
 class Named:
     """A whole tensor under its names. Expert 1 of 4 in a stack, whose rank calls it expert 0::
 
-    Named("experts.0.w", (6, 3), torch.float32, "experts.w", (4, 6, 3), Row(...), (Target(...),))
+    Named("experts.0.w", (6, 3), torch.float32, "experts.w", (4, 6, 3), (1, 2), Row(...),
+          (Target(...),))
     """
 
     key: str  # the key that a rank has
@@ -37,6 +46,7 @@ class Named:
     dtype: torch.dtype  # dtype of its elements
     rule_name: str  # the key that the rules see
     rule_shape: Shape  # the shape that the rules cut: for a row of a stack, the stack's
+    rule_dims: Shape  # for each of its dims, that of the shape that the rules cut
     row: Row | None  # the row of a stack that it becomes, if it does
     targets: tuple[Target, ...]  # the checkpoint's tensors that it is, or is a part of
 
@@ -64,11 +74,16 @@ def named_tensors(wholes: Mapping[str, Whole], rename: Renames, faults: list[Fau
         try:
             name = rename(key)
             row = name if isinstance(name, Row) else None
-            rule_shape = shape if row is None else row_target(row, shape).shape
+            rule_shape, dims = shape, tuple(range(len(shape)))
+            if row is not None:
+                rule_shape, dims = row_target(row, shape).shape, dims_of_row(row, shape)
+            elif isinstance(name, OfWhole):
+                dims = rule_dims(name, shape)
+                rule_shape = tuple([shape[dim] for dim in dims])
             rule_name = name if isinstance(name, str) else getattr(name, "stacked", name.fqn)
             targets = tuple(renamed_boxes(name, shape))
         except CannotPlace as error:
             faults.append(error.fault(key))
             continue
-        named.append(Named(key, shape, dtype, rule_name, rule_shape, row, targets))
+        named.append(Named(key, shape, dtype, rule_name, rule_shape, dims, row, targets))
     return named

@@ -1,0 +1,455 @@
+"""``Transpose``: the checkpoint has the last two dims of a tensor swapped."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.tensor import Replicate, Shard
+
+from dcp_placements import (
+    CheckpointPlacement,
+    FlatShard,
+    FusedShard,
+    PlacementError,
+    Placements,
+    Renames,
+    Renumber,
+    Replace,
+    Split,
+    Stack,
+    Transpose,
+    Unstack,
+)
+from dcp_placements.offline import diff, export_safetensors, import_checkpoint, rehearse
+from dcp_placements.presets import hub
+from dcp_placements.testing import FakeDTensor, World, cut
+from tests.hazard_scenes import read_whole
+from tests.strategies import arange
+
+
+def dtensor(whole: torch.Tensor, mesh: Any, placements: list[Any]) -> Any:
+    return FakeDTensor.distribute(whole.clone(), mesh, placements)
+
+
+def test_rules_speak_of_the_checkpoint_and_the_dtensor_of_the_tensor(tmp_path: Path) -> None:
+    """The trainer keeps (E, in, out), with fsdp on "in"; the checkpoint has (E, out, in)."""
+    whole = arange((4, 6, 10))  # as the checkpoint has it
+    mine = whole.transpose(1, 2)
+    world = World(8)
+
+    def declaration(rank: int) -> Placements:
+        mesh = world.mesh(rank, ep=2, tp=2, fsdp=2)
+        by = CheckpointPlacement(mesh, {"ep": Shard(0), "tp": Shard(1)})
+        return Placements({"experts": by}, rename=Transpose("experts.w"))
+
+    def part(rank: int, whole: torch.Tensor) -> torch.Tensor:
+        ep, tp = rank // 4, rank // 2 % 2
+        return whole.chunk(2, 0)[ep].chunk(2, 2)[tp]
+
+    def state_dict(rank: int, full: torch.Tensor = mine) -> dict[str, Any]:
+        mesh = world.mesh(rank, ep=2, tp=2, fsdp=2)["fsdp"]
+        return {"experts.w": dtensor(part(rank, full), mesh, [Shard(1)])}
+
+    world.save(tmp_path, state_dict, lambda rank: declaration(rank).save_planner())
+    assert torch.equal(read_whole(tmp_path)["experts.w"], whole)
+    loaded = world.load(
+        tmp_path,
+        lambda rank: state_dict(rank, torch.zeros_like(mine)),
+        lambda rank: declaration(rank).load_planner(),
+    )
+    for rank in range(8):
+        expected = part(rank, mine).chunk(2, 1)[rank % 2]
+        assert torch.equal(loaded[rank]["experts.w"].to_local(), expected)
+
+
+SHAPES = [(4, 6), (5, 3), (2, 4, 6), (3, 5, 7), (1, 8), (6,)]
+
+
+def save_and_load(rng: random.Random, path: Path, number: int) -> None:
+    """Save and load a random transposed tensor in a random world, against plain slicing."""
+    tp, fsdp = rng.choice([(1, 1), (2, 1), (2, 2), (3, 2), (1, 3)])
+    world = World(tp * fsdp)
+    shape = rng.choice(SHAPES)
+    ndim = len(shape)
+    whole = arange(shape) + number  # as this model has it
+    stored = whole.transpose(-1, -2).contiguous() if ndim > 1 else whole
+    tp_dim, own_dim = rng.randrange(ndim), rng.randrange(ndim)
+    stored_dim = {ndim - 1: ndim - 2, ndim - 2: ndim - 1}.get(tp_dim, tp_dim) if ndim > 1 else 0
+    shard = Shard(rng.choice([stored_dim, stored_dim - ndim]))
+    is_even = shape[tp_dim] % tp == 0
+    global_shape = None if is_even and rng.random() < 0.5 else tuple(stored.shape)
+
+    def declaration(rank: int) -> Placements:
+        mesh = world.mesh(rank, tp=tp, fsdp=fsdp)
+        by = CheckpointPlacement(mesh, {"tp": shard}, global_shape=global_shape)
+        return Placements({"w": by}, rename=Transpose("w"))
+
+    def state_dict(rank: int, full: torch.Tensor = whole) -> dict[str, Any]:
+        local = cut(full, [Shard(tp_dim)], [tp], [rank // fsdp])
+        mesh = world.mesh(rank, tp=tp, fsdp=fsdp)["fsdp"]
+        return {"w": dtensor(local, mesh, [Shard(own_dim)])}
+
+    world.save(path, state_dict, lambda rank: declaration(rank).save_planner())
+    assert torch.equal(read_whole(path)["w"], stored), (number, shape, tp, fsdp)
+    loaded = world.load(
+        path,
+        lambda rank: state_dict(rank, torch.zeros_like(whole)),
+        lambda rank: declaration(rank).load_planner(),
+    )
+    for rank in range(world.size):
+        expected = state_dict(rank)["w"].to_local()
+        assert torch.equal(loaded[rank]["w"].to_local(), expected), (number, rank)
+
+
+def test_random_worlds_hold_the_transposed_whole(tmp_path: Path) -> None:
+    rng = random.Random(11)
+    for number in range(250):
+        save_and_load(rng, tmp_path / str(number), number)
+
+
+# A layer of this model: experts of (in, out) = (6, 8), gate before up along "out".
+EXPERTS, IN, OUT = 4, 6, 8
+GATE = arange((EXPERTS, OUT // 2, IN))  # as the checkpoint has them
+UP = GATE + 1000
+FUSED = torch.cat([GATE, UP], 1).transpose(1, 2).contiguous()  # (E, in, gate|up)
+
+RENAMES: dict[str, Renames] = {
+    "transpose, unstack, split": Renames(
+        Transpose("e.gate_up"), Unstack("e.{}.gate_up"), Split("gate_up", ("gate", "up"))
+    ),
+    "unstack, transpose, split": Renames(
+        Unstack("e.{}.gate_up"), Transpose("e.*.gate_up"), Split("gate_up", ("gate", "up"))
+    ),
+    "unstack, split, transpose": Renames(
+        Unstack("e.{}.gate_up"),
+        Split("gate_up", ("gate", "up"), dim=1),
+        Transpose("e.*.*"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RENAMES)
+@pytest.mark.parametrize("fsdp_dim", [1, 2])
+def test_experts_that_are_fused_stacked_and_transposed(
+    tmp_path: Path, name: str, fsdp_dim: int
+) -> None:
+    rename = RENAMES[name]
+    world = World(4)
+
+    def declaration(rank: int) -> Placements:
+        by = CheckpointPlacement(world.mesh(rank, ep=2, fsdp=2), {"ep": Shard(0)})
+        return Placements({"e": by}, rename=rename)
+
+    def state_dict(rank: int, full: torch.Tensor = FUSED) -> dict[str, Any]:
+        mesh = world.mesh(rank, ep=2, fsdp=2)["fsdp"]
+        return {"e.gate_up": dtensor(full.chunk(2)[rank // 2], mesh, [Shard(fsdp_dim)])}
+
+    world.save(tmp_path / "a", state_dict, lambda rank: declaration(rank).save_planner())
+    stored = read_whole(tmp_path / "a")
+    for expert in range(EXPERTS):
+        assert torch.equal(stored[f"e.{expert}.gate"], GATE[expert])
+        assert torch.equal(stored[f"e.{expert}.up"], UP[expert])
+    loaded = world.load(
+        tmp_path / "a",
+        lambda rank: state_dict(rank, torch.zeros_like(FUSED)),
+        lambda rank: declaration(rank).load_planner(),
+    )
+    for rank in range(4):
+        expected = state_dict(rank)["e.gate_up"].to_local()
+        assert torch.equal(loaded[rank]["e.gate_up"].to_local(), expected)
+    # The same rename offline, of the whole: the same tensors.
+    dcp.save({"e.gate_up": FUSED}, checkpoint_id=tmp_path / "whole", no_dist=True)
+    export_safetensors(tmp_path / "whole", tmp_path / "hf", rename=rename)
+    assert diff(tmp_path / "a", tmp_path / "hf").same
+    assert diff(tmp_path / "whole", tmp_path / "a", rename=rename).same
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("dim", [0, 1, 2, -1])
+def test_rows_of_a_stack_are_transposed(tmp_path: Path, order: str, dim: int) -> None:
+    world = World(2)
+    rows = [arange((3, 5)) + 100 * n for n in range(4)]
+
+    def rename(rank: int) -> Renames:
+        steps = [Renumber("e.{}", range(2 * rank, 2 * rank + 2), 4)]
+        turn = Transpose("e.*.w") if order == "before" else Transpose("e.w")
+        stack = Stack("e.{}", total=4, dim=dim)
+        return Renames(*steps, *([turn, stack] if order == "before" else [stack, turn]))
+
+    def state_dict(rank: int, factor: int = 1) -> dict[str, Any]:
+        return {f"e.{n}.w": rows[2 * rank + n] * factor for n in range(2)}
+
+    def declaration(rank: int) -> Placements:
+        mesh = world.mesh(rank, ep=2)
+        return Placements(
+            {"e.w": CheckpointPlacement(mesh, {"ep": Shard(dim)})}, rename=rename(rank)
+        )
+
+    world.save(tmp_path, state_dict, lambda rank: declaration(rank).save_planner())
+    assert torch.equal(read_whole(tmp_path)["e.w"], torch.stack([row.T for row in rows], dim))
+    loaded = world.load(
+        tmp_path, lambda rank: state_dict(rank, 0), lambda rank: declaration(rank).load_planner()
+    )
+    for rank in range(2):
+        for n in range(2):
+            assert torch.equal(loaded[rank][f"e.{n}.w"], rows[2 * rank + n])
+
+
+def test_two_of_them_are_none(tmp_path: Path) -> None:
+    rename = Renames(Transpose("w"), Replace("w", "v"), Transpose("v"))
+    assert rename("w") == "v"
+
+
+def test_fused_rows_of_the_rule_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    world = World(2)
+    gate, up = arange((4, 3)), arange((4, 3)) + 100
+    whole = torch.cat([gate, up])  # (gate|up, in), and this model has (in, gate|up)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        return {"w": torch.cat([gate.chunk(2)[rank], up.chunk(2)[rank]]).T.contiguous()}
+
+    def planner(rank: int) -> Any:
+        by = CheckpointPlacement(world.mesh(rank, tp=2), {"tp": FusedShard(0, 2)})
+        return Placements({"w": by}, rename=Transpose("w")).save_planner()
+
+    world.save(tmp_path, state_dict, planner)
+    assert torch.equal(read_whole(tmp_path)["w"], whole)
+
+
+def optimizer(moment: torch.Tensor, **others: torch.Tensor) -> dict[str, Any]:
+    state = {"exp_avg": moment, "step": torch.tensor(3.0), **others}
+    return {"state": {"w": state}, "param_groups": [{"params": ["w"], "lr": 0.1}]}
+
+
+def saved(tmp_path: Path, state: Any, rename: Any) -> None:
+    planner = Placements({}, rename=rename).save_planner()
+    dcp.save(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+
+
+@pytest.mark.parametrize("with_model", [True, False])
+def test_moments_follow_their_parameter(tmp_path: Path, with_model: bool) -> None:
+    moment = arange((3, 5)) + 50
+    state: dict[str, Any] = {"optim": optimizer(moment)}
+    if with_model:
+        state["model"] = {"w": arange((3, 5))}
+    saved(tmp_path, state, Transpose("w"))
+    stored = read_whole(tmp_path)
+    assert torch.equal(stored["optim.state.w.exp_avg"], moment.T)
+    assert stored["optim.state.w.step"] == 3
+    # A model of the checkpoint's orientation loads them without the step, and nothing is amiss.
+    target: dict[str, Any] = {"optim": optimizer(torch.zeros(5, 3), step=torch.tensor(0.0))}
+    if with_model:
+        target["model"] = {"w": torch.zeros(5, 3)}
+    planner = Placements({}).load_planner()
+    dcp.load(target, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    assert torch.equal(target["optim"]["state"]["w"]["exp_avg"], moment.T)
+    if with_model:
+        assert torch.equal(target["model"]["w"], arange((3, 5)).T)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("exp_avg_sq_row", (3,)),
+        ("exp_avg_sq_col", (5,)),
+        ("row_var", (3, 1)),
+        ("col_var", (1, 5)),
+        ("absmax", (4,)),
+    ],
+)
+@pytest.mark.parametrize("with_model", [True, False])
+def test_factored_state_of_a_transposed_parameter_is_refused(
+    tmp_path: Path, name: str, shape: tuple[int, ...], with_model: bool
+) -> None:
+    state: dict[str, Any] = {"optim": optimizer(arange((3, 5)), **{name: torch.ones(shape)})}
+    if with_model:
+        state["model"] = {"w": arange((3, 5))}
+    if name == "absmax" and not with_model:
+        return  # its parameter's shape is not known
+    with pytest.raises(CheckpointException, match=rf"optim\.state\.w\.{name}") as refused:
+        saved(tmp_path, state, Transpose("w"))
+    assert str(shape) in str(refused.value)
+    assert "(3, 5)" in str(refused.value)
+
+
+def test_a_pattern_of_the_parameter_alone_is_refused(tmp_path: Path) -> None:
+    state = {"model": {"w": arange((3, 5))}, "optim": optimizer(arange((3, 5)))}
+    with pytest.raises(CheckpointException, match=r"optim\.state\.w\.exp_avg") as refused:
+        saved(tmp_path, state, Transpose("model.w"))
+    assert "without the levels" in str(refused.value)
+
+
+def test_the_parts_that_it_does_not_match_are_named(tmp_path: Path) -> None:
+    rename = Renames(Split("qk", ("q", "k")), Transpose("q"))
+    with pytest.raises(CheckpointException, match="not k"):
+        saved(tmp_path, {"qk": arange((4, 3))}, rename)
+
+
+def test_a_step_that_matches_nothing_is_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"Transpose\('v'\)"):
+        saved(tmp_path, {"w": arange((4, 3))}, Transpose("v"))
+
+
+def test_rules_that_are_a_function_see_the_checkpoints_shape(tmp_path: Path) -> None:
+    shapes = []
+
+    def rules(fqn: str, tensor: Any) -> None:
+        shapes.append(tuple(tensor.shape))
+
+    planner = Placements(rules, rename=Transpose("w")).save_planner()
+    dcp.save({"w": arange((2, 4, 3))}, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    assert shapes == [(2, 3, 4)]
+
+
+def test_objects_scalars_and_biases_stay(tmp_path: Path) -> None:
+    state = {"w.weight": arange((4, 3)), "w.bias": arange((4,)), "w.scale": torch.tensor(2.0)}
+    state["w.extra"] = {"a": 1}  # type: ignore[assignment]
+    saved(tmp_path, state, Transpose("w"))
+    stored = read_whole(tmp_path)
+    assert torch.equal(stored["w.weight"], arange((4, 3)).T)
+    assert torch.equal(stored["w.bias"], arange((4,)))
+    target = {"w.weight": torch.zeros(4, 3), "w.bias": torch.zeros(4), "w.scale": torch.zeros(())}
+    planner = Placements({}, rename=Transpose("w")).load_planner()
+    dcp.load(target, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    assert torch.equal(target["w.weight"], arange((4, 3)))
+
+
+def test_views_share_the_parameters_memory(tmp_path: Path) -> None:
+    weight = torch.zeros(3, 5)
+    saved(tmp_path, {"w": arange((3, 5))}, Transpose("w"))
+    planner = Placements({}, rename=Transpose("w")).load_planner()
+    pointer = weight.data_ptr()
+    dcp.load({"w": weight}, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    assert weight.data_ptr() == pointer
+    assert torch.equal(weight, arange((3, 5)))
+
+
+def test_replicas_are_compared_whatever_their_memory_is_like(tmp_path: Path) -> None:
+    """A copy that is contiguous as the checkpoint has it, and one that is as the model has it."""
+    whole, world = arange((300, 500)), World(2)
+
+    def state_dict(rank: int, other: float = 0) -> dict[str, Any]:
+        local = whole.clone() if rank else whole.T.contiguous().T
+        return {"w": dtensor(local + rank * other, world.mesh(rank, dp=2), [Replicate()])}
+
+    def planner(rank: int) -> Any:
+        by = CheckpointPlacement(world.mesh(rank, dp=2), {})
+        return Placements({"w": by}, rename=Transpose("w")).save_planner()
+
+    world.save(tmp_path / "a", state_dict, planner)
+    assert torch.equal(read_whole(tmp_path / "a")["w"], whole.T)
+    with pytest.raises((CheckpointException, PlacementError), match="w"):
+        world.save(tmp_path / "b", lambda rank: state_dict(rank, 1), planner)
+
+
+def test_an_import_turns_files_and_a_rehearsal_agrees(tmp_path: Path) -> None:
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    files = {
+        "mlp.experts.gate_up_proj": arange((4, 6, 8)),
+        "mlp.experts.gate_up_proj_bias": arange((4, 6)),
+    }
+    save_file(files, hf / "model.safetensors")
+    import_checkpoint(hf, tmp_path / "turned", rename=hub.gpt_oss)
+    stored = read_whole(tmp_path / "turned")
+    assert torch.equal(stored["mlp.experts.gate_up_proj"], arange((4, 6, 8)).transpose(1, 2))
+    assert torch.equal(stored["mlp.experts.gate_up_proj_bias"], arange((4, 6)))
+    assert diff(hf, tmp_path / "turned", rename=hub.gpt_oss).same
+    assert not diff(hf, tmp_path / "turned").same
+
+    def rules(mesh: Any) -> Placements:
+        by = CheckpointPlacement(mesh, {"ep": Shard(0), "tp": Shard(1)})
+        waive = {"gate_up_proj*": "gate and up alternate row by row"}
+        return Placements({"gate_up_proj*": by}, rename=hub.gpt_oss, waive=waive)
+
+    rehearsal = rehearse(hf, rules, {"ep": 2, "tp": 2})
+    assert rehearsal.loads, rehearsal
+    world = World(4)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        return {
+            "mlp.experts.gate_up_proj": torch.zeros(2, 8, 3),
+            "mlp.experts.gate_up_proj_bias": torch.zeros(2, 3),
+        }
+
+    def reader(rank: int) -> Any:
+        return dcp.HuggingFaceStorageReader(str(hf))
+
+    loaded = world.load(
+        hf, state_dict, lambda rank: rules(world.mesh(rank, ep=2, tp=2)).load_planner(), reader
+    )
+    for rank in range(4):
+        ep, tp = divmod(rank, 2)
+        expected = arange((4, 6, 8)).chunk(2)[ep].chunk(2, 1)[tp].transpose(1, 2)
+        assert torch.equal(loaded[rank]["mlp.experts.gate_up_proj"], expected)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_a_rehearsal_of_stacked_and_transposed_rows_is_that_of_a_real_load(
+    tmp_path: Path, order: str, dim: int
+) -> None:
+    """Square experts beside others, and a bias, which has no two dims of its own."""
+    whole = {"e.w": arange((5, 3)), "e.square": arange((4, 4)), "e.bias": arange((6,))}
+    stacked = {
+        key: torch.stack([value + n for n in range(4)], min(dim, value.ndim))
+        for key, value in whole.items()
+    }
+    dcp.save(stacked, checkpoint_id=tmp_path, no_dist=True)
+
+    def declaration(mesh: Any) -> Placements:
+        ep = mesh.get_coordinate()[0]
+        turn = Transpose("e.*.*") if order == "before" else Transpose("e.*")
+        stacks = (Stack("e.{}.bias", 4, dim=min(dim, 1)), Stack("e.{}", 4, dim=dim))
+        number = Renumber("e.{}", range(2 * ep, 2 * ep + 2), 4)
+        steps = (number, turn, *stacks) if order == "before" else (number, *stacks, turn)
+        return Placements({}, rename=Renames(*steps))
+
+    rehearsal = rehearse(tmp_path, declaration, {"ep": 2, "fsdp": 2}, fsdp=["fsdp"])
+    assert rehearsal.loads, rehearsal
+    world = World(4)
+
+    def state_dict(rank: int, fill: bool = False) -> dict[str, Any]:
+        mesh = world.mesh(rank, ep=2, fsdp=2)["fsdp"]
+        held = {}
+        for n in range(2):
+            for key, value in whole.items():
+                mine = (
+                    (value + 2 * (rank // 2) + n).T
+                    if value.ndim > 1
+                    else value + 2 * (rank // 2) + n
+                )
+                name = key.replace("e.", f"e.{n}.")
+                held[name] = dtensor(mine if fill else torch.zeros_like(mine), mesh, [Shard(0)])
+        return held
+
+    loaded = world.load(
+        tmp_path,
+        state_dict,
+        lambda rank: declaration(world.mesh(rank, ep=2, fsdp=2)).load_planner(),
+    )
+    for rank in range(4):
+        for key, value in state_dict(rank, fill=True).items():
+            assert torch.equal(loaded[rank][key].to_local(), value.to_local()), (rank, key)
+    nbytes = [sum(value.to_local().nbytes for value in state.values()) for state in loaded]
+    assert [rank.memory_nbytes for rank in rehearsal.ranks] == nbytes
+
+
+def test_a_range_of_a_flattened_tensor_is_refused(tmp_path: Path) -> None:
+    world = World(2)
+
+    def planner(rank: int) -> Any:
+        by = CheckpointPlacement(
+            world.mesh(rank, dp=2), {"dp": FlatShard((7, 8))}, global_shape=(5, 3)
+        )
+        return Placements({"w": by}, rename=Transpose("w")).save_planner()
+
+    with pytest.raises((CheckpointException, PlacementError), match="rename= transposes it"):
+        world.save(tmp_path, lambda rank: {"w": torch.ones(7 + rank)}, planner)
