@@ -5,7 +5,6 @@ A new torch breaks this file only. Its functions are thin wrappers and make no d
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -92,19 +91,28 @@ PLAIN_TYPES = torch.Tensor, torch.nn.Parameter, torch.nn.Buffer
 """Types of tensors without behaviour of their own; most tensors, so they are tested first."""
 
 
-def watch_meshes(made: Callable[[DeviceMesh], None]) -> None:
-    """Call a function with each ``DeviceMesh`` that this process makes from now on.
+_recorded_meshes: dict[DeviceMesh, None] = {}
+"""Equal meshes once, in the order in which they were made."""
+
+
+def record_meshes() -> None:
+    """Record each ``DeviceMesh`` that this process makes from now on, and keep it.
 
     Slicing and flattening make one, too. The initialiser stays replaced.
     """
     initialize: Any = DeviceMesh.__init__
 
     @wraps(initialize)
-    def initialize_and_tell(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
+    def initialize_and_record(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
         initialize(mesh, *args, **kwargs)
-        made(mesh)
+        _recorded_meshes.setdefault(mesh)
 
-    setattr(DeviceMesh, "__init__", initialize_and_tell)  # noqa: B010 (mypy)
+    setattr(DeviceMesh, "__init__", initialize_and_record)  # noqa: B010 (mypy)
+
+
+def recorded_meshes() -> list[DeviceMesh]:
+    """Return the meshes that have been made since ``record_meshes`` was called; else none."""
+    return list(_recorded_meshes)
 
 
 def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
@@ -273,11 +281,6 @@ def world_size() -> int:
 def root_mesh(mesh: Any) -> Any:
     """Return the mesh that a mesh was sliced from; the mesh itself if it does not tell."""
     return mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
-
-
-def existing_meshes() -> list[DeviceMesh]:
-    """Return the meshes that there are in this process; it looks at all objects."""
-    return [each for each in gc.get_objects() if issubclass(type(each), DeviceMesh)]
 
 
 def named_axes(meshes: Iterable[Any]) -> dict[str, tuple[int, int]]:

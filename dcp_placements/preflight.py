@@ -86,7 +86,8 @@ def check(
         try:
             planner.create_global_plan([each.plan for each in sent])
         except PlacementError as refusal:
-            raise _with_declaration(refusal, planner, sent, meshes) from None
+            of_tensors = planner._save.meshes
+            raise _with_declaration(refusal, planner, sent, [*meshes, *of_tensors]) from None
         if planner.whole is None and (notes := _equal_shards([each.shards for each in sent])):
             planner.report.warnings += tuple(map(str, notes))
             warnings.warn(format_faults("look at this save", notes, "note"), stacklevel=2)

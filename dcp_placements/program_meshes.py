@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from dcp_placements._torch import root_mesh, watch_meshes
+from dcp_placements._torch import record_meshes, recorded_meshes, root_mesh
 from dcp_placements.errors import PlacementError
 from dcp_placements.rules.mesh import format_ranks_of
 
@@ -27,22 +27,16 @@ class ProgramMeshes:
 
     They are kept, equal ones once, since a program may keep no more of them than process groups.
     Meshes without names, and of other names, are not reached by it; nor are process groups without
-    a ``DeviceMesh``, for which there is ``MeshCoordinate``.
+    a ``DeviceMesh``, for which there is ``MeshCoordinate``. A refused save has the same record.
     """
-
-    def __init__(self) -> None:
-        self._made: dict[DeviceMesh, None] = {}
 
     def record(self) -> None:
         """Record each ``DeviceMesh`` that is made from now on, sliced and flattened ones, too."""
-        watch_meshes(self._keep)
-
-    def _keep(self, mesh: DeviceMesh) -> None:
-        self._made.setdefault(mesh)
+        record_meshes()
 
     def all(self) -> list[DeviceMesh]:
         """Return the meshes with names, in the order in which they were made, each once."""
-        return [mesh for mesh in self._made if mesh.mesh_dim_names]
+        return [mesh for mesh in recorded_meshes() if mesh.mesh_dim_names]
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         """Return the mesh of these axes alone, in this order, from this rank.

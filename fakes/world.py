@@ -209,7 +209,7 @@ class World:
             ),
             mock.patch.object(
                 _torch,
-                "existing_meshes",
+                "recorded_meshes",
                 return_value=[self.mesh(rank, **axes) for axes in self.meshes],
             ),
             warnings.catch_warnings(),

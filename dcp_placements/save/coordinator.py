@@ -93,7 +93,7 @@ class Coordinator:
         waived: The planner's ``waive=``.
         strict: Whether replicas that differ refuse the save.
         whole: The unsharded model, which the keys and shapes are compared with.
-        meshes: Meshes of the program, beside those that there are in this process.
+        meshes: Meshes of the state dict and of the declaration, beside those that are recorded.
         axes: By rank, position and size of axes that its plan does not have.
 
     Attributes:
@@ -268,7 +268,7 @@ class Coordinator:
     def _named_axes(self) -> NamedAxes:
         """Return the axes that have one meaning on all ranks."""
         ranks = [plan.rank for plan in self.plans]
-        meshes = [*self._meshes, *_torch.existing_meshes()]
+        meshes = [*self._meshes, *_torch.recorded_meshes()]
         return named_axes_of(ranks, self._axes_of_ranks(), meshes)
 
     @cached_property

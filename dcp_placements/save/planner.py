@@ -127,6 +127,7 @@ class RankSave(RankWork):
         rename_matches: The patterns of the rename, and whether a key of this rank matches.
         renames: The steps of the rename that the checkpoint keeps.
         numbered: The keys in which the rename gave a number.
+        meshes: The meshes of the rules and of the tensors.
     """
 
     state_dict: dict[str, Any] = field(default_factory=dict)
@@ -144,6 +145,7 @@ class RankSave(RankWork):
     rename_matches: Matches = field(default_factory=dict)
     renames: tuple[Step, ...] = ()
     numbered: Sequence[NumberedKey] = ()
+    meshes: Sequence[Any] = ()
 
     def value_at(self, index: MetadataIndex) -> Any:
         """Return the value at ``index``; a view of a placed tensor.
@@ -357,7 +359,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
             save.refusal = repeats
             return LocalPlan(rank)
         waived = [compile_pattern(pattern) for pattern in self.waive]
-        axes = self._axes(placed)
+        save.meshes = self._meshes(placed)
+        axes = named_axes(save.meshes)
         notes = [*repeats, *lint(placed, renamed=self.rename is not None, waived=waived)]
         if self.whole is None:
             notes += dropped_rows(placed, waived=waived)
@@ -391,14 +394,14 @@ class PlacementSavePlanner(DefaultSavePlanner):
         coordinate = tuple([position for position, _ in axes.values()])
         return LocalPlan(rank, holding.sent, coordinate, *sent_digests, statement.packed())
 
-    def _axes(self, placed: Iterable[Placed]) -> dict[str, tuple[int, int]]:
-        """Return ``{name: (position, size)}`` of the mesh axes of the rules and of the tensors."""
+    def _meshes(self, placed: Iterable[Placed]) -> list[Any]:
+        """Return the meshes of the rules and of the tensors, equal ones of tensors once."""
         meshes = self.rules.meshes if isinstance(self.rules, PlacementRules) else []
         places = dict.fromkeys(tensor.place for tensor in placed)
         of_places = {
             mesh_state(axis.mesh): axis.mesh for of_tensor in places for axis in of_tensor.axes
         }
-        return named_axes([*meshes, *of_places.values()])
+        return [*meshes, *of_places.values()]
 
     def _waivable(self, save: RankSave) -> Iterator[str]:
         """Yield what a waiver may match: keys, patterns of the rename, keys of ``whole=``."""
@@ -444,6 +447,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 waived=self.waive,
                 strict=self.on_conflict == "error",
                 whole=self.whole,
+                meshes=save.meshes,
             )
             if self.copies != "off" and not coordinator.complete:
                 raise PlacementError("copies= needs a save by all ranks together")
