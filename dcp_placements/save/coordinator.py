@@ -36,6 +36,7 @@ from dcp_placements.errors import (
 )
 from dcp_placements.layout.boxes import Ints
 from dcp_placements.layout.sharding import Cuts
+from dcp_placements.names.known_names import EXPERT_AXIS, NAMES_EXPERT
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.report import KeyReport, SaveReport, Shapes
 from dcp_placements.rules.named_axes import NamedAxes, named_axes_of
@@ -180,6 +181,23 @@ class Coordinator:
                 faults = [self._conflicts.get(fault.fqn, fault) for fault in faults]
                 faults = [with_declaration(fault) for fault in faults]
             raise_faults("the ranks' plans do not make a checkpoint", faults, ending)
+        if self.complete and not self._doubts[DIFFERED] and self._may_have_equal_experts():
+            from dcp_placements.advice.equal_experts import equal_experts
+
+            is_stepped = any((statement.step or 0) > 0 for statement in self.statements)
+            self._notes += equal_experts(self.facts(), waived=waived, is_stepped=is_stepped)
+
+    def _may_have_equal_experts(self) -> bool:
+        """Whether there are replicas that names call experts, and an expert-parallel axis."""
+        sizes = [each.axis_sizes for each in self.statements]
+        names = {name for of_rank in sizes for name, size in of_rank.items() if size > 1}
+        names.update(*[mesh.mesh_dim_names or () for mesh in _torch.recorded_meshes()])
+        return any(map(EXPERT_AXIS.match, names)) and any(
+            NAMES_EXPERT.search(fqn)
+            for piece in self.world.pieces
+            if piece.group.shape and piece.cover.has_replicas
+            for fqn in piece.fqns
+        )
 
     def _handed_over(self) -> tuple[str, bool]:
         """Return what a refusal hands over, and whether it is a declaration that passes."""
