@@ -173,8 +173,48 @@ def test_packed_experts_whose_ranks_have_uneven_counts(tmp_path: Path) -> None:
         return key, value.split([1, 3])[at["ep"]] if "experts" in key else value
 
     block = hand_over(tmp_path, filled(MOE), cut, World(2, {"ep": 2}))
-    rows = 'IndexShard(0, contiguous([1, 3], at=meshes["ep"].get_local_rank()))'
-    assert f'{{"ep": {rows}}}, global_shape=(4, 10, 6)),' in block
+    assert 'CheckpointPlacement(meshes["ep"], {"ep": RaggedShard(0, (1, 3))}),' in block
+
+
+def test_uneven_experts_under_fsdp(tmp_path: Path) -> None:
+    world = World(4, {"ep": 2, "edp": 2})
+
+    def cut(key: str, value: torch.Tensor, at: Positions) -> tuple[str, torch.Tensor]:
+        return key, value.split([3, 1])[at["ep"]] if "experts" in key else value
+
+    def wrap(key: str, value: torch.Tensor, rank: int) -> Any:
+        mesh = world.mesh(rank, ep=2, edp=2)["edp"]
+        part = (*value.chunk(2), value[:0])[mesh.get_local_rank()]
+        return FakeDTensor(part.clone(), mesh, [Shard(0)], value.shape)
+
+    block = hand_over(tmp_path, filled(MOE), cut, world, wrap)
+    assert 'CheckpointPlacement(meshes["ep"], {"ep": RaggedShard(0, (3, 1))}),' in block
+
+
+def test_joined_halves_that_ranks_have_unevenly(tmp_path: Path) -> None:
+    """Gate and up of five rows each, in chunks of three and two; w3 has parts of any sizes."""
+    shapes = layers(2, norm__weight=(6,), mlp__gate_up_proj__weight=(10, 6), mlp__w3__weight=(9, 6))
+
+    def cut(key: str, value: torch.Tensor, at: Positions) -> tuple[str, torch.Tensor]:
+        if "gate_up" in key:
+            return key, torch.cat([half.chunk(2)[at["tp"]] for half in value.chunk(2)])
+        return key, value.split([2, 7])[at["tp"]] if "w3" in key else value
+
+    block = hand_over(tmp_path, filled(shapes), cut, World(2, {"tp": 2}))
+    assert '{"tp": FusedShard(0, 2)}, global_shape=(10, 6)),' in block
+    assert '{"tp": RaggedShard(0, (2, 7))}),' in block
+
+
+def test_joined_halves_of_any_sizes_are_left_open(tmp_path: Path) -> None:
+    shapes = layers(2, norm__weight=(6,), mlp__gate_up_proj__weight=(10, 6))
+
+    def cut(key: str, value: torch.Tensor, at: Positions) -> tuple[str, torch.Tensor]:
+        if "gate_up" in key:
+            value = torch.cat([half.split([1, 4])[at["tp"]] for half in value.chunk(2)])
+        return key, value
+
+    world = World(2, {"tp": 2})
+    assert not block_in(refusal(tmp_path, world, job(filled(shapes), cut, world)))
 
 
 def test_a_module_list_of_experts_numbered_from_0_on_each_rank(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from dcp_placements.rules.patterns import RuleTable
 from dcp_placements.rules.placement import (
     CheckpointPlacement,
     FusedShard,
-    IndexShard,
+    RaggedShard,
     format_placement,
 )
 from dcp_placements.short_text import shortened
@@ -41,9 +41,9 @@ ENDS = "# The end of the declaration."
 _IMPORTED = (
     "CheckpointPlacement",
     "FusedShard",
-    "IndexShard",
     "MeshCoordinate",
     "Placements",
+    "RaggedShard",
     "Renames",
     "Renumber",
     "Replace",
@@ -63,18 +63,6 @@ def block_in(text: str) -> str:
     start = text.find(BEGINS)
     stop = text.find(ENDS, start)
     return "" if start < 0 or stop < 0 else f"{text[start:stop]}{ENDS}\n"
-
-
-class Pieces(NamedTuple):
-    """A dim in contiguous pieces of sizes that ``torch.chunk`` does not make.
-
-    Attributes:
-        dim: The dim.
-        sizes: By position along the axis.
-    """
-
-    dim: int
-    sizes: tuple[int, ...]
 
 
 class MeshNames(NamedTuple):
@@ -144,11 +132,13 @@ class Fitting(NamedTuple):
         axes = []
         for axis in names.ordered(self.axes)[0]:
             entry = by_axis[axis]
-            text = "" if isinstance(entry, Pieces) else format_placement(entry)
-            if isinstance(entry, Pieces):
-                text = f"IndexShard({entry.dim}, {_numbers_text(entry.sizes, axis)})"
-            elif isinstance(entry, FusedShard):
-                text = f"FusedShard({entry.dim}, {entry.parts})"
+            match entry:
+                case RaggedShard():
+                    text = f"RaggedShard({entry.dim}, {entry.sizes})"
+                case FusedShard():
+                    text = f"FusedShard({entry.dim}, {entry.parts})"
+                case _:
+                    text = format_placement(entry)
             axes.append(f"{_quoted(axis)}: {text}")
         shapes = {"global_shape": self.whole, "padded_shape": self.padded}
         given = "".join([f", {name}={shape}" for name, shape in shapes.items() if shape])
@@ -158,15 +148,11 @@ class Fitting(NamedTuple):
         """Return it on meshes; None where nothing shards it."""
         if not self.placements:
             return None
-        placements = {}
-        for axis, entry in self.placements:
-            if isinstance(entry, Pieces):
-                rows = contiguous(entry.sizes, at=meshes[axis].get_local_rank())
-                entry = IndexShard(entry.dim, tuple(rows))
-            placements[axis] = entry
-        mesh = names.on(meshes, self.axes)
         return CheckpointPlacement(
-            mesh, placements, global_shape=self.whole, padded_shape=self.padded
+            names.on(meshes, self.axes),
+            dict(self.placements),
+            global_shape=self.whole,
+            padded_shape=self.padded,
         )
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.tensor import Shard
 
-from dcp_placements.advice.block import Fitting, MeshNames, Pieces
+from dcp_placements.advice.block import Fitting, MeshNames
 from dcp_placements.advice.facts import FactsOfRanks, OnRanks, TensorFacts, differing_axes
 from dcp_placements.advice.local_numbers import NAME_OF_EXPERTS, PIPELINE_AXIS
 from dcp_placements.layout.boxes import Shape
@@ -35,7 +35,7 @@ from dcp_placements.names.known_names import (
     QKV,
     TENSOR_AXIS,
 )
-from dcp_placements.rules.placement import FusedShard, cut_of, shard_dim
+from dcp_placements.rules.placement import FusedShard, RaggedShard, cut_of, shard_dim
 
 _JOINED = re.compile(r"(?:^|[._])(?:w?kv(?:_proj)?(?=\.|$)|w\d_?w\d)")
 """Names of tensors that join others along a dim, perhaps: shapes and contents fit a plain shard."""
@@ -47,6 +47,8 @@ _ROW_PARALLEL = re.compile(
 _NAME_OF_VOCABULARY = re.compile(
     r"(?:^|[._])(?:w?embed\w*|wte|lm_head|embed_out|output(?:_layer)?|head|unembed\w*)(?:[._]weight)?$"
 )
+
+_BY_NAME = "taken by its name"
 
 _MOST_AXES = 3
 
@@ -306,14 +308,13 @@ class DimFinder:
             row = tuple([sizes[position].pop() for position in range(self.facts.sizes[axis])])
             whole[entry.dim] = sum(row)
             if len(set(row)) > 1:
-                uneven[axis] = Pieces(entry.dim, row)
+                uneven[axis] = RaggedShard(entry.dim, row)
         uncut = [dim for dim in range(kind.ndim) if dim not in dims]
         if any(shard.shape[dim] != whole[dim] for shard in kind.shards for dim in uncut):
             return None
         fitting = self._of_shape(tuple(whole), kind.held[0], placements)
-        if fitting is None and uneven and not kind.shards[0].own_axes:
-            entries = tuple([(axis, uneven.get(axis, entry)) for axis, entry in placements])
-            return Fitting(entries, tuple(whole))
+        if fitting is None and uneven:
+            return Fitting(tuple([(axis, uneven.get(axis, entry)) for axis, entry in placements]))
         return fitting
 
     def _of_shape(
@@ -371,9 +372,13 @@ class DimFinder:
         """
         placements = dict(fitting.placements)
         for axis, entry in fitting.placements:
-            is_of_experts = EXPERT_AXIS.match(axis) or (kind.ndim == 3 and not entry.dim)
-            if isinstance(entry, Pieces) or is_of_experts:
+            if EXPERT_AXIS.match(axis) or (kind.ndim == 3 and not entry.dim):
                 continue
+            if isinstance(entry, RaggedShard):
+                if not (GATE_UP.search(kind.name) or QKV.search(kind.name)):
+                    continue
+                joined = self._uneven_fused(kind, fitting, axis)
+                return joined, _BY_NAME if joined else "its name says several in one, cut unevenly"
             rows = kind.local_shape[entry.dim]
             if kind.shape is not None and fitting.padded is None:
                 rows = kind.shape[entry.dim] // self.facts.sizes[axis]
@@ -389,10 +394,33 @@ class DimFinder:
         named = fitting._replace(placements=tuple(placements.items()))
         if named != fitting:
             plain = fitting.text(self.mesh_names)
-            return named, f"taken by its name; the shapes fit {plain} as well"
+            return named, f"{_BY_NAME}; the shapes fit {plain} as well"
         if _JOINED.search(kind.name) and fitting.placements:
             return named, "taken as one tensor by its shape; FusedShard where it joins several"
         return named, ""
+
+    def _uneven_fused(self, kind: KindOfTensor, fitting: Fitting, axis: str) -> Fitting | None:
+        """Return the placement of joined gate and up whose halves ``torch.chunk`` makes uneven.
+
+        Args:
+            kind: The joined tensors.
+            fitting: Their placement as one tensor, ragged along the axis.
+            axis: The axis that cuts them.
+
+        Returns:
+            None where the shards have other sizes, and where others are joined.
+        """
+        placements, shape = dict(fitting.placements), list(kind.local_shape)
+        for name, entry in placements.items():
+            is_ragged = isinstance(entry, RaggedShard)
+            factor = self.facts.sizes[name]
+            shape[entry.dim] = sum(entry.sizes) if is_ragged else shape[entry.dim] * factor
+        placements[axis] = FusedShard(placements[axis].dim, 2)
+        if not GATE_UP.search(kind.name) or any(
+            isinstance(entry, RaggedShard) for entry in placements.values()
+        ):
+            return None
+        return self._of_shape(tuple(shape), kind.held[0], tuple(placements.items()))
 
     def _query_key_value(
         self, kind: KindOfTensor, axis: str, rows: int

@@ -214,8 +214,10 @@ class FactsOfRanks:
             for source in piece.sources:
                 for rank in source.ranks.tolist():
                     rows.setdefault(rank, []).append(row)
-                    shapes[rank] = source.group.shape
                     row += 1
+                for rank in self.world.members[source.table].tolist():
+                    rows.setdefault(rank, [])  # of an empty shard there is no box
+                    shapes[rank] = source.group.shape
             of_piece = piece.take(self.digests)
             boxes = piece.boxes.tolist() if len(piece.boxes) else [()] * len(ranks)
             for sizes in {tuple(box[1]) for box in boxes if box}:
@@ -226,9 +228,11 @@ class FactsOfRanks:
                 rank: tuple([str(boxes[row]) for row in of_rank]) for rank, of_rank in rows.items()
             }
             if len({*shapes.values()}) > 1:
-                # Plain tensors of several shapes: each rank holds all of its own.
-                is_plain = not any(cut.size > 1 for cut in piece.group.cuts)
-                parts = dict.fromkeys(rows, ()) if is_plain else parts
+                # Each rank holds that part of its own tensor which its place along the axes says.
+                cutting = {cut.axis for cut in piece.group.cuts if cut.size > 1}
+                if cutting <= self.named.axes.keys():
+                    axes = sorted(filter(None, cutting))
+                    parts = {r: tuple([self.positions[r][axis] for axis in axes]) for r in rows}
             of_ranks = _Rows(piece, of_piece, rows, shapes, parts, frozenset(constants))
             self._rows[number] = of_ranks
         return self._rows[number]
