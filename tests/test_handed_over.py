@@ -457,3 +457,18 @@ def test_a_dim_that_names_alone_tell_stands_beside_the_other_one(tmp_path: Path)
     assert f'#     "fc1.weight": {of}{{"tp": Shard(1)}}),' in block
     assert f'            "fc2.weight": {of}{{"tp": Shard(1)}}),' in block
     assert f'#     "fc2.weight": {of}{{"tp": Shard(0)}}),' in block
+
+
+def test_a_refusal_names_two_axes_that_tell_contents_together(tmp_path: Path) -> None:
+    def cut(key: str, value: torch.Tensor, at: Positions) -> tuple[str, torch.Tensor]:
+        if "experts" in key:
+            value = chunk(chunk(value, 2, at["ep"]), 2, at["etp"], 1)
+        return key, value
+
+    world = World(8, {"ep": 2, "edp": 2, "etp": 2})
+    text = refusal(tmp_path, world, job(filled(MOE), cut, world))
+    assert "differs along 'ep' and 'etp' together, agrees along 'edp'" in text
+    assert "content A:   ranks 0, 2 (ep=0, etp=0)" in text
+    assert "content D:   ranks 5, 7 (ep=1, etp=1)" in text
+    assert "over 'ep' and 'etp':" in text
+    assert block_in(text)

@@ -85,13 +85,13 @@ def equal_experts(
 
 def _axes_of_replicas(facts: FactsOfRanks, piece: Piece, axes: list[str]) -> set[str]:
     """Return the axes at each position of which ranks hold each box of a piece."""
-    cover, found = piece.cover, set()
+    cover, shared = piece.cover, set[str]()
     for name in axes:
         positions = np.asarray(facts.named.axes[name].positions)[cover.ranks]
         places = np.unique(np.stack([cover.box_of, positions]), axis=1)
         if places.shape[1] == len(cover.boxes) * facts.sizes[name]:
-            found.add(name)
-    return found
+            shared.add(name)
+    return shared
 
 
 def _is_not_constant(facts: FactsOfRanks, fqn: str) -> bool:

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, combinations, pairwise
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +39,8 @@ from dcp_placements.table.prove import Compared
 from dcp_placements.table.table import OBJECT
 from dcp_placements.table.world import NO_RULE, Piece, World
 
+_SHOWN_AXES = 4
+_MOST_TOGETHER = 3
 _SHOWN_RANKS = 8
 _RANKS_OWN = (
     "likely:      a state of each rank's own (random numbers, a data loader), or one that has "
@@ -213,7 +216,9 @@ def _conflict(
             differing.append((box, contents))
     (box, contents), *others = differing
     more = f" (and {len(others)} more place{'s' if len(others) > 1 else ''})" if others else ""
-    differs, agrees = _along(holders, contents)
+    choices, agrees = _along(holders, contents)
+    differs = list(dict.fromkeys(chain.from_iterable(choices)))
+    is_together = any(len(axes) > 1 for axes in choices)
     details = []
     for letter, members in zip("ABCDEFGH", contents.values(), strict=False):
         coordinate = [f"{name}={holders.coordinate(members[0])[name]}" for name in differs]
@@ -223,7 +228,10 @@ def _conflict(
         details.append(f"... {len(contents)} different contents in all")
     if differs:
         tail = f", agrees along {_quoted(agrees)}" if agrees else ""
-        details.append(f"the copies:  differs along {_quoted(differs)}{tail}")
+        separator = " or " if is_together else ", "
+        axes_text = separator.join([_quoted(axes, " and ") for axes in choices[:_SHOWN_AXES]])
+        together = " together" if is_together else ""
+        details.append(f"the copies:  differs along {axes_text}{together}{tail}")
     count = len({rank for members in contents.values() for rank in members})
     headline = (
         f"{len(contents)} different contents on {count} {holders.noun}s that claim to be replicas"
@@ -240,7 +248,8 @@ def _conflict(
             f"             {ANYWAY}",
         ]
         return Fault("", headline, tuple(details), (where,)), differs
-    along = f" over {_quoted(differs, ' or ')}" if differs else ""
+    along = " or ".join([_quoted(axes, " and ") for axes in choices[:_SHOWN_AXES]])
+    along = f" over {along}" if along else ""
     details += [
         f"likely:      it is sharded{along}: it needs a rule with Shard; or every rank counts "
         "its own from 0 (experts, layers); or replicas have drifted apart",
@@ -251,26 +260,51 @@ def _conflict(
     return Fault("", headline, tuple(details), (where,)), differs
 
 
-def _along(holders: Holders, contents: Mapping[int, Sequence[int]]) -> tuple[list[str], list[str]]:
+def _along(
+    holders: Holders, contents: Mapping[int, Sequence[int]]
+) -> tuple[list[tuple[str, ...]], list[str]]:
     """Return the axes along which contents differ, and those along which they agree.
 
     Args:
         holders: The holders.
         contents: The holders of each content.
+
+    Returns:
+        The axes whose positions tell which content a holder has, the fewest that do: each of
+        several tells it alone, and those of one tuple together. And the other axes along which
+        holders of one content differ in their position.
     """
     coordinates = {rank: holders.coordinate(rank) for ranks in contents.values() for rank in ranks}
-    differs, agrees, seen_whole = [], [], []
-    for name in sorted(set.intersection(*map(set, coordinates.values()))):
-        positions = [{coordinates[rank][name] for rank in ranks} for ranks in contents.values()]
-        everywhere = set.union(*positions)
-        if len(everywhere) < 2:
-            continue
-        if sum(map(len, positions)) == len(everywhere):
-            differs.append(name)
-            seen_whole += [name] if len(everywhere) == holders.axis_sizes[name] else []
-        elif max(map(len, positions)) > 1:
-            agrees.append(name)
+
+    def positions(axes: Sequence[str]) -> list[set[tuple[int, ...]]]:
+        return [
+            {tuple([coordinates[rank][name] for name in axes]) for rank in ranks}
+            for ranks in contents.values()
+        ]
+
+    def everywhere(axes: Sequence[str]) -> int:
+        return len(set.union(*positions(axes)))
+
+    names = sorted(set.intersection(*map(set, coordinates.values())))
+    names = [name for name in names if everywhere([name]) > 1]
+    differs: list[tuple[str, ...]] = []
+    for count in range(1, _MOST_TOGETHER + 1):
+        differs = [
+            axes
+            for axes in combinations(names, count)
+            if sum(map(len, positions(axes))) == everywhere(axes)
+        ]
+        if differs:
+            break
     # Along an axis of which only some positions are seen they may differ by chance.
+    sizes = holders.axis_sizes
+    seen_whole = [
+        axes for axes in differs if everywhere(axes) == prod([sizes[name] for name in axes])
+    ]
+    telling = {name for axes in differs for name in axes}
+    agrees = [
+        name for name in names if name not in telling and max(map(len, positions([name]))) > 1
+    ]
     return seen_whole or differs, agrees
 
 
