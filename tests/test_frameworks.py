@@ -24,6 +24,9 @@ MODULES = {
     "nemo_automodel": "nemo_automodel.components.checkpoint.checkpointing",
     "torchtitan": "torchtitan.components.checkpointer",
     "llamafactory": "llamafactory.v1.plugins.trainer_plugins.distributed.fsdp2",
+    "torchtune": "torchtune.training.checkpointing",
+    "olmo_core": "olmo_core.distributed.checkpoint",
+    "torchtnt": "torchtnt.framework.callbacks.dcp_saver",
 }
 EXPERT = "experts.weight/"
 KINDS = ("weight", "exp_avg", "exp_avg_sq")

@@ -24,8 +24,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
     set_state_dict,
 )
@@ -265,6 +267,84 @@ class Torchtitan:
         assert self._manager(path, model, optimizer).load()
 
 
+class Torchtune:
+    """torchtune's ``DistributedCheckpointer``, which passes no planner."""
+
+    def _checkpointer(self, path: Path) -> Any:
+        from torchtune.training.checkpointing import DistributedCheckpointer
+
+        return DistributedCheckpointer(checkpoint_dir=str(path), output_dir=str(path))
+
+    def save(self, path: Path, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        weights, moments = get_state_dict(model, optimizer, options=AsyncSave.OPTIONS)
+        state = {"model": weights, "optimizer": moments}
+        self._checkpointer(path).save_checkpoint(state, epoch=2)
+
+    def load(self, path: Path, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        weights, moments = get_state_dict(model, optimizer, options=AsyncSave.OPTIONS)
+        state = {"model": weights, "optimizer": moments}
+        state = self._checkpointer(path).load_checkpoint(state)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=AsyncSave.OPTIONS,
+        )
+
+
+class Olmo:
+    """OLMo-core's functions, which pass torch's default planner to a save and none to a load.
+
+    Storage is its own.
+    """
+
+    def save(self, path: Path, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        from olmo_core.distributed.checkpoint import save_model_and_optim_state
+
+        save_model_and_optim_state(str(path), model, optimizer, flatten_optimizer_state=True)
+
+    def load(self, path: Path, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        from olmo_core.distributed.checkpoint import load_model_and_optim_state
+
+        load_model_and_optim_state(str(path), model, optimizer, flatten_optimizer_state=True)
+
+
+class Torchtnt:
+    """torchtnt's callback that saves, and its ``restore``, which pass torch's default planners."""
+
+    def _unit(self, model: Model, optimizer: torch.optim.Optimizer) -> Any:
+        from torchtnt.framework.unit import AppStateMixin
+
+        unit = AppStateMixin()
+        unit.model, unit.optimizer = ModelState(model), Optimizers(model, optimizer)
+        return unit
+
+    def save(self, path: Path, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        from torchtnt.framework.callbacks.dcp_saver import DistributedCheckpointSaver
+
+        saver = DistributedCheckpointSaver(str(path.parent))
+        assert saver._save(str(path), self._unit(model, optimizer).app_state())
+
+    def load(self, path: Path, model: Model, optimizer: torch.optim.Optimizer) -> None:
+        from torchtnt.framework.callbacks.dcp_saver import DistributedCheckpointSaver
+
+        DistributedCheckpointSaver.restore(str(path), self._unit(model, optimizer))
+
+
+class ModelState:
+    """A model with the state dict of its DTensors."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_model_state_dict(self.model)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_model_state_dict(self.model, state)
+
+
 class AsyncSave:
     """``dcp.async_save`` and ``dcp.load`` without a planner, as torchtitan and AReaL call them."""
 
@@ -305,6 +385,9 @@ FRAMEWORKS: dict[str, Callable[[], Any]] = {
     "nemo_automodel": NemoAutoModel,
     "torchtitan": Torchtitan,
     "llamafactory": LlamaFactory,
+    "torchtune": Torchtune,
+    "olmo_core": Olmo,
+    "torchtnt": Torchtnt,
     "thread": partial(AsyncSave, AsyncCheckpointerType.THREAD),
     "process": partial(AsyncSave, AsyncCheckpointerType.PROCESS),
 }
