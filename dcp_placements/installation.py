@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
 from dcp_placements._torch import ASYNC_EXECUTORS, ASYNC_THREAD, LOAD, SAVE, Seam
-from dcp_placements.adoption import adopt, obstacle, ours_of
+from dcp_placements.adoption import MAY_DIFFER, adopt, obstacle, ours_of
 from dcp_placements.errors import PlacementError
 from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.placements import Placements
@@ -90,6 +90,8 @@ class Serving:
             return planner
         is_theirs = planner is not None and type(planner) is not default
         if is_theirs and (reason := obstacle(planner, default)):
+            if not self._strict and getattr(planner, MAY_DIFFER, None) and self._is_bare:
+                return planner
             class_of_it = type(planner)
             text = (
                 f"dcp.{kind} was called with planner={class_of_it.__module__}."
@@ -106,6 +108,12 @@ class Serving:
         options = {**given, **self._options[kind]}
         ours = getattr(self._declare(), f"{kind}_planner")(**options)
         return adopt(planner, ours) if is_theirs else ours
+
+    @property
+    def _is_bare(self) -> bool:
+        """Whether nothing is declared: ours would place each tensor where it says itself."""
+        placements = self._declare()
+        return placements.rules is None and placements.rename is None
 
     def enter(self) -> None:
         """Serve all saves and loads of the process from now on.

@@ -71,7 +71,8 @@ def line_of(call: EndedCall) -> dict[str, Any]:
     A planner that is none of ours has no report; one that was sent to another process has none
     here.
     """
-    provenance = provenance_of(call.planner.metadata) if call.kind == "load" else None
+    metadata = getattr(call.planner, "metadata", None) if call.kind == "load" else None
+    provenance = None if metadata is None else provenance_of(metadata)
     step = getattr(call.planner, "step", None) if call.kind == "save" else None
     line: dict[str, Any] = {
         "step": step if provenance is None else provenance.get("step"),
@@ -95,7 +96,8 @@ def lost_experts(path: str, planner: Any) -> str | None:
         path: Of the checkpoint.
         planner: The planner of the load.
     """
-    if provenance_of(planner.metadata) is not None:  # its save was proved
+    metadata = getattr(planner, "metadata", None)  # a framework's own planner may have none
+    if metadata is not None and provenance_of(metadata) is not None:  # its save was proved
         return None
     try:
         diagnosis = diagnose(Checkpoint(path))

@@ -474,7 +474,6 @@ LEFT_ALONE = [
     (Inner(), r"overrides _dedup_save_plans\(\), which planners of this package do not call"),
     (Slotted(), "__slots__"),
     (Alone(), "derives from no DefaultSavePlanner"),
-    (Padded(), "lets shapes differ from the checkpoint's"),
     (WholeFile(), "whatever keys the checkpoint has"),
     (Sized(), r"Sized.*\n.*overrides create_local_plan\(\) without super"),
 ]
@@ -487,6 +486,17 @@ def test_what_cannot_be_adopted_is_named_with_the_hook(theirs: Any, text: str) -
         assert Serving(lambda: Placements(None)).planner(kind, theirs) is theirs
     with pytest.raises(PlacementError, match=text):
         Serving(lambda: Placements(None), strict=True).planner(kind, theirs)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_load_whose_padding_may_differ_is_named_where_something_is_declared() -> None:
+    """Under the alarm it is right as it is: its tensors say where they are."""
+    theirs, text = Padded(), "lets shapes differ from the checkpoint's"
+    assert Serving(lambda: Placements(None)).planner("load", theirs) is theirs
+    with pytest.warns(UserWarning, match=text):
+        assert Serving(lambda: Placements({"w": None})).planner("load", theirs) is theirs
+    with pytest.raises(PlacementError, match=text):
+        Serving(lambda: Placements(None), strict=True).planner("load", theirs)
 
 
 def test_a_hook_on_the_instance_is_named() -> None:

@@ -83,6 +83,7 @@ def test_what_a_stock_save_lost_is_told_of(tmp_path: Path, kind: str, flat: bool
     first = text.splitlines()[1]
     assert "model.layers.0-1.experts" in first
     assert "optim.state" in first
+    assert lost_experts(str(tmp_path), object()) == text  # a planner of another kind
 
 
 @pytest.mark.parametrize("kind", ["packed", "list"])
