@@ -20,7 +20,7 @@ import click
 
 from dcp_placements import __version__
 from dcp_placements.cli import commands
-from dcp_placements.cli.memory_limit import default_limit, limited_memory
+from dcp_placements.cli.own_process import in_own_process, why_ended
 from dcp_placements.cli.printing import Shown, print_error, print_json_error, readers_may_stop
 from dcp_placements.cli.shared_options import (
     Argument,
@@ -30,6 +30,7 @@ from dcp_placements.cli.shared_options import (
 )
 from dcp_placements.errors import CannotLook, PlacementError
 from dcp_placements.short_text import format_name
+from dcp_placements.storage.process_limits import default_limit, limit_time, limited_memory
 
 PROGRAM = "dcp-placements"
 DEBUG = "DCP_PLACEMENTS_DEBUG"
@@ -186,9 +187,26 @@ def _explained(error: Exception) -> tuple[int, str]:
     return 2, f"{type(error).__name__}: {text} ({DEBUG}=1 shows where)"
 
 
-def run(arguments: Sequence[str] | None = None) -> int:
+def run_limited() -> int:
+    """Run the command of this process in one of its own, under limits; return its exit code."""
+
+    def limited() -> int:
+        limit_time()
+        return run(sys.argv[1:])
+
+    code, number = in_own_process(limited)
+    message = None if number is None else why_ended(number)
+    if message is None:
+        return code
+    if "--json" in sys.argv:
+        print_json_error("CannotLook", message)
+    print_error(message)
+    return 2
+
+
+def run(arguments: Sequence[str]) -> int:
     """Run one command; return its exit code."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
+    given = list(arguments)
     try:
         with readers_may_stop():
             code = app(given, prog_name=PROGRAM, standalone_mode=False)

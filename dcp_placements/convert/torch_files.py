@@ -148,5 +148,5 @@ def nbytes_in(value: Any) -> int:
             nbytes += tensor.nbytes
         elif isinstance(inner, Stub) and inner not in seen:
             seen.add(inner)
-            todo += inner.args, inner.state
+            todo += inner.args, inner.state, inner.contents
     return nbytes

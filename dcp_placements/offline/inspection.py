@@ -151,14 +151,14 @@ class Inspection:
     def _largest(self) -> Iterator[_Table]:
         """Yield the tables of the largest groups of keys."""
         groups = self.groups
-        largest = sorted(groups, key=lambda group: group.nbytes, reverse=True)[:SHOWN_GROUPS]
+        by_nbytes = sorted(range(len(groups)), key=lambda n: groups[n].nbytes, reverse=True)
+        largest = sorted(by_nbytes[:SHOWN_GROUPS])
         rows = [
             (
                 *(group.name, f"{group.tensors:,}", str(group.shape), group.dtype),
                 *(format_nbytes(group.nbytes), f"{group.chunks:,}", ranges(group.ranks)),
             )
-            for group in groups
-            if group in largest
+            for group in map(groups.__getitem__, largest)
         ]
         rest = len(groups) - len(largest)
         more = format_count(rest, "smaller group") if rest else ""

@@ -8,9 +8,9 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Mapping
-from functools import lru_cache
+from itertools import chain
 from pathlib import PurePath, PurePosixPath, PureWindowsPath
-from typing import IO, Any, ClassVar
+from typing import IO, Any, ClassVar, NoReturn
 
 import torch
 from torch.distributed.checkpoint import (
@@ -25,17 +25,17 @@ from dcp_placements._torch import MemoryFormat, StorageInfo, layout_named
 from dcp_placements.storage.provenance import provenance_of
 from dcp_placements.storage.safe_pickle import (
     DTYPES,
-    LARGEST_KEY,
     ORDERED_DICT,
     Call,
     RefusedGlobal,
     SafeUnpickler,
     check_unfolded,
-    most_elements,
     refusal,
+    stand_in,
 )
 from dcp_placements.storage.torch_metadata import (
     PICKLED_PROPERTIES,
+    PORTABLE_PROPERTIES,
     PROPERTIES,
 )
 
@@ -45,6 +45,10 @@ PATHS_OF_3_13 = "pathlib._local"
 
 MEGATRON = "megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"
 """Megatron-Core's class of metadata, which adds a field."""
+
+PLACE = StorageInfo.__name__
+"""Torch's class for a place. Other writers pickle a copy of it under a module of their own: it is
+read by its fields, and their module is not imported."""
 
 MAX_DIMS = 64
 _MAX_PATH_CHARS = 1 << 14
@@ -61,6 +65,8 @@ class _Unpickler(pickle.Unpickler):
         # Megatron's class adds nothing that a load needs, and importing it needs Megatron.
         if (module, name) == MEGATRON:
             return Metadata
+        if name == PLACE:
+            return StorageInfo
         substitute = PICKLED_PROPERTIES.get((module, name))
         if substitute is not None:
             return substitute
@@ -78,83 +84,183 @@ def load_safely(stream: IO[bytes], newer: set[str] | None = None) -> Any:
         RefusedGlobal: The pickle names something else; nothing has been called then.
         pickle.UnpicklingError: The pickle is broken, or is not one of metadata.
     """
-    data = stream.read()
-    unpickler = _SafeMetadata(data)
+    unpickler = _SafeMetadata(stream.read())
     value = unpickler.load()
+    # In an index the metadata are the first value of a tuple, and the forms of entries the second.
+    metadata, *forms = value if type(value) is tuple and value else (value,)
+    try:
+        restore = _Restored(unpickler.newer)
+        restore.metadata(metadata)
+        for listed in forms:
+            listed[:] = map(restore.entry, listed)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise refusal(f"it is no metadata ({type(error).__name__})") from error
     if newer is not None:
         newer.update(unpickler.newer)
-    # In an index the metadata are the first value of a tuple.
-    metadata = value[0] if type(value) is tuple and value else value
     if type(metadata) is Metadata:
-        _check_unfolded(metadata, most_elements(data))
+        _check_unfolded(metadata, unpickler.most_elements)
     return value
 
 
-def _size(values: Any) -> torch.Size:
-    if type(values) is not tuple or len(values) > MAX_DIMS or not set(map(type, values)) <= _INT:
-        raise refusal("it has a size that is no sequence of integers")
-    return _shared_size(values)
+class _Restored:
+    """Makes torch's objects of the stand-ins of a pickle.
+
+    Args:
+        newer: Receives texts, as in ``load_safely``.
+    """
+
+    def __init__(self, newer: set[str]) -> None:
+        self._newer = newer
+        self._properties: dict[Any, TensorProperties] = {}
+        self._entries: dict[Any, TensorStorageMetadata] = {}
+
+    def metadata(self, metadata: Any) -> None:
+        """Restore metadata, with the entries and places in them."""
+        _become(metadata)
+        if type(metadata) is not Metadata:
+            return
+        _become(metadata.storage_meta)
+        # An index has neither of them.
+        stored, places = map(vars(metadata).get, ("state_dict_metadata", "storage_data"))
+        if type(stored) is dict:
+            metadata.state_dict_metadata = {fqn: self.entry(entry) for fqn, entry in stored.items()}
+        if type(places) is dict:
+            for value in chain(places, places.values()):
+                _become(value)
+            # Stand-ins are hashed by identity, and these keys by their fields.
+            kinds = {(type(key.fqn), type(key.offset)) for key in places}
+            if not kinds <= {(str, torch.Size), (str, type(None))}:
+                raise TypeError
+            metadata.storage_data = dict(zip(places, places.values(), strict=True))
+
+    def entry(self, entry: Any) -> Any:
+        """Return the entry of a key; equal entries are one object, as thousands of keys have."""
+        if type(entry) is not _TENSOR:
+            return _become(entry)
+        size, chunks = entry.size, entry.chunks
+        state, properties = self._properties_of(entry.properties)
+        content: Any = entry  # a stand-in, which equals no other one
+        if state is not None and type(chunks) is list and {*map(type, chunks)} <= {_CHUNK}:
+            boxes = tuple([(chunk.offsets, chunk.sizes) for chunk in chunks])
+            if {type(size), *[type(sizes) for box in boxes for sizes in box]} <= {torch.Size}:
+                content = state, size, boxes
+        if content not in self._entries:
+            for chunk in chunks if type(chunks) is list else ():
+                _become(chunk)
+            self._entries[content] = TensorStorageMetadata(properties, size, chunks)
+        return self._entries[content]
+
+    def _properties_of(self, properties: Any) -> tuple[Any, Any]:
+        """Return the state of a tensor's properties, None for another form than torch's; and them.
+
+        Equal ones are one object.
+        """
+        state = getattr(properties, "state", None)
+        if type(properties) is not _PROPERTY_STATE or type(state) is not tuple:
+            return None, _become(properties)
+        if len(state) > PROPERTIES:
+            self._newer.add(f"a TensorProperties of {len(state)} fields (torch 2.15 or newer)")
+        state = state[:PORTABLE_PROPERTIES]
+        if tuple(map(type, state)) != (torch.dtype, torch.layout, bool, _Format, bool):
+            raise TypeError
+        if state not in self._properties:
+            dtype, layout, requires_grad, memory_format, pin_memory = state
+            restored = TensorProperties()
+            restored.__setstate__(
+                (dtype, layout, requires_grad, MemoryFormat(int(memory_format)), pin_memory)
+            )
+            self._properties[state] = restored
+        return state, self._properties[state]
 
 
-_INT = frozenset({int})
+def _become(value: Any) -> Any:
+    """Make a stand-in an instance of the class that it stands for; return any value."""
+    kind = _KINDS.get(type(value))
+    if kind is not None:
+        value.__class__ = kind
+    return value
 
 
-@lru_cache(maxsize=1 << 10)
-def _shared_size(values: tuple[int, ...]) -> torch.Size:
-    """Return a size that equal sizes share, as thousands of keys have equal ones."""
-    if max(values, default=0) >= LARGEST_KEY:
-        raise refusal("it has a size of more elements than there are")
-    return torch.Size(values)
+class _Format(int):
+    """The number of a memory format: members of the enumeration could be changed."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        raise refusal("it changes a memory format")
+
+
+class _Size:
+    """What a pickle calls for a size, several times per key."""
+
+    __slots__ = ()
+
+    def __call__(self, values: Any) -> torch.Size:
+        if type(values) is not tuple or len(values) > MAX_DIMS:
+            raise refusal("it has a size that is no sequence of integers")
+        return torch.Size(values)
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        raise refusal("it changes torch.Size")
 
 
 def _path(kind: type[PurePath]) -> Call:
-    def make(*parts: Any) -> PurePath:
+    def text(*parts: Any) -> str:
         is_short = len(parts) <= _MAX_PATH_CHARS and not set(map(type, parts)) - {str}
         if not is_short or sum(map(len, parts)) > _MAX_PATH_CHARS:
             raise refusal("it has a path that is not made of short text")
-        return kind(*parts)
+        return str(kind(*parts))
 
-    return Call(kind.__name__, make)
+    return Call(kind.__name__, text)
 
 
-def _member(owner: Any, name: str) -> MemoryFormat:
+def _member(owner: Any, name: str) -> _Format:
     """Return a member of the enumeration, which some versions of Python pickle as ``getattr``."""
     if owner is not _FORMAT:
         raise RefusedGlobal("builtins.getattr", _SafeMetadata.subject)
-    return MemoryFormat.__members__[name]
+    return _Format(MemoryFormat.__members__[name].value)
+
+
+def _set_properties(properties: Any, state: Any) -> None:
+    if vars(properties):
+        raise refusal("it changes properties of a tensor")
+    vars(properties).update(state if type(state) is dict else {"state": state})
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-_FILES = "torch.distributed.checkpoint.filesystem"
 _OLDER = "torch.distributed._shard.sharded_tensor.metadata"
-_FORMAT = Call("_MEM_FORMAT_ENCODING", MemoryFormat, (int,))
+_FORMAT = Call("_MEM_FORMAT_ENCODING", _Format, (int,))
+
+_PROPERTY_STATE = stand_in(TensorProperties, __setstate__=_set_properties)
+_CHUNK, _TENSOR = stand_in(ChunkStorageMetadata), stand_in(TensorStorageMetadata)
+_PLACE, _OF_ALL = stand_in(StorageInfo), stand_in(Metadata)
+_KINDS: dict[type[Any], type[Any]] = {
+    **{_PROPERTY_STATE: TensorProperties, _CHUNK: ChunkStorageMetadata},
+    **{_TENSOR: TensorStorageMetadata, _PLACE: StorageInfo, _OF_ALL: Metadata},
+    **{stand_in(kind): kind for kind in (MetadataIndex, BytesStorageMetadata, StorageMeta)},
+}
 
 
 class _SafeMetadata(SafeUnpickler):
-    """Creates torch's objects.
+    """Creates stand-ins of torch's objects.
 
     Attributes:
         newer: Texts, as in ``load_safely``.
     """
 
     subject = "DCP's metadata"
-    kinds = (
-        *(MetadataIndex, StorageInfo, ChunkStorageMetadata, TensorStorageMetadata),
-        *(BytesStorageMetadata, TensorProperties, StorageMeta, Metadata),
-    )
     allowed: ClassVar[Mapping[tuple[str, str], Any]] = {
         **DTYPES,
         **ORDERED_DICT,
-        **{(_METADATA, kind.__name__): Call(kind.__name__, fills=kind) for kind in kinds},
-        (_FILES, "_StorageInfo"): Call("_StorageInfo", fills=StorageInfo),
-        (_OLDER, "TensorProperties"): Call("TensorProperties", fills=TensorProperties),
-        MEGATRON: Call("Metadata", fills=Metadata),
+        **{(_METADATA, kind.__name__): held for held, kind in _KINDS.items()},
+        (_OLDER, "TensorProperties"): _PROPERTY_STATE,
+        MEGATRON: _OF_ALL,
         (_METADATA, "_MEM_FORMAT_ENCODING"): _FORMAT,
         (_OLDER, "MEM_FORMAT_ENCODING"): _FORMAT,
         ("torch.serialization", "_get_layout"): Call("_get_layout", layout_named, (str,)),
         # A ChunkList in metadata that another writer pickles.
         ("builtins", "list"): Call("list", lambda values: values, (list,)),
-        ("torch", "Size"): _size,  # there are several per key
+        ("torch", "Size"): _Size(),
         ("builtins", "getattr"): Call("getattr", _member, (Call, str)),
         # Pure paths reach no file system.
         **{
@@ -170,23 +276,11 @@ class _SafeMetadata(SafeUnpickler):
         self.newer: set[str] = set()
 
     def named(self, module: str, name: str) -> Any:
+        if name == PLACE:
+            return _PLACE
         if module == PATHS_OF_3_13 and sys.version_info < (3, 13):
             self.newer.add("a path as Python 3.13 pickles it")
         return super().named(module, name)
-
-    def fill(self, instance: Any, state: Any) -> Any:
-        if type(instance) is not TensorProperties or type(state) is not tuple or vars(instance):
-            return super().fill(instance, state)
-        if len(state) > PROPERTIES:
-            self.newer.add(f"a TensorProperties of {len(state)} fields (torch 2.15 or newer)")
-        instance.__setstate__(state[:PROPERTIES])
-        return instance
-
-    def check_key(self, key: Any) -> None:
-        if type(key) is not MetadataIndex:
-            super().check_key(key)
-        elif type(key.fqn) is not str or type(key.offset) not in (torch.Size, type(None)):
-            raise refusal("it has the index of a chunk that is no key and offset")
 
 
 def _check_unfolded(metadata: Metadata, most: int) -> None:

@@ -18,7 +18,7 @@ from dcp_placements.names.flat import Path, value_at
 from dcp_placements.short_text import format_error
 from dcp_placements.storage.file_reads import ByteRange, CountedFile, c_strides
 from dcp_placements.storage.record_reads import DAMAGED, IS_DAMAGED
-from dcp_placements.storage.safe_pickle import Call, Stub, check_unfolded, most_elements
+from dcp_placements.storage.safe_pickle import GlobalStandIn, Stub, check_unfolded, most_elements
 from dcp_placements.storage.tensor_record import (
     BEHIND,
     SIZES_FOLLOW,
@@ -204,6 +204,8 @@ class SavedFile:
         """
 
         def converted(value: Any, path: Path) -> Any:
+            if type(value) is Stub and value.contents is not None and value.by != _DEQUE:
+                value = value.contents
             if isinstance(value, Mapping):
                 return {key: converted(inner, (*path, key)) for key, inner in value.items()}
             if isinstance(value, list):
@@ -227,9 +229,12 @@ def _has_storage(value: Any) -> bool:
             todo += inner
         elif isinstance(inner, Stub) and inner not in seen:
             seen.add(inner)
-            todo += inner.args, inner.state
+            todo += inner.args, inner.state, inner.contents
     return False
 
+
+_DEQUE = "collections.deque"
+"""Of classes that a pickle fills like a list, the one whose elements have no index in a path."""
 
 _PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 
@@ -249,7 +254,10 @@ def saved_tensor(value: Any) -> tuple[TensorRecord | None, Stub | None]:
             # Its local tensor is the one tensor among its attributes.
             inner = [saved_tensor(field)[0] for field in fields.values()]
             return next(filter(None, inner), None), value
-        if type(make) is Call and name in ("torch.Tensor", "torch.nn.parameter.Parameter"):
+        if isinstance(make, GlobalStandIn) and name in (
+            "torch.Tensor",
+            "torch.nn.parameter.Parameter",
+        ):
             return saved_tensor(Stub(make.name, args))  # one with attributes
     return strided_tensor(value), None
 

@@ -12,20 +12,24 @@ from __future__ import annotations
 import pickle
 import struct
 import sys
+import threading
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from dcp_placements.storage.file_reads import ByteRange, crc32, is_contiguous
 from dcp_placements.storage.safe_pickle import (
     DTYPES,
-    Call,
+    MAX_NAME_CHARS,
+    GlobalStandIn,
     SafeUnpickler,
     Stub,
+    check_unfolded,
     describe,
     refusal,
 )
@@ -237,6 +241,38 @@ class Storage(NamedTuple):
     key: str  # name of its entry in the file
 
 
+class _Items(dict[Any, Any]):
+    """Stands for an ``OrderedDict``, or a dict with defaults."""
+
+    def __setstate__(self, state: Any) -> None:
+        if type(state) is not dict:  # the state dict of a module has attributes
+            raise refusal("it sets attributes of a dict that are no dict")
+
+
+_LOADED = threading.local()
+"""``calls``: stubs of the calls in the pickle that the thread reads."""
+
+
+def _called(called: GlobalStandIn, *args: Any) -> Any:
+    """Return a stub of a call's result or of an instance; a dict for classes of dicts."""
+    module, _, name = called.name.rpartition(".")
+    stub = Stub(called.name, args)
+    _LOADED.calls.append(stub)
+    _check_shown(name, args)
+    if module in _TORCH and called.name not in _OF_TORCH:
+        raise refusal(f"it calls {called.name}, which allocates by a number")
+    if name == "bytearray" and not set(map(type, args)) <= {str, bytes, Stub}:
+        raise refusal("it has a bytearray of a length without contents")
+    is_dict = called.name == "collections.OrderedDict" and not args
+    return _Items() if is_dict or name == "defaultdict" else stub
+
+
+@lru_cache(maxsize=1 << 10)
+def _stand_in(name: str) -> GlobalStandIn:
+    """Return the stand-in of a name, which all pickles share."""
+    return GlobalStandIn(name, (), {"name": name, "__new__": _called})
+
+
 class TorchUnpickler(SafeUnpickler):
     """Reads dicts, lists and stubs from a pickle of ``torch.save``; refuses calls that allocate.
 
@@ -246,81 +282,60 @@ class TorchUnpickler(SafeUnpickler):
     """
 
     subject = "what torch.load(weights_only=True) loads"
-    hashed: ClassVar = {*SafeUnpickler.hashed, Stub, Call, Storage}
 
     def __init__(self, data: bytes, storages: Mapping[str, zipfile.ZipInfo] | None) -> None:
         super().__init__(data)
         self._storages = storages
 
-    def named(self, module: str, name: str) -> Any:
-        return Call(f"{module}.{name}")
+    def load(self) -> Any:
+        """Return the value of the pickle, as the base class does.
+
+        Any callable may format its arguments in an error, or hash them: so the arguments of all
+        calls are counted.
+        """
+        calls: list[Stub] = []
+        _LOADED.calls = calls
+        try:
+            value = super().load()
+        finally:
+            del _LOADED.calls
+        elements: dict[Stub, int] = {}
+        left = _SHARED_RATIO * self.most_elements
+        for stub in calls:
+            most = min(left, self.most_elements - _SPARE_OF_VALUE)
+            held = stub.args, stub.state, stub.contents
+            elements[stub] = check_unfolded(held, most, elements) + 1
+            left -= elements[stub]
+        return value
+
+    def named(self, module: str, name: str) -> GlobalStandIn:
+        return _stand_in(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> Storage:
         if type(pid) is not tuple or len(pid) != 5:
             raise refusal("it has a persistent id that is no storage")
         tag, kind, key, _, numel = pid
-        if type(tag) is not str or tag != "storage" or type(kind) is not Call:
+        if type(tag) is not str or tag != "storage" or not isinstance(kind, GlobalStandIn):
             raise refusal("it has a persistent id that is no storage")
         if type(key) is not str or type(numel) is not int:
             raise refusal("it has a storage without a name or a size")
         module, _, name = kind.name.rpartition(".")
         if module not in _TORCH:
-            raise refusal(f"it has a storage of a type {kind.name}")
+            raise refusal(f"it has a storage of a type {describe(kind)}")
         if self._storages is not None:
             entry, itemsize = self._storages.get(key), _ITEMSIZES.get(name)
             held = 0 if entry is None else entry.file_size
             if itemsize is None or not 0 <= numel * itemsize <= held:
-                raise refusal(
-                    f"its storage {key!r} has {held} bytes for {numel} elements of {kind.name}"
-                )
+                shown = f"{held} bytes for {numel} elements of {kind.name}"
+                raise refusal(f"its storage {key[:MAX_NAME_CHARS]!r} has {shown}")
         return Storage(name, key)
 
-    def call(self, called: Any, args: Any) -> Any:
-        """Return a stub of a call's result or of an instance; a dict for classes of dicts."""
-        if type(args) is not tuple:
-            raise TypeError
-        # Any callable may format its arguments in an error, or hash them.
-        elements = self.elements_of(args)
-        if type(called) is not Call:
-            if type(called) is not Stub or called.by not in _CALLABLE:
-                raise refusal(f"it calls {describe(called)}")
-            return Stub(elements=elements + called.elements)
-        module, _, name = called.name.rpartition(".")
-        _check_shown(name, args)
-        if module in _TORCH and called.name not in _OF_TORCH:
-            raise refusal(f"it calls {called.name}, which allocates by a number")
-        if name == "bytearray":
-            self.look_at(args)
-            if not set(map(type, args)) <= {str, bytes, Stub}:
-                raise refusal("it has a bytearray of a length without contents")
-        if name in _HASHING:
-            for arg in args:
-                keys = arg if isinstance(arg, list | tuple) else ()
-                self.look_at(keys)
-                self.check_keys(keys)
-        is_dict = called.name == "collections.OrderedDict" and not args
-        return {} if is_dict or name == "defaultdict" else Stub(called.name, args, elements)
 
-    def new(self, kind: Any, args: Any) -> Any:
-        return self.call(kind, args)
+_SHARED_RATIO = 16
+"""All calls may have this many times the elements of a value."""
 
-    def fill(self, instance: Any, state: Any) -> Any:
-        """Set the state of a stub, and return it."""
-        if type(instance) is Stub:
-            instance.elements += self.elements_of(state)
-            instance.state = state
-        return instance
-
-    def add_items(self, held: Any, items: Sequence[Any]) -> Any:
-        if type(held) is Stub and held.by == "collections.deque":  # which is no list
-            held.elements += self.elements_of(items)
-            held.state = held.state, items
-            return held
-        return super().add_items([] if type(held) is Stub else held, items)
-
-    def set_items(self, held: Any, items: Sequence[Any]) -> Any:
-        # Only its items show that a stub is a dict of another class.
-        return super().set_items({} if type(held) is Stub else held, items)
+_SPARE_OF_VALUE = 60 << 10
+"""A call may have this many elements less than a value, since errors print its arguments."""
 
 
 def _check_shown(name: str, args: Sequence[Any]) -> None:
@@ -331,7 +346,7 @@ def _check_shown(name: str, args: Sequence[Any]) -> None:
     elif name == "_rebuild_qtensor":
         size, quantizer = args[2], args[4]
         is_short = type(size) is tuple and set(map(type, size)) <= {int}
-        is_short = is_short and type(quantizer) is tuple and type(quantizer[0]) is Call
+        is_short = is_short and type(quantizer) is tuple and isinstance(quantizer[0], GlobalStandIn)
     elif name in {"_rebuild_parameter_with_state", "_rebuild_from_type_v2"}:
         is_short = type(args[3]) is not tuple or len(args[3]) == 2
     else:
@@ -351,7 +366,7 @@ def strided_tensor(stub: Any) -> TensorRecord | None:
     if len(shape) != len(strides) or not all(type(n) is int and n >= 0 for n in numbers):
         return None
     dtype = STORAGES.get(storage.kind)
-    if storage.kind == "UntypedStorage" and more and type(more[0]) is Call:
+    if storage.kind == "UntypedStorage" and more and isinstance(more[0], GlobalStandIn):
         dtype, more = DTYPES.get(("torch", more[0].name.removeprefix("torch."))), more[1:]
     if dtype is None or more:
         return None
@@ -372,9 +387,6 @@ STORAGES = {
 }
 """The dtypes of elements, by the names of storages."""
 
-_HASHING = {"set", "frozenset", "dict", "OrderedDict", "Counter", "defaultdict"}
-_CALLABLE = {"functools.partial", "builtins.getattr", "__builtin__.getattr"}
-"""Names whose result a pickle may call; ``torch.load`` refuses them by name."""
 _TORCH = ("torch", "torch.storage")
 _OF_TORCH = {"torch.Size", "torch.device"}
 """Names in ``torch`` that pickles may call; its storages and tensors allocate by a number."""

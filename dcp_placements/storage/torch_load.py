@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from dcp_placements.short_text import format_name
+from dcp_placements.storage.process_limits import limited_time
 from dcp_placements.storage.safe_pickle import (
     MAX_NAME_CHARS,
     RefusedGlobal,
@@ -49,6 +50,12 @@ def load_saved_tensor(stream: Any) -> torch.Tensor:
         Exception: A broken record makes ``torch.load`` raise another error.
     """
     nbytes = int(stream.seek(0, io.SEEK_END))
+    with limited_time(nbytes):
+        return _tensor_of(stream, nbytes)
+
+
+def _tensor_of(stream: Any, nbytes: int) -> torch.Tensor:
+    """Return the tensor of a stream of ``nbytes``."""
     described = TorchUnpickler(*saved_pickle(stream)).load()
     if type(described) is not Stub:
         raise ValueError(f"it holds {describe(described)}, and no tensor")
@@ -84,7 +91,9 @@ def load_plain(stream: Any, device: str | None = None) -> Any:
     """
     data, storages = saved_pickle(stream)
     TorchUnpickler(data, storages).load()
-    loaded = torch.load(stream, map_location=device, weights_only=True)
+    with limited_time(int(stream.seek(0, io.SEEK_END))):
+        stream.seek(0)
+        loaded = torch.load(stream, map_location=device, weights_only=True)
     check_unfolded([loaded], most_elements(data))
     return loaded
 

@@ -26,7 +26,6 @@ from dcp_placements import (
     Placements,
 )
 from dcp_placements.bind.rank_shard import RankShard
-from dcp_placements.cli.memory_limit import limited_memory
 from dcp_placements.convert.rank_tensors import RankTensors, rank_files
 from dcp_placements.offline import (
     CannotLook,
@@ -39,6 +38,7 @@ from dcp_placements.offline import (
     verify,
 )
 from dcp_placements.offline.directory import existing_directory
+from dcp_placements.storage.process_limits import limited_memory
 from dcp_placements.testing import cut
 from tests.convert.hostile import Hostile
 from tests.offline_scenes import Run
