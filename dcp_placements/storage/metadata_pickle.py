@@ -22,6 +22,7 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
 
 from dcp_placements._torch import MemoryFormat, StorageInfo, layout_named
+from dcp_placements.short_text import format_error
 from dcp_placements.storage.provenance import provenance_of
 from dcp_placements.storage.safe_pickle import (
     DTYPES,
@@ -87,14 +88,15 @@ def load_safely(stream: IO[bytes], newer: set[str] | None = None) -> Any:
     unpickler = _SafeMetadata(stream.read())
     value = unpickler.load()
     # In an index the metadata are the first value of a tuple, and the forms of entries the second.
-    metadata, *forms = value if type(value) is tuple and value else (value,)
+    is_index = type(value) is tuple and len(value) == 2 and type(value[0]) is _OF_ALL
+    metadata, *forms = value if is_index else (value,)
     try:
         restore = _Restored(unpickler.newer)
         restore.metadata(metadata)
         for listed in forms:
             listed[:] = map(restore.entry, listed)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise refusal(f"it is no metadata ({type(error).__name__})") from error
+        raise refusal(f"it is no metadata: {format_error(error)}") from error
     if newer is not None:
         newer.update(unpickler.newer)
     if type(metadata) is Metadata:
@@ -130,7 +132,7 @@ class _Restored:
             # Stand-ins are hashed by identity, and these keys by their fields.
             kinds = {(type(key.fqn), type(key.offset)) for key in places}
             if not kinds <= {(str, torch.Size), (str, type(None))}:
-                raise TypeError
+                raise TypeError("the index of a chunk that is no key and offset")
             metadata.storage_data = dict(zip(places, places.values(), strict=True))
 
     def entry(self, entry: Any) -> Any:
@@ -161,8 +163,11 @@ class _Restored:
         if len(state) > PROPERTIES:
             self._newer.add(f"a TensorProperties of {len(state)} fields (torch 2.15 or newer)")
         state = state[:PORTABLE_PROPERTIES]
-        if tuple(map(type, state)) != (torch.dtype, torch.layout, bool, _Format, bool):
-            raise TypeError
+        kinds = tuple(map(type, state))
+        if kinds != _STATE_KINDS:
+            pairs = zip(_STATE_FIELDS, kinds, _STATE_KINDS, strict=False)
+            odd = [f"{name} is a {kind.__name__}" for name, kind, own in pairs if kind is not own]
+            raise TypeError(f"properties of a tensor: {' and '.join(odd) or len(kinds)}")
         if state not in self._properties:
             dtype, layout, requires_grad, memory_format, pin_memory = state
             restored = TensorProperties()
@@ -188,6 +193,11 @@ class _Format(int):
 
     def __setstate__(self, state: Any) -> NoReturn:
         raise refusal("it changes a memory format")
+
+
+_STATE_FIELDS = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
+_STATE_KINDS = (torch.dtype, torch.layout, bool, _Format, bool)
+"""The state of torch's properties of a tensor: names and types of its fields."""
 
 
 class _Size:
