@@ -1,4 +1,10 @@
-"""Safetensors files: their headers, read without trusting them, in DCP's terms; and written."""
+"""Safetensors files: their headers, read without trusting them, in DCP's terms; and written.
+
+The safetensors library reads files of this machine, and writes tensors that are in memory. What is
+here it has not: positions of bytes, by which boxes are planned and read like DCP's; files at URLs;
+and headers of files that are larger than memory, whose elements follow as a stream. The tests
+compare every header with the library.
+"""
 
 from __future__ import annotations
 
