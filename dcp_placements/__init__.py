@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         Unstack as Unstack,
         contiguous as contiguous,
     )
-    from dcp_placements.names.stacks_and_parts import Parts as Parts, Row as Row, Rows as Rows
+    from dcp_placements.names.rename_results import Parts as Parts, Row as Row, Rows as Rows
     from dcp_placements.placements import Placements as Placements
     from dcp_placements.preflight import check as check
     from dcp_placements.advice.proposal import propose_placements as propose_placements
@@ -49,7 +49,7 @@ _NAMES = {
     "installation": "installed",
     "load.planner": "PlacementLoadPlanner",
     "names.renames": "Renames Renumber Replace Split Stack Transpose Unstack contiguous",
-    "names.stacks_and_parts": "Parts Row Rows",
+    "names.rename_results": "Parts Row Rows",
     "placements": "Placements",
     "preflight": "check",
     "advice.proposal": "propose_placements",

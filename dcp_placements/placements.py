@@ -12,7 +12,7 @@ from typing import Any
 
 from dcp_placements.errors import CannotLook, PlacementError
 from dcp_placements.load.planner import PlacementLoadPlanner
-from dcp_placements.names.stacks_and_parts import Rename
+from dcp_placements.names.rename_results import Rename
 from dcp_placements.rules.mesh import MeshAxes, MeshCoordinate, mesh_at
 from dcp_placements.rules.patterns import PlacementRules, Rules, RuleTable, check_declaration
 from dcp_placements.save.planner import PlacementSavePlanner

@@ -24,7 +24,7 @@ from dcp_placements.bind.rule_and_dtensor import CutSource, Place, Placed, Share
 from dcp_placements.errors import CannotPlace
 from dcp_placements.names.flat import Path, Reshaped
 from dcp_placements.names.optimizer_state import Dims, OptimizerStates, followed_dims
-from dcp_placements.names.stacks_and_parts import dims_of_row, rule_dims
+from dcp_placements.names.rename_results import dims_of_row, rule_dims
 from dcp_placements.rules.placement import is_flat, moved_placements
 
 

@@ -59,7 +59,7 @@ from dcp_placements.names.optimizer_state import (
     parameter_groups_in,
     unnamed_faults,
 )
-from dcp_placements.names.stacks_and_parts import Parts, Rename, dims_of_row, rule_dims, texts_of
+from dcp_placements.names.rename_results import Parts, Rename, dims_of_row, rule_dims, texts_of
 from dcp_placements.rules.patterns import PlacementRules, Rules, asked, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement, IndexShard, is_flat, kind_of
 

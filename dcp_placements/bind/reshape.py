@@ -43,7 +43,7 @@ from dcp_placements.bind.rule_and_dtensor import (
 from dcp_placements.errors import CannotPlace, Fault
 from dcp_placements.layout.sharding import Cut, FusedPart, Kind, Sharding
 from dcp_placements.names.flat import Path, RenamedValue, Reshaped
-from dcp_placements.names.stacks_and_parts import (
+from dcp_placements.names.rename_results import (
     OfWhole,
     Parts,
     Row,

@@ -35,9 +35,9 @@ from dcp_placements.errors import (
     format_faults,
     raise_faults,
 )
+from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import Unstack, number_in, steps
 from dcp_placements.names.scales import scale_of
-from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.offline.assembly import AnyTensor, AssembledTensor, assemble
 from dcp_placements.offline.box_reads import BoxReader, sub_boxes
 from dcp_placements.offline.checkpoint import (

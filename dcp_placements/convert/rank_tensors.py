@@ -45,7 +45,7 @@ from dcp_placements.errors import (
 )
 from dcp_placements.layout.boxes import Array, as_boxes
 from dcp_placements.names.flat import rename_keys
-from dcp_placements.names.stacks_and_parts import Rename
+from dcp_placements.names.rename_results import Rename
 from dcp_placements.offline.checkpoint import Checkpoint, LeftOut
 from dcp_placements.offline.difference import same_bits
 from dcp_placements.offline.directory import existing_directory, versions_of

@@ -32,8 +32,8 @@ from dcp_placements.layout.sharding import Box
 from dcp_placements.names.flat import Path, rename_keys
 from dcp_placements.names.numbers import Numberings
 from dcp_placements.names.optimizer_state import OptimizerStates
+from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import Step, recorded
-from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.rules.patterns import Rules, compile_pattern
 from dcp_placements.storage.file_reads import c_strides
 from dcp_placements.storage.provenance import cut_of_plain, plain_of_cut

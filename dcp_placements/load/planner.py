@@ -63,8 +63,8 @@ from dcp_placements.load.renamed_states import renamed_states
 from dcp_placements.load.request import NOTHING, Request, request_of
 from dcp_placements.load.tied_states import TiedStates, tied_states
 from dcp_placements.names.flat import Path, RenamedKeys, check_texts, put_at, rename_keys
+from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import recorded
-from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.report import LoadReport, Traffic
 from dcp_placements.rules.patterns import (
     Rules,

@@ -19,8 +19,8 @@ from itertools import count, takewhile
 from dcp_placements.errors import Fault
 from dcp_placements.load.missing import ON_PURPOSE, Asked
 from dcp_placements.names.numbers import Numberings, numbers_of
+from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import FUNCTION, Step, recorded
-from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.short_text import format_numbers
 from dcp_placements.storage.provenance import SaveRecord
 

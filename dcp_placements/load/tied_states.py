@@ -18,7 +18,7 @@ from typing import Any
 from dcp_placements.bind.rule_and_dtensor import is_tensor
 from dcp_placements.bind.tensor_memory import memory_key
 from dcp_placements.names.optimizer_state import OptimizerStates
-from dcp_placements.names.stacks_and_parts import Rename, Renamed
+from dcp_placements.names.rename_results import Rename, Renamed
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from dcp_placements.errors import (
     raise_faults,
 )
 from dcp_placements.names.numbers import NumberedKey
-from dcp_placements.names.renames import apply, steps
-from dcp_placements.names.stacks_and_parts import (
+from dcp_placements.names.rename_results import (
     OfWhole,
     Parts,
     Rename,
@@ -29,6 +28,7 @@ from dcp_placements.names.stacks_and_parts import (
     Transposed,
     texts_of,
 )
+from dcp_placements.names.renames import apply, steps
 from dcp_placements.rules.patterns import Matches
 
 Path = tuple[str | int, ...]

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dcp_placements.errors import CannotPlace
-from dcp_placements.names.stacks_and_parts import Rename, Renamed, Row, texts_of, with_texts
+from dcp_placements.names.rename_results import Rename, Renamed, Row, texts_of, with_texts
 
 _STAND_IN = "700000000007"
 """A number that no list has: where a function puts it is where it puts the real one."""

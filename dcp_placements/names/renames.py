@@ -34,7 +34,7 @@ from dcp_placements.names.numbers import (
     with_number,
     without_number,
 )
-from dcp_placements.names.stacks_and_parts import (
+from dcp_placements.names.rename_results import (
     Parts,
     Rename,
     Renamed,

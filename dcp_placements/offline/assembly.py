@@ -24,8 +24,7 @@ from dcp_placements.errors import (
 )
 from dcp_placements.layout.boxes import common
 from dcp_placements.layout.sharding import Box
-from dcp_placements.names.renames import check_braces
-from dcp_placements.names.stacks_and_parts import (
+from dcp_placements.names.rename_results import (
     OfWhole,
     Parts,
     Rename,
@@ -36,6 +35,7 @@ from dcp_placements.names.stacks_and_parts import (
     moved_box,
     renamed_boxes,
 )
+from dcp_placements.names.renames import check_braces
 from dcp_placements.offline.box_reads import BoxReader, Stretch, is_contiguous, position
 from dcp_placements.offline.checkpoint import SourceTensor, StoredTensor
 from dcp_placements.short_text import format_names

@@ -22,8 +22,8 @@ from dcp_placements.errors import (
     PlacementError,
 )
 from dcp_placements.layout.sharding import Box
+from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.scales import scale_of
-from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.offline.assembly import AssembledTensor, assembled
 from dcp_placements.offline.box_reads import BoxReader, sub_boxes
 from dcp_placements.offline.checkpoint import (

@@ -17,7 +17,7 @@ from dcp_placements.errors import CannotLook
 from dcp_placements.items import quiet_gc
 from dcp_placements.layout.boxes import format_box
 from dcp_placements.layout.sharding import Box, Cuts
-from dcp_placements.names.stacks_and_parts import Rename
+from dcp_placements.names.rename_results import Rename
 from dcp_placements.offline.assembly import assembled
 from dcp_placements.offline.checkpoint import (
     AnySource,

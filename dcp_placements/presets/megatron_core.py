@@ -32,8 +32,8 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from dcp_placements.errors import PlacementError
+from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import Renames, Renumber, Replace
-from dcp_placements.names.stacks_and_parts import Rename
 from dcp_placements.placements import Placements
 from dcp_placements.presets.megatron import check_meshes, expert_numbers, without_axis
 from dcp_placements.presets.preset import axis_sizes, rules_of

@@ -7,7 +7,7 @@ import pytest
 from dcp_placements import Parts, Row, Rows
 from dcp_placements.errors import CannotPlace
 from dcp_placements.layout.sharding import Box
-from dcp_placements.names.stacks_and_parts import Target, renamed_boxes
+from dcp_placements.names.rename_results import Target, renamed_boxes
 
 
 def test_a_name_is_the_whole_tensor() -> None:

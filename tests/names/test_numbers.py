@@ -21,7 +21,7 @@ from dcp_placements import (
     Unstack,
 )
 from dcp_placements.names.numbers import Family, families, numbers_given, numbers_of
-from dcp_placements.names.stacks_and_parts import Rename, Rows
+from dcp_placements.names.rename_results import Rename, Rows
 
 WORDS = ("model", "pp1", "layers", "experts", "w", "weight", "module", "blocks")
 

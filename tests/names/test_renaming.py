@@ -31,7 +31,7 @@ from dcp_placements import (
     Unstack,
     contiguous,
 )
-from dcp_placements.names.stacks_and_parts import Rename
+from dcp_placements.names.rename_results import Rename
 from dcp_placements.testing import World
 
 

@@ -28,7 +28,7 @@ from dcp_placements import (
     Unstack,
     contiguous,
 )
-from dcp_placements.names.stacks_and_parts import Rename
+from dcp_placements.names.rename_results import Rename
 from dcp_placements.presets import hub
 from dcp_placements.testing import World, real_dtensor
 from tests.storage_scenes import save_no_dist

@@ -20,6 +20,16 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+from dcp_placements.names.rename_results import (
+    Parts,
+    Row,
+    Rows,
+    Transposed,
+    inserted,
+    removed,
+    replaced,
+    swapped,
+)
 from dcp_placements.names.renames import (
     FUNCTION,
     Renames,
@@ -31,16 +41,6 @@ from dcp_placements.names.renames import (
     Unstack,
     number_in,
     steps,
-)
-from dcp_placements.names.stacks_and_parts import (
-    Parts,
-    Row,
-    Rows,
-    Transposed,
-    inserted,
-    removed,
-    replaced,
-    swapped,
 )
 from dcp_placements.offline.rehearsals.tensor_names import Whole
 

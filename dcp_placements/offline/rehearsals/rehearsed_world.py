@@ -36,8 +36,8 @@ from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.names.flat import RenamedValue, Reshaped
 from dcp_placements.names.numbers import Family, Numbering
 from dcp_placements.names.optimizer_state import Dims, followed_dims
+from dcp_placements.names.rename_results import Row, Target
 from dcp_placements.names.renames import Renames, Step, recorded
-from dcp_placements.names.stacks_and_parts import Row, Target
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.rehearsals.fsdp_axes import Fsdp, FsdpAxes
 from dcp_placements.offline.rehearsals.local_keys import LocalKeys, Steps, checkpoint_steps

@@ -11,8 +11,7 @@ import torch
 
 from dcp_placements.errors import CannotPlace, Fault
 from dcp_placements.layout.boxes import Shape
-from dcp_placements.names.renames import Renames
-from dcp_placements.names.stacks_and_parts import (
+from dcp_placements.names.rename_results import (
     OfWhole,
     Row,
     Target,
@@ -21,6 +20,7 @@ from dcp_placements.names.stacks_and_parts import (
     row_target,
     rule_dims,
 )
+from dcp_placements.names.renames import Renames
 
 MAX_NBYTES = 2**63 - 1
 """Offsets and counts are 64-bit integers, as torch's are."""
