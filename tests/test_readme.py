@@ -15,7 +15,6 @@ import ast
 import contextlib
 import inspect
 import io
-import json
 import re
 import shlex
 import shutil
@@ -313,26 +312,6 @@ def walk_through(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_picture_of_the_walk_through_is_what_is_drawn(walk_through: Path) -> None:
     shown = (ROOT / "scripts" / "figures" / "experts.svg").read_text()
     assert svg_facts((walk_through / "experts.svg").read_text()) == svg_facts(shown)
-
-
-JSON_OF = {
-    "inspect": "step-1",
-    "verify": "step-1",
-    "diff": "step-1 step-2",
-    "rehearse": "step-1 --rules moe_rules:rules --mesh ep=8",
-    "reshard": "step-1 resharded --rules moe_rules:rules --mesh ep=8",
-    "doctor": "stock --mesh ep=4,edp=4",
-    "draw": "step-1 -o all.svg",
-    "export": "step-1 exported",
-}
-
-
-@pytest.mark.parametrize("command", JSON_OF)
-def test_documents_have_the_keys_of_the_table(walk_through: Path, command: str) -> None:
-    (row,) = [row for row in read_table("Keys", COMMANDS) if code_of(row[0]) == command]
-    with contextlib.chdir(walk_through), contextlib.redirect_stdout(io.StringIO()) as output:
-        main([command, *JSON_OF[command].split(), "--json"])
-    assert list(json.loads(output.getvalue())) == re.findall(r"\w+", row[1])
 
 
 def svg_facts(svg: str) -> list[str]:
