@@ -67,7 +67,14 @@ def _fused(held: torch.Tensor, placement: Any, size: int, position: int) -> torc
         if isinstance(placement.parts, int)
         else list(held.split(placement.parts, dim))
     )
-    return torch.cat([_chunks(part, size, dim)[position] for part in parts], dim)
+    copies = placement.copies or [1] * len(parts)
+    return torch.cat(
+        [
+            _chunks(part, size // count, dim)[position // count]
+            for part, count in zip(parts, copies, strict=False)
+        ],
+        dim,
+    )
 
 
 def _chunks(tensor: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:

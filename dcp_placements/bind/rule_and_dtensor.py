@@ -375,7 +375,7 @@ def declared_place(
             if own_axis in replaced or cut.dim is None or cut.dim in stated:
                 continue  # the shape of the DTensor, or the sum, is of all ranks along the axis
             whole[cut.dim] *= cut.size
-            if cut.kind is Kind.RAGGED and isinstance(cut.parts, tuple):
+            if (cut.kind is Kind.RAGGED or cut.copies) and isinstance(cut.parts, tuple):
                 before = [
                     by_rule.cut.size for by_rule in ruled[:number] if by_rule.cut.dim == cut.dim
                 ]
@@ -616,6 +616,7 @@ def _misfit(
         f"the tensor:  {own}",
         f"that makes:  whole tensor {sharding.cut_shape}, "
         f"cut by {', then '.join(cuts) or 'nothing'}",
+        *_order_of_axes(sharding.cuts),
     )
     if is_flat(placement):
         return CannotPlace(
@@ -639,6 +640,18 @@ def _misfit(
         "rows) with global_shape=, which lists the rows of this rank",
         where=where,
     )
+
+
+def _order_of_axes(cuts: Sequence[Cut]) -> Iterator[str]:
+    """Yield the order of the axes that cut a dim, where declared sizes depend on it."""
+    for dim in dict.fromkeys([cut.dim for cut in cuts if cut.dim is not None]):
+        cutting = [cut for cut in cuts if cut.dim == dim and cut.size > 1]
+        if any(isinstance(cut.parts, tuple) for cut in cutting[1:]):
+            axes = " before ".join([repr(cut.axis) for cut in cutting])
+            yield (
+                f"order:       {axes} on dim {dim}: parts= and sizes= of an axis are of what the "
+                "axes before it leave; another order is another mesh"
+            )
 
 
 def format_own(shape: tuple[int, ...], mesh: Mesh | None, placements: Sequence[Any]) -> str:

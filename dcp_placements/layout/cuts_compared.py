@@ -83,6 +83,7 @@ def canonical(cuts: Sequence[Cut]) -> list[Cut]:
                 else:
                     cut, index = cut._replace(kind=Kind.FUSED), 0
             case Kind.FUSED:
+                cut = cut._replace(copies=())  # on how many ranks a shard is, is of a topology
                 if cut.parts == 1 or (isinstance(cut.parts, tuple) and len(cut.parts) == 1):
                     cut = cut._replace(kind=Kind.PLAIN, parts=1)
             case Kind.PLAIN | Kind.RAGGED | Kind.LISTED:

@@ -135,6 +135,8 @@ class Cut(NamedTuple):
         of: The part of the fused tensor that this tensor is, where the cut is that of the fused
             tensor; else None.
         by_rule: Whether a rule declares it. A rule may be wrong; a DTensor's own cut is not.
+        copies: For each part of a fused cut, the number of neighbouring ranks that have each of its
+            shards; empty where each rank has one of its own.
     """
 
     dim: int | None
@@ -144,6 +146,7 @@ class Cut(NamedTuple):
     parts: int | tuple[int, ...] = 1
     of: FusedPart | None = None
     by_rule: bool = False
+    copies: tuple[int, ...] = ()
 
     @property
     def is_of_rows(self) -> bool:
@@ -158,7 +161,8 @@ class Cut(NamedTuple):
             case Kind.PLAIN:
                 return f"Shard({dim})"
             case Kind.FUSED:
-                return f"FusedShard({dim}, {self.parts})"
+                copies = f", copies={self.copies}" if self.copies else ""
+                return f"FusedShard({dim}, {self.parts}{copies})"
             case Kind.STRIDED:
                 return f"_StridedShard({dim}, split_factor={self.parts})"
             case Kind.RAGGED:
@@ -408,14 +412,22 @@ def cut_intervals(intervals: Intervals, cut: Cut, position: Position) -> Interva
         case Kind.PLAIN | Kind.FUSED | Kind.STRIDED:
             assert isinstance(position, int)
             first = 0
-            for size in [total] if cut.parts == 1 else part_sizes(cut.parts, total):
-                step = -(-size // cut.size)
-                low = min(position * step, size)
+            sizes = [total] if cut.parts == 1 else part_sizes(cut.parts, total)
+            for number, size in enumerate(sizes):
+                copies = cut.copies[number] if cut.copies else 1
+                if cut.size % copies:
+                    raise CannotPlace(
+                        f"{copies} copies of part {number} of {cut} do not divide its ranks"
+                    )
+                step = -(-size * copies // cut.size)
+                low = min(position // copies * step, size)
                 ranges.append((first + low, first + min(low + step, size)))
                 first += size
         case _:
             raise unknown_kind(cut.kind)
-    merges = cut.kind is not Kind.LISTED  # adjacent ranges of one interval
+    # Adjacent ranges of one interval are one. Rows, and shards that several ranks have, stay boxes
+    # of their own, whichever are adjacent on some of these ranks.
+    merges = cut.kind is not Kind.LISTED and not cut.copies
     kept: list[Interval] = []
     for low, high in ranges:
         passed = 0  # rows of the intervals before this one

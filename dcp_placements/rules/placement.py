@@ -56,17 +56,24 @@ class FusedShard:
     ``FusedShard(0, (4096, 1024, 1024))``.
     Parts that alternate row by row (g0 u0 g1 u1 ...) are a plain ``Shard``.
 
+    With fewer KV heads than ranks, each shard of K and of V is on several neighbours: 2 KV heads on
+    8 ranks are ``FusedShard(0, (4096, 256, 256), copies=(1, 4, 4))``.
+
     Attributes:
         dim: The tensor dim; negative counts from the end.
         parts: Number of logical tensors (split as by ``torch.chunk``), or their sizes in rows,
             which must add up to the size of the dim that is split.
+        copies: For each part, the number of neighbouring ranks that have each of its shards, a
+            divisor of the ranks along the axis; None where each rank has a shard of its own.
 
     Raises:
-        PlacementError: There is no part, or a part has no rows.
+        PlacementError: There is no part, or a part has no rows; the copies are not one count per
+            part.
     """
 
     dim: int
     parts: int | tuple[int, ...]
+    copies: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.parts, Integral):
@@ -76,6 +83,15 @@ class FusedShard:
         sizes = (self.parts,) if isinstance(self.parts, int) else self.parts
         if not sizes or min(sizes) < 1:
             raise PlacementError(f"FusedShard needs at least one part of one row, not {self.parts}")
+        if self.copies is None:
+            return
+        object.__setattr__(self, "copies", row_numbers("copies", self.copies, "counts of ranks"))
+        count = self.parts if isinstance(self.parts, int) else len(self.parts)
+        if len(self.copies) != count or min(self.copies) < 1:
+            raise PlacementError(
+                f"copies={self.copies} of FusedShard must be a count of ranks from 1 up for each "
+                f"of its {count} parts"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,8 +335,8 @@ def shard_dim(placement: Any, ndim: int) -> int | None:
 def cut_of(placement: Any, ndim: int, axis: str | None, size: int) -> Cut:
     """Return how a placement that splits a dim cuts it.
 
-    >>> cut_of(FusedShard(-2, 2), 2, "tp", 4)
-    Cut(dim=0, axis='tp', size=4, kind=<Kind.FUSED: 'fused'>, parts=2, of=None, by_rule=False)
+    >>> cut_of(FusedShard(-2, 2), 2, "tp", 4)[:5]
+    (0, 'tp', 4, <Kind.FUSED: 'fused'>, 2)
 
     Args:
         placement: The placement.
@@ -344,7 +360,7 @@ def cut_of(placement: Any, ndim: int, axis: str | None, size: int) -> Cut:
         case Kind.PLAIN | Kind.LISTED:
             return cut
         case Kind.FUSED:
-            return cut._replace(parts=placement.parts)
+            return cut._replace(parts=placement.parts, copies=placement.copies or ())
         case Kind.RAGGED:
             return cut._replace(parts=placement.sizes)
         case Kind.STRIDED:
@@ -362,7 +378,7 @@ def moved_placements(
     tensor is that of no other one: callers ask ``is_flat`` first.
 
     >>> moved_placements([FusedShard(1, 2)], [None, 1, 0], 2)
-    (FusedShard(dim=1, parts=2),)
+    (FusedShard(dim=1, parts=2, copies=None),)
 
     Args:
         placements: The placements of the other tensor.
@@ -412,6 +428,7 @@ def format_placement(placement: Any) -> str:
         case Kind.FUSED:
             parts = placement.parts
             option = f", {parts if isinstance(parts, int) else _format_sizes(parts, 'parts')}"
+            option += "" if placement.copies is None else f", copies={placement.copies}"
         case Kind.RAGGED:
             option = f", {_format_sizes(placement.sizes, 'sizes')}"
         case Kind.FLAT:

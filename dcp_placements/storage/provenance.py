@@ -95,6 +95,7 @@ def cut_of_plain(
     alternate: bool = False,
     of: Sequence[Any] | None = None,
     by_rule: bool = False,
+    copies: Sequence[int] = (),
 ) -> Cut:
     """Return the cut of plain values.
 
@@ -113,7 +114,7 @@ def cut_of_plain(
         part = FusedPart(number, tuple(sizes), groups)
     named = None if axis is None else str(axis)
     inside = parts if isinstance(parts, int) else tuple(parts)
-    cut = Cut(dim, named, size, Kind(kind), inside, part, bool(by_rule))
+    cut = Cut(dim, named, size, Kind(kind), inside, part, bool(by_rule), tuple(copies))
     match cut.kind:
         case Kind.PLAIN | Kind.LISTED:
             is_possible = inside == 1
@@ -135,6 +136,10 @@ def cut_of_plain(
         most = _MOST_ELEMENTS
     is_possible &= all(type(count) is int and least <= count <= most for count in counts)
     is_possible &= (dim is None) == (cut.kind is Kind.FLAT)
+    if cut.copies:
+        fused = inside if isinstance(inside, int) else len(inside)
+        is_possible &= cut.kind is Kind.FUSED and len(cut.copies) == fused
+        is_possible &= all(type(count) is int and 1 <= count <= size for count in cut.copies)
     for count in (size, 1 if dim is None else dim + 2, *sizes, number + 1, groups):
         is_possible &= type(count) is int and 1 <= count <= _LARGEST
     if not is_possible or number >= len(sizes):
@@ -145,7 +150,8 @@ def cut_of_plain(
 def plain_of_cut(cut: Cut) -> tuple[Any, ...]:
     """Return a cut as plain values."""
     of = None if cut.of is None else tuple(cut.of)
-    return (cut.axis, cut.size, cut.dim, cut.kind.value, cut.parts, False, of, cut.by_rule)
+    values = cut.axis, cut.size, cut.dim, cut.kind.value, cut.parts, False, of, cut.by_rule
+    return (*values, cut.copies) if cut.copies else values
 
 
 @dataclass(frozen=True, slots=True)

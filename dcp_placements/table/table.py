@@ -292,7 +292,7 @@ def group_of(fqn: str, value: Any) -> tuple[Group, HeldBoxes]:
         names = tuple([axis.name for axis in value.place.axes])
         shards = None
         if value.place.is_exact and not any(
-            cut.kind is Kind.LISTED or cut.is_of_rows for cut in sharding.cuts
+            cut.kind is Kind.LISTED or cut.is_of_rows or cut.copies for cut in sharding.cuts
         ):
             shards = prod([cut.size for cut in sharding.cuts])
         rest = *_PROPERTIES(value.tensor), names, sharding.cuts, sharding.padded_shape, shards
