@@ -23,11 +23,11 @@ if TYPE_CHECKING:
         contiguous as contiguous,
     )
     from dcp_placements.names.rename_results import Parts as Parts, Row as Row, Rows as Rows
-    from dcp_placements.placements import Placements as Placements
+    from dcp_placements.declaration import Placements as Placements
     from dcp_placements.preflight import check as check
     from dcp_placements.advice.proposal import propose_placements as propose_placements
     from dcp_placements.report import LoadReport as LoadReport, SaveReport as SaveReport
-    from dcp_placements.rules.mesh import MeshCoordinate as MeshCoordinate
+    from dcp_placements.rules.mesh_axes import MeshCoordinate as MeshCoordinate
     from dcp_placements.rules.patterns import PlacementRules as PlacementRules
     from dcp_placements.rules.placement import (
         CheckpointPlacement as CheckpointPlacement,
@@ -50,11 +50,11 @@ _NAMES = {
     "load.planner": "PlacementLoadPlanner",
     "names.renames": "Renames Renumber Replace Split Stack Transpose Unstack contiguous",
     "names.rename_results": "Parts Row Rows",
-    "placements": "Placements",
+    "declaration": "Placements",
     "preflight": "check",
     "advice.proposal": "propose_placements",
     "report": "LoadReport SaveReport",
-    "rules.mesh": "MeshCoordinate",
+    "rules.mesh_axes": "MeshCoordinate",
     "rules.patterns": "PlacementRules",
     "rules.placement": "CheckpointPlacement FlatShard FusedShard IndexShard RaggedShard",
     "save.planner": "PlacementSavePlanner",

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
 from dcp_placements._torch import ASYNC_EXECUTORS, ASYNC_THREAD, LOAD, SAVE, Seam
 from dcp_placements.adoption import MAY_DIFFER, adopt, obstacle, ours_of
+from dcp_placements.declaration import Placements
 from dcp_placements.errors import PlacementError
 from dcp_placements.load.planner import PlacementLoadPlanner
-from dcp_placements.placements import Placements
 from dcp_placements.save.planner import PlacementSavePlanner
 
 _lock = RLock()

@@ -21,6 +21,7 @@ from dcp_placements.advice.proposal import (
     one_error,
     plain_plan,
 )
+from dcp_placements.declaration import Placements
 from dcp_placements.errors import (
     Fault,
     PlacementError,
@@ -28,7 +29,6 @@ from dcp_placements.errors import (
 )
 from dcp_placements.layout.boxes import Shape
 from dcp_placements.names.known_names import EXPERT_AXIS
-from dcp_placements.placements import Placements
 from dcp_placements.report import SaveReport
 from dcp_placements.rules.named_axes import NamedAxes, NamedAxis
 from dcp_placements.rules.patterns import PlacementRules

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dcp_placements._torch import record_meshes, recorded_meshes, root_mesh
 from dcp_placements.errors import PlacementError
-from dcp_placements.rules.mesh import format_ranks_of
+from dcp_placements.rules.mesh_axes import format_ranks_of
 
 _MOST_LISTED = 12
 

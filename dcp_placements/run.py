@@ -24,9 +24,9 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from dcp_placements.declaration import Placements
 from dcp_placements.errors import PlacementError
 from dcp_placements.installation import Serving
-from dcp_placements.placements import Placements
 from dcp_placements.program_meshes import ProgramMeshes
 from dcp_placements.program_watch import Watch
 from dcp_placements.short_text import format_error

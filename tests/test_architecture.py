@@ -28,7 +28,7 @@ FLOORS = (
     {"save", "load"},
     {"exchange"},
     {"engines"},
-    {"placements", "adoption"},
+    {"declaration", "adoption"},
     {"installation", "advice", "program_meshes"},
     {"preflight"},
     {"presets"},

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from dcp_placements._torch import global_rank
 from dcp_placements.layout.boxes import Shape
 from dcp_placements.names.renames import Renames, Renumber, Replace, contiguous
-from dcp_placements.rules.mesh import MeshCoordinate
+from dcp_placements.rules.mesh_axes import MeshCoordinate
 from dcp_placements.rules.patterns import RuleTable
 from dcp_placements.rules.placement import (
     CheckpointPlacement,

@@ -20,8 +20,8 @@ from dcp_placements._torch import (
 )
 from dcp_placements.advice.block import Proposal, block_in
 from dcp_placements.advice.deciding import decide
+from dcp_placements.declaration import Placements
 from dcp_placements.errors import PlacementError, raise_faults_of_ranks
-from dcp_placements.placements import Placements
 from dcp_placements.save.coordinator import NOT_PLACED, Coordinator
 from dcp_placements.save.local_plan import LocalPlan
 from dcp_placements.save.planner import PlacementSavePlanner

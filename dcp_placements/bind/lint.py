@@ -30,7 +30,7 @@ from dcp_placements.names.known_names import (
     QKV,
     TENSOR_AXIS,
 )
-from dcp_placements.rules.mesh import Axis
+from dcp_placements.rules.mesh_axes import Axis
 from dcp_placements.rules.patterns import matches_any
 
 _CONTIGUOUS = Kind.PLAIN, Kind.RAGGED

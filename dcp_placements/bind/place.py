@@ -28,7 +28,7 @@ from dcp_placements._torch import (
     has_hooks,
     is_dtensor_like,
 )
-from dcp_placements.bind.followers import (
+from dcp_placements.bind.following_state import (
     States,
     check_orientation,
     follow,
@@ -49,7 +49,6 @@ from dcp_placements.bind.tensor_memory import memory_key, tensor_faults
 from dcp_placements.errors import CannotPlace, Fault
 from dcp_placements.layout.boxes import format_boxes
 from dcp_placements.names.flat import Path, RenamedValue, Reshaped, shared_name_fault
-from dcp_placements.names.numbers import NumberedKey, Numberings, families
 from dcp_placements.names.optimizer_state import (
     Dims,
     OptimizerStates,
@@ -59,6 +58,7 @@ from dcp_placements.names.optimizer_state import (
     parameter_groups_in,
     unnamed_faults,
 )
+from dcp_placements.names.recorded_numbers import NumberedKey, Numberings, families
 from dcp_placements.names.rename_results import Parts, Rename, dims_of_row, rule_dims, texts_of
 from dcp_placements.rules.patterns import PlacementRules, Rules, asked, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement, IndexShard, is_flat, kind_of

@@ -56,7 +56,7 @@ from dcp_placements.names.rename_results import (
     stack_dims,
     swapped,
 )
-from dcp_placements.rules.mesh import Axis, Mesh, mesh_axes
+from dcp_placements.rules.mesh_axes import Axis, Mesh, mesh_axes
 from dcp_placements.rules.patterns import Rules, rule_name
 from dcp_placements.rules.placement import (
     CheckpointPlacement,

@@ -28,7 +28,7 @@ from dcp_placements.errors import CannotPlace, Fault, PlacementError, Uneven
 from dcp_placements.layout.sharding import Chunk, Cut, Kind, Position, Sharding, unknown_kind
 from dcp_placements.names.flat import Path
 from dcp_placements.names.optimizer_state import Dims, ParameterGroups
-from dcp_placements.rules.mesh import (
+from dcp_placements.rules.mesh_axes import (
     Axis,
     Mesh,
     format_mesh,

@@ -26,7 +26,7 @@ from dcp_placements.bind.rule_and_dtensor import Placed, is_tensor
 from dcp_placements.errors import Fault
 from dcp_placements.layout.boxes import format_boxes
 from dcp_placements.layout.sharding import Box
-from dcp_placements.rules.mesh import mesh_state
+from dcp_placements.rules.mesh_axes import mesh_state
 
 
 def tensor_faults(

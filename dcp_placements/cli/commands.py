@@ -32,7 +32,7 @@ from dcp_placements.cli.shared_options import (
     whole_option,
 )
 from dcp_placements.errors import CannotLook
-from dcp_placements.rules.mesh import MeshAxes
+from dcp_placements.rules.mesh_axes import MeshAxes
 from dcp_placements.short_text import format_count, format_name
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dcp_placements.errors import CannotLook, PlacementError
-from dcp_placements.rules.mesh import MeshAxes
+from dcp_placements.rules.mesh_axes import MeshAxes
 from dcp_placements.rules.patterns import EVERY
 
 if TYPE_CHECKING:

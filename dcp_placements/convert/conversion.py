@@ -28,6 +28,7 @@ from dcp_placements.convert.writing import (
     world_files,
     write_output,
 )
+from dcp_placements.declaration import DeclaredWorld
 from dcp_placements.errors import (
     CannotLook,
     Fault,
@@ -59,8 +60,7 @@ from dcp_placements.offline.rehearsals.rehearsed_world import RehearsedWorld
 from dcp_placements.offline.safetensors_files import renamed_by_export
 from dcp_placements.offline.texts import Progress
 from dcp_placements.offline.verification import structural_faults
-from dcp_placements.placements import DeclaredWorld
-from dcp_placements.rules.mesh import MeshAxes, MeshCoordinate
+from dcp_placements.rules.mesh_axes import MeshAxes, MeshCoordinate
 from dcp_placements.rules.patterns import unmatched_faults
 from dcp_placements.short_text import (
     format_name,

@@ -46,7 +46,7 @@ from dcp_placements.names.renames import Renames, Renumber, contiguous
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.directory import existing_directory
 from dcp_placements.presets.megatron_core import NUMBERED_EXPERTS, VOCABULARY
-from dcp_placements.rules.mesh import MeshCoordinate
+from dcp_placements.rules.mesh_axes import MeshCoordinate
 from dcp_placements.rules.patterns import PlacementRules
 from dcp_placements.rules.placement import CheckpointPlacement, FusedShard
 from dcp_placements.storage.safe_pickle import Stub

@@ -36,6 +36,7 @@ from dcp_placements.convert.torch_files import (
     load_torch_file,
     nbytes_in,
 )
+from dcp_placements.declaration import DeclaredWorld, Placements
 from dcp_placements.errors import (
     CannotLook,
     CannotPlace,
@@ -49,8 +50,7 @@ from dcp_placements.names.rename_results import Rename
 from dcp_placements.offline.checkpoint import Checkpoint, LeftOut
 from dcp_placements.offline.difference import same_bits
 from dcp_placements.offline.directory import existing_directory, versions_of
-from dcp_placements.placements import DeclaredWorld, Placements
-from dcp_placements.rules.mesh import MeshAxes, format_mesh_axes
+from dcp_placements.rules.mesh_axes import MeshAxes, format_mesh_axes
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.short_text import format_names
 from dcp_placements.storage.index import index_of_locations

@@ -33,7 +33,7 @@ from dcp_placements.errors import (
 from dcp_placements.items import quiet_gc
 from dcp_placements.layout.boxes import as_boxes
 from dcp_placements.layout.sharding import Box, Cuts
-from dcp_placements.names.numbers import Numberings
+from dcp_placements.names.recorded_numbers import Numberings
 from dcp_placements.names.renames import Step
 from dcp_placements.offline.assembly import AssembledTensor
 from dcp_placements.offline.box_reads import BoxReader, sub_boxes

@@ -30,8 +30,8 @@ from dcp_placements.bind.rule_and_dtensor import Placing, is_tensor
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.flat import Path, rename_keys
-from dcp_placements.names.numbers import Numberings
 from dcp_placements.names.optimizer_state import OptimizerStates
+from dcp_placements.names.recorded_numbers import Numberings
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import Step, recorded
 from dcp_placements.rules.patterns import Rules, compile_pattern

@@ -36,7 +36,7 @@ from dcp_placements.errors import (
 )
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.flat import Path
-from dcp_placements.names.numbers import Family, Numbering
+from dcp_placements.names.recorded_numbers import Family, Numbering
 from dcp_placements.names.renames import Step
 from dcp_placements.save.coordinator import Coordinator
 from dcp_placements.save.local_plan import LocalPlan

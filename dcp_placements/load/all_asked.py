@@ -28,8 +28,8 @@ from dcp_placements.errors import Fault
 from dcp_placements.layout.boxes import Boxes, as_array, format_box, tile, uncovered
 from dcp_placements.layout.sharding import Box, declared_sizes, format_cuts, sizes_differ
 from dcp_placements.load.missing import ON_PURPOSE, Asked, Policy
-from dcp_placements.names.numbers import Family, Numberings, numbers_of
 from dcp_placements.names.optimizer_state import OptimizerStates
+from dcp_placements.names.recorded_numbers import Family, Numberings, numbers_of
 from dcp_placements.names.renames import FUNCTION, Step
 from dcp_placements.short_text import (
     folded_names,

@@ -25,7 +25,7 @@ from dcp_placements.layout.sharding import Cut, Cuts, Kind, format_cuts
 from dcp_placements.load.missing import Asked
 from dcp_placements.load.rename_differences import rename_faults, total_faults, unstacked_faults
 from dcp_placements.load.request import Request
-from dcp_placements.names.numbers import Numberings
+from dcp_placements.names.recorded_numbers import Numberings
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import recorded
 from dcp_placements.short_text import folded_names, format_count, format_names

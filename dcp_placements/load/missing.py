@@ -29,7 +29,7 @@ from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 from dcp_placements._torch import PLAIN_TYPES, ShardedTensor, has_hooks, is_dtensor_like
 from dcp_placements.bind.rule_and_dtensor import Placing
 from dcp_placements.errors import Fault
-from dcp_placements.load.birth import Reset, reset_of
+from dcp_placements.load.state_at_birth import Reset, reset_of
 from dcp_placements.names.known_names import NAMES_EMBEDDING, NAMES_HEAD
 from dcp_placements.names.optimizer_state import FLATTEN, OptimizerStates, parameter_groups_in
 from dcp_placements.rules.patterns import matches_any

@@ -18,7 +18,7 @@ from itertools import count, takewhile
 
 from dcp_placements.errors import Fault
 from dcp_placements.load.missing import ON_PURPOSE, Asked
-from dcp_placements.names.numbers import Numberings, numbers_of
+from dcp_placements.names.recorded_numbers import Numberings, numbers_of
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import FUNCTION, Step, recorded
 from dcp_placements.short_text import format_numbers

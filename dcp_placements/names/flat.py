@@ -17,7 +17,7 @@ from dcp_placements.errors import (
     Fault,
     raise_faults,
 )
-from dcp_placements.names.numbers import NumberedKey
+from dcp_placements.names.recorded_numbers import NumberedKey
 from dcp_placements.names.rename_results import (
     OfWhole,
     Parts,

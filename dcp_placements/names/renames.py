@@ -11,7 +11,7 @@ All other code sees a rename as its ``steps``. ``Renames(Renumber("pp*.layers.{}
 Replace("pp*", "model"))`` has two, which begin with ``("Renumber", "pp*.layers.{}", 4, ...)`` and
 ``("Replace", "pp* -> model", None, ...)``. The pattern of a step is matched against the keys that
 the steps before it make. The numbers that the steps give are recorded in the key
-(``names/numbers.py``).
+(``names/recorded_numbers.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from dcp_placements.errors import CannotPlace, PlacementError
-from dcp_placements.names.numbers import (
+from dcp_placements.names.recorded_numbers import (
     Number,
     Numbering,
     carried,

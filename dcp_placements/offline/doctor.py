@@ -22,7 +22,7 @@ from dcp_placements.offline.checkpoint import AnySource, Checkpoint, as_checkpoi
 from dcp_placements.offline.lost_tensors import LostTensor, compared_with_whole, lines_of
 from dcp_placements.offline.texts import ranges, short
 from dcp_placements.offline.whole_shapes import ModelSource, whole_of
-from dcp_placements.rules.mesh import MeshAxes
+from dcp_placements.rules.mesh_axes import MeshAxes
 from dcp_placements.short_text import (
     folded_keys,
     format_count,

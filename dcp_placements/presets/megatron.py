@@ -12,7 +12,7 @@ from math import prod
 from dcp_placements.errors import PlacementError
 from dcp_placements.names.renames import contiguous
 from dcp_placements.presets.preset import axis_sizes
-from dcp_placements.rules.mesh import Mesh, MeshCoordinate, format_mesh, mesh_at
+from dcp_placements.rules.mesh_axes import Mesh, MeshCoordinate, format_mesh, mesh_at
 
 DENSE = ("pp", "dp", "cp", "tp")
 EXPERT = ("pp", "edp", "ep", "etp")

@@ -31,13 +31,13 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from dcp_placements.declaration import Placements
 from dcp_placements.errors import PlacementError
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import Renames, Renumber, Replace
-from dcp_placements.placements import Placements
 from dcp_placements.presets.megatron import check_meshes, expert_numbers, without_axis
 from dcp_placements.presets.preset import axis_sizes, rules_of
-from dcp_placements.rules.mesh import Mesh
+from dcp_placements.rules.mesh_axes import Mesh
 from dcp_placements.rules.placement import CheckpointPlacement, FusedShard
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias")

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from dcp_placements.errors import PlacementError
-from dcp_placements.rules.mesh import Mesh, format_mesh
+from dcp_placements.rules.mesh_axes import Mesh, format_mesh
 from dcp_placements.rules.patterns import PlacementRules
 from dcp_placements.rules.placement import CheckpointPlacement
 

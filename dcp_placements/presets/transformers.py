@@ -20,10 +20,10 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from dcp_placements.declaration import Placements
 from dcp_placements.errors import PlacementError
-from dcp_placements.placements import Placements
 from dcp_placements.presets.preset import rules_of, starred
-from dcp_placements.rules.mesh import Mesh, format_mesh
+from dcp_placements.rules.mesh_axes import Mesh, format_mesh
 from dcp_placements.rules.placement import CheckpointPlacement, FusedShard
 
 FUSED = 2  # gate and up

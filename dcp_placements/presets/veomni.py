@@ -18,10 +18,10 @@ from typing import Any
 
 from torch import nn
 
+from dcp_placements.declaration import Placements
 from dcp_placements.errors import CannotPlace, PlacementError
-from dcp_placements.placements import Placements
 from dcp_placements.presets.preset import axis_sizes, rules_of
-from dcp_placements.rules.mesh import Mesh
+from dcp_placements.rules.mesh_axes import Mesh
 from dcp_placements.rules.patterns import PlacementRules
 from dcp_placements.rules.placement import CheckpointPlacement, kind_of, shard_dim
 

@@ -22,7 +22,7 @@ from dcp_placements.layout.sharding import (
     not_last,
     unknown_kind,
 )
-from dcp_placements.rules.mesh import Mesh, format_mesh, mesh_state
+from dcp_placements.rules.mesh_axes import Mesh, format_mesh, mesh_state
 
 
 def row_numbers(name: str, values: Any, what: str = "numbers of rows") -> tuple[int, ...]:

@@ -207,7 +207,7 @@ class Coordinator:
         )
         if not self.complete or not is_bare or self._open:
             return "", False
-        from dcp_placements.advice.declaration import handed_over
+        from dcp_placements.advice.handed_over import handed_over
 
         try:
             return handed_over(self.facts(), self._whole, drifted=self._conflicts)
@@ -217,7 +217,7 @@ class Coordinator:
 
     def facts(self) -> Any:
         """Return what all ranks hold: the ``FactsOfRanks`` of a proposal."""
-        from dcp_placements.advice.declaration import facts_of
+        from dcp_placements.advice.handed_over import facts_of
 
         digests = [plan.digests for plan in self.plans]
         stated = self.stated.values()

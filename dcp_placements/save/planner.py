@@ -56,12 +56,12 @@ from dcp_placements.items import (
     quiet_gc,
 )
 from dcp_placements.names.flat import Path, Reshaped, check_texts, checkpoint_path, rename_keys
-from dcp_placements.names.numbers import NumberedKey
 from dcp_placements.names.optimizer_state import ParameterNames, stateless_parameters
+from dcp_placements.names.recorded_numbers import NumberedKey
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import Step, recorded
 from dcp_placements.report import SaveReport
-from dcp_placements.rules.mesh import mesh_state
+from dcp_placements.rules.mesh_axes import mesh_state
 from dcp_placements.rules.patterns import (
     Matches,
     PlacementRules,

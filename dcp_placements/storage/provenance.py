@@ -21,7 +21,7 @@ import xxhash
 from dcp_placements import __version__
 from dcp_placements.errors import CannotPlace
 from dcp_placements.layout.sharding import Cut, Cuts, FusedPart, Kind, unknown_kind
-from dcp_placements.names.numbers import Family, Numbering, Numberings
+from dcp_placements.names.recorded_numbers import Family, Numbering, Numberings
 from dcp_placements.names.renames import Step
 
 RESERVED_KEY = "dcp_placements"

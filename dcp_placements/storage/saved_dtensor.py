@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 from dcp_placements._torch import RANK, SPEC, StridedShard
 from dcp_placements.bind.rank_shard import RankShard
 from dcp_placements.errors import CannotPlace
-from dcp_placements.rules.mesh import MeshCoordinate
+from dcp_placements.rules.mesh_axes import MeshCoordinate
 from dcp_placements.short_text import format_error
 from dcp_placements.storage.safe_pickle import Stub
 from dcp_placements.storage.tensor_record import strided_tensor

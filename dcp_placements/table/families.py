@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from dcp_placements.errors import Fault
-from dcp_placements.names.numbers import Family, Numberings, numbers_of
+from dcp_placements.names.recorded_numbers import Family, Numberings, numbers_of
 from dcp_placements.rules.patterns import matches_any
 from dcp_placements.short_text import format_numbers
 from dcp_placements.table.world import World

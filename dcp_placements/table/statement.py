@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from dcp_placements.errors import Fault, raise_faults
-from dcp_placements.names.numbers import Numberings
+from dcp_placements.names.recorded_numbers import Numberings
 from dcp_placements.names.renames import Step
 from dcp_placements.report import Shapes
 from dcp_placements.rules.patterns import Matches

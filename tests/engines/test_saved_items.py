@@ -32,8 +32,8 @@ from dcp_placements import (
     offline,
 )
 from dcp_placements._torch import rehearsed
+from dcp_placements.declaration import DeclaredWorld
 from dcp_placements.errors import CannotLook
-from dcp_placements.placements import DeclaredWorld
 from dcp_placements.storage.store import LocalStore
 
 engine = pytest.importorskip("torch_checkpointing.distributed_metadata")

@@ -31,8 +31,8 @@ from dcp_placements import (
     Unstack,
     check,
 )
+from dcp_placements.declaration import DeclaredWorld
 from dcp_placements.offline import export_safetensors, rehearse, reshard
-from dcp_placements.placements import DeclaredWorld
 from dcp_placements.testing import FakeDTensor, FakeMesh
 from tests.load.sides import Held, Side, at, dtensor, parts_of, rows
 
@@ -193,7 +193,7 @@ def test_m143_a_range_is_few_boxes_each_a_view(
     shape: tuple[int, ...], sizes: tuple[int, ...], boxes: list[Any]
 ) -> None:
     from dcp_placements.bind.rule_and_dtensor import Placed, bind
-    from dcp_placements.rules.mesh import MeshCoordinate
+    from dcp_placements.rules.mesh_axes import MeshCoordinate
 
     whole = arange(*shape) if shape else torch.tensor(3.0)
     for position, size in enumerate(sizes):

@@ -20,7 +20,7 @@ from dcp_placements import (
     Stack,
     Unstack,
 )
-from dcp_placements.names.numbers import Family, families, numbers_given, numbers_of
+from dcp_placements.names.recorded_numbers import Family, families, numbers_given, numbers_of
 from dcp_placements.names.rename_results import Rename, Rows
 
 WORDS = ("model", "pp1", "layers", "experts", "w", "weight", "module", "blocks")

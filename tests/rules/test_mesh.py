@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dcp_placements import MeshCoordinate, PlacementError
-from dcp_placements.rules.mesh import format_mesh
+from dcp_placements.rules.mesh_axes import format_mesh
 from dcp_placements.testing import FakeMesh
 
 

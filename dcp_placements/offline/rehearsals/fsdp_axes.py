@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 from dcp_placements.errors import CannotLook, PlacementError
-from dcp_placements.rules.mesh import MeshAxes, MeshCoordinate, mesh_at
+from dcp_placements.rules.mesh_axes import MeshAxes, MeshCoordinate, mesh_at
 from dcp_placements.rules.patterns import EVERY, PlacementRules
 from dcp_placements.rules.placement import CheckpointPlacement, kind_of
 

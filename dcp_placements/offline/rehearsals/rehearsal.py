@@ -29,7 +29,7 @@ from dcp_placements.offline.key_patterns import matching_keys
 from dcp_placements.offline.rehearsals.fsdp_axes import Fsdp
 from dcp_placements.offline.rehearsals.rehearsed_world import RehearsedWorld
 from dcp_placements.offline.texts import Progress, format_table, ranges, short
-from dcp_placements.rules.mesh import MeshAxes, MeshCoordinate, format_mesh_axes
+from dcp_placements.rules.mesh_axes import MeshAxes, MeshCoordinate, format_mesh_axes
 from dcp_placements.rules.patterns import unmatched_faults
 from dcp_placements.short_text import (
     format_count,

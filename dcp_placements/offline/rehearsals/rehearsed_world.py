@@ -19,10 +19,11 @@ import torch
 from torch.distributed.tensor import Shard
 
 from dcp_placements._torch import rehearsed
-from dcp_placements.bind.followers import States, states_of
+from dcp_placements.bind.following_state import States, states_of
 from dcp_placements.bind.rank_shard import RankShard
 from dcp_placements.bind.reshape import row_axes
 from dcp_placements.bind.rule_and_dtensor import Place, declared_place
+from dcp_placements.declaration import DeclaredWorld
 from dcp_placements.errors import (
     CannotPlace,
     Fault,
@@ -34,8 +35,8 @@ from dcp_placements.load.all_asked import AllAsked
 from dcp_placements.load.missing import Policy
 from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.names.flat import RenamedValue, Reshaped
-from dcp_placements.names.numbers import Family, Numbering
 from dcp_placements.names.optimizer_state import Dims, followed_dims
+from dcp_placements.names.recorded_numbers import Family, Numbering
 from dcp_placements.names.rename_results import Row, Target
 from dcp_placements.names.renames import Renames, Step, recorded
 from dcp_placements.offline.checkpoint import Checkpoint
@@ -43,8 +44,7 @@ from dcp_placements.offline.rehearsals.fsdp_axes import Fsdp, FsdpAxes
 from dcp_placements.offline.rehearsals.local_keys import LocalKeys, Steps, checkpoint_steps
 from dcp_placements.offline.rehearsals.tensor_names import Named, Whole, named_tensors
 from dcp_placements.offline.verification import tiling_faults
-from dcp_placements.placements import DeclaredWorld
-from dcp_placements.rules.mesh import MeshAxes, MeshCoordinate
+from dcp_placements.rules.mesh_axes import MeshAxes, MeshCoordinate
 from dcp_placements.rules.patterns import (
     PlacementRules,
     Rules,

@@ -13,7 +13,7 @@ from typing import Any
 from dcp_placements.errors import CannotLook, PlacementError
 from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.names.rename_results import Rename
-from dcp_placements.rules.mesh import MeshAxes, MeshCoordinate, mesh_at
+from dcp_placements.rules.mesh_axes import MeshAxes, MeshCoordinate, mesh_at
 from dcp_placements.rules.patterns import PlacementRules, Rules, RuleTable, check_declaration
 from dcp_placements.save.planner import PlacementSavePlanner
 from dcp_placements.table.whole import WholeModel
