@@ -42,6 +42,7 @@ from dcp_placements.errors import (
     PlacementError,
     raise_faults,
 )
+from dcp_placements.names.known_names import EXTRA_STATE
 from dcp_placements.names.renames import Renames, Renumber, contiguous
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.directory import existing_directory
@@ -52,7 +53,6 @@ from dcp_placements.rules.placement import CheckpointPlacement, FusedShard
 from dcp_placements.storage.safe_pickle import Stub
 
 _OUTPUT = "output_layer.weight"
-_EXTRA_STATE = "_extra_state"
 _LAYER = re.compile(r"(?:^|\.)(decoder|encoder)\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(?:local_experts\.(\d+)\.|linear_fc[12]\.(?:weight|bias)(\d+)$)")
 _FC1 = re.compile(r"linear_fc1\.(weight\d*)$")
@@ -141,9 +141,9 @@ def _add(tensors: RankTensors, model: _Model, file: RankFile) -> None:
             continue
         rename, weights = model.rename(coordinate, number), {}
         for key, weight in value.items():
-            if key.endswith(_EXTRA_STATE) or weight is None:
+            if key.endswith(EXTRA_STATE) or weight is None:
                 why = "private state of Transformer Engine, one per rank"
-                tensors.leave_out(_EXTRA_STATE, why, nbytes_in(weight))
+                tensors.leave_out(EXTRA_STATE, why, nbytes_in(weight))
             elif type(weight) is not torch.Tensor:
                 kind = weight.by if isinstance(weight, Stub) else type(weight).__name__
                 headline = f"{file.directory} has a {kind} there, not a plain tensor"

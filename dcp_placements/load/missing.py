@@ -18,7 +18,7 @@ A rank asks for ``w`` and its moments, ``new`` and ``rng.3``, of which the check
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -30,7 +30,7 @@ from dcp_placements._torch import PLAIN_TYPES, ShardedTensor, has_hooks, is_dten
 from dcp_placements.bind.rule_and_dtensor import Placing
 from dcp_placements.errors import Fault
 from dcp_placements.load.state_at_birth import Reset, reset_of
-from dcp_placements.names.known_names import NAMES_EMBEDDING, NAMES_HEAD
+from dcp_placements.names.known_names import NAMES_EMBEDDING, NAMES_HEAD, WRAPPERS
 from dcp_placements.names.optimizer_state import FLATTEN, OptimizerStates, parameter_groups_in
 from dcp_placements.rules.patterns import matches_any
 from dcp_placements.short_text import (
@@ -322,11 +322,7 @@ def _without_one(fqn: str) -> list[str]:
     """
     components = fqn.split(".")
     left_out = dict.fromkeys(components[:-1][:_MOST_COMPONENTS])
-    return [
-        ".".join([component for component in components if component != name])
-        for name in left_out
-        if not name.isdigit()
-    ]
+    return [_without(name, fqn) for name in left_out if not name.isdigit()]
 
 
 def _part_of_state(fqn: str, keys: Sequence[str], stored: Mapping[str, Any]) -> Fault:
@@ -368,6 +364,9 @@ def _unknown_keys(asked: Asked, missing: Sequence[str]) -> Iterator[Fault]:
         (head, group.isdigit())
         for head, _, group in [owner.partition("param_groups.") for owner in optioned]
     }
+    without = {
+        _without(word, key): word for key in asked.unread for word in WRAPPERS if word in key
+    }
     for count, fqn in enumerate(missing):
         # Of keys with one text, which may be thousands, the first is shown.
         names = _similar_names(fqn, asked.unread) if count < MAX_COMPARED_NAMES else []
@@ -381,10 +380,40 @@ def _unknown_keys(asked: Asked, missing: Sequence[str]) -> Iterator[Fault]:
                 details = _MORE_GROUPS if group.isdigit() else _NEW_PARAMETER
         elif is_option or ".state." in f".{fqn}":
             details = (_STATE_NOTE,)
+        elif wrapped := _wrapper(fqn, asked.stored, without):
+            details = wrapped
         elif NAMES_HEAD.search(fqn):
             details = _tied_head(asked, fqn)
         headline = "the checkpoint lacks this key (torch: Missing key in checkpoint)"
         yield Fault(fqn, headline, (*details, _LACKING), similar)
+
+
+def _wrapper(fqn: str, stored: Container[str], without: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the likely cause that one side wraps modules, and the other does not.
+
+    Args:
+        fqn: The key that is missing.
+        stored: All keys of the checkpoint.
+        without: The wrapper of keys that the rank does not ask for, by their names without it.
+    """
+    for word in WRAPPERS:
+        if word in fqn and (shorter := _without(word, fqn)) != fqn and shorter in stored:
+            return (
+                f"likely:      {word!r} is the name of a wrapper, which the save did not have",
+                f'way out:     rename=Replace("{word}", "") in this load',
+            )
+    if fqn not in without:
+        return ()
+    return (
+        f"likely:      {without[fqn]!r} is the name of a wrapper, which this model does not have",
+        f"way out:     load into the wrapped model; or a rename= that puts {without[fqn]!r} into "
+        "this rank's keys",
+    )
+
+
+def _without(word: str, fqn: str) -> str:
+    """Return a key without a component."""
+    return ".".join([component for component in fqn.split(".") if component != word])
 
 
 def _tied_head(asked: Asked, fqn: str) -> tuple[str, ...]:

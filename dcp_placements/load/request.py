@@ -36,6 +36,7 @@ from dcp_placements.layout.boxes import Index, as_array, format_boxes, uncovered
 from dcp_placements.layout.sharding import Box, format_cuts
 from dcp_placements.load.casting import cast_fault, cast_kind, format_cast, quantized_fault
 from dcp_placements.load.missing import Asked, Missing, Policy, is_read_as_tensor, settle_missing
+from dcp_placements.names.known_names import EXTRA_STATE
 from dcp_placements.names.scales import scale_of
 from dcp_placements.report import LoadReport
 from dcp_placements.short_text import format_names
@@ -259,6 +260,7 @@ def request_of(
     """
     stored = metadata.state_dict_metadata
     keys = _keys_by_kind(placing, stored)
+    _leave_other_bytes(keys, placing, stored, policy)
     stand_ins = {fqn: keys.tensors[fqn] for fqn in keys.numbers}
     state_dict = {**placing.state_dict, **stand_ins} if stand_ins else placing.state_dict
     unread = tuple([fqn for fqn in stored if fqn not in state_dict])
@@ -332,6 +334,40 @@ def _keys_by_kind(placing: Placing, stored: Mapping[str, Any]) -> _Keys:
     return keys
 
 
+def _leave_other_bytes(
+    keys: _Keys, placing: Placing, stored: Mapping[str, Any], policy: Policy
+) -> None:
+    """Make opaque bytes missing that are others in the checkpoint, where they may be missing.
+
+    Args:
+        keys: The keys by what the checkpoint has under them, which are changed.
+        placing: The rank's state dict, bound.
+        stored: What the checkpoint has.
+        policy: What is accepted.
+    """
+    for fqn in [*filter(_is_opaque, chain(keys.tensors, keys.objects))]:
+        value, entry, placed = placing.state_dict[fqn], stored[fqn], placing.placed.get(fqn)
+        is_object = fqn not in keys.tensors
+        is_tensor_here = placed is not None or is_read_as_tensor(value)
+        is_same = is_object != is_tensor_here
+        if is_same and not is_object:
+            is_same = tuple(entry.size) == _shape_of(value, placed)
+        if not is_same and policy.is_optional(fqn):
+            keys.tensors.pop(fqn, None)
+            keys.objects[:] = [key for key in keys.objects if key != fqn]
+            keys.missing.append(fqn)
+
+
+def _is_opaque(fqn: str) -> bool:
+    """Whether a key is that of what a module keeps beside its tensors."""
+    return fqn.rpartition(".")[2] == EXTRA_STATE
+
+
+def _shape_of(value: Any, placed: Placed | None) -> tuple[int, ...]:
+    """Return the shape in the checkpoint of a tensor of this rank."""
+    return tuple(value.size()) if placed is None else placed.place.sharding.global_shape
+
+
 def _tied_to_read(state_dict: Mapping[str, Any], keys: _Keys) -> dict[str, str]:
     """Return the missing keys of tensors that are read under another key: tied weights.
 
@@ -376,6 +412,12 @@ def _destinations(
 
 
 _OTHER_KIND = "way out:     a value of that kind under this key; or give this one another name"
+_OTHER_BYTES = (
+    "likely:      opaque bytes of a module (get_extra_state), as those of Transformer Engine, "
+    "whose number changes with its version and with the fp8 recipe",
+    f'way out:     optional=["{EXTRA_STATE}"] leaves them as this model has them; or load with the '
+    "version and recipe of the save",
+)
 
 
 def _object_faults(asked: Asked, fqns: Iterable[str]) -> Iterator[Fault]:
@@ -383,9 +425,11 @@ def _object_faults(asked: Asked, fqns: Iterable[str]) -> Iterator[Fault]:
     for fqn in fqns:
         value, placed = asked.state_dict[fqn], asked.placing.placed.get(fqn)
         if (placed is not None or is_read_as_tensor(value)) and not is_scalar(value):
-            shape = tuple(value.size()) if placed is None else placed.place.sharding.global_shape
+            shape = _shape_of(value, placed)
             headline = "the checkpoint holds an object, but the state dict a tensor of shape "
-            yield Fault(fqn, f"{headline}{shape}", (_OTHER_KIND,))
+            yield Fault(
+                fqn, f"{headline}{shape}", _OTHER_BYTES if _is_opaque(fqn) else (_OTHER_KIND,)
+            )
 
 
 def _read_groups(asked: Asked, held: Held) -> list[ReadGroup]:
@@ -426,7 +470,8 @@ def _read_group(asked: Asked, fqn: str, value: Any, placed: Placed | None, held:
     stored_shape = tuple(entry.size)
     if held.group.kind == OBJECT and not has_hooks(value):
         headline = f"the checkpoint holds a {stored_shape} tensor, but the state dict a "
-        fault = Fault(fqn, f"{headline}{type(value).__name__}", (_OTHER_KIND,))
+        details = _OTHER_BYTES if _is_opaque(fqn) else (_OTHER_KIND,)
+        fault = Fault(fqn, f"{headline}{type(value).__name__}", details)
         return ReadGroup(entry, faults=[fault])
     tensor: Any = value if placed is None else placed.tensor
     layout = getattr(tensor, "layout", torch.strided)
@@ -435,7 +480,7 @@ def _read_group(asked: Asked, fqn: str, value: Any, placed: Placed | None, held:
         if layout is torch.strided:
             headline = f"the checkpoint holds a {entry.properties.layout} tensor"
         return ReadGroup(entry, faults=[Fault(fqn, headline, (_DENSE,))])
-    shape = tuple(value.size()) if placed is None else placed.place.sharding.global_shape
+    shape = _shape_of(value, placed)
     if stored_shape != shape:
         return ReadGroup(entry, faults=[_other_shape(asked, fqn, shape, placed)])
     chunks = chunk_list(value) if placed is None else placed.place.chunks
@@ -487,6 +532,11 @@ def _other_shape(asked: Asked, fqn: str, needed: tuple[int, ...], placed: Placed
     """Return the fault that a tensor is stored in another shape than is needed."""
     stored, record = tuple(asked.stored[fqn].size), asked.record
     details, has_equal_cuts = [], False
+    headline = (
+        f"the checkpoint holds a {stored} tensor, but {needed} is needed (torch: Size mismatch)"
+    )
+    if _is_opaque(fqn):
+        return Fault(fqn, headline, _OTHER_BYTES)
     if placed is not None and record is not None:
         saved, loaded = record.cuts(fqn), placed.place.sharding.cuts
         has_equal_cuts = bool(saved) and saved == loaded
@@ -521,9 +571,6 @@ def _other_shape(asked: Asked, fqn: str, needed: tuple[int, ...], placed: Placed
     details.append(
         "way out:     build the model as it was saved, or correct the rule of this key: its "
         "axes, or global_shape= and padded_shape= of parts that are uneven or padded"
-    )
-    headline = (
-        f"the checkpoint holds a {stored} tensor, but {needed} is needed (torch: Size mismatch)"
     )
     return Fault(fqn, headline, tuple(details))
 

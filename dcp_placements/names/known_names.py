@@ -39,7 +39,13 @@ NAMES_HEAD = re.compile(
 NAMES_EMBEDDING = re.compile(
     r"(?:^|\.)(?:(?:\w+_)?embed(?:ding|dings|_tokens|_in|der)?s?|wte|shared)(?:\.|$)"
 )
+EXTRA_STATE = "_extra_state"
+"""The last component of what torch stores of a module's ``get_extra_state``."""
+
 NAMES_EXPERT = re.compile(r"(?<!shared_)expert(?!_bias)")
 TENSOR_AXIS = re.compile(r"^(?:e?tp|tensor(?:_.*)?|model_parallel)$")
 EXPERT_AXIS = re.compile(r"^(?:ep|expert(?:_parallel|_model_parallel)?)$")
 DATA_AXIS = re.compile(r"^(?:.*fsdp.*|e?dp(?:_.*)?|data(?:_.*)?)$")
+
+WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Components that ``torch.compile``, DDP, FSDP and checkpointing put into the names of weights."""

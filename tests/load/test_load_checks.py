@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,29 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hazard_scenes import arange, edit_metadata, load, same_bits, warned, without_warning
+from hazard_scenes import (
+    arange,
+    assert_holds,
+    assert_same,
+    edit_metadata,
+    load,
+    refused,
+    same_bits,
+    warned,
+    without_warning,
+)
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import Shard
 
-from dcp_placements import CheckpointPlacement, FusedShard, PlacementLoadPlanner, PlacementRules
+from dcp_placements import (
+    CheckpointPlacement,
+    FusedShard,
+    MeshCoordinate,
+    PlacementLoadPlanner,
+    PlacementRules,
+    PlacementSavePlanner,
+    Replace,
+)
 from dcp_placements.storage.provenance import RESERVED_KEY
 from dcp_placements.testing import FakeDTensor, World
 from tests.load.sides import Side, distributed, parts_of
@@ -215,3 +234,108 @@ def test_m48_a_rank_that_loads_by_itself_knows_nothing_of_others_keys(tmp_path: 
         planner.set_up_planner({"a": torch.zeros(8, 3)}, metadata, is_coordinator=True)
         planner.create_global_plan([planner.create_local_plan()])
     assert planner.report.unmatched == ()
+
+
+# M147: bytes that a module keeps beside its tensors.
+
+
+OTHER_BYTES = {
+    "another length": (torch.zeros(50, dtype=torch.uint8), torch.ones(25, dtype=torch.uint8)),
+    "bytes, then an object": (torch.zeros(50, dtype=torch.uint8), [1, 2]),
+    "an object, then bytes": ([1, 2], torch.ones(25, dtype=torch.uint8)),
+    "none, then some": (torch.zeros(0, dtype=torch.uint8), torch.ones(25, dtype=torch.uint8)),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_BYTES)
+def test_m147_opaque_bytes_of_another_length_are_called_so_and_may_stay(
+    name: str, tmp_path: Path
+) -> None:
+    saved, own = OTHER_BYTES[name]
+    weight = torch.arange(6.0)
+    state = {"model": {"fc1.w": weight, "fc1._extra_state": saved}}
+    dcp.save(state, checkpoint_id=tmp_path, planner=PlacementSavePlanner(), no_dist=True)
+
+    def load(**options: Any) -> tuple[dict[str, Any], PlacementLoadPlanner]:
+        template = {"model": {"fc1.w": torch.zeros(6), "fc1._extra_state": deepcopy(own)}}
+        planner = PlacementLoadPlanner(**options)
+        dcp.load(template, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+        return template["model"], planner
+
+    with pytest.raises(dcp.CheckpointException) as caught:
+        load()
+    text = str(caught.value)
+    assert "opaque bytes of a module" in text
+    assert 'optional=["_extra_state"]' in text
+    assert "lack a rule" not in text
+    assert "an axis of size" not in text
+    with without_warning():
+        model, planner = load(optional=["_extra_state"])
+    assert_same(model, {"fc1.w": weight, "fc1._extra_state": own})
+    assert planner.report.missing == ("model.fc1._extra_state",)
+
+
+def test_m147_opaque_bytes_of_one_length_are_read_also_where_they_may_stay(tmp_path: Path) -> None:
+    saved = torch.arange(50, dtype=torch.uint8)
+    dcp.save({"w": torch.ones(2), "_extra_state": saved}, checkpoint_id=tmp_path, no_dist=True)
+    state = {"w": torch.zeros(2), "_extra_state": torch.zeros(50, dtype=torch.uint8)}
+    planner = PlacementLoadPlanner(optional=["_extra_state"])
+    dcp.load(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    assert torch.equal(state["_extra_state"], saved)
+    assert planner.report.missing == ()
+
+
+# M148: wrong causes.
+
+
+WRAPPED = {
+    "compiled blocks": ("layers.{}._orig_mod.w", "layers.{}.w", "_orig_mod"),
+    "a compiled model": ("_orig_mod.layers.{}.w", "layers.{}.w", "_orig_mod"),
+    "ddp": ("module.layers.{}.w", "layers.{}.w", "module"),
+    "fsdp1": ("layers.{}._fsdp_wrapped_module.w", "layers.{}.w", "_fsdp_wrapped_module"),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_m148_a_wrapper_s_name_in_keys_of_one_side_is_named(name: str, tmp_path: Path) -> None:
+    long, short, word = WRAPPED[name]
+
+    def state(key: str, fill: float) -> dict[str, Any]:
+        return {key.format(n): torch.full((3,), fill * (n + 1)) for n in range(12)}
+
+    for number, (saved, asked) in enumerate([(short, long), (long, short)]):
+        path = tmp_path / str(number)
+        dcp.save(state(saved, 1.0), checkpoint_id=path, no_dist=True)
+        planner = PlacementLoadPlanner()
+        with pytest.raises(dcp.CheckpointException) as caught:
+            dcp.load(state(asked, 0.0), checkpoint_id=path, planner=planner, no_dist=True)
+        assert f"likely:      {word!r} is the name of a wrapper" in str(caught.value)
+        if asked == long:
+            assert f'rename=Replace("{word}", "")' in str(caught.value)
+            template = state(asked, 0.0)
+            planner = PlacementLoadPlanner(rename=Replace(word, ""))
+            dcp.load(template, checkpoint_id=path, planner=planner, no_dist=True)
+            assert_same(template, state(asked, 1.0))
+
+
+def test_m148_another_order_of_axes_under_a_fused_shard_is_named(tmp_path: Path) -> None:
+    """tp cuts the rows of q, k and v, and gtp what tp has left."""
+    whole, parts = arange(16, 3), (8, 4, 4)
+    world = World(4)
+
+    def held(rank: int) -> dict[str, Any]:
+        tp, gtp = divmod(rank, 2)
+        rows = torch.cat([part.chunk(2)[tp] for part in whole.split(parts)])
+        return {"qkv": rows.chunk(2)[gtp].clone()}
+
+    def save(rank: int, *axes: str) -> PlacementSavePlanner:
+        positions = dict(zip(("tp", "gtp"), divmod(rank, 2), strict=True))
+        mesh = MeshCoordinate(axes, (2, 2), tuple(positions[axis] for axis in axes))
+        by = CheckpointPlacement(mesh, {"tp": FusedShard(0, parts), "gtp": Shard(0)})
+        return PlacementSavePlanner(PlacementRules({"qkv": by}))
+
+    with refused() as refusal:
+        world.save(tmp_path, held, lambda rank: save(rank, "gtp", "tp"))
+    refusal.says("add up to 16, but 8 rows", "order:       'gtp' before 'tp' on dim 0")
+    world.save(tmp_path, held, lambda rank: save(rank, "tp", "gtp"))
+    assert_holds(tmp_path, {"qkv": whole})
