@@ -43,6 +43,7 @@ from dcp_placements.rules.named_axes import NamedAxes, named_axes_of
 from dcp_placements.rules.patterns import (
     compile_pattern,
     matched_nowhere,
+    matches_any,
     unmatched_faults,
 )
 from dcp_placements.save.local_plan import COPIED, Assignment, LocalPlan
@@ -83,6 +84,10 @@ Copies = str | int | Sequence[str]
 """``"off"``, bytes, or patterns, as for the planner."""
 
 NOT_PLACED = "cannot be placed in the checkpoint"
+
+
+THIS_SAVE = "this save"
+"""What a waiver names where no key is meant, but that a rank saves by itself."""
 
 
 class Coordinator:
@@ -147,7 +152,7 @@ class Coordinator:
             PlacementError: All faults.
         """
         if len(self.stated) > 1:
-            self._faults, self._notes = disagreements(self.stated.values(), "this save")
+            self._faults, self._notes = disagreements(self.stated.values(), THIS_SAVE)
             self._open = bool(self._faults)
         waived = [compile_pattern(pattern) for pattern in self.report.waived]
         if self.complete and not self._faults:
@@ -501,7 +506,8 @@ class Coordinator:
         if not self.complete:
             # Rank 0 alone with whole tensors is a complete checkpoint.
             lacking = ranks[0] > 0 or self.report.unique_nbytes < self.report.whole_nbytes
-        if lacking:
+        waived = map(compile_pattern, self.report.waived)
+        if lacking and not matches_any([*waived], THIS_SAVE):
             notes.append(_not_all_ranks(self.report, ranks, size))
         self.report.warnings = tuple(map(str, notes))
         if notes:
@@ -570,5 +576,7 @@ def _not_all_ranks(report: SaveReport, ranks: Sequence[int], size: int) -> Fault
         "directory, they overwrite files and .metadata of each other",
         "way out:     dcp.save on all ranks after init_process_group(), without no_dist=True; or "
         "a directory for each group",
+        f'or:          waive={{"{THIS_SAVE}": reason}} where each has a directory of its own, as '
+        "workers that somebody merges",
     ]
-    return Fault("this save", headline, tuple(details))
+    return Fault(THIS_SAVE, headline, tuple(details))

@@ -72,6 +72,7 @@ from dcp_placements.rules.patterns import (
 )
 from dcp_placements.save.coordinator import (
     NOT_PLACED,
+    THIS_SAVE,
     Coordinator,
     Copies,
     report_keys,
@@ -404,7 +405,11 @@ class PlacementSavePlanner(DefaultSavePlanner):
         return [*meshes, *of_places.values()]
 
     def _waivable(self, save: RankSave) -> Iterator[str]:
-        """Yield what a waiver may match: keys, patterns of the rename, keys of ``whole=``."""
+        """Yield what a waiver may match: keys, patterns of the rename, keys of ``whole=``.
+
+        So may ``THIS_SAVE``, also on ranks that all take part: one declaration serves both.
+        """
+        yield THIS_SAVE
         yield from save.state_dict
         yield from [step.pattern for step in save.renames]
         if self.whole is not None:
