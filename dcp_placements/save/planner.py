@@ -80,6 +80,7 @@ from dcp_placements.save.coordinator import (
 )
 from dcp_placements.save.local_plan import COPIED, Assignment, LocalPlan
 from dcp_placements.save.replica_conflicts import repeat_fault
+from dcp_placements.save.unwritten import unwritten
 from dcp_placements.storage.provenance import (
     COPIES,
     RESERVED_KEY,
@@ -484,8 +485,9 @@ class PlacementSavePlanner(DefaultSavePlanner):
         """Return what this rank writes. Called on every rank.
 
         Raises:
-            PlacementError: The storage writer is torch's ``HuggingFaceStorageWriter``; or the
-                coordinator has another planner; or a subclass gave the plan items.
+            PlacementError: The storage writer is torch's ``HuggingFaceStorageWriter``, or cannot
+                write a dtype; or the coordinator has another planner; or a subclass gave the plan
+                items.
         """
         save = self._save
         save.check_thread()
@@ -508,8 +510,11 @@ class PlacementSavePlanner(DefaultSavePlanner):
             items = assigned_items(holding, assignment, save, know_data=self._looks_up_itself)
             if assignment.copied and not is_named(new_plan.storage_data):
                 raise PlacementError("copies= needs PlacementFileSystemWriter as storage_writer=")
+            is_ours = is_named(new_plan.storage_data)
+            if faults := [*unwritten(holding.groups, is_ours=is_ours)]:
+                raise_faults(f"rank {global_rank()} {NOT_PLACED}", faults)
             # A rank that writes nothing makes no file for its id alone.
-            if items and not is_named(new_plan.storage_data):
+            if items and not is_ours:
                 items = [*id_items(assignment.save_id, global_rank()), *items]
         save.plan = dataclasses.replace(new_plan, items=items, planner_data=None)
         return save.plan
