@@ -508,12 +508,10 @@ def _is_finer(cut: Cut, own_cut: Cut, entry: Any) -> bool:
     match cut.kind:
         case Kind.FLAT:  # the DTensor has one dim, the range
             return True
-        case Kind.FUSED | Kind.RAGGED:
+        case Kind.FUSED | Kind.RAGGED | Kind.LISTED:
             fits, is_finer = cut.dim == own_cut.dim, True
         case Kind.PLAIN | Kind.STRIDED:
             fits, is_finer = cut.dim == own_cut.dim, False
-        case Kind.LISTED:
-            fits = is_finer = False
         case _:
             raise unknown_kind(cut.kind)
     if not fits and cut.size == 1:
