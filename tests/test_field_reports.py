@@ -6,6 +6,7 @@ read what our planner saves, in one process, and every world loads what another 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +19,20 @@ from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements import (
     CheckpointPlacement,
+    FlatShard,
     FusedShard,
     IndexShard,
     Placements,
+    RaggedShard,
+    Renames,
     Renumber,
+    Replace,
+    Transpose,
     contiguous,
 )
+from dcp_placements.offline import import_checkpoint
 from dcp_placements.testing import FakeMesh, World, real_dtensor
+from tests.offline_scenes import save_hugging_face
 
 HIDDEN = 6
 BLANK = -1.0
@@ -198,7 +206,106 @@ def amax(rank: Rank) -> dict[str, Any]:
     return {f"experts.{i}.quantizer._amax": one for i, one in enumerate(held)}
 
 
+RAGGED = {2: (7, 3), 4: (5, 0, 3, 2), 1: (10,)}
+OWNED = {2: (0, 10), 4: (0, 0, 10, 0), 1: (10,)}
+FLAT = {2: (37, 23), 4: (20, 0, 31, 9), 1: (60,)}
+MTP = numbered(4, HIDDEN, first=500)
+WEIGHT = numbered(6, 8)
+MOMENTUM = numbered(6, 8, first=100)
+NEURONS = numbered(6, 1, first=200)
+
+
+def shards(sizes: dict[int, tuple[int, ...]]) -> Callable[[Rank], dict[str, Any]]:
+    return lambda rank: {"w": UNEVEN.split(sizes[rank.size["dp"]])[rank.at["dp"]].clone()}
+
+
+def by_sizes(sizes: dict[int, tuple[int, ...]]) -> Callable[[Rank], dict[str, Any]]:
+    return lambda rank: {"rules": {"w": rank.rule(dp=RaggedShard(0, sizes[rank.size["dp"]]))}}
+
+
+def flat_range(rank: Rank) -> dict[str, Any]:
+    return {"w": UNEVEN.flatten().split(FLAT[rank.size["dp"]])[rank.at["dp"]].clone()}
+
+
+def by_ranges(rank: Rank) -> dict[str, Any]:
+    ranges, shape = {"dp": FlatShard(FLAT[rank.size["dp"]])}, (10, HIDDEN)
+    return {"rules": {"w": CheckpointPlacement(rank.mesh, ranges, global_shape=shape)}}
+
+
+def normuon(rank: Rank) -> dict[str, Any]:
+    """Return columns of a weight; the second moment has one number for each row."""
+    momenta = {"momentum": rank.part(MOMENTUM, 1, "tp"), "variance_neuron": NEURONS.clone()}
+    optim = {"state": {"w": momenta}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
+    return {"model": {"w": rank.part(WEIGHT, 1, "tp")}, "optim": optim}
+
+
+def draft_stage(rank: Rank) -> dict[str, Any]:
+    """Return decoder layers and those that draft tokens, both counted from 0 on each stage."""
+    stages = {"decoder": rank.part(EXPERTS, 0, "pp"), "mtp": rank.part(MTP, 0, "pp")}
+    return {
+        f"{name}.layers.{number}.w": weight.clone()
+        for name, weights in stages.items()
+        for number, weight in enumerate(weights)
+    }
+
+
+def draft_stages(rank: Rank) -> dict[str, Any]:
+    size, at = rank.size["pp"], rank.at["pp"]
+    steps = [
+        Renumber(f"{name}.layers.{{}}", contiguous([total // size] * size, at=at), total=total)
+        for name, total in (("decoder", 8), ("mtp", 4))
+    ]
+    return {"rules": None, "rename": Renames(*steps)}
+
+
 REPORTS = {
+    "dion #19, #71": Report(
+        ({"tp": 2}, {"tp": 4}, {"tp": 1}),
+        lambda: {
+            "model.w": WEIGHT,
+            "optim.state.w.momentum": MOMENTUM,
+            "optim.state.w.variance_neuron": NEURONS,
+        },
+        normuon,
+        lambda rank: {"rules": {"w": rank.rule(tp=Shard(1))}},
+    ),
+    "Megatron-LM #5329": Report(
+        ({"pp": 2}, {"pp": 4}, {"pp": 1}),
+        lambda: {
+            **{f"decoder.layers.{i}.w": EXPERTS[i].clone() for i in range(8)},
+            **{f"mtp.layers.{i}.w": MTP[i].clone() for i in range(4)},
+        },
+        draft_stage,
+        draft_stages,
+    ),
+    "torchtitan #3239, uneven": Report(
+        ({"dp": 2}, {"dp": 4}, {"dp": 1}), lambda: {"w": UNEVEN}, shards(RAGGED), by_sizes(RAGGED)
+    ),
+    "torchtitan #3402, owned": Report(
+        ({"dp": 2}, {"dp": 4}, {"dp": 1}), lambda: {"w": UNEVEN}, shards(OWNED), by_sizes(OWNED)
+    ),
+    "hyper-parallel #594, flat": Report(
+        ({"dp": 2}, {"dp": 4}, {"dp": 1}), lambda: {"w": UNEVEN}, flat_range, by_ranges
+    ),
+    "Megatron-LM #7161": Report(
+        ({"tp": 2, "gtp": 2}, {"tp": 4, "gtp": 1}, {"tp": 1, "gtp": 4}),
+        lambda: {"mlp.fc1": SWIGLU},
+        lambda rank: {
+            "mlp.fc1": rank.part(
+                torch.cat([rank.part(part, 0, "tp") for part in SWIGLU.chunk(2)]), 0, "gtp"
+            )
+        },
+        lambda rank: {"rules": {"fc1": rank.rule(tp=FusedShard(0, 2), gtp=Shard(0))}},
+    ),
+    "torchtitan #3554, #4373; transformers #47031": Report(
+        ({"ep": 4}, {"ep": 2}, {"ep": 1}),
+        lambda: {"experts.w": EXPERTS},
+        lambda rank: {"experts.w": rank.part(EXPERTS.mT, 0, "ep").contiguous()},
+        lambda rank: {
+            "rules": {"experts": rank.rule(ep=Shard(0))},
+            "rename": Transpose("experts"),
+        },
+    ),
     "KempnerForge #202, pruned": Report(
         ({"ep": 2, "fsdp": 2}, {"ep": 4, "fsdp": 1}, {"ep": 1, "fsdp": 1}),
         experts_by_number,
@@ -282,6 +389,8 @@ def locals_of(state: Any) -> list[torch.Tensor]:
     """Return the local tensors of a state dict, in its order."""
     if isinstance(state, dict):
         return [one for value in state.values() for one in locals_of(value)]
+    if not isinstance(state, torch.Tensor):
+        return []
     return [state.to_local() if hasattr(state, "to_local") else state]
 
 
@@ -305,7 +414,7 @@ def test_the_lines_make_it_right_in_every_topology(name: str, tmp_path: Path) ->
         )
         assert equal([*read_by_torch(path, wholes).values()], [*wholes.values()])
         stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        assert stored.keys() == wholes.keys()
+        assert {key for key in stored if "param_groups" not in key} == wholes.keys()
     for number, (world, ranks) in enumerate(worlds):
         loaded = world.load(
             tmp_path / str((number + 1) % len(worlds)),
@@ -314,3 +423,129 @@ def test_the_lines_make_it_right_in_every_topology(name: str, tmp_path: Path) ->
         )
         for rank, state in zip(ranks, loaded, strict=True):
             assert equal(locals_of(state), locals_of(report.state(rank)))
+
+
+# Reports of what stock planners saved, and a model that asks for something else.
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A scene of one rank.
+
+    Attributes:
+        stored: What torch's planner saved.
+        state: What the model has before the load.
+        wanted: What it has to have after it, made of ``stored`` without a checkpoint.
+        lines: Of ``Placements`` and of ``load_planner``.
+    """
+
+    stored: dict[str, Any]
+    state: Callable[[], dict[str, Any]]
+    wanted: dict[str, Any]
+    lines: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+
+
+def tied() -> dict[str, Any]:
+    weight = torch.full_like(WEIGHT, BLANK)
+    return {"embed_tokens.weight": weight, "lm_head.weight": weight}
+
+
+def untied() -> dict[str, Any]:
+    names = ("embed_tokens.weight", "lm_head.weight")
+    return {name: torch.full_like(WEIGHT, BLANK) for name in names}
+
+
+def upcycled() -> dict[str, Any]:
+    experts = {f"layers.0.experts.{i}.w": torch.full_like(WEIGHT, BLANK) for i in range(4)}
+    return experts | {"layers.0.router.w": torch.full((4, 8), 0.5)}
+
+
+def adam(lr: Any, **state: Any) -> dict[str, Any]:
+    groups = [{"lr": lr, "params": ["w"]}]
+    return {
+        "model": {"w": WEIGHT.clone()},
+        "optim": {"state": {"w": state} if state else {}, "param_groups": groups},
+    }
+
+
+MLP = {"layers.0.mlp.w": WEIGHT}
+BOTH = {"embed_tokens.weight": WEIGHT, "lm_head.weight": WEIGHT}
+ROUTER = {"optional": ["router"], "waive": {"router": "new, and initialised here"}}
+EXTRA = {"optional": ["_extra_state"]}
+WRAPPED = {"layers.0._orig_mod.w": WEIGHT, "layers.1._orig_mod.w": MOMENTUM}
+
+RESUMED = {
+    "Automodel #3616, tied": Resumed({"embed_tokens.weight": WEIGHT}, tied, BOTH),
+    "Automodel #3665, two stages": Resumed(
+        {"embed_tokens.weight": WEIGHT},
+        untied,
+        BOTH,
+        ({"rename": Replace("lm_head", "embed_tokens")}, {}),
+    ),
+    "marin #1366, OLMoE #9": Resumed(
+        MLP,
+        upcycled,
+        {f"layers.0.experts.{i}.w": WEIGHT for i in range(4)}
+        | {"layers.0.router.w": torch.full((4, 8), 0.5)},
+        ({"rename": Replace("experts.*", "mlp")}, ROUTER),
+    ),
+    "TransformerEngine #1860; Megatron-LM #6509": Resumed(
+        {"fc1.w": WEIGHT, "fc1._extra_state": torch.zeros(50, dtype=torch.uint8)},
+        lambda: {
+            "fc1.w": torch.full_like(WEIGHT, BLANK),
+            "fc1._extra_state": torch.ones(25, dtype=torch.uint8),
+        },
+        {"fc1.w": WEIGHT, "fc1._extra_state": torch.ones(25, dtype=torch.uint8)},
+        ({}, EXTRA),
+    ),
+    "torchtitan #2622": Resumed(
+        {"layers.0.w": WEIGHT, "layers.1.w": MOMENTUM},
+        lambda: {name: torch.full_like(weight, BLANK) for name, weight in WRAPPED.items()},
+        WRAPPED,
+        ({"rename": Replace("_orig_mod", "")}, {}),
+    ),
+    "Megatron-Bridge #5680": Resumed(
+        adam(0.1),
+        lambda: adam(0.1, step=torch.tensor(1.0), exp_avg=torch.ones(6, 8)),
+        adam(0.1, step=torch.tensor(0.0), exp_avg=torch.zeros(6, 8)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_the_lines_resume_what_stock_planners_saved(name: str, tmp_path: Path) -> None:
+    scene = RESUMED[name]
+    dcp.save(scene.stored, checkpoint_id=tmp_path, planner=dcp.DefaultSavePlanner(), no_dist=True)
+    declared, options = scene.lines
+    state = scene.state()
+    planner = Placements(**({"rules": None} | declared)).load_planner(**options)
+    dcp.load(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    assert equal(locals_of(state), locals_of(scene.wanted))
+
+
+@pytest.mark.parametrize("is_tensor_here", [False, True])
+def test_pytorch_139575_a_rate_may_be_a_tensor_on_one_side(
+    is_tensor_here: bool, tmp_path: Path
+) -> None:
+    saved, own = (0.5, torch.tensor(0.1)) if is_tensor_here else (torch.tensor(0.5), 0.1)
+    dcp.save({"lr": saved, "w": WEIGHT}, checkpoint_id=tmp_path, no_dist=True)
+    state = {"lr": own, "w": torch.zeros(6, 8)}
+    planner = Placements(None).load_planner()
+    dcp.load(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    assert float(state["lr"]) == 0.5
+    assert isinstance(state["lr"], torch.Tensor) == is_tensor_here
+
+
+def test_unsloth_6200_transformers_47145_fp8_is_numbers_by_one_command(tmp_path: Path) -> None:
+    """``dcp-placements import hf ckpt --dequantize bfloat16``."""
+    codes = (torch.arange(200 * 130).reshape(200, 130) % 7 - 3).to(torch.float8_e4m3fn)
+    scales = torch.tensor([[0.5, 2.0], [4.0, 0.25]])
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    save_hugging_face(tmp_path / "hf", {"up.weight": codes, "up.weight_scale_inv": scales})
+    (tmp_path / "hf/config.json").write_text(json.dumps(config))
+    import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", dequantize=torch.bfloat16)
+    state = {"up.weight": torch.zeros(200, 130, dtype=torch.bfloat16)}
+    planner = Placements(None).load_planner()
+    dcp.load(state, checkpoint_id=tmp_path / "ckpt", planner=planner, no_dist=True)
+    of_blocks = scales.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :130]
+    assert torch.equal(state["up.weight"], (codes.float() * of_blocks).to(torch.bfloat16))
