@@ -371,7 +371,7 @@ def check_fields(metadata: Metadata) -> None:
         # Chunks in arrays are those of an index, which was checked.
         listed = [
             entry
-            for entry in entries.values()
+            for entry in _distinct(entries.values())
             if type(getattr(entry, "chunks", None)) is not ChunkList
         ]
         _check("the metadata of a key", listed, _ENTRIES)
@@ -407,6 +407,17 @@ def check_fields(metadata: Metadata) -> None:
         steps = [getattr(info, "transform_descriptors", None) for info in infos]
         _check("transform_descriptors", steps, (list, tuple, type(None)))
         _check("a transform", chain.from_iterable(filter(None, steps)), str)
+
+
+def _distinct(entries: Iterable[Any]) -> Iterator[Any]:
+    """Yield entries, without those that are the object of the last entry of their size."""
+    latest: dict[torch.Size | None, Any] = {}
+    for entry in entries:
+        size = getattr(entry, "size", None)
+        size = size if type(size) is torch.Size else None
+        if latest.get(size) is not entry:
+            latest[size] = entry
+            yield entry
 
 
 def check_properties(properties: Sequence[TensorProperties]) -> None:
