@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException, SavePlan
 
 from dcp_placements._torch import DistWrapper, state_dicts_of_statefuls, world_size
-from dcp_placements.advice.block import block_in
+from dcp_placements.advice.block import has_declaration
 from dcp_placements.advice.facts import TensorFacts, differing_axes
 from dcp_placements.advice.proposal import (
     PlainPlan,
@@ -135,7 +135,7 @@ def _with_declaration(
     meshes: Sequence[Any],
 ) -> PlacementError:
     """Return a refusal that ends in a declaration which passes, where one is known."""
-    if block_in(str(refusal)):
+    if has_declaration(str(refusal)):
         return refusal
     block = declared_by([each.plain for each in sent], planner.whole, meshes)
     return PlacementError(f"{refusal}\n\n{block}") if block else refusal

@@ -11,8 +11,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Shard
 
-from dcp_placements import Placements, PlacementSavePlanner
-from dcp_placements.advice.block import block_in
+import dcp_placements
+from dcp_placements import (
+    CheckpointPlacement,
+    PlacementRules,
+    Placements,
+    PlacementSavePlanner,
+    Renames,
+    Renumber,
+    contiguous,
+)
+from dcp_placements.advice.block import ADDED_BEGINS, ENDS, block_in
 from dcp_placements.testing import FakeDTensor, World
 
 Whole = dict[str, torch.Tensor]
@@ -472,3 +481,97 @@ def test_a_refusal_names_two_axes_that_tell_contents_together(tmp_path: Path) ->
     assert "content D:   ranks 5, 7 (ep=1, etp=1)" in text
     assert "over 'ep' and 'etp':" in text
     assert block_in(text)
+
+
+def added(text: str) -> tuple[str, str]:
+    """Return the lines of rules and of renames that a refusal says to add."""
+    lines = text[text.index(ADDED_BEGINS) : text.index(ENDS)]
+    rules, _, renames = lines.partition("#     renames, behind yours in Renames(...):")
+    return rules, renames
+
+
+def test_what_is_missing_is_added_to_a_declaration(tmp_path: Path) -> None:
+    """The declaration has a rule for one of two tensors of experts, and numbers layers."""
+    world = World(4, {"pp": 2, "ep": 2})
+    whole = filled({key: shape for key, shape in MOE.items() if key.startswith("layers.")})
+    whole |= filled({f"layers.3{key[8:]}": MOE[key] for key in MOE if key.startswith("layers.0")})
+
+    def cut(key: str, value: torch.Tensor, at: Positions) -> tuple[str, torch.Tensor] | None:
+        _, layer, *rest = key.split(".")
+        if int(layer) // 2 != at["pp"]:
+            return None
+        value = chunk(value, 2, at["ep"]) if "experts" in key else value
+        return ".".join(["layers", str(int(layer) % 2), *rest]), value
+
+    def own(rank: int, more: str = "", renames: str = "") -> Placements:
+        meshes = Meshes(world, rank)
+        names = {name: getattr(dcp_placements, name) for name in dcp_placements.__all__}
+        names |= {"Shard": Shard, "meshes": meshes}
+        first = eval(f"{{{more}\n}}", names)
+        ids = contiguous([2, 2], at=meshes["pp"].get_local_rank())
+        steps = [Renumber("layers.{}", ids, total=4), *eval(f"[{renames}\n]", names)]
+        rule = CheckpointPlacement(meshes["ep"], {"ep": Shard(0)})
+        return Placements({**first, "w1": rule}, rename=Renames(*steps))
+
+    state = job(whole, cut, world)
+    with pytest.raises(dcp.CheckpointException) as refused:
+        world.save(tmp_path / "refused", state, lambda rank: own(rank).save_planner())
+    text = str(refused.value.failures[0][0])
+    assert "experts.w2" in text
+    assert not block_in(text)
+    rules, renames = added(text)
+    assert renames == ""
+    line = '"layers.*.moe.experts.w2": CheckpointPlacement(meshes["ep"], {"ep": Shard(0)}),'
+    assert rules.count("CheckpointPlacement") == 1
+    assert line in rules
+    path = tmp_path / "saved"
+    world.save(path, state, lambda rank: own(rank, rules).save_planner())
+    read = {f"model.{key}": torch.zeros_like(value) for key, value in whole.items()}
+    dcp.load(read, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(), no_dist=True)
+    for key, value in whole.items():
+        assert torch.equal(read[f"model.{key}"], value), key
+
+
+def test_a_rename_is_added_behind_those_there_are(tmp_path: Path) -> None:
+    world = World(2, {"ep": 2})
+    whole = filled({f"layers.0.experts.{e}.w1.weight": (3, 6) for e in range(4)})
+
+    def state(rank: int) -> dict[str, Any]:
+        local = [f"net.layers.0.experts.{n}.w1.weight" for n in range(2)]
+        values = [*whole.values()][2 * rank : 2 * rank + 2]
+        return dict(zip(local, values, strict=True))
+
+    def rename(key: str) -> str:
+        return key.removeprefix("net.")
+
+    text = refusal(tmp_path, world, state, rename=rename)
+    rules, renames = added(text)
+    ids = 'contiguous([2, 2], at=meshes["ep"].get_local_rank())'
+    assert f'Renumber("layers.*.experts.{{}}", {ids}, total=4),' in renames
+    assert "CheckpointPlacement" not in rules
+
+    def planner(rank: int) -> PlacementSavePlanner:
+        ids = contiguous([2, 2], at=rank)
+        step = Renumber("layers.*.experts.{}", ids, total=4)
+        return PlacementSavePlanner(rename=lambda key: step(rename(key)))
+
+    world.save(tmp_path / "saved", state, planner)
+    read = {key: torch.zeros_like(value) for key, value in whole.items()}
+    dcp.load(read, checkpoint_id=tmp_path / "saved", no_dist=True)
+    assert all(torch.equal(read[key], value) for key, value in whole.items())
+
+
+def test_nothing_is_added_to_a_rule_that_is_wrong(tmp_path: Path) -> None:
+    def cut(key: str, value: torch.Tensor, at: Positions) -> tuple[str, torch.Tensor]:
+        return key, chunk(value, 2, at["ep"]) if "experts" in key else value
+
+    world = World(4, {"ep": 2, "edp": 2})
+
+    def planner(rank: int) -> PlacementSavePlanner:
+        mesh = Meshes(world, rank)["ep", "edp"]
+        wrong = CheckpointPlacement(mesh, {"edp": Shard(0)})
+        return PlacementSavePlanner(PlacementRules({"w1": wrong}))
+
+    with pytest.raises(dcp.CheckpointException) as refused:
+        world.save(tmp_path, job(filled(MOE), cut, world), planner)
+    assert ADDED_BEGINS not in str(refused.value.failures[0][0])

@@ -38,6 +38,11 @@ from dcp_placements.short_text import shortened
 BEGINS = "# A declaration that fits the shapes, names and contents of all ranks: read it first."
 ENDS = "# The end of the declaration."
 
+ADDED_BEGINS = (
+    "# Add this to your declaration: it fits the shapes, names and contents of all ranks: "
+    "read it first."
+)
+
 _IMPORTED = (
     "CheckpointPlacement",
     "FusedShard",
@@ -63,6 +68,11 @@ def block_in(text: str) -> str:
     start = text.find(BEGINS)
     stop = text.find(ENDS, start)
     return "" if start < 0 or stop < 0 else f"{text[start:stop]}{ENDS}\n"
+
+
+def has_declaration(text: str) -> bool:
+    """Whether a message has a block of Python, or lines to add to a declaration."""
+    return bool(block_in(text)) or ADDED_BEGINS in text
 
 
 class MeshNames(NamedTuple):
@@ -221,7 +231,36 @@ class Proposal:
         renames += [Replace(key, f"{key}.rank{global_rank()}") for key in self.own_names]
         return rules, Renames(*renames) if renames else None
 
+    def additions(self) -> str:
+        """Return the rules and renames as lines to add to a declaration that there is."""
+        rules, renames = self._lines()
+        lines = [ADDED_BEGINS]
+        if self.rules:
+            lines += ["#     rules, in front of yours:", *rules]
+        if renames:
+            lines += ["#     renames, behind yours in Renames(...):", *renames]
+        return "\n".join([*lines, ENDS])
+
     def __str__(self) -> str:
+        rules, renames = self._lines()
+        lines = ["        {", *rules, "        },"]
+        if renames:
+            lines += ["        rename=Renames(", *renames, "        ),"]
+        body = ["def placements(meshes):", "    return Placements(", *lines, "    )"]
+        text = "\n".join(body)
+        code = "\n".join([line for line in text.split("\n") if line.strip()[:1] != "#"])
+        imports = ["import torch.distributed as dist"] if "dist.get_rank()" in code else []
+        if re.search(r"\bShard\(", code):
+            imports.append("from torch.distributed.tensor import Shard")
+        used = [name for name in _IMPORTED if re.search(rf"\b{name}\(", code)]
+        ours = f"from dcp_placements import {', '.join(used)}"
+        if len(ours) > _WIDTH:
+            ours = "\n".join(["from dcp_placements import (", *[f"    {n}," for n in used], ")"])
+        imported = "\n".join(imports) + ("\n\n" if imports else "") + ours
+        return f"{BEGINS}\n{imported}\n\n\n{text}\n{ENDS}"
+
+    def _lines(self) -> tuple[list[str], list[str]]:
+        """Return the lines of the rules, and those of the renames."""
         rules: list[str] = []
         for pattern, fitting in self.rules.items():
             rules += self._comment(pattern)
@@ -240,21 +279,7 @@ class Proposal:
             renames.append(
                 f'{_INDENT}Replace({_quoted(key)}, f"{_in_f(key)}.rank{{dist.get_rank()}}"),'
             )
-        lines = ["        {", *rules, "        },"]
-        if renames:
-            lines += ["        rename=Renames(", *renames, "        ),"]
-        body = ["def placements(meshes):", "    return Placements(", *lines, "    )"]
-        text = "\n".join(body)
-        code = "\n".join([line for line in text.split("\n") if line.strip()[:1] != "#"])
-        imports = ["import torch.distributed as dist"] if "dist.get_rank()" in code else []
-        if re.search(r"\bShard\(", code):
-            imports.append("from torch.distributed.tensor import Shard")
-        used = [name for name in _IMPORTED if re.search(rf"\b{name}\(", code)]
-        ours = f"from dcp_placements import {', '.join(used)}"
-        if len(ours) > _WIDTH:
-            ours = "\n".join(["from dcp_placements import (", *[f"    {n}," for n in used], ")"])
-        imported = "\n".join(imports) + ("\n\n" if imports else "") + ours
-        return f"{BEGINS}\n{imported}\n\n\n{text}\n{ENDS}"
+        return rules, renames
 
     def _comment(self, pattern: str) -> list[str]:
         """Return what is open of a pattern, as comments."""

@@ -118,6 +118,8 @@ class _Decision:
         for name, of_name in by_name.items():
             choices: dict[tuple[Fitting, str], list[str]] = {}
             for kind in of_name:
+                if all(map(self._is_ruled, kind.names)):
+                    continue  # its rule stays
                 choices.setdefault(self._choice(kind, finder), []).extend(kind.names)
             for (fitting, why), members in choices.items():
                 patterns = {_starred(name): members}
@@ -235,6 +237,11 @@ class _Decision:
             self.result.unsolved[pattern] = None
         return False
 
+    def _is_ruled(self, name: str) -> bool:
+        """Whether a rule of the declaration cuts a tensor."""
+        key = self.keys.get(name)
+        return key is not None and self.facts.is_ruled(key)
+
     def _is_unnumbered(self, name: str) -> bool:
         heads = [pattern_of_number(without_numbers(head)) for head, *_ in numbers_in(name)]
         return any(head in self.result.unsolved for head in heads)
@@ -321,7 +328,7 @@ class _Decision:
         steps = [numbered.renumber(position[numbered.axis]) for numbered in numberings]
         pattern = table.pattern_of(Renames(*steps).name(key))
         shape: Shape = piece.group.shape
-        if pattern is None or not shape:
+        if pattern is None or not shape or self.facts.is_ruled(key):
             return axes
         cuts = self.result.rules[pattern].placements
         state = self.facts.states.of(key)

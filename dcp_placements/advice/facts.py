@@ -26,7 +26,7 @@ from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.rules.named_axes import NamedAxes
 from dcp_placements.table.digests import Digests, constant_digests
 from dcp_placements.table.table import OBJECT
-from dcp_placements.table.world import Piece, World
+from dcp_placements.table.world import NO_RULE, Piece, World
 
 AxisPositions = Mapping[str, int]
 """Where a rank is along each named axis."""
@@ -179,6 +179,11 @@ class FactsOfRanks:
     def _is_larger(self, key: str, other: str, owners: Mapping[str, Any]) -> bool:
         shapes = self.shape_of(key), self.shape_of(other)
         return other in owners and prod(shapes[0]) > prod(shapes[1])
+
+    def is_ruled(self, key: str) -> bool:
+        """Whether a rule cuts a tensor."""
+        number, column = self.tensors[key]
+        return self.world.rules(self.world.pieces[number], column) != NO_RULE
 
     def shape_of(self, key: str) -> Shape:
         """Return the shape of a tensor over its own mesh, on the first rank that holds it."""

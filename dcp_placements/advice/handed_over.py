@@ -13,6 +13,7 @@ from dcp_placements.advice.deciding import OF_EACH_RANK, decide
 from dcp_placements.advice.facts import FactsOfRanks
 from dcp_placements.errors import PlacementError
 from dcp_placements.rules.named_axes import NamedAxes
+from dcp_placements.rules.patterns import compile_pattern, matches_any
 from dcp_placements.table.digests import digests_by_cell
 from dcp_placements.table.statement import Stated
 from dcp_placements.table.whole import WholeModel
@@ -50,7 +51,11 @@ def facts_of(
 
 
 def handed_over(
-    facts: FactsOfRanks, whole: WholeModel | None = None, *, drifted: Collection[str] = ()
+    facts: FactsOfRanks,
+    whole: WholeModel | None = None,
+    *,
+    drifted: Collection[str] = (),
+    refused: Collection[str] | None = None,
 ) -> tuple[str, bool]:
     """Return what a refusal hands over, and whether it is a declaration that passes.
 
@@ -58,6 +63,7 @@ def handed_over(
         facts: What all ranks hold.
         whole: The unsharded model; None where it is not known.
         drifted: Keys whose copies have drifted apart.
+        refused: Where there are rules or renames, to which it is added, what has faults by these.
     """
     if not facts.sizes and not any(map(OF_EACH_RANK.search, facts.tensors)):
         return "", False  # nothing tells the ranks apart
@@ -71,7 +77,14 @@ def handed_over(
     states = [state for key in facts.tensors if (state := facts.states.of(key)) is not None]
     if any(state.parameter.isdecimal() for state in states):
         return _STATE_BY_POSITION, False
-    return str(proposal), True
+    if refused is None:
+        return str(proposal), True
+    # More rules mend no rule that is wrong; and, as the first, none may match what another cuts.
+    patterns = list(map(compile_pattern, proposal.rules))
+    for key in filter(facts.is_ruled, facts.tensors):
+        if key in refused or matches_any(patterns, key):
+            return "", False
+    return proposal.additions(), True
 
 
 _STATE_BY_POSITION = (

@@ -101,6 +101,7 @@ class Coordinator:
         whole: The unsharded model, which the keys and shapes are compared with.
         meshes: Meshes of the state dict and of the declaration, beside those that are recorded.
         axes: By rank, position and size of axes that its plan does not have.
+        has_rename: Whether keys are renamed.
 
     Attributes:
         plans: The plans.
@@ -122,8 +123,10 @@ class Coordinator:
         whole: WholeModel | None = None,
         meshes: Sequence[Any] = (),
         axes: Sequence[Mapping[str, tuple[int, int]]] = (),
+        has_rename: bool = False,
     ) -> None:
         self.plans = plans
+        self._has_rename = has_rename
         self.complete = len(plans) > 1 or size == 1
         self._size, self._whole = size, whole
         self._meshes, self._more_axes = meshes, axes
@@ -186,36 +189,33 @@ class Coordinator:
                 faults = [self._conflicts.get(fault.fqn, fault) for fault in faults]
                 faults = [with_declaration(fault) for fault in faults]
             raise_faults("the ranks' plans do not make a checkpoint", faults, ending)
-        if self.complete and not self._doubts[DIFFERED] and self._may_have_equal_experts():
+        axes = {name for each in self.statements for name in each.axis_sizes}
+        axes.update(*[mesh.mesh_dim_names or () for mesh in _torch.recorded_meshes()])
+        has_equal_experts = any(map(EXPERT_AXIS.match, axes)) and any(
+            piece.cover.has_replicas and any(map(NAMES_EXPERT.search, piece.fqns))
+            for piece in self.world.pieces
+            if piece.group.shape
+        )
+        if self.complete and has_equal_experts and not self._doubts[DIFFERED]:
             from dcp_placements.advice.equal_experts import equal_experts
 
             is_stepped = any((statement.step or 0) > 0 for statement in self.statements)
             self._notes += equal_experts(self.facts(), waived=waived, is_stepped=is_stepped)
 
-    def _may_have_equal_experts(self) -> bool:
-        """Whether there are replicas that names call experts, and an expert-parallel axis."""
-        sizes = [each.axis_sizes for each in self.statements]
-        names = {name for of_rank in sizes for name, size in of_rank.items() if size > 1}
-        names.update(*[mesh.mesh_dim_names or () for mesh in _torch.recorded_meshes()])
-        return any(map(EXPERT_AXIS.match, names)) and any(
-            NAMES_EXPERT.search(fqn)
-            for piece in self.world.pieces
-            if piece.group.shape and piece.cover.has_replicas
-            for fqn in piece.fqns
-        )
-
     def _handed_over(self) -> tuple[str, bool]:
         """Return what a refusal hands over, and whether it is a declaration that passes."""
-        is_bare = not any(
-            each.matched or each.declared or each.renames or each.digests == "off"
-            for each in self.statements
-        )
-        if not self.complete or not is_bare or self._open:
+        is_compared = not any(each.digests == "off" for each in self.statements)
+        if not self.complete or not is_compared or self._open:
             return "", False
+        is_added = self._has_rename or any(
+            each.matched or each.declared or each.renames for each in self.statements
+        )
         from dcp_placements.advice.handed_over import handed_over
 
         try:
-            return handed_over(self.facts(), self._whole, drifted=self._conflicts)
+            refused = {fault.fqn for fault in self._faults} if is_added else None
+            facts, drifted = self.facts(), self._conflicts
+            return handed_over(facts, self._whole, drifted=drifted, refused=refused)
         except Exception as error:  # the refusal is what counts
             logger.exception("no declaration is proposed: %s", error)
             return "", False

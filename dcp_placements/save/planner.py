@@ -454,6 +454,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 strict=self.on_conflict == "error",
                 whole=self.whole,
                 meshes=save.meshes,
+                has_rename=self.rename is not None,
             )
             if self.copies != "off" and not coordinator.complete:
                 raise PlacementError("copies= needs a save by all ranks together")
