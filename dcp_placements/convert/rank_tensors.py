@@ -29,6 +29,7 @@ from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_placements.bind.place import place
+from dcp_placements.bind.rank_shard import RankShard
 from dcp_placements.convert.torch_files import (
     REBUILT,
     SavedDTensor,
@@ -139,7 +140,9 @@ class RankTensors:
         if placing.faults:
             self.refuse(file, placing.faults)
             return
-        holding = holding_of(placing.state_dict, placing.placed, {}, placing.absent)
+        groups = {fqn for fqn, value in placing.state_dict.items() if not _is_tensor(value)}
+        without = groups | set(placing.absent)
+        holding = holding_of(placing.state_dict, placing.placed, {}, without)
         self._files.append(file)
         self._holdings.append(holding)
         for fqn, placed in placing.placed.items():
@@ -384,6 +387,32 @@ def _tensors(
             faults.append(Fault(name, headline, (way_out,)))
         else:
             leave_out(name, "no tensor", nbytes)
+            yield from _named_parameters(name, inner)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | RankShard)
+
+
+def _named_parameters(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what parameter groups say of names, flat: which state belongs to which parameter.
+
+    >>> [*_named_parameters("optim.param_groups", [{"params": ["w"], "lr": 0.1}])]
+    [('optim.param_groups.0.params', ['w'])]
+    >>> [*_named_parameters("optim.param_groups.w.lr", 0.1)]
+    [('optim.param_groups.w.lr', 0.1)]
+    """
+    head, _, last = name.rpartition(".")
+    if last == "param_groups" and isinstance(value, list | tuple):
+        for number, group in enumerate(value):
+            if isinstance(group, Mapping):
+                yield from _named_parameters(f"{name}.{number}.params", group.get("params"))
+    elif "param_groups" not in head.split("."):
+        return
+    elif last != "params":
+        yield name, value
+    elif isinstance(value, list | tuple) and all(isinstance(each, str) for each in value):
+        yield name, list(value)  # a list of positions names nothing
 
 
 def local_directory(path: str | os.PathLike[str]) -> Path:
