@@ -53,7 +53,7 @@ PURPOSES: dict[str, tuple[Callable[..., Shown], ...]] = {
 
 PRESETS = {
     "dcp_placements.presets": "megatron_core, megatron_lite, transformers, veomni",
-    "dcp_placements.presets.hub": "deepseek_v3, mixtral, qwen3_moe",
+    "dcp_placements.presets.hub": "deepseek_v3, gpt_oss, mixtral, qwen3_moe",
 }
 """Names of presets by module: rules for a mesh or a model; and renames to the names of the hub."""
 

@@ -10,7 +10,7 @@ chunks of a rank, the command line for whole tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TypeVar
 
@@ -47,7 +47,7 @@ class Row:
     total: int
     dim: int = 0
     within: tuple[Row, ...] = ()
-    transposed: bool = False
+    transposed: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.total:
@@ -88,7 +88,7 @@ class Rows:
     fqn: str
     stacked: str
     dim: int = 0
-    transposed: bool = False
+    transposed: bool = field(default=False, repr=False)
 
     @property
     def fqns(self) -> tuple[str, ...]:
@@ -118,8 +118,8 @@ class Parts:
     sizes: tuple[int, ...]
     groups: int = 1
     rows: int | None = None
-    transposed: bool = False
-    dim_after: bool = False
+    transposed: bool = field(default=False, repr=False)
+    dim_after: bool = field(default=False, repr=False)
 
     @property
     def fqn(self) -> str:

@@ -267,6 +267,8 @@ class CheckpointPlacement:
                 of size 1.
             ndim: Number of dims of this one.
         """
+        if tuple(origins) == tuple(range(ndim)):
+            return self
         shapes = [
             shape and tuple([1 if dim is None else shape[dim] for dim in origins])
             for shape in (self.global_shape, self.padded_shape)

@@ -121,9 +121,9 @@ def test_each_rank_reads_its_own_file(tmp_path: Path) -> None:
     readers = [PlacementFileSystemReader(tmp_path) for _ in range(SIZE)]
     opened: list[set[str]] = [set(), set()]
     for rank, reader in enumerate(readers):
-        real = reader._open
-        reader._open = lambda name, real=real, rank=rank: (  # type: ignore[method-assign]
-            opened[rank].add(name) or real(name)
+        real = reader.store.open
+        reader.store.open = lambda name, *a, real=real, rank=rank, **k: (  # type: ignore[method-assign]
+            opened[rank].add(name) or real(name, *a, **k)
         )
     World(SIZE).load(
         tmp_path,

@@ -53,7 +53,7 @@ from dcp_placements.rules.patterns import (
     matched_nowhere,
     rule_name,
 )
-from dcp_placements.rules.placement import CheckpointPlacement
+from dcp_placements.rules.placement import CheckpointPlacement, is_flat
 from dcp_placements.storage.provenance import record_of
 from dcp_placements.table.must_agree import disagreements
 from dcp_placements.table.statement import Stated, Statement, stated
@@ -79,7 +79,10 @@ class EqualTensors(NamedTuple):
         placement = asked(rules, self.rule_key, self.asked.probe())
         if placement is None or self.dims is None:
             return placement
-        return placement.of_dims(self.dims, len(self.asked.rule_shape)) if self.dims else None
+        ndim = len(self.asked.rule_shape)
+        if not self.dims or (is_flat(placement) and self.dims != tuple(range(ndim))):
+            return None  # a replica
+        return placement.of_dims(self.dims, ndim)
 
 
 class Keys(NamedTuple):
