@@ -521,7 +521,7 @@ SCENES: dict[str, Scene] = {
     "listed rows over an axis that the tensor shards": Scene(
         sharded("ep", 4, 6, ep=4),
         ruled("w", {"ep": IndexShard(0, (0,))}, (4, 6), ep=4),
-        refused=("w: has axis ep sharded on dim 0 by its own DTensor, but as IndexShard(0",),
+        refused=("w: nobody holds all of the (4, 6) tensor",),
     ),
     "one axis of two sizes": Scene(
         sharded("fsdp", 4, 6, other=2, fsdp=2),
