@@ -568,10 +568,17 @@ def _other_shape(asked: Asked, fqn: str, needed: tuple[int, ...], placed: Placed
                 "saved:       by other planners, which take parts that no DTensor describes "
                 "for replicas: dcp-placements doctor says what is left"
             )
-    details.append(
-        "way out:     build the model as it was saved, or correct the rule of this key: its "
-        "axes, or global_shape= and padded_shape= of parts that are uneven or padded"
-    )
+    is_bare = placed is None or placed.rule is None
+    if is_bare and record is not None and not has_equal_cuts:
+        details.append(
+            "way out:     the declaration of the save on every rank, as planner= or as run "
+            "--placements; or build the model as it was saved"
+        )
+    else:
+        details.append(
+            "way out:     build the model as it was saved, or correct the rule of this key: its "
+            "axes, or global_shape= and padded_shape= of parts that are uneven or padded"
+        )
     return Fault(fqn, headline, tuple(details))
 
 

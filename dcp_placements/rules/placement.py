@@ -501,7 +501,8 @@ def _one_per_axis(mesh: Mesh, placements: Sequence[Any] | Mapping[str, Any]) -> 
             raise PlacementError(
                 f"no axis {', '.join(map(repr, unknown))} in mesh {format_mesh(mesh)}: "
                 f"its axes are {', '.join(map(repr, names))}\n"
-                f"    way out:     absent={tuple(unknown)} for an axis that a topology may lack"
+                "    way out:     one of these, or the mesh that has it; "
+                f"absent={tuple(unknown)} for an axis that a topology may lack"
             )
         if len(placements) < len(names):
             from torch.distributed.tensor import Replicate  # others that declare need no torch
