@@ -1,12 +1,12 @@
 """scripts/bench io [--cases big small reshard] [--sides SIDE ...] [--directory DIR ...]
 
 Saves and loads real tensors under torchrun with gloo, by torch's default planners and by ours in
-turn (and with our storage writer and reader), on a memory file system and on the disk, and prints a
-table per case: wall seconds of a whole save and a whole load with their parts, the share of raw,
-the ratio to stock, CPU seconds of all ranks together, peak memory, bytes and opened files of a
-rank. Raw is each rank writing the same bytes with one write() per tensor, and reading them into its
-tensors with one read() each. With --device cuda all tensors but those of raw are on GPUs, which
-ranks may share.
+turn (and with our storage writer and reader; "alarm" is torch's under python -m dcp_placements.run,
+without a declaration), on a memory file system and on the disk, and prints a table per case: wall
+seconds of a whole save and a whole load with their parts, the share of raw, the ratio to stock, CPU
+seconds of all ranks together, peak memory, bytes and opened files of a rank. Raw is each rank
+writing the same bytes with one write() per tensor, and reading them into its tensors with one
+read() each. With --device cuda all tensors but those of raw are on GPUs, which ranks may share.
 
     big       40 tensors [4096, 2048], Shard(0): 1.34 GB
     small     4,000 tensors [8, 32], Shard(0)
@@ -37,6 +37,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,12 @@ from dcp_placements import (
     PlacementFileSystemReader,
     PlacementFileSystemWriter,
     PlacementLoadPlanner,
+    Placements,
     PlacementSavePlanner,
+    installed,
 )
 
-SIDES = ("stock", "ours", "ours+storage")
+SIDES = ("stock", "alarm", "ours", "ours+storage")
 CASES = ("big", "small", "reshard")
 SHAPES = {"big": (40, (4096, 2048)), "small": (4000, (8, 32)), "reshard": (40, (4096, 2048))}
 TINY_SHAPES = {"big": (4, (64, 32)), "small": (40, (8, 32)), "reshard": (4, (64, 32))}
@@ -113,6 +116,13 @@ class Worker:
         self.mesh = init_device_mesh(args.device, world, mesh_dim_names=("fsdp",))
         all_sides: dict[str, tuple[Callable[[], Any], ...]] = {
             "stock": (
+                DefaultSavePlanner,
+                DefaultLoadPlanner,
+                lambda: dcp.FileSystemWriter(self.path),
+                lambda: dcp.FileSystemReader(self.path),
+            ),
+            # What `python -m dcp_placements.run` makes of them, without --placements.
+            "alarm": (
                 DefaultSavePlanner,
                 DefaultLoadPlanner,
                 lambda: dcp.FileSystemWriter(self.path),
@@ -193,11 +203,12 @@ class Worker:
             dcp.load(target, storage_reader=reader, planner=load_planner())
             return timed.began, timed.ended
 
-        found.update(self._measured("save", "write", save))
-        for tensor in target["model"].values():
-            tensor._local_tensor.fill_(-1)
-        self._forget_pages(self.path)
-        found.update(self._measured("load", "read", load))
+        with installed(Placements(None)) if side == "alarm" else nullcontext():
+            found.update(self._measured("save", "write", save))
+            for tensor in target["model"].values():
+                tensor._local_tensor.fill_(-1)
+            self._forget_pages(self.path)
+            found.update(self._measured("load", "read", load))
         if check:
             _compare(saved, target, case)
         self._remove()
