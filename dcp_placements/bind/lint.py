@@ -34,7 +34,7 @@ from dcp_placements.rules.mesh_axes import Axis
 from dcp_placements.rules.patterns import matches_any
 
 _CONTIGUOUS = Kind.PLAIN, Kind.RAGGED
-"""Kinds of which a rank has one piece of what is cut."""
+"""Kinds of which a rank has one contiguous shard of what is cut."""
 
 # The lines of each finding, with placeholders: headline "is declared as cut by {outer.axis!r} first
 # ..." and the values {"axis": "tp", "outer": Cut(0, "fsdp", 4), ...} become "is declared as cut by

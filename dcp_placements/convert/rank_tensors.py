@@ -29,7 +29,7 @@ from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_placements.bind.place import place
-from dcp_placements.bind.rank_shard import RankShard
+from dcp_placements.bind.rule_and_dtensor import is_tensor
 from dcp_placements.convert.torch_files import (
     REBUILT,
     SavedDTensor,
@@ -140,7 +140,7 @@ class RankTensors:
         if placing.faults:
             self.refuse(file, placing.faults)
             return
-        groups = {fqn for fqn, value in placing.state_dict.items() if not _is_tensor(value)}
+        groups = {fqn for fqn, value in placing.state_dict.items() if not is_tensor(value)}
         without = groups | set(placing.absent)
         holding = holding_of(placing.state_dict, placing.placed, {}, without)
         self._files.append(file)
@@ -388,10 +388,6 @@ def _tensors(
         else:
             leave_out(name, "no tensor", nbytes)
             yield from _named_parameters(name, inner)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor | RankShard)
 
 
 def _named_parameters(name: str, value: Any) -> Iterator[tuple[str, Any]]:

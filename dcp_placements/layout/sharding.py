@@ -254,7 +254,7 @@ class Sharding:
             raise not_last(str(cut), str(self.cuts[numbers[0] + 1]))
         assert isinstance(position, int)
         assert isinstance(cut.parts, tuple)
-        check_pieces(cut.parts, cut.axis, cut.size, "FlatShard")
+        check_sizes(cut.parts, cut.axis, cut.size, "FlatShard")
         if (total := sum(cut.parts)) != numel:
             before = format_cuts(self.cuts[:-1]) if numbers[0] else ""
             left = f", which {before} leaves" if before else ""
@@ -399,7 +399,7 @@ def cut_intervals(intervals: Intervals, cut: Cut, position: Position) -> Interva
         case Kind.RAGGED:
             assert isinstance(position, int)
             assert isinstance(cut.parts, tuple)
-            check_pieces(cut.parts, cut.axis, cut.size, "RaggedShard")
+            check_sizes(cut.parts, cut.axis, cut.size, "RaggedShard")
             if sum(cut.parts) != total:
                 raise CannotPlace(
                     f"the sizes {format_sizes(cut.parts)} of RaggedShard add up to "
@@ -452,7 +452,7 @@ def not_last(flat: str, after: str) -> CannotPlace:
     )
 
 
-def check_pieces(sizes: tuple[int, ...], axis: str | None, count: int, placement: str) -> None:
+def check_sizes(sizes: tuple[int, ...], axis: str | None, count: int, placement: str) -> None:
     """Refuse the sizes of shards that are not one per rank of an axis.
 
     Args:

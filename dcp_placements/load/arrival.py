@@ -419,35 +419,39 @@ def _endings(keys: Iterable[str]) -> set[str]:
 
 def new_note(parameters: Sequence[str]) -> Fault:
     """Return the note of parameters that are read, and that the saved optimizer did not have."""
-    count = len(parameters)
-    return Fault(
-        "optimizer state",
-        f"that of {count} parameter{'' if count == 1 else 's'} begins anew: the optimizer that "
-        "was saved did not have them",
-        (
-            f"parameters:  {format_names(parameters, 6)}",
-            "likely:      they were frozen then; or tied to another weight, whose state is theirs",
-            'way out:     rename=Replace("lm_head", "embed_tokens") in saves and loads, where the '
-            "one was tied to the other; optional=[pattern] of their state where they are new to "
-            "the optimizer",
-        ),
+    return _state_note(
+        parameters,
+        "begins anew: the optimizer that was saved did not have them",
+        "likely:      they were frozen then; or tied to another weight, whose state is theirs",
+        'way out:     rename=Replace("lm_head", "embed_tokens") in saves and loads, where the '
+        "one was tied to the other; optional=[pattern] of their state where they are new to "
+        "the optimizer",
     )
 
 
 def reset_note(parameters: Sequence[str]) -> Fault:
     """Return the note of parameters that were stepped, and whose state was reset."""
-    count = len(parameters)
-    return Fault(
-        "optimizer state",
-        f"that of {count} parameter{'' if count == 1 else 's'} was reset to its beginning: the "
-        "checkpoint has none",
-        (
-            f"parameters:  {format_names(parameters, 6)}",
-            "likely:      they were stepped for the first time after the checkpoint was saved",
-            "reason:      moments and step counts of later steps do not belong to the weights that "
-            "were read",
-        ),
+    return _state_note(
+        parameters,
+        "was reset to its beginning: the checkpoint has none",
+        "likely:      they were stepped for the first time after the checkpoint was saved",
+        "reason:      moments and step counts of later steps do not belong to the weights that "
+        "were read",
     )
+
+
+def _state_note(parameters: Sequence[str], what: str, *details: str) -> Fault:
+    """Return a note on the optimizer state of some parameters.
+
+    Args:
+        parameters: The parameters.
+        what: What becomes of their state.
+        details: The lines below the names of the parameters.
+    """
+    count = len(parameters)
+    headline = f"that of {count} parameter{'' if count == 1 else 's'} {what}"
+    shown = f"parameters:  {format_names(parameters, 6)}"
+    return Fault("optimizer state", headline, (shown, *details))
 
 
 MAX_KEYS = 6

@@ -17,7 +17,7 @@ from dcp_placements.errors import CannotPlace, PlacementError
 from dcp_placements.layout.sharding import (
     Cut,
     Kind,
-    check_pieces,
+    check_sizes,
     format_sizes,
     not_last,
     unknown_kind,
@@ -523,7 +523,7 @@ def _one_per_axis(mesh: Mesh, placements: Sequence[Any] | Mapping[str, Any]) -> 
         if flat is not None and kind_of(placement):
             raise not_last(flat, format_placement(placement) + over)
         if kind_of(placement) in (Kind.RAGGED, Kind.FLAT):
-            check_pieces(placement.sizes, axis, sizes[number], type(placement).__name__)
+            check_sizes(placement.sizes, axis, sizes[number], type(placement).__name__)
         if kind_of(placement) is Kind.FLAT:
             flat = format_placement(placement) + over
         if kind_of(placement) is None and placement.is_partial():
