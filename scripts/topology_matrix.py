@@ -1,7 +1,7 @@
 """python scripts/topology_matrix.py [--all]
 
 Runs the pairs of ``tests/matrix.py`` in simulated worlds, prints their table and writes it between
-the marks in dcp_placements/layout/README.md. ``--all`` takes every legal topology of up to 32 ranks
+the marks in dcp_placements/layout/DESIGN.md. ``--all`` takes every legal topology of up to 32 ranks
 (some 1,300 pairs, 20 minutes) and leaves the guide as it is. Exit status 1 when a pair is wrong.
 """
 
@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-GUIDE = ROOT / "dcp_placements" / "layout" / "README.md"
+GUIDE = ROOT / "dcp_placements" / "layout" / "DESIGN.md"
 BEGIN, END = "<!-- scripts/matrix -->\n", "<!-- end of scripts/matrix -->\n"
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 from dcp_placements import CheckpointPlacement
 
-GUIDE = Path(__file__).parent.parent / "dcp_placements" / "layout" / "README.md"
+GUIDE = Path(__file__).parent.parent / "dcp_placements" / "layout" / "DESIGN.md"
 OUTCOMES: dict[Pair, bool] = {}
 TARGETS = by_source(pairs())
 

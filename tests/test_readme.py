@@ -54,7 +54,7 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PACKAGE = ROOT / "dcp_placements"
 COMMANDS = PACKAGE / "cli" / "README.md"
-GUIDES = [*sorted(PACKAGE.rglob("README.md")), ROOT / "fakes" / "README.md"]
+GUIDES = [*sorted(PACKAGE.rglob("*.md")), *sorted((ROOT / "fakes").glob("*.md"))]
 PAGES = [README, *GUIDES, ROOT / "scripts" / "README.md", *sorted((ROOT / ".github").glob("*.md"))]
 
 

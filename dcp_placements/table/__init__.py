@@ -1,4 +1,4 @@
 """Who holds which boxes of which keys: what a rank has, what all ranks have, what they cover.
 
-The guide is ``README.md`` beside this file.
+The page ``DESIGN.md`` is beside this file.
 """
