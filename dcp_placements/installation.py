@@ -59,6 +59,7 @@ class Serving:
         strict: Whether another planner is refused.
         ended: Takes each save and load that has ended without an error, on each rank, in the thread
             in which it ended.
+        failed: Takes the error of each other one; it is raised all the same.
     """
 
     def __init__(
@@ -69,8 +70,10 @@ class Serving:
         load: Mapping[str, Any] | None = None,
         strict: bool = False,
         ended: Callable[[EndedCall], None] | None = None,
+        failed: Callable[[BaseException], None] | None = None,
     ) -> None:
-        self._declare, self._strict, self.ended = declare, strict, ended
+        self._declare, self._strict = declare, strict
+        self._ended, self._failed = ended, failed
         self._options = {"save": dict(save or {}), "load": dict(load or {})}
         for kind, options in self._options.items():
             try:
@@ -114,6 +117,42 @@ class Serving:
         """Whether nothing is declared: ours would place each tensor where it says itself."""
         placements = self._declare()
         return placements.rules is None and placements.rename is None
+
+    def call(self, kind: str, function: Callable[..., Any], bound: inspect.BoundArguments) -> Any:
+        """Call torch's function with the planner of a save or load, and tell of its end.
+
+        Args:
+            kind: ``"save"`` or ``"load"``.
+            function: Torch's.
+            bound: Its arguments.
+        """
+        arguments = _named_arguments(bound)
+        start = time.monotonic()
+
+        def end(future: Future[Any] | None = None) -> None:
+            if future is not None and future.cancelled():
+                return
+            if future is not None and (error := future.exception()) is not None:
+                fail(error)
+            elif self._ended is not None:
+                seconds = time.monotonic() - start
+                self._ended(EndedCall(kind, ours_of(arguments["planner"]), arguments, seconds))
+
+        def fail(error: BaseException) -> None:
+            if self._failed is not None:
+                self._failed(error)
+
+        try:
+            arguments["planner"] = self.planner(kind, arguments.get("planner"))
+            result = function(*bound.args, **bound.kwargs)
+        except BaseException as error:
+            fail(error)
+            raise
+        if isinstance(result, Future):
+            result.add_done_callback(end)
+        else:
+            end()
+        return result
 
     def enter(self) -> None:
         """Serve all saves and loads of the process from now on.
@@ -256,24 +295,7 @@ def _served(function: Callable[..., Any], kind: str) -> Callable[..., Any]:
         in_thread = kind == "save" and current_thread().name.startswith(ASYNC_THREAD)
         if innermost is None or in_thread:
             return function(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs)
-        arguments = _named_arguments(bound)
-        planner = innermost.planner(kind, arguments.get("planner"))
-        arguments["planner"] = planner
-        ended, start = innermost.ended, time.monotonic()
-        result = function(*bound.args, **bound.kwargs)
-        if ended is not None:
-
-            def end(future: Future[Any] | None = None) -> None:
-                if future is None or (not future.cancelled() and future.exception() is None):
-                    now = time.monotonic()
-                    ended(EndedCall(kind, ours_of(planner), arguments, now - start))
-
-            if isinstance(result, Future):
-                result.add_done_callback(end)
-            else:
-                end()
-        return result
+        return innermost.call(kind, function, signature.bind(*args, **kwargs))
 
     return served
 

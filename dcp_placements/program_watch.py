@@ -2,7 +2,8 @@
 
 The reports leave the process as lines of JSON, one per save and load, which rank 0 appends to a
 file. The first load of a checkpoint that another planner wrote is looked at as ``doctor`` looks at
-it: such a save may have lost experts, and nobody was told.
+it: such a save may have lost experts, and nobody was told. The declaration that a refusal hands
+over is written to a file, since a launcher puts the rank before each line that it prints.
 
 A line of a save by two ranks::
 
@@ -12,10 +13,12 @@ A line of a save by two ranks::
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from typing import Any
 
 from dcp_placements._torch import global_rank
+from dcp_placements.advice.block import block_in
 from dcp_placements.errors import PlacementError
 from dcp_placements.installation import EndedCall
 from dcp_placements.offline.checkpoint import Checkpoint
@@ -37,14 +40,37 @@ class Watch:
 
     Args:
         report: The file to which rank 0 appends a line for each; None for none.
+        propose: The new file that gets the declaration of a refusal; None for none.
     """
 
-    def __init__(self, report: str | None = None) -> None:
-        self._report = report
+    def __init__(self, report: str | None = None, propose: str | None = None) -> None:
+        self._report, self._propose = report, propose
         self._looked_at: set[str] = set()
+        self.count = 0
+        """Saves and loads that have ended, with an error or without."""
+
+    def failed(self, error: BaseException) -> None:
+        """Write the declaration that an error hands over, on the rank that has it."""
+        self.count += 1
+        failures = getattr(error, "failures", None)  # torch's, of all ranks
+        errors = [each[0] for each in failures.values()] if failures else [error]
+        block = next(filter(None, [block_in(str(each)) for each in errors]), "")
+        if self._propose is None or not block:
+            return
+        try:
+            with open(self._propose, "x", encoding="utf-8") as file:
+                file.write(block)
+        except OSError as problem:
+            say(f"--propose {self._propose}: {problem.strerror}: the declaration is not written")
+        else:
+            say(
+                f"the declaration is in {self._propose}: read it, then run with "
+                f"--placements {self._propose}:placements"
+            )
 
     def ended(self, call: EndedCall) -> None:
         """Tell of a save or load; on rank 0 alone."""
+        self.count += 1
         if global_rank() != 0:
             return
         path = path_of(call)
@@ -56,6 +82,11 @@ class Watch:
             line = json.dumps({"kind": call.kind, "path": path, **line_of(call)})
             with open(self._report, "a", encoding="utf-8") as file:
                 file.write(line + "\n")
+
+
+def say(text: str) -> None:
+    """Print a line to the program's errors."""
+    print(f"dcp_placements.run: {text}", file=sys.stderr, flush=True)
 
 
 def path_of(call: EndedCall) -> str:

@@ -8,35 +8,42 @@ The program runs as ``__main__`` inside ``installed``, with its own arguments an
 Without ``--placements`` it is an alarm: saves and loads are those of torch's planners, but for what
 would be lost, which is refused. With it, ``placements(meshes)`` returns the declaration. It is
 called at each save and load, so that meshes that the program makes later are there. A load of a
-checkpoint in which experts were lost is told of; ``--report FILE`` gets a line per save and load.
+checkpoint in which experts were lost is told of. ``--propose FILE.py`` gets the declaration that a
+refused save hands over, ``--report FILE`` a line per save and load.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import atexit
 import importlib.util
 import inspect
+import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from dcp_placements._torch import global_rank
 from dcp_placements.declaration import Placements
 from dcp_placements.errors import PlacementError
 from dcp_placements.installation import Serving
 from dcp_placements.program_meshes import ProgramMeshes
-from dcp_placements.program_watch import Watch
-from dcp_placements.short_text import format_error
+from dcp_placements.program_watch import Watch, say
+from dcp_placements.short_text import format_error, format_names
 
 Declare = Callable[[ProgramMeshes], Any]
 """A function of the user's, which returns the ``Placements`` of this rank."""
 
 _USAGE = """\
 python -m dcp_placements.run [--placements FILE.py:FUNCTION] [--save KEY=VALUE] [--load KEY=VALUE]
-                             [--report FILE] PROGRAM.py | -m MODULE  [ARGUMENTS]"""
+                             [--propose FILE.py] [--report FILE]
+                             PROGRAM.py | -m MODULE  [ARGUMENTS]"""
 _NOTHING = Placements(None)
 
 
@@ -68,9 +75,10 @@ def main(arguments: Sequence[str]) -> None:
             )
         return placements
 
+    watch = Watch(given.report, given.propose)
     try:
         save, load = _options(given.save), _options(given.load)
-        serving = Serving(declared, save=save, load=load, ended=Watch(given.report).ended)
+        serving = Serving(declared, save=save, load=load, ended=watch.ended, failed=watch.failed)
     except PlacementError as error:
         raise RefusedStart(f"--{format_error(error)}") from None
     code, spec = _program(given)
@@ -82,7 +90,25 @@ def main(arguments: Sequence[str]) -> None:
     meshes.record()
     # It is not left: threads of the program may save after its main module has ended.
     serving.enter()
-    exec(code, vars(module))
+    has_failed = True
+    try:
+        exec(code, vars(module))
+        has_failed = False
+    except SystemExit as leaving:
+        has_failed = bool(leaving.code)
+        raise
+    finally:
+        if not has_failed:
+            # Threads have ended then; a process that the program has forked is not the program.
+            process = os.getpid()
+            atexit.register(lambda: _end(watch) if os.getpid() == process else None)
+
+
+def _end(watch: Watch) -> None:
+    """Say that nothing was watched, at the end of a program that has raised nothing."""
+    # A program may have left its process group, and a launcher's variable stays.
+    if not watch.count and os.environ.get("RANK", str(global_rank())) == "0":
+        say("the program made no save or load of torch.distributed.checkpoint: nothing was checked")
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
@@ -97,12 +123,20 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         parser.add_argument(
             f"--{kind}", metavar="KEY=VALUE", action="append", default=[], help=help_text
         )
+    parser.add_argument(
+        "--propose", metavar="FILE.py", help="a new file; gets the declaration of a refused save"
+    )
     parser.add_argument("--report", metavar="FILE", help="gets a JSON line per save and load")
     parser.add_argument("-m", dest="is_module", action="store_true", help="PROGRAM is a module")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM ARGUMENTS")
     given = parser.parse_args(arguments)
     if not given.program:
         parser.error("a program is missing")
+    for option, value in pairwise(given.program):
+        if option == "--placements" and re.fullmatch(r".+\.py:\w+", value):
+            say(f"{option} {value} is for the program: an option of run stands before PROGRAM")
+    if given.propose is not None and Path(given.propose).exists():
+        parser.error(f"--propose {given.propose}: there is such a file: a new one is written")
     return given
 
 
@@ -124,7 +158,7 @@ def _declaration(place: str) -> Declare:
     """Return the function that ``FILE.py:FUNCTION`` names; the file is executed."""
     path, is_pair, name = place.rpartition(":")
     if not is_pair:
-        raise RefusedStart(f"--placements {place}: not FILE.py:FUNCTION")
+        raise RefusedStart(f"--placements {place}: not FILE.py:FUNCTION{_functions_of(place)}")
     if not Path(path).is_file():
         raise RefusedStart(f"--placements {place}: there is no file {path}")
     spec = importlib.util.spec_from_file_location("declared_placements", path)
@@ -140,13 +174,23 @@ def _declaration(place: str) -> Declare:
     function = getattr(module, name, None)
     if not callable(function):
         missing = "no function of this name" if function is None else "no function"
-        raise RefusedStart(f"--placements {place}: {missing} in {path}")
+        raise RefusedStart(f"--placements {place}: {missing} in {path}{_functions_of(path)}")
     try:
         inspect.signature(function).bind(None)
     except (TypeError, ValueError):  # a class of torch's has no signature
         raise RefusedStart(f"--placements {place}: takes more or less than meshes alone") from None
     declare: Declare = function
     return declare
+
+
+def _functions_of(path: str) -> str:
+    """Return what names of functions a file of Python has; empty where it has none."""
+    try:
+        tree = ast.parse(Path(path).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return f"; it has {format_names(names, 4)}" if names else ""
 
 
 def _program(given: argparse.Namespace) -> tuple[CodeType, ModuleSpec | None]:
@@ -177,5 +221,5 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except RefusedStart as refused:
-        print(f"dcp_placements.run: {refused}", file=sys.stderr)
+        say(str(refused))
         sys.exit(2)

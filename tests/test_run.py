@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
-from dcp_placements.advice.block import block_in
+from dcp_placements import PlacementError, PlacementLoadPlanner, PlacementSavePlanner
+from dcp_placements.advice.block import BEGINS, ENDS, block_in
+from dcp_placements.program_watch import Watch
 from dcp_placements.run import RefusedStart, main
 from tests.torchrun import ROOT, forked, tail, torchrun
 
@@ -117,6 +118,50 @@ def test_the_alarm_refuses_what_would_be_lost(trainer: Path) -> None:
 
 
 @pytest.mark.dist
+def test_the_declaration_of_a_refusal_is_a_file_of_its_own(trainer: Path) -> None:
+    """The launcher's prefixes of lines are not in it, and it is used as it stands."""
+    done = torchrun(RUN, "--propose", "found.py", "train.py", "0", cwd=trainer)
+    assert done.returncode != 0
+    assert done.stderr.count("run with --placements found.py:placements") == 1, tail(done)
+    assert block_in((trainer / "found.py").read_text()) == (trainer / "found.py").read_text()
+    assert ran("--placements", "found.py:placements", "train.py", "0").returncode == 0
+    assert torch.equal(stored(), WHOLE)
+
+
+def test_a_declaration_is_not_written_over_a_file(
+    trainer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--propose", "ours.py", "train.py"])
+    assert "--propose ours.py: there is such a file" in capsys.readouterr().err
+    assert (trainer / "ours.py").read_text() == DECLARED
+    refusal = PlacementError(f"w: ...\n\n{BEGINS}\nx = 1\n{ENDS}")
+    watch = Watch(propose="ours.py")  # made while the program ran
+    watch.failed(refusal)
+    assert "--propose ours.py: File exists: the declaration is not" in capsys.readouterr().err
+    assert (trainer / "ours.py").read_text() == DECLARED
+
+
+@pytest.mark.parametrize("ending", ["", "sys.exit()", "sys.exit(0)"])
+def test_a_program_without_saves_is_told_that_nothing_was_checked(
+    tmp_path: Path, ending: str
+) -> None:
+    (tmp_path / "quiet.py").write_text(f"import sys\n{ending}")
+    done = one(str(tmp_path / "quiet.py"))
+    assert (done.returncode, done.stderr.count("nothing was checked")) == (0, 1)
+
+
+def test_a_program_that_fails_speaks_for_itself(tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text("import sys\nsys.exit(3)")
+    done = one(str(tmp_path / "failing.py"), "--placements", "ours.py:placements")
+    assert done.returncode == 3
+    assert done.stderr == (
+        "dcp_placements.run: --placements ours.py:placements is for the program: an option of run "
+        "stands before PROGRAM\n"
+    )
+
+
+@pytest.mark.dist
 def test_the_alarm_is_silent_where_nothing_is_lost(trainer: Path) -> None:
     done = ran("train.py", "right", "0")
     assert done.returncode == 0, tail(done)
@@ -160,9 +205,12 @@ def test_a_declaration_that_cannot_be_used_is_refused_at_the_save(
     [
         (["nowhere.py"], "nowhere.py cannot be read"),
         (["-m", "no_such_module"], "there is no module no_such_module"),
-        (["--placements", "ours.py", "train.py"], "not FILE.py:FUNCTION"),
+        (["--placements", "ours.py", "train.py"], "FUNCTION; it has placements, no_placements, "),
         (["--placements", "no.py:f", "train.py"], "there is no file no.py"),
-        (["--placements", "ours.py:nothing", "train.py"], "no function of this name in ours.py"),
+        (
+            ["--placements", "ours.py:nothing", "train.py"],
+            "of this name in ours.py; it has placements",
+        ),
         (["--placements", "ours.py:NUMBER", "train.py"], "no function in ours.py"),
         (["--placements", "ours.py:Shard", "train.py"], "takes more or less than meshes alone"),
         (["--placements", "ours.py:without_meshes", "train.py"], "takes more or less than meshes"),
@@ -333,15 +381,15 @@ def test_the_first_screen_of_the_readme(tmp_path: Path, monkeypatch: pytest.Monk
     blocks = dict(re.findall(r"```(python \w+\.py|text)\n(.*?)```", page, re.DOTALL)[2::-1])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "moe.py").write_text(blocks["python moe.py"])
-    alarm = torchrun(RUN, "moe.py", ranks=2, cwd=tmp_path)
+    alarm = torchrun(RUN, "--propose", "ours.py", "moe.py", ranks=2, cwd=tmp_path)
     text = re.sub(r"(?m)^\[rank0\]:(?: |$)", "", alarm.stderr)
     assert blocks["text"] in text, tail(alarm)
-    block = block_in(text)
+    block = (tmp_path / "ours.py").read_text()
+    assert block == block_in(text)
     assert blocks["python ours.py"] in block.replace("\n\n\n", "\n\n").replace(
         "\n\ndef", "\n\n\ndef"
     ), block
     assert not (tmp_path / "step-1" / ".metadata").exists()
-    (tmp_path / "ours.py").write_text(blocks["python ours.py"])
     done = forked(RUN, "--placements", "ours.py:placements", "moe.py", ranks=2, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, ""), tail(done)
     read = {"layers.0.experts.w1": torch.zeros(8, 3)}
