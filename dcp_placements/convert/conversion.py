@@ -17,8 +17,6 @@ from typing import Any
 import torch
 
 from dcp_placements.convert.dequantize import Dequantized, dequantized
-from dcp_placements.convert.megatron_weights import megatron_checkpoint
-from dcp_placements.convert.rank_tensors import rank_file_names, rank_files
 from dcp_placements.convert.writing import (
     NOT_REWRITTEN,
     Converted,
@@ -50,14 +48,16 @@ from dcp_placements.offline.checkpoint import (
     Checkpoint,
     StoredTensor,
 )
-from dcp_placements.offline.difference import same_bits
 from dcp_placements.offline.directory import existing_directory, versions_of
+from dcp_placements.offline.element_bits import same_bits
 from dcp_placements.offline.key_patterns import matcher
 from dcp_placements.offline.model_keys import model_tensors
 from dcp_placements.offline.output import output_at
 from dcp_placements.offline.rehearsals.fsdp_axes import Fsdp
 from dcp_placements.offline.rehearsals.rehearsed_world import RehearsedWorld
 from dcp_placements.offline.safetensors_files import renamed_by_export
+from dcp_placements.offline.sources.megatron_weights import megatron_checkpoint
+from dcp_placements.offline.sources.rank_tensors import rank_file_names, rank_files
 from dcp_placements.offline.texts import Progress
 from dcp_placements.offline.verification import structural_faults
 from dcp_placements.rules.mesh_axes import MeshAxes, MeshCoordinate

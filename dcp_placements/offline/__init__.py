@@ -18,7 +18,7 @@ _MODULES = {
     "import_checkpoint": "dcp_placements.convert.conversion",
     "inspect": "dcp_placements.offline.inspection",
     "inspect_tensor": "dcp_placements.offline.inspection",
-    "megatron_layout": "dcp_placements.convert.megatron_directory",
+    "megatron_layout": "dcp_placements.offline.sources.megatron_directory",
     "rehearse": "dcp_placements.offline.rehearsals.rehearsal",
     "open_source": "dcp_placements.convert.conversion",
     "reshard": "dcp_placements.convert.conversion",

@@ -35,6 +35,7 @@ from dcp_placements.offline.checkpoint import (
     as_checkpoint,
 )
 from dcp_placements.offline.directory import check_damage
+from dcp_placements.offline.element_bits import element_bits, same_bits
 from dcp_placements.offline.key_patterns import matching_keys
 from dcp_placements.offline.model_keys import model_tensors
 from dcp_placements.offline.texts import Progress, brief
@@ -60,8 +61,6 @@ OBJECT_NBYTES = 1 << 20
 
 STEP_ELEMENTS = 1 << 20
 """Boxes that differ are compared in steps of this many elements, which take 30 bytes each."""
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,7 +460,7 @@ class Tally:
         if is_number:
             flat, flat_other = tensor.reshape(-1), other.reshape(-1)
         else:
-            flat, flat_other, same_dtype = _bits(tensor), _bits(other), True
+            flat, flat_other, same_dtype = element_bits(tensor), element_bits(other), True
         for start in range(0, flat.numel(), STEP_ELEMENTS):
             a, b = flat[start : start + STEP_ELEMENTS], flat_other[start : start + STEP_ELEMENTS]
             differs = _differs(a, b, same_dtype=same_dtype)
@@ -496,20 +495,6 @@ class Tally:
                 self.first = FirstElement(index, value(a[first]), value(b[first]))
 
 
-def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are equal bit for bit: also NaNs, and -0.0 is not 0.0."""
-    same_kind = (tensor.shape, tensor.dtype) == (other.shape, other.dtype)
-    return same_kind and torch.equal(_bits(tensor), _bits(other))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits of a contiguous tensor's elements as integers, two for a complex128."""
-    # A tensor of one element may have any stride.
-    flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
-    kind = _INTEGERS.get(tensor.itemsize)
-    return flat.view(torch.int64 if kind is None else kind)
-
-
 @cache
 def has_numbers(dtype: torch.dtype) -> bool:
     """Whether torch converts elements to numbers; it does not where they pack several (float4)."""
@@ -536,7 +521,7 @@ def _hexadecimal(element: torch.Tensor) -> str:
 
 def _differs(a: torch.Tensor, b: torch.Tensor, *, same_dtype: bool) -> torch.Tensor:
     if same_dtype:
-        differs = _bits(a) != _bits(b)
+        differs = element_bits(a) != element_bits(b)
         return differs if len(differs) == len(a) else differs.reshape(len(a), -1).any(1)
     wide, wide_other = _wide(a), _wide(b)
     return (wide != wide_other) & ~(wide.isnan() & wide_other.isnan())

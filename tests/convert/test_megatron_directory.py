@@ -17,13 +17,13 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from dcp_placements import PlacementError
-from dcp_placements.convert.torch_files import load_torch_file
 from dcp_placements.offline import (
     CannotLook,
     import_checkpoint,
     megatron_layout,
     open_source,
 )
+from dcp_placements.offline.sources.torch_files import load_torch_file
 from dcp_placements.testing.megatron import MegatronModel, MegatronRun, write_legacy
 from tests.convert.hostile import Hostile
 from tests.offline_scenes import Run

@@ -21,7 +21,7 @@ from dcp_placements import (
     Stack,
 )
 from dcp_placements.offline import import_checkpoint, inspect, verify
-from dcp_placements.offline.difference import same_bits
+from dcp_placements.offline.element_bits import same_bits
 from dcp_placements.testing import World, cut
 from dcp_placements.testing.megatron import MegatronModel
 from dcp_placements.testing.megatron_dist import write_torch_dist

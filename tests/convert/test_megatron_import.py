@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_map_only
 from dcp_placements import (
     PlacementError,
 )
-from dcp_placements.convert.torch_files import load_torch_file
 from dcp_placements.offline import CannotLook, import_checkpoint, open_source, verify
-from dcp_placements.offline.difference import same_bits
+from dcp_placements.offline.element_bits import same_bits
+from dcp_placements.offline.sources.torch_files import load_torch_file
 from dcp_placements.testing.megatron import (
     MegatronModel,
     MegatronRun,

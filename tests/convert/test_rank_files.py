@@ -26,7 +26,6 @@ from dcp_placements import (
     Placements,
 )
 from dcp_placements.bind.rank_shard import RankShard
-from dcp_placements.convert.rank_tensors import RankTensors, rank_files
 from dcp_placements.offline import (
     CannotLook,
     Checkpoint,
@@ -38,6 +37,7 @@ from dcp_placements.offline import (
     verify,
 )
 from dcp_placements.offline.directory import existing_directory
+from dcp_placements.offline.sources.rank_tensors import RankTensors, rank_files
 from dcp_placements.storage.process_limits import limited_memory
 from dcp_placements.testing import cut
 from tests.convert.hostile import Hostile
@@ -440,14 +440,14 @@ def test_m151_a_lack_of_memory_or_of_rights_is_not_called_truncated(
         return read
 
     lack = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-    monkeypatch.setattr("dcp_placements.convert.torch_files.SavedFile", fail(lack))
+    monkeypatch.setattr("dcp_placements.offline.sources.torch_files.SavedFile", fail(lack))
     with pytest.raises(MemoryError, match="m_rank_0"):
         rank_files(tmp_path)
-    monkeypatch.setattr("dcp_placements.convert.torch_files.SavedFile", fail(MemoryError()))
+    monkeypatch.setattr("dcp_placements.offline.sources.torch_files.SavedFile", fail(MemoryError()))
     with pytest.raises(MemoryError):
         rank_files(tmp_path)
     denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    monkeypatch.setattr("dcp_placements.convert.torch_files.SavedFile", fail(denied))
+    monkeypatch.setattr("dcp_placements.offline.sources.torch_files.SavedFile", fail(denied))
     with pytest.raises(CannotLook, match="Permission denied") as refused:
         rank_files(tmp_path)
     assert "truncated" not in str(refused.value)

@@ -27,9 +27,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from dcp_placements.convert.rank_tensors import local_directory
-from dcp_placements.convert.torch_files import UnreadableFile, load_torch_file
 from dcp_placements.errors import CannotLook
+from dcp_placements.offline.sources.rank_tensors import local_directory
+from dcp_placements.offline.sources.torch_files import UnreadableFile, load_torch_file
 from dcp_placements.offline.texts import Progress
 from dcp_placements.short_text import format_name, format_names
 from dcp_placements.storage.safe_pickle import Stub

@@ -23,7 +23,16 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
-from dcp_placements.convert.megatron_directory import (
+from dcp_placements.errors import (
+    Fault,
+    PlacementError,
+    raise_faults,
+)
+from dcp_placements.names.known_names import EXTRA_STATE
+from dcp_placements.names.renames import Renames, Renumber, contiguous
+from dcp_placements.offline.checkpoint import Checkpoint
+from dcp_placements.offline.directory import existing_directory
+from dcp_placements.offline.sources.megatron_directory import (
     EMBEDDING,
     WEIGHTS,
     Coordinate,
@@ -35,17 +44,8 @@ from dcp_placements.convert.megatron_directory import (
     megatron_layout,
     rank_directories,
 )
-from dcp_placements.convert.rank_tensors import RankTensors
-from dcp_placements.convert.torch_files import check_contents, nbytes_in
-from dcp_placements.errors import (
-    Fault,
-    PlacementError,
-    raise_faults,
-)
-from dcp_placements.names.known_names import EXTRA_STATE
-from dcp_placements.names.renames import Renames, Renumber, contiguous
-from dcp_placements.offline.checkpoint import Checkpoint
-from dcp_placements.offline.directory import existing_directory
+from dcp_placements.offline.sources.rank_tensors import RankTensors
+from dcp_placements.offline.sources.torch_files import check_contents, nbytes_in
 from dcp_placements.presets.megatron_core import NUMBERED_EXPERTS, VOCABULARY
 from dcp_placements.rules.mesh_axes import MeshCoordinate
 from dcp_placements.rules.patterns import PlacementRules

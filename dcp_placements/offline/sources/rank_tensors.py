@@ -30,13 +30,6 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_placements.bind.place import place
 from dcp_placements.bind.rule_and_dtensor import is_tensor
-from dcp_placements.convert.torch_files import (
-    REBUILT,
-    SavedDTensor,
-    check_contents,
-    load_torch_file,
-    nbytes_in,
-)
 from dcp_placements.declaration import DeclaredWorld, Placements
 from dcp_placements.errors import (
     CannotLook,
@@ -49,8 +42,15 @@ from dcp_placements.layout.boxes import Array, as_boxes
 from dcp_placements.names.flat import rename_keys
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.offline.checkpoint import Checkpoint, LeftOut
-from dcp_placements.offline.difference import same_bits
 from dcp_placements.offline.directory import existing_directory, versions_of
+from dcp_placements.offline.element_bits import same_bits
+from dcp_placements.offline.sources.torch_files import (
+    REBUILT,
+    SavedDTensor,
+    check_contents,
+    load_torch_file,
+    nbytes_in,
+)
 from dcp_placements.rules.mesh_axes import MeshAxes, format_mesh_axes
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.short_text import format_names
