@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -340,7 +341,7 @@ def test_axes_of_two_meshes_are_reached_one_by_one(tmp_path: Path) -> None:
     world = World(4, {"dp_shard": 2, "tp": 2}, {"ep": 2, "edp": 2})
     block = hand_over(tmp_path / "apart", filled(MOE), cut, world)
     places = 'meshes["ep"].get_local_rank(), meshes["tp"].get_local_rank()'
-    assert f'MeshCoordinate(("ep", "tp"), (2, 2), ({places}))' in block
+    assert f'MeshCoordinate(["ep", "tp"], [2, 2], [{places}])' in block
 
 
 def test_experts_beside_fsdp_over_edp(tmp_path: Path) -> None:
@@ -431,12 +432,16 @@ def test_what_no_axis_explains_gets_no_block(tmp_path: Path) -> None:
     assert "loss_scale: 4 different contents on 4 ranks" in text
 
 
-def test_without_meshes_of_the_program_nothing_is_proposed(tmp_path: Path) -> None:
+def test_without_meshes_of_the_program_contents_show_the_axis(tmp_path: Path) -> None:
     def cut(key: str, value: torch.Tensor, at: Positions) -> tuple[str, torch.Tensor]:
         return key, chunk(value, 2, at["ep"]) if "experts" in key else value
 
-    state = job(filled(MOE), cut, World(2, {"ep": 2}))
-    assert not block_in(refusal(tmp_path, World(2), state))
+    state = job(filled(MOE), cut, World(4, {"ep": 2, "edp": 2}))
+    block = block_in(refusal(tmp_path, World(4), state))
+    assert "# ep: 2 ranks, 2 apart; no DeviceMesh has it, contents show it" in block
+    mesh = 'MeshCoordinate(["ep"], [2], [dist.get_rank() // 2 % 2])'
+    assert f'"layers.*.moe.experts.w1": CheckpointPlacement({mesh}, {{"ep": Shard(0)}}),' in block
+    assert_saves(tmp_path / "saved", filled(MOE), state, block, World(4))
 
 
 def test_optimizer_state_by_position_has_to_be_named_first(tmp_path: Path) -> None:
@@ -575,3 +580,19 @@ def test_nothing_is_added_to_a_rule_that_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(dcp.CheckpointException) as refused:
         world.save(tmp_path, job(filled(MOE), cut, world), planner)
     assert ADDED_BEGINS not in str(refused.value.failures[0][0])
+
+
+def test_copies_that_have_drifted_show_no_axis_without_a_mesh(tmp_path: Path) -> None:
+    """Tensor parallelism cuts no norm."""
+    whole = filled({"embed.weight": (8, 6), "norm.weight": (6,), "fc1.weight": (12, 6)})
+
+    def state(drifted: str) -> State:
+        def of_rank(rank: int) -> dict[str, Any]:
+            return {key: v + rank * bool(re.search(drifted, key)) for key, v in whole.items()}
+
+        return of_rank
+
+    for ranks in (2, 4, 6):
+        world = World(ranks)
+        assert not block_in(refusal(tmp_path, world, state("")))
+        assert block_in(refusal(tmp_path, world, state("embed|fc1")))

@@ -158,3 +158,17 @@ def test_a_block_saves_the_truth(is_known: bool, seeds: range, tmp_path: Path) -
         block = block_in(text)
         assert block, (seed, text)
         assert_saves(tmp_path / str(seed), trainer.whole, state, block, world)
+
+
+@pytest.mark.worlds(10)
+def test_a_block_reaches_groups_without_a_mesh(seeds: range, tmp_path: Path) -> None:
+    """The ranks that hold equal contents are the axes."""
+    for seed in seeds:
+        trainer = Trainer(seed, padded=False)
+        named = World(torch.Size(trainer.axes.values()).numel(), trainer.axes)
+        state, world = job(trainer.whole, trainer.cut, named), World(named.size)
+        text = refusal(tmp_path, world, state)
+        block = block_in(text)
+        assert block, (seed, text)
+        assert "meshes[" not in block
+        assert_saves(tmp_path / str(seed), trainer.whole, state, block, world)

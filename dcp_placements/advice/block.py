@@ -81,10 +81,12 @@ class MeshNames(NamedTuple):
     Attributes:
         meshes: The axis names of each mesh.
         sizes: Those of the axes.
+        strides: By name, how far ranks are apart along an axis that no ``DeviceMesh`` has.
     """
 
     meshes: tuple[tuple[str, ...], ...] = ()
     sizes: Mapping[str, int] = {}
+    strides: Mapping[str, int] = {}
 
     def ordered(self, axes: Sequence[str]) -> tuple[tuple[str, ...], bool]:
         """Return axes in the order of the mesh that has all of them, and whether one has."""
@@ -96,11 +98,29 @@ class MeshNames(NamedTuple):
     def text(self, axes: Sequence[str]) -> str:
         """Return the mesh of some axes, as Python."""
         names, is_one_mesh = self.ordered(axes)
-        if is_one_mesh:
+        if is_one_mesh and self.strides.keys().isdisjoint(names):
             return f"meshes[{', '.join(map(_quoted, names))}]"
-        sizes = ", ".join([str(self.sizes[name]) for name in names])
-        places = ", ".join([f"meshes[{_quoted(name)}].get_local_rank()" for name in names])
-        return f"MeshCoordinate(({', '.join(map(_quoted, names))}), ({sizes}), ({places}))"
+        quoted, sizes = map(_quoted, names), [str(self.sizes[name]) for name in names]
+        places = map(self.position_text, names)
+        return f"MeshCoordinate([{', '.join(quoted)}], [{', '.join(sizes)}], [{', '.join(places)}])"
+
+    def position_text(self, axis: str) -> str:
+        """Return where this rank is along an axis, as Python."""
+        if axis not in self.strides:
+            return f"meshes[{_quoted(axis)}].get_local_rank()"
+        stride = f" // {self.strides[axis]}" if self.strides[axis] > 1 else ""
+        return f"dist.get_rank(){stride} % {self.sizes[axis]}"
+
+    def position(self, meshes: Any, axis: str) -> int:
+        """Return where this rank is along an axis.
+
+        Args:
+            meshes: Has a mesh by the name of an axis.
+            axis: Its name.
+        """
+        if axis not in self.strides:
+            return int(meshes[axis].get_local_rank())
+        return global_rank() // self.strides[axis] % self.sizes[axis]
 
     def on(self, meshes: Any, axes: Sequence[str]) -> Any:
         """Return the mesh of some axes.
@@ -110,9 +130,9 @@ class MeshNames(NamedTuple):
             axes: Their names.
         """
         names, is_one_mesh = self.ordered(axes)
-        if is_one_mesh:
+        if is_one_mesh and self.strides.keys().isdisjoint(names):
             return meshes[names[0] if len(names) == 1 else names]
-        places = [meshes[name].get_local_rank() for name in names]
+        places = [self.position(meshes, name) for name in names]
         return MeshCoordinate(names, [self.sizes[name] for name in names], places)
 
 
@@ -179,13 +199,14 @@ class Numbered(NamedTuple):
     axis: str
     counts: tuple[int, ...]
 
-    def __str__(self) -> str:
-        ids = _numbers_text(self.counts, self.axis)
+    def text(self, names: MeshNames) -> str:
+        """Return it as Python."""
+        ids = _numbers_text(self.counts, names.position_text(self.axis))
         return f"Renumber({_quoted(self.pattern)}, {ids}, total={sum(self.counts)})"
 
-    def on(self, meshes: Any) -> Renumber:
+    def on(self, names: MeshNames, meshes: Any) -> Renumber:
         """Return it on meshes."""
-        return self.renumber(meshes[self.axis].get_local_rank())
+        return self.renumber(names.position(meshes, self.axis))
 
     def renumber(self, position: int) -> Renumber:
         """Return it at a position along its axis."""
@@ -227,7 +248,7 @@ class Proposal:
         rules: RuleTable = {
             pattern: fitting.on(self.names, meshes) for pattern, fitting in self.rules.items()
         }
-        renames: list[Any] = [numbered.on(meshes) for numbered in self.numberings]
+        renames: list[Any] = [numbered.on(self.names, meshes) for numbered in self.numberings]
         renames += [Replace(key, f"{key}.rank{global_rank()}") for key in self.own_names]
         return rules, Renames(*renames) if renames else None
 
@@ -246,7 +267,13 @@ class Proposal:
         lines = ["        {", *rules, "        },"]
         if renames:
             lines += ["        rename=Renames(", *renames, "        ),"]
-        body = ["def placements(meshes):", "    return Placements(", *lines, "    )"]
+        body = [
+            "def placements(meshes):",
+            *self._apart(),
+            "    return Placements(",
+            *lines,
+            "    )",
+        ]
         text = "\n".join(body)
         code = "\n".join([line for line in text.split("\n") if line.strip()[:1] != "#"])
         imports = ["import torch.distributed as dist"] if "dist.get_rank()" in code else []
@@ -258,6 +285,14 @@ class Proposal:
             ours = "\n".join(["from dcp_placements import (", *[f"    {n}," for n in used], ")"])
         imported = "\n".join(imports) + ("\n\n" if imports else "") + ours
         return f"{BEGINS}\n{imported}\n\n\n{text}\n{ENDS}"
+
+    def _apart(self) -> list[str]:
+        """Return comments on the axes that no mesh has."""
+        return [
+            f"    # {name}: {self.names.sizes[name]} ranks, {stride} apart; no DeviceMesh has it, "
+            "contents show it"
+            for name, stride in self.names.strides.items()
+        ]
 
     def _lines(self) -> tuple[list[str], list[str]]:
         """Return the lines of the rules, and those of the renames."""
@@ -271,7 +306,8 @@ class Proposal:
                 rules += self._comment(pattern)
         renames: list[str] = []
         for numbering in self.numberings:
-            renames += [*self._comment(numbering.pattern), f"{_INDENT}{numbering},"]
+            text = numbering.text(self.names)
+            renames += [*self._comment(numbering.pattern), f"{_INDENT}{text},"]
         for key in self.own_names:
             renames.append(
                 f"{_INDENT}# a state of each rank's own; a load on more ranks: optional="
@@ -297,9 +333,9 @@ def _in_f(key: str) -> str:
     return _quoted(key)[1:-1].replace("{", "{{").replace("}", "}}")
 
 
-def _numbers_text(counts: Sequence[int], axis: str) -> str:
+def _numbers_text(counts: Sequence[int], position: str) -> str:
     """Return the numbers of this rank, of as many as each position of an axis has, as Python."""
     listed = str(list(counts))
     if len(counts) > 8 and len(set(counts)) == 1:
         listed = f"[{counts[0]}] * {len(counts)}"
-    return f"contiguous({listed}, at=meshes[{_quoted(axis)}].get_local_rank())"
+    return f"contiguous({listed}, at={position})"

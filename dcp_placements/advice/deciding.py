@@ -51,7 +51,11 @@ Options = dict[str, tuple[Fitting, Sequence[str]]]
 
 
 def decide(
-    facts: FactsOfRanks, whole: WholeModel | None = None, *, drifted: Collection[str] = ()
+    facts: FactsOfRanks,
+    whole: WholeModel | None = None,
+    *,
+    drifted: Collection[str] = (),
+    strides: Mapping[str, int] | None = None,
 ) -> Proposal:
     """Return the declaration that fits.
 
@@ -59,11 +63,12 @@ def decide(
         facts: What all ranks hold.
         whole: The unsharded model; None where it is not known.
         drifted: Keys whose replicas have drifted apart, which no rule explains.
+        strides: By name, how far ranks are apart along an axis that no mesh has.
 
     Raises:
         PlacementError: No rank has a key of the model.
     """
-    return _Decision(facts, whole, frozenset(drifted)).proposal()
+    return _Decision(facts, whole, frozenset(drifted), strides or {}).proposal()
 
 
 @dataclass
@@ -74,12 +79,14 @@ class _Decision:
         facts: What all ranks hold.
         whole: The unsharded model; None where it is not known.
         drifted: Keys whose replicas have drifted apart.
+        strides: By name, how far ranks are apart along an axis that no mesh has.
         result: The proposal so far.
     """
 
     facts: FactsOfRanks
     whole: WholeModel | None
     drifted: frozenset[str]
+    strides: Mapping[str, int]
     result: Proposal = field(default_factory=Proposal)
 
     @cached_property
@@ -107,7 +114,7 @@ class _Decision:
 
     def proposal(self) -> Proposal:
         """Return the proposal."""
-        self.result.names = MeshNames(self.facts.named.meshes, self.facts.sizes)
+        self.result.names = MeshNames(self.facts.named.meshes, self.facts.sizes, self.strides)
         tensors = self._numbered(self._sample())
         kinds = self._kinds(tensors)
         finder = DimFinder(self.facts, self.result.names, kinds)
@@ -174,7 +181,7 @@ class _Decision:
                         f"taken as contiguous along {first.axis}; names and shapes fit other "
                         "orders, too, such as round robin or interleaved stages"
                         + ("; and each of these" if others else ""),
-                        *[f"    rename={numbered}" for numbered in others],
+                        *[f"    rename={each.text(self.result.names)}" for each in others],
                     ]
                 )
                 tensors = with_global_numbers(self.facts, head, first, tensors)

@@ -80,6 +80,7 @@ class FactsOfRanks:
         world: Their tables and boxes.
         digests: By cell.
         named: The axes of the program.
+        ranks: The global ranks, in the order of the plans.
         lists: The parameters that each parameter group lists, by its key.
         kind: What the digests are: ``"sampled"`` or ``"full"``.
     """
@@ -87,6 +88,7 @@ class FactsOfRanks:
     world: World
     digests: Digests
     named: NamedAxes
+    ranks: Sequence[int]
     lists: Mapping[str, Sequence[str]] = field(default_factory=dict)
     kind: str = "sampled"
 
@@ -98,9 +100,9 @@ class FactsOfRanks:
     @cached_property
     def positions(self) -> list[AxisPositions]:
         """By rank, where it is along each axis."""
-        count = sum(len(cohort.ranks) for cohort in self.world.cohorts)
         axes = self.named.axes.items()
-        return [{name: axis.positions[rank] for name, axis in axes} for rank in range(count)]
+        places = range(len(self.ranks))
+        return [{name: axis.positions[place] for name, axis in axes} for place in places]
 
     @cached_property
     def tensors(self) -> dict[str, tuple[int, int]]:

@@ -8,9 +8,12 @@ nothing of the kind.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
+from dcp_placements.advice.block import Proposal
 from dcp_placements.advice.deciding import OF_EACH_RANK, decide
 from dcp_placements.advice.facts import FactsOfRanks
+from dcp_placements.advice.unnamed_axes import with_unnamed_axes
 from dcp_placements.errors import PlacementError
 from dcp_placements.rules.named_axes import NamedAxes
 from dcp_placements.rules.patterns import compile_pattern, matches_any
@@ -26,6 +29,7 @@ def facts_of(
     size: int,
     statements: Collection[Stated],
     named: NamedAxes,
+    ranks: Sequence[int],
 ) -> FactsOfRanks:
     """Return what all ranks of a save hold.
 
@@ -35,6 +39,7 @@ def facts_of(
         size: Number of ranks that there are.
         statements: What they state beside.
         named: The axes of the program.
+        ranks: The global ranks, in the order of the plans.
     """
     different = [each.statement for each in statements]
     lists: dict[str, dict[str, None]] = {}
@@ -45,6 +50,7 @@ def facts_of(
         world,
         digests_by_cell(world, digests, size),
         named,
+        ranks,
         {fqn: [*names] for fqn, names in lists.items()},
         different[0].digests,
     )
@@ -65,14 +71,14 @@ def handed_over(
         drifted: Keys whose copies have drifted apart.
         refused: Where there are rules or renames, to which it is added, what has faults by these.
     """
-    if not facts.sizes and not any(map(OF_EACH_RANK.search, facts.tensors)):
-        return "", False  # nothing tells the ranks apart
-    try:
-        proposal = decide(facts, whole, drifted=drifted)
-    except PlacementError:
-        return "", False
-    has_any = proposal.rules or proposal.numberings or proposal.own_names
-    if proposal.unsolved or not has_any:
+    proposal = None
+    if facts.sizes or any(map(OF_EACH_RANK.search, facts.tensors)):
+        proposal = _fitting(facts, whole, drifted=drifted)
+    if proposal is None and refused is None:
+        more, strides = with_unnamed_axes(facts)
+        if strides:
+            proposal = _fitting(more, whole, drifted=drifted, strides=strides)
+    if proposal is None:
         return "", False
     states = [state for key in facts.tensors if (state := facts.states.of(key)) is not None]
     if any(state.parameter.isdecimal() for state in states):
@@ -85,6 +91,16 @@ def handed_over(
         if key in refused or matches_any(patterns, key):
             return "", False
     return proposal.additions(), True
+
+
+def _fitting(facts: FactsOfRanks, whole: WholeModel | None, **given: Any) -> Proposal | None:
+    """Return a declaration that fits; None where something stays unexplained."""
+    try:
+        proposal = decide(facts, whole, **given)
+    except PlacementError:
+        return None
+    has_any = proposal.rules or proposal.numberings or proposal.own_names
+    return proposal if has_any and not proposal.unsolved else None
 
 
 _STATE_BY_POSITION = (

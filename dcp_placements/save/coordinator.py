@@ -226,7 +226,8 @@ class Coordinator:
 
         digests = [plan.digests for plan in self.plans]
         stated = self.stated.values()
-        return facts_of(self.world, digests, self._size, stated, self._named_axes)
+        ranks = [plan.rank for plan in self.plans]
+        return facts_of(self.world, digests, self._size, stated, self._named_axes, ranks)
 
     def _axes_of_ranks(self) -> list[dict[str, tuple[int, int]]]:
         """Return by rank position and size of each axis that it knows."""
