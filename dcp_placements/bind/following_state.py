@@ -216,7 +216,7 @@ def follow(
     first, other, others, whole = leading.own
     is_plain = mesh is None
     if is_plain and local.shape == first.shape:  # moments, most of all
-        return Placed(fqn, local, parameter.place, parameter.rule)
+        return Placed(fqn, local, parameter.place, parameter.rule, is_follower=True)
     if lists_its_chunks(leading.value) or is_flat(leading.placement):
         return None
     of_parameter = tuple(first.shape if is_plain else whole)
@@ -244,6 +244,6 @@ def follow(
             "are cut differently",
             "way out:     a rule for this key itself, above that of its parameter",
         )
-    return (
-        Placed(fqn, local, candidates[0], parameter.rule, is_reduced=True) if candidates else None
-    )
+    if not candidates:
+        return None
+    return Placed(fqn, local, candidates[0], parameter.rule, is_reduced=True, is_follower=True)

@@ -349,7 +349,7 @@ def _stack(
     for dim, origin in enumerate(row_target(rows[0], own.place.sharding.global_shape).dims):
         if origin is None:
             views = [view.unsqueeze(dim) for view in views]
-    return Placed(own.fqn, tensors[0], stacks[key], own.rule, views)
+    return Placed(own.fqn, tensors[0], stacks[key], own.rule, views, is_follower=own.is_follower)
 
 
 def _stack_place(own: Place, rows: Sequence[Row], axes: RowAxes) -> Place:
@@ -464,7 +464,9 @@ def _put_targets(
             place = _repeated(place, len(several), repeats, rows=len(indices))
         rows = views if len(views) > 1 else ()
         has_own_key = not isinstance(name, Transposed)
-        placing.placed[fqn] = Placed(fqn, views[0], place, own.rule, rows, has_own_key)
+        placing.placed[fqn] = Placed(
+            fqn, views[0], place, own.rule, rows, has_own_key, is_follower=own.is_follower
+        )
 
 
 def _held_targets(whole: Place, name: OfWhole, dim: int | None) -> list[HeldTarget]:

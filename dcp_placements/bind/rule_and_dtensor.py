@@ -90,6 +90,7 @@ class Placed:
             of a row, of a local tensor.
         is_reduced: Whether it is optimizer state without some dims of its parameter, as a factored
             moment. An axis that cuts only these dims holds replicas of it.
+        is_follower: Whether it is optimizer state that follows its parameter by its shape alone.
     """
 
     fqn: str
@@ -99,6 +100,7 @@ class Placed:
     rows: Sequence[torch.Tensor] = ()
     has_own_key: bool = False
     is_reduced: bool = False
+    is_follower: bool = False
 
     @property
     def tensors(self) -> Sequence[torch.Tensor]:

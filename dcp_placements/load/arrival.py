@@ -33,8 +33,9 @@ from dcp_placements.errors import (
 )
 from dcp_placements.load.casting import check_quantizer
 from dcp_placements.load.request import Request, is_scalar
-from dcp_placements.load.state_at_birth import STEP, Reset, as_number, copy_of
+from dcp_placements.load.state_at_birth import Reset, as_number, copy_of
 from dcp_placements.names.flat import put_at, value_at
+from dcp_placements.names.known_states import STEP
 from dcp_placements.names.optimizer_state import FLATTEN, OptimizerStates, ParameterNames
 from dcp_placements.report import LoadReport
 from dcp_placements.short_text import folded_names, format_names

@@ -46,6 +46,7 @@ from dcp_placements.rules.patterns import (
     matches_any,
     unmatched_faults,
 )
+from dcp_placements.save.copied_states import copied_states
 from dcp_placements.save.local_plan import COPIED, Assignment, LocalPlan
 from dcp_placements.save.replica_conflicts import (
     conflicts_of,
@@ -189,6 +190,9 @@ class Coordinator:
                 faults = [self._conflicts.get(fault.fqn, fault) for fault in faults]
                 faults = [with_declaration(fault) for fault in faults]
             raise_faults("the ranks' plans do not make a checkpoint", faults, ending)
+        if self.complete and any(plan.doubtful for plan in self.plans):
+            doubtful = [plan.doubtful for plan in self.plans]
+            self._notes += copied_states(doubtful, self.world, self._holders, waived)
         axes = {name for each in self.statements for name in each.axis_sizes}
         axes.update(*[mesh.mesh_dim_names or () for mesh in _torch.recorded_meshes()])
         has_equal_experts = any(map(EXPERT_AXIS.match, axes)) and any(

@@ -18,6 +18,20 @@ COPIED = 2
 """In ``Assignment.is_written``: every rank that holds the box writes it."""
 
 
+class DoubtfulState(NamedTuple):
+    """Optimizer state of a name that no known optimizer has, cut for its shape alone.
+
+    Attributes:
+        fqn: Its key.
+        name: The first component of its name, as ``Q``.
+        digest: Of its contents on this rank, sampled.
+    """
+
+    fqn: str
+    name: str
+    digest: bytes
+
+
 class LocalPlan(NamedTuple):
     """All that one rank sends to the coordinator.
 
@@ -32,6 +46,8 @@ class LocalPlan(NamedTuple):
         digests: The digests of what it holds, as ``digests_of`` returns them.
         undigested: Keys of tensors without a digest.
         statement: The rank's ``Statement``, packed.
+        doubtful: State that may be a copy on each rank and not a part, as ``doubtful_states``
+            returns it.
         faults: Why the rank cannot save, packed; the other fields are empty then.
     """
 
@@ -41,6 +57,7 @@ class LocalPlan(NamedTuple):
     digests: bytes = b""
     undigested: tuple[str, ...] = ()
     statement: bytes = b""
+    doubtful: tuple[DoubtfulState, ...] = ()
     faults: bytes = b""
 
 

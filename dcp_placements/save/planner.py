@@ -78,6 +78,7 @@ from dcp_placements.save.coordinator import (
     report_keys,
     tensor_properties,
 )
+from dcp_placements.save.copied_states import doubtful_states
 from dcp_placements.save.local_plan import COPIED, Assignment, LocalPlan
 from dcp_placements.save.replica_conflicts import repeat_fault
 from dcp_placements.save.unwritten import unwritten
@@ -394,7 +395,11 @@ class PlacementSavePlanner(DefaultSavePlanner):
             step=self.step,
         )
         coordinate = tuple([position for position, _ in axes.values()])
-        return LocalPlan(rank, holding.sent, coordinate, *sent_digests, statement.packed())
+        has_states = self.digests != "off" and placing.parameter_groups
+        doubtful = doubtful_states(placing) if has_states else ()
+        return LocalPlan(
+            rank, holding.sent, coordinate, *sent_digests, statement.packed(), doubtful
+        )
 
     def _meshes(self, placed: Iterable[Placed]) -> list[Any]:
         """Return the meshes of the rules and of the tensors, equal ones of tensors once."""

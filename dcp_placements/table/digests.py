@@ -243,6 +243,29 @@ _DIGESTS: dict[str, Callable[[Sequence[torch.Tensor]], list[bytes | None]]] = {
 }
 
 
+def digests_of_varied(tensors: Sequence[torch.Tensor]) -> list[bytes | None]:
+    """Return the sampled digest of each tensor; None where its elements are all equal.
+
+    None also where that is not known: of a tensor that is made of others, or cannot be read.
+    """
+    numbers = [
+        number
+        for number, tensor in enumerate(tensors)
+        if not _is_made_of_others(tensor) and _readable(tensor)
+    ]
+    plain = [tensors[number] for number in numbers]
+    constants = [
+        tensor.detach()[(slice(0, 1),) * tensor.dim()].expand(tensor.shape) for tensor in plain
+    ]
+    digests = sampled_digests([*plain, *constants])
+    varied: list[bytes | None] = [None] * len(tensors)
+    of_plain = zip(numbers, digests, digests[len(plain) :], strict=False)
+    for number, digest, constant in of_plain:
+        if digest != constant:
+            varied[number] = digest
+    return varied
+
+
 def constant_digests(
     shape: Sequence[int], dtype: torch.dtype, kind: str, width: int
 ) -> frozenset[int]:
