@@ -17,6 +17,8 @@ from dcp_placements.testing import World
 from tests.test_readme import PACKAGE, read_table
 
 TABLE = read_table("Rules", PACKAGE / "rules" / "README.md", 1)
+OF_SHARDS = read_table("Rules", PACKAGE / "rules" / "README.md", 2)
+OPTIONS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}}
 SIZES = {"M": 8, "N": 12, "R": 4, "1": 1}
 
 
@@ -30,10 +32,12 @@ def states_in(row: list[str], sizes: dict[str, int]) -> dict[str, tuple[int, ...
     "row", [row for row in TABLE if "torch.optim" in row[0]], ids=lambda r: r[0]
 )
 def test_the_optimizers_of_torch_keep_what_the_table_says(row: list[str]) -> None:
-    kind = getattr(torch.optim, row[0].strip("`").rpartition(".")[2])
+    name = row[0].split("`")[1].rpartition(".")[2]
+    kind = getattr(torch.optim, name)
     weight = torch.nn.Parameter(torch.randn(SIZES["M"], SIZES["N"]))
-    optimizer = kind([weight], lr=0.1)
-    weight.grad = torch.ones_like(weight)
+    optimizer = kind([weight], lr=0.1, **OPTIONS.get(name, {}))
+    grad = torch.ones_like(weight)
+    weight.grad = grad.to_sparse() if name == "SparseAdam" else grad
     optimizer.step()
     held = optimizer.state[weight]
     tensors = {
@@ -100,3 +104,117 @@ def test_each_state_is_stored_whole_and_loaded_elsewhere(
         assert torch.equal(read[f"optim.state.w.{name}"], value), name
     for rank in range(4):
         assert_same(loaded[rank], state(rank, 4))
+
+
+# ------------------------------------------------- state of the shard, not a shard of the state
+
+
+def of_shards(held: Any, size: int, whole: torch.Tensor) -> Any:
+    """Return a function that gives a rank its shard of a weight, and its state of that."""
+
+    def state(rank: int) -> dict[str, Any]:
+        weight = whole.chunk(size)[rank].clone()
+        groups = [{"lr": 0.1, "params": ["w"]}]
+        optim = {"state": {"w": held(weight, rank)}, "param_groups": groups}
+        return {"model": {"w": weight}, "optim": optim}
+
+    return state
+
+
+def saver(rank: int, size: int = 2, above: Any = None) -> Any:
+    placement = CheckpointPlacement(World(size).mesh(rank, ep=size), {"ep": Shard(0)})
+    rules = {**({} if above is None else above(placement)), "w": placement}
+    return Placements(PlacementRules(rules, optional=True))
+
+
+def of_lbfgs(weight: torch.Tensor, rank: int) -> dict[str, Any]:
+    parameter = torch.nn.Parameter(weight)
+    optimizer = torch.optim.LBFGS([parameter], lr=0.1)
+    parameter.grad = weight + 1 + rank
+    optimizer.step(lambda: torch.tensor(1.0))
+    return dict(optimizer.state[parameter])
+
+
+def of_galore(weight: torch.Tensor, rank: int) -> dict[str, Any]:
+    """Return the moments of a gradient in the basis of its largest right singular vectors."""
+    grad = weight + (rank + 1) * torch.eye(*weight.shape)
+    basis = torch.linalg.svd(grad, full_matrices=False).Vh[:2]
+    low_rank = grad @ basis.T
+    return {"exp_avg": 0.1 * low_rank, "exp_avg_sq": low_rank**2, "projector": {"basis": basis}}
+
+
+def of_shampoo(weight: torch.Tensor, name: str = "block_0") -> dict[str, Any]:
+    """Return the sums of G G' and G' G of a gradient, and the gradient, averaged."""
+    factors = {"factor_matrices": {"0": weight @ weight.T, "1": weight.T @ weight}}
+    return {name: {"filtered_grad": 0.1 * weight, "shampoo": factors}}
+
+
+REFUSED = {
+    "torch.optim.LBFGS": (of_lbfgs, "d"),
+    "GaLore": (of_galore, "exp_avg"),
+    "Distributed Shampoo": (lambda w, rank: of_shampoo(w), "block_0.shampoo.factor_matrices.0"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_state_that_each_rank_has_of_its_shard_is_refused(tmp_path: Path, name: str) -> None:
+    (row,) = [row for row in OF_SHARDS if name in row[0] and "FSDP" not in row[0]]
+    assert row[2].startswith("refused")
+    held, key = REFUSED[name]
+    with pytest.raises(dcp.CheckpointException) as caught:
+        World(2).save(tmp_path, of_shards(held, 2, arange(8, 6)), lambda r: saver(r).save_planner())
+    assert re.search(rf"optim\.state\.w\.{re.escape(key)}[:,-]", str(caught.value))
+    assert "2 different contents on 2 ranks" in str(caught.value)
+
+
+def test_blocks_of_shampoo_with_the_name_of_a_rank_are_saved_by_that_rank(tmp_path: Path) -> None:
+    (row,) = [row for row in OF_SHARDS if "FSDP" in row[0]]
+    (line,) = re.findall(r'"(rank_\*)": None', row[2])
+
+    def held(weight: torch.Tensor, rank: int) -> dict[str, Any]:
+        return of_shampoo(weight, f"rank_{rank}-block_0")
+
+    state = of_shards(held, 2, arange(8, 6))
+    with pytest.raises(dcp.CheckpointException, match=r"rank_0-block_0\.filtered_grad"):
+        World(2).save(tmp_path / "0", state, lambda rank: saver(rank).save_planner())
+    above = lambda placement: {line: None}  # noqa: E731
+    with without_warning():
+        World(2).save(tmp_path / "1", state, lambda r: saver(r, above=above).save_planner())
+        loaded = [blank(state(rank)) for rank in range(2)]
+        for rank, own in enumerate(loaded):
+            own["optim"]["param_groups"] = state(rank)["optim"]["param_groups"]
+        World(2).load(
+            tmp_path / "1", loaded.__getitem__, lambda r: saver(r, above=above).load_planner()
+        )
+    for rank in range(2):
+        assert_same(loaded[rank], state(rank))
+
+
+def of_8_bits(weight: torch.Tensor, rank: int) -> dict[str, Any]:
+    """Return codes of each element, and the largest of each block of 256 in C order."""
+    blocks = weight.reshape(-1, 256)
+    largest = blocks.abs().amax(1)
+    codes = (blocks / largest[:, None] * 127 + 128).to(torch.uint8).reshape(weight.shape)
+    return {"state1": codes, "qmap1": torch.linspace(-1, 1, 256), "absmax1": largest}
+
+
+def test_8_bit_blocks_are_stored_whole_by_the_line_of_the_table(tmp_path: Path) -> None:
+    (row,) = [row for row in OF_SHARDS if "bitsandbytes" in row[0]]
+    assert '"absmax*": CheckpointPlacement(mesh, {"ep": Shard(0)})' in row[2]
+    weight = arange(16, 64, start=1)
+    whole = of_8_bits(weight, 0)
+    with pytest.raises(dcp.CheckpointException, match="absmax1"):
+        World(2).save(
+            tmp_path / "0", of_shards(of_8_bits, 2, weight), lambda r: saver(r).save_planner()
+        )
+    above = lambda placement: {"absmax*": placement}  # noqa: E731
+    with without_warning():
+        World(2).save(
+            tmp_path / "1",
+            of_shards(of_8_bits, 2, weight),
+            lambda rank: saver(rank, above=above).save_planner(),
+        )
+        read = {f"optim.state.w.{name}": torch.zeros_like(value) for name, value in whole.items()}
+        dcp.load(read, checkpoint_id=tmp_path / "1", no_dist=True)
+    for name, value in whole.items():
+        assert torch.equal(read[f"optim.state.w.{name}"], value), name
