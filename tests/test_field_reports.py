@@ -232,6 +232,21 @@ def by_ranges(rank: Rank) -> dict[str, Any]:
     return {"rules": {"w": CheckpointPlacement(rank.mesh, ranges, global_shape=shape)}}
 
 
+def few_heads(rank: Rank) -> dict[str, Any]:
+    """Return rows of Q, K and V, of which the latter two have two heads for all ranks."""
+    q, *others = QKV.split([16, 4, 4])
+    heads = min(rank.size["tp"], 2)
+    head = rank.at["tp"] * heads // rank.size["tp"]
+    held = [rank.part(q, 0, "tp"), *[part.chunk(heads)[head] for part in others]]
+    return {"qkv": torch.cat(held)}
+
+
+def by_heads(rank: Rank) -> dict[str, Any]:
+    copies = max(rank.size["tp"] // 2, 1)
+    by = FusedShard(0, (16, 4, 4), copies=(1, copies, copies))
+    return {"rules": {"qkv": rank.rule(tp=by)}}
+
+
 def normuon(rank: Rank) -> dict[str, Any]:
     """Return columns of a weight; the second moment has one number for each row."""
     momenta = {"momentum": rank.part(MOMENTUM, 1, "tp"), "variance_neuron": NEURONS.clone()}
@@ -286,6 +301,9 @@ REPORTS = {
     ),
     "hyper-parallel #594, flat": Report(
         ({"dp": 2}, {"dp": 4}, {"dp": 1}), lambda: {"w": UNEVEN}, flat_range, by_ranges
+    ),
+    "transformers #48307, #47811": Report(
+        ({"tp": 4}, {"tp": 2}, {"tp": 8}, {"tp": 1}), lambda: {"qkv": QKV}, few_heads, by_heads
     ),
     "Megatron-LM #7161": Report(
         ({"tp": 2, "gtp": 2}, {"tp": 4, "gtp": 1}, {"tp": 1, "gtp": 4}),
