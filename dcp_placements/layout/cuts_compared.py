@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import accumulate
-from math import floor
+from math import floor, prod
 from typing import NamedTuple
 
 from dcp_placements.errors import CannotPlace
@@ -191,6 +191,13 @@ def differences(first: Sequence[Cut], second: Sequence[Cut], size: int) -> Itera
     """
     by_first, by_second = declared(first), declared(second)
     common = [axis for axis in by_first if axis in by_second]
+    behind = [
+        axis
+        for axis in common
+        if _leaves_parts(first, by_first[axis], by_second[axis])
+        or _leaves_parts(second, by_second[axis], by_first[axis])
+    ]
+    common = [axis for axis in common if axis not in behind]
     differing = []
     for axis in common:
         sides = Difference((by_first[axis],), (by_second[axis],))
@@ -221,6 +228,24 @@ def declared(cuts: Sequence[Cut]) -> dict[str, Cut]:
 def _has_effect(sides: Difference, count: int) -> bool:
     """Whether at least ``count`` of the axes cut on some side; else no row depends on them."""
     return any(sum([cut.size > 1 for cut in cuts]) >= count for cuts in sides)
+
+
+def _leaves_parts(cuts: Sequence[Cut], cut: Cut, fused: Cut) -> bool:
+    """Whether a plain cut stands behind a DTensor's own of as many shards as a fused one has parts.
+
+    ``_StridedShard(0, split_factor=2)`` over tp leaves the rows of ``FusedShard(0, 2)``. Before
+    a DTensor's own ``Shard(0)`` over fsdp=2 it is, canonically, the plain cut behind that; before
+    one over fsdp=3 it is the fused cut.
+
+    Args:
+        cuts: The cuts of one dim, in their canonical form.
+        cut: One of them.
+        fused: The cut of the other side.
+    """
+    before = [each for each in cuts[: cuts.index(cut)] if each.size > 1]
+    is_own = all(each.kind is Kind.PLAIN and not each.by_rule for each in before)
+    is_plain = is_own and cut.kind is Kind.PLAIN
+    return is_plain and fused.kind is Kind.FUSED and fused.parts == prod(c.size for c in before)
 
 
 def _parts(cut: Cut) -> int | tuple[int, ...]:

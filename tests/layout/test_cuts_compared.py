@@ -251,6 +251,31 @@ def test_a_ragged_cut_is_a_plain_one_whose_pieces_end_elsewhere(
     assert in_order == [True, True, False]
 
 
+@pytest.mark.parametrize("own", [2, 3, 4])
+def test_a_strided_cut_is_one_declaration_before_any_own_cut(own: int) -> None:
+    """Canonically it is plain behind an own cut into as many shards as its factor, else fused."""
+    rows = np.arange(24)
+    strided = Cut(0, "c", 2, Kind.STRIDED, 2, by_rule=True)
+    sides = [canonical([strided, Cut(0, "d", size)]) for size in (2, own)]
+    assert [cut.kind for cut in sides[0]] == [Kind.PLAIN, Kind.PLAIN]
+    of_c = []
+    for cuts in sides:
+        sizes = declared_sizes(cuts)
+        by_c: dict[int, set[int]] = {}
+        names = sorted(str(cut.axis) for cut in cuts)
+        coordinates = product(*[range(sizes[name]) for name in names])
+        for coordinate, of_rank in zip(coordinates, held(cuts, rows, sizes), strict=True):
+            by_c.setdefault(coordinate[names.index("c")], set()).update(of_rank)
+        of_c.append(by_c)
+    assert of_c[0] == of_c[1]
+    assert not list(differences(sides[0], sides[1], 24))
+    assert not list(differences(sides[1], sides[0], 24))
+    other = [Cut(0, "c", 2, Kind.FUSED, 3, by_rule=True)]
+    assert list(differences(sides[0], other, 24))
+    behind_rules = [cut._replace(by_rule=True) for cut in sides[0]]
+    assert list(differences(behind_rules, [other[0]._replace(parts=2)], 24))
+
+
 def test_a_strided_cut_before_a_ragged_one_is_a_cut_of_parts() -> None:
     ragged = Cut(0, "tp", 2, Kind.RAGGED, (3, 5))
     strided = Cut(0, "fsdp", 2, Kind.STRIDED, 2)
