@@ -3,14 +3,16 @@
 ``torch.save`` takes 100 us and more, however small the tensor, which dominates a checkpoint of many
 small tensors, and its CRC-32 is a quarter of the time of writing a large one. Two records of one
 dtype and shape differ in the elements, in their CRC-32, and in an id that torch derives from all
-checksums and that no reader compares. So a record is the record of zeros with other elements, and
-with their CRC-32 in the two places where a zip file has it. Small records are made many at a time,
-and large ones pass through the processor's cache once, for the checksum and for the system call.
-Elements are written in C order, also those of a transposed tensor.
+checksums and that no reader compares. So ``torch.save`` writes a record of that shape once, without
+its elements, and each tensor adds its elements and their CRC-32, in the two places where a zip file
+has it. Small records are made many at a time, and large ones pass through the processor's cache
+once, for the checksum and for the system call. Elements are written in C order, also those of a
+transposed tensor.
 """
 
 from __future__ import annotations
 
+import os
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -44,6 +46,11 @@ PROVED_NBYTES = 64 << 10
 """A template with at most this many bytes of elements is tried out when it is made."""
 
 _DIRECTORY_ENTRY = b"PK\x01\x02"
+_DIRECTORY_CRC, _DIRECTORY_NAME = 16, 46
+"""Positions of the CRC-32 and of the name in an entry of a zip file's directory."""
+
+_ELEMENTS_NAME = b"archive/data/0"
+"""The name of the elements, which are the only storage of a record."""
 
 
 def write_items(
@@ -221,27 +228,23 @@ class RecordTemplate:
     def __init__(self, dtype: torch.dtype, shape: Sequence[int]) -> None:
         self._nbytes = prod(shape) * dtype.itemsize
         self._crc_at: list[int] = []
+        around: Any = _AroundElements()
+        # A mapping takes no memory, and nothing of it is read: a head costs the same for any shape.
+        none = torch.empty(0, dtype=torch.uint8, device="cpu")
+        elements = read_only_mapping(-1, self._nbytes) if self._nbytes else none
+        with torch.serialization.skip_data():
+            torch.save(elements.view(dtype).view(tuple(shape)), around)
+        self._head, *tails = map(bytes, around.parts)
+        self._tail = np.frombuffer(b"".join(tails), np.uint8)
+        self.length = len(self._head) + self._nbytes + len(self._tail)
         if not self._nbytes:
-            around: Any = _AroundElements(torch.empty(0, dtype=torch.uint8, device="cpu"))
-            torch.save(torch.empty(tuple(shape), dtype=dtype, device="cpu"), around)
-            self._head, self._tail = b"".join(around.parts), np.zeros(0, np.uint8)
-            self.length = len(self._head)
             return
-        zeros = read_only_mapping(-1, self._nbytes)
-        around = _AroundElements(zeros)
-        torch.save(zeros.view(dtype).view(tuple(shape)), around)
-        if len(around.parts) != 2:
-            raise ValueError("torch.save writes elements in another way than one call")
-        self._head, tail = map(bytes, around.parts)
-        self._tail = np.frombuffer(tail, np.uint8)
-        self.length = len(self._head) + self._nbytes + len(tail)
-        crc = tail[4:8]
-        self._crc_at = [offset for offset in range(len(tail) - 3) if tail.startswith(crc, offset)]
-        if not (
-            tail.startswith(DESCRIPTOR)
-            and len(self._crc_at) == 2
-            and tail.startswith(_DIRECTORY_ENTRY, self._crc_at[1] - 16)
-        ):
+        if around.skipped != [self._nbytes]:
+            raise ValueError("torch.save writes elements in another way than in one piece")
+        (tail,) = tails
+        self._crc_at = [len(DESCRIPTOR), _directory_crc(tail)]
+        is_blank = all(tail[start : start + 4] == bytes(4) for start in self._crc_at)
+        if not (torch.serialization.get_crc32_options() and is_blank):
             raise ValueError("torch.save writes checksums in other places, or none")
         if self._nbytes <= PROVED_NBYTES:
             self._prove()
@@ -307,28 +310,42 @@ class RecordTemplate:
         stream.write(records.data.cast("B"))
 
 
+def _directory_crc(tail: bytes) -> int:
+    """Return where the directory at the end of a record has the CRC-32 of the elements.
+
+    Raises:
+        ValueError: The directory does not name the elements, or no checksum follows them.
+    """
+    entry = tail.rfind(_ELEMENTS_NAME) - _DIRECTORY_NAME
+    if not tail.startswith(DESCRIPTOR) or not tail.startswith(_DIRECTORY_ENTRY, max(entry, 0)):
+        raise ValueError("torch.save writes elements under another name, or no checksum of them")
+    return entry + _DIRECTORY_CRC
+
+
 class _AroundElements:
     """A file for ``torch.save`` that keeps the bytes before and after the elements.
 
-    Args:
-        elements: The storage that is saved, as bytes.
+    Attributes:
+        parts: The bytes that were written, without those of elements between them.
+        skipped: Sizes of the elements, which ``skip_data()`` passes over.
     """
 
-    def __init__(self, elements: torch.Tensor) -> None:
+    def __init__(self) -> None:
         self.parts = [bytearray()]
-        self._elements = elements
+        self.skipped: list[int] = []
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        # torch.save passes the storage's own memory.
-        if view.nbytes == self._elements.nbytes and self._is_their_memory(view):
-            self.parts.append(bytearray())
-        else:
-            self.parts[-1] += view
+        self.parts[-1] += view
         return view.nbytes
 
-    def _is_their_memory(self, view: memoryview) -> bool:
-        return np.frombuffer(view, np.uint8).ctypes.data == self._elements.data_ptr()
+    def seek(self, nbytes: int, whence: int) -> int:
+        """Pass over elements."""
+        if whence != os.SEEK_CUR:
+            raise ValueError("torch.save writes a record in another order")
+        self.skipped.append(nbytes)
+        self.parts.append(bytearray())
+        return 0
 
     def flush(self) -> None:
         """Do nothing: nothing is buffered."""

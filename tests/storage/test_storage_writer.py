@@ -9,7 +9,9 @@ import pickle
 import pickletools
 import re
 import resource
+import zipfile
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from dcp_placements import PlacementError, PlacementSavePlanner
 from dcp_placements.storage import record_writes
 from dcp_placements.storage.metadata_file import read_metadata
-from dcp_placements.storage.record_writes import save_tensors
+from dcp_placements.storage.record_writes import RecordTemplate, save_tensors
 from dcp_placements.storage.writer import PlacementFileSystemWriter
 from dcp_placements.testing import World
 from tests.storage_scenes import (
@@ -96,6 +98,27 @@ def test_records_without_checksums_are_written_as_torch_does(
         assert ours.getvalue() == saved_by_torch(torch.arange(5.0))
     finally:
         torch.serialization.set_crc32_options(True)
+
+
+@pytest.mark.parametrize("shape", [(1 << 20, 3), (5, 1 << 30), (1 << 41,)], ids=str)
+def test_m154_the_head_of_a_record_needs_no_data_of_its_shape(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    """The elements are a hole in the file; above 4 GiB a zip file has other headers."""
+    template, around = RecordTemplate(torch.uint8, shape), list[bytes]()
+    template.write_blocks([], lambda data: around.append(bytes(data)))
+    head, tail = around
+    assert template.length == len(head) + prod(shape) + len(tail) < prod(shape) + (4 << 10)
+    if prod(shape) > 5 << 30:
+        return  # larger than the files of some systems
+    with open(tmp_path / "w", "wb") as stream:
+        stream.write(head)
+        stream.seek(prod(shape), os.SEEK_CUR)
+        stream.write(tail)
+    with zipfile.ZipFile(tmp_path / "w") as file:
+        assert file.getinfo("archive/data/0").file_size == prod(shape)
+    loaded = torch.load(tmp_path / "w", mmap=True, weights_only=True)
+    assert (loaded.shape, loaded.dtype) == (shape, torch.uint8)
 
 
 def test_a_failure_in_a_thread_is_a_failure(tmp_path: Path) -> None:
