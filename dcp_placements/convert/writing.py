@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +49,7 @@ from dcp_placements.short_text import (
     format_nbytes,
     format_ranks,
 )
-from dcp_placements.storage.file_reads import memory_of
+from dcp_placements.storage.file_reads import memory_of, range_in_memory
 from dcp_placements.storage.index import index_of_locations
 from dcp_placements.storage.metadata_file import write_metadata
 from dcp_placements.storage.provenance import (
@@ -60,9 +59,9 @@ from dcp_placements.storage.provenance import (
     packed_doubts,
     packed_record,
 )
+from dcp_placements.storage.record import Record
 from dcp_placements.storage.record_writes import RecordTemplate
 from dcp_placements.storage.save_ids import name_with_id
-from dcp_placements.storage.torch_load import zip_problem
 from dcp_placements.storage.torch_metadata import ChunkList, StoredLocation, build_entries
 from dcp_placements.table.proof_faults import Holders, proof_faults
 from dcp_placements.table.prove import Compared, prove
@@ -517,7 +516,7 @@ class DcpOut(Writer):
         if len(record) < stored.nbytes:
             problem = f"{stored.file} ends {stored.nbytes - len(record)} bytes too early"
         elif not stored.transforms:
-            problem, _ = zip_problem(io.BytesIO(record))
+            problem = Record(range_in_memory(record)).check().problem
         if problem is not None:
             headline = f"its record in {stored.file} is not what was written: {problem}"
             raise_faults("the checkpoint is damaged", [Fault(stored.fqn, headline)])

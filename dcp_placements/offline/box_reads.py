@@ -201,9 +201,8 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         except EOFError as error:
             raise _unread(stretch.fqn, stretch.file, str(error)) from error
         if stretch.is_summed and (wrong := wrong_crc(checksum, behind)):
-            raise _unread(
-                stretch.fqn, stretch.file, f"its elements at byte {stretch.begin} {wrong}"
-            )
+            reason = f"its elements at byte {stretch.begin} are not what was written: {wrong}"
+            raise _unread(stretch.fqn, stretch.file, reason)
 
     def _wanted(self, tensor: StoredTensor, number: int, shared: Box, box: Box) -> RecordRead:
         chunk = self._chunks(tensor)[number]

@@ -7,7 +7,6 @@ of it has a checksum, which ``torch.load`` does not compare.
 
 from __future__ import annotations
 
-import io
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,6 @@ from typing import Any, assert_never
 
 import torch
 
-from dcp_placements._torch import check_opens
 from dcp_placements.items import quiet_gc
 from dcp_placements.layout.boxes import as_array, flaws, format_box, format_boxes
 from dcp_placements.layout.sharding import Box
@@ -44,31 +42,21 @@ from dcp_placements.short_text import (
     format_nbytes,
     natural_key,
 )
-from dcp_placements.storage.file_reads import ByteRange, CountedFile, crc32, range_in_memory
+from dcp_placements.storage.file_reads import ByteRange, CountedFile, range_in_memory
 from dcp_placements.storage.index import OtherVersion
 from dcp_placements.storage.metadata_file import read_stock_pickle
 from dcp_placements.storage.provenance import OWN_PREFIX
+from dcp_placements.storage.record import Record
 from dcp_placements.storage.safe_pickle import RefusedGlobal
 from dcp_placements.storage.save_ids import ID_NBYTES, id_fault, id_in_name
 from dcp_placements.storage.store import StorageOptions, Store
-from dcp_placements.storage.tensor_record import (
-    BEHIND,
-    LOCAL,
-    RecordHeads,
-    TensorRecord,
-    entry_start,
-    wrong_crc,
-)
-from dcp_placements.storage.torch_load import BROKEN, load_saved_tensor, stored_zip
+from dcp_placements.storage.tensor_record import LOCAL, RecordHeads, TensorRecord
 from dcp_placements.storage.torch_metadata import differing_keys
 
 VERIFIED_NBYTES = 2 << 30
 
 AFTER_S = 1.0
 """A data file that is younger than ``.metadata`` by more than this is noted."""
-
-FILE_PART_NBYTES = 4 << 20
-"""Contents are read in blocks of this size."""
 
 WINDOW_NBYTES = 1 << 20
 """Small records are read so many bytes at a time."""
@@ -393,7 +381,7 @@ class _Checks:
             return
         try:
             # Not through a reader, which converts to the dtype of the metadata.
-            tensor = load_saved_tensor(io.BytesIO(byte_range.stream().read()))
+            tensor = Record(byte_range).load()
         except RefusedGlobal:  # of a type that this process was not told to allow
             self.other_types.append(record_name(self._checkpoint, record))
         except Exception as error:
@@ -425,50 +413,14 @@ class _Checks:
         """Yield the entries of a zip file that do not match their checksums.
 
         Args:
-            part: The record.
+            byte_range: The record.
             tensor: The record's description, if it is plain.
         """
-        try:
-            file = stored_zip(byte_range.stream())
-            if file is None:
-                raise zipfile.BadZipFile("it is no zip file")
-            entries = file.infolist()
-            # What a load cannot open is refused, whatever the checksums say.
-            for entry in entries:
-                file.open(entry).close()
-            if any(entry.filename.endswith("/data.pkl") for entry in entries):
-                check_opens(byte_range.stream())
-            # torch.serialization.set_crc32_options(False) writes none.
-            has_sums = any(entry.CRC for entry in entries)
-            self._unchecked += not has_sums
-            for entry in entries:
-                start = entry_start(byte_range.read_into, entry)
-                checksum = 0
-                for block in _blocks(byte_range, start, entry.file_size):
-                    checksum = crc32(block, checksum)
-                    self._advance(block.nbytes)
-                plain = tensor and (start, entry.file_size) == (tensor.start, tensor.nbytes)
-                if has_sums and checksum != entry.CRC:
-                    what = "the elements" if plain else f"its {entry.filename.partition('/')[2]}"
-                    message = f"{what}: checksum {checksum:08x}, where {entry.CRC:08x} was saved"
-                    yield "checksum", message
-                elif tensor and plain and tensor.has_crc and tensor.nbytes:
-                    # A load goes by what follows the elements.
-                    behind = byte_range.read(tensor.start + tensor.nbytes, BEHIND)
-                    if wrong_crc(checksum, behind) is not None:
-                        mismatch = f"their checksum {checksum:08x} does not follow them"
-                        yield "checksum", f"the elements: {mismatch}"
-        except BROKEN as error:
-            sentence = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
-            yield "wrong_record", f"this is no whole file of torch.save: {sentence}"
-
-
-def _blocks(byte_range: ByteRange, start: int, nbytes: int) -> Iterator[memoryview]:
-    buffer = memoryview(bytearray(min(nbytes, FILE_PART_NBYTES)))
-    for offset in range(0, nbytes, FILE_PART_NBYTES):
-        block = buffer[: min(FILE_PART_NBYTES, nbytes - offset)]
-        byte_range.read_into(block, start + offset)
-        yield block
+        check = Record(byte_range, tensor).check(self._advance)
+        self._unchecked += not check.has_crc
+        yield from [("checksum", text) for text in check.differing]
+        if check.broken is not None or not check.is_zip:
+            yield "wrong_record", check.broken or "this is no zip file, and torch.save writes one"
 
 
 def _reason(error: Exception) -> str:

@@ -37,18 +37,18 @@ from dcp_placements.errors import (
 )
 from dcp_placements.layout.boxes import Array
 from dcp_placements.short_text import format_error, format_name
-from dcp_placements.storage.file_reads import ByteRange, CountedFile, crc32, memory_of, segments
+from dcp_placements.storage.file_reads import ByteRange, CountedFile, crc32, range_in_memory
 from dcp_placements.storage.index import with_copies
+from dcp_placements.storage.record import Record
 from dcp_placements.storage.safe_pickle import RefusedGlobal
 from dcp_placements.storage.tensor_record import (
     BEHIND,
     HEADS_NBYTES,
     RecordHeads,
     TensorRecord,
-    crc_entry,
-    wrong_crc,
+    wrong_crcs,
 )
-from dcp_placements.storage.torch_load import load_plain, load_saved_tensor, zip_problem
+from dcp_placements.storage.torch_load import load_plain
 
 SMALL_NBYTES = 64 << 10
 """A record up to this size is read with its neighbours, if most of it is requested."""
@@ -63,9 +63,6 @@ SPAN_NBYTES = 2 << 20
 
 _PAGE_NBYTES = 4 << 10
 """A record up to this size is small, whatever is requested of it: its page is fetched anyway."""
-
-BUFFER_NBYTES = 16 << 20
-"""The largest buffer for elements that cannot be read in place."""
 
 
 Transformed = Callable[[ReadItem, Sequence[str], Any], Any]
@@ -252,7 +249,9 @@ class ChunkReader:
         elements = rows[:, tensor.start : end].copy()
         if self._is_summed(tensor, len(reads)):
             sums = list(map(crc32, elements))
-            self._check(reads, tensor, sums, rows[:, end : end + BEHIND].tobytes())
+            behind = rows[:, end : end + BEHIND].tobytes()
+            damaged = [(reads[n], wrong) for n, wrong in wrong_crcs(sums, behind)]
+            self._raise_damaged(damaged, tensor)
         values = torch.from_numpy(elements).view(-1).view(tensor.dtype).view(-1, *tensor.shape)
         if targets[0].is_cuda:
             values = values.to(targets[0].device)  # in one transfer
@@ -266,28 +265,19 @@ class ChunkReader:
             self.unchecked += records
         return self._check_crc and tensor.has_crc
 
-    def _check(
-        self, reads: Sequence[RecordRead], tensor: TensorRecord, sums: Sequence[int], behind: bytes
+    def _raise_damaged(
+        self, damaged: Sequence[tuple[RecordRead, str]], tensor: TensorRecord
     ) -> None:
-        """Compare the checksums of elements with those stored after them.
-
-        Args:
-            reads: Reads of records with equal heads.
-            tensor: Where the elements are in each record.
-            sums: Checksums of the elements that were read.
-            behind: The bytes after the elements, record by record.
+        """Refuse records with equal heads whose elements are not what was written.
 
         Raises:
-            PlacementError: Checksums differ.
+            PlacementError: There are some.
         """
-        if behind == b"".join(map(crc_entry, sums)):
-            return
         faults = []
-        for index, (read, checksum) in enumerate(zip(reads, sums, strict=True)):
-            wrong = wrong_crc(checksum, behind[index * BEHIND : (index + 1) * BEHIND])
-            if wrong is not None:
-                where = f"its elements at byte {read.start + tensor.start} of {read.file} "
-                faults.append(self._fault(read, where + wrong, _OTHER_SUM))
+        for read, wrong in damaged:
+            where = f"its elements at byte {read.start + tensor.start} of {read.file}"
+            text = f"{where} are not what was written: {wrong}"
+            faults.append(self._fault(read, text, _OTHER_SUM))
         raise_faults(IS_DAMAGED, faults)
 
     def _read_one(self, file: CountedFile, read: RecordRead) -> None:
@@ -303,13 +293,14 @@ class ChunkReader:
                 self._check_declared(read, tensor.dtype, tensor.shape)
             self._read_slice(read, tensor, part)
             return
-        decoded = self._decode(read, part)
+        record = self._decode(read, part)
         if read.is_object:
-            data = io.BytesIO(decoded.getbuffer())
+            data = io.BytesIO(record.part.read(0, record.part.size))
             value = _plain(item, data) if self._restricted else data
             with self._lock:
                 self._planner.load_bytes(item, value)
             return
+        decoded = self._load(record, read)
         if self._as_declared:
             self._check_declared(read, decoded.dtype, tuple(decoded.shape))
         source = narrow_tensor_by_index(decoded, item.storage_offsets, item.lengths)
@@ -317,26 +308,33 @@ class ChunkReader:
         copy_into(targets[0], source)
         self._commit([read], targets)
 
-    def _decode(self, read: RecordRead, part: ByteRange) -> Any:
-        """Return an object's stream in memory, or the tensor of a record that is not plain."""
+    def _decode(self, read: RecordRead, part: ByteRange) -> Record:
+        """Return a record without its transforms, compared with its checksums; objects in memory.
+
+        Raises:
+            PlacementError: It cannot be decoded, or is not what was written.
+        """
+        stored = part.stream()
         try:
-            stream = self._transformed(read.item, read.transforms or (), part.stream())
+            stream = self._transformed(read.item, read.transforms or (), stored)
         except ValueError as error:  # of torch's registry of extensions
             raise self._refused(read, f"it cannot be decoded: {error}", NO_EXTENSION) from error
         if read.is_object or not stream.seekable():
-            stream = io.BytesIO(stream.read(-1))
+            record = Record(range_in_memory(stream.read(-1)))
+        else:
+            record = Record(part) if stream is stored else Record.of_stream(stream)
         if self._check_crc:
-            problem, has_crc = zip_problem(stream)
-            self.unchecked += not has_crc
-            if problem is not None:
+            check = record.check()
+            self.unchecked += not check.has_crc
+            if check.problem is not None:
                 text = f"the record at byte {read.start} of {read.file} is not what was written: "
-                raise_faults(IS_DAMAGED, [self._fault(read, text + problem, _OTHER_SUM)])
-        return stream if read.is_object else self._load(stream, read)
+                raise_faults(IS_DAMAGED, [self._fault(read, text + check.problem, _OTHER_SUM)])
+        return record
 
-    def _load(self, stream: Any, read: RecordRead) -> torch.Tensor:
+    def _load(self, record: Record, read: RecordRead) -> torch.Tensor:
         """Return the tensor of a record by way of ``torch.load``."""
         try:
-            return load_saved_tensor(stream)
+            return record.load()
         except RefusedGlobal as error:
             details = (
                 f"found:       in {read.file}",
@@ -372,13 +370,10 @@ class ChunkReader:
         targets, _ = self._targets([read], lengths)
         if targets[0].numel():
             is_summed, target = is_whole and self._is_summed(tensor), targets[0]
-            if not tensor.is_contiguous:
-                tensor, dims = tensor.in_order()
-                target, offsets = target.permute(dims), tuple([offsets[dim] for dim in dims])
-            checksum = self._fill(target, offsets, tensor, part, 0 if is_summed else None)
-            if checksum is not None:
-                behind = part.read(tensor.start + tensor.nbytes, BEHIND)
-                self._check([read], tensor, [checksum], behind)
+            record = Record(part, tensor)
+            wrong = record.read_slice(target, offsets, self._elements.take, is_summed=is_summed)
+            if wrong is not None:
+                self._raise_damaged([(read, wrong)], tensor)
         self._commit([read], targets)
 
     def _check_declared(self, read: RecordRead, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -402,53 +397,6 @@ class ChunkReader:
         if chunk is None or chunk.offsets != item.storage_index.offset:
             return None
         return tuple(chunk.sizes)
-
-    def _fill(
-        self,
-        target: torch.Tensor,
-        offsets: tuple[int, ...],
-        tensor: TensorRecord,
-        part: ByteRange,
-        checksum: int | None,
-    ) -> int | None:
-        """Read a slice of a plain record into ``target``.
-
-        Args:
-            target: The tensor to fill, of the slice's shape.
-            offsets: Offsets of the slice in the chunk.
-            tensor: Where the elements are in the record.
-            part: The record.
-            checksum: The CRC-32 of the elements before the slice; None if not all are read.
-
-        Returns:
-            The CRC-32 up to the end of the slice.
-        """
-        file, chunk, sizes = part.file, part.start + tensor.start, tuple(target.shape)
-        itemsize = tensor.dtype.itemsize
-        slices = segments(
-            tensor.strides, offsets=offsets, lengths=sizes, itemsize=itemsize, gap=file.gap
-        )
-        is_direct = target.dtype == tensor.dtype and slices.exact
-        memory = memory_of(target) if is_direct else None
-        if memory is None and slices.total_nbytes > BUFFER_NBYTES:
-            # Halves along the first dim that can be cut: a whole tensor is then read in order.
-            dim = next(dim for dim, size in enumerate(sizes) if size > 1)
-            half = sizes[dim] // 2
-            for begin, size in ((0, half), (half, sizes[dim] - half)):
-                half_offsets = (*offsets[:dim], offsets[dim] + begin, *offsets[dim + 1 :])
-                checksum = self._fill(
-                    target.narrow(dim, begin, size), half_offsets, tensor, part, checksum
-                )
-            return checksum
-        buffer = self._elements.take(slices.total_nbytes) if memory is None else memory
-        if checksum is not None:
-            checksum = file.read_summed(buffer, chunk + slices.start, checksum)
-        else:
-            file.read_segments(buffer, slices, chunk)
-        if memory is None:
-            elements = torch.frombuffer(buffer, dtype=tensor.dtype)
-            copy_into(target, elements.as_strided(sizes, slices.strides))
-        return checksum
 
     def _targets(
         self, reads: Sequence[RecordRead], sizes: Sequence[int]

@@ -135,7 +135,7 @@ def parse_record(head: bytes, nbytes: int) -> TensorRecord | None:
         # torch.serialization.set_crc32_options(False) leaves the checksums of all entries 0.
         has_crc = head.startswith(DESCRIPTOR, end) and any(head[end + 4 : end + 8])
         pickled = head[start:end]
-        if has_crc and not head.startswith(crc_entry(crc32(pickled)), end):
+        if has_crc and wrong_crc(crc32(pickled), head[end : end + BEHIND]) is not None:
             return None
         tensor = strided_tensor(TorchUnpickler(pickled, None).load())
         if tensor is None or tensor.start or not tensor.in_order()[0].is_contiguous:
@@ -160,19 +160,35 @@ def crc_entry(checksum: int) -> bytes:
     return DESCRIPTOR + checksum.to_bytes(4, "little")
 
 
-def wrong_crc(checksum: int, behind: bytes | memoryview) -> str | None:
-    """Return a text saying that elements differ from those that were written; None if equal.
+def wrong_crcs(checksums: Sequence[int], behind: bytes | memoryview) -> Iterator[tuple[int, str]]:
+    """Yield which contents are not what was written, by number, and the two checksums of each.
+
+    Every CRC-32 is compared here: of elements, of entries of a zip file, of pickles.
 
     Args:
-        checksum: CRC-32 of the elements that were read.
+        checksums: CRC-32 of each contents, as they were read.
+        behind: The ``BEHIND`` bytes after each, joined.
+    """
+    if behind == b"".join(map(crc_entry, checksums)):
+        return
+    for number, checksum in enumerate(checksums):
+        written = behind[number * BEHIND : (number + 1) * BEHIND]
+        if written == crc_entry(checksum):
+            continue
+        what = "no checksum follows any more"
+        if written[:4] == DESCRIPTOR:
+            what = f"{int.from_bytes(written[4:], 'little'):08x} was written"
+        yield number, f"their CRC-32 is {checksum:08x}, where {what}"
+
+
+def wrong_crc(checksum: int, behind: bytes | memoryview) -> str | None:
+    """Return the two checksums of contents that are not what was written; None if they are.
+
+    Args:
+        checksum: CRC-32 of the contents, as they were read.
         behind: The ``BEHIND`` bytes after them.
     """
-    if behind == crc_entry(checksum):
-        return None
-    what = "no checksum follows any more"
-    if behind[:4] == DESCRIPTOR:
-        what = f"{int.from_bytes(behind[4:], 'little'):08x} was written"
-    return f"are not what was written: their CRC-32 is {checksum:08x}, where {what}"
+    return next((text for _, text in wrong_crcs([checksum], behind)), None)
 
 
 def entry_start(read_into: Callable[[memoryview, int], object], entry: zipfile.ZipInfo) -> int:

@@ -156,34 +156,6 @@ def stored_zip(stream: Any) -> zipfile.ZipFile | None:
     return file
 
 
-def zip_problem(stream: Any) -> tuple[str | None, bool]:
-    """Return what is wrong with a record by its checksums; leave its stream at the beginning.
-
-    Returns:
-        The problem, None for a sound record or another file than a zip file; and whether the record
-        has checksums, True for another file than a zip file.
-    """
-    stream.seek(0)
-    is_zip = stream.read(len(LOCAL)) == LOCAL
-    stream.seek(0)
-    if not is_zip:
-        return None, True
-    try:
-        file = zipfile.ZipFile(stream)
-        has_crc = any(entry.CRC for entry in file.infolist())
-        for entry in file.infolist():
-            # torch.load uses the header before an entry; this compares it with the directory.
-            file.open(entry).close()
-        damaged = file.testzip() if has_crc else None
-    except BROKEN as error:
-        return f"{type(error).__name__}: {error}".removesuffix(": "), True
-    finally:
-        stream.seek(0)
-    if damaged is not None:
-        return f"{damaged.partition('/')[2]} has another CRC-32", True
-    return None, has_crc
-
-
 def _directory_start(stream: Any, nbytes: int) -> int | None:
     """Return the start of the directory by the last bytes of a zip file; None for other ends."""
     stream.seek(max(nbytes - _ENDS_NBYTES, 0))

@@ -26,7 +26,7 @@ from dcp_placements import (
 )
 from dcp_placements.offline import verify
 from dcp_placements.storage.file_reads import range_in_memory
-from dcp_placements.storage.torch_load import zip_problem
+from dcp_placements.storage.record import Record, RecordCheck
 from dcp_placements.testing import FakeDTensor, World
 from tests.storage_scenes import (
     all_kinds,
@@ -106,7 +106,7 @@ def test_m20_flipped_elements_are_refused_with_key_file_and_byte(
 def test_targets_that_are_not_contiguous_or_of_another_dtype_are_compared_too(
     tmp_path: Path, writer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dcp_placements.storage.record_reads.BUFFER_NBYTES", 10_000)
+    monkeypatch.setattr("dcp_placements.storage.record.BUFFER_NBYTES", 10_000)
     dcp.save({"large": STATE["large"]}, storage_writer=WRITERS[writer](tmp_path))
     for target in (torch.zeros(1000, 1500).t(), torch.zeros(1500, 1000, dtype=torch.float64)):
         load(tmp_path, {"large": target}, PlacementLoadPlanner)
@@ -255,10 +255,10 @@ def test_a_damaged_directory_is_a_problem_of_the_record_and_no_error_of_the_disk
     held = io.BytesIO()
     torch.save(torch.arange(6.0).reshape(2, 3).t(), held)
     sound = held.getvalue()
-    assert zip_problem(range_in_memory(sound).stream()) == (None, True)
+    assert Record(range_in_memory(sound)).check() == RecordCheck()
     for at in range(len(sound) - 98, len(sound)):
         for bit in range(8):
             data = sound[:at] + bytes([sound[at] ^ 1 << bit]) + sound[at + 1 :]
-            problem, has_crc = zip_problem(range_in_memory(data).stream())
-            assert has_crc
-            assert problem is None or problem
+            check = Record(range_in_memory(data)).check()
+            assert check.has_crc
+            assert check.problem is None or check.problem

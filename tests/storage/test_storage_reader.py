@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from dcp_placements import PlacementError
 from dcp_placements.storage.reader import PlacementFileSystemReader
-from dcp_placements.storage.record_reads import BUFFER_NBYTES
+from dcp_placements.storage.record import BUFFER_NBYTES
 from dcp_placements.storage.tensor_record import parse_record
 from dcp_placements.storage.writer import PlacementFileSystemWriter
 from dcp_placements.testing import World
@@ -76,7 +76,7 @@ def test_it_casts_as_torch_does(kinds: tuple[Path, dict[str, Any]]) -> None:
 def test_large_casts_go_through_a_buffer_of_bounded_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dcp_placements.storage.record_reads.BUFFER_NBYTES", 10_000)
+    monkeypatch.setattr("dcp_placements.storage.record.BUFFER_NBYTES", 10_000)
     saved = {"w": torch.randn(300, 70)}
     dcp.save(saved, storage_writer=dcp.FileSystemWriter(tmp_path))
     reader = PlacementFileSystemReader(tmp_path)

@@ -50,7 +50,7 @@ def test_slices_are_those_of_the_strided_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_gap: int, buffer_nbytes: int
 ) -> None:
     """With overlaps, gaps and strides of 0; into targets of any layout."""
-    monkeypatch.setattr("dcp_placements.storage.record_reads.BUFFER_NBYTES", buffer_nbytes)
+    monkeypatch.setattr("dcp_placements.storage.record.BUFFER_NBYTES", buffer_nbytes)
     monkeypatch.setattr(CountedFile, "gap", lambda self, nbytes: most_gap)
     elements = torch.randint(-(1 << 15), 1 << 15, (256,), dtype=torch.int16)
     (tmp_path / "file").write_bytes(elements.numpy().tobytes())

@@ -21,11 +21,11 @@ from dcp_placements.short_text import (
     format_names,
 )
 from dcp_placements.storage.file_reads import read_only_mapping
+from dcp_placements.storage.record import Record
 from dcp_placements.storage.safe_pickle import Stub
 from dcp_placements.storage.state_dict_file import SavedFile, saved_tensor
 from dcp_placements.storage.store import LocalStore
 from dcp_placements.storage.tensor_record import TensorRecord
-from dcp_placements.storage.torch_load import zip_problem
 
 _INERT_MODULES = (
     *("megatron.", "transformer_engine.", "transformer_engine_torch.", "modelopt.", "numpy."),
@@ -123,7 +123,7 @@ def check_contents(path: Path) -> None:
         UnreadableFile: The contents are not what was written.
     """
     with open(path, "rb") as stream:
-        problem, _ = zip_problem(stream)
+        problem = Record.of_stream(stream).check().problem
     if problem is not None:
         raise UnreadableFile(
             f"{path}: is not what was written: {format_name(problem)}\n"
