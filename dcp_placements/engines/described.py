@@ -231,8 +231,9 @@ def rank_keys(
         holding = holding_of(placing.state_dict, placing.placed, {}, placing.absent)
         world = World([holding.sent])
         states = OptimizerStates(placing.state_dict)
-        keys.faults, notes, _ = compare_with_whole(whole, world, states, waived, complete=False)
-        keys.notes += notes
+        against_whole = compare_with_whole(whole, world, states, waived, complete=False)
+        keys.faults = against_whole.faults
+        keys.notes += against_whole.notes
     for fqn in filter(placing.absent.__contains__, placing.state_dict):
         keys.paths.setdefault(placing.mappings.get(fqn, (item_key, fqn))[1:], [])
     views = {

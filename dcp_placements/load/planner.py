@@ -406,7 +406,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         asked = AllAsked(asking, tables, different, own.record, own.stored, policy, complete)
         faults: list[Fault] = []
         if self.whole is not None:
-            faults, notes_of_whole, report.whole = compare_with_whole(
+            compared = compare_with_whole(
                 self.whole,
                 asked.world,
                 asked.states,
@@ -414,7 +414,8 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
                 complete=complete and not policy.partial,
                 may_lack_levels=True,
             )
-            mistakes += notes_of_whole
+            faults, report.whole = compared.faults, compared.text
+            mistakes += compared.notes
         faults += asked.faults()
         if not complete:
             faults += unnumbered_rows(own, self.rename)

@@ -8,7 +8,7 @@ Of a save by torch's planners on ``pp=2, etp=2``, whose stages counted their lay
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.short_text import folded_keys, natural_key, numbers_in
 from dcp_placements.table.table import as_holding, tables_of
-from dcp_placements.table.whole import Levels, WholeModel, compare_with_whole
+from dcp_placements.table.whole import WholeModel, compare_with_whole
 from dcp_placements.table.world import World
 
 
@@ -65,12 +65,12 @@ def compared_with_whole(checkpoint: Checkpoint, whole: WholeModel) -> ComparedWi
     }
     values.update(dict.fromkeys(checkpoint.objects))
     world = World([as_holding(tables_of(values, {}), {}).sent])
-    faults, notes, text = compare_with_whole(whole, world, states)
-    shapes = _shapes(whole, keys, states)
+    compared = compare_with_whole(whole, world, states)
+    shapes = compared.shapes()
     stored = {fqn: tensor.shape for fqn, tensor in checkpoint.tensors.items()}
     of_stored, of_whole = _numbers(stored), _numbers(shapes)
     lost = []
-    for fault in faults:
+    for fault in compared.faults:
         own, wanted = stored.get(fault.fqn), shapes.get(fault.fqn)
         reason, declaration = fault.headline, ""
         if own is not None and wanted is not None:
@@ -79,25 +79,7 @@ def compared_with_whole(checkpoint: Checkpoint, whole: WholeModel) -> ComparedWi
             reason, declaration = "not stored", _numbered(fault.fqn, of_stored, of_whole)
         lost.append(LostTensor(fault.fqn, own, wanted, reason, declaration))
     lost.sort(key=lambda tensor: natural_key(tensor.fqn))
-    return ComparedWithWhole(tuple(lost), tuple(map(str, notes)), text)
-
-
-def _shapes(whole: WholeModel, fqns: Sequence[str], states: OptimizerStates) -> dict[str, Shape]:
-    """Return the shapes of the whole model by the checkpoint's keys, those of its state too."""
-    own = {fqn: states.of(fqn) for fqn in fqns}
-    levels = Levels(whole, [fqn for fqn, state in own.items() if state is None])
-    shapes: dict[str, Shape] = {}
-    by_name: dict[str, Shape] = {}
-    for level in levels.names:
-        model = whole.model_at(level)
-        for key, shape in {} if model is None else model.shapes.items():
-            shapes[level + key] = by_name[key] = shape
-    for fqn, state in own.items():
-        if state is not None and fqn not in shapes:
-            of_parameter = shapes.get(state.parameter, by_name.get(state.parameter))
-            if of_parameter is not None:
-                shapes[fqn] = of_parameter
-    return shapes
+    return ComparedWithWhole(tuple(lost), tuple(map(str, compared.notes)), compared.text)
 
 
 def _cut(fqn: str, stored: Shape, whole: Shape) -> tuple[str, str] | None:

@@ -167,11 +167,12 @@ class Coordinator:
             self._prove_boxes()
         if self._whole is not None:
             held = {fqn: None for piece in self.world.pieces for fqn in piece.fqns}
-            faults, notes, self.report.whole = compare_with_whole(
+            compared = compare_with_whole(
                 self._whole, self.world, OptimizerStates(held), waived, complete=self.complete
             )
-            self._faults += faults
-            self._notes += notes
+            self.report.whole = compared.text
+            self._faults += compared.faults
+            self._notes += compared.notes
         matches = [
             patterns
             for statement in self.statements

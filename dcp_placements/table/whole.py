@@ -343,7 +343,7 @@ def compare_with_whole(
     *,
     complete: bool = True,
     may_lack_levels: bool = False,
-) -> tuple[list[Fault], list[Fault], str]:
+) -> WholeComparison:
     """Compare the keys and shapes of all ranks together with the whole model.
 
     ``WholeModel`` says what is compared with what.
@@ -355,32 +355,20 @@ def compare_with_whole(
         excused: Patterns of keys that are not compared.
         complete: Whether these are all ranks, so that what none of them has is missing.
         may_lack_levels: Whether a level of which no rank has any key is left out on purpose.
-
-    Returns:
-        The faults; the notes on levels that are not their models or not compared, and on tensors
-        under no level; and as text, the number of keys compared and the tensors that were not.
     """
-    comparison = _LevelComparison(whole, world, states, excused)
+    comparison = WholeComparison(whole, world, states, excused)
     comparison.compare_keys()
     comparison.find_missing(complete=complete, may_lack_levels=may_lack_levels)
-    counts = [
-        format_count(count, "key") + (f" under {level.name!r}" if level.name else "")
-        for level in comparison.levels.values()
-        if level.model is not None and (count := len(level.model.shapes) - level.lacking)
-    ]
-    if not counts and whole.is_flat:
-        return [_no_common_key(whole)], [], "no key"
-    faults, notes = comparison.judged()
-    faults += comparison.state_faults()
-    notes += comparison.beside_notes()
-    text = ", ".join(counts) or "no key"
-    if names := comparison.not_compared:
-        text += f"; {format_count(len(names), 'tensor')} not compared"
-        text += f" ({format_names(folded_names(names), 2)})"
-    return faults, notes, text
+    if not comparison.counts and whole.is_flat:
+        comparison.faults.append(_no_common_key(whole))
+        return comparison
+    comparison.judge_levels()
+    comparison.compare_states()
+    comparison.note_beside()
+    return comparison
 
 
-class _LevelComparison:
+class WholeComparison:
     """The comparison of all ranks with the whole model, level by level.
 
     Args:
@@ -391,6 +379,9 @@ class _LevelComparison:
 
     Attributes:
         levels: The levels by name.
+        faults: The faults of keys, missing ones included.
+        notes: Notes on levels that are not their models or not compared, and on tensors under no
+            level.
         not_compared: Tensors that are not compared.
     """
 
@@ -418,8 +409,49 @@ class _LevelComparison:
         levels = Levels(whole, [fqn for fqn in self._pieces if fqn not in self._parameter_of])
         self._level_of = levels.of
         self.levels = {name: LevelCompared(name, whole.model_at(name)) for name in levels.names}
+        self.faults: list[Fault] = []
+        self.notes: list[Fault] = []
         self.not_compared: list[str] = []
         self._beside: list[str] = []
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of keys that were compared, by level."""
+        return {
+            level.name: count
+            for level in self.levels.values()
+            if level.model is not None and (count := len(level.model.shapes) - level.lacking)
+        }
+
+    @property
+    def text(self) -> str:
+        """The number of keys that were compared, and the tensors that were not."""
+        counts = [
+            format_count(count, "key") + (f" under {name!r}" if name else "")
+            for name, count in self.counts.items()
+        ]
+        text = ", ".join(counts) or "no key"
+        if names := self.not_compared:
+            text += f"; {format_count(len(names), 'tensor')} not compared"
+            text += f" ({format_names(folded_names(names), 2)})"
+        return text
+
+    def shapes(self) -> dict[str, Shape]:
+        """Return the shapes of the whole model by the ranks' keys.
+
+        They are those of all keys under levels, missing ones included, and for optimizer state that
+        of its parameter.
+        """
+        shapes = {
+            level.name + key: shape
+            for level in self.levels.values()
+            if level.model is not None
+            for key, shape in level.model.shapes.items()
+        }
+        for fqn, parameter in self._parameter_of.items():
+            if of_parameter := self._shapes_of(parameter):
+                shapes.setdefault(fqn, of_parameter[0])
+        return shapes
 
     def _is_excused(self, fqn: str) -> bool:
         return matches_any(self._excused, fqn)
@@ -470,10 +502,8 @@ class _LevelComparison:
                 if is_expected and not self._is_excused(prefix + key):
                     level.missing[prefix + key] = shape
 
-    def judged(self) -> tuple[list[Fault], list[Fault]]:
-        """Return the faults, and notes on levels that may be something else."""
-        faults: list[Fault] = []
-        notes: list[Fault] = []
+    def judge_levels(self) -> None:
+        """Add the faults of keys, and notes on levels that may be something else."""
         weights = [level for level in self.levels.values() if not is_beside_weights(level.name)]
         exact = next((level.name for level in weights if level.is_the_model), None)
         for level in self.levels.values():
@@ -481,31 +511,28 @@ class _LevelComparison:
                 if not all(map(self._is_excused, level.fqns)):
                     count = format_count(len(level.fqns), "key")
                     headline = f"is no level of whole=, and not compared: {count}, as the model's"
-                    notes.append(_level_note(level.name, headline))
+                    self.notes.append(_level_note(level.name, headline))
             elif self._whole.is_flat and is_beside_weights(level.name) and weights:
                 if is_beside_weights(level.name, _OPTIMIZERS):
                     level.missing.clear()
                 if level.faults or level.missing:
-                    notes.append(level.note("an average may be of other weights"))
+                    self.notes.append(level.note("an average may be of other weights"))
             elif self._whole.is_flat and level.faults and exact is not None:
-                notes.append(level.note(f"it is taken for another one, since {exact!r} is"))
+                self.notes.append(level.note(f"it is taken for another one, since {exact!r} is"))
             else:
-                faults += level.all_faults()
+                self.faults += level.all_faults()
                 continue
             level.is_other = True
-        return faults, notes
 
-    def state_faults(self) -> list[Fault]:
-        """Return the faults of optimizer state."""
-        faults: list[Fault] = []
+    def compare_states(self) -> None:
+        """Compare optimizer state with its parameters."""
         for fqn, parameter in self._parameter_of.items():
             group = self._pieces[fqn][0].group
             shapes = self._shapes_of(parameter)
             if not shapes:
                 self._beside += [fqn] if group.shape else []
             elif headline := _unlike_parameter(group, shapes):
-                faults += self._faults(fqn, headline, _OTHER_SHAPE)
-        return faults
+                self.faults += self._faults(fqn, headline, _OTHER_SHAPE)
 
     def _shapes_of(self, parameter: str) -> list[Shape]:
         """Return the shapes that a parameter has, by its name with or without a level."""
@@ -518,8 +545,8 @@ class _LevelComparison:
                     shapes[self._pieces[prefix + name][0].group.shape] = None
         return list(shapes)
 
-    def beside_notes(self) -> list[Fault]:
-        """Return the note on floating-point tensors that are compared with nothing."""
+    def note_beside(self) -> None:
+        """Add a note on floating-point tensors that are compared with nothing."""
         self.not_compared += self._beside
         names = [
             fqn
@@ -529,14 +556,14 @@ class _LevelComparison:
             and not self._is_excused(fqn)
         ]
         if not names:
-            return []
+            return
         headline = "under no level of whole=, and state of no parameter there: not compared"
         details = (
             "likely:      names that rename= does not make the whole model's; or what is beside it",
             'way out:     whole={"model": ..., level: {key: shape}} has it compared; '
             "waive={pattern: reason} where it is right",
         )
-        return [Fault(format_names(folded_names(names), 3), headline, details)]
+        self.notes.append(Fault(format_names(folded_names(names), 3), headline, details))
 
 
 _OTHER_SHAPE = (

@@ -289,10 +289,10 @@ class RehearsedWorld:
             faults = asked.faults() if self.size > 1 else []
         if whole is None:
             return faults, []
-        unlike, notes, _ = compare_with_whole(
+        compared = compare_with_whole(
             whole, asked.world, asked.states, policy.waived, may_lack_levels=True
         )
-        return faults + unlike, notes
+        return faults + compared.faults, compared.notes
 
     def add_fault(self, fault: Fault, ranks: Iterable[int]) -> None:
         """Add a fault of some ranks."""
