@@ -12,6 +12,9 @@ import signal
 import sys
 from collections.abc import Callable
 
+from dcp_placements.short_text import format_name
+from dcp_placements.storage.process_limits import OPENED
+
 _PARENT_DEATH = 1
 """``PR_SET_PDEATHSIG`` of Linux: the signal to a process whose parent has ended."""
 
@@ -33,6 +36,7 @@ def in_own_process(run: Callable[[], int]) -> tuple[int, int | None]:
     # Before torch is imported, a process has no threads and is small.
     waited = (*_FORWARDED, signal.SIGCHLD)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+    OPENED.share()
     parent, child = os.getpid(), os.fork()
     if not child:
         ctypes.CDLL(None).prctl(_PARENT_DEATH, signal.SIGKILL)
@@ -66,4 +70,5 @@ def why_ended(number: int) -> str | None:
         likely = "the system has too little memory: --most-memory before the command sets a limit"
     else:
         return None
-    return f"the command did not end: {what}\n    likely:      {likely}"
+    text = f"the command did not end: {what}\n    likely:      {likely}"
+    return f"{text}\n    last opened: {format_name(path)}" if (path := OPENED.path()) else text

@@ -8,6 +8,7 @@ of its own with a limit of memory, and ends where one pickle takes too long. A t
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import threading
@@ -54,6 +55,36 @@ def limited_memory(nbytes: int | None) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+_OPENED_NBYTES = 4 << 10
+"""Longest path that is kept of the file opened last."""
+
+
+class _Opened:
+    """The path of the file that was opened last, in memory that a process shares with its child."""
+
+    def __init__(self) -> None:
+        self._shared: mmap.mmap | None = None
+
+    def share(self) -> None:
+        """From now on, keep the path, also of what a child opens that is forked after this."""
+        self._shared = mmap.mmap(-1, _OPENED_NBYTES)
+
+    def note(self, path: str) -> None:
+        """Keep the path of a file that is opened; do nothing where nobody shares it."""
+        if self._shared is not None:
+            name = os.fsencode(path)[: _OPENED_NBYTES - 1]
+            self._shared[: len(name) + 1] = name + b"\0"
+
+    def path(self) -> str:
+        """The path; empty if no file was opened."""
+        shared = b"" if self._shared is None else self._shared[:]
+        return os.fsdecode(shared.partition(b"\0")[0])
+
+
+OPENED = _Opened()
+"""A process that the system ends cannot say which file it read; its parent can."""
 
 
 class _Clock:

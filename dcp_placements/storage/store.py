@@ -40,6 +40,7 @@ from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 from dcp_placements.errors import PlacementError
 from dcp_placements.short_text import format_name
 from dcp_placements.storage.file_reads import ByteRangeIO
+from dcp_placements.storage.process_limits import OPENED
 from dcp_placements.storage.remote import (
     OBJECT_STORES,
     UploadStream,
@@ -370,6 +371,7 @@ class LocalStore(Store):
         if why is not None:
             raise PermissionError(errno.EPERM, why, name)
         # Do not block if the file has become a FIFO meanwhile.
+        OPENED.note(self._path(name))
         descriptor = os.open(self._path(name), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
@@ -695,6 +697,7 @@ class UrlStore(Store):
         """
         self._check_inside(name)
         url, fs = self.url(name), self.fs
+        OPENED.note(url)
         nbytes, _ = facts_of(self._ask("info", url))
         if nbytes is None:
             raise IsADirectoryError(errno.EISDIR, "this is a directory", url)
@@ -713,6 +716,7 @@ class UrlStore(Store):
         """
         self._check_inside(name)
         url = self.url(name)
+        OPENED.note(url)
 
         def whole() -> bytes | None:
             self.fs.invalidate_cache()

@@ -217,7 +217,9 @@ def test_every_command_ends_on_every_file(
     if number is not None:
         assert (kind, name) in NEED_LIMITS
         assert number in (signal.SIGPROF, signal.SIGSEGV)
-        assert "file of unknown origin" in (why_ended(number) or "")
+        why = why_ended(number) or ""
+        assert "file of unknown origin" in why
+        assert str(path) in why
         return
     # A file may hold what nobody reads: its value is not shown, and its record is sound.
     assert code in ((2,) if kind == "metadata" else (0, 1, 2))
@@ -258,6 +260,7 @@ def test_a_program_says_why_it_ended(tmp_path: Path) -> None:
         ran = subprocess.run([*program, *more], capture_output=True, text=True, check=False)
         assert ran.returncode == 2
         assert "it crashed (SIGSEGV)" in ran.stderr
+        assert f"last opened: {path}/.metadata" in ran.stderr
         assert ('"error"' in ran.stdout) == bool(more)
 
 

@@ -21,6 +21,7 @@ from dcp_placements.short_text import (
     format_names,
 )
 from dcp_placements.storage.file_reads import read_only_mapping
+from dcp_placements.storage.process_limits import OPENED
 from dcp_placements.storage.record import Record
 from dcp_placements.storage.safe_pickle import Stub
 from dcp_placements.storage.state_dict_file import SavedFile, saved_tensor
@@ -78,6 +79,7 @@ def load_torch_file(path: Path) -> Any:
     why = LocalStore(path.parent).why_barred(path.name)
     if why is not None:
         raise UnreadableFile(f"{path}: cannot be read: {why}")
+    OPENED.note(str(path))
     try:
         with open(path, "rb") as stream:
             file = SavedFile(path.name, stream)
