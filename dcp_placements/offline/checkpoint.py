@@ -29,7 +29,7 @@ from dcp_placements.errors import (
 from dcp_placements.items import object_read, quiet_gc
 from dcp_placements.layout.boxes import Index, as_boxes
 from dcp_placements.layout.sharding import Box
-from dcp_placements.offline.directory import existing_directory, no_checkpoint
+from dcp_placements.offline.directory import existing_directory
 from dcp_placements.offline.safetensors_files import read_safetensors_metadata
 from dcp_placements.short_text import (
     format_error,
@@ -48,7 +48,7 @@ from dcp_placements.storage.save_ids import (
 from dcp_placements.storage.state_dict_file import Records
 from dcp_placements.storage.store import StorageOptions, Store
 from dcp_placements.storage.torch_metadata import Offset, StoredLocation
-from dcp_placements.storage.wrong_path import ENGINE_METADATA
+from dcp_placements.storage.wrong_path import ENGINE_METADATA, no_checkpoint
 
 DCP = "dcp"
 SAFETENSORS = "safetensors"
@@ -423,7 +423,7 @@ class Checkpoint:
         if files := [name for name in names if name.endswith(".safetensors")]:
             metadata, self.absent = read_safetensors_metadata(directory, files)
             return SAFETENSORS, metadata
-        raise no_checkpoint(directory)
+        raise no_checkpoint(directory, CannotLook)
 
 
 AnySource = str | os.PathLike[str] | Checkpoint

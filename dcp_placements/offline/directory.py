@@ -11,7 +11,6 @@ from typing import Any
 
 from dcp_placements.errors import CannotLook
 from dcp_placements.short_text import format_name, format_names
-from dcp_placements.storage.rank_metadata import only_of_ranks
 from dcp_placements.storage.store import LocalStore, StorageOptions, Store, open_store
 
 MARKER = ".unfinished"
@@ -108,34 +107,4 @@ def overwritten(store: Store, changed: Sequence[str]) -> CannotLook:
         f"    found:       {format_names(changed, 4)}: other contents than at the start\n"
         "    likely:      a save into the same directory\n"
         "    way out:     run it again when the save has ended"
-    )
-
-
-def no_checkpoint(directory: Store) -> CannotLook:
-    """Return the error of a directory that holds no checkpoint."""
-    names = directory.names()
-    if text := only_of_ranks(directory.path, names):
-        return CannotLook(text)
-    marks = (".metadata", "model.safetensors.index.json", "model.safetensors")
-    inside = [
-        name
-        for name in names
-        if any(directory.size(f"{name}/{mark}") is not None for mark in marks)
-    ]
-    if any(name.endswith(".distcp") for name in names):
-        way = "load an older checkpoint: this save was cut off before it wrote .metadata"
-    elif any(name.startswith("mp_rank_") for name in names):
-        way = "these are Megatron's own files: dcp-placements megatron tells which"
-    elif any(name.endswith((".pt", ".pth", ".bin")) for name in names):
-        way = "import and export read a file per rank: --files 'NAME_{rank}.pt' says which"
-    elif inside:
-        way = f"give one of the checkpoints inside: {format_names(inside)}"
-    elif not names:
-        way = "give another directory, this one is empty"
-    else:
-        way = "give a directory with .metadata, or with *.safetensors files"
-    return CannotLook(
-        f"{directory.path}: no checkpoint in it\n"
-        f"    found:       {format_names(names, 6) or 'nothing'}\n"
-        f"    way out:     {way}"
     )

@@ -12,12 +12,12 @@ from dcp_placements.offline.checkpoint import check_count, is_torch_dist, read_d
 from dcp_placements.offline.directory import (
     check_versions,
     existing_directory,
-    no_checkpoint,
     versions_of,
 )
 from dcp_placements.storage.index import INDEX_VERSION, OtherVersion
 from dcp_placements.storage.metadata_file import UnusedIndex, write_metadata
 from dcp_placements.storage.store import StorageOptions
+from dcp_placements.storage.wrong_path import no_checkpoint
 
 
 @quiet_gc()
@@ -49,7 +49,7 @@ def stock_metadata(
     """
     directory = existing_directory(path, storage_options)
     if ".metadata" not in directory.names():
-        raise no_checkpoint(directory)
+        raise no_checkpoint(directory, CannotLook)
     if is_torch_dist(directory):
         raise CannotLook(
             f"{directory.path}: .metadata is Megatron's, of a class of its own: not written anew"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,18 +22,21 @@ ENGINE_METADATA = "metadata.pkl"
 """The file that describes a checkpoint of ``torch_checkpointing``."""
 
 _WAY_OUT = "the directory of a checkpoint, in which .metadata is"
+_IMPORT = "dcp-placements import PATH OUT"
 
 
-def no_checkpoint(store: Store) -> NoCheckpoint:
-    """Return the error of a load from a directory without ``.metadata``."""
-    folder, entry = Path(store.path), store.entry()
+def no_checkpoint(store: Store, kind: type[PlacementError] = NoCheckpoint) -> PlacementError:
+    """Return the error of a directory that holds no complete checkpoint.
+
+    Args:
+        store: The files of the directory.
+        kind: Class of the error: ``NoCheckpoint`` of a load, ``CannotLook`` of a tool.
+    """
+    entry = store.entry()
     is_directory = entry is not None and entry.nbytes is None
     names = store.names() if is_directory else []
     if text_of_ranks := only_of_ranks(store.path, names):
-        return NoCheckpoint(text_of_ranks)
-    if not store.is_local:
-        text = f"{store.path}: there is no .metadata\n    way out:     {_WAY_OUT}"
-        return NoCheckpoint(text)
+        return kind(text_of_ranks)
     contents = format_names(names, 4) or "an empty directory"
     if not is_directory:
         contents = "no such directory" if entry is None else "a file, and no directory"
@@ -42,10 +46,21 @@ def no_checkpoint(store: Store) -> NoCheckpoint:
     ]
     if any(name.startswith(".metadata.") or name.endswith(".distcp") for name in names):
         lines.append("likely:      a save that was cut off, as .metadata comes last")
+    return kind("\n    ".join([*lines, *_ways_out(store, names)]))
+
+
+def _ways_out(store: Store, names: Sequence[str]) -> list[str]:
+    """Return what to do about a directory without ``.metadata``, by the names in it."""
     if ENGINE_METADATA in names:
-        lines.append("likely:      torch_checkpointing saved it: Placements.resharder() loads it")
-        return NoCheckpoint("\n    ".join([*lines, "or:          dcp-placements import PATH OUT"]))
-    return NoCheckpoint("\n    ".join([*lines, _way_out(folder)]))
+        return [
+            "likely:      torch_checkpointing saved it: Placements.resharder() loads it",
+            f"or:          {_IMPORT}",
+        ]
+    if any(name.endswith(".safetensors") or name.startswith("mp_rank_") for name in names):
+        return [f"way out:     {_IMPORT}, as it has the files of another tool"]
+    if any(name.endswith((".pt", ".pth", ".bin")) for name in names):
+        return [f"way out:     {_IMPORT} --files 'NAME_{{rank}}.pt', if it has a file per rank"]
+    return [_way_out(Path(store.path)) if store.is_local else f"way out:     {_WAY_OUT}"]
 
 
 def unreadable_metadata(store: Store, name: str, error: Exception) -> PlacementError:

@@ -136,7 +136,7 @@ def test_metadata_that_a_save_wrote_meanwhile_are_not_replaced(
 
 
 def test_a_directory_without_metadata_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CannotLook, match="no checkpoint in it"):
+    with pytest.raises(CannotLook, match="no complete checkpoint"):
         stock_metadata(tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -169,5 +169,5 @@ def assert_whole_after_a_rewrite(path: Path, opener: Any) -> None:
     assert str(after.storage_meta.checkpoint_id) == str(before.storage_meta.checkpoint_id)
     assert list(after.state_dict_metadata) == list(before.state_dict_metadata)
     assert fields_of_properties(path) == {5}
-    with pytest.raises(CannotLook, match="no checkpoint in it"):
+    with pytest.raises(CannotLook, match="no complete checkpoint"):
         stock_metadata(path.parent)
