@@ -21,7 +21,6 @@ from dcp_placements._torch import global_rank
 from dcp_placements.advice.block import block_in
 from dcp_placements.errors import PlacementError
 from dcp_placements.installation import EndedCall
-from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.doctor import OVERWRITTEN, Diagnosis, diagnose
 from dcp_placements.storage.provenance import provenance_of
 
@@ -131,7 +130,7 @@ def lost_experts(path: str, planner: Any) -> str | None:
     if metadata is not None and provenance_of(metadata) is not None:  # its save was proved
         return None
     try:
-        diagnosis = diagnose(Checkpoint(path))
+        diagnosis = diagnose(path)
     except PlacementError:  # not a checkpoint that the command line opens
         return None
     lost = {

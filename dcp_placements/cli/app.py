@@ -25,6 +25,7 @@ from dcp_placements.cli.printing import Shown, print_error, print_json_error, re
 from dcp_placements.cli.shared_options import (
     Argument,
     Parsed,
+    SourceOption,
     parse_storage_option,
     size_option,
 )
@@ -51,6 +52,8 @@ PURPOSES: dict[str, tuple[Callable[..., Shown], ...]] = {
 }
 """The commands by purpose; each function returns what is printed, and the exit code."""
 
+FILES_OF_RANKS = "Options of files of ranks, Megatron's and an engine's"
+
 PRESETS = {
     "dcp_placements.presets": "megatron_core, megatron_lite, transformers, veomni",
     "dcp_placements.presets.hub": "deepseek_v3, gpt_oss, mixtral, qwen3_moe",
@@ -62,11 +65,16 @@ class Command(click.Command):
     """A command whose help lists its arguments."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the lists of arguments and options."""
+        """Write the lists of arguments, of options, and of those of the files that are read."""
         arguments = [parameter for parameter in self.params if isinstance(parameter, Argument)]
         with formatter.section("Arguments"):
             formatter.write_dl([(argument.metavar or "", argument.text) for argument in arguments])
-        super().format_options(ctx, formatter)
+        records = [(param, param.get_help_record(ctx)) for param in self.get_params(ctx)]
+        for kind, title in ((click.Option, "Options"), (SourceOption, FILES_OF_RANKS)):
+            listed = [record for param, record in records if record and type(param) is kind]
+            if listed:
+                with formatter.section(title):
+                    formatter.write_dl(listed)
 
 
 class CommandGroup(click.Group):
@@ -113,7 +121,7 @@ def _command(function: Callable[..., Shown]) -> click.Command:
 
     printing = click.command(_name(function), cls=Command)(command)
     printing.params.append(click.Option(["--json"], is_flag=True, help="Print one JSON document."))
-    if "storage_options" in signature(function).parameters:
+    if {"storage_options", "opening"} & signature(function).parameters.keys():
         option = click.Option(
             ["--storage-option"],
             metavar="KEY=VALUE",

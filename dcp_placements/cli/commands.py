@@ -17,7 +17,6 @@ from dcp_placements.cli.shared_options import (
     argument,
     checkpoint_argument,
     dry_run_option,
-    files_option,
     fqn_option,
     fsdp_option,
     function_option,
@@ -29,6 +28,7 @@ from dcp_placements.cli.shared_options import (
     parse_pair,
     rules_option,
     size_option,
+    source_options,
     whole_option,
 )
 from dcp_placements.errors import CannotLook
@@ -40,19 +40,24 @@ if TYPE_CHECKING:
 
     from dcp_placements.storage.store import StorageOptions
 
+Opening = dict[str, Any]
+"""Arguments of ``open_source``: what the names of files do not say."""
+
 
 @checkpoint_argument
 @argument("tensor", "[FQN]", "A tensor's key: list its chunks, and where they are.", required=False)
 @fqn_option
 @click.option("--keys", is_flag=True, help="List every key and every file.")
+@source_options()
 def inspect_command(
-    *, ckpt: str, tensor: str | None, fqn: str | None, keys: bool, storage_options: StorageOptions
+    *, ckpt: str, tensor: str | None, fqn: str | None, keys: bool, opening: Opening
 ) -> Shown:
     """Sum up tensors, small objects with their values, and the record of the save."""
     with progress("inspect"):
+        source = offline.open_source(ckpt, **opening)
         if tensor is not None:
-            return Shown(offline.inspect_tensor(ckpt, tensor, storage_options=storage_options))
-        inspection = offline.inspect(ckpt, fqn=fqn, storage_options=storage_options)
+            return Shown(offline.inspect_tensor(source, tensor))
+        inspection = offline.inspect(source, fqn=fqn)
     return Shown(inspection, text=partial(inspection.text, keys=keys))
 
 
@@ -67,14 +72,13 @@ def inspect_command(
     default="checkpoint.png",
     help="The .png or .svg file to write.",
 )
-def draw_command(
-    *, ckpt: str, fqn: str | None, output: str, storage_options: StorageOptions
-) -> Shown:
+@source_options()
+def draw_command(*, ckpt: str, fqn: str | None, output: str, opening: Opening) -> Shown:
     """Draw a tensor's chunks by writer rank, or the bytes that each rank wrote."""
     with progress("draw"):
         offline.check_picture_name(output)
-        figure = offline.draw(ckpt, fqn, storage_options=storage_options)
-        offline.save_figure(figure, output, storage_options=storage_options)
+        figure = offline.draw(offline.open_source(ckpt, **opening), fqn)
+        offline.save_figure(figure, output, storage_options=opening["storage_options"])
     document = {"path": ckpt, "fqn": fqn, "written": str(output)}
     return Shown(document, text=lambda: format_name(f"{output}: written"))
 
@@ -109,6 +113,7 @@ def megatron_command(
 @click.option("--all", "all_faults", is_flag=True, help="Print every fault.")
 @whole_option
 @memory_option("2GiB")
+@source_options()
 def verify_command(
     *,
     ckpt: str,
@@ -116,20 +121,16 @@ def verify_command(
     all_faults: bool,
     whole: Any,
     memory: int,
-    storage_options: StorageOptions,
+    opening: Opening,
 ) -> Shown:
     """Find holes, overlaps, missing and damaged files, mixed saves.
 
     --whole compares every key and shape with the unsharded model, too.
     """
     with progress("verify", BYTES) as step:
+        source = offline.open_source(ckpt, **opening)
         result = offline.verify(
-            ckpt,
-            contents=contents,
-            whole=whole,
-            memory=memory,
-            storage_options=storage_options,
-            progress=step,
+            source, contents=contents, whole=whole, memory=memory, progress=step
         )
     text = partial(result.text, sys.maxsize) if all_faults else None
     return Shown(result, 0 if result.sound else 1, text)
@@ -146,6 +147,7 @@ def verify_command(
 )
 @click.option("--all", "all_families", is_flag=True, help="Print every difference.")
 @memory_option("2GiB")
+@source_options()
 def diff_command(
     *,
     a: str,
@@ -157,20 +159,20 @@ def diff_command(
     prefix: str | None,
     all_families: bool,
     memory: int,
-    storage_options: StorageOptions,
+    opening: Opening,
 ) -> Shown:
     """Compare two checkpoints element by element; --rename maps A's keys to B's."""
     with progress("diff", BYTES) as step:
+        first, second = offline.open_pair(a, b, **opening)
         diff = offline.diff(
-            a,
-            b,
+            first,
+            second,
             fqn=fqn,
             rtol=rtol,
             atol=atol,
             rename=rename,
             prefix=prefix,
             memory=memory,
-            storage_options=storage_options,
             progress=step,
         )
     text = partial(diff.text, sys.maxsize) if all_families else None
@@ -178,8 +180,8 @@ def diff_command(
 
 
 @checkpoint_argument
-@rules_option(required=True)
-@mesh_option(required=True)
+@rules_option
+@mesh_option
 @fsdp_option
 @click.option(
     "--expect",
@@ -188,6 +190,7 @@ def diff_command(
     help="The model's keys: a JSON list, or one per line.",
 )
 @fqn_option
+@source_options("source-")
 def rehearse_command(
     *,
     ckpt: str,
@@ -196,20 +199,14 @@ def rehearse_command(
     fsdp: dict[str, list[str]],
     expect: Path | None,
     fqn: str | None,
-    storage_options: StorageOptions,
+    opening: Opening,
 ) -> Shown:
     """Plan a load on every rank of a mesh that need not exist. No data is read."""
     keys = None if expect is None else _keys(expect)
     with progress("rehearse", "ranks") as step:
+        source = offline.open_source(ckpt, **opening)
         rehearsal = offline.rehearse(
-            ckpt,
-            rules,
-            mesh,
-            fsdp=fsdp,
-            expect=keys,
-            fqn=fqn,
-            storage_options=storage_options,
-            progress=step,
+            source, rules, mesh, fsdp=fsdp, expect=keys, fqn=fqn, progress=step
         )
     code = 0 if rehearsal.loads and not rehearsal.unmatched else 1
     return Shown(rehearsal, code)
@@ -217,10 +214,11 @@ def rehearse_command(
 
 @argument("src", "SRC", "The checkpoint to rewrite.")
 @out_argument
-@rules_option(required=True)
-@mesh_option(required=True)
+@rules_option
+@mesh_option
 @fsdp_option
 @dry_run_option
+@source_options("source-")
 def reshard_command(
     *,
     src: str,
@@ -229,7 +227,7 @@ def reshard_command(
     mesh: MeshAxes,
     fsdp: dict[str, list[str]],
     dry_run: bool,
-    storage_options: StorageOptions,
+    opening: Opening,
 ) -> Shown:
     """Rewrite a checkpoint for the mesh that will load it: each rank's bytes in one file.
 
@@ -238,13 +236,13 @@ def reshard_command(
     """
     with progress("reshard", BYTES) as step:
         result = offline.reshard(
-            src,
+            offline.open_source(src, **opening),
             out,
             rules,
             mesh,
             fsdp=fsdp,
             dry_run=dry_run,
-            storage_options=storage_options,
+            storage_options=opening["storage_options"],
             progress=step,
         )
     return Shown(result)
@@ -265,29 +263,30 @@ def _keys(path: Path) -> list[str]:
 
 @checkpoint_argument
 @number_option("--experts-per-layer", "The number of experts in a layer.")
-@mesh_option()
 @whole_option
+@source_options()
 def doctor_command(
     *,
     ckpt: str,
     experts_per_layer: int | None,
-    mesh: MeshAxes | None,
     whole: Any,
-    storage_options: StorageOptions,
+    opening: Opening,
 ) -> Shown:
     """Report tensors whose experts were taken for replicas, so that only a part is stored.
 
-    --mesh is the mesh of the run that saved. One of its axes must be ep. It is used where neither
-    the checkpoint nor a router's shape tells how many experts there are. --whole compares every key
-    and shape with the unsharded model.
+    --mesh is the mesh of the run that saved. Without --rules, which place files per rank, one of
+    its axes must be ep: it is used where neither the checkpoint nor a router's shape tells how many
+    experts there are. --whole compares every key and shape with the unsharded model.
     """
     with progress("doctor"):
+        axes = None
+        if opening["rules"] is None:  # the mesh places nothing then
+            axes, opening["axes"] = opening["axes"], None
         diagnosis = offline.diagnose(
-            ckpt,
+            offline.open_source(ckpt, **opening),
             experts_per_layer=experts_per_layer,
-            axes=mesh,
+            axes=axes,
             whole=whole,
-            storage_options=storage_options,
         )
     return Shown(diagnosis, 0 if diagnosis.healthy else 1)
 
@@ -313,53 +312,32 @@ def stock_metadata_command(*, ckpt: str, storage_options: StorageOptions) -> Sho
     type=Parsed(parse_dtype),
     help="Make quantized weights numbers of it, such as bfloat16, by their scales.",
 )
-@files_option
-@rules_option()
-@mesh_option()
-@number_option("--vocab-size", "Megatron: rows without padding, if the files lack the number.")
-@number_option("--expert-parallel-size", "Megatron: if the files leave it open.")
-@number_option("--expert-tensor-parallel-size", "Megatron: if the files hold no arguments.")
 @memory_option("1GiB")
 @dry_run_option
+@source_options()
 def import_command(
     *,
     src: str,
     out: str,
     rename: Any,
     dequantize: torch.dtype | None,
-    files: str | None,
-    rules: Any,
-    mesh: MeshAxes | None,
-    vocab_size: int | None,
-    expert_parallel_size: int | None,
-    expert_tensor_parallel_size: int | None,
     memory: int,
     dry_run: bool,
-    storage_options: StorageOptions,
+    opening: Opening,
 ) -> Shown:
     """Turn safetensors, Megatron's mp_rank_*, torch_checkpointing's or ranks' files into DCP's.
 
     Such as: dcp-placements import Mixtral-8x7B step-0
     """
     with progress("import", BYTES) as step:
-        source = offline.open_source(
-            src,
-            files=files,
-            rules=rules,
-            axes=mesh,
-            vocab_size=vocab_size,
-            expert_parallel_size=expert_parallel_size,
-            expert_tensor_parallel_size=expert_tensor_parallel_size,
-            storage_options=storage_options,
-        )
         result = offline.import_checkpoint(
-            source,
+            offline.open_source(src, **opening),
             out,
             rename=rename,
             dequantize=dequantize,
             memory=memory,
             dry_run=dry_run,
-            storage_options=storage_options,
+            storage_options=opening["storage_options"],
             progress=step,
         )
     return Shown(result)
@@ -387,11 +365,9 @@ def import_command(
 )
 @click.option("--optimizer", is_flag=True, help="Also optimizer state.")
 @click.option("--exclude", metavar="PATTERN", multiple=True, help="Leave out keys that match.")
-@files_option
-@rules_option()
-@mesh_option()
 @memory_option("1GiB")
 @dry_run_option
+@source_options()
 def export_command(
     *,
     ckpt: str,
@@ -403,19 +379,14 @@ def export_command(
     tied: tuple[tuple[str, str], ...],
     optimizer: bool,
     exclude: tuple[str, ...],
-    files: str | None,
-    rules: Any,
-    mesh: MeshAxes | None,
     memory: int,
     dry_run: bool,
-    storage_options: StorageOptions,
+    opening: Opening,
 ) -> Shown:
     """Write a checkpoint, or a torch file per rank, as the files that from_pretrained reads."""
     with progress("export", BYTES) as step:
         exported = offline.export_safetensors(
-            offline.open_source(
-                ckpt, files=files, rules=rules, axes=mesh, storage_options=storage_options
-            ),
+            offline.open_source(ckpt, **opening),
             out,
             max_shard_size=max_shard_size,
             dtype=dtype,
@@ -426,7 +397,7 @@ def export_command(
             exclude=exclude,
             memory=memory,
             dry_run=dry_run,
-            storage_options=storage_options,
+            storage_options=opening["storage_options"],
             progress=step,
         )
     return Shown(exported)

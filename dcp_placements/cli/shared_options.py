@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -176,11 +177,6 @@ fqn_option = click.option(
 dry_run_option = click.option(
     "--dry-run", is_flag=True, help="Say what would be written, and write nothing."
 )
-files_option = click.option(
-    "--files",
-    metavar="NAME",
-    help="A torch file per rank: their name, with {rank} for the number. Verl's are found.",
-)
 fsdp_option = click.option(
     "--fsdp",
     metavar="[PATTERN=]AXIS,...",
@@ -214,9 +210,7 @@ def function_option(name: str, help_text: str, *, required: bool = False) -> Com
     return click.option(name, metavar="MODULE:FUNC", type=kind, required=required, help=help_text)
 
 
-def rules_option(*, required: bool = False) -> CommandOption:
-    """Return the option for the declaration of each rank."""
-    return function_option("--rules", "A function mesh -> Placements.", required=required)
+rules_option = function_option("--rules", "A function mesh -> Placements.", required=True)
 
 
 def parse_whole(text: str) -> Any:
@@ -232,12 +226,84 @@ whole_option = click.option(
 )
 
 
-def mesh_option(*, required: bool = False) -> CommandOption:
-    """Return the option for the mesh of a world."""
-    return click.option(
-        "--mesh",
-        metavar="AXIS=SIZE,...",
-        type=Parsed(parse_mesh),
-        required=required,
-        help="Outermost axis first: ep=8,edp=2.",
-    )
+mesh_option = click.option(
+    "--mesh",
+    metavar="AXIS=SIZE,...",
+    type=Parsed(parse_mesh),
+    required=True,
+    help="Outermost axis first: ep=8,edp=2.",
+)
+
+
+class SourceOption(click.Option):
+    """An option of the files that a command reads; the help lists these apart."""
+
+
+def source_options(prefix: str = "") -> CommandOption:
+    """Return the options for what the names of files do not say, for every command that reads some.
+
+    The command gets ``opening``: the arguments of ``offline.open_source`` beside the path.
+
+    Args:
+        prefix: Text before ``rules`` and ``mesh``, where the command has such options of its own.
+    """
+    functions, meshes, count = Parsed(resolve), Parsed(parse_mesh), click.IntRange(min=1)
+    of_ranks = "Files per rank, items of an engine: {} of the world that saved{}."
+    declared: dict[str, tuple[str, str, click.ParamType[Any], str]] = {
+        "files": (
+            "files",
+            "NAME",
+            click.STRING,
+            "Files per rank: their name, with {rank} for the number. Verl's are found.",
+        ),
+        "rules": (
+            f"{prefix}rules",
+            "MODULE:FUNC",
+            functions,
+            of_ranks.format("the function mesh -> Placements", ""),
+        ),
+        "axes": (
+            f"{prefix}mesh",
+            "AXIS=SIZE,...",
+            meshes,
+            of_ranks.format("the mesh", ", outermost axis first: ep=8,edp=2"),
+        ),
+        "vocab_size": (
+            "vocab-size",
+            "N",
+            count,
+            "Megatron: rows without padding, if the files lack the number.",
+        ),
+        "expert_parallel_size": (
+            "expert-parallel-size",
+            "N",
+            count,
+            "Megatron: if the files leave it open.",
+        ),
+        "expert_tensor_parallel_size": (
+            "expert-tensor-parallel-size",
+            "N",
+            count,
+            "Megatron: if the files hold no arguments.",
+        ),
+    }
+
+    def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(command)
+        def opened(*, storage_options: Any, **given: Any) -> Any:
+            opening = {name: given.pop(f"source_{name}") for name in declared}
+            return command(opening={**opening, "storage_options": storage_options}, **given)
+
+        for name, (option, metavar, kind, text) in reversed(declared.items()):
+            decorated = click.option(
+                f"--{option}",
+                f"source_{name}",
+                cls=SourceOption,
+                metavar=metavar,
+                type=kind,
+                help=text,
+            )
+            opened = decorated(opened)
+        return opened
+
+    return with_options

@@ -8,7 +8,6 @@ without reading data is reported before anything is written.
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +25,6 @@ from dcp_placements.convert.writing import (
     world_files,
     write_output,
 )
-from dcp_placements.declaration import DeclaredWorld
 from dcp_placements.errors import (
     CannotLook,
     Fault,
@@ -39,25 +37,14 @@ from dcp_placements.names.renames import Unstack, number_in, steps
 from dcp_placements.names.scales import scale_of
 from dcp_placements.offline.assembly import AnyTensor, AssembledTensor, assemble
 from dcp_placements.offline.box_reads import BoxReader, sub_boxes
-from dcp_placements.offline.checkpoint import (
-    RANK_FILES,
-    SAFETENSORS,
-    TORCH_CHECKPOINTING,
-    TORCH_DIST,
-    AnySource,
-    Checkpoint,
-    StoredTensor,
-)
-from dcp_placements.offline.directory import existing_directory, versions_of
+from dcp_placements.offline.checkpoint import AnySource, Checkpoint, StoredTensor
 from dcp_placements.offline.element_bits import same_bits
 from dcp_placements.offline.key_patterns import matcher
 from dcp_placements.offline.model_keys import model_tensors
 from dcp_placements.offline.output import output_at
 from dcp_placements.offline.rehearsals.fsdp_axes import Fsdp
 from dcp_placements.offline.rehearsals.rehearsed_world import RehearsedWorld
-from dcp_placements.offline.safetensors_files import renamed_by_export
-from dcp_placements.offline.sources.megatron_weights import megatron_checkpoint
-from dcp_placements.offline.sources.rank_tensors import rank_file_names, rank_files
+from dcp_placements.offline.sources.opening import open_source
 from dcp_placements.offline.texts import Progress
 from dcp_placements.offline.verification import structural_faults
 from dcp_placements.rules.mesh_axes import MeshAxes, MeshCoordinate
@@ -68,7 +55,6 @@ from dcp_placements.short_text import (
     without_numbers,
 )
 from dcp_placements.storage.store import StorageOptions
-from dcp_placements.storage.wrong_path import ENGINE_METADATA
 
 SHARD_NBYTES = 5 << 30
 MEMORY_NBYTES = 1 << 30
@@ -76,84 +62,12 @@ MEMORY_NBYTES = 1 << 30
 MAX_NAMES_BEFORE = 32
 """Renamed names, numbers apart, that an export notes in its files."""
 
-_RANKS = "a torch file per rank (files=, --files NAME_{rank}.pt)"
-_MEGATRON = "Megatron's mp_rank_* files"
-_ENGINE = "items of torch_checkpointing"
-
-
-def open_source(
-    path: str | os.PathLike[str],
-    *,
-    files: str | None = None,
-    rules: Callable[..., Any] | None = None,
-    axes: MeshAxes | None = None,
-    vocab_size: int | None = None,
-    expert_parallel_size: int | None = None,
-    expert_tensor_parallel_size: int | None = None,
-    storage_options: StorageOptions = None,
-) -> Checkpoint:
-    """Return the checkpoint at a path; the names of its files decide which format it has.
-
-    Args:
-        path: Directory or URL of a DCP checkpoint, of safetensors files, of Megatron's
-            ``mp_rank_*`` directories, or of a torch file per rank.
-        files: Argument of ``rank_files``.
-        rules: Argument of ``rank_files``.
-        axes: Argument of ``rank_files``.
-        vocab_size: Argument of ``megatron_checkpoint``.
-        expert_parallel_size: Argument of ``megatron_checkpoint``.
-        expert_tensor_parallel_size: Argument of ``megatron_checkpoint``.
-        storage_options: Options that fsspec passes to the file system of a URL.
-
-    Raises:
-        CannotLook: There are no such files, or files of several formats; or an option belongs to
-            another format.
-    """
-    options: dict[str, dict[str, Any]] = {
-        _RANKS: {"files": files, "rules": rules, "axes": axes},
-        _MEGATRON: {
-            "vocab_size": vocab_size,
-            "expert_parallel_size": expert_parallel_size,
-            "expert_tensor_parallel_size": expert_tensor_parallel_size,
-        },
-        _ENGINE: {"rules": rules, "axes": axes},
-    }
-    names = existing_directory(path, storage_options).names()
-    present = {
-        _RANKS: bool(rank_file_names(names)),
-        _MEGATRON: any(re.match(r"mp_rank_\d|iter_\d{7}$|release$", name) for name in names),
-        "safetensors": any(name.endswith(".safetensors") for name in names),
-        _ENGINE: ENGINE_METADATA in names,
-    }
-    # Beside a DCP checkpoint trainers leave other files.
-    kinds = [kind for kind, is_there in present.items() if is_there and ".metadata" not in names]
-    kinds = kinds if files is None else [_RANKS]
-    if len(kinds) > 1:
-        raise CannotLook(
-            f"{os.fspath(path)}: files of several formats: {', '.join(kinds)}\n"
-            "    way out:     a directory with one of them"
-        )
-    kind = kinds[0] if kinds and kinds[0] in options else "a checkpoint"
-    given = {name: value for of_kind in options.values() for name, value in of_kind.items()}
-    for name, value in given.items():
-        if value is not None and name not in options.get(kind, {}):
-            raise CannotLook(f"{name}= is not for {kind}\n    way out:     leave it out")
-    if kind == _RANKS:
-        return rank_files(path, **options[_RANKS])
-    if kind == _MEGATRON:
-        return megatron_checkpoint(path, **options[_MEGATRON])
-    if kind == _ENGINE and (rules is None) != (axes is None):
-        raise CannotLook("rules= and axes= are given together: what each rank of a mesh declares")
-    world = None if rules is None or axes is None else DeclaredWorld(axes, rules)
-    return Checkpoint(path, source=world, storage_options=storage_options)
-
 
 def _opened(source: AnySource, storage_options: StorageOptions) -> Checkpoint:
-    """Return a source, with the versions that its files had before any data was read."""
-    if not isinstance(source, Checkpoint):
-        source = open_source(source, storage_options=storage_options)
-    source.versions = source.versions or versions_of(source.directory, source.files)
-    return source
+    """Return a source whose files have noted versions, and hold what was written."""
+    opened = open_source(source, storage_options=storage_options)
+    opened.begin_conversion()
+    return opened
 
 
 def _path_of(source: AnySource) -> str | os.PathLike[str]:
@@ -260,13 +174,13 @@ def import_checkpoint(
     _check_cast("dequantize", dequantize)
     output = output_at(out, source=_path_of(source), storage_options=storage_options)
     opened = _opened(source, storage_options)
-    if opened.format not in (SAFETENSORS, TORCH_CHECKPOINTING, RANK_FILES):
+    if opened.is_dcp:
         raise PlacementError(
             f"{opened.path}: this is a DCP checkpoint already\n"
             "    way out:     load it as it is; with rename=Stack(...) where layers are one tensor"
         )
     _check_whole(opened)
-    if dequantize is not None and opened.format != SAFETENSORS:
+    if dequantize is not None and not opened.is_of_hub:
         raise PlacementError(
             f"{opened.path}: dequantize= is for safetensors files, as the Hub has them\n"
             "    way out:     leave it out"
@@ -283,7 +197,7 @@ def import_checkpoint(
         if number_in(unstack.pattern, name) and unstack(name) != name
     ]
     raise_faults(opening, numbered)
-    if rename is not None and opened.format == SAFETENSORS:
+    if rename is not None:
         raise_faults(opening, _applied_already(opened, rename))
     renamed, _ = _renamed(numbers.tensors, rename, opening)
     raise_faults(opening, _scale_faults(opened, renamed))
@@ -334,9 +248,9 @@ def reshard(
     """
     output = output_at(out, source=_path_of(checkpoint), storage_options=storage_options)
     source = _opened(checkpoint, storage_options)
-    if source.format == TORCH_DIST:
+    if source.why_not_resharded:
         raise CannotLook(
-            f"{source.path}: Megatron's torch_dist has state beside its tensors\n"
+            f"{source.path}: {source.why_not_resharded}\n"
             "    way out:     load it as it is: Stack makes one tensor of all layers of its layers"
         )
     _check_whole(source)
@@ -463,7 +377,7 @@ def _names_before(
 
 def _applied_already(source: Checkpoint, rename: Rename) -> list[Fault]:
     """Return the fault of the rename of the export that wrote these files."""
-    names = renamed_by_export(source.directory, next(iter(source.files)))
+    names = source.names_before_export()
     try:
         is_of_export = all(rename(before) == name for name, before in names.items())
         wrong = {name: rename(name) for name, before in names.items() if rename(name) != before}

@@ -224,9 +224,7 @@ class Writer:
             )
             for t in tensors.values()
         )
-        # Places that come from no file have no version that would tell them apart.
-        locations = chain(source.records(), source.records_in_files.items())
-        of_all = source.path, torch.__version__, *(locations if source.records_in_files else ())
+        of_all = source.path, torch.__version__, *source.identity()
         for line in chain(of_all, blocks, described):
             digest.update(f"{line}\n".encode("utf-8", "surrogatepass"))
         self.identity = digest.hexdigest()

@@ -82,7 +82,8 @@ _SERIALIZATION = "TorchSerialization"
 
 _NO_SOURCE = (
     "\n    note:        it was saved by the engine's own resharder: what DTensors do not say, "
-    "source= and axes= of that world do (--rules and --mesh of import, export)"
+    "source= and axes= of that world do (--rules and --mesh, or --source-rules and "
+    "--source-mesh)"
 )
 
 _BY_SOURCE = "\n    note:        its ranks are placed by the rules and the rename of source="

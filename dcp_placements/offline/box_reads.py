@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from dcp_placements.errors import PlacementError, fault_error
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.checkpoint import (
-    SAFETENSORS,
     Checkpoint,
     StoredRecord,
     StoredTensor,
@@ -25,7 +24,7 @@ from dcp_placements.offline.checkpoint import (
 from dcp_placements.offline.directory import check_damage
 from dcp_placements.storage.file_reads import ByteRange, CountedFile, c_strides
 from dcp_placements.storage.record_reads import IS_DAMAGED, ChunkReader, RecordRead
-from dcp_placements.storage.tensor_record import BEHIND, TensorRecord, wrong_crc
+from dcp_placements.storage.tensor_record import BEHIND, wrong_crc
 
 MAX_OPEN_FILES = 32
 
@@ -208,8 +207,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         chunk = self._chunks(tensor)[number]
         assert chunk.box is not None, "a tensor's"
         assert chunk.file is not None
-        offsets, sizes = chunk.box
-        index = MetadataIndex(tensor.fqn, torch.Size(offsets), number)
+        index = MetadataIndex(tensor.fqn, torch.Size(chunk.box.offsets), number)
         item = ReadItem(
             type=LoadItemType.TENSOR,
             dest_index=index,
@@ -218,9 +216,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
             storage_offsets=_minus(shared, chunk.box),
             lengths=torch.Size(shared.sizes),
         )
-        record = self._checkpoint.records_in_files.get((tensor.fqn, chunk.file, offsets))
-        if self._checkpoint.format == SAFETENSORS:
-            record = TensorRecord(tensor.dtype, sizes, c_strides(sizes))
+        record = self._checkpoint.head(tensor, chunk)
         return RecordRead(item, chunk.file, chunk.start, chunk.nbytes, chunk.transforms, record)
 
     def _chunks(self, tensor: StoredTensor) -> tuple[StoredRecord, ...]:

@@ -1,20 +1,24 @@
-"""A checkpoint as its files describe it: DCP's or safetensors.
+"""A checkpoint to read, whatever its format: tensors made of chunks, each with a place in a file.
 
-Both are described in DCP's terms: tensors made of chunks, and for each chunk a location in a file.
-So the other modules of this folder see one kind of checkpoint.
+A format is one class, in ``sources``: it says which files are its own, how they are described in
+DCP's terms, and what proves a record. All else stands here, once, so that commands see one kind of
+checkpoint. Of two ep ranks::
+
+    source.tensors["experts.w1"].chunks    (StoredRecord("experts.w1", [0:2, :], "__0_0.distcp", 0),
+                                            StoredRecord("experts.w1", [2:4, :], "__1_0.distcp", 0))
 """
 
 from __future__ import annotations
 
 import io
-import json
 import os
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -23,38 +27,30 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_placements.errors import (
     CannotLook,
-    Fault,
     PlacementError,
 )
-from dcp_placements.items import object_read, quiet_gc
+from dcp_placements.items import object_read
 from dcp_placements.layout.boxes import Index, as_boxes
 from dcp_placements.layout.sharding import Box
-from dcp_placements.offline.directory import existing_directory
-from dcp_placements.offline.safetensors_files import read_safetensors_metadata
+from dcp_placements.offline.directory import versions_of
+from dcp_placements.rules.mesh_axes import MeshAxes
 from dcp_placements.short_text import (
     format_error,
     format_name,
     format_names,
     near_names,
 )
+from dcp_placements.storage.file_reads import ByteRange
 from dcp_placements.storage.index import RowIndex, index_of
-from dcp_placements.storage.metadata_file import UnusedIndex, read_metadata
 from dcp_placements.storage.provenance import SaveRecord, provenance_of, record_of
 from dcp_placements.storage.safe_pickle import RefusedGlobal
 from dcp_placements.storage.save_ids import (
-    id_records,
     writer_of,
 )
 from dcp_placements.storage.state_dict_file import Records
-from dcp_placements.storage.store import StorageOptions, Store
-from dcp_placements.storage.torch_metadata import Offset, StoredLocation
-from dcp_placements.storage.wrong_path import ENGINE_METADATA, no_checkpoint
-
-DCP = "dcp"
-SAFETENSORS = "safetensors"
-TORCH_CHECKPOINTING = "torch_checkpointing"
-TORCH_DIST = "torch_dist"
-RANK_FILES = "rank_files"
+from dcp_placements.storage.store import Store
+from dcp_placements.storage.tensor_record import TensorRecord
+from dcp_placements.storage.torch_metadata import Offset
 
 MOST_ROWS = 1 << 26
 """Chunks of a checkpoint of unknown origin that are handled one by one."""
@@ -175,85 +171,223 @@ class LeftOut:
     nbytes: int = 0  # bytes of tensors in them
 
 
-class Checkpoint:
-    """A checkpoint, opened for examination. No process group is needed, and no data is read yet.
-
-    Args:
-        path: A directory, or a URL that fsspec knows: DCP, Megatron's ``torch_dist``,
-            safetensors, or the items of ``torch_checkpointing``.
-        source: The ``DeclaredWorld`` that saved items without this package.
-        described: The metadata, and where chunks are, for ranks' files that no file describes.
-        storage_options: Options that fsspec passes to the file system of a URL.
+class WholeTensors(NamedTuple):
+    """Tensors that ranks' files hold together, described in DCP's terms.
 
     Attributes:
-        directory: Its files.
-        format: ``"dcp"``, ``"torch_dist"``, ``"safetensors"``, ``"torch_checkpointing"``, or
-            ``"rank_files"``.
-        records_in_files: Where chunks are in the files of the last two formats.
+        directory: The files.
+        files: Names of the ranks' files.
+        metadata: Metadata of the whole tensors.
+        records: Where their chunks are in the files.
         notes: Contents that are not read.
-        left_out: Contents of ranks' files (``described``) that are no tensors of the model.
-        accounted: Bytes of ranks' files beside the tensors, by what became of them.
-        versions: File versions at the start of a conversion; it is refused if they change.
+        left_out: Contents of the files that are no tensors of the model.
+        accounted: Bytes of the files beside the tensors, by what became of them.
+        versions: Versions of all files, from before they were read.
+    """
+
+    directory: Store
+    files: Sequence[str]
+    metadata: Metadata
+    records: Records
+    notes: Sequence[str]
+    left_out: Sequence[LeftOut]
+    accounted: Mapping[str, int]
+    versions: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOptions:
+    """What the names of files do not say; ``open_source`` has their meanings."""
+
+    files: str | None = None
+    rules: Callable[..., Any] | None = None
+    axes: MeshAxes | None = None
+    vocab_size: int | None = None
+    expert_parallel_size: int | None = None
+    expert_tensor_parallel_size: int | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """Those that are not None, by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFault:
+    """One fault of a checkpoint."""
+
+    kind: str  # the kind, one stable word; the guide of cli lists them
+    tensors: tuple[str, ...]  # the keys concerned, sorted
+    files: tuple[str, ...]  # the files concerned, sorted
+    message: str  # the numbers in the files against those declared
+
+
+FileFinding = tuple[str, str]
+"""The kind of a fault, and its message without the record's name."""
+
+
+class RecordChecks(Protocol):
+    """The checks of ``verify`` that a format asks for, of its records and files."""
+
+    def saved(self, byte_range: ByteRange, record: StoredRecord) -> Iterator[FileFinding]:
+        """Yield the faults of a record that is a file of ``torch.save`` of its own."""
+
+    def checksums(self, byte_range: ByteRange) -> Iterator[FileFinding]:
+        """Yield the parts of a file of ``torch.save`` that do not match their checksums."""
+
+    def advance(self, nbytes: int) -> None:
+        """Count bytes as checked."""
+
+
+class Checkpoint(ABC):
+    """A checkpoint, opened to be read. No process group is needed, and no data is read yet.
+
+    ``open_source`` makes them. A subclass is a format.
+
+    Args:
+        directory: The files.
         metadata: DCP's metadata, or other metadata in DCP's terms.
+        notes: Contents that are not read.
+        left_out: Contents of the files that are no tensors of the model.
+        accounted: Bytes of the files beside the tensors, by what became of them.
+        absent: File by key, of keys that an index names and the file lacks.
+        versions: File versions from before anything was read; by default those at the beginning of
+            a conversion.
+
+    Attributes:
+        subject: What its files are, for messages.
+        takes: The names of the options of ``open_source`` that it takes.
+        format: Its name, such as ``"dcp"``, as ``inspect`` shows it.
+        is_beside_others: Whether files of other formats may be beside it.
+        is_dcp: Whether DCP's readers read it as it is.
+        is_of_hub: Whether its keys are a model's alone, and scales stand beside quantized weights,
+            as on the Hugging Face hub.
+        holds_objects: Whether objects are read, not tensors alone.
+        may_share_bytes: Whether two records may share a part of their bytes.
+        unproved: Why nothing proves the contents; empty where checksums do.
+        why_not_resharded: Why it is not rewritten for another world; empty where it is.
         rows: The locations of all chunks.
         tensors: Tensors by key, in the checkpoint's order.
         objects: Objects by key.
         provenance: Facts about its save that it stores; None where it stores none.
-        newer: Features of its metadata that plain torch of this version, under this Python, cannot
-            read.
-        unused_indexes: Why torch's pickle is read instead of the index of ``.metadata``; empty if
-            the index is used, and without one.
-        absent: File by key, of keys that the index of safetensors files names and the file lacks.
+        versions: File versions; a conversion is refused if they change.
 
     Raises:
-        CannotLook: No such path, no checkpoint in it, or metadata that cannot be read or is
-            refused.
+        CannotLook: Metadata cannot be read or are refused.
     """
+
+    subject: ClassVar[str]
+    takes: ClassVar[tuple[str, ...]] = ()
+    format: str
+    is_beside_others: ClassVar[bool] = False
+    is_dcp: ClassVar[bool] = False
+    is_of_hub: ClassVar[bool] = False
+    holds_objects: ClassVar[bool] = False
+    may_share_bytes: ClassVar[bool] = False
+    unproved: ClassVar[str] = ""
+    why_not_resharded: str = ""
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | Store,
+        directory: Store,
+        metadata: Metadata,
         *,
-        source: Any = None,
-        described: tuple[Metadata, Records] | None = None,
-        storage_options: StorageOptions = None,
+        notes: Sequence[str] = (),
+        left_out: Sequence[LeftOut] = (),
+        accounted: Mapping[str, int] | None = None,
+        absent: Mapping[str, str] | None = None,
+        versions: Mapping[str, str] | None = None,
     ) -> None:
-        if not isinstance(path, Store):
-            path = existing_directory(path, storage_options)
-        self.directory = path
-        self.records_in_files: Records = {}
-        self.notes: list[str] = []
-        self.left_out: Sequence[LeftOut] = ()
-        self.accounted: Mapping[str, int] = {}
-        self.versions: Mapping[str, str] = {}
-        self._source = source
-        with quiet_gc():
-            self.absent: dict[str, str] = {}
-            self.newer: set[str] = set()
-            self.unused_indexes: list[UnusedIndex] = []
-            if described is None:
-                self.format, self.metadata = self._read()
+        self.directory, self.metadata = directory, metadata
+        self.notes, self.left_out = notes, left_out
+        self.accounted, self.absent = accounted or {}, absent or {}
+        self.versions = versions or {}
+        rows = metadata.storage_data
+        self.rows = rows if isinstance(rows, RowIndex) else index_of(metadata)
+        entries = self.rows.entries
+        self.tensors: dict[str, StoredTensor] = {}
+        self.objects: dict[str, StoredRecord] = {}
+        cuts = [ChunkBoxes(chunks.array) for chunks in entries.lists]
+        kinds: list[tuple[tuple[int, ...], torch.dtype, ChunkBoxes] | None] = [
+            (tuple(form.size), form.properties.dtype, cuts[n]) if n >= 0 else None
+            for form, n in zip(entries.forms, entries.list_of, strict=True)
+        ]
+        for fqn, number in zip(entries.fqns, entries.form_of, strict=True):
+            kind = kinds[number]
+            if kind is None:
+                location = self.locations_of(fqn).get(None)
+                self.objects[fqn] = StoredRecord(fqn, None, *(location or (None,)))
             else:
-                self.format, (self.metadata, self.records_in_files) = RANK_FILES, described
-            rows = self.metadata.storage_data
-            self.rows = rows if isinstance(rows, RowIndex) else index_of(self.metadata)
-            entries = self.rows.entries
-            self.tensors: dict[str, StoredTensor] = {}
-            self.objects: dict[str, StoredRecord] = {}
-            cuts = [ChunkBoxes(chunks.array) for chunks in entries.lists]
-            kinds: list[tuple[tuple[int, ...], torch.dtype, ChunkBoxes] | None] = [
-                (tuple(form.size), form.properties.dtype, cuts[n]) if n >= 0 else None
-                for form, n in zip(entries.forms, entries.list_of, strict=True)
-            ]
-            for fqn, number in zip(entries.fqns, entries.form_of, strict=True):
-                kind = kinds[number]
-                if kind is None:
-                    location = self.locations_of(fqn).get(None)
-                    self.objects[fqn] = StoredRecord(fqn, None, *(location or (None,)))
-                else:
-                    shape, dtype, cut = kind
-                    self.tensors[fqn] = StoredTensor(fqn, shape, dtype, cut, self)
-        self.provenance: Mapping[str, Any] | None = provenance_of(self.metadata)
+                shape, dtype, cut = kind
+                self.tensors[fqn] = StoredTensor(fqn, shape, dtype, cut, self)
+        self.provenance: Mapping[str, Any] | None = provenance_of(metadata)
+
+    @classmethod
+    @abstractmethod
+    def is_in(cls, names: Sequence[str]) -> bool:
+        """Whether a directory with files and directories of these names has this format."""
+
+    @classmethod
+    @abstractmethod
+    def of(cls, directory: Store, options: SourceOptions) -> Self:
+        """Return the checkpoint in a directory."""
+
+    @abstractmethod
+    def head(self, tensor: StoredTensor, chunk: StoredRecord) -> TensorRecord | None:
+        """Return what a chunk's record is; None where the record itself says it."""
+
+    @abstractmethod
+    def verify_record(
+        self, checks: RecordChecks, byte_range: ByteRange, record: StoredRecord
+    ) -> Iterator[FileFinding]:
+        """Yield the faults of a record, by the checks that its format has.
+
+        Args:
+            checks: The checks.
+            byte_range: The bytes of the record.
+            record: The record of a chunk or an object.
+        """
+
+    def verify_file(self, checks: RecordChecks, file: ByteRange) -> Iterator[FileFinding]:
+        """Yield the faults of the contents of a whole file, where it has checksums of its own."""
+        return iter(())
+
+    def own_faults(self) -> Iterator[CheckpointFault]:
+        """Yield faults that only its format can have: files of another save."""
+        return iter(())
+
+    def description_faults(self, *, contents: bool) -> Iterator[CheckpointFault]:
+        """Yield faults of the file that describes it, which its data do not share.
+
+        Args:
+            contents: Whether everything is read.
+        """
+        return iter(())
+
+    def signs(self) -> Iterator[str]:
+        """Yield signs of damage that prove none."""
+        return iter(())
+
+    def changed_files(self) -> list[str]:
+        """Return what describes it and was written again since it was opened."""
+        return []
+
+    def identity(self) -> Iterator[object]:
+        """Yield what decides its tensors and has no version of a file."""
+        return iter(())
+
+    def names_before_export(self) -> Mapping[str, str]:
+        """Map names of tensors to those before the rename of the export that wrote the files."""
+        return {}
+
+    def begin_conversion(self) -> None:
+        """Note file versions, unless they were noted; and prove what reads of records do not.
+
+        Raises:
+            CannotLook: The contents of a file are not what was written.
+        """
+        self.versions = self.versions or versions_of(self.directory, self.files)
 
     @property
     def path(self) -> str:
@@ -278,11 +412,6 @@ class Checkpoint:
             for name in self.directory.names()
             if name not in self.files and (size := self.directory.size(name)) is not None
         }
-
-    @cached_property
-    def id_records(self) -> tuple[dict[str, StoredLocation], list[Fault]]:
-        """The records of save ids, as ``save_ids.id_records`` returns them."""
-        return id_records(self.rows)
 
     def tensor(self, fqn: str) -> StoredTensor:
         """Return the tensor of a key.
@@ -400,79 +529,15 @@ class Checkpoint:
         content: bytes = stream.read(most + 1)
         return None if len(content) > most else content
 
-    def _read(self) -> tuple[str, Metadata]:
-        """Return the format and the metadata."""
-        directory = self.directory
-        names = directory.names()
-        if ".metadata" in names:
-            kind = TORCH_DIST if is_torch_dist(directory) else DCP
-            return kind, read_dcp(
-                directory, ".metadata", newer=self.newer, unused=self.unused_indexes
-            )
-        if ENGINE_METADATA in names:
-            # Imported here, as it proves parts by what a save is proved by.
-            from dcp_placements.engines.saved import engine_items, read_engine
-
-            with reading(directory, ENGINE_METADATA), directory.open(ENGINE_METADATA) as stream:
-                items = engine_items(stream)
-            read = read_engine(directory.path, items, directory.open, self._source)
-            metadata, self.records_in_files, objects = read
-            if objects:
-                self.notes.append(f"objects stay in the files of ranks: {format_names(objects, 4)}")
-            return TORCH_CHECKPOINTING, metadata
-        if files := [name for name in names if name.endswith(".safetensors")]:
-            metadata, self.absent = read_safetensors_metadata(directory, files)
-            return SAFETENSORS, metadata
-        raise no_checkpoint(directory, CannotLook)
-
 
 AnySource = str | os.PathLike[str] | Checkpoint
 """A path or URL, or an opened checkpoint, whose own options count."""
-
-
-def as_checkpoint(source: AnySource, storage_options: StorageOptions = None) -> Checkpoint:
-    """Return the checkpoint at a path or URL, or an opened one as it is."""
-    if isinstance(source, Checkpoint):
-        return source
-    return Checkpoint(source, storage_options=storage_options)
 
 
 @lru_cache(maxsize=1 << 10)
 def ranks_of(files: tuple[str, ...]) -> tuple[int, ...]:
     """Return the ranks that wrote files, sorted, by the files' names."""
     return tuple(sorted({rank for file in files if (rank := writer_of(file)) is not None}))
-
-
-def is_torch_dist(directory: Store) -> bool:
-    """Whether Megatron's ``metadata.json`` beside ``.metadata`` names the backend torch_dist."""
-    try:
-        with directory.open("metadata.json") as stream:
-            content = json.loads(stream.read(1 << 20))
-    except (ValueError, OSError, RecursionError):
-        return False
-    return isinstance(content, dict) and content.get("sharded_backend") == TORCH_DIST
-
-
-def read_dcp(
-    directory: Store,
-    name: str,
-    *,
-    newer: set[str] | None = None,
-    unused: list[UnusedIndex] | None = None,
-) -> Metadata:
-    """Return the metadata in a file, with entries and rows in columns; nothing is executed.
-
-    Args:
-        directory: Store of the checkpoint.
-        name: Name of the file.
-        newer: Argument of ``read_metadata``.
-        unused: Argument of ``read_metadata``.
-
-    Raises:
-        CannotLook: It is refused, or cannot be read.
-    """
-    with reading(directory, name):
-        return read_metadata(directory.opener(name), restricted=True, newer=newer, unused=unused)
 
 
 @contextmanager

@@ -27,17 +27,16 @@ from dcp_placements.names.scales import scale_of
 from dcp_placements.offline.assembly import AssembledTensor, assembled
 from dcp_placements.offline.box_reads import BoxReader, sub_boxes
 from dcp_placements.offline.checkpoint import (
-    SAFETENSORS,
     AnySource,
     Checkpoint,
     StoredRecord,
     StoredTensor,
-    as_checkpoint,
 )
 from dcp_placements.offline.directory import check_damage
 from dcp_placements.offline.element_bits import element_bits, same_bits
 from dcp_placements.offline.key_patterns import matching_keys
 from dcp_placements.offline.model_keys import model_tensors
+from dcp_placements.offline.sources.opening import open_source
 from dcp_placements.offline.texts import Progress, brief
 from dcp_placements.offline.verification import VERIFIED_NBYTES, box_faults
 from dcp_placements.short_text import (
@@ -192,11 +191,11 @@ def diff(
         CannotLook: A path is no checkpoint, or a file cannot be read; ``rename`` does not fit some
             tensor of the first; or no key matches ``fqn``.
     """
-    first = as_checkpoint(a, storage_options)
-    second = as_checkpoint(b, storage_options)
+    first = open_source(a, storage_options=storage_options)
+    second = open_source(b, storage_options=storage_options)
     notes: list[str] = []
     stored: Mapping[str, StoredTensor] = first.tensors
-    if second.format == SAFETENSORS != first.format:
+    if second.is_of_hub and not first.is_of_hub:
         stored = _exported(first, second, prefix, notes)
     tensors = assembled(first.path, stored, rename)
     objects = {_renamed(rename, key): record for key, record in first.objects.items()}
@@ -204,12 +203,13 @@ def diff(
     of_second = second.tensors, second.objects, second.absent
     there: list[Mapping[str, Any]] = [tensors, objects, absent, *of_second]
     keys = sorted(matching_keys(fqn, set().union(*there)))
-    if SAFETENSORS in (first.format, second.format):
+    bare = [side.subject for side in (first, second) if not side.holds_objects]
+    if bare:
         skipped = {*objects, *second.objects}.intersection(keys)
         keys = [key for key in keys if key not in skipped]
         if skipped:
             count = len(skipped)
-            notes.append(f"{count} objects not compared: safetensors files hold tensors only")
+            notes.append(f"{count} objects not compared: of {bare[0]} tensors only are read")
     with BoxReader(first) as reader, BoxReader(second) as other_reader:
         total = sum(tensors[key].nbytes for key in keys if key in tensors)
         both = (first, second), (reader, other_reader)

@@ -18,8 +18,9 @@ from typing import NamedTuple
 from dcp_placements.errors import CannotLook
 from dcp_placements.layout.sharding import Kind
 from dcp_placements.names.optimizer_state import OptimizerStates
-from dcp_placements.offline.checkpoint import AnySource, Checkpoint, as_checkpoint, ranks_of
+from dcp_placements.offline.checkpoint import AnySource, Checkpoint, ranks_of
 from dcp_placements.offline.lost_tensors import LostTensor, compared_with_whole, lines_of
+from dcp_placements.offline.sources.opening import open_source
 from dcp_placements.offline.texts import ranges, short
 from dcp_placements.offline.whole_shapes import ModelSource, whole_of
 from dcp_placements.rules.mesh_axes import MeshAxes
@@ -139,7 +140,7 @@ def diagnose(
         CannotLook: There is no checkpoint; or ``axes`` has no ``ep``, or fewer ranks than wrote; or
             ``whole`` says no shapes.
     """
-    checkpoint = as_checkpoint(path, storage_options)
+    checkpoint = open_source(path, storage_options=storage_options)
     if whole is not None:  # the model decides, whatever names say
         compared = compared_with_whole(checkpoint, whole_of(whole))
         return Diagnosis(checkpoint.path, {}, (), compared.text, compared.lost, compared.notes)

@@ -24,10 +24,10 @@ from dcp_placements.offline.checkpoint import (
     Checkpoint,
     StoredRecord,
     StoredTensor,
-    as_checkpoint,
     ranks_of,
 )
 from dcp_placements.offline.key_patterns import matching_keys
+from dcp_placements.offline.sources.opening import open_source
 from dcp_placements.offline.texts import brief, format_table, ranges, short
 from dcp_placements.short_text import (
     folded_keys,
@@ -259,7 +259,7 @@ def inspect(
     Raises:
         CannotLook: There is no checkpoint, or it cannot be read; or no key matches ``fqn``.
     """
-    checkpoint = as_checkpoint(path, storage_options)
+    checkpoint = open_source(path, storage_options=storage_options)
     record = checkpoint.record
     provenance = checkpoint.provenance or {}
     keys = matching_keys(fqn, [*checkpoint.tensors, *checkpoint.objects])
@@ -385,7 +385,7 @@ def inspect_tensor(
     Raises:
         CannotLook: There is no checkpoint, or it cannot be read; or it has no such tensor.
     """
-    checkpoint = as_checkpoint(path, storage_options)
+    checkpoint = open_source(path, storage_options=storage_options)
     tensor, record = checkpoint.tensor(fqn), checkpoint.record
     cuts = () if record is None else tuple(map(str, record.cuts(fqn) or ()))
     facts = tensor.shape, tensor.dtype_name, tensor.nbytes
@@ -410,7 +410,7 @@ def shapes(
         CannotLook: It is no checkpoint, cannot be read, or lacks files; or ``rename`` has no name
             for a key, gives one name twice, or makes a stack of which rows are missing.
     """
-    checkpoint = as_checkpoint(path, storage_options)
+    checkpoint = open_source(path, storage_options=storage_options)
     if lost := sorted(set(checkpoint.absent.values())):
         raise CannotLook(f"{checkpoint.path}: it is not whole: {format_names(lost)} missing")
     tensors = assembled(checkpoint.path, checkpoint.tensors, rename)

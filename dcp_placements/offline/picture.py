@@ -18,7 +18,8 @@ import numpy as np
 from dcp_placements.errors import CannotLook
 from dcp_placements.layout.boxes import as_array, as_boxes, intersect, overlaps, uncovered
 from dcp_placements.layout.sharding import Box
-from dcp_placements.offline.checkpoint import AnySource, StoredRecord, as_checkpoint
+from dcp_placements.offline.checkpoint import AnySource, StoredRecord
+from dcp_placements.offline.sources.opening import open_source
 from dcp_placements.short_text import (
     format_count,
     format_name,
@@ -73,7 +74,7 @@ def draw(
     Raises:
         CannotLook: There is no checkpoint, or no such tensor in it, or no matplotlib.
     """
-    checkpoint = as_checkpoint(path, storage_options)
+    checkpoint = open_source(path, storage_options=storage_options)
     if fqn is not None:
         tensor = checkpoint.tensor(fqn)
         writers = map(_writer, tensor.chunks)

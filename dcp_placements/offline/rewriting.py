@@ -8,12 +8,13 @@ from torch.distributed.checkpoint import Metadata
 
 from dcp_placements.errors import CannotLook
 from dcp_placements.items import quiet_gc
-from dcp_placements.offline.checkpoint import check_count, is_torch_dist, read_dcp
+from dcp_placements.offline.checkpoint import check_count
 from dcp_placements.offline.directory import (
     check_versions,
     existing_directory,
     versions_of,
 )
+from dcp_placements.offline.sources.dcp_source import is_torch_dist, read_dcp
 from dcp_placements.storage.index import INDEX_VERSION, OtherVersion
 from dcp_placements.storage.metadata_file import UnusedIndex, write_metadata
 from dcp_placements.storage.store import StorageOptions

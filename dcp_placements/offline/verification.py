@@ -11,9 +11,8 @@ import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from operator import attrgetter
-from typing import Any, assert_never
+from typing import assert_never
 
 import torch
 
@@ -21,17 +20,18 @@ from dcp_placements.items import quiet_gc
 from dcp_placements.layout.boxes import as_array, flaws, format_box, format_boxes
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.checkpoint import (
-    SAFETENSORS,
     AnySource,
     Checkpoint,
+    CheckpointFault,
     ChunkBoxes,
+    FileFinding,
     StoredRecord,
     StoredTensor,
     check_count,
-    reading,
 )
-from dcp_placements.offline.directory import check_damage, existing_directory, overwritten
+from dcp_placements.offline.directory import check_damage, overwritten
 from dcp_placements.offline.lost_tensors import compared_with_whole
+from dcp_placements.offline.sources.opening import open_source
 from dcp_placements.offline.texts import Progress, short
 from dcp_placements.offline.whole_shapes import ModelSource, whole_of
 from dcp_placements.short_text import (
@@ -43,20 +43,13 @@ from dcp_placements.short_text import (
     natural_key,
 )
 from dcp_placements.storage.file_reads import ByteRange, CountedFile, range_in_memory
-from dcp_placements.storage.index import OtherVersion
-from dcp_placements.storage.metadata_file import read_stock_pickle
 from dcp_placements.storage.provenance import OWN_PREFIX
 from dcp_placements.storage.record import Record
 from dcp_placements.storage.safe_pickle import RefusedGlobal
-from dcp_placements.storage.save_ids import ID_NBYTES, id_fault, id_in_name
-from dcp_placements.storage.store import StorageOptions, Store
+from dcp_placements.storage.store import StorageOptions
 from dcp_placements.storage.tensor_record import LOCAL, RecordHeads, TensorRecord
-from dcp_placements.storage.torch_metadata import differing_keys
 
 VERIFIED_NBYTES = 2 << 30
-
-AFTER_S = 1.0
-"""A data file that is younger than ``.metadata`` by more than this is noted."""
 
 WINDOW_NBYTES = 1 << 20
 """Small records are read so many bytes at a time."""
@@ -66,19 +59,6 @@ MAX_SHOWN = 10
 
 MAX_BOXES = 4
 """Boxes that a message lists."""
-
-FileFinding = tuple[str, str]
-"""The kind of a fault, and its message without the record's name."""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointFault:
-    """One fault of a checkpoint."""
-
-    kind: str  # the kind, one stable word; the guide of cli lists them
-    tensors: tuple[str, ...]  # the keys concerned, sorted
-    files: tuple[str, ...]  # the files concerned, sorted
-    message: str  # the numbers in the files against those declared
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,30 +157,14 @@ def verify(
         CannotLook: There is no checkpoint, or it cannot be read; or there are faults, and a save
             has replaced its ``.metadata`` meanwhile; or ``whole`` says no shapes.
     """
-    directory = (
-        path.directory
-        if isinstance(path, Checkpoint)
-        else existing_directory(path, storage_options)
-    )
-    before = _version(directory)
-    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(directory)
-    faults = metadata_faults(checkpoint)
-    for damage in checkpoint.unused_indexes:
-        if isinstance(damage, OtherVersion):
-            continue  # which is no damage; a warning says it
-        message = (
-            f"its index cannot be used: {damage}; torch's pickle in it is read in its place, and "
-            "stock-metadata writes both anew"
-        )
-        faults.append(CheckpointFault("index", (), (".metadata",), message))
+    checkpoint = open_source(path, storage_options=storage_options)
+    faults = [*metadata_faults(checkpoint), *checkpoint.description_faults(contents=contents)]
     compared = None if whole is None else compared_with_whole(checkpoint, whole_of(whole))
     if compared is not None:
         faults += [
             CheckpointFault("whole", (tensor.fqn,), (), tensor.difference)
             for tensor in compared.lost
         ]
-    if contents:
-        faults += stock_faults(checkpoint)
     records = records_by_file(checkpoint)
     total = sum([record.nbytes for in_file in records.values() for record in in_file])
     checks = _Checks(
@@ -212,8 +176,8 @@ def verify(
     for file, in_file in records.items():
         faults += file_faults(checkpoint, file, in_file)
         faults += checks.faults(file, in_file)
-    if faults and _version(directory) != before:
-        raise overwritten(directory, [".metadata"])
+    if faults and (changed := checkpoint.changed_files()):
+        raise overwritten(checkpoint.directory, changed)
     return Verification(
         path=checkpoint.path,
         faults=tuple(sorted(faults, key=lambda fault: (fault.kind, fault.files, fault.tensors))),
@@ -226,20 +190,6 @@ def verify(
         unread=len(checks.skipped) + len(checks.other_types),
         contents=contents,
     )
-
-
-def _written(directory: Store, name: str) -> float | None:
-    """Return when a file of this machine was written; None for a URL and a missing file."""
-    entry = directory.entry(name) if directory.is_local else None
-    return None if entry is None else entry.written
-
-
-def _version(directory: Store) -> str | None:
-    """Return the version of ``.metadata``, which each write of it changes; None without one."""
-    try:
-        return directory.version(".metadata")
-    except OSError:
-        return None
 
 
 class _Checks:
@@ -277,8 +227,8 @@ class _Checks:
 
     def notes(self) -> Iterator[str]:
         """Yield what was not checked, and why."""
-        if self._contents and self._checkpoint.format == SAFETENSORS:
-            yield "safetensors files have no checksums: nothing proves their contents"
+        if self._contents and self._checkpoint.unproved:
+            yield self._checkpoint.unproved
         if self._unchecked:
             yield (
                 f"{format_count(self._unchecked, 'record')} have no checksums "
@@ -309,8 +259,9 @@ class _Checks:
         try:
             with self._checkpoint.directory.open(file) as stream:
                 opened = CountedFile(stream)
-                if self._contents and self._checkpoint.records_in_files:
-                    for kind, finding in self._checksums(ByteRange(opened, 0, size)):
+                if self._contents:
+                    whole_file = ByteRange(opened, 0, size)
+                    for kind, finding in self._checkpoint.verify_file(self, whole_file):
                         fault = CheckpointFault(kind, fqns_of(records), (file,), finding)
                         faults.append(fault)
                 for record in records:
@@ -321,7 +272,7 @@ class _Checks:
                         window = bytearray(min(WINDOW_NBYTES, size - record.start))
                         opened.hold(memoryview(window), record.start)
                     byte_range = ByteRange(opened, record.start, record.nbytes)
-                    for kind, finding in self._findings(byte_range, record):
+                    for kind, finding in self._checkpoint.verify_record(self, byte_range, record):
                         message = f"{record_name(self._checkpoint, record)} in {file}: {finding}"
                         faults.append(CheckpointFault(kind, (record.fqn,), (file,), message))
         except (OSError, EOFError) as error:
@@ -332,8 +283,8 @@ class _Checks:
             return [CheckpointFault(kind, fqns_of(records), (file,), message)]
         return faults
 
-    def _findings(self, byte_range: ByteRange, record: StoredRecord) -> Iterator[FileFinding]:
-        """Yield the faults of a record: of its shape and dtype, and of its contents."""
+    def saved(self, byte_range: ByteRange, record: StoredRecord) -> Iterator[FileFinding]:
+        """Yield the faults of a record of ``torch.save``: of shape, dtype and contents."""
         if record.transforms:
             if not self._contents:
                 self._transformed += 1
@@ -357,18 +308,12 @@ class _Checks:
                 byte_range.stream()
             )
             if self._contents and is_zip:
-                yield from self._checksums(byte_range)
+                yield from self.checksums(byte_range)
             return
-        if self._checkpoint.format == SAFETENSORS:
-            # Nothing but the header describes these bytes, and the metadata are the header.
-            self._advance(record.nbytes)
-            return
-        if self._checkpoint.records_in_files:
-            return  # compared with the head of its file when that was opened
         head = None if record.transforms else self._heads.find(byte_range)
         if head is not None:
             yield from self._mismatches(record, head.shape, head.dtype)
-        broken = list(self._checksums(byte_range, head)) if self._contents else []
+        broken = list(self.checksums(byte_range, head)) if self._contents else []
         yield from broken
         # A wrong checksum is more specific than that it cannot be loaded.
         if head is None and not broken:
@@ -403,11 +348,12 @@ class _Checks:
         )
         return [("wrong_record", message)]
 
-    def _advance(self, nbytes: int) -> None:
+    def advance(self, nbytes: int) -> None:
+        """Count bytes as checked."""
         self.nbytes += nbytes
         self._progress(self.nbytes)
 
-    def _checksums(
+    def checksums(
         self, byte_range: ByteRange, tensor: TensorRecord | None = None
     ) -> Iterator[FileFinding]:
         """Yield the entries of a zip file that do not match their checksums.
@@ -416,7 +362,7 @@ class _Checks:
             byte_range: The record.
             tensor: The record's description, if it is plain.
         """
-        check = Record(byte_range, tensor).check(self._advance)
+        check = Record(byte_range, tensor).check(self.advance)
         self._unchecked += not check.has_crc
         yield from [("checksum", text) for text in check.differing]
         if check.broken is not None or not check.is_zip:
@@ -435,39 +381,12 @@ def _reason(error: Exception) -> str:
 
 
 def _notes(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield signs of damage that prove none: a copy of a checkpoint has them as well."""
-    directory = checkpoint.directory
-    has_metadata = directory.size(".metadata") is not None
+    """Yield what is not read, and signs of damage that prove none."""
     yield from checkpoint.notes
-    if checkpoint.newer:
-        yield (
-            f"plain torch {version('torch')} cannot read .metadata here: it has "
-            f"{' and '.join(sorted(checkpoint.newer))}. PlacementFileSystemReader reads it; "
-            f"dcp-placements stock-metadata {checkpoint.path} writes it as every torch reads it"
-        )
-    own, _ = checkpoint.id_records
-    without = [file for file in checkpoint.files if file not in own and id_in_name(file) is None]
-    if 0 < len(without) < len(checkpoint.files):
-        yield (
-            f"no id of a save in {format_names(without, 4)}: where another save wrote one of them "
-            "and not the rank's other files, nothing can tell"
-        )
+    yield from checkpoint.signs()
     for name in checkpoint.other_files:
         if name.endswith((".tmp", ".partial")):
             yield f"{name} was left over by a process that was cut off"
-    written = _written(directory, ".metadata") if has_metadata else None
-    younger = [
-        file
-        for file in without
-        if written is not None
-        and checkpoint.files[file] is not None
-        and (_written(directory, file) or 0) > written + AFTER_S
-    ]
-    if younger:
-        yield (
-            f"written after .metadata, which is written last: {format_names(younger, 4)}. A copy "
-            "looks like that, and so does a later save that was cut off"
-        )
 
 
 def records_by_file(checkpoint: Checkpoint) -> dict[str, list[StoredRecord]]:
@@ -504,46 +423,7 @@ def structural_faults(checkpoint: Checkpoint) -> list[CheckpointFault]:
 def metadata_faults(checkpoint: Checkpoint) -> list[CheckpointFault]:
     """Return the faults that the metadata prove, and files of another save."""
     check_count(checkpoint.path, len(checkpoint.rows))
-    return [*tiling_faults(checkpoint), *_location_faults(checkpoint), *_id_faults(checkpoint)]
-
-
-def stock_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
-    """Yield where the pickle that torch's readers read differs from the index.
-
-    Raises:
-        CannotLook: The pickle before the index is refused, or cannot be read.
-    """
-    directory, rows, metadata = checkpoint.directory, checkpoint.rows, checkpoint.metadata
-    if ".metadata" not in directory.names():
-        return
-    with reading(directory, ".metadata"):
-        stock = read_stock_pickle(directory.opener(".metadata"))
-        if stock is None:
-            return
-        facts = [
-            name
-            for name in ("planner_data", "version")
-            if getattr(stock, name, None) != getattr(metadata, name, None)
-        ]
-    torchs: Any = stock.storage_data
-    unlike = differing_keys(rows.entries, torchs.entries)
-    keys = {*rows.fqns, *torchs.fqns} - unlike
-    moved = {fqn for fqn in keys if {*rows.rows_of(fqn)} != {*torchs.rows_of(fqn)}}
-    if unlike:
-        yield _stock_fault("other shapes, dtypes or chunks", unlike)
-    if moved:
-        yield _stock_fault("chunks in other places", moved)
-    if facts:
-        yield _stock_fault(f"another {' and another '.join(facts)}", ())
-
-
-def _stock_fault(what: str, fqns: Iterable[str]) -> CheckpointFault:
-    names = tuple(sorted(fqns))
-    message = (
-        f"torch reads .metadata without its index, and finds {what} than the index has"
-        f"{': ' if names else ''}{format_names(names, 4)}; stock-metadata writes both anew"
-    )
-    return CheckpointFault("stock_metadata", names, (".metadata",), message)
+    return [*tiling_faults(checkpoint), *_location_faults(checkpoint), *checkpoint.own_faults()]
 
 
 def tiling_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
@@ -605,26 +485,6 @@ def _location_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
             yield CheckpointFault("unplaced", names, (file,), message)
 
 
-def _id_faults(checkpoint: Checkpoint) -> Iterator[CheckpointFault]:
-    """Yield files that another save wrote, by the id that each begins with, and damaged places."""
-    records, damages = checkpoint.id_records
-    for damage in damages:
-        yield CheckpointFault("shared_bytes", (), (damage.fqn,), f"it {damage.headline}")
-    for file, record in records.items():
-        if checkpoint.directory.size(file) is None:
-            continue
-        if record.transforms:
-            continue  # transforms are undone by extensions, which are not at hand here
-        try:
-            with checkpoint.directory.open(file) as stream:
-                stream.seek(record.start)
-                fault = id_fault(record, stream.read(min(record.length, ID_NBYTES)))
-        except OSError:
-            continue  # its other records cannot be read either, which is a fault of its own
-        if fault is not None:
-            yield CheckpointFault("mixed_generations", (), (file,), f"it {fault.headline}")
-
-
 def file_faults(
     checkpoint: Checkpoint, file: str, records: Sequence[StoredRecord]
 ) -> Iterator[CheckpointFault]:
@@ -644,8 +504,7 @@ def file_faults(
     # Two keys may share one whole record; two records may not share some bytes.
     reached, end = records[0], records[0].end  # the earlier record that ends last
     for record in records:
-        # Chunks of a rank's tensor may interleave, as columns do.
-        if reached.start < record.start < end and not checkpoint.records_in_files:
+        if reached.start < record.start < end and not checkpoint.may_share_bytes:
             names = (record_name(checkpoint, holder) for holder in (reached, record))
             message = f"bytes {record.start}-{end} belong to {' and to '.join(names)}"
             yield CheckpointFault("shared_bytes", fqns_of([reached, record]), (file,), message)

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from dcp_placements.errors import CannotLook, PlacementError
-from dcp_placements.offline.checkpoint import Checkpoint
+from dcp_placements.offline.checkpoint import SourceOptions
+from dcp_placements.offline.directory import existing_directory
+from dcp_placements.offline.sources.safetensors_source import Safetensors
 from dcp_placements.table.whole import WholeModel
 
 CONFIG = "config.json"
@@ -63,7 +65,7 @@ def _of_path(path: Path) -> Any:
     folder = path.parent if is_named else path
     headers = sorted(folder.glob("*.safetensors")) and not (is_named and path.name == CONFIG)
     if headers:
-        checkpoint = Checkpoint(folder)
+        checkpoint = Safetensors.of(existing_directory(folder), SourceOptions())
         if checkpoint.absent:
             name, file = next(iter(checkpoint.absent.items()))
             raise CannotLook(f"{path}: the index names {name} in {file}, which lacks it")

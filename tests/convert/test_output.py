@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dcp_placements.offline import CannotLook, Checkpoint, draw, save_figure, stock_metadata
+from dcp_placements.offline import CannotLook, draw, open_source, save_figure, stock_metadata
 from dcp_placements.offline.box_reads import BoxReader
 from dcp_placements.offline.output import LocalOutput
 from dcp_placements.storage.store import LocalStore
@@ -79,7 +79,7 @@ def test_of_two_at_once_one_succeeds_and_the_other_names_it(tmp_path: Path) -> N
             winner = codes.index(0)
             message = ended[1 - winner][1]
             assert "is being written" in message or "is there already" in message
-            found = Checkpoint(out)
+            found = open_source(out)
             with BoxReader(found) as reader:
                 w = found.tensors["w"]
                 assert torch.equal(reader.read(w, w.whole), torch.full((300, 1000), float(winner)))
@@ -156,7 +156,7 @@ def test_m58_stock_metadata_does_not_write_through_links(tmp_path: Path) -> None
     stock_metadata(path)
     assert outside.read_text() == "precious"
     assert not (path / ".metadata").is_symlink()
-    assert len(Checkpoint(path).tensors) == 5
+    assert len(open_source(path).tensors) == 5
 
 
 def test_a_link_in_the_place_of_the_output_is_replaced_or_refused(tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ from dcp_placements import (
 from dcp_placements.bind.rank_shard import RankShard
 from dcp_placements.offline import (
     CannotLook,
-    Checkpoint,
     diff,
     import_checkpoint,
     inspect,
@@ -37,8 +36,7 @@ from dcp_placements.offline import (
     verify,
 )
 from dcp_placements.offline.directory import existing_directory
-from dcp_placements.offline.sources.rank_tensors import RankTensors, rank_files
-from dcp_placements.storage.process_limits import limited_memory
+from dcp_placements.offline.sources.rank_tensors import RankTensors
 from dcp_placements.testing import cut
 from tests.convert.hostile import Hostile
 from tests.offline_scenes import Run
@@ -272,7 +270,7 @@ def test_ranks_files_are_a_checkpoint_for_all_tools(halves: Path, tmp_path: Path
 
     reshard(source, tmp_path / "columns", columns, {"tp": 3})
     assert_holds(tmp_path / "columns", {"w": arange((5, 6)), "norm": arange((2,))})
-    held = Checkpoint(tmp_path / "columns").tensors["w"]
+    held = open_source(tmp_path / "columns").tensors["w"]
     assert sorted(box.offsets for box in held.boxes) == [(0, 0), (0, 2), (0, 4)]
     damaged = bytearray((halves / "a_rank_1.pt").read_bytes())
     damaged[damaged.index(arange((5, 6))[3:].numpy().tobytes())] ^= 1
@@ -289,7 +287,7 @@ def test_an_import_by_other_rules_is_another_output(tmp_path: Path) -> None:
     for order in (1, -1):
         source = open_source(tmp_path, rules=of_halves(order), axes={"ep": 2})
         import_checkpoint(source, tmp_path / f"out{order}")
-        ids.add((Checkpoint(tmp_path / f"out{order}").provenance or {})["save_id"])
+        ids.add((open_source(tmp_path / f"out{order}").provenance or {})["save_id"])
     assert len(ids) == 2
 
 
@@ -299,7 +297,7 @@ def test_a_dtensor_that_does_not_fit_is_refused_by_file_and_key(tmp_path: Path) 
     tensors = RankTensors(existing_directory(tmp_path), [])
     tensors.add("a_rank_1.pt", {"layer.w": shard, "norm": torch.ones(2)}, None)
     with pytest.raises(PlacementError, match=r"layer\.w: .*\(3, 3\)") as caught:
-        tensors.checkpoint()
+        tensors.whole()
     assert "file:        a_rank_1.pt" in str(caught.value)
 
 
@@ -309,7 +307,7 @@ def test_dicts_that_are_nested_too_deeply_are_one_message(tmp_path: Path) -> Non
         file.writestr("archive/data.pkl", pickled)
         file.writestr("archive/version", "3")
     with pytest.raises(CannotLook, match="nested too deeply"):
-        rank_files(tmp_path)
+        open_source(tmp_path)
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
@@ -317,19 +315,19 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "in" / "shard_rank_0.pt"
     os.mkfifo(file)
     with pytest.raises(CannotLook, match=r"shard_rank_0\.pt: cannot be read: it is no plain file"):
-        rank_files(tmp_path / "in")
+        open_source(tmp_path / "in")
     file.unlink()
     torch.save({"w": torch.ones(2)}, tmp_path / "elsewhere.pt")
     file.symlink_to(tmp_path / "elsewhere.pt")
     with pytest.raises(CannotLook, match=r"cannot be read: it leads out of the directory"):
-        rank_files(tmp_path / "in")
+        open_source(tmp_path / "in")
 
 
 def test_two_tensors_of_one_key_are_refused(tmp_path: Path) -> None:
     state = {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}}
     torch.save(state, tmp_path / "shard_rank_0.pt")
     with pytest.raises(CannotLook, match=r"several tensors have one key: a\.b"):
-        rank_files(tmp_path)
+        open_source(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +337,7 @@ def test_a_tensor_with_more_than_elements_is_refused(tmp_path: Path, value: torc
     torch.save({"a": {"w": value}}, tmp_path / "shard_rank_0.pt")
     found = r"a\.w: is a tensor with more than elements: torch\._utils\._rebuild"
     with pytest.raises(PlacementError, match=found):
-        rank_files(tmp_path)
+        open_source(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.float64, torch.complex128])
@@ -352,10 +350,10 @@ def test_copies_of_one_element_are_compared_and_written_whatever_their_stride(
         values = (torch.arange(14) + 3).to(dtype)[::step][:1]
         more = {"v": arange((2, 3)), "s": spread if rank else spread.clone()}
         torch.save({"w": values, **more}, tmp_path / "saved" / f"a_rank_{rank}.pt")
-    import_checkpoint(rank_files(tmp_path / "saved"), tmp_path / "out")
+    import_checkpoint(open_source(tmp_path / "saved"), tmp_path / "out")
     torch.save({"w": values, "v": more["v"], "s": spread + 1}, tmp_path / "saved" / "a_rank_1.pt")
     with pytest.raises(PlacementError, match="differ in 6 of 6 elements"):
-        rank_files(tmp_path / "saved")
+        open_source(tmp_path / "saved")
     loaded = {"w": torch.zeros(1, dtype=dtype), "v": torch.zeros(2, 3)}
     dcp.load(loaded, checkpoint_id=tmp_path / "out", no_dist=True)
     assert torch.equal(loaded["w"], torch.full((1,), 3).to(dtype))
@@ -365,7 +363,8 @@ def test_copies_of_one_element_are_compared_and_written_whatever_their_stride(
 def test_a_flipped_bit_of_a_file_is_found_by_its_checksum(tmp_path: Path, what: str) -> None:
     value = arange((3, 4))
     torch.save({"w": value}, tmp_path / "a_rank_0.pt")
-    rank_files(tmp_path)
+    (tmp_path / "metadata.json").write_text("{}")  # another file of the run
+    import_checkpoint(tmp_path, tmp_path / "sound")
     data = bytearray((tmp_path / "a_rank_0.pt").read_bytes())
     at = data.index(value.numpy().tobytes())
     if what == "header":  # the length of what pads the entry
@@ -373,7 +372,10 @@ def test_a_flipped_bit_of_a_file_is_found_by_its_checksum(tmp_path: Path, what: 
     data[at] ^= 4
     (tmp_path / "a_rank_0.pt").write_bytes(data)
     with pytest.raises(CannotLook, match=r"a_rank_0\.pt: (is not what was written|cannot be read)"):
-        rank_files(tmp_path)
+        import_checkpoint(tmp_path, tmp_path / "out")
+    if what == "elements":
+        (fault,) = verify(tmp_path, contents=True).faults
+        assert (fault.kind, fault.files) == ("checksum", ("a_rank_0.pt",))
 
 
 def test_tensors_without_elements_and_ranks_without_rows_are_imported(tmp_path: Path) -> None:
@@ -409,13 +411,11 @@ def test_m151_files_larger_than_the_limit_of_memory_are_mapped(
         torch.save({"w": part, "b": torch.ones(3)}, tmp_path / "ranks" / f"m_rank_{rank}.pt")
     monkeypatch.setattr("dcp_placements.cli.app.default_limit", lambda: 72 << 20)
     rules = ["--rules", f"{__name__}:by_rows", "--mesh", "rank=2"]
-    if command == "reshard":  # which has the rules of the world to come
-        with limited_memory(72 << 20):
-            source = open_source(tmp_path / "ranks", rules=by_rows, axes={"rank": 2})
-            reshard(source, tmp_path / "out", by_rows, {"rank": 2})
-    else:
-        ran = run(command, tmp_path / "ranks", tmp_path / "out", *rules, "--memory", "8MiB")
-        assert ran.code == 0, ran
+    more = ["--memory", "8MiB"]
+    if command == "reshard":  # which has the rules of the world to come, too
+        more = ["--source-rules", f"{__name__}:by_rows", "--source-mesh", "rank=2"]
+    ran = run(command, tmp_path / "ranks", tmp_path / "out", *rules, *more)
+    assert ran.code == 0, ran
     if command == "export":
         assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], torch.cat(parts))
         return
@@ -442,12 +442,12 @@ def test_m151_a_lack_of_memory_or_of_rights_is_not_called_truncated(
     lack = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
     monkeypatch.setattr("dcp_placements.offline.sources.torch_files.SavedFile", fail(lack))
     with pytest.raises(MemoryError, match="m_rank_0"):
-        rank_files(tmp_path)
+        open_source(tmp_path)
     monkeypatch.setattr("dcp_placements.offline.sources.torch_files.SavedFile", fail(MemoryError()))
     with pytest.raises(MemoryError):
-        rank_files(tmp_path)
+        open_source(tmp_path)
     denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     monkeypatch.setattr("dcp_placements.offline.sources.torch_files.SavedFile", fail(denied))
     with pytest.raises(CannotLook, match="Permission denied") as refused:
-        rank_files(tmp_path)
+        open_source(tmp_path)
     assert "truncated" not in str(refused.value)

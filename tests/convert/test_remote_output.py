@@ -16,9 +16,9 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from dcp_placements import offline
 from dcp_placements.errors import CannotLook
 from dcp_placements.offline import (
-    Checkpoint,
     diff,
     export_safetensors,
+    open_source,
     stock_metadata,
 )
 from dcp_placements.offline.output import MARKER, UrlOutput
@@ -119,7 +119,7 @@ def test_an_export_goes_on_where_it_was_stopped(tmp_path: Path, memory: str) -> 
         f"model-0000{n}-of-00004.safetensors" for n in (1, 2)
     ]
     with pytest.raises(CannotLook, match="the export to this directory has not finished"):
-        Checkpoint(out)
+        open_source(out)
     exported = export_safetensors(tmp_path, out, max_shard_size=4000)
     assert len(exported.kept) == 2
     held = held_at(out)
@@ -295,7 +295,7 @@ def test_every_function_takes_options_of_the_storage(
     assert offline.diff(url, tmp_path / "ckpt", **given).same
     assert offline.diagnose(url, **given).tensors
     assert offline.rehearse(url, rules_by_ep, {"ep": 2}, **given).loads
-    assert len(offline.Checkpoint(url, **given).tensors) == 5
+    assert len(offline.open_source(url, **given).tensors) == 5
     assert len(offline.open_source(url, **given).tensors) == 5
     assert offline.export_safetensors(url, "dir://hf", prefix="", **given).is_written
     assert offline.import_checkpoint("dir://hub", "dir://dcp", **given).is_written

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dcp_placements.offline import Checkpoint
+from dcp_placements.offline import open_source
 from dcp_placements.offline.box_reads import BoxReader
 from dcp_placements.offline.output import MARKER
 from tests.convert.test_output import WORKER, line_of, start_worker
@@ -96,7 +96,7 @@ def test_of_two_at_one_url_one_succeeds(
         refusal = ended[1 - winner][1]
         assert "another output was begun here" in refusal or "is there already" in refusal
         assert out in refusal
-        found = Checkpoint(out)
+        found = open_source(out)
         with BoxReader(found) as reader:
             w = found.tensors["w"]
             assert torch.equal(reader.read(w, w.whole), torch.full((300, 1000), float(winner)))

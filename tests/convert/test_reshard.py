@@ -29,7 +29,7 @@ from dcp_placements import (
     contiguous,
 )
 from dcp_placements.convert import writing
-from dcp_placements.offline import CannotLook, Checkpoint, diff, inspect, rehearse, reshard, verify
+from dcp_placements.offline import CannotLook, diff, inspect, open_source, rehearse, reshard, verify
 from dcp_placements.testing import FakeDTensor, World, cut, damage
 from tests.offline_scenes import Run, rules_by_ep, save_hugging_face, save_sharded
 from tests.offline_scenes import wholes as small
@@ -199,7 +199,7 @@ def test_contents_of_any_dtype_and_size_are_those_of_the_source(
     assert verify(tmp_path / "out", contents=True).sound
     assert_holds(tmp_path / "out", whole)
     data = (tmp_path / "out").glob("__0_*")
-    table = Checkpoint(tmp_path / "out").tensors["torch.float64"].chunks
+    table = open_source(tmp_path / "out").tensors["torch.float64"].chunks
     (file,) = data
     first = next(chunk for chunk in table if chunk.file == file.name)
     saved = file.read_bytes()[first.start : first.start + first.nbytes]
@@ -229,8 +229,8 @@ def test_the_new_checkpoint_is_described_as_one_of_its_world(tmp_path: Path, run
     assert ran.code == 0, ran.err
     assert len(ran.json["files"]) == 8
     shown = run("inspect", tmp_path / "out", "--json").json
-    source = Checkpoint(tmp_path / "source").provenance
-    provenance = Checkpoint(tmp_path / "out").provenance
+    source = open_source(tmp_path / "source").provenance
+    provenance = open_source(tmp_path / "out").provenance
     assert provenance is not None
     assert source is not None
     assert provenance["resharded_from"] == source["save_id"] != provenance["save_id"]
@@ -315,7 +315,7 @@ def test_the_partial_directory_of_the_output_is_no_source(tmp_path: Path) -> Non
     save_sharded(partial)
     (tmp_path / "link").symlink_to(partial)
     before = files_of(partial)
-    for source in (partial, tmp_path / "link", Checkpoint(partial)):
+    for source in (partial, tmp_path / "link", open_source(partial)):
         with pytest.raises(CannotLook, match=r"what an interrupted attempt at .* left"):
             reshard(source, tmp_path / "out", rules_by_ep, {"ep": 4})
     assert files_of(partial) == before

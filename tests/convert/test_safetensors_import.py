@@ -28,10 +28,10 @@ from dcp_placements import (
 from dcp_placements.convert import writing
 from dcp_placements.offline import (
     CannotLook,
-    Checkpoint,
     diff,
     export_safetensors,
     import_checkpoint,
+    open_source,
     verify,
 )
 from dcp_placements.offline.safetensors_files import NAMED_DTYPES
@@ -249,7 +249,7 @@ def test_what_is_wrong_is_told_before_anything_is_written(tmp_path: Path, run: R
     for option in ("--vocab-size", "--expert-parallel-size"):
         ran = run("import", tmp_path / "hf", tmp_path / "ckpt", option, 3)
         assert ran.code == 2
-        assert "is not for a checkpoint" in ran.err
+        assert "is not for safetensors files" in ran.err
     (tmp_path / "hf" / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(PlacementError, match=r"not whole .*\n.*missing_file"):
         import_checkpoint(tmp_path / "hf", tmp_path / "ckpt")
@@ -309,7 +309,7 @@ def test_m87_a_model_beside_other_files_is_refused(
 def test_m87_files_of_one_kind_or_of_parts_are_one_model(tmp_path: Path, names: list[str]) -> None:
     for number, name in enumerate(names):
         save_file({f"w{number}": torch.ones(3)}, tmp_path / f"{name}.safetensors")
-    assert set(Checkpoint(tmp_path).tensors) == {"w0", "w1"}
+    assert set(open_source(tmp_path).tensors) == {"w0", "w1"}
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def test_files_without_a_tensor_are_refused(tmp_path: Path, run: Run) -> None:
 def test_m87_where_there_is_an_index_other_files_do_not_count(tmp_path: Path) -> None:
     save_hugging_face(tmp_path, {"w": torch.ones(3), "v": torch.ones(2)})
     save_file({"w": torch.zeros(3), "u": torch.ones(2)}, tmp_path / "consolidated.safetensors")
-    assert set(Checkpoint(tmp_path).tensors) == {"w", "v"}
+    assert set(open_source(tmp_path).tensors) == {"w", "v"}
 
 
 @pytest.mark.parametrize(

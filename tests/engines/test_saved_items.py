@@ -32,7 +32,6 @@ from dcp_placements import (
     offline,
 )
 from dcp_placements._torch import rehearsed
-from dcp_placements.declaration import DeclaredWorld
 from dcp_placements.errors import CannotLook
 from dcp_placements.storage.store import LocalStore
 
@@ -791,7 +790,7 @@ def test_an_import_by_other_placements_of_the_engines_files_is_another_output(
 
         source = offline.open_source(tmp_path / "ckpt", rules=rules, axes={"ep": 2})
         offline.import_checkpoint(source, tmp_path / f"out{order}")
-        ids.add((offline.Checkpoint(tmp_path / f"out{order}").provenance or {})["save_id"])
+        ids.add((offline.open_source(tmp_path / f"out{order}").provenance or {})["save_id"])
     assert len(ids) == 2
 
 
@@ -810,7 +809,7 @@ def test_tools_open_each_file_once(
     monkeypatch.setattr(
         LocalStore, "open", lambda self, name: names.append(name) or opens(self, name)
     )
-    world = DeclaredWorld({"ep": 2}, lambda mesh: rules(mesh.get_coordinate()[0], 2))
-    held = offline.Checkpoint(tmp_path, source=None if ours else world)
+    declared = {"rules": lambda mesh: rules(mesh.get_coordinate()[0], 2), "axes": {"ep": 2}}
+    held = offline.open_source(tmp_path, **({} if ours else declared))
     assert held.tensors["model.w"].shape == (4, 6)
     assert names == ["metadata.pkl", "model_0.pt", "model_1.pt"]

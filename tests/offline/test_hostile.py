@@ -25,7 +25,7 @@ from dcp_placements import (
     PlacementLoadPlanner,
     offline,
 )
-from dcp_placements.offline import Checkpoint, verify
+from dcp_placements.offline import open_source, verify
 from tests.convert.hostile import Hostile
 from tests.offline_scenes import Run, save_hugging_face, save_sharded
 from tests.storage_scenes import stock_metadata
@@ -73,7 +73,7 @@ def test_a_snapshot_of_the_hubs_cache_is_read(tmp_path: Path) -> None:
     for number, file in enumerate(sorted(snapshot.iterdir())):
         file.rename(blobs / str(number))
         file.symlink_to(Path("..") / ".." / "blobs" / str(number))
-    assert sorted(Checkpoint(snapshot).tensors) == ["a", "b"]
+    assert sorted(open_source(snapshot).tensors) == ["a", "b"]
     assert verify(snapshot).sound
 
 

@@ -26,7 +26,7 @@ from dcp_placements import (
     Renumber,
     Stack,
 )
-from dcp_placements.offline import CannotLook, Checkpoint, diff, rehearse, reshard
+from dcp_placements.offline import CannotLook, diff, open_source, rehearse, reshard
 from dcp_placements.testing import FakeDTensor, FakeMesh, World, cut, damage
 from tests.offline_scenes import Run, rules_by_ep, save_sharded, wholes
 from tests.storage_scenes import data_file
@@ -196,7 +196,7 @@ def test_who_asks_for_what_of_one_tensor(saved: Path, run: Run) -> None:
         (key, 6, (3, 7)),
     ]
     # Each box by itself, against all chunks of the checkpoint.
-    stored = {chunk.box: chunk.file for chunk in Checkpoint(saved).tensors[key].chunks}
+    stored = {chunk.box: chunk.file for chunk in open_source(saved).tensors[key].chunks}
     for one in found.requests:
         start, stop = one.box.offsets[0], one.box.offsets[0] + one.box.sizes[0]
         meets = [

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from dcp_placements.errors import CannotLook
-from dcp_placements.offline import Checkpoint
+from dcp_placements.offline import open_source
 from dcp_placements.offline.safetensors_files import NAMED_DTYPES
 
 DTYPES = list(NAMED_DTYPES.values())
@@ -72,7 +72,7 @@ def test_a_header_is_what_the_library_says(tmp_path: Path, seed: int) -> None:
     except (SafetensorError, RuntimeError, TypeError, ValueError):
         library = None
     try:
-        checkpoint = Checkpoint(tmp_path)
+        checkpoint = open_source(tmp_path)
     except CannotLook:
         assert library is None
         return
@@ -86,4 +86,4 @@ def test_m148_four_bits_that_are_no_whole_bytes_are_refused(
     text = json.dumps({"w": {"dtype": "F4", "shape": shape, "data_offsets": [0, 5]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(5))
     with pytest.raises(CannotLook, match="no sound safetensors file"):
-        Checkpoint(tmp_path)
+        open_source(tmp_path)

@@ -344,7 +344,10 @@ def test_faults_of_boxes_against_counting_elements(data: st.DataObject) -> None:
 
 
 def test_the_readme_lists_every_kind() -> None:
-    code = (Path(dcp_placements.offline.__file__).parent / "verification.py").read_text()
+    folder = Path(dcp_placements.offline.__file__).parent
+    code = "".join(
+        (folder / name).read_text() for name in ("verification.py", "sources/dcp_source.py")
+    )
     made = set(re.findall(r'(?:CheckpointFault\(|Finding\(|yield )\s*"(\w+)"', code)) - {"digest"}
     readme = (Path(__file__).parents[2] / "dcp_placements" / "cli" / "README.md").read_text()
     _, _, table = readme.partition("| kind | is |")

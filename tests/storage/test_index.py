@@ -31,7 +31,7 @@ from dcp_placements import (
     PlacementLoadPlanner,
     PlacementSavePlanner,
 )
-from dcp_placements.offline import CannotLook, Checkpoint, inspect, verify
+from dcp_placements.offline import CannotLook, inspect, open_source, verify
 from dcp_placements.storage import writer
 from dcp_placements.storage.columns import IndexDamage
 from dcp_placements.storage.index import (
@@ -144,7 +144,7 @@ def test_any_planner_data_come_back(tmp_path: Path, stock_metadata: bool) -> Non
             } == {key: (entry.size, entry.chunks) for key, entry in stored.items()}
         if stock_metadata:
             assert found[1].storage_data == dict(metadata.storage_data)
-            Checkpoint(tmp_path)
+            open_source(tmp_path)
 
 
 @passes_on_errors
@@ -294,7 +294,7 @@ def test_without_stock_metadata_a_damaged_index_is_an_error(tmp_path: Path) -> N
     with pytest.raises(PlacementError, match="stock_metadata=False"):
         read(tmp_path)
     with pytest.raises(CannotLook, match="cannot be used: it is not what was written") as refused:
-        Checkpoint(tmp_path)
+        open_source(tmp_path)
     lines = str(refused.value).splitlines()
     assert lines[1].startswith("    why:")
     assert lines[2].startswith("    way out:")

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from dcp_placements import PlacementFileSystemReader, PlacementFileSystemWriter
 from dcp_placements._torch import MemoryFormat
-from dcp_placements.offline import CannotLook, Checkpoint
+from dcp_placements.offline import CannotLook, open_source
 from dcp_placements.storage.metadata_file import read_metadata
 from dcp_placements.storage.metadata_pickle import load_safely
 from dcp_placements.storage.safe_pickle import RefusedGlobal
@@ -185,7 +185,7 @@ def test_provenance_that_unfolds_is_refused(
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     refusal = r"far more of itself|its provenance is broken"
     with pytest.raises(CannotLook, match=refusal):
-        Checkpoint(tmp_path)
+        open_source(tmp_path)
     with pytest.raises(CheckpointException) as caught:
         dcp.load(
             {"w": torch.zeros(3)},
@@ -204,7 +204,7 @@ def test_more_chunks_than_places_are_refused(tmp_path: Path) -> None:
     metadata.state_dict_metadata = {f"w{n}": tensor for n in range(5000)}
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CannotLook, match="chunks or more, and places for 1"):
-        Checkpoint(tmp_path)
+        open_source(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_every_cut_of_a_lean_file_is_one_message(tmp_path: Path) -> None:
     for cut in (*range(0, end, max(end // 60, 1)), end - 1):
         (tmp_path / ".metadata").write_bytes(data[:cut])
         with pytest.raises(CannotLook):
-            Checkpoint(tmp_path)
+            open_source(tmp_path)
 
 
 @pytest.mark.parametrize(

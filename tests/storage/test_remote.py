@@ -23,7 +23,7 @@ from dcp_placements import (
     PlacementLoadPlanner,
 )
 from dcp_placements.errors import CannotLook
-from dcp_placements.offline import Checkpoint, export_safetensors
+from dcp_placements.offline import export_safetensors, open_source
 from dcp_placements.storage import store, writer
 from dcp_placements.storage.remote import TRIES
 from dcp_placements.storage.store import READ_AHEAD_NBYTES, UrlStore
@@ -246,7 +246,7 @@ def test_a_path_that_was_a_url_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         lambda: PlacementFileSystemReader(path),
         lambda: dcp.save(state, checkpoint_id=path, storage_writer=writer, no_dist=True),
         lambda: dcp.load(state, checkpoint_id=path, storage_reader=reader, no_dist=True),
-        lambda: Checkpoint(path),
+        lambda: open_source(path),
         lambda: export_safetensors(path, "out"),
         lambda: export_safetensors(tmp_path, path),
     ):
@@ -271,7 +271,7 @@ def test_local_names_like_a_url_are_local(
         read = {"w": torch.zeros(4, dtype=torch.int64)}
         dcp.load(read, storage_reader=PlacementFileSystemReader(path), no_dist=True)
         assert torch.equal(read["w"], state["w"])
-        assert len(Checkpoint(path).tensors) == 1
+        assert len(open_source(path).tensors) == 1
         shutil.rmtree(tmp_path / name)
 
 

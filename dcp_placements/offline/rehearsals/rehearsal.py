@@ -24,10 +24,11 @@ from dcp_placements.layout.boxes import (
     numel,
 )
 from dcp_placements.layout.sharding import Box
-from dcp_placements.offline.checkpoint import AnySource, StoredTensor, as_checkpoint
+from dcp_placements.offline.checkpoint import AnySource, StoredTensor
 from dcp_placements.offline.key_patterns import matching_keys
 from dcp_placements.offline.rehearsals.fsdp_axes import Fsdp
 from dcp_placements.offline.rehearsals.rehearsed_world import RehearsedWorld
+from dcp_placements.offline.sources.opening import open_source
 from dcp_placements.offline.texts import Progress, format_table, ranges, short
 from dcp_placements.rules.mesh_axes import MeshAxes, MeshCoordinate, format_mesh_axes
 from dcp_placements.rules.patterns import unmatched_faults
@@ -179,7 +180,7 @@ def rehearse(
         CannotLook: There is no checkpoint, an axis in ``fsdp`` is unknown, ``rules`` fails,
             or no tensor matches ``fqn``.
     """
-    checkpoint = as_checkpoint(path, storage_options)
+    checkpoint = open_source(path, storage_options=storage_options)
     stored = {*checkpoint.tensors, *checkpoint.objects}
     expected = stored if expect is None else set(expect)
     shown = set() if fqn is None else matching_keys(fqn, checkpoint.tensors)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from dcp_placements.errors import CannotLook
+from dcp_placements.offline.directory import existing_directory
 from dcp_placements.offline.sources.rank_tensors import local_directory
 from dcp_placements.offline.sources.torch_files import UnreadableFile, load_torch_file
 from dcp_placements.offline.texts import Progress
@@ -256,7 +257,7 @@ def find_iteration(given: str | os.PathLike[str]) -> Path:
     Raises:
         CannotLook: There is none, or several and no tracker file to choose by.
     """
-    path = local_directory(given)
+    path = local_directory(existing_directory(given))
     iterations = sorted(
         entry.name
         for entry in path.iterdir()

@@ -30,7 +30,7 @@ from dcp_placements.errors import (
 )
 from dcp_placements.names.known_names import EXTRA_STATE
 from dcp_placements.names.renames import Renames, Renumber, contiguous
-from dcp_placements.offline.checkpoint import Checkpoint
+from dcp_placements.offline.checkpoint import WholeTensors
 from dcp_placements.offline.directory import existing_directory
 from dcp_placements.offline.sources.megatron_directory import (
     EMBEDDING,
@@ -45,7 +45,7 @@ from dcp_placements.offline.sources.megatron_directory import (
     rank_directories,
 )
 from dcp_placements.offline.sources.rank_tensors import RankTensors
-from dcp_placements.offline.sources.torch_files import check_contents, nbytes_in
+from dcp_placements.offline.sources.torch_files import nbytes_in
 from dcp_placements.presets.megatron_core import NUMBERED_EXPERTS, VOCABULARY
 from dcp_placements.rules.mesh_axes import MeshCoordinate
 from dcp_placements.rules.patterns import PlacementRules
@@ -71,14 +71,14 @@ _OPTIMIZER = (
 )
 
 
-def megatron_checkpoint(
+def megatron_weights(
     path: str | os.PathLike[str],
     *,
     vocab_size: int | None = None,
     expert_parallel_size: int | None = None,
     expert_tensor_parallel_size: int | None = None,
-) -> Checkpoint:
-    """Return ``mp_rank_*`` files as a checkpoint of the model's whole tensors.
+) -> WholeTensors:
+    """Return the model's whole tensors of ``mp_rank_*`` files.
 
     Keys are Megatron's own, with layers and experts numbered over all ranks; gate is before up, and
     the padding rows of the vocabulary are left out. Layers are counted over the stages in the order
@@ -114,7 +114,6 @@ def megatron_checkpoint(
     tensors.notes += [f"layout: {layout.reason}", *model.notes]
     nbytes = 0
     for file in layout.ranks:
-        check_contents(layout.path / file.directory / WEIGHTS)
         nbytes += nbytes_in(file.contents)
         _add(tensors, model, file)
         for other in sorted((layout.path / file.directory).iterdir()):
@@ -126,7 +125,7 @@ def megatron_checkpoint(
     if not tensors.faults and tensors.nbytes != nbytes:
         of = f"of which {tensors.nbytes} are accounted for"
         raise PlacementError(f"{layout.path}: {nbytes} bytes, {of}")
-    return tensors.checkpoint()
+    return tensors.whole()
 
 
 def _add(tensors: RankTensors, model: _Model, file: RankFile) -> None:
@@ -165,7 +164,7 @@ class _Model:
 
     Args:
         layout: Which rank wrote which file.
-        vocab_size: Argument of ``megatron_checkpoint``.
+        vocab_size: Argument of ``megatron_weights``.
 
     Attributes:
         first_layer: The number of the first layer of ``(block, stage, chunk)``.

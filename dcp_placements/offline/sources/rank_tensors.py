@@ -3,12 +3,6 @@
 Ranks' files are put together as whole tensors: copies compared bit for bit, holes found. Each file
 is one rank's state dict. A DTensor in it says how its mesh cuts it; what it does not say (the ep
 rank whose experts these are) a ``Placements`` per rank does, as for a save of that rank.
-
-verl's FSDP trainers leave, of a world of 8 ranks, in ``global_step_N/actor``::
-
-    model_world_size_8_rank_0.pt .. _rank_7.pt        the model: DTensors of FSDP2
-    optim_world_size_8_rank_0.pt ..                   the optimizer's state, by position
-    extra_state_world_size_8_rank_0.pt ..             schedule and random states
 """
 
 from __future__ import annotations
@@ -16,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from operator import attrgetter
@@ -41,9 +35,10 @@ from dcp_placements.errors import (
 from dcp_placements.layout.boxes import Array, as_boxes
 from dcp_placements.names.flat import rename_keys
 from dcp_placements.names.rename_results import Rename
-from dcp_placements.offline.checkpoint import Checkpoint, LeftOut
-from dcp_placements.offline.directory import existing_directory, versions_of
+from dcp_placements.offline.checkpoint import LeftOut, WholeTensors
+from dcp_placements.offline.directory import local_path, versions_of
 from dcp_placements.offline.element_bits import same_bits
+from dcp_placements.offline.sources.rank_names import names_by_rank, why_left_out
 from dcp_placements.offline.sources.torch_files import (
     REBUILT,
     SavedDTensor,
@@ -56,7 +51,6 @@ from dcp_placements.rules.patterns import Rules
 from dcp_placements.short_text import format_names
 from dcp_placements.storage.index import index_of_locations
 from dcp_placements.storage.metadata_file import with_columns
-from dcp_placements.storage.remote import is_url
 from dcp_placements.storage.safe_pickle import Stub
 from dcp_placements.storage.saved_dtensor import rank_shard
 from dcp_placements.storage.state_dict_file import Records
@@ -73,11 +67,6 @@ _POSITIONS_OUT = (
     "optimizer state by the position of its parameters, whose names are in no file: save it by "
     "name (get_optimizer_state_dict)"
 )
-_VERLS_MODEL = re.compile(r"model_world_size_(\d+)_rank_\{rank\}\.pt")
-_VERLS_OTHERS = {
-    "optim_world_size_": "optimizer state by position: no file has the names of its parameters",
-    "extra_state_world_size_": "schedule and random states: of the run, not of the model",
-}
 
 
 class RankTensors:
@@ -96,7 +85,8 @@ class RankTensors:
         self.faults: list[Fault] = []
         self.notes: list[str] = []
         self._directory = directory
-        self._versions = versions_of(directory, files)
+        self._of_ranks = tuple(files)
+        self._versions = versions_of(directory, self._of_ranks)
         # One entry per call of ``add``.
         self._files: list[str] = []
         self._holdings: list[Holding] = []
@@ -163,8 +153,8 @@ class RankTensors:
         left_out = sum([tensor.nbytes for tensor in self._left_out.values()])
         return sum([tensor.nbytes for tensor in held]) + self._padding + left_out
 
-    def checkpoint(self) -> Checkpoint:
-        """Return the tensors as a checkpoint, after checks that they are whole and copies equal.
+    def whole(self) -> WholeTensors:
+        """Return the whole tensors, after checks that they are whole and copies equal.
 
         Raises:
             PlacementError: The files do not make whole tensors, or contradict each other.
@@ -194,6 +184,9 @@ class RankTensors:
         for finding in prove(world, lambda piece: _contents(piece, held)):
             if isinstance(finding, Compared):
                 differing += self._differences(finding, held)
+        if differing:
+            for file in self._of_ranks:
+                check_contents(Path(path) / file)  # of damage that is the likely cause
         raise_faults(f"{path}: files contradict each other", differing)
         metadata, records = self._described(world, held)
         stored = sum([record.nbytes for record in records.values()])
@@ -203,11 +196,16 @@ class RankTensors:
             "copies, found equal": self.nbytes - left_out - self._padding - stored,
             "padding, dropped": self._padding,
         }
-        checkpoint = Checkpoint(self._directory, described=(metadata, records))
-        checkpoint.versions, checkpoint.notes = self._versions, self.notes
-        checkpoint.left_out = sorted(self._left_out.values(), key=attrgetter("what", "why"))
-        checkpoint.accounted = {what: nbytes for what, nbytes in accounted.items() if nbytes}
-        return checkpoint
+        return WholeTensors(
+            self._directory,
+            self._of_ranks,
+            metadata,
+            records,
+            self.notes,
+            sorted(self._left_out.values(), key=attrgetter("what", "why")),
+            {what: nbytes for what, nbytes in accounted.items() if nbytes},
+            self._versions,
+        )
 
     def _by_cell(self, world: World) -> Array:
         """Return the local tensor of each cell of the world: mapped, not read."""
@@ -293,28 +291,26 @@ def _difference(fqn: str, kept: str, copy: str, tensor: torch.Tensor, other: tor
         (
             "likely:      an axis that cuts it (ep) is in no rule and no DTensor; or the files "
             "are of different steps, or a replica diverged",
-            "way out:     rules that name the axis (--rules, --mesh); else other files",
+            "way out:     rules that name the axis (--rules and --mesh, or --source-rules and "
+            "--source-mesh); else other files",
         ),
     )
 
 
 def rank_files(
-    path: str | os.PathLike[str],
+    directory: Store,
     *,
     files: str | None = None,
     rules: Callable[..., Any] | None = None,
     axes: MeshAxes | None = None,
-) -> Checkpoint:
-    """Return a torch file per rank as a checkpoint of whole tensors.
+) -> WholeTensors:
+    """Return the whole tensors of a torch file per rank.
 
     Args:
-        path: Directory on this machine.
-        files: The files' name with ``{rank}`` for the rank's number, such as
-            ``"shard_{rank}.pt"``; by default verl's, or the only names that end in ``rank_N``.
-        rules: ``mesh -> Placements``, as for ``rehearse``: what each rank would declare to a save.
-            None where DTensors say all.
-        axes: The mesh of all ranks, for the rules: sizes by axis name, the last axis fastest in
-            rank order.
+        directory: The files, on this machine.
+        files: Argument of ``open_source``.
+        rules: Argument of ``open_source``.
+        axes: Argument of ``open_source``.
 
     Raises:
         CannotLook: There are no such files, or names of several kinds; or a file cannot be read,
@@ -322,9 +318,9 @@ def rank_files(
         PlacementError: Ranks are missing; files contradict each other, or do not make whole
             tensors.
     """
-    folder = local_directory(path)
-    names = _by_rank(folder, files)
-    tensors = RankTensors(existing_directory(folder), names)
+    folder = local_directory(directory)
+    names = names_by_rank(directory.path, os.listdir(folder), files)
+    tensors = RankTensors(directory, names)
     tensors.notes.append(f"files of {len(names)} ranks")
     axes = axes or {"rank": len(names)}
     world = None if rules is None else DeclaredWorld(axes, rules)
@@ -333,7 +329,6 @@ def rank_files(
         raise PlacementError(f"{folder}: files of {len(names)} ranks, and {of}")
     for rank, name in enumerate(names):
         contents = load_torch_file(folder / name)
-        check_contents(folder / name)
         if not isinstance(contents, Mapping):
             raise CannotLook(f"{folder / name}: holds a {type(contents).__name__}, and no dict")
         declared = Placements(None) if world is None else world.placements(rank)
@@ -349,11 +344,11 @@ def rank_files(
         tensors.refuse(name, faults)
         tensors.add(name, state_dict, declared.rules, declared.rename)
     for other in sorted(set(os.listdir(folder)) - set(names)):
-        why = _why_left_out(other)
+        why = why_left_out(other)
         if why and (folder / other).is_file():
             kind = re.sub(r"_rank_\d+", "", other)
             tensors.leave_out(kind, why, (folder / other).stat().st_size)
-    return tensors.checkpoint()
+    return tensors.whole()
 
 
 def _tensors(
@@ -411,63 +406,16 @@ def _named_parameters(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, list(value)  # a list of positions names nothing
 
 
-def local_directory(path: str | os.PathLike[str]) -> Path:
+def local_directory(directory: Store) -> Path:
     """Return a directory of this machine, whose files can be mapped.
 
     Raises:
-        CannotLook: It is elsewhere, or not there.
+        CannotLook: It is elsewhere.
     """
-    if is_url(path):
+    path = local_path(directory)
+    if path is None:
         raise CannotLook(
-            f"{os.fspath(path)}: ranks' files are mapped into memory\n"
+            f"{directory.path}: ranks' files are mapped into memory\n"
             "    way out:     copy them to a disk of this machine"
         )
-    return Path(existing_directory(path).path)
-
-
-def rank_file_names(names: Iterable[str]) -> dict[str, dict[int, str]]:
-    """Return names that end in a rank's number: by their common text, and by rank.
-
-    >>> rank_file_names(["m_rank_0.pt", "m_rank_1.pt", "notes.txt"])
-    {'m_rank_{rank}.pt': {0: 'm_rank_0.pt', 1: 'm_rank_1.pt'}}
-    """
-    kinds: dict[str, dict[int, str]] = {}
-    for name in sorted(names):
-        match = re.fullmatch(r"(.*rank[_-]?)(\d+)(\.(?:pt|pth|bin))", name)
-        if match is not None:
-            kind = f"{match[1]}{{rank}}{match[3]}"
-            kinds.setdefault(kind, {})[int(match[2])] = name
-    return kinds
-
-
-def _why_left_out(name: str) -> str | None:
-    """Return why a file of verl's is not the model's; None for other files."""
-    return next((why for head, why in _VERLS_OTHERS.items() if name.startswith(head)), None)
-
-
-def _by_rank(folder: Path, files: str | None) -> Sequence[str]:
-    """Return the name of each rank's file, in rank order."""
-    names = os.listdir(folder)
-    kinds = rank_file_names(names)
-    if files is not None:
-        head, _, tail = files.partition("{rank}")
-        pattern = re.compile(f"{re.escape(head)}(\\d+){re.escape(tail)}")
-        matches = [match for name in names if (match := pattern.fullmatch(name))]
-        kinds = {files: {int(match[1]): match[0] for match in matches}} if matches else {}
-    else:
-        models = [kind for kind in kinds if _VERLS_MODEL.fullmatch(kind)]
-        kinds = {kind: kinds[kind] for kind in models or kinds if not _why_left_out(kind)}
-    if len(kinds) != 1:
-        raise CannotLook(
-            f"{folder}: {'files of several kinds' if kinds else 'no file per rank'}\n"
-            f"    found:       {format_names(list(kinds) or sorted(names), 6) or 'nothing'}\n"
-            "    way out:     files= (--files NAME_{rank}.pt) says which"
-        )
-    ((kind, by_rank),) = kinds.items()
-    verls = _VERLS_MODEL.fullmatch(kind)
-    size = int(verls[1]) if verls else max(by_rank) + 1
-    missing = [str(rank) for rank in range(size) if rank not in by_rank]
-    if missing or len(by_rank) > size:
-        headline = f"of {size} ranks these have no file: {format_names(missing, 8)}"
-        raise_faults(f"{folder} is not complete", [Fault(kind, headline)])
-    return [by_rank[rank] for rank in range(size)]
+    return path

@@ -1,0 +1,85 @@
+"""Names of ranks' files: which file is which rank's, and which are not the model's.
+
+verl's FSDP trainers leave, of a world of 8 ranks, in ``global_step_N/actor``::
+
+    model_world_size_8_rank_0.pt .. _rank_7.pt        the model: DTensors of FSDP2
+    optim_world_size_8_rank_0.pt ..                   the optimizer's state, by position
+    extra_state_world_size_8_rank_0.pt ..             schedule and random states
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from dcp_placements.errors import CannotLook, Fault, raise_faults
+from dcp_placements.short_text import format_names
+
+_VERLS_MODEL = re.compile(r"model_world_size_(\d+)_rank_\{rank\}\.pt")
+_VERLS_OTHERS = {
+    "optim_world_size_": "optimizer state by position: no file has the names of its parameters",
+    "extra_state_world_size_": "schedule and random states: of the run, not of the model",
+}
+_NUMBERED = re.compile(r"(.*rank[_-]?)(\d+)(\.(?:pt|pth|bin))")
+
+
+def rank_file_names(names: Iterable[str], pattern: str | None = None) -> dict[str, dict[int, str]]:
+    """Return the names of ranks' files: by their common text, and by rank.
+
+    Args:
+        names: Names of all files of a directory.
+        pattern: The files' name with ``{rank}`` for the rank's number; None for all names that end
+            in a rank's number.
+
+    >>> rank_file_names(["m_rank_0.pt", "m_rank_1.pt", "notes.txt"])
+    {'m_rank_{rank}.pt': {0: 'm_rank_0.pt', 1: 'm_rank_1.pt'}}
+    >>> rank_file_names(["shard-0.pth", "m_rank_0.pt"], "shard-{rank}.pth")
+    {'shard-{rank}.pth': {0: 'shard-0.pth'}}
+    """
+    numbered = _NUMBERED
+    if pattern is not None:
+        head, _, tail = pattern.partition("{rank}")
+        numbered = re.compile(f"({re.escape(head)})(\\d+)({re.escape(tail)})")
+    kinds: dict[str, dict[int, str]] = {}
+    for name in sorted(names):
+        if (match := numbered.fullmatch(name)) is not None:
+            kinds.setdefault(f"{match[1]}{{rank}}{match[3]}", {})[int(match[2])] = name
+    return kinds
+
+
+def why_left_out(name: str) -> str | None:
+    """Return why a file of verl's is not the model's; None for other files."""
+    return next((why for head, why in _VERLS_OTHERS.items() if name.startswith(head)), None)
+
+
+def names_by_rank(path: str, names: Iterable[str], pattern: str | None) -> Sequence[str]:
+    """Return the name of each rank's file, in rank order.
+
+    Args:
+        path: Path of the directory, for messages.
+        names: Names of all files in it.
+        pattern: Argument of ``rank_file_names``.
+
+    Raises:
+        CannotLook: There are no such names, or those of several kinds.
+        PlacementError: Ranks are missing.
+    """
+    names = sorted(names)
+    kinds = rank_file_names(names, pattern)
+    if pattern is None:
+        models = [kind for kind in kinds if _VERLS_MODEL.fullmatch(kind)]
+        kinds = {kind: kinds[kind] for kind in models or kinds if not why_left_out(kind)}
+    if len(kinds) != 1:
+        raise CannotLook(
+            f"{path}: {'files of several kinds' if kinds else 'no file per rank'}\n"
+            f"    found:       {format_names(list(kinds) or names, 6) or 'nothing'}\n"
+            "    way out:     files= (--files NAME_{rank}.pt) says which"
+        )
+    ((kind, by_rank),) = kinds.items()
+    verls = _VERLS_MODEL.fullmatch(kind)
+    size = int(verls[1]) if verls else max(by_rank) + 1
+    missing = [str(rank) for rank in range(size) if rank not in by_rank]
+    if missing or len(by_rank) > size:
+        headline = f"of {size} ranks these have no file: {format_names(missing, 8)}"
+        raise_faults(f"{path} is not complete", [Fault(kind, headline)])
+    return [by_rank[rank] for rank in range(size)]
