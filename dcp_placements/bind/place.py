@@ -59,7 +59,7 @@ from dcp_placements.names.optimizer_state import (
     unnamed_faults,
 )
 from dcp_placements.names.recorded_numbers import NumberedKey, Numberings, families
-from dcp_placements.names.rename_results import Parts, Rename, dims_of_row, rule_dims, texts_of
+from dcp_placements.names.rename_results import OfWhole, Rename, dims_of_row, rule_dims, texts_of
 from dcp_placements.rules.patterns import PlacementRules, Rules, asked, rule_name
 from dcp_placements.rules.placement import CheckpointPlacement, IndexShard, is_flat, kind_of
 
@@ -137,7 +137,7 @@ def _without_tied(reshaped: Reshaped) -> tuple[Reshaped, dict[str, str]]:
     tied: dict[str, str] = {}
     several = {}
     for fqn, values in reshaped.several.items():
-        distinct: dict[Hashable, RenamedValue[str | Parts]] = {}
+        distinct: dict[Hashable, RenamedValue[str | OfWhole]] = {}
         for renamed in values:
             memory = memory_key(renamed.value)
             first = distinct.setdefault(renamed.key if memory is None else memory, renamed)
@@ -149,7 +149,7 @@ def _without_tied(reshaped: Reshaped) -> tuple[Reshaped, dict[str, str]]:
 
 
 def _shared_name(
-    fqn: str, first: RenamedValue[str | Parts], other: RenamedValue[str | Parts]
+    fqn: str, first: RenamedValue[str | OfWhole], other: RenamedValue[str | OfWhole]
 ) -> Fault:
     """Return the fault of two memories with one name in a save."""
     values = first.value, other.value

@@ -233,7 +233,7 @@ def _row_tensors(rows: Sequence[RenamedValue[Row]]) -> list[torch.Tensor]:
 
 
 def _equal_tensors(
-    values: Sequence[RenamedValue[Row] | RenamedValue[str | Parts]], verb: str
+    values: Sequence[RenamedValue[Row] | RenamedValue[str | OfWhole]], verb: str
 ) -> list[torch.Tensor]:
     """Return the local tensors of values that are equal but for their names and contents.
 
@@ -278,7 +278,7 @@ def _put_several(
     placing: Placing,
     fqn: str,
     own: Placed | None,
-    values: Sequence[RenamedValue[str | Parts]],
+    values: Sequence[RenamedValue[str | OfWhole]],
     wholes: SharedPlaces,
     repeats: dict[Any, Place],
 ) -> None:
@@ -342,7 +342,7 @@ def _stack(
         stacks: The places of stacks so far; takes in this one.
     """
     axes = axes or (None,) * len(rows[0].axes)
-    key = own.place, rows[0].axes, axes, tuple([row.indices for row in rows])
+    key = own.place, axes, tuple([row.form for row in rows])
     if key not in stacks:
         stacks[key] = _stack_place(own.place, rows, axes)
     views = [_view(tensor.detach(), rows[0].transposed) for tensor in tensors]
@@ -427,7 +427,7 @@ def _put_targets(
     own: Placed,
     renamed: RenamedValue[OfWhole],
     targets: dict[Any, list[HeldTarget]],
-    several: Sequence[RenamedValue[str | Parts]],
+    several: Sequence[RenamedValue[str | OfWhole]],
     repeats: dict[Any, Place],
 ) -> None:
     """Add the rows and parts of a tensor that this rank has.
@@ -446,8 +446,7 @@ def _put_targets(
     dim = row_dim(name, shape)
     if dim is not None:
         placing.totals.update(dict.fromkeys(name.fqns, shape[dim]))
-    fused = isinstance(name, Parts) and (name.dim, name.dim_after, name.sizes, name.groups)
-    key = own.place, dim, fused, name.transposed
+    key = own.place, name.form
     if key not in targets:
         targets[key] = _held_targets(own.place, name, dim)
     tensors = _equal_tensors(several, _FILL) if several else [own.tensor]

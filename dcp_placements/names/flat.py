@@ -67,7 +67,7 @@ class Reshaped:
 
     rows: dict[str, list[RenamedValue[Row]]] = field(default_factory=dict)
     wholes: dict[str, RenamedValue[OfWhole]] = field(default_factory=dict)
-    several: dict[str, list[RenamedValue[str | Parts]]] = field(default_factory=dict)
+    several: dict[str, list[RenamedValue[str | OfWhole]]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.rows or self.wholes or self.several)
@@ -212,7 +212,7 @@ def rename_keys(
             reshaped.rows[name].append(RenamedValue(new, key, value, path))
             continue
         if other := key_of.get(name) or key_of.get(label):
-            if may_share and isinstance(new, str | Parts) and answers.get(label) == new:
+            if may_share and not isinstance(new, Row) and answers.get(label) == new:
                 earlier = RenamedValue(new, other, renamed[label], paths.get(label))
                 same = reshaped.several.setdefault(label, [earlier])
                 same.append(RenamedValue(new, key, value, path))

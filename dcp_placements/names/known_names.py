@@ -49,3 +49,6 @@ DATA_AXIS = re.compile(r"^(?:.*fsdp.*|e?dp(?:_.*)?|data(?:_.*)?)$")
 
 WRAPPERS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Components that ``torch.compile``, DDP, FSDP and checkpointing put into the names of weights."""
+
+RUNNING_STATISTIC = re.compile(r"(?:^|[._])(?:running_(?:mean|var)|num_batches_tracked)$")
+"""Buffers of ``BatchNorm``, in which each data-parallel rank has the means of its own batches."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from dcp_placements.errors import CannotPlace
 from dcp_placements.layout.boxes import Shape, common
@@ -63,6 +63,11 @@ class Row:
         """``(total, dim)`` of each of ``rows``: equal for all rows of one stack."""
         return tuple([(row.total, row.dim) for row in self.rows])
 
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """All but the name: of tensors with equal places, rows of one form have equal places."""
+        return self.axes, self.indices, self.transposed
+
     def whole_text(self) -> str:
         """Return the count of rows and the dim of each of ``rows``, as text."""
         text = " within ".join([f"{total} rows on dim {dim}" for total, dim in self.axes])
@@ -94,6 +99,11 @@ class Rows:
     def fqns(self) -> tuple[str, ...]:
         """The checkpoint's keys of one row."""
         return (self.fqn,)
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """All but the names, as of a ``Row``."""
+        return "rows", self.dim, self.transposed
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +137,12 @@ class Parts:
         return " + ".join(self.fqns)
 
     @property
+    def form(self) -> tuple[Any, ...]:
+        """All but the names, as of a ``Row``."""
+        parts = self.dim, self.sizes, self.groups, self.rows
+        return "parts", *parts, self.transposed, self.dim_after
+
+    @property
     def stacked(self) -> str:
         """The name of the fused tensor in rules and messages."""
         return self.whole
@@ -150,6 +166,11 @@ class Transposed:
     def fqns(self) -> tuple[str, ...]:
         """The checkpoint's key, as the only one."""
         return (self.fqn,)
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """All but the name, as of a ``Row``."""
+        return ("transposed",)
 
     @property
     def stacked(self) -> str:

@@ -512,10 +512,12 @@ def test_m52_dtensor_moments_say_themselves_how_fsdp_cuts_them_and_follow_what_r
     part = torch.arange(12.0).reshape(4, 3)
 
     def moment(rank: int) -> FakeDTensor:
-        mesh = EP_FSDP.mesh(rank, ep=2, fsdp=2)["fsdp"]
-        return FakeDTensor.distribute(part, mesh, [placement])
+        mesh = EP_FSDP.mesh(rank, ep=2, fsdp=2)
+        own = part + 100 * (mesh["ep"].get_local_rank() if count > 1 else 0)
+        return FakeDTensor.distribute(own, mesh["fsdp"], [placement])
 
-    assert torch.equal(saved_moment(tmp_path, rules, moment), torch.cat([part] * count))
+    parts = [part + 100 * number for number in range(count)]
+    assert torch.equal(saved_moment(tmp_path, rules, moment), torch.cat(parts))
 
 
 @pytest.mark.parametrize("has_lists", [True, False], ids=["a state dict", "metadata"])
