@@ -873,9 +873,30 @@ def test_m29_two_keys_that_flatten_into_one_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob(".metadata"))
 
 
+@pytest.mark.parametrize("save_distributed", [False, True])
+def test_torchs_writer_of_safetensors_gets_whole_tensors_of_one_rank(
+    tmp_path: Path, save_distributed: bool
+) -> None:
+    held = {"w": arange(16, 3), "nested": {"norm": arange(3)}}
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path), save_distributed=save_distributed)
+    dcp.save(held, storage_writer=writer, planner=PlacementSavePlanner(), no_dist=True)
+    stored = {"w": torch.zeros_like(arange(16, 3)), "nested": {"norm": torch.zeros_like(arange(3))}}
+    reader = dcp.HuggingFaceStorageReader(str(tmp_path))
+    dcp.load(stored, storage_reader=reader, planner=dcp.DefaultLoadPlanner(), no_dist=True)
+    assert torch.equal(stored["w"], held["w"])
+    assert torch.equal(stored["nested"]["norm"], held["nested"]["norm"])
+    (tmp_path / "other").mkdir()
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "other"))
+    with pytest.raises(dcp.CheckpointException, match="step: is an object, and HuggingFace"):
+        dcp.save(
+            {**held, "step": 3}, storage_writer=writer, planner=PlacementSavePlanner(), no_dist=True
+        )
+    assert not list((tmp_path / "other").iterdir())
+
+
 @pytest.mark.parametrize("scene", ["m30: two chunks", "m53: an object", "one chunk"])
 @pytest.mark.parametrize("save_distributed", [False, True])
-def test_m30_m53_torchs_writer_of_safetensors_is_refused_before_writing(
+def test_m30_m53_torchs_writer_of_safetensors_is_refused_to_several_ranks_before_writing(
     tmp_path: Path, save_distributed: bool, scene: str
 ) -> None:
     placement = FusedShard(0, 2) if "chunks" in scene else Shard(0)
@@ -1003,3 +1024,20 @@ def test_m85_replicas_that_drifted_along_one_axis_are_said_once(
     # Experts without a rule are another fault, and so is a missing rule over tp.
     assert "experts.v: 2 different contents" in text
     assert ("layers.0-5.q: 2 different contents" in text) == (drifted == "tp")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "likely"),
+    [
+        ("bn.running_var", torch.ones(4), "batches; one save may take the mean of one rank"),
+        ("loss", torch.tensor(1.0), "a number of each rank's own, such as a loss"),
+    ],
+)
+def test_what_data_parallel_ranks_have_of_their_own_is_called_so(
+    key: str, value: torch.Tensor, likely: str, tmp_path: Path
+) -> None:
+    """Neither is a shard."""
+    with refused_save(tmp_path) as refusal:
+        WORLD.save(tmp_path, lambda rank: {key: value + rank}, lambda rank: PlacementSavePlanner())
+    refusal.says(f"{key}: 4 different contents", likely, "way out:")
+    assert "Shard" not in str(refusal.text)

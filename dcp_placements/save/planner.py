@@ -81,7 +81,7 @@ from dcp_placements.save.coordinator import (
 from dcp_placements.save.copied_states import doubtful_states
 from dcp_placements.save.local_plan import COPIED, Assignment, LocalPlan
 from dcp_placements.save.replica_conflicts import repeat_fault
-from dcp_placements.save.unwritten import unwritten
+from dcp_placements.save.unwritten import not_by_name, unwritten
 from dcp_placements.storage.provenance import (
     COPIES,
     RESERVED_KEY,
@@ -491,9 +491,9 @@ class PlacementSavePlanner(DefaultSavePlanner):
         """Return what this rank writes. Called on every rank.
 
         Raises:
-            PlacementError: The storage writer is torch's ``HuggingFaceStorageWriter``, or cannot
-                write a dtype; or the coordinator has another planner; or a subclass gave the plan
-                items.
+            PlacementError: The storage writer cannot write a dtype, or is torch's
+                ``HuggingFaceStorageWriter`` and cannot hold a chunk or an object; or the
+                coordinator has another planner; or a subclass gave the plan items.
         """
         save = self._save
         save.check_thread()
@@ -504,13 +504,6 @@ class PlacementSavePlanner(DefaultSavePlanner):
         if not is_assigned or holding is None:
             raise PlacementError(NOT_FINISHED)
         data = new_plan.storage_data
-        if isinstance(data, dict) and data.keys() <= HUGGING_FACE_DATA:
-            raise PlacementError(
-                "HuggingFaceStorageWriter knows a tensor by its name alone, and cannot hold a "
-                "tensor in several chunks, or an object\n"
-                "    way out:     save with FileSystemWriter or PlacementFileSystemWriter, and "
-                "dcp-placements export"
-            )
         with quiet_gc():
             save.state_dict = {**save.state_dict, **{k: list(v) for k, v in assignment.lists}}
             items = assigned_items(holding, assignment, save, know_data=self._looks_up_itself)
@@ -519,8 +512,13 @@ class PlacementSavePlanner(DefaultSavePlanner):
             is_ours = is_named(new_plan.storage_data)
             if faults := [*unwritten(holding.groups, is_ours=is_ours)]:
                 raise_faults(f"rank {global_rank()} {NOT_PLACED}", faults)
+            is_by_name = isinstance(data, dict) and data.keys() <= HUGGING_FACE_DATA
+            if is_by_name:
+                is_alone = len(save.global_plan) == 1  # else it is refused on all ranks
+                faults = [*not_by_name(items, is_alone=is_alone)]
+                raise_faults(f"rank {global_rank()} {NOT_PLACED}", faults)
             # A rank that writes nothing makes no file for its id alone.
-            if items and not is_ours:
+            if items and not is_ours and not is_by_name:
                 items = [*id_items(assignment.save_id, global_rank()), *items]
         save.plan = dataclasses.replace(new_plan, items=items, planner_data=None)
         return save.plan

@@ -25,7 +25,7 @@ import numpy as np
 from dcp_placements.bind.rule_and_dtensor import Placed
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Chunk
-from dcp_placements.names.known_names import TENSOR_AXIS
+from dcp_placements.names.known_names import RUNNING_STATISTIC, TENSOR_AXIS
 from dcp_placements.names.optimizer_state import FLATTEN, OptimizerStates, is_by_position
 from dcp_placements.table.digests import Digests
 from dcp_placements.table.proof_faults import (
@@ -51,6 +51,17 @@ _OTHER_GROUPS = (
     "likely:      the ranks have other parameter groups at this position, as stages of a pipeline "
     "do: a load would give all of them the options of one",
     FLATTEN,
+)
+_NUMBER = (
+    "likely:      a number of each rank's own, such as a loss, or one that has drifted apart",
+    "way out:     all_reduce it before the save; or a name per rank (f'loss.{rank}')",
+    f"             {ANYWAY}",
+)
+_RUNNING = (
+    "likely:      running means of each data-parallel rank's own batches; one save may take the "
+    "mean of one rank and the variance of another",
+    "way out:     SyncBatchNorm; or torch.distributed.broadcast(buffer, src=0) before a save",
+    f"             {ANYWAY}",
 )
 _TEMPLATE = (
     "way out:     PlacementRules({pattern: CheckpointPlacement(mesh, {axis: Shard(dim)})})",
@@ -120,6 +131,9 @@ def conflicts_of(
             headline, details = f"{headline}; that of the lowest is kept", details + _RANKS_OWN
         elif piece.group.kind == OBJECT:  # groups decide on the parameters
             details += _OTHER_GROUPS
+        elif RUNNING_STATISTIC.search(fqn):
+            start = next(i for i, line in enumerate(details) if line.startswith("likely:"))
+            details = (*details[:start], *_RUNNING)
         (of_key,) = faults_of_keys(world, piece, headline, details, fault.where, [position])
         is_drift = len(differs) == 1 and _is_dense(world, piece, position)
         yield Conflict(of_key, is_own, differs[0] if is_drift else None)
@@ -248,6 +262,8 @@ def _conflict(
             f"             {ANYWAY}",
         ]
         return Fault("", headline, tuple(details), (where,)), differs
+    if not piece.group.shape:
+        return Fault("", headline, tuple(details) + _NUMBER, (where,)), differs
     along = " or ".join([_quoted(axes, " and ") for axes in choices[:_SHOWN_AXES]])
     along = f" over {along}" if along else ""
     details += [

@@ -1,16 +1,20 @@
-"""Tensors whose dtype a writer cannot write: refused by name, before anything is written.
+"""What a storage writer cannot write: refused by name, before anything is written.
 
 Torch has dtypes that are names alone: ``torch.save`` knows none of ``int4``, and torch's writer
 asks ``torch.iinfo`` for the size of an element, which does not know ``bits8``. For example::
 
     Held(group of torch.bits8, fqns=["codes"])  ->  Fault("codes", "is a tensor of torch.bits8 ...")
+
+Torch's ``HuggingFaceStorageWriter`` knows a tensor by its name, and an object not at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from torch.distributed.checkpoint import WriteItem
 
 from dcp_placements.errors import Fault
 from dcp_placements.short_text import format_names
@@ -51,4 +55,33 @@ def unwritten(groups: Iterable[Held], *, is_ours: bool) -> Iterator[Fault]:
             format_names(held.fqns, 3),
             f"holds elements of {dtype}, which {reason}",
             (f"way out:     {out}",),
+        )
+
+
+def not_by_name(items: Sequence[WriteItem], *, is_alone: bool) -> Iterator[Fault]:
+    """Yield what torch's ``HuggingFaceStorageWriter`` does not write as it is.
+
+    Args:
+        items: What a rank writes.
+        is_alone: Whether no other rank takes part in the save: what others write is not known
+            where a rank has to refuse it before any has written.
+    """
+    counts = Counter(item.index.fqn for item in items)
+    reasons = {
+        item.index.fqn: "is an object"
+        if item.tensor_data is None
+        else f"is written in {counts[item.index.fqn]} chunks"
+        for item in items
+        if item.tensor_data is None or counts[item.index.fqn] > 1
+    }
+    if not is_alone:
+        reasons = {"this save": "is of several ranks, which may write chunks of one tensor"}
+    for fqn, reason in reasons.items():
+        yield Fault(
+            fqn,
+            f"{reason}, and HuggingFaceStorageWriter knows one tensor of a name",
+            (
+                "way out:     save with FileSystemWriter or PlacementFileSystemWriter, and "
+                "dcp-placements export",
+            ),
         )
