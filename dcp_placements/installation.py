@@ -20,7 +20,15 @@ from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
-from dcp_placements._torch import ASYNC_EXECUTORS, ASYNC_THREAD, LOAD, SAVE, Seam
+from dcp_placements._torch import (
+    ASYNC_EXECUTORS,
+    ASYNC_THREAD,
+    LOAD,
+    SAVE,
+    Seam,
+    WholeFileLoadPlanner,
+    world_size,
+)
 from dcp_placements.adoption import MAY_DIFFER, adopt, obstacle, ours_of
 from dcp_placements.declaration import Placements
 from dcp_placements.errors import PlacementError
@@ -78,7 +86,7 @@ class Serving:
         for kind, options in self._options.items():
             try:
                 getattr(Placements(None), f"{kind}_planner")(**options)
-            except TypeError as error:
+            except (TypeError, PlacementError) as error:
                 raise PlacementError(f"{kind}={options}: {error}") from None
 
     def is_same(self, other: Serving) -> bool:
@@ -92,6 +100,8 @@ class Serving:
         if isinstance(planner, PlacementSavePlanner | PlacementLoadPlanner):
             return planner
         is_theirs = planner is not None and type(planner) is not default
+        if type(planner) is WholeFileLoadPlanner and not self._strict:
+            return planner  # torch's own, which reads a checkpoint as it is
         if is_theirs and (reason := obstacle(planner, default)):
             if not self._strict and getattr(planner, MAY_DIFFER, None) and self._is_bare:
                 return planner
@@ -109,7 +119,12 @@ class Serving:
             return planner
         given = {name: getattr(planner, name) for name in names if hasattr(planner, name)}
         options = {**given, **self._options[kind]}
-        ours = getattr(self._declare(), f"{kind}_planner")(**options)
+        try:
+            ours = getattr(self._declare(), f"{kind}_planner")(**options)
+        except Exception as error:
+            if world_size() == 1:
+                raise
+            return _refusing(kind, error)
         return adopt(planner, ours) if is_theirs else ours
 
     @property
@@ -268,6 +283,17 @@ _DEFAULTS: dict[str, tuple[type, tuple[str, ...]]] = {
     ),
 }
 """By call torch's planner, and those of its options that are carried over."""
+
+
+def _refusing(kind: str, error: Exception) -> Any:
+    """Return a planner that raises where torch collects errors of ranks: the others do not wait."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error
+
+    planner = _DEFAULTS[kind][0]()
+    planner.set_up_planner = refuse
+    return planner
 
 
 def _named_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:

@@ -45,12 +45,23 @@ class ProgramMeshes:
             names: The name of an axis, or several names of axes that one mesh has.
 
         Raises:
-            PlacementError: No mesh has these axes; or several do, along other ranks.
+            PlacementError: No mesh has these axes, or one has them in another order; or several
+                have them, along other ranks.
         """
         wanted = (names,) if isinstance(names, str) else tuple(names)
+        if not wanted:
+            raise PlacementError('meshes[()]: a name is missing, as in meshes["ep"]')
         slices: dict[Any, DeviceMesh] = {}
         for mesh in self.all():
             if set(wanted) <= set(mesh.mesh_dim_names or ()):
+                ordered = tuple([name for name in mesh.mesh_dim_names or () if name in wanted])
+                if ordered != wanted:
+                    names_text, in_order = (", ".join(map(repr, n)) for n in (wanted, ordered))
+                    raise PlacementError(
+                        f"meshes[{names_text}]: the mesh has these axes once each, in another "
+                        f"order\n    made:        {format_ranks_of(mesh)}\n"
+                        f"    way out:     meshes[{in_order}]"
+                    )
                 sliced = _slice(mesh, wanted)
                 slices.setdefault(_ranks(sliced), sliced)
         own = [mesh for mesh in slices.values() if mesh.get_coordinate() is not None]

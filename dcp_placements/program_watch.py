@@ -13,6 +13,7 @@ A line of a save by two ranks::
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 from typing import Any
@@ -40,10 +41,17 @@ class Watch:
     Args:
         report: The file to which rank 0 appends a line for each; None for none.
         propose: The new file that gets the declaration of a refusal; None for none.
+
+    Raises:
+        OSError: The file of the lines cannot be written. Later such an error is printed alone.
     """
 
     def __init__(self, report: str | None = None, propose: str | None = None) -> None:
         self._report, self._propose = report, propose
+        self._directory = os.getcwd()  # the program may change it
+        if self._report is not None and is_first():
+            with open(self._report, "a", encoding="utf-8"):
+                pass  # it can be written
         self._looked_at: set[str] = set()
         self.count = 0
         """Saves and loads that have ended, with an error or without."""
@@ -57,7 +65,8 @@ class Watch:
         if self._propose is None or not block:
             return
         try:
-            with open(self._propose, "x", encoding="utf-8") as file:
+            place = os.path.join(self._directory, self._propose)
+            with open(place, "x", encoding="utf-8") as file:
                 file.write(block)
         except OSError as problem:
             say(f"--propose {self._propose}: {problem.strerror}: the declaration is not written")
@@ -79,8 +88,18 @@ class Watch:
                 warnings.warn(finding, stacklevel=2)
         if self._report is not None:
             line = json.dumps({"kind": call.kind, "path": path, **line_of(call)})
-            with open(self._report, "a", encoding="utf-8") as file:
-                file.write(line + "\n")
+            try:
+                place = os.path.join(self._directory, self._report)
+                with open(place, "a", encoding="utf-8") as file:
+                    file.write(line + "\n")
+            except OSError as problem:
+                say(f"--report {self._report}: {problem.strerror}: no more lines are written")
+                self._report = None
+
+
+def is_first() -> bool:
+    """Whether this is rank 0, also before and after its process group, by a launcher's variable."""
+    return os.environ.get("RANK", str(global_rank())) == "0"
 
 
 def say(text: str) -> None:

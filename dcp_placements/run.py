@@ -23,18 +23,17 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from dcp_placements._torch import global_rank
 from dcp_placements.declaration import Placements
 from dcp_placements.errors import PlacementError
 from dcp_placements.installation import Serving
 from dcp_placements.program_meshes import ProgramMeshes
-from dcp_placements.program_watch import Watch, say
+from dcp_placements.program_watch import Watch, is_first, say
 from dcp_placements.short_text import format_error, format_names
 
 Declare = Callable[[ProgramMeshes], Any]
@@ -75,7 +74,10 @@ def main(arguments: Sequence[str]) -> None:
             )
         return placements
 
-    watch = Watch(given.report, given.propose)
+    try:
+        watch = Watch(given.report, given.propose)
+    except OSError as error:
+        raise RefusedStart(f"--report {given.report}: {error.strerror}") from None
     try:
         save, load = _options(given.save), _options(given.load)
         serving = Serving(declared, save=save, load=load, ended=watch.ended, failed=watch.failed)
@@ -84,8 +86,10 @@ def main(arguments: Sequence[str]) -> None:
     code, spec = _program(given)
     sys.argv[:] = [code.co_filename, *given.program[1:]]
     module = ModuleType("__main__")
-    module.__file__, module.__spec__ = code.co_filename, spec
+    module.__file__, module.__spec__ = os.path.abspath(code.co_filename), spec
     module.__package__ = None if spec is None else spec.parent
+    of_file = SourceFileLoader("__main__", module.__file__)
+    module.__loader__ = of_file if spec is None else spec.loader
     sys.modules["__main__"] = module
     meshes.record()
     # It is not left: threads of the program may save after its main module has ended.
@@ -106,9 +110,10 @@ def main(arguments: Sequence[str]) -> None:
 
 def _end(watch: Watch) -> None:
     """Say that nothing was watched, at the end of a program that has raised nothing."""
-    # A program may have left its process group, and a launcher's variable stays.
-    if not watch.count and os.environ.get("RANK", str(global_rank())) == "0":
-        say("the program made no save or load of torch.distributed.checkpoint: nothing was checked")
+    if not watch.count and is_first():
+        say(
+            "this process made no save or load of torch.distributed.checkpoint: nothing was checked"
+        )
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
@@ -166,9 +171,11 @@ def _declaration(place: str) -> Declare:
         raise RefusedStart(f"--placements {place}: {path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
+    # Modules beside it, behind all others: the program's own stay what they are.
+    sys.path.append(str(Path(path).resolve().parent))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         kind = type(error).__name__
         raise RefusedStart(f"--placements {place}: {kind}: {format_error(error)}") from error
     function = getattr(module, name, None)
@@ -201,7 +208,11 @@ def _program(given: argparse.Namespace) -> tuple[CodeType, ModuleSpec | None]:
             spec = importlib.util.find_spec(program)
             if spec is not None and spec.submodule_search_locations is not None:
                 spec = importlib.util.find_spec(f"{program}.__main__")
-        except (ImportError, ValueError) as error:
+        except ModuleNotFoundError as error:
+            if not f"{program}.".startswith(f"{error.name}."):
+                raise  # of a module that it imports
+            raise RefusedStart(f"-m {program}: {format_error(error)}") from None
+        except ValueError as error:
             raise RefusedStart(f"-m {program}: {format_error(error)}") from None
         get_code = getattr(None if spec is None else spec.loader, "get_code", None)
         code = None if spec is None or get_code is None else get_code(spec.name)

@@ -151,6 +151,71 @@ def test_a_program_without_saves_is_told_that_nothing_was_checked(
     assert (done.returncode, done.stderr.count("nothing was checked")) == (0, 1)
 
 
+def test_the_program_is_what_it_is_without_run(tmp_path: Path) -> None:
+    """It knows its file after it has gone elsewhere; a declaration imports what lies beside it."""
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "sizes.py").write_text("RANKS = 1")
+    (tmp_path / "conf" / "ours.py").write_text(
+        "import sizes\nfrom dcp_placements import Placements\n"
+        "def placements(meshes):\n    return Placements(None)"
+    )
+    program = (
+        "import inspect, os, sys\n"
+        "import torch, torch.distributed.checkpoint as dcp\n"
+        "class OfMain: pass\n"
+        "os.chdir('/')\n"
+        "assert os.path.isfile(__file__), __file__\n"
+        "assert __loader__ is not None\n"
+        "assert 'class OfMain' in inspect.getsource(OfMain)\n"
+        "dcp.save({'w': torch.ones(2)}, checkpoint_id=sys.argv[1])\n"
+    )
+    (tmp_path / "train.py").write_text(program)
+    run = [sys.executable, "-m", "dcp_placements.run", "--placements", "conf/ours.py:placements"]
+    done = subprocess.run(
+        [*run, "--report", "lines.json", "train.py", str(tmp_path / "saved")],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = (tmp_path / "lines.json").read_text().splitlines()
+    assert json.loads(line)["kind"] == "save"
+
+
+def test_a_report_that_cannot_be_written_stops_no_program(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = (
+        "import sys, torch, torch.distributed.checkpoint as dcp\n"
+        "for number in '12':\n"
+        "    dcp.save({'w': torch.ones(2)}, checkpoint_id=sys.argv[1] + number)\n"
+    )
+    (tmp_path / "train.py").write_text(program)
+    done = one("--report", "/dev/full", str(tmp_path / "train.py"), str(tmp_path / "saved"))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("/dev/full: No space left on device: no more lines") == 1
+    assert (tmp_path / "saved2" / ".metadata").exists()
+
+
+@pytest.mark.dist
+def test_a_declaration_that_fails_on_one_rank_is_refused_on_all(trainer: Path) -> None:
+    """The other ranks do not wait for it."""
+    (trainer / "one.py").write_text(
+        "import torch.distributed as dist\nfrom dcp_placements import Placements\n"
+        "def placements(meshes):\n"
+        "    if dist.get_rank() == 2:\n        raise KeyError('expert')\n"
+        "    return Placements(None)"
+    )
+    done = ran("--placements", "one.py:placements", "train.py", "right", "0")
+    assert done.returncode != 0
+    assert "CheckpointException ranks:dict_keys([2])" in done.stderr, tail(done)
+    assert "KeyError: 'expert'" in done.stderr
+    assert not (trainer / "saved" / ".metadata").exists()
+
+
 def test_a_program_that_fails_speaks_for_itself(tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text("import sys\nsys.exit(3)")
     done = one(str(tmp_path / "failing.py"), "--placements", "ours.py:placements")
@@ -215,20 +280,28 @@ def test_a_declaration_that_cannot_be_used_is_refused_at_the_save(
         (["--placements", "ours.py:Shard", "train.py"], "takes more or less than meshes alone"),
         (["--placements", "ours.py:without_meshes", "train.py"], "takes more or less than meshes"),
         (["--placements", "broken.py:f", "train.py"], "ZeroDivisionError: division by zero"),
+        (["--placements", "leaving.py:f", "train.py"], "leaving.py:f: SystemExit: 0"),
+        (["--report", ".", "train.py"], "--report .: Is a directory"),
+        (["--report", "no/report.json", "train.py"], "--report no/report.json: No such file"),
         (["--save", "digests", "train.py"], "'digests' is not KEY=VALUE"),
+        (["--save", "digests=x", "train.py"], "--save={'digests': 'x'}: digests='x'"),
         (["--save", "digest=full", "train.py"], "'digest'"),
         (["--load", "exchange=True", "--load", "x=1", "train.py"], "'x'"),
     ],
     ids=str,
 )
-def test_what_cannot_start_is_one_line(trainer: Path, arguments: list[str], expected: str) -> None:
+def test_what_cannot_start_is_one_line(
+    trainer: Path, arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
     (trainer / "broken.py").write_text("1 / 0")
-    program = sys.modules["__main__"], list(sys.argv), list(sys.path)
+    (trainer / "leaving.py").write_text("import sys; sys.exit(0)")
+    program = sys.modules["__main__"], list(sys.argv), sys.path[0]
     with pytest.raises(RefusedStart) as refused:
         main(arguments)
     assert expected in str(refused.value)
     assert "\n" not in str(refused.value)
-    assert program == (sys.modules["__main__"], list(sys.argv), list(sys.path))
+    assert program == (sys.modules["__main__"], list(sys.argv), sys.path[0])
 
 
 def test_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +338,10 @@ def test_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = one("programs/train.py", "exit")
     assert (done.returncode, done.stderr) == (5, "")
     assert done.stdout.splitlines()[0] == "[14]"
-    assert sorted(done.stdout.splitlines()[1:]) == ["['exit'] programs/train.py None", "thread 6"]
+    assert sorted(done.stdout.splitlines()[1:]) == [
+        f"['exit'] {tmp_path}/programs/train.py None",
+        "thread 6",
+    ]
     done = one("programs/raises.py")
     assert done.returncode == 1
     assert done.stderr.endswith("KeyError: 'raised'\n")
