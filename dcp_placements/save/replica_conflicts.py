@@ -52,12 +52,12 @@ _OTHER_GROUPS = (
     "do: a load would give all of them the options of one",
     FLATTEN,
 )
-_NUMBER = (
+_OWN_NUMBER = (
     "likely:      a number of each rank's own, such as a loss, or one that has drifted apart",
     "way out:     all_reduce it before the save; or a name per rank (f'loss.{rank}')",
     f"             {ANYWAY}",
 )
-_RUNNING = (
+_OWN_MEANS = (
     "likely:      running means of each data-parallel rank's own batches; one save may take the "
     "mean of one rank and the variance of another",
     "way out:     SyncBatchNorm; or torch.distributed.broadcast(buffer, src=0) before a save",
@@ -133,7 +133,7 @@ def conflicts_of(
             details += _OTHER_GROUPS
         elif RUNNING_STATISTIC.search(fqn):
             start = next(i for i, line in enumerate(details) if line.startswith("likely:"))
-            details = (*details[:start], *_RUNNING)
+            details = (*details[:start], *_OWN_MEANS)
         (of_key,) = faults_of_keys(world, piece, headline, details, fault.where, [position])
         is_drift = len(differs) == 1 and _is_dense(world, piece, position)
         yield Conflict(of_key, is_own, differs[0] if is_drift else None)
@@ -263,7 +263,7 @@ def _conflict(
         ]
         return Fault("", headline, tuple(details), (where,)), differs
     if not piece.group.shape:
-        return Fault("", headline, tuple(details) + _NUMBER, (where,)), differs
+        return Fault("", headline, tuple(details) + _OWN_NUMBER, (where,)), differs
     along = " or ".join([_quoted(axes, " and ") for axes in choices[:_SHOWN_AXES]])
     along = f" over {along}" if along else ""
     details += [
