@@ -27,6 +27,8 @@ from dcp_placements.storage.provenance import SaveRecord
 
 def rename_faults(record: SaveRecord, renames: Iterable[Step], asked: Asked) -> Iterator[Fault]:
     """Yield the steps that stack, unstack or split in another way than the save did."""
+    renames = [*renames]
+    is_turned = any(step.kind == "Transpose" for step in (*record.renames, *renames))
     for step in renames:
         same = (step.kind, step.pattern)
         saved = [of for of in record.renames if of.shaping and (of.kind, of.pattern) == same]
@@ -34,6 +36,8 @@ def rename_faults(record: SaveRecord, renames: Iterable[Step], asked: Asked) -> 
             continue
         # A negative dim counts from the end, of a number of dims that is not known here.
         signs = {tuple([dim < 0 for dim in of.shaping[:1]]) for of in (step, *saved)}
+        if is_turned and any(_is_turned_split(step, of) for of in saved):
+            continue
         if len(signs) == 1 and not asked.policy.waives(step.pattern):
             yield Fault(
                 step.pattern,
@@ -45,6 +49,15 @@ def rename_faults(record: SaveRecord, renames: Iterable[Step], asked: Asked) -> 
                     "model is another one on purpose",
                 ),
             )
+
+
+def _is_turned_split(step: Step, saved: Step) -> bool:
+    """Whether two steps split alike but for which of the last two dims: a Transpose swaps these.
+
+    ``Transpose("w"), Split("w", ..., dim=-2)`` is ``Split("w", ..., dim=-1), Transpose(...)``.
+    """
+    (dim, *rest), (saved_dim, *saved_rest) = step.shaping, saved.shaping
+    return step.kind == "Split" and {dim, saved_dim} == {-1, -2} and rest == saved_rest
 
 
 def total_faults(record: SaveRecord, given: Numberings, asked: Asked) -> Iterator[Fault]:
