@@ -459,24 +459,25 @@ def test_a_range_of_a_flattened_tensor_is_refused(tmp_path: Path) -> None:
 def test_a_split_before_a_turn_is_one_behind_it(is_other: bool, tmp_path: Path) -> None:
     """Its dim is another of the last two; other parts are another split all the same."""
     whole, world = arange((6, 4)), World(1)
-    before = Renames(Transpose("qk"), Split("qk", ("q", "k"), dim=-2))
+    before = Renames(Transpose("w.qk"), Split("w.qk", ("w.q", "w.k"), dim=-2))
     sizes = (2, 1) if is_other else None
-    behind = Renames(Split("qk", ("q", "k"), dim=-1, sizes=sizes), Transpose("q"), Transpose("k"))
+    split = Split("w.qk", ("w.q", "w.k"), dim=-1, sizes=sizes)
+    behind = Renames(split, Transpose("w.*"))
 
     def loaded() -> Any:
-        blank = {"qk": torch.zeros_like(whole.t()).contiguous()}
+        blank = {"w.qk": torch.zeros_like(whole.t()).contiguous()}
         return world.load(
             tmp_path,
             lambda rank: blank,
             lambda rank: Placements({}, rename=behind).load_planner(),
-        )[0]["qk"]
+        )[0]["w.qk"]
 
     world.save(
         tmp_path,
-        lambda rank: {"qk": whole.t().contiguous()},
+        lambda rank: {"w.qk": whole.t().contiguous()},
         lambda rank: Placements({}, rename=before).save_planner(),
     )
-    assert torch.equal(read_whole(tmp_path)["q"], whole[:3])
+    assert torch.equal(read_whole(tmp_path)["w.q"], whole[:3])
     if is_other:
         with pytest.raises(CheckpointException):
             loaded()
