@@ -15,7 +15,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from dcp_placements.errors import CannotLook
+from dcp_placements.layout.sharding import Box
 from dcp_placements.offline import open_source
+from dcp_placements.offline.box_reads import BoxReader
 from dcp_placements.offline.safetensors_files import NAMED_DTYPES
 
 DTYPES = list(NAMED_DTYPES.values())
@@ -77,6 +79,32 @@ def test_a_header_is_what_the_library_says(tmp_path: Path, seed: int) -> None:
         assert library is None
         return
     assert {f: (t.shape, t.dtype) for f, t in checkpoint.tensors.items()} == library
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_slice_is_what_the_library_reads(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    path = tmp_path / "model.safetensors"
+    save_file(drawn(rng), path)
+    checkpoint = open_source(tmp_path)
+    with safe_open(path, "pt") as library, BoxReader(checkpoint) as reader:
+        for fqn, tensor in checkpoint.tensors.items():
+            starts = [rng.randint(0, size) for size in tensor.shape]
+            ends = [rng.randint(a, b) for a, b in zip(starts, tensor.shape, strict=True)]
+            sizes = tuple([b - a for a, b in zip(starts, ends, strict=True)])
+            read = reader.read(tensor, Box(tuple(starts), sizes))
+            whole = library.get_tensor(fqn)
+            assert (read.shape, read.dtype) == (sizes, whole.dtype)
+            if prod(sizes):
+                wanted = of_bytes(whole)[tuple(map(slice, starts, ends))]
+                assert of_bytes(read).equal(wanted)
+
+
+def of_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of each element, as torch compares no floats of four or eight bits."""
+    raw = tensor.contiguous().view(-1).view(torch.uint8)
+    return raw.reshape(*tensor.shape, tensor.dtype.itemsize)
 
 
 @pytest.mark.parametrize("shape", [[], [3], [2, 5]])
