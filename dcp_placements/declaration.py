@@ -141,6 +141,10 @@ class Placements:
         return PlacementResharder(self, source=world, **options)
 
 
+MOST_RANKS = 1 << 18
+"""The most ranks of a job that does not run: each of them is asked for what it declares."""
+
+
 @dataclass(frozen=True, eq=False)
 class DeclaredWorld:
     """The ranks of a job that does not run: their mesh, and what each of them declares.
@@ -152,10 +156,21 @@ class DeclaredWorld:
         axes: The mesh: sizes by axis name, the last axis fastest in rank order.
         rules: Function of a rank's coordinate in the mesh. It returns ``Placements``, or what
             ``Placements`` takes as rules.
+
+    Raises:
+        CannotLook: There are more than ``MOST_RANKS``.
     """
 
     axes: MeshAxes
     rules: Callable[[MeshCoordinate], Any]
+
+    def __post_init__(self) -> None:
+        if self.size > MOST_RANKS:
+            size = f"{self.size:,}" if self.size < 10**15 else "more than 10^15"
+            raise CannotLook(
+                f"a mesh of {len(self.axes)} axes with {size} ranks, and each of at most "
+                f"{MOST_RANKS:,} is asked for its rules"
+            )
 
     @property
     def size(self) -> int:
