@@ -27,6 +27,7 @@ from dcp_placements.engines.saved import OURS, VERSION, opened, saved_items
 from dcp_placements.errors import (
     Fault,
     PlacementError,
+    fault_error,
     format_faults,
     packed_faults,
     raise_faults_of_ranks,
@@ -38,6 +39,7 @@ from dcp_placements.save.coordinator import NOT_PLACED
 from dcp_placements.storage.provenance import plain_of_numberings, plain_of_rename
 from dcp_placements.storage.record_reads import ChunkReader, RecordRead
 from dcp_placements.storage.state_dict_file import SavedChunk, SavedFile
+from dcp_placements.storage.store import LocalStore
 from dcp_placements.table.table import OBJECT
 
 
@@ -118,7 +120,8 @@ class PlacementResharder(Resharder):
     Args:
         placements: The declaration.
         source: The world that saved the checkpoints without this package, a ``DeclaredWorld``.
-        restricted: Whether files whose objects name more than plain values are refused.
+        restricted: Whether files whose objects name more than plain values are refused, and files
+            outside of the checkpoint's directory.
         check_crc: Whether records that are read whole are compared with their CRC-32.
         on_conflict: ``"error"``, or ``"warn"`` to read one of several copies that differ.
         options: Options of ``PlacementLoadPlanner``.
@@ -227,6 +230,8 @@ class PlacementResharder(Resharder):
         planner = self._placements.load_planner(**options)
 
         def open_file(name: str) -> IO[bytes]:
+            if self._restricted:
+                _check_inside(source_path, name)
             arguments = ReadArgs(pre_read_full_file=False)
             stream: IO[bytes] = storage.stream_read(source_path / name, arguments)
             return stream
@@ -281,6 +286,20 @@ class PlacementResharder(Resharder):
         tensors.sort(key=lambda read: read.start)
         stored = metadata.state_dict_metadata
         ChunkReader(planner, stored, check_crc=self._check_crc).read(file.file, tensors)
+
+
+def _check_inside(path: PurePath, name: str) -> None:
+    """Refuse a file outside of the checkpoint, by its name or by a link.
+
+    Raises:
+        PlacementError: It is outside.
+    """
+    why = LocalStore(str(path), restricted=True).why_barred(name)
+    if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+        why = "its name in metadata.pkl leads out of the directory"
+    if why is not None:
+        headline = f"is not opened with restricted=True: {why}"
+        raise fault_error("a file of the checkpoint is refused", name, headline)
 
 
 def _has_tensors(metadata: PlacementMetadata) -> bool:

@@ -333,6 +333,28 @@ def test_metadata_of_a_newer_version_are_refused(saved: Path) -> None:
         whole(saved)
 
 
+@pytest.mark.parametrize("way", ["absolute", "upwards", "link"])
+def test_files_outside_of_the_directory_need_trust(tmp_path: Path, saved: Path, way: str) -> None:
+    """The offline tools refuse them always."""
+    outside = tmp_path / "outside.pt"
+    (saved / "model_1.pt").rename(outside)
+    name = {"absolute": str(outside), "upwards": "../outside.pt", "link": "model_1.pt"}[way]
+    if way == "link":
+        (saved / name).symlink_to(outside)
+    stored = pickle.loads((saved / "metadata.pkl").read_bytes())
+    kind = {"type": "TorchSerialization", "data": {}}
+    stored["metadata"]["model"]["rank_to_layout_info"] = {
+        0: {"file_path": "model_0.pt", "serialization_format": kind},
+        1: {"file_path": name, "serialization_format": kind},
+    }
+    (saved / "metadata.pkl").write_bytes(pickle.dumps(stored))
+    assert whole(saved).equal(WHOLE)
+    with pytest.raises(PlacementError, match=r"not opened with restricted=True: .*out of the dir"):
+        whole(saved, restricted=True)
+    with pytest.raises(PlacementError, match="out of the directory"):
+        offline.verify(saved)
+
+
 def test_broken_metadata_are_refused(saved: Path) -> None:
     stored = pickle.loads((saved / "metadata.pkl").read_bytes())
     for groups in stored["metadata"]["model"]["nested_path_to_metadata"].values():
