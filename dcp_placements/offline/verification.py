@@ -44,7 +44,7 @@ from dcp_placements.short_text import (
 )
 from dcp_placements.storage.file_reads import ByteRange, CountedFile, range_in_memory
 from dcp_placements.storage.provenance import OWN_PREFIX
-from dcp_placements.storage.record import Record
+from dcp_placements.storage.record import Record, SoundRecords
 from dcp_placements.storage.safe_pickle import RefusedGlobal
 from dcp_placements.storage.store import StorageOptions
 from dcp_placements.storage.tensor_record import LOCAL, RecordHeads, TensorRecord
@@ -224,6 +224,7 @@ class _Checks:
         self._limit_nbytes = limit_nbytes
         self._progress = progress
         self._heads = RecordHeads()
+        self._sound = SoundRecords()
 
     def notes(self) -> Iterator[str]:
         """Yield what was not checked, and why."""
@@ -362,7 +363,7 @@ class _Checks:
             byte_range: The record.
             tensor: The record's description, if it is plain.
         """
-        check = Record(byte_range, tensor).check(self.advance)
+        check = Record(byte_range, tensor).check(self.advance, self._sound)
         self._unchecked += not check.has_crc
         yield from [("checksum", text) for text in check.differing]
         if check.broken is not None or not check.is_zip:

@@ -30,7 +30,7 @@ from dcp_placements._torch import cpu_tensors, global_rank
 from dcp_placements.errors import PlacementError
 from dcp_placements.layout.boxes import Array
 from dcp_placements.storage.file_reads import BLOCK_NBYTES, crc32, memory_of, read_only_mapping
-from dcp_placements.storage.tensor_record import DESCRIPTOR
+from dcp_placements.storage.tensor_record import DESCRIPTOR, DIRECTORY_CRC, DIRECTORY_NAME
 from dcp_placements.storage.write_results import is_whole
 
 BATCHED_NBYTES = 32 << 10
@@ -46,9 +46,6 @@ PROVED_NBYTES = 64 << 10
 """A template with at most this many bytes of elements is tried out when it is made."""
 
 _DIRECTORY_ENTRY = b"PK\x01\x02"
-_DIRECTORY_CRC, _DIRECTORY_NAME = 16, 46
-"""Positions of the CRC-32 and of the name in an entry of a zip file's directory."""
-
 _ELEMENTS_NAME = b"archive/data/0"
 """The name of the elements, which are the only storage of a record."""
 
@@ -316,10 +313,10 @@ def _directory_crc(tail: bytes) -> int:
     Raises:
         ValueError: The directory does not name the elements, or no checksum follows them.
     """
-    entry = tail.rfind(_ELEMENTS_NAME) - _DIRECTORY_NAME
+    entry = tail.rfind(_ELEMENTS_NAME) - DIRECTORY_NAME
     if not tail.startswith(DESCRIPTOR) or not tail.startswith(_DIRECTORY_ENTRY, max(entry, 0)):
         raise ValueError("torch.save writes elements under another name, or no checksum of them")
-    return entry + _DIRECTORY_CRC
+    return entry + DIRECTORY_CRC
 
 
 class _AroundElements:

@@ -45,6 +45,9 @@ _DESCRIPTOR_NBYTES = 16
 BEHIND = 8
 """Bytes of ``DESCRIPTOR`` and the CRC-32, which follow the elements."""
 
+DIRECTORY_CRC, DIRECTORY_NAME = 16, 46
+"""Positions of the CRC-32 and of the name in an entry of a zip file's directory."""
+
 SIZES_FOLLOW = 8
 """The flag of an entry of a zip file whose checksum follows its bytes."""
 
