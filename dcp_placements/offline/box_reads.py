@@ -108,7 +108,9 @@ class BoxReader(AbstractContextManager["BoxReader"]):
                 dtype; with ``check_crc``, a record that was read whole is not what was written.
         """
         if into is None:
-            into = torch.zeros(box.sizes, dtype=tensor.dtype, device="cpu")
+            # As bytes, since torch fills no dtype of less than a byte per element.
+            zeros = torch.zeros(box.numel * tensor.dtype.itemsize, dtype=torch.uint8, device="cpu")
+            into = zeros.view(tensor.dtype).view(box.sizes)
         self._target.tensor = into
         by_file: dict[str, list[RecordRead]] = {}
         chunks = self._chunks(tensor)
