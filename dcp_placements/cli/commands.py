@@ -130,7 +130,12 @@ def verify_command(
     with progress("verify", BYTES) as step:
         source = offline.open_source(ckpt, **opening)
         result = offline.verify(
-            source, contents=contents, whole=whole, memory=memory, progress=step
+            source,
+            contents=contents,
+            whole=whole,
+            memory=memory,
+            storage_options=opening["storage_options"],
+            progress=step,
         )
     text = partial(result.text, sys.maxsize) if all_faults else None
     return Shown(result, 0 if result.sound else 1, text)
@@ -287,6 +292,7 @@ def doctor_command(
             experts_per_layer=experts_per_layer,
             axes=axes,
             whole=whole,
+            storage_options=opening["storage_options"],
         )
     return Shown(diagnosis, 0 if diagnosis.healthy else 1)
 

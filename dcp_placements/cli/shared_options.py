@@ -215,14 +215,15 @@ rules_option = function_option("--rules", "A function mesh -> Placements.", requ
 
 def parse_whole(text: str) -> Any:
     """Return the path of a model, or the function that ``MODULE:FUNC`` names."""
-    return text if os.path.exists(text) or ":" not in text else resolve(text)
+    is_path = os.path.exists(text) or "://" in text or ":" not in text
+    return text if is_path else resolve(text)
 
 
 whole_option = click.option(
     "--whole",
     metavar="MODEL",
     type=Parsed(parse_whole),
-    help="The unsharded model: a Hugging Face directory, or MODULE:FUNC, which returns it.",
+    help="The unsharded model: a Hugging Face directory or URL, or MODULE:FUNC, which returns it.",
 )
 
 

@@ -142,7 +142,7 @@ def diagnose(
     """
     checkpoint = open_source(path, storage_options=storage_options)
     if whole is not None:  # the model decides, whatever names say
-        compared = compared_with_whole(checkpoint, whole_of(whole))
+        compared = compared_with_whole(checkpoint, whole_of(whole, storage_options))
         return Diagnosis(checkpoint.path, {}, (), compared.text, compared.lost, compared.notes)
     by_key = _stored_experts(checkpoint)
     recorded = {

@@ -159,8 +159,9 @@ def verify(
     """
     checkpoint = open_source(path, storage_options=storage_options)
     faults = [*metadata_faults(checkpoint), *checkpoint.description_faults(contents=contents)]
-    compared = None if whole is None else compared_with_whole(checkpoint, whole_of(whole))
-    if compared is not None:
+    compared = None
+    if whole is not None:
+        compared = compared_with_whole(checkpoint, whole_of(whole, storage_options))
         faults += [
             CheckpointFault("whole", (tensor.fqn,), (), tensor.difference)
             for tensor in compared.lost

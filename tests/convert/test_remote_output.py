@@ -301,6 +301,9 @@ def test_every_function_takes_options_of_the_storage(
     assert offline.import_checkpoint("dir://hub", "dir://dcp", **given).is_written
     assert offline.reshard(url, "dir://ep2", rules_by_ep, {"ep": 2}, **given).is_written
     offline.stock_metadata(url, **given)
+    for whole in ("dir://hf", "dir://hf/model.safetensors"):
+        assert offline.verify(url, whole=whole, **given).sound
+        assert offline.diagnose("dir://hub", whole=whole, **given).lost
     for name in ("ckpt", "hf", "dcp", "ep2"):
         assert offline.verify(f"dir://{name}", **given).sound
     assert fsspec.config.conf == before
@@ -319,6 +322,7 @@ RULES = ("--rules", "tests.offline_scenes:rules_by_ep", "--mesh", "ep=2")
         ("verify", "dir://ckpt", "--contents"),
         ("diff", "dir://ckpt", "dir://ckpt"),
         ("doctor", "dir://ckpt"),
+        ("doctor", "dir://hub", "--whole", "dir://hub"),
         ("rehearse", "dir://ckpt", *RULES),
         ("reshard", "dir://ckpt", "dir://ep2", *RULES),
         ("export", "dir://ckpt", "dir://hf"),
