@@ -28,6 +28,7 @@ from torch.distributed.checkpoint import Metadata
 from dcp_placements._torch import rehearsed
 from dcp_placements.engines.described import KeyAtPath, RankKeys, rank_keys
 from dcp_placements.errors import (
+    CannotLook,
     CannotPlace,
     Fault,
     PlacementError,
@@ -40,7 +41,7 @@ from dcp_placements.names.recorded_numbers import Family, Numbering
 from dcp_placements.names.renames import Step
 from dcp_placements.save.coordinator import Coordinator
 from dcp_placements.save.local_plan import LocalPlan
-from dcp_placements.short_text import format_error, format_names
+from dcp_placements.short_text import format_error, format_name, format_names
 from dcp_placements.storage.file_reads import ByteRange
 from dcp_placements.storage.index import index_of_locations
 from dcp_placements.storage.metadata_file import with_columns
@@ -536,6 +537,7 @@ def opened(name: str, open_file: Open, rank: int | None = None) -> SavedFile:
     """Return a rank's file, opened.
 
     Raises:
+        CannotLook: It may not be opened.
         PlacementError: It is missing, or no whole file of ``torch.save``.
     """
     try:
@@ -545,6 +547,8 @@ def opened(name: str, open_file: Open, rank: int | None = None) -> SavedFile:
         way_out = "way out:     the files of all ranks, of one save"
         headline = f"this file{whose} is missing"
         raise fault_error("the checkpoint is not complete", name, headline, way_out) from None
+    except PermissionError as error:
+        raise CannotLook(f"{format_name(name)}: cannot be opened: {error.strerror}") from error
     try:
         return SavedFile(name, stream)
     except BaseException:
