@@ -26,9 +26,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch._weights_only_unpickler import _get_allowed_globals
 
-from dcp_placements import PlacementError, PlacementFileSystemReader, PlacementLoadPlanner
+from dcp_placements import (
+    CheckpointPlacement,
+    IndexShard,
+    PlacementError,
+    PlacementFileSystemReader,
+    PlacementLoadPlanner,
+    PlacementRules,
+    PlacementSavePlanner,
+)
 from dcp_placements.cli.app import run
 from dcp_placements.cli.own_process import in_own_process, why_ended
 from dcp_placements.errors import CannotLook
@@ -37,6 +46,7 @@ from dcp_placements.offline.sources.torch_files import load_torch_file
 from dcp_placements.storage import process_limits
 from dcp_placements.storage.process_limits import limited_memory
 from dcp_placements.storage.torch_load import load_plain, load_saved_tensor
+from dcp_placements.testing import World
 from tests.offline_scenes import Run
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -150,11 +160,18 @@ FILES = [
     *[("record", name) for name in RECORDS],
 ]
 
+BY_EP = ("--rules", "tests.offline_scenes:rules_by_ep", "--mesh", "ep=2")
+
 COMMANDS: dict[str, tuple[str, ...]] = {
     "inspect": (),
     "verify": ("--contents",),
     "diff": ("{sound}",),
     "export": ("{out}",),
+    "import": ("{out}",),
+    "reshard": ("{out}", *BY_EP),
+    "rehearse": BY_EP,
+    "draw": ("w", "-o", "{out}.png"),
+    "doctor": (),
 }
 
 
@@ -225,7 +242,7 @@ def test_every_command_ends_on_every_file(
     assert code in ((2,) if kind == "metadata" else (0, 1, 2))
     if code == 2:
         assert (printed.out, len(printed.err.splitlines()) < 12) == ("", True)
-    if command in ("verify", "diff", "export") and kind == "record":
+    if command in ("verify", "diff", "export", "reshard") and kind == "record":
         assert code in (1, 2)
 
 
@@ -264,22 +281,92 @@ def test_a_program_says_why_it_ended(tmp_path: Path) -> None:
         assert ('"error"' in ran.stdout) == bool(more)
 
 
+_SMALL = ("--memory", "8MiB")
+_OF_RANKS = ("ranks", "--files", "model_{rank}.pt", *BY_EP)
+ABOVE = {
+    "inspect": ("inspect", "a"),
+    "verify": ("verify", "a", "--contents", *_SMALL),
+    "diff": ("diff", "a", "b", *_SMALL),
+    "export": ("export", "a", "out", *_SMALL),
+    "reshard": ("reshard", "a", "out", *BY_EP),
+    "rehearse": ("rehearse", "a", *BY_EP),
+    "draw": ("draw", "a", "experts.w", "-o", "out.png"),
+    "doctor": ("doctor", "a", "--experts-per-layer", "8"),
+    "import": ("import", "hub", "out", *_SMALL),
+    "verify of safetensors": ("verify", "hub", "--contents", *_SMALL),
+    "M151 export of files per rank": ("export", _OF_RANKS[0], "out", *_OF_RANKS[1:], *_SMALL),
+    "import of files per rank": ("import", _OF_RANKS[0], "out", *_OF_RANKS[1:], *_SMALL),
+    "verify of files per rank": ("verify", *_OF_RANKS, "--contents", *_SMALL),
+    "inspect of files per rank": ("inspect", *_OF_RANKS),
+}
+"""Commands by name; ``a`` and ``b`` are of DCP, ``hub`` of safetensors, ``ranks`` of two ranks."""
+
+MESHES = {"a long axis": "ep=1000000000", "many axes": ",".join(f"a{n}=2" for n in range(300))}
+
+
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("command", ["rehearse", "reshard"])
+def test_m160_a_mesh_of_too_many_ranks_is_refused_in_a_line(
+    tmp_path: Path, run: Run, command: str, mesh: str
+) -> None:
+    dcp.save({"w": torch.ones(8, 2)}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    out = [tmp_path / "out"] if command == "reshard" else []
+    err = run.fails(command, tmp_path / "ckpt", *out, *BY_EP[:2], "--mesh", mesh)
+    assert (err.count("\n"), len(err) < 200, "262,144" in err) == (1, True, True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_m160_contents_of_many_chunks_are_verified_as_fast_as_they_are_loaded(
+    tmp_path: Path,
+) -> None:
+    """Each as a zip file of its own takes eight times as long."""
+    count = 1000
+    rows = IndexShard(0, [*reversed(range(count))])
+    mesh = World(1).mesh(0, ep=1)
+    placement = CheckpointPlacement(mesh, {"ep": rows}, global_shape=(count, 4))
+    planner = PlacementSavePlanner(PlacementRules({"w": placement}))
+    whole = torch.arange(4.0 * count).reshape(count, 4)
+    dcp.save({"w": whole}, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+
+    def seconds(function: Callable[[], Any]) -> float:
+        begun = time.process_time()
+        function()
+        return time.process_time() - begun
+
+    def load() -> None:
+        held = {"w": torch.zeros(count, 4)}
+        reader = PlacementFileSystemReader(tmp_path)
+        dcp.load(held, storage_reader=reader, no_dist=True)
+        assert held["w"].equal(whole.flip(0))
+
+    def checked() -> None:
+        found = verify(tmp_path, contents=True)
+        assert (found.sound, found.checked["chunks"]) == (True, count)
+
+    load()  # which imports what both need
+    assert min(seconds(checked) for _ in range(2)) < 4 * max(seconds(load) for _ in range(2))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of memory")
-@pytest.mark.parametrize("command", ["verify", "export", "diff"])
+@pytest.mark.parametrize("command", ABOVE.values(), ids=ABOVE)
 def test_files_above_the_default_limit_are_read(
-    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch, run: Run
+    tmp_path: Path, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     """The default is half of the memory, as if this machine had 128 MiB of it."""
     monkeypatch.setattr("dcp_placements.cli.app.default_limit", lambda: 64 << 20)
-    held = {"w": torch.arange(24 << 20, dtype=torch.int32)}
-    for name in ("a", "b"):
-        dcp.save(held, checkpoint_id=tmp_path / name, no_dist=True)
-    more = {
-        "verify": ["--contents"],
-        "diff": [tmp_path / "b"],
-        "export": [tmp_path / "out"],
-    }
-    ran = run(command, tmp_path / "a", *more[command], "--memory", "8MiB")
+    monkeypatch.chdir(tmp_path)
+    held = {"experts.w": torch.arange(24 << 20, dtype=torch.int32).reshape(8, -1)}
+    if "hub" in command:
+        Path("hub").mkdir()
+        save_file(held, "hub/model.safetensors")
+    elif "ranks" in command:
+        Path("ranks").mkdir()
+        for rank, half in enumerate(held["experts.w"].chunk(2)):
+            torch.save({"experts.w": half.clone()}, f"ranks/model_{rank}.pt")
+    else:
+        for name in {"a", "b"} & {*command}:
+            dcp.save(held, checkpoint_id=name, no_dist=True)
+    ran = run(*command)
     assert ran.code == 0, ran
 
 

@@ -26,7 +26,8 @@ from dcp_placements import (
 )
 from dcp_placements.offline import verify
 from dcp_placements.storage.file_reads import range_in_memory
-from dcp_placements.storage.record import Record, RecordCheck
+from dcp_placements.storage.record import Record, RecordCheck, SoundRecords
+from dcp_placements.storage.tensor_record import parse_record
 from dcp_placements.testing import FakeDTensor, World
 from tests.storage_scenes import (
     all_kinds,
@@ -249,6 +250,31 @@ def test_damage_of_what_surrounds_the_elements_never_moves_them(
                 assert path.name in text, (at, bit, text)
             else:
                 assert torch.equal(blank["w"], state["w"]), (at, bit)
+
+
+def test_a_record_like_a_sound_one_is_checked_as_by_itself() -> None:
+    """Each bit of one byte at a time, so that each part of the record is damaged."""
+
+    def saved(first: float) -> bytes:
+        held = io.BytesIO()
+        torch.save(torch.arange(12.0) + first, held)
+        return held.getvalue()
+
+    def check(data: bytes, *sound: SoundRecords) -> tuple[RecordCheck, int]:
+        counts: list[int] = []
+        record = Record(range_in_memory(data), parse_record(data, len(data)))
+        return record.check(counts.append, *sound), sum(counts)
+
+    before, second, sound = saved(0), saved(7), SoundRecords()
+    assert check(before, sound) == check(before) == check(second, sound) == check(second)
+    assert check(second)[0] == RecordCheck()
+    for place in range(len(second)):
+        data = bytearray(second)
+        data[place] ^= 1 << place % 8
+        like, alone = check(bytes(data), sound)[0], check(bytes(data))[0]
+        assert like.differing == alone.differing, place
+        # Torch's text of a broken directory has bytes of anywhere.
+        assert (like.broken is None) == (alone.broken is None), place
 
 
 def test_a_damaged_directory_is_a_problem_of_the_record_and_no_error_of_the_disk() -> None:
