@@ -42,7 +42,7 @@ SUMMED_NBYTES = 4 << 20
 """Contents that are only compared are read so many bytes at a time."""
 
 SMALL_NBYTES = 64 << 10
-"""Of records up to this size, ``SoundRecords`` keeps what they have in common."""
+"""``SoundRecords`` keeps what records up to this size have in common."""
 
 Buffer = Callable[[int], memoryview]
 """Returns memory of a number of bytes."""

@@ -234,7 +234,7 @@ def _has_storage(value: Any) -> bool:
 
 
 _DEQUE = "collections.deque"
-"""Of classes that a pickle fills like a list, the one whose elements have no index in a path."""
+"""The only class that a pickle fills like a list and whose elements have no index in a path."""
 
 _PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 
