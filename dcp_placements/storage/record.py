@@ -41,7 +41,7 @@ BUFFER_NBYTES = 16 << 20
 SUMMED_NBYTES = 4 << 20
 """Contents that are only compared are read so many bytes at a time."""
 
-SMALL_NBYTES = 64 << 10
+SIMILAR_NBYTES = 64 << 10
 """``SoundRecords`` keeps what records up to this size have in common."""
 
 Buffer = Callable[[int], memoryview]
@@ -217,7 +217,7 @@ class SoundRecords:
             file: The record as a zip file.
         """
         head, part = record.head, record.part
-        if head is None or not head.has_crc or not head.nbytes or part.size > SMALL_NBYTES:
+        if head is None or not head.has_crc or not head.nbytes or part.size > SIMILAR_NBYTES:
             return
         data = part.read(0, part.size)
         is_fixed, summed, entry_at = np.ones(part.size, bool), [], file.start_dir
