@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from dcp_placements.storage.reader import PlacementFileSystemReader as PlacementFileSystemReader
     from dcp_placements.storage.writer import PlacementFileSystemWriter as PlacementFileSystemWriter
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 """That of pyproject.toml, which a save would have to search for among all installed packages."""
 
 # Names are imported on first access, so that the layout algebra and a mesh need no torch.

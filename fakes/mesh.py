@@ -51,7 +51,7 @@ class FakeMesh:
         return self.mesh.ndim
 
     def size(self, mesh_dim: int | None = None) -> int:
-        """Return the ranks along one axis, or in all."""
+        """Return the number of ranks along axis ``mesh_dim``, by its number, or of all axes."""
         return self.mesh.numel() if mesh_dim is None else self.shape[mesh_dim]
 
     def get_coordinate(self) -> list[int] | None:

@@ -68,7 +68,14 @@ class FakeDTensor:
 def real_dtensor(
     local: torch.Tensor, mesh: FakeMesh, placements: Sequence[Any], shape: Sequence[int]
 ) -> DTensor:
-    """Return torch's own ``DTensor`` on the rank of ``mesh``, with no process group."""
+    """Return torch's own ``DTensor`` on the rank of ``mesh``, with no process group.
+
+    Args:
+        local: What the rank holds.
+        mesh: The mesh, as the rank sees it.
+        placements: One placement per axis.
+        shape: Shape of the whole tensor.
+    """
     stride = torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(
         local, _real_mesh(mesh), placements, run_check=False, shape=torch.Size(shape), stride=stride

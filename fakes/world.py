@@ -115,6 +115,12 @@ class World:
     ) -> list[dict[str, Any]]:
         """Load as ``dcp.load`` does on all ranks; return the filled state dicts.
 
+        Args:
+            path: The directory of the checkpoint.
+            state_dict: Returns what a rank wants to be filled.
+            planner: Returns the planner of a rank.
+            reader: Returns the reader of a rank; torch's ``FileSystemReader`` without it.
+
         Raises:
             CheckpointException: An error on any rank.
             ValueError: A planner with ``exchange=``, which needs a process group.
@@ -160,6 +166,10 @@ class World:
         """Plan a save as ``dcp.save`` does, and write nothing; return the coordinator's planner.
 
         Its ``report`` is that of the save.
+
+        Args:
+            state_dict: Returns what a rank would save.
+            planner: Returns the planner of a rank.
 
         Raises:
             CheckpointException: A save would be refused.

@@ -1,4 +1,4 @@
-"""python scripts/build_dist.py OUT [--url URL]
+"""python scripts/build_dist.py OUT [--url URL] [--try]
 
 Writes the sdist of this tree to OUT, and the wheel that is built from the unpacked sdist. The
 environment's setuptools builds them; nothing is downloaded.
@@ -6,6 +6,9 @@ environment's setuptools builds them; nothing is downloaded.
 URL is the address of the repository, such as https://github.com/OWNER/NAME. It becomes the
 project's address, and README.md's links to files and images lead there, to the tag of the version:
 on the page of a package index a path leads nowhere. A release needs it.
+
+--try makes an empty environment, installs the wheel with what it requires, saves, loads, and asks
+its command whether the checkpoint is sound.
 
 Before an upload: `twine check --strict OUT/*` and `check-wheel-contents OUT/*.whl`.
 """
@@ -20,6 +23,7 @@ import sys
 import tarfile
 import tempfile
 import tomllib
+import venv
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -66,12 +70,38 @@ def build(kind: str, source: Path, out: Path) -> Path:
     return out / done.stdout.splitlines()[-1]
 
 
+SMOKE = """
+import torch
+import torch.distributed.checkpoint as dcp
+from dcp_placements import PlacementFileSystemReader, PlacementFileSystemWriter, Placements
+
+weights = {"w": torch.arange(12.0).view(4, 3)}
+writer, reader = PlacementFileSystemWriter("step-1"), PlacementFileSystemReader("step-1")
+dcp.save(weights, storage_writer=writer, planner=Placements(None).save_planner(), no_dist=True)
+loaded = {"w": torch.zeros(4, 3)}
+dcp.load(loaded, storage_reader=reader, planner=Placements(None).load_planner(), no_dist=True)
+assert torch.equal(loaded["w"], weights["w"])
+"""
+
+
+def try_out(wheel: Path, folder: Path) -> None:
+    """Install a wheel into an empty environment, and save, load and verify a checkpoint there."""
+    venv.create(folder, with_pip=True)
+    python, constraints = folder / "bin" / "python", ROOT / "scripts" / "constraints.txt"
+    install = [python, "-m", "pip", "install", "-q", "-c", constraints, f"{wheel}[cli]"]
+    verify = [folder / "bin" / "dcp-placements", "verify", "step-1", "--contents"]
+    for command in install, [python, "-I", "-c", SMOKE], verify:
+        if subprocess.run(command, cwd=folder, check=False).returncode:
+            raise SystemExit(f"build_dist: {wheel.name} does not work in an empty environment")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("out", type=Path)
     parser.add_argument("--url")
+    parser.add_argument("--try", action="store_true", dest="is_tried")
     options = parser.parse_args()
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -90,6 +120,8 @@ def main() -> None:
             archive.extraction_filter = getattr(tarfile, "data_filter", None)
             archive.extractall(temporary)
         wheel = build("wheel", Path(temporary) / sdist.name.removesuffix(".tar.gz"), out)
+        if options.is_tried:
+            try_out(wheel, Path(temporary) / "env")
     print(sdist, wheel, sep="\n")
 
 

@@ -18,7 +18,7 @@ PACKAGE = Path(dcp_placements.__file__).parent
 FAKES = Path(testing.__file__).parent
 
 FLOORS = (
-    {"short_text", "errors", "report", "_torch", "items"},
+    {"short_text", "errors", "report", "_torch", "items", "pages"},
     {"layout"},
     {"rules"},
     {"names"},

@@ -16,8 +16,9 @@ from dcp_placements import CheckpointPlacement, PlacementRules, Placements
 from dcp_placements.testing import World
 from tests.test_readme import PACKAGE, read_table
 
-TABLE = read_table("Rules", PACKAGE / "rules" / "README.md", 1)
-OF_SHARDS = read_table("Rules", PACKAGE / "rules" / "README.md", 2)
+PAGE = PACKAGE / "guides" / "optimizers.md"
+TABLE = read_table("Supported optimizers", PAGE)
+OF_SHARDS = read_table("Optimizers whose state is the rank's own", PAGE)
 OPTIONS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}}
 SIZES = {"M": 8, "N": 12, "R": 4, "1": 1}
 

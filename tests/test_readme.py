@@ -5,8 +5,8 @@ that is what it prints. One marked ``torchrun`` is a program for two real ranks.
 name is that file; a program of its own test if it is the only block of its section. A ``console``
 block is commands after ``$`` and what each prints.
 
-``python tests/test_readme.py`` writes what is printed into the pages, for a message that changed on
-purpose; what two ranks print is to be written by hand.
+``python tests/test_readme.py [PAGE ...]`` writes what is printed into the pages, for a message that
+changed on purpose; what two ranks print is to be written by hand.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -43,6 +44,7 @@ from dcp_placements import (
     PlacementRules,
     PlacementSavePlanner,
     RaggedShard,
+    pages,
 )
 from dcp_placements.bind.place import place
 from dcp_placements.cli import main
@@ -254,6 +256,15 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors_of(target), link
 
 
+@pytest.mark.parametrize("name", [name for name in vars(pages) if name.endswith("_PAGE")])
+def test_a_page_that_a_message_names_is_there(name: str) -> None:
+    file, _, anchor = getattr(pages, name).removeprefix("page:").strip().partition("#")
+    assert (ROOT / file).is_file()
+    assert not anchor or anchor in anchors_of(ROOT / file)
+    uses = [path for path in PACKAGE.rglob("*.py") if name in path.read_text()]
+    assert len(uses) >= 2, "no message names it"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_tables_have_no_gaps(page: Path) -> None:
     text = page.read_text()
@@ -327,10 +338,12 @@ def test_scripts_that_are_named_exist() -> None:
         assert (ROOT / name).is_file(), name
 
 
-def rewrite() -> None:
+def rewrite(pages: Sequence[Path]) -> None:
     """Put what the blocks print into the pages."""
     printed: dict[tuple[Path, int], str] = {}
     for page, section in SECTIONS:
+        if page not in pages:
+            continue
         with tempfile.TemporaryDirectory() as folder:
             printed |= run_section(page, section, Path(folder))
             for picture in Path(folder).glob("*.svg"):
@@ -350,4 +363,4 @@ def rewrite() -> None:
 
 
 if __name__ == "__main__":
-    rewrite()
+    rewrite([Path(name).resolve() for name in sys.argv[1:]] or PAGES)

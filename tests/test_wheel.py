@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from dcp_placements import __version__
+from dcp_placements import __version__, pages
 
 ROOT = Path(__file__).parent.parent
 URL = "https://example.org/owner/dcp_placements"
@@ -46,6 +46,13 @@ def test_every_module_is_in_it(wheel: zipfile.ZipFile) -> None:
     names = {name for name in wheel.namelist() if name.endswith(".py")}
     assert names == expected
     assert "dcp_placements/testing/__init__.py" in names
+
+
+def test_pages_that_messages_name_are_in_it(wheel: zipfile.ZipFile) -> None:
+    names = set(wheel.namelist())
+    for name in (name for name in vars(pages) if name.endswith("_PAGE")):
+        assert getattr(pages, name).split()[-1].partition("#")[0] in names
+    assert {f"dcp_placements/guides/{p.name}" for p in ROOT.glob("dcp_placements/guides/*")} < names
 
 
 def test_licence_types_and_entry_point_are_in_it(wheel: zipfile.ZipFile) -> None:

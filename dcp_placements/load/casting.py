@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from dcp_placements.errors import Fault, raise_faults
+from dcp_placements.pages import QUANTIZED_PAGE
 from dcp_placements.table.digests import quantizer
 
 CASTS = ("error", "warn", "allow")
@@ -143,7 +144,7 @@ def quantized_fault(fqn: str, stored: torch.dtype, needed: torch.dtype, scale: s
             "reads files with an index, and waive={pattern: reason} with it"
         )
     headline = f"is quantized: loading {format_cast(stored, needed)} leaves out its scales"
-    return Fault(fqn, headline, (way_out,), (f"its scales:  {scale}",))
+    return Fault(fqn, headline, (way_out, QUANTIZED_PAGE), (f"its scales:  {scale}",))
 
 
 def check_quantizer(fqn: str, target: torch.Tensor, read: torch.Tensor) -> None:

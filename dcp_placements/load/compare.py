@@ -28,6 +28,7 @@ from dcp_placements.load.request import Request
 from dcp_placements.names.recorded_numbers import Numberings
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import recorded
+from dcp_placements.pages import COMPARISON_PAGE
 from dcp_placements.short_text import folded_names, format_count, format_names
 from dcp_placements.storage.provenance import (
     DIFFERED,
@@ -310,6 +311,7 @@ def _cut_fault(fqn: str, rule: str | None, difference: _Difference) -> Fault:
             f"this load:   {difference.loaded}",
             f"by rule:     {rule or 'no rule, its own DTensor'}",
             *_way_out(difference),
+            COMPARISON_PAGE,
         ),
     )
 

@@ -32,6 +32,7 @@ from dcp_placements.errors import Fault
 from dcp_placements.load.state_at_birth import Reset, reset_of
 from dcp_placements.names.known_names import NAMES_EMBEDDING, NAMES_HEAD, WRAPPERS
 from dcp_placements.names.optimizer_state import FLATTEN, OptimizerStates, parameter_groups_in
+from dcp_placements.pages import TIED_PAGE
 from dcp_placements.rules.patterns import matches_any
 from dcp_placements.short_text import (
     folded_names,
@@ -372,6 +373,7 @@ def _unknown_keys(asked: Asked, missing: Sequence[str]) -> Iterator[Fault]:
         names = _similar_names(fqn, asked.unread) if count < MAX_COMPARED_NAMES else []
         similar = (f"it has:      {format_names(names, 4)}",) if names else ()
         details: tuple[str, ...] = ()
+        page: tuple[str, ...] = ()
         owner = fqn.rpartition(".")[0]
         head, is_option, group = owner.partition("param_groups.")
         if is_option and (head, group.isdigit()) in heads:
@@ -384,8 +386,9 @@ def _unknown_keys(asked: Asked, missing: Sequence[str]) -> Iterator[Fault]:
             details = wrapped
         elif NAMES_HEAD.search(fqn):
             details = _tied_head(asked, fqn)
+            page = (TIED_PAGE,) if details else ()
         headline = "the checkpoint lacks this key (torch: Missing key in checkpoint)"
-        yield Fault(fqn, headline, (*details, _LACKING), similar)
+        yield Fault(fqn, headline, (*details, _LACKING, *page), similar)
 
 
 def _wrapper(fqn: str, stored: Container[str], without: Mapping[str, str]) -> tuple[str, ...]:

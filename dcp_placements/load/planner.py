@@ -251,7 +251,13 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
     def begin(
         self, state_dict: dict[str, Any], mappings: dict[str, Path], metadata: Metadata
     ) -> RankLoad:
-        """Return a new load of a flat state dict, of which this rank's keys are renamed."""
+        """Return a new load of a flat state dict, of which this rank's keys are renamed.
+
+        Args:
+            state_dict: The values to fill, by this rank's key.
+            mappings: Where each value stands in the user's state dict, by this rank's key.
+            metadata: Those of the checkpoint.
+        """
         self._load = load = RankLoad()
         load.metadata, load.state_dict, load.mappings = metadata, state_dict, mappings
         if self.rename is not None:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from dcp_placements.errors import Fault
 from dcp_placements.layout.boxes import Shape
+from dcp_placements.pages import OPTIMIZERS_PAGE
 
 Dims = tuple[int | None, ...]
 """For each dim of a state, the dim of its parameter that it follows; None for a reduced dim."""
@@ -364,7 +365,7 @@ def unnamed_faults(state_dict: Mapping[str, Any], parameter_groups: ParameterGro
             if match := next(filter(None, map(position.match, state_dict)), None):
                 by_position[match[0]] = None
     headline = "names its parameter by its position in the optimizer"
-    return [Fault(fqn, headline, (FLATTEN,)) for fqn in by_position]
+    return [Fault(fqn, headline, (FLATTEN, OPTIMIZERS_PAGE)) for fqn in by_position]
 
 
 _NUMBER = re.compile(r"\d+|\{\}")

@@ -335,7 +335,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def head(self, tensor: StoredTensor, chunk: StoredRecord) -> TensorRecord | None:
-        """Return what a chunk's record is; None where the record itself says it."""
+        """Return what the record of a ``chunk`` of a ``tensor`` is; None if the record says it."""
 
     @abstractmethod
     def verify_record(
@@ -350,7 +350,12 @@ class Checkpoint(ABC):
         """
 
     def verify_file(self, checks: RecordChecks, file: ByteRange) -> Iterator[FileFinding]:
-        """Yield the faults of the contents of a whole file, where it has checksums of its own."""
+        """Yield the faults of the contents of a whole ``file``, where it has checksums of its own.
+
+        Args:
+            checks: The checks.
+            file: The bytes of the file.
+        """
         return iter(())
 
     def own_faults(self) -> Iterator[CheckpointFault]:
@@ -414,7 +419,7 @@ class Checkpoint(ABC):
         }
 
     def tensor(self, fqn: str) -> StoredTensor:
-        """Return the tensor of a key.
+        """Return the tensor of key ``fqn``.
 
         Raises:
             CannotLook: There is none of that name; near names are in the message.
@@ -447,14 +452,14 @@ class Checkpoint(ABC):
         return files_of
 
     def locations_of(self, fqn: str) -> dict[Offset, tuple[Any, ...]]:
-        """Return file, start, length and transforms of each chunk of a key, by offset."""
+        """Return file, start, nbytes and transforms of each chunk of ``fqn``, by offset."""
         return {
             row.offset: (row.path, row.start, row.length, row.transforms or ())
             for row in self.rows.rows_of(fqn)
         }
 
     def boxes_of(self, fqn: str) -> Mapping[Offset, Box | None]:
-        """Return the chunks of a key that the metadata list, by offset; none of an unknown key."""
+        """Return the listed chunks of ``fqn``, by offset; none of an unknown key."""
         if fqn in self.tensors:
             return self.tensors[fqn].cut.by_offset
         return {None: None} if fqn in self.objects else {}

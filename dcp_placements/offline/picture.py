@@ -247,6 +247,11 @@ def save_figure(
 ) -> None:
     """Write a figure to a ``.png`` or ``.svg`` file; an existing one is replaced.
 
+    Args:
+        figure: What ``draw`` returns.
+        path: Path or URL of the file.
+        storage_options: Options that fsspec passes to the file system of a URL.
+
     Raises:
         CannotLook: Another suffix, or another process is writing the file.
     """
@@ -264,7 +269,7 @@ def save_figure(
 
 
 def check_picture_name(path: str | os.PathLike[str]) -> str:
-    """Return ``"png"`` or ``"svg"``, the suffix of a picture's name.
+    """Return ``"png"`` or ``"svg"``, the suffix of ``path``, a picture's name.
 
     Raises:
         CannotLook: Another suffix.

@@ -84,7 +84,7 @@ class MeshCoordinate:
         return tuple(self.coordinate)
 
     def size(self, mesh_dim: int | None = None) -> int:
-        """Return the ranks along one axis, or in all."""
+        """Return the number of ranks along axis ``mesh_dim``, by its number, or of all axes."""
         return prod(self.sizes) if mesh_dim is None else self.sizes[mesh_dim]
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:

@@ -27,6 +27,7 @@ from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Chunk
 from dcp_placements.names.known_names import RUNNING_STATISTIC, TENSOR_AXIS
 from dcp_placements.names.optimizer_state import FLATTEN, OptimizerStates, is_by_position
+from dcp_placements.pages import STAGES_PAGE
 from dcp_placements.table.digests import Digests
 from dcp_placements.table.proof_faults import (
     ANYWAY,
@@ -51,6 +52,7 @@ _OTHER_GROUPS = (
     "likely:      the ranks have other parameter groups at this position, as stages of a pipeline "
     "do: a load would give all of them the options of one",
     FLATTEN,
+    STAGES_PAGE,
 )
 _OWN_NUMBER = (
     "likely:      a number of each rank's own, such as a loss, or one that has drifted apart",

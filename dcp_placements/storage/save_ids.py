@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 from dcp_placements._torch import StorageInfo
 from dcp_placements.errors import Fault
 from dcp_placements.items import object_read
+from dcp_placements.pages import KILLED_PAGE
 from dcp_placements.short_text import format_ranks
 from dcp_placements.storage.provenance import RESERVED_KEY
 from dcp_placements.storage.torch_metadata import StoredLocation
@@ -170,7 +171,7 @@ def id_fault(record: StoredLocation, data: bytes) -> Fault | None:
         headline = f"has no save id where .metadata says that save {save_id} put its own"
     else:
         headline = f"was written by save {other}, and .metadata is that of save {save_id}"
-    return Fault(record.path, headline, (LIKELY_CUT_OFF, WAY_OUT))
+    return Fault(record.path, headline, (LIKELY_CUT_OFF, WAY_OUT, KILLED_PAGE))
 
 
 def ids_to_check(

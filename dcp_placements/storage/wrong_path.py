@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from dcp_placements.errors import NoCheckpoint, PlacementError
+from dcp_placements.pages import KILLED_PAGE
 from dcp_placements.short_text import (
     format_count,
     format_error,
@@ -44,9 +45,11 @@ def no_checkpoint(store: Store, kind: type[PlacementError] = NoCheckpoint) -> Pl
         f"{store.path}: no complete checkpoint, as there is no .metadata",
         f"found:       {contents}",
     ]
+    page = []
     if any(name.startswith(".metadata.") or name.endswith(".distcp") for name in names):
         lines.append("likely:      a save that was cut off, as .metadata comes last")
-    return kind("\n    ".join([*lines, *_ways_out(store, names)]))
+        page = [KILLED_PAGE]
+    return kind("\n    ".join([*lines, *_ways_out(store, names), *page]))
 
 
 def _ways_out(store: Store, names: Sequence[str]) -> list[str]:

@@ -21,6 +21,7 @@ from typing import assert_never
 from dcp_placements.errors import Fault, uneven_line
 from dcp_placements.layout.boxes import as_boxes, format_box, format_boxes, uncovered
 from dcp_placements.layout.sharding import Box, Kind, format_cuts
+from dcp_placements.pages import UNEVEN_PAGE
 from dcp_placements.short_text import format_count
 from dcp_placements.table.prove import Broken, Doubled, Unlike
 from dcp_placements.table.world import NO_RULE, Piece, World
@@ -108,7 +109,8 @@ def _unlike_faults(finding: Unlike, world: World, holders: Holders) -> list[Faul
             "the same rules on all ranks; a name of its own (rename=) for each tensor",
         ]
         if (line := _uneven_line(piece)) is not None:
-            details.insert(1, line)
+            details[1:1] = [line]
+            details.append(UNEVEN_PAGE)
         shapes = [source.group.shape for source in piece.sources]
         if len(set(map(len, shapes))) == 1:
             largest = tuple(map(max, zip(*shapes, strict=True)))

@@ -25,6 +25,7 @@ from dcp_placements.errors import Fault, PlacementError
 from dcp_placements.layout.boxes import Shape
 from dcp_placements.layout.sharding import format_cuts
 from dcp_placements.names.optimizer_state import OptimizerStates, followed_dims
+from dcp_placements.pages import WHOLE_PAGE
 from dcp_placements.rules.patterns import matches_any
 from dcp_placements.short_text import (
     folded_names,
@@ -462,7 +463,8 @@ class WholeComparison:
             return []
         piece, position = self._pieces[fqn]
         declared = f"{format_cuts(piece.group.cuts)}; by rule {self._world.rules(piece, position)}"
-        return [Fault(fqn, headline, (f"declared:    {declared}", likely, _PROPOSED_OUT))]
+        details = (f"declared:    {declared}", likely, _PROPOSED_OUT, WHOLE_PAGE)
+        return [Fault(fqn, headline, details)]
 
     def compare_keys(self) -> None:
         """Compare the keys under levels, without optimizer state."""
