@@ -216,7 +216,7 @@ def test_an_examination_of_files_imports_neither_planner() -> None:
     program = """
 import sys
 from dcp_placements import offline
-functions = "inspect inspect_tensor shapes verify diff diagnose draw stock_metadata to_json"
+functions = "inspect inspect_tensor shapes verify diff diagnose draw stock_metadata open_source"
 for name in functions.split():
     getattr(offline, name)
 for folder in ("dcp_placements.save", "dcp_placements.load", "dcp_placements.engines"):

@@ -172,6 +172,14 @@ def test_a_missing_renamed_or_foreign_file_is_refused(
     name = "model_world_size_8_rank_{}.pt".format
     with pytest.raises(PlacementError, match="of 8 ranks these have no file: 3"):
         open_source(written(**{name(3): None}))
+    far = {f"model_world_size_8_rank_{10**11}.pt": files[name(3)]}
+    with pytest.raises(PlacementError, match="files of 9 ranks, of which there are 8"):
+        open_source(written(**far))
+    shards = written(**dict.fromkeys(files), **{f"m_rank_{10**11}.pt": files[name(3)]})
+    with pytest.raises(PlacementError, match=r"no file: 0, 1, 2, 3, 4, 5, 6, 7 and 99,999,999,992"):
+        open_source(shards)
+    with pytest.raises(CannotLook, match=r"files='m_rank.pt' has no \{rank\}"):
+        open_source(shards, files="m_rank.pt")
     with pytest.raises(PlacementError, match="was written by rank 2, in the file of rank 3"):
         open_source(written(**{name(3): files[name(2)]}))
     with pytest.raises(CannotLook, match="files of several kinds"):

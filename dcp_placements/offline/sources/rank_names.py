@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from dcp_placements.errors import CannotLook, Fault, raise_faults
 from dcp_placements.short_text import format_names
@@ -20,6 +21,9 @@ _VERLS_OTHERS = {
     "optim_world_size_": "optimizer state by position: no file has the names of its parameters",
     "extra_state_world_size_": "schedule and random states: of the run, not of the model",
 }
+MOST_NAMED = 8
+"""Missing ranks that a message names."""
+
 _NUMBERED = re.compile(r"(.*rank[_-]?)(\d+)(\.(?:pt|pth|bin))")
 
 
@@ -61,10 +65,16 @@ def names_by_rank(path: str, names: Iterable[str], pattern: str | None) -> Seque
         pattern: Argument of ``rank_file_names``.
 
     Raises:
-        CannotLook: There are no such names, or those of several kinds.
+        CannotLook: There are no such names, or those of several kinds; or the pattern has no
+            place for the rank.
         PlacementError: Ranks are missing.
     """
     names = sorted(names)
+    if pattern is not None and "{rank}" not in pattern:
+        raise CannotLook(
+            f"files={pattern!r} has no {{rank}}, for the number of the rank\n"
+            "    way out:     such as --files 'shard-{rank}.pth'"
+        )
     kinds = rank_file_names(names, pattern)
     if pattern is None:
         models = [kind for kind in kinds if _VERLS_MODEL.fullmatch(kind)]
@@ -78,8 +88,14 @@ def names_by_rank(path: str, names: Iterable[str], pattern: str | None) -> Seque
     ((kind, by_rank),) = kinds.items()
     verls = _VERLS_MODEL.fullmatch(kind)
     size = int(verls[1]) if verls else max(by_rank) + 1
-    missing = [str(rank) for rank in range(size) if rank not in by_rank]
-    if missing or len(by_rank) > size:
-        headline = f"of {size} ranks these have no file: {format_names(missing, 8)}"
+    # A name may have any number: ranks are not listed one by one.
+    lacking = size - sum(rank < size for rank in by_rank)
+    missing = islice((str(rank) for rank in range(size) if rank not in by_rank), MOST_NAMED)
+    headline = f"of {size} ranks these have no file: {', '.join(missing)}"
+    if lacking > MOST_NAMED:
+        headline += f" and {lacking - MOST_NAMED:,} more"
+    elif not lacking:
+        headline = f"files of {len(by_rank)} ranks, of which there are {size} by their names"
+    if lacking or len(by_rank) > size:
         raise_faults(f"{path} is not complete", [Fault(kind, headline)])
     return [by_rank[rank] for rank in range(size)]
