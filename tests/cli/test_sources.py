@@ -246,11 +246,13 @@ def test_options_of_two_sources_are_for_those_that_take_them(
         assert ran.code == (1 if has_prefix else 0), ran
     ran = run("diff", truth, truth, "--files", "shard-{rank}.pth")
     assert ran.code == 2
-    assert "files= is not for" in ran.err
-    with pytest.raises(CannotLook, match="vocab_size= is not for"):
+    assert "files= (--files) is not for" in ran.err
+    with pytest.raises(CannotLook, match=r"vocab_size= \(--vocab-size\) is not for"):
         open_pair(ranks, truth, files="shard-{rank}.pth", vocab_size=8)
-    with pytest.raises(CannotLook, match="rules= is not for a DCP checkpoint"):
+    with pytest.raises(CannotLook, match=r"rules= \(--rules, --source-rules\) is not for a DCP"):
         open_source(truth, rules=by_ep)
+    with pytest.raises(CannotLook, match=r"axes= .* is not for what is opened already"):
+        open_source(open_source(truth), axes={"ep": 2})
 
 
 def test_an_opened_source_is_returned_as_it_is(saved: Callable[[str], Path]) -> None:

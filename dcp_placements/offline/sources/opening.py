@@ -24,6 +24,9 @@ from dcp_placements.rules.mesh_axes import MeshAxes
 from dcp_placements.storage.store import StorageOptions, Store
 from dcp_placements.storage.wrong_path import no_checkpoint
 
+_SPELLED = {"rules": "--rules, --source-rules", "axes": "--mesh, --source-mesh"}
+"""Options of commands, where their names are not those of ``open_source``."""
+
 FORMATS: tuple[type[Checkpoint], ...] = (Dcp, EngineItems, Safetensors, MegatronFiles, RankFiles)
 
 
@@ -64,16 +67,18 @@ def open_source(
         PlacementError: Ranks' files are missing, contradict each other, or do not make whole
             tensors.
     """
-    if isinstance(path, Checkpoint):
-        return path
     options = SourceOptions(
         files, rules, axes, vocab_size, expert_parallel_size, expert_tensor_parallel_size
     )
+    if isinstance(path, Checkpoint):
+        if options.given:
+            raise _not_for(next(iter(options.given)), "what is opened already")
+        return path
     directory = existing_directory(path, storage_options)
     kind = RankFiles if files is not None else _format_in(directory)
     for name in options.given:
         if name not in kind.takes:
-            raise CannotLook(f"{name}= is not for {kind.subject}\n    way out:     leave it out")
+            raise _not_for(name, kind.subject)
     with quiet_gc():
         return kind.of(directory, options)
 
@@ -105,13 +110,18 @@ def open_pair(
         of_both.append({name: value for name, value in given.given.items() if name in wanted})
     for name in given.given:
         if not any(name in of_side for of_side in of_both):
-            where = f"{_path_text(a)} and {_path_text(b)}"
-            raise CannotLook(f"{name}= is not for {where}\n    way out:     leave it out")
+            raise _not_for(name, f"{_path_text(a)} and {_path_text(b)}")
     first, second = (
         open_source(side, storage_options=storage_options, **of_side)
         for side, of_side in zip((a, b), of_both, strict=True)
     )
     return first, second
+
+
+def _not_for(name: str, subject: str) -> CannotLook:
+    """Return the error of an option of ``open_source`` that a source does not take."""
+    spelled = _SPELLED.get(name, f"--{name.replace('_', '-')}")
+    return CannotLook(f"{name}= ({spelled}) is not for {subject}\n    way out:     leave it out")
 
 
 def _path_text(source: AnySource) -> str:
