@@ -365,7 +365,7 @@ def test_what_nobody_foresaw_is_one_line(
     def fails(*args: Any, **kwargs: Any) -> None:
         raise ZeroDivisionError("a\nb\x1b")
 
-    monkeypatch.setattr(offline, "verify", fails)
+    monkeypatch.setattr(offline, "open_source", fails)
     with pytest.raises(ZeroDivisionError):
         run("verify", tmp_path)
     monkeypatch.delenv("DCP_PLACEMENTS_DEBUG")
