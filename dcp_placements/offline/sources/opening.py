@@ -101,7 +101,7 @@ def open_pair(
     of_both: list[dict[str, Any]] = []
     for side in (a, b):
         wanted: tuple[str, ...] = ()
-        if not isinstance(side, Checkpoint):
+        if given.given and not isinstance(side, Checkpoint):
             directory = existing_directory(side, storage_options)
             has_files = given.files and rank_file_names(directory.names(), given.files)
             wanted = RankFiles.takes if has_files else _format_in(directory).takes
