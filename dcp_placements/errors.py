@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
-from dcp_placements.pages import UNEVEN_PAGE
 from dcp_placements.short_text import (
     MAX_LINE,
     folded_names,
@@ -310,7 +309,7 @@ def _with_sizes(faults: Sequence[Fault]) -> list[Fault]:
             is_clear = all(len(of_position) == 1 for of_position in held)
             if is_clear and sum(shards) == sum(shard.plain):
                 line = uneven_line(shard.axis, shard.dim, shards)
-                fault = replace(fault, details=(line, *fault.details, UNEVEN_PAGE))
+                fault = replace(fault, details=(line, *fault.details))
         result.append(fault)
     return result
 

@@ -28,6 +28,7 @@ from dcp_placements.errors import CannotPlace, Fault, PlacementError, Uneven
 from dcp_placements.layout.sharding import Chunk, Cut, Kind, Position, Sharding, unknown_kind
 from dcp_placements.names.flat import Path
 from dcp_placements.names.optimizer_state import Dims, ParameterGroups
+from dcp_placements.pages import MESHES_PAGE, UNEVEN_PAGE
 from dcp_placements.rules.mesh_axes import (
     Axis,
     Mesh,
@@ -558,6 +559,7 @@ def check_ranks(axes: Sequence[Axis], mesh: Mesh | None) -> None:
                 "as two calls with the axes in another order make them",
                 "way out:     one mesh for both: the rule's is the one that the tensor's was "
                 "sliced from; or other names, where the two axes are not the same",
+                MESHES_PAGE,
             )
 
 
@@ -569,6 +571,7 @@ def _contradiction(axis: Axis | str, own: str, declared: str) -> CannotPlace:
         "same axis names that lay out the ranks differently",
         "way out:     leave it out of the rule, whose mesh is the one that the tensor's was sliced "
         "from; or other names, where the two axes are not the same",
+        MESHES_PAGE,
     )
 
 
@@ -627,6 +630,7 @@ def _misfit(
             "way out:     the size of the range of each rank along the axis, in their order, "
             "without the padding of a flat buffer; axes that cut first are left of it in the mesh "
             "of the rule, and none is right of it",
+            UNEVEN_PAGE,
             where=where,
         )
     return CannotPlace(
@@ -638,6 +642,7 @@ def _misfit(
         "way out:     correct these in the rule; where the ranks have uneven shards, "
         "RaggedShard(dim, sizes) with the size of each rank along the axis; or IndexShard(dim, "
         "rows) with global_shape=, which lists the rows of this rank",
+        UNEVEN_PAGE,
         where=where,
     )
 

@@ -27,7 +27,7 @@ from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Chunk
 from dcp_placements.names.known_names import RUNNING_STATISTIC, TENSOR_AXIS
 from dcp_placements.names.optimizer_state import FLATTEN, OptimizerStates, is_by_position
-from dcp_placements.pages import STAGES_PAGE
+from dcp_placements.pages import MESSAGES_PAGE, STAGES_PAGE
 from dcp_placements.table.digests import Digests
 from dcp_placements.table.proof_faults import (
     ANYWAY,
@@ -274,6 +274,7 @@ def _conflict(
         *_TEMPLATE,
         "             a name per rank (f'rng.{rank}') for a state of each rank's own",
         f"             {ANYWAY}",
+        MESSAGES_PAGE,
     ]
     return Fault("", headline, tuple(details), (where,)), differs
 

@@ -20,6 +20,7 @@ from itertools import chain
 
 from dcp_placements.errors import Fault
 from dcp_placements.names.recorded_numbers import Family, Numberings, numbers_of
+from dcp_placements.pages import NAMES_PAGE
 from dcp_placements.rules.patterns import matches_any
 from dcp_placements.short_text import format_numbers
 from dcp_placements.table.world import World
@@ -80,6 +81,7 @@ def numbering_faults(
                 "way out:     ids that make 0 .. total-1 on all ranks together; where some are "
                 "left out on purpose, waive={pattern: reason} for this save, or total=None for "
                 "all",
+                NAMES_PAGE,
             )
             headline = f"no rank holds {format_numbers(sorted(some))} of 0-{totals[family] - 1}"
             faults.append(Fault(str(family), headline, details))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dcp_placements.errors import Fault
+from dcp_placements.pages import KEEPING_PAGE
 from dcp_placements.short_text import format_ranks
 from dcp_placements.table.statement import Stated
 
@@ -69,7 +70,10 @@ MUST_AGREE = (
         field="checkpoint",
         is_fault=True,
         headline="the ranks read different checkpoints",
-        details=("way out:     choose the directory on one rank, and broadcast it to the others",),
+        details=(
+            "way out:     choose the directory on one rank, and broadcast it to the others",
+            KEEPING_PAGE,
+        ),
         text=lambda save: save or "one without a save id",
     ),
     MustAgree(
