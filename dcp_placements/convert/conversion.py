@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dcp_placements.convert.dequantize import Dequantized, dequantized
-from dcp_placements.convert.writing import (
+from dcp_placements.convert.format_writers import (
     NOT_REWRITTEN,
     Converted,
     DcpOut,

@@ -23,7 +23,7 @@ from torch_checkpointing.storage.base_storage import ReadArgs
 
 from dcp_placements._torch import global_rank
 from dcp_placements.engines.described import RankKeys, is_optimizer, rank_keys
-from dcp_placements.engines.saved import OURS, VERSION, opened, saved_items
+from dcp_placements.engines.saved_items import OURS, VERSION, opened, saved_items
 from dcp_placements.errors import (
     Fault,
     PlacementError,

@@ -23,8 +23,8 @@ from dcp_placements.offline.checkpoint import (
 )
 from dcp_placements.offline.directory import check_damage
 from dcp_placements.storage.file_reads import ByteRange, CountedFile, c_strides
+from dcp_placements.storage.record_head import BEHIND, wrong_crc
 from dcp_placements.storage.record_reads import IS_DAMAGED, ChunkReader, RecordRead
-from dcp_placements.storage.tensor_record import BEHIND, wrong_crc
 
 MAX_OPEN_FILES = 32
 

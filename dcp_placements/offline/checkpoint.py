@@ -43,13 +43,13 @@ from dcp_placements.short_text import (
 from dcp_placements.storage.file_reads import ByteRange
 from dcp_placements.storage.index import RowIndex, index_of
 from dcp_placements.storage.provenance import SaveRecord, provenance_of, record_of
+from dcp_placements.storage.record_head import RecordHead
 from dcp_placements.storage.safe_pickle import RefusedGlobal
 from dcp_placements.storage.save_ids import (
     writer_of,
 )
 from dcp_placements.storage.state_dict_file import Records
 from dcp_placements.storage.store import Store
-from dcp_placements.storage.tensor_record import TensorRecord
 from dcp_placements.storage.torch_metadata import Offset
 
 MOST_ROWS = 1 << 26
@@ -334,7 +334,7 @@ class Checkpoint(ABC):
         """Return the checkpoint in a directory."""
 
     @abstractmethod
-    def head(self, tensor: StoredTensor, chunk: StoredRecord) -> TensorRecord | None:
+    def head(self, tensor: StoredTensor, chunk: StoredRecord) -> RecordHead | None:
         """Return what the record of a ``chunk`` of a ``tensor`` is; None if the record says it."""
 
     @abstractmethod

@@ -45,9 +45,9 @@ from dcp_placements.short_text import (
 from dcp_placements.storage.file_reads import ByteRange, CountedFile, range_in_memory
 from dcp_placements.storage.provenance import OWN_PREFIX
 from dcp_placements.storage.record import Record, SoundRecords
+from dcp_placements.storage.record_head import LOCAL, HeadCache, RecordHead
 from dcp_placements.storage.safe_pickle import RefusedGlobal
 from dcp_placements.storage.store import StorageOptions
-from dcp_placements.storage.tensor_record import LOCAL, RecordHeads, TensorRecord
 
 VERIFIED_NBYTES = 2 << 30
 
@@ -224,7 +224,7 @@ class _Checks:
         self._contents = contents
         self._limit_nbytes = limit_nbytes
         self._progress = progress
-        self._heads = RecordHeads()
+        self._heads = HeadCache()
         self._sound = SoundRecords()
 
     def notes(self) -> Iterator[str]:
@@ -356,7 +356,7 @@ class _Checks:
         self._progress(self.nbytes)
 
     def checksums(
-        self, byte_range: ByteRange, tensor: TensorRecord | None = None
+        self, byte_range: ByteRange, tensor: RecordHead | None = None
     ) -> Iterator[FileFinding]:
         """Yield the entries of a zip file that do not match their checksums.
 

@@ -40,14 +40,14 @@ from dcp_placements.storage.index import (
     unpacked_archive,
     unpacked_index,
 )
-from dcp_placements.storage.metadata_pickle import load_metadata_pickle, load_safely
-from dcp_placements.storage.stock_pickle import (
+from dcp_placements.storage.metadata_pickler import (
     is_refusing,
     marked_digest,
     refusing_pickle,
     stock_pickle,
     values_pickle,
 )
+from dcp_placements.storage.metadata_unpickler import load_metadata_pickle, load_safely
 from dcp_placements.storage.torch_metadata import (
     ChunkList,
     Entries,

@@ -3,7 +3,7 @@
 Of ``w1`` on ep rank 0, a ``(4, 3)`` tensor of float32 that begins at byte 0 of ``__0_0.distcp``::
 
     Record(part=ByteRange(file, 0, 1577),
-           head=TensorRecord(torch.float32, (4, 3), (3, 1), start=704, has_crc=True))
+           head=RecordHead(torch.float32, (4, 3), (3, 1), start=704, has_crc=True))
 
 Rows 2 and 3 are the 24 bytes from 728 on. The CRC-32 of all elements is at byte 756, and again in
 the zip file's directory. ``wrong_crcs`` compares every CRC-32 with what was read.
@@ -23,12 +23,12 @@ import torch
 from dcp_placements._torch import check_opens, copy_into
 from dcp_placements.layout.boxes import Array
 from dcp_placements.storage.file_reads import ByteRange, CountedFile, crc32, memory_of, segments
-from dcp_placements.storage.tensor_record import (
+from dcp_placements.storage.record_head import (
     BEHIND,
     DESCRIPTOR,
     DIRECTORY_CRC,
     DIRECTORY_NAME,
-    TensorRecord,
+    RecordHead,
     crc_entry,
     entry_start,
     wrong_crc,
@@ -74,7 +74,7 @@ class Record(NamedTuple):
     """One tensor or object as ``torch.save`` wrote it."""
 
     part: ByteRange  # its bytes
-    head: TensorRecord | None = None  # where the elements are; None if it is no plain tensor
+    head: RecordHead | None = None  # where the elements are; None if it is no plain tensor
 
     @staticmethod
     def of_stream(stream: Any) -> Record:
@@ -159,7 +159,7 @@ class Record(NamedTuple):
             sound.add(self, file)
         return RecordCheck(tuple(differing), has_crc=has_crc)
 
-    def _wrong_elements(self, head: TensorRecord, checksum: int) -> str | None:
+    def _wrong_elements(self, head: RecordHead, checksum: int) -> str | None:
         behind = self.part.read(head.start + head.nbytes, BEHIND)
         return wrong_crc(checksum, behind)
 
@@ -247,7 +247,7 @@ _ID = "/.data/serialization_id"
 def _fill(
     target: torch.Tensor,
     offsets: tuple[int, ...],
-    head: TensorRecord,
+    head: RecordHead,
     part: ByteRange,
     take: Buffer,
     checksum: int | None,

@@ -40,14 +40,14 @@ from dcp_placements.short_text import format_error, format_name
 from dcp_placements.storage.file_reads import ByteRange, CountedFile, crc32, range_in_memory
 from dcp_placements.storage.index import with_copies
 from dcp_placements.storage.record import Record
-from dcp_placements.storage.safe_pickle import RefusedGlobal
-from dcp_placements.storage.tensor_record import (
+from dcp_placements.storage.record_head import (
     BEHIND,
     HEADS_NBYTES,
-    RecordHeads,
-    TensorRecord,
+    HeadCache,
+    RecordHead,
     wrong_crcs,
 )
+from dcp_placements.storage.safe_pickle import RefusedGlobal
 from dcp_placements.storage.torch_load import load_plain
 
 SMALL_NBYTES = 64 << 10
@@ -101,7 +101,7 @@ class RecordRead(NamedTuple):
     start: int
     nbytes: int
     transforms: Sequence[str] | None = None
-    record: TensorRecord | None = None  # where its elements are; None if its head says it
+    record: RecordHead | None = None  # where its elements are; None if its head says it
 
     @property
     def is_object(self) -> bool:
@@ -148,7 +148,7 @@ class ChunkReader:
         self._restricted = restricted
         self._as_declared = as_declared
         self._lock = lock or nullcontext()
-        self._heads = RecordHeads()
+        self._heads = HeadCache()
         self._span, self._elements = _Buffer(), _Buffer()
 
     def read(self, file: CountedFile, reads: Sequence[RecordRead]) -> None:
@@ -188,7 +188,7 @@ class ChunkReader:
                     self._read_one(file, read)
         file.hold(memoryview(b""), 0)
 
-    def tensor_record(self, read: RecordRead, part: ByteRange) -> TensorRecord | None:
+    def tensor_record(self, read: RecordRead, part: ByteRange) -> RecordHead | None:
         """Return where the elements of a record are; None where it is not plain."""
         if read.record is not None:
             return read.record
@@ -259,15 +259,13 @@ class ChunkReader:
         self._commit(reads, targets)
         return True
 
-    def _is_summed(self, tensor: TensorRecord, records: int = 1) -> bool:
+    def _is_summed(self, tensor: RecordHead, records: int = 1) -> bool:
         """Whether records that are read whole are compared; count those without checksums."""
         if self._check_crc and not tensor.has_crc:
             self.unchecked += records
         return self._check_crc and tensor.has_crc
 
-    def _raise_damaged(
-        self, damaged: Sequence[tuple[RecordRead, str]], tensor: TensorRecord
-    ) -> None:
+    def _raise_damaged(self, damaged: Sequence[tuple[RecordRead, str]], tensor: RecordHead) -> None:
         """Refuse records with equal heads whose elements are not what was written.
 
         Raises:
@@ -355,7 +353,7 @@ class ChunkReader:
             fault = self._fault(read, problem, (cause, *DAMAGED))
             raise PlacementError(format_faults(IS_DAMAGED, [fault])) from error
 
-    def _read_slice(self, read: RecordRead, tensor: TensorRecord, part: ByteRange) -> None:
+    def _read_slice(self, read: RecordRead, tensor: RecordHead, part: ByteRange) -> None:
         """Read a slice of a plain record."""
         item, shape = read.item, tensor.shape
         offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)

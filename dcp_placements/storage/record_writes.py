@@ -30,7 +30,7 @@ from dcp_placements._torch import cpu_tensors, global_rank
 from dcp_placements.errors import PlacementError
 from dcp_placements.layout.boxes import Array
 from dcp_placements.storage.file_reads import BLOCK_NBYTES, crc32, memory_of, read_only_mapping
-from dcp_placements.storage.tensor_record import DESCRIPTOR, DIRECTORY_CRC, DIRECTORY_NAME
+from dcp_placements.storage.record_head import DESCRIPTOR, DIRECTORY_CRC, DIRECTORY_NAME
 from dcp_placements.storage.write_results import is_whole
 
 BATCHED_NBYTES = 32 << 10

@@ -20,8 +20,8 @@ from dcp_placements.bind.rank_shard import RankShard
 from dcp_placements.errors import CannotPlace
 from dcp_placements.rules.mesh_axes import MeshCoordinate
 from dcp_placements.short_text import format_error
+from dcp_placements.storage.record_head import strided_tensor
 from dcp_placements.storage.safe_pickle import Stub
-from dcp_placements.storage.tensor_record import strided_tensor
 
 
 def rank_shard(local: torch.Tensor, dtensor: Stub, rank: int) -> RankShard | None:

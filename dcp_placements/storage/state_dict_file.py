@@ -17,17 +17,17 @@ from dcp_placements.errors import fault_error
 from dcp_placements.names.flat import Path, value_at
 from dcp_placements.short_text import format_error
 from dcp_placements.storage.file_reads import ByteRange, CountedFile, c_strides
-from dcp_placements.storage.record_reads import DAMAGED, IS_DAMAGED
-from dcp_placements.storage.safe_pickle import GlobalStandIn, Stub, check_unfolded, most_elements
-from dcp_placements.storage.tensor_record import (
+from dcp_placements.storage.record_head import (
     BEHIND,
     SIZES_FOLLOW,
+    RecordHead,
     Storage,
-    TensorRecord,
     TorchUnpickler,
     entry_start,
     strided_tensor,
 )
+from dcp_placements.storage.record_reads import DAMAGED, IS_DAMAGED
+from dcp_placements.storage.safe_pickle import GlobalStandIn, Stub, check_unfolded, most_elements
 from dcp_placements.storage.torch_load import BROKEN, load_plain, saved_pickle
 
 _OTHER = (
@@ -69,7 +69,7 @@ class SavedChunk(NamedTuple):
         return not self.start and (self.sizes, self.steps) == (self.shape, c_strides(self.shape))
 
 
-Records = dict[tuple[str, str, tuple[int, ...]], TensorRecord]
+Records = dict[tuple[str, str, tuple[int, ...]], RecordHead]
 """Records of chunks, by key, file and offsets in the whole tensor."""
 
 
@@ -108,7 +108,7 @@ class SavedFile:
         """Close the file."""
         self._stream.close()
 
-    def tensor(self, path: Path) -> TensorRecord | None:
+    def tensor(self, path: Path) -> RecordHead | None:
         """Return the tensor at a path; None for any other value."""
         try:
             return saved_tensor(value_at(self._tree, path))[0]
@@ -123,7 +123,7 @@ class SavedFile:
         entry = self._entries.get(tensor.storage)
         return entry.CRC if entry is not None and entry.file_size == tensor.nbytes else None
 
-    def record(self, fqn: str, chunk: SavedChunk) -> tuple[int, int, TensorRecord]:
+    def record(self, fqn: str, chunk: SavedChunk) -> tuple[int, int, RecordHead]:
         """Return where a chunk is: its first byte, its size in bytes, and its record.
 
         Raises:
@@ -131,7 +131,7 @@ class SavedFile:
         """
         assert chunk.dtype is not None, "a tensor's"
         if 0 in chunk.sizes:
-            return 0, 0, TensorRecord(chunk.dtype, chunk.sizes, c_strides(chunk.sizes))
+            return 0, 0, RecordHead(chunk.dtype, chunk.sizes, c_strides(chunk.sizes))
         tensor = self.tensor(chunk.path)
         if tensor is None or (tensor.shape, tensor.dtype) != (chunk.shape, chunk.dtype):
             there = "no plain tensor" if tensor is None else f"{tensor.shape} {tensor.dtype}"
@@ -152,7 +152,7 @@ class SavedFile:
         record = replace(elements, start=0, has_crc=has_crc, storage="")
         return start, nbytes + BEHIND * has_crc, record
 
-    def mapped(self, tensor: TensorRecord, file: torch.UntypedStorage) -> torch.Tensor:
+    def mapped(self, tensor: RecordHead, file: torch.UntypedStorage) -> torch.Tensor:
         """Return a tensor in a mapping of the file, which is its storage.
 
         Raises:
@@ -195,7 +195,7 @@ class SavedFile:
             headline = f"this object of {self.name} cannot be loaded: {format_error(error)}"
             raise fault_error("objects cannot be loaded", fqn, headline, *_OBJECTS) from error
 
-    def state(self, as_value: Callable[[Path, TensorRecord, Stub | None], Any]) -> Any:
+    def state(self, as_value: Callable[[Path, RecordHead, Stub | None], Any]) -> Any:
         """Return the saved value, with a value of the caller's in place of each tensor.
 
         Args:
@@ -239,7 +239,7 @@ _DEQUE = "collections.deque"
 _PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 
 
-def saved_tensor(value: Any) -> tuple[TensorRecord | None, Stub | None]:
+def saved_tensor(value: Any) -> tuple[RecordHead | None, Stub | None]:
     """Return the plain tensor inside a parameter or DTensor, and the DTensor.
 
     A DTensor is a call with four arguments: the function that creates the tensor, the class, the
@@ -262,7 +262,7 @@ def saved_tensor(value: Any) -> tuple[TensorRecord | None, Stub | None]:
     return strided_tensor(value), None
 
 
-def _chunk_of(tensor: TensorRecord, chunk: SavedChunk) -> TensorRecord:
+def _chunk_of(tensor: RecordHead, chunk: SavedChunk) -> RecordHead:
     """Return where a chunk of a tensor is in the storage of the tensor.
 
     The second column of a ``(4, 3)`` tensor of float32 begins at element 1 in C order, with steps

@@ -18,6 +18,7 @@ import torch
 
 from dcp_placements.short_text import format_name
 from dcp_placements.storage.process_limits import limited_time
+from dcp_placements.storage.record_head import LOCAL, TorchUnpickler
 from dcp_placements.storage.safe_pickle import (
     MAX_NAME_CHARS,
     RefusedGlobal,
@@ -26,7 +27,6 @@ from dcp_placements.storage.safe_pickle import (
     describe,
     most_elements,
 )
-from dcp_placements.storage.tensor_record import LOCAL, TorchUnpickler
 
 _END = struct.Struct("<4s12xIH")
 _END64 = struct.Struct("<4s44xQ")

@@ -23,7 +23,7 @@ from dcp_placements.offline import (
     megatron_layout,
     open_source,
 )
-from dcp_placements.offline.sources.torch_files import load_torch_file
+from dcp_placements.offline.sources.mapped_files import load_torch_file
 from dcp_placements.testing.megatron import MegatronModel, MegatronRun, write_legacy
 from tests.convert.hostile import Hostile
 from tests.offline_scenes import Run

@@ -22,7 +22,7 @@ from dcp_placements import (
 )
 from dcp_placements.offline import CannotLook, import_checkpoint, open_source, verify
 from dcp_placements.offline.element_bits import same_bits
-from dcp_placements.offline.sources.torch_files import load_torch_file
+from dcp_placements.offline.sources.mapped_files import load_torch_file
 from dcp_placements.testing.megatron import (
     MegatronModel,
     MegatronRun,

@@ -448,14 +448,15 @@ def test_m151_a_lack_of_memory_or_of_rights_is_not_called_truncated(
         return read
 
     lack = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-    monkeypatch.setattr("dcp_placements.offline.sources.torch_files.SavedFile", fail(lack))
+    monkeypatch.setattr("dcp_placements.offline.sources.mapped_files.SavedFile", fail(lack))
     with pytest.raises(MemoryError, match="m_rank_0"):
         open_source(tmp_path)
-    monkeypatch.setattr("dcp_placements.offline.sources.torch_files.SavedFile", fail(MemoryError()))
+    mapped = "dcp_placements.offline.sources.mapped_files"
+    monkeypatch.setattr(f"{mapped}.SavedFile", fail(MemoryError()))
     with pytest.raises(MemoryError):
         open_source(tmp_path)
     denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    monkeypatch.setattr("dcp_placements.offline.sources.torch_files.SavedFile", fail(denied))
+    monkeypatch.setattr("dcp_placements.offline.sources.mapped_files.SavedFile", fail(denied))
     with pytest.raises(CannotLook, match="Permission denied") as refused:
         open_source(tmp_path)
     assert "truncated" not in str(refused.value)

@@ -42,7 +42,7 @@ from dcp_placements.cli.app import run
 from dcp_placements.cli.own_process import in_own_process, why_ended
 from dcp_placements.errors import CannotLook
 from dcp_placements.offline import verify
-from dcp_placements.offline.sources.torch_files import load_torch_file
+from dcp_placements.offline.sources.mapped_files import load_torch_file
 from dcp_placements.storage import process_limits
 from dcp_placements.storage.process_limits import limited_memory
 from dcp_placements.storage.torch_load import load_plain, load_saved_tensor

@@ -28,7 +28,7 @@ from dcp_placements.offline import CannotLook, diff, inspect, rewriting, stock_m
 from dcp_placements.storage import metadata_file
 from dcp_placements.storage.index import build_index
 from dcp_placements.storage.metadata_file import write_metadata
-from dcp_placements.storage.stock_pickle import stock_pickle
+from dcp_placements.storage.metadata_pickler import stock_pickle
 from dcp_placements.storage.torch_metadata import ChunkList, StoredLocation, build_entries
 from dcp_placements.storage.write_results import WriteResults
 from dcp_placements.testing import World

@@ -27,7 +27,7 @@ from dcp_placements import (
 from dcp_placements.offline import verify
 from dcp_placements.storage.file_reads import range_in_memory
 from dcp_placements.storage.record import Record, RecordCheck, SoundRecords
-from dcp_placements.storage.tensor_record import parse_record
+from dcp_placements.storage.record_head import parse_record
 from dcp_placements.testing import FakeDTensor, World
 from tests.storage_scenes import (
     all_kinds,

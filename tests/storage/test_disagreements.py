@@ -24,7 +24,12 @@ from dcp_placements import (
 from dcp_placements.offline import verify
 from dcp_placements.storage.index import archive_in, index_of, packed_index, unpacked_archive
 from dcp_placements.storage.metadata_file import read_metadata
-from dcp_placements.storage.stock_pickle import MARKER_NBYTES, marked_digest, marker, stock_pickle
+from dcp_placements.storage.metadata_pickler import (
+    MARKER_NBYTES,
+    marked_digest,
+    marker,
+    stock_pickle,
+)
 from tests.offline_scenes import Run
 from tests.storage_scenes import Flipped, pickle_nbytes, stock_metadata
 

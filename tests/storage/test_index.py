@@ -43,8 +43,8 @@ from dcp_placements.storage.index import (
     unpacked_index,
 )
 from dcp_placements.storage.metadata_file import read_metadata, write_metadata
-from dcp_placements.storage.metadata_pickle import load_metadata_pickle
-from dcp_placements.storage.stock_pickle import MARKER_NBYTES
+from dcp_placements.storage.metadata_pickler import MARKER_NBYTES
+from dcp_placements.storage.metadata_unpickler import load_metadata_pickle
 from dcp_placements.testing import World
 from tests.offline_scenes import Run
 from tests.storage_scenes import (

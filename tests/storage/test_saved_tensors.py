@@ -27,7 +27,7 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.offline import verify
-from dcp_placements.storage.tensor_record import parse_record
+from dcp_placements.storage.record_head import parse_record
 from dcp_placements.storage.torch_load import load_saved_tensor
 from dcp_placements.testing import FakeDTensor, World
 from tests.offline_scenes import Run

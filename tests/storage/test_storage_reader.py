@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from dcp_placements import PlacementError
 from dcp_placements.storage.reader import PlacementFileSystemReader
 from dcp_placements.storage.record import BUFFER_NBYTES
-from dcp_placements.storage.tensor_record import parse_record
+from dcp_placements.storage.record_head import parse_record
 from dcp_placements.storage.writer import PlacementFileSystemWriter
 from dcp_placements.testing import World
 from tests.storage_scenes import (

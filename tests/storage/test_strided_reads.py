@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from dcp_placements.storage.file_reads import CountedFile
+from dcp_placements.storage.record_head import RecordHead
 from dcp_placements.storage.record_reads import ChunkReader, RecordRead
-from dcp_placements.storage.tensor_record import TensorRecord
 
 
 class OneTarget:
@@ -71,7 +71,7 @@ def test_slices_are_those_of_the_strided_tensor(
             storage_offsets=torch.Size(offsets),
             lengths=torch.Size(lengths),
         )
-        record = TensorRecord(torch.int16, shape, strides)
+        record = RecordHead(torch.int16, shape, strides)
         planner: object = OneTarget(target)
         wanted = RecordRead(item, "file", 2 * first, 2 * (256 - first), record=record)
         with open(tmp_path / "file", "rb") as stream:

@@ -30,9 +30,9 @@ from dcp_placements.short_text import format_names
 from dcp_placements.storage.file_reads import ByteRange
 from dcp_placements.storage.index import OtherVersion
 from dcp_placements.storage.metadata_file import UnusedIndex, read_metadata, read_stock_pickle
+from dcp_placements.storage.record_head import RecordHead
 from dcp_placements.storage.save_ids import ID_NBYTES, id_fault, id_in_name, id_records
 from dcp_placements.storage.store import Store
-from dcp_placements.storage.tensor_record import TensorRecord
 from dcp_placements.storage.torch_metadata import StoredLocation, differing_keys
 
 METADATA = ".metadata"
@@ -83,7 +83,7 @@ class Dcp(Checkpoint):
         """Return the checkpoint in a directory."""
         return cls(directory)
 
-    def head(self, tensor: StoredTensor, chunk: StoredRecord) -> TensorRecord | None:
+    def head(self, tensor: StoredTensor, chunk: StoredRecord) -> RecordHead | None:
         """Return None: the record itself says what it is."""
         return None
 

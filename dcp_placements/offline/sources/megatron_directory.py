@@ -29,8 +29,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from dcp_placements.errors import CannotLook
 from dcp_placements.offline.directory import existing_directory
+from dcp_placements.offline.sources.mapped_files import UnreadableFile, load_torch_file
 from dcp_placements.offline.sources.rank_tensors import local_directory
-from dcp_placements.offline.sources.torch_files import UnreadableFile, load_torch_file
 from dcp_placements.offline.texts import Progress
 from dcp_placements.short_text import format_name, format_names
 from dcp_placements.storage.safe_pickle import Stub

@@ -32,6 +32,7 @@ from dcp_placements.names.known_names import EXTRA_STATE
 from dcp_placements.names.renames import Renames, Renumber, contiguous
 from dcp_placements.offline.checkpoint import WholeTensors
 from dcp_placements.offline.directory import existing_directory
+from dcp_placements.offline.sources.mapped_files import nbytes_in
 from dcp_placements.offline.sources.megatron_directory import (
     EMBEDDING,
     WEIGHTS,
@@ -45,7 +46,6 @@ from dcp_placements.offline.sources.megatron_directory import (
     rank_directories,
 )
 from dcp_placements.offline.sources.rank_tensors import RankTensors
-from dcp_placements.offline.sources.torch_files import nbytes_in
 from dcp_placements.presets.megatron_core import NUMBERED_EXPERTS, VOCABULARY
 from dcp_placements.rules.mesh_axes import MeshCoordinate
 from dcp_placements.rules.patterns import PlacementRules

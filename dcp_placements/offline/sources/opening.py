@@ -19,7 +19,7 @@ from dcp_placements.offline.directory import existing_directory
 from dcp_placements.offline.sources.dcp_source import Dcp
 from dcp_placements.offline.sources.rank_names import rank_file_names
 from dcp_placements.offline.sources.safetensors_source import Safetensors
-from dcp_placements.offline.sources.saved_files import EngineItems, MegatronFiles, RankFiles
+from dcp_placements.offline.sources.saved_files_source import EngineItems, MegatronFiles, RankFiles
 from dcp_placements.rules.mesh_axes import MeshAxes
 from dcp_placements.storage.store import StorageOptions, Store
 from dcp_placements.storage.wrong_path import no_checkpoint

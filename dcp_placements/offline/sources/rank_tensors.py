@@ -38,24 +38,24 @@ from dcp_placements.names.rename_results import Rename
 from dcp_placements.offline.checkpoint import LeftOut, WholeTensors
 from dcp_placements.offline.directory import local_path, versions_of
 from dcp_placements.offline.element_bits import same_bits
-from dcp_placements.offline.sources.rank_names import names_by_rank, why_left_out
-from dcp_placements.offline.sources.torch_files import (
+from dcp_placements.offline.sources.mapped_files import (
     REBUILT,
     SavedDTensor,
     check_contents,
     load_torch_file,
     nbytes_in,
 )
+from dcp_placements.offline.sources.rank_names import names_by_rank, why_left_out
 from dcp_placements.rules.mesh_axes import MeshAxes, format_mesh_axes
 from dcp_placements.rules.patterns import Rules
 from dcp_placements.short_text import format_names
 from dcp_placements.storage.index import index_of_locations
 from dcp_placements.storage.metadata_file import with_columns
+from dcp_placements.storage.record_head import RecordHead
 from dcp_placements.storage.safe_pickle import Stub
 from dcp_placements.storage.saved_dtensor import rank_shard
 from dcp_placements.storage.state_dict_file import Records
 from dcp_placements.storage.store import Store
-from dcp_placements.storage.tensor_record import TensorRecord
 from dcp_placements.storage.torch_metadata import ChunkList, StoredLocation, build_entries
 from dcp_placements.table.digests import Digests
 from dcp_placements.table.proof_faults import Holders, proof_faults
@@ -249,7 +249,7 @@ class RankTensors:
                 rows.tolist(), as_boxes(cover.boxes[kept]), strict=True
             ):
                 file, data = self._files[piece.ranks[row]], tensors[row]
-                record = TensorRecord(dtype, sizes, data.stride())
+                record = RecordHead(dtype, sizes, data.stride())
                 nbytes = record.span_nbytes if record.nbytes else 0
                 start = int(data.storage_offset()) * dtype.itemsize  # in the file, which is mapped
                 locations.append(StoredLocation(fqn, torch.Size(offsets), file, start, nbytes))

@@ -15,8 +15,8 @@ from dcp_placements.offline.checkpoint import (
 )
 from dcp_placements.offline.safetensors_files import read_safetensors_metadata, renamed_by_export
 from dcp_placements.storage.file_reads import ByteRange, c_strides
+from dcp_placements.storage.record_head import RecordHead
 from dcp_placements.storage.store import Store
-from dcp_placements.storage.tensor_record import TensorRecord
 
 
 class Safetensors(Checkpoint):
@@ -39,10 +39,10 @@ class Safetensors(Checkpoint):
         metadata, absent = read_safetensors_metadata(directory, files)
         return cls(directory, metadata, absent=absent)
 
-    def head(self, tensor: StoredTensor, chunk: StoredRecord) -> TensorRecord | None:
+    def head(self, tensor: StoredTensor, chunk: StoredRecord) -> RecordHead | None:
         """Return the record of a chunk: its elements in C order, without a head."""
         assert chunk.box is not None, "a tensor's"
-        return TensorRecord(tensor.dtype, chunk.box.sizes, c_strides(chunk.box.sizes))
+        return RecordHead(tensor.dtype, chunk.box.sizes, c_strides(chunk.box.sizes))
 
     def verify_record(
         self, checks: RecordChecks, byte_range: ByteRange, record: StoredRecord

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from dcp_placements._torch import MemoryFormat, StorageInfo
 from dcp_placements.layout.boxes import Ints
 from dcp_placements.storage.index import RowIndex
-from dcp_placements.storage.metadata_pickle import PATHS_OF_3_13
+from dcp_placements.storage.metadata_unpickler import PATHS_OF_3_13
 from dcp_placements.storage.torch_metadata import portable_state
 
 NO_STOCK_METADATA = (

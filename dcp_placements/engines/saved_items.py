@@ -51,6 +51,7 @@ from dcp_placements.storage.provenance import (
     numberings_of_plain,
     rename_of_plain,
 )
+from dcp_placements.storage.record_head import RecordHead
 from dcp_placements.storage.safe_pickle import (
     SafeUnpickler,
     Stub,
@@ -59,7 +60,6 @@ from dcp_placements.storage.safe_pickle import (
 )
 from dcp_placements.storage.saved_dtensor import check_rank, rank_shard
 from dcp_placements.storage.state_dict_file import Records, SavedChunk, SavedFile
-from dcp_placements.storage.tensor_record import TensorRecord
 from dcp_placements.storage.torch_metadata import StoredLocation, build_entries
 from dcp_placements.storage.wrong_path import ENGINE_METADATA
 from dcp_placements.table.digests import (
@@ -114,7 +114,7 @@ PlacesOfItems = dict[tuple[str, tuple[int, ...] | None], list[tuple[str, SavedCh
 """The files of ranks that have a chunk or an object, and where in them, by key and offsets; an
 object has no offsets."""
 
-ChunkRecords = dict[tuple[str, SavedChunk], tuple[int, int, TensorRecord]]
+ChunkRecords = dict[tuple[str, SavedChunk], tuple[int, int, RecordHead]]
 """What ``SavedFile.record`` returns, by file and chunk of a tensor."""
 
 
@@ -142,7 +142,7 @@ class Described(NamedTuple):
         """
         faults: list[Fault] = []
 
-        def value(own: Path, tensor: TensorRecord, dtensor: Stub | None) -> None:
+        def value(own: Path, tensor: RecordHead, dtensor: Stub | None) -> None:
             key = _key(self.item_key, own)
             if tuple(map(str, own)) not in self.paths and 0 not in tensor.shape:
                 headline = f"is in {file.name}, and not in {ENGINE_METADATA}"
@@ -464,7 +464,7 @@ def _state_of(file: SavedFile, item_key: str, rank: int) -> tuple[Any, list[Path
     outside: list[Path] = []
     faults: list[Fault] = []
 
-    def value(own: Path, tensor: TensorRecord, dtensor: Stub | None) -> Any:
+    def value(own: Path, tensor: RecordHead, dtensor: Stub | None) -> Any:
         local = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         if dtensor is None:
             return local

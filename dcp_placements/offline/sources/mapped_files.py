@@ -23,10 +23,10 @@ from dcp_placements.short_text import (
 from dcp_placements.storage.file_reads import read_only_mapping
 from dcp_placements.storage.process_limits import OPENED
 from dcp_placements.storage.record import Record
+from dcp_placements.storage.record_head import RecordHead
 from dcp_placements.storage.safe_pickle import Stub
 from dcp_placements.storage.state_dict_file import SavedFile, saved_tensor
 from dcp_placements.storage.store import LocalStore
-from dcp_placements.storage.tensor_record import TensorRecord
 
 _INERT_MODULES = (
     *("megatron.", "transformer_engine.", "transformer_engine_torch.", "modelopt.", "numpy."),
@@ -72,7 +72,7 @@ def load_torch_file(path: Path) -> Any:
         MemoryError: There is no room for its pickle.
     """
 
-    def value(own: Any, tensor: TensorRecord, dtensor: Stub | None) -> Any:
+    def value(own: Any, tensor: RecordHead, dtensor: Stub | None) -> Any:
         local = file.mapped(tensor, storage)
         return local if dtensor is None else SavedDTensor(local, dtensor)
 

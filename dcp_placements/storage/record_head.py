@@ -1,6 +1,6 @@
 """One tensor as ``torch.save`` writes it: a zip file with the bytes of its storage uncompressed.
 
-So any of these bytes can be read in place: ``RecordHeads`` finds where they begin. It reads
+So any of these bytes can be read in place: ``HeadCache`` finds where they begin. It reads
 forwards from the first bytes of a record, because ``zipfile`` begins with the directory at the end,
 which takes three more reads for a tensor of a few KB.
 
@@ -55,7 +55,7 @@ _UTF_8 = 0x800
 
 
 @dataclass(frozen=True, slots=True)
-class TensorRecord:
+class RecordHead:
     """Where the elements of a saved tensor are.
 
     Attributes:
@@ -79,7 +79,7 @@ class TensorRecord:
         """Whether the elements are in C order, without gaps."""
         return is_contiguous(self.shape, self.strides)
 
-    def in_order(self) -> tuple[TensorRecord, list[int]]:
+    def in_order(self) -> tuple[RecordHead, list[int]]:
         """Return the record with dims by descending strides, and the order of the dims."""
         dims = sorted(range(len(self.shape)), key=self.strides.__getitem__, reverse=True)
         shape, strides = ([values[dim] for dim in dims] for values in (self.shape, self.strides))
@@ -97,13 +97,13 @@ class TensorRecord:
         return (1 + sum((size - 1) * stride for size, stride in steps)) * self.dtype.itemsize
 
 
-class RecordHeads:
+class HeadCache:
     """Finds the elements of records; parses equal heads of records of one size only once."""
 
     def __init__(self) -> None:
-        self._latest: dict[int, tuple[bytes, TensorRecord]] = {}
+        self._latest: dict[int, tuple[bytes, RecordHead]] = {}
 
-    def find(self, part: ByteRange) -> TensorRecord | None:
+    def find(self, part: ByteRange) -> RecordHead | None:
         """Return where the elements of a record are; None if the record is not plain.
 
         Args:
@@ -122,7 +122,7 @@ class RecordHeads:
         return None
 
 
-def parse_record(head: bytes, nbytes: int) -> TensorRecord | None:
+def parse_record(head: bytes, nbytes: int) -> RecordHead | None:
     """Return where the elements of a record are; None if the record is not plain.
 
     Args:
@@ -374,7 +374,7 @@ def _check_shown(name: str, args: Sequence[Any]) -> None:
         raise refusal(f"it calls {name} with other arguments than it takes")
 
 
-def strided_tensor(stub: Any) -> TensorRecord | None:
+def strided_tensor(stub: Any) -> RecordHead | None:
     """Return the record of a tensor's stub; None if the tensor is more than strided elements."""
     if type(stub) is not Stub or stub.by not in _REBUILT:
         return None
@@ -389,7 +389,7 @@ def strided_tensor(stub: Any) -> TensorRecord | None:
         dtype, more = DTYPES.get(("torch", more[0].name.removeprefix("torch."))), more[1:]
     if dtype is None or more:
         return None
-    return TensorRecord(dtype, shape, strides, offset * dtype.itemsize, storage=storage.key)
+    return RecordHead(dtype, shape, strides, offset * dtype.itemsize, storage=storage.key)
 
 
 _REBUILT = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")

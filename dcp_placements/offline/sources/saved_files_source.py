@@ -26,13 +26,13 @@ from dcp_placements.offline.checkpoint import (
     WholeTensors,
     reading,
 )
+from dcp_placements.offline.sources.mapped_files import check_contents
 from dcp_placements.offline.sources.rank_names import rank_file_names
-from dcp_placements.offline.sources.torch_files import check_contents
 from dcp_placements.short_text import format_names
 from dcp_placements.storage.file_reads import ByteRange
+from dcp_placements.storage.record_head import RecordHead
 from dcp_placements.storage.state_dict_file import Records
 from dcp_placements.storage.store import Store
-from dcp_placements.storage.tensor_record import TensorRecord
 from dcp_placements.storage.wrong_path import ENGINE_METADATA
 
 
@@ -54,7 +54,7 @@ class SavedFiles(Checkpoint):
         super().__init__(directory, metadata, **given)
         self._records = records
 
-    def head(self, tensor: StoredTensor, chunk: StoredRecord) -> TensorRecord | None:
+    def head(self, tensor: StoredTensor, chunk: StoredRecord) -> RecordHead | None:
         """Return the record of a chunk, as its file describes it."""
         assert chunk.box is not None, "a tensor's"
         return self._records[tensor.fqn, str(chunk.file), chunk.box.offsets]
@@ -163,7 +163,7 @@ class EngineItems(SavedFiles):
         """Return all items, placed by what this package described, or by the rules of the save."""
         # Imported here, as it proves parts by what a save is proved by.
         from dcp_placements.declaration import DeclaredWorld
-        from dcp_placements.engines.saved import engine_items, read_engine
+        from dcp_placements.engines.saved_items import engine_items, read_engine
 
         rules, axes = options.rules, options.axes
         if (rules is None) != (axes is None):

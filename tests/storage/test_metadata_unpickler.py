@@ -24,7 +24,7 @@ from dcp_placements import PlacementFileSystemReader, PlacementFileSystemWriter
 from dcp_placements._torch import MemoryFormat
 from dcp_placements.offline import CannotLook, open_source
 from dcp_placements.storage.metadata_file import read_metadata
-from dcp_placements.storage.metadata_pickle import load_safely
+from dcp_placements.storage.metadata_unpickler import load_safely
 from dcp_placements.storage.safe_pickle import RefusedGlobal
 from tests.offline_scenes import Run, save_sharded
 from tests.storage_scenes import all_kinds, pickle_nbytes, stock_metadata
