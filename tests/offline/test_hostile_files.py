@@ -221,6 +221,8 @@ def test_every_command_ends_on_every_file(
 ) -> None:
     """M60, M101, M159 to M161."""
     monkeypatch.setattr(process_limits, "LEAST_S", 0.3)
+    if command == "draw":
+        pytest.importorskip("matplotlib.figure")  # once, before the processes of the commands
     path = hostile_checkpoint(tmp_path / "hostile", kind, name)
     dcp.save({"w": torch.ones(2000)}, checkpoint_id=tmp_path / "sound", no_dist=True)
     more = [
