@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
 from math import isfinite
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -233,6 +234,8 @@ def diff(
                 sides = _kind(tensor, record), _kind(other, other_record)
                 difference = _one_sided(key, *sides)
             differences += [] if difference is None else [difference]
+    alone = {*tensors}.symmetric_difference(second.tensors).intersection(keys)
+    notes += _prefix_notes(alone.intersection(tensors), alone.difference(tensors))
     done = {"tensors": compared, "bytes": comparison.nbytes}
     return Diff(first.path, second.path, tuple(differences), tuple(notes), done)
 
@@ -250,6 +253,32 @@ def _exported(
         names = format_names([folded.name for folded in folded_keys(rest)], 4)
         notes.append(f"not compared, as an export leaves them out: {names}")
     return tensors
+
+
+def _prefix_notes(of_first: Set[str], of_second: Set[str]) -> Iterator[str]:
+    """Yield a note where a prefix makes most keys of one side those of the other.
+
+    Args:
+        of_first: Keys that the first side alone has.
+        of_second: Keys that the second side alone has.
+    """
+    sides = (
+        ("first", of_first, "second", of_second, "key.removeprefix({0!r})"),
+        ("second", of_second, "first", of_first, "{0!r} + key"),
+    )
+    for longer, keys, shorter, others, expression in sides:
+        counts: Counter[str] = Counter()
+        for key in keys:
+            parts = key.split(".")
+            rests = ((".".join(parts[n:]), n) for n in range(1, len(parts)))
+            counts.update(".".join(parts[:n]) + "." for rest, n in rests if rest in others)
+        prefix, count = max(counts.items(), key=itemgetter(1), default=("", 0))
+        if 2 * count > len(others):
+            yield (
+                f"{format_count(count, 'tensor')} of the {longer} begin with {prefix!r}, and the "
+                f"{shorter} has them without: rename=lambda key: {expression.format(prefix)} "
+                "compares them"
+            )
 
 
 def _kind(tensor: AssembledTensor | StoredTensor | None, stored: StoredRecord | None) -> str | None:

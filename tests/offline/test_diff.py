@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,27 @@ def test_keys_shapes_and_dtypes(saved: Path, tmp_path: Path) -> None:
         FirstElement((0, 0, 1), 1.0, 1.5),
     )
     assert "(6, 10)" in expected["layers.1.attention"].message
+
+
+def test_a_prefix_that_makes_two_sides_equal_is_suggested(tmp_path: Path) -> None:
+    weights = {"layers.0.w": torch.arange(6.0), "layers.1.w": torch.ones(2), "norm": torch.ones(3)}
+    dcp.save({"model": weights, "step": 1}, checkpoint_id=tmp_path / "a")
+    dcp.save(weights, checkpoint_id=tmp_path / "b")
+    found = diff(tmp_path / "a", tmp_path / "b")
+    (note,) = found.notes
+    assert note.startswith("3 tensors of the first begin with 'model.'")
+    (shown,) = re.findall(r"rename=(lambda .*) compares them", note)
+    renamed = diff(tmp_path / "a", tmp_path / "b", rename=eval(shown))
+    assert [one.fqn for one in renamed.differences] == ["step"]
+
+    (note,) = diff(tmp_path / "b", tmp_path / "a").notes
+    assert note.startswith("3 tensors of the second begin with 'model.'")
+    (shown,) = re.findall(r"rename=(lambda .*) compares them", note)
+    renamed = diff(tmp_path / "b", tmp_path / "a", rename=eval(shown))
+    assert [one.fqn for one in renamed.differences] == ["step"]
+
+    dcp.save({"other": torch.ones(2), "norm": torch.ones(3)}, checkpoint_id=tmp_path / "c")
+    assert diff(tmp_path / "b", tmp_path / "c").notes == ()
 
 
 def test_nans_and_infinities(tmp_path: Path) -> None:
