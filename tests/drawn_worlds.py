@@ -169,7 +169,10 @@ def resized(draw: Draw, side: Side) -> Side:
             summed = {
                 p.dim
                 for _, p in cutting.rule
-                if isinstance(p, RaggedShard) or isinstance(getattr(p, "parts", 0), tuple)
+                if isinstance(p, RaggedShard)
+                or isinstance(getattr(p, "parts", 0), tuple)
+                # Copies are on so many of the ranks.
+                or getattr(p, "copies", None)
             }
             is_range = any(isinstance(p, FlatShard) for _, p in cutting.rule)
             fixed |= {
@@ -386,7 +389,10 @@ def draw_listed(draw: Draw, shape: tuple[int, ...], mesh: Mesh, free: list[str])
     """Return how ranks list chunks of a tensor: those of a rule, or any tiles of it."""
     if not shape or draw.chance(50):
         cutting = draw_cutting(draw, shape, mesh, free, may_pad=True, kind="plain")
-        return replace(cutting, kind="listed", declared=bool(shape) and draw.chance(40))
+        # By themselves adjacent rows are one box, whichever are copies.
+        has_copies = any(getattr(placement, "copies", None) for _, placement in cutting.rule)
+        declared = has_copies or (bool(shape) and draw.chance(40))
+        return replace(cutting, kind="listed", declared=declared)
     sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
     held: list[list[Tile]] = [[] for _ in range(prod(sizes[name] for name in free))]
     ends = [0] * len(held)
@@ -489,6 +495,7 @@ def draw_cutting(
             name
             for name, placement in rule
             if draw.chance(40)
+            and not getattr(placement, "copies", None)  # the shape of such a DTensor is no product
             and (
                 type(placement) not in (FusedShard, RaggedShard)
                 or placement.dim not in strided_dims
@@ -508,6 +515,27 @@ def draw_cutting(
         unnamed,
         memory,
     )
+
+
+def draw_copies(draw: Draw, dim: int, size: int, total: int) -> tuple[int, FusedShard] | None:
+    """Return the rows of a rank, and parts of which some are on several; None where none fits.
+
+    Each rank has as many rows, so that what cuts these further cuts copies into equal boxes.
+    """
+    divisors = [count for count in range(1, size + 1) if size % count == 0]
+    for _ in range(8):
+        copies = tuple(draw.choice(divisors) for _ in range(draw.randint(1, 3)))
+        shards = [size // count for count in copies]
+        is_number = draw.chance(40) and total % len(copies) == 0
+        parts = [count * draw.randint(1, 3) for count in shards[1:]]
+        parts = [total - sum(parts), *parts]
+        if is_number:
+            parts = [total // len(copies)] * len(copies)
+        pairs = [*zip(parts, shards, strict=True)]
+        if parts[0] > 0 and not any(part % count for part, count in pairs):
+            fused = FusedShard(dim, len(parts) if is_number else tuple(parts), copies=copies)
+            return sum(part // count for part, count in pairs), fused
+    return None
 
 
 def drawn_sizes(draw: Draw, count: int, total: int) -> tuple[int, ...]:
@@ -530,6 +558,8 @@ def draw_placement(
         kinds += ["sizes"]
     if total is not None:
         kinds += ["pieces", "pieces"]
+    if total and size > 1:
+        kinds += ["copies", "copies"]
     if total is not None and may_pick and dim not in cut:  # its rows are those of the whole
         kinds += ["picks"]
     kind = draw.choice(kinds)
@@ -545,6 +575,10 @@ def draw_placement(
         assert total is not None
         # The sizes say the dim of the whole.
         return RaggedShard(dim, drawn_sizes(draw, size, total)), True
+    if kind == "copies" and (drawn := draw_copies(draw, dim, size, total or 0)) is not None:
+        left[dim], placement = drawn
+        # The sizes say the dim of the whole; a number of parts does not.
+        return placement, isinstance(placement.parts, tuple)
     if kind == "strided":
         parts = draw.randint(2, 4)
         placement = _StridedShard(dim, split_factor=parts)

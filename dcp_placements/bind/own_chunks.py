@@ -7,15 +7,25 @@ ours do under every torch, because they are attributes and nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import index
 from typing import Any
 
+import numpy as np
 import torch
 
 from dcp_placements._torch import has_hooks
 from dcp_placements.bind.rule_and_dtensor import Place
 from dcp_placements.errors import CannotPlace
-from dcp_placements.layout.boxes import as_array, format_box, overlaps, within
+from dcp_placements.layout.boxes import (
+    Index,
+    as_array,
+    format_box,
+    intersect,
+    numel,
+    overlaps,
+    within,
+)
 from dcp_placements.layout.sharding import Box, Chunk, Sharding
 
 LISTS = ("global_offsets", "local_offsets", "local_sizes")
@@ -84,3 +94,34 @@ def listed_place(tensor: Any) -> Place:
         texts = f"{format_box(boxes[first_box])} and {format_box(boxes[other])}"
         raise CannotPlace(f"lists elements of the local tensor for two places: {texts}", _CORRECT)
     return Place(Sharding(whole.sizes), (), tuple(chunks), is_exact=False)
+
+
+def have_same_elements(chunks: Sequence[Chunk], others: Sequence[Chunk]) -> bool:
+    """Return whether two lists of chunks of one tensor name the same elements, each once.
+
+    A tensor may list adjacent rows as one chunk where a cut leaves several: ``FusedShard`` with
+    copies does.
+
+    Args:
+        chunks: Of which no two share an element of the local tensor, but for equal ones.
+        others: Of which no two share one.
+    """
+    if sorted(chunks) == sorted(others):
+        return True
+    if not chunks or not others or len({*chunks}) < len(chunks):
+        return False
+    if any(chunk.strides for chunk in (*chunks, *others)):
+        return False
+    ndim = len(chunks[0].sizes)
+    local, other_local = (
+        as_array([Box(chunk.local_offsets, chunk.sizes) for chunk in each], ndim)
+        for each in (chunks, others)
+    )
+    shifts, other_shifts = (
+        np.array([chunk.offsets for chunk in each]) - boxes[:, 0]
+        for each, boxes in ((chunks, local), (others, other_local))
+    )
+    rows, other_rows = Index(other_local).meeting(local)
+    shared = numel(intersect(local[rows], other_local[other_rows])).sum()
+    is_shared = shared == numel(local).sum() == numel(other_local).sum()
+    return bool(is_shared and (shifts[rows] == other_shifts[other_rows]).all())

@@ -35,7 +35,12 @@ from dcp_placements.bind.following_state import (
     followed_parameter,
     states_of,
 )
-from dcp_placements.bind.own_chunks import listed_place, lists_its_chunks, names_its_chunks
+from dcp_placements.bind.own_chunks import (
+    have_same_elements,
+    listed_place,
+    lists_its_chunks,
+    names_its_chunks,
+)
 from dcp_placements.bind.reshape import RowAxes, other_tensors, reshape, row_axes, stack_like
 from dcp_placements.bind.rule_and_dtensor import (
     CutSource,
@@ -352,9 +357,9 @@ def _declares(placement: CheckpointPlacement, listed: Place) -> bool:
 
 
 def _check_equal(listed: Place, ruled: Place) -> None:
-    """Refuse a rule by which a rank holds other chunks than the tensor itself lists."""
+    """Refuse a rule by which a rank holds other elements than the tensor itself lists."""
     shapes = [place.sharding.global_shape for place in (listed, ruled)]
-    if shapes[0] != shapes[1] or sorted(listed.chunks) != sorted(ruled.chunks):
+    if shapes[0] != shapes[1] or not have_same_elements(listed.chunks, ruled.chunks):
         itself, declared = (
             format_boxes([chunk.box for chunk in place.chunks], shape)
             for place, shape in zip((listed, ruled), shapes, strict=True)

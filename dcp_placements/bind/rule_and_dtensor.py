@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import combinations, pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -620,6 +620,7 @@ def _misfit(
         f"that makes:  whole tensor {sharding.cut_shape}, "
         f"cut by {', then '.join(cuts) or 'nothing'}",
         *_order_of_axes(sharding.cuts),
+        *_other_order(sharding),
     )
     if is_flat(placement):
         return CannotPlace(
@@ -657,6 +658,33 @@ def _order_of_axes(cuts: Sequence[Cut]) -> Iterator[str]:
                 f"order:       {axes} on dim {dim}: parts= and sizes= of an axis are of what the "
                 "axes before it leave; another order is another mesh"
             )
+
+
+def _other_order(sharding: Sharding) -> Iterator[str]:
+    """Yield the order of axes in which declared sizes fit, where another axis stands after theirs.
+
+    With ``Shard`` over tp, the uneven shards ``(3, 2)`` that FSDP has of ten rows are of the five
+    that tp leaves. On a mesh ``(fsdp, tp)`` they are of all ten.
+    """
+    cuts = [cut for cut in sharding.cuts if cut.size > 1]
+    for first, second in combinations(cuts, 2):
+        if first.dim is None or first.dim != second.dim or not isinstance(first.parts, tuple):
+            continue
+        if first.axis is None or second.axis is None:
+            continue
+        whole = sharding.cut_shape[first.dim]
+        if second.kind is Kind.PLAIN and sum(first.parts) * second.size == whole:
+            yield (
+                f"likely:      {first.parts} are of what {second.axis!r} leaves: a mesh for this "
+                f'rule with {second.axis!r} before {first.axis!r}, as MeshCoordinate(("'
+                f'{second.axis}", "{first.axis}"), ({second.size}, {first.size}), coordinate)'
+            )
+            if not second.by_rule:
+                sizes = (whole // second.size,) * second.size
+                yield (
+                    f'             and {{"{second.axis}": RaggedShard({first.dim}, {sizes})}} in '
+                    "it, as the rule's axes come before the DTensor's"
+                )
 
 
 def format_own(shape: tuple[int, ...], mesh: Mesh | None, placements: Sequence[Any]) -> str:

@@ -139,7 +139,7 @@ def cut_of_plain(
     if cut.copies:
         fused = inside if isinstance(inside, int) else len(inside)
         is_possible &= cut.kind is Kind.FUSED and len(cut.copies) == fused
-        is_possible &= all(type(count) is int and 1 <= count <= size for count in cut.copies)
+        is_possible &= all(type(n) is int and n >= 1 and size % n == 0 for n in cut.copies)
     for count in (size, 1 if dim is None else dim + 2, *sizes, number + 1, groups):
         is_possible &= type(count) is int and 1 <= count <= _LARGEST
     if not is_possible or number >= len(sizes):

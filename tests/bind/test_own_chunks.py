@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements import (
     CheckpointPlacement,
+    FusedShard,
     PlacementLoadPlanner,
     PlacementRules,
     PlacementSavePlanner,
@@ -218,3 +219,54 @@ def test_what_lists_its_chunks_is_neither_stacked_nor_unstacked(tmp_path: Path) 
     )
     whole = {"experts.w": rows(0, 8)}
     assert "names its chunks itself" in refusal(tmp_path, whole, rename=Unstack("experts.{}.w"))
+
+
+TOP, BOTTOM = ((0, 0), (0, 0), (3, 6)), ((3, 0), (3, 0), (1, 6))
+
+
+@pytest.mark.parametrize(
+    ("places", "is_equal"),
+    [
+        ([BOTTOM, TOP], True),
+        ([TOP, ((3, 0), (3, 0), (1, 2)), ((3, 2), (3, 2), (1, 4))], True),
+        ([TOP], False),
+        ([((0, 0), (1, 0), (3, 6)), ((3, 0), (0, 0), (1, 6))], False),
+        ([((1, 0), (0, 0), (4, 6))], False),
+        ([], False),
+    ],
+)
+def test_elements_are_compared_with_a_rule_and_not_boxes(
+    tmp_path: Path, places: list[Place], is_equal: bool
+) -> None:
+    rules = [PlacementRules({"w": placement(rank, Shard(0), Replicate())}) for rank in range(4)]
+    ranks = [{"w": rows(4 * (rank // 2), 4 * (rank // 2) + 4)} for rank in range(4)]
+    ranks[0] = {"w": listed(WHOLE[:4].clone(), *places)}
+
+    def saves() -> None:
+        World(4).save(tmp_path, ranks.__getitem__, lambda rank: PlacementSavePlanner(rules[rank]))
+
+    if is_equal:
+        saves()
+        assert torch.equal(read_whole(tmp_path)["w"], WHOLE)
+        return
+    with pytest.raises(dcp.CheckpointException, match="not those of its rule"):
+        saves()
+
+
+def test_a_rule_whose_parts_have_copies_agrees_with_adjacent_rows_in_one_chunk(
+    tmp_path: Path,
+) -> None:
+    def state(rank: int) -> dict[str, Any]:
+        first, second = WHOLE.split([4, 4])
+        local = torch.cat([first.chunk(2)[rank], second])
+        places: list[Place] = [((2 * rank, 0), (0, 0), (2, 6)), ((4, 0), (2, 0), (4, 6))]
+        return {"w": listed(local, *([((2, 0), (0, 0), (6, 6))] if rank else places))}
+
+    def planner(rank: int) -> PlacementSavePlanner:
+        by = {"tp": FusedShard(0, (4, 4), copies=(1, 2))}
+        return PlacementSavePlanner(
+            PlacementRules({"w": CheckpointPlacement(World(2).mesh(rank, tp=2), by)})
+        )
+
+    World(2).save(tmp_path, state, planner)
+    assert torch.equal(read_whole(tmp_path)["w"], WHOLE)

@@ -23,6 +23,7 @@ from dcp_placements import (
     CheckpointPlacement,
     FusedShard,
     IndexShard,
+    MeshCoordinate,
     PlacementError,
     Placements,
     RaggedShard,
@@ -86,8 +87,35 @@ def with_fsdp(mesh: FakeMesh) -> dict[str, Any]:
     return {"w": FakeDTensor(local, own, strided, (10, 3))}
 
 
+def of_tp(mesh: FakeMesh) -> torch.Tensor:
+    """Return the uneven rows that fsdp has of the half of tp."""
+    return WHOLE.chunk(2)[at(mesh, "tp")].split([1, 4])[at(mesh, "fsdp")].clone()
+
+
+def uneven_fsdp(mesh: FakeMesh) -> dict[str, Any]:
+    """Return a DTensor over fsdp alone, of the half that tp leaves."""
+    return {"w": FakeDTensor(of_tp(mesh), mesh["fsdp"], [Shard(0)], (5, 3))}
+
+
+def uneven_in_both(mesh: FakeMesh) -> dict[str, Any]:
+    """Return a DTensor over tp and fsdp."""
+    return {"w": FakeDTensor(of_tp(mesh), mesh, [Shard(0), Shard(0)], (10, 3))}
+
+
+def tp_first(mesh: FakeMesh) -> MeshCoordinate:
+    coordinate = at(mesh, "tp"), at(mesh, "fsdp")
+    return MeshCoordinate(("tp", "fsdp"), (2, 2), coordinate)
+
+
 FSDP_TP = {"fsdp": 2, "tp": 2}
+TP_FSDP = {"tp": 2, "fsdp": 2}
+BY_TP = {"tp": Shard(0), "fsdp": RaggedShard(0, (1, 4))}
 ANY = {
+    "uneven fsdp inside tp": Side(TP_FSDP, uneven_fsdp, BY_TP),
+    "of a mesh in another order": Side(FSDP_TP, uneven_fsdp, BY_TP, mesh=tp_first),
+    "tp and uneven fsdp of a DTensor": Side(
+        TP_FSDP, uneven_in_both, {**BY_TP, "tp": RaggedShard(0, (5, 5))}
+    ),
     "alone": ALONE,
     "ragged": RAGGED,
     "owned": OWNED,
@@ -242,6 +270,18 @@ UNSAVED: dict[str, tuple[Side, tuple[str, ...]]] = {
     "another dim than the DTensor's": (
         replace(ANY["a DTensor's own axis"], placements={"ep": RaggedShard(1, (0, 1, 1, 1))}),
         ("sharded on dim 0 by its own DTensor, but as RaggedShard(1, (0, 1, 1, 1)) by the rule",),
+    ),
+    "fsdp before tp": (
+        Side(FSDP_TP, uneven_fsdp, BY_TP),
+        (
+            "sizes (1, 4) of RaggedShard add up to 5, but 10 rows are being cut",
+            """(1, 4) are of what 'tp' leaves: a mesh for this rule with 'tp' before 'fsdp'""",
+            """MeshCoordinate(("tp", "fsdp"), (2, 2), coordinate)""",
+        ),
+    ),
+    "of a DTensor that tp cuts, too": (
+        Side(TP_FSDP, uneven_in_both, BY_TP),
+        ("""'tp' before 'fsdp'""", """and {"tp": RaggedShard(0, (5, 5))} in it"""),
     ),
     "the size of one rank is another": (
         replace(RAGGED, placements={"ep": RaggedShard(0, (5, 2, 1, 2))}),

@@ -81,6 +81,23 @@ def test_every_save_keeps_how_axes_cut_each_key_those_of_size_one_too(tmp_path: 
     assert record.renames == ()
 
 
+def test_the_record_has_the_copies_of_each_part(tmp_path: Path, run: Run) -> None:
+    """Two tp ranks have the same rows of K."""
+
+    def qk(rank: int) -> dict[str, Any]:
+        q, k = arange(12, 2).split([8, 4])
+        return {"qk": torch.cat([q.chunk(4)[rank], k.chunk(2)[rank // 2]])}
+
+    def of_parts(rank: int) -> PlacementRules:
+        by = FusedShard(0, (8, 4), copies=(1, 2))
+        return PlacementRules({"qk": CheckpointPlacement(WORLD.mesh(rank, tp=4), {"tp": by})})
+
+    save(WORLD, tmp_path, qk, of_parts)
+    text = "FusedShard(0, (8, 4), copies=(1, 2)) over 'tp' of size 4"
+    assert [str(cut) for cut in saved_record(tmp_path).cuts("qk")] == [text]
+    assert f"cut: {text}" in run("inspect", tmp_path, "qk").out
+
+
 def test_nothing_is_kept_of_a_key_that_ranks_declare_in_several_ways(tmp_path: Path) -> None:
     """Two ranks say ``tp``, two say ``etp``; the boxes are the same."""
 
@@ -100,6 +117,8 @@ def test_nothing_is_kept_of_a_key_that_ranks_declare_in_several_ways(tmp_path: P
         Cut(1, None, 1, Kind.RAGGED, (5_000_000,)),
         Cut(0, "tp", 2, Kind.FUSED, (5_000_000,)),
         Cut(0, "tp", 2, Kind.RAGGED, (0, 0), FusedPart(1, (1, 2), 2), by_rule=True),
+        Cut(0, "tp", 8, Kind.FUSED, (16, 4, 4), by_rule=True, copies=(1, 2, 8)),
+        Cut(1, "tp", 4, Kind.FUSED, 3, copies=(1, 4, 2)),
         Cut(None, "dp", 2, Kind.FLAT),
         Cut(None, "dp", 3, Kind.FLAT, (5, 0, 1 << 40), by_rule=True),
     ],
@@ -128,6 +147,12 @@ IMPOSSIBLE = {
     "a range of a dim": ("dp", 2, 0, "flat", (4, 4)),
     "a range of less than no elements": ("dp", 2, None, "flat", (9, -1)),
     "a plain cut of no dim": ("dp", 2, None, "plain", 1),
+    "copies of some parts": ("tp", 4, 0, "fused", (4, 4), False, None, True, (2,)),
+    "copies of no rank": ("tp", 4, 0, "fused", (4, 4), False, None, True, (1, 0)),
+    "copies on more ranks than there are": ("tp", 2, 0, "fused", 2, False, None, True, (1, 4)),
+    "copies that do not divide the ranks": ("tp", 4, 0, "fused", 2, False, None, True, (1, 3)),
+    "copies that are no number": ("tp", 4, 0, "fused", 2, False, None, True, (1, 2.0)),
+    "copies of no parts": ("tp", 4, 0, "plain", 1, False, None, True, (2,)),
     "strided sizes": ("ep", 2, 0, "strided", (4, 4)),
     "strided by nothing": ("ep", 2, 0, "strided", 0),
     "a size that no mesh has": ("ep", 1 << 40, 0, "plain", 1),
