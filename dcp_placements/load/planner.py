@@ -58,7 +58,7 @@ from dcp_placements.load.casting import CASTS
 from dcp_placements.load.compare import check_load, doubt_notes, unknown_notes
 from dcp_placements.load.load_message import LoadMessage
 from dcp_placements.load.missing import Policy
-from dcp_placements.load.rename_differences import unnumbered_rows
+from dcp_placements.load.rename_differences import turned_notes, unnumbered_rows
 from dcp_placements.load.renamed_states import renamed_states
 from dcp_placements.load.request import NOTHING, Request, request_of
 from dcp_placements.load.tied_states import TiedStates, tied_states
@@ -335,6 +335,11 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         waived = policy.waived
         notes = [*lint(placing.placed.values(), renamed=rename is not None, waived=waived)]
         notes += doubt_notes(request)
+        of_save = request.asked.record
+        if rename is not None or (of_save is not None and of_save.renames):
+            tensors = [group for group in request.groups if group.reads is not None]
+            shapes = {fqn: group.entry.size for group in tensors for fqn in group.fqns}
+            notes += turned_notes(recorded(rename), shapes, request.asked)
         notes += unknown_notes(request.asked)
         load.report.warnings += tuple(map(str, notes))
         statement = replace(statement, notes=tuple(notes))

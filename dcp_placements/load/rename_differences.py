@@ -13,7 +13,7 @@ A load that numbers eight experts of which the save had four::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count, takewhile
 
 from dcp_placements.errors import Fault
@@ -21,7 +21,8 @@ from dcp_placements.load.missing import ON_PURPOSE, Asked
 from dcp_placements.names.recorded_numbers import Numberings, numbers_of
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import FUNCTION, Step, recorded
-from dcp_placements.short_text import format_numbers
+from dcp_placements.rules.patterns import compile_pattern
+from dcp_placements.short_text import format_count, format_numbers
 from dcp_placements.storage.provenance import SaveRecord
 
 
@@ -82,6 +83,51 @@ def total_faults(record: SaveRecord, given: Numberings, asked: Asked) -> Iterato
                     "model is another one on purpose",
                 ),
             )
+
+
+def turned_notes(
+    renames: Sequence[Step], shapes: Mapping[str, Sequence[int]], asked: Asked
+) -> Iterator[Fault]:
+    """Yield a note where only one of the save and this load transposes, and no shape shows which.
+
+    A model of the other orientation needs that, and so does the model of the save where its rename
+    was forgotten. Of ``(4, 3)`` one of both does not fit; of ``(4, 4)`` both do.
+
+    Args:
+        renames: The steps of this load.
+        shapes: The shapes of what is read, by key.
+        asked: What the rank asks for.
+    """
+    of_save = () if asked.record is None else asked.record.renames
+    if asked.record is None or any(step.kind == FUNCTION for step in (*renames, *of_save)):
+        return
+    saved, loaded = (
+        {fqn for fqn in shapes if sum(map(bool, (of.search(f".{fqn}") for of in patterns))) % 2}
+        for patterns in (
+            [compile_pattern(step.pattern) for step in steps if step.kind == "Transpose"]
+            for steps in (of_save, renames)
+        )
+    )
+    differing = [fqn for fqn in sorted(saved ^ loaded) if len(shapes[fqn]) > 1]
+    if any(shapes[fqn][-1] != shapes[fqn][-2] for fqn in differing):
+        return  # a model of the other orientation would not have these shapes
+    turned = [fqn for fqn in differing if not asked.policy.excuses(fqn)]
+    if turned:
+        turns, leaves = "the save", "this load"
+        if turned[0] in loaded:
+            turns, leaves = leaves, turns
+        more = f", as {format_count(len(turned) - 1, 'other key')}" if turned[1:] else ""
+        yield Fault(
+            turned[0],
+            f"{turns} transposes it, and {leaves} does not{more}",
+            (
+                f"shape:       {tuple(shapes[turned[0]])}, which it has either way",
+                f"likely:      {leaves} lacks the Transpose; or this model keeps its weights "
+                "otherwise than that of the save, which is right",
+                "way out:     rename= of the save; waive={pattern: reason} where this model is "
+                "another one on purpose",
+            ),
+        )
 
 
 def unstacked_faults(asked: Asked) -> Iterator[Fault]:

@@ -216,6 +216,11 @@ def rename_keys(
                 earlier = RenamedValue(new, other, renamed[label], paths.get(label))
                 same = reshaped.several.setdefault(label, [earlier])
                 same.append(RenamedValue(new, key, value, path))
+            elif may_share and Transposed in {type(new), type(answers.get(label))}:
+                turned, other = (key, other) if isinstance(new, Transposed) else (other, key)
+                headline = f"rename() gives this one name to {turned}, transposed, and to {other}"
+                way_out = "way out:     a Transpose that all keys of one name match, or none does"
+                faults.append(Fault(name, headline, (way_out,)))
             else:
                 faults.append(shared_name_fault(name, other, key))
             continue

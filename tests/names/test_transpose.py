@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -483,3 +484,131 @@ def test_a_split_before_a_turn_is_one_behind_it(is_other: bool, tmp_path: Path) 
             loaded()
     else:
         assert torch.equal(loaded(), whole.t())
+
+
+SQUARE = {"a.w": arange((4, 4)), "b.w": arange((2, 3, 3)), "a.bias": arange((4,))}
+
+
+@pytest.mark.parametrize(
+    ("save", "load", "names"),
+    [
+        (Transpose("*.w"), None, "the save transposes it, and this load does not"),
+        (Transpose("*.w"), Transpose("b.w"), "a.w: the save transposes it"),
+        (None, Transpose("a.w"), "a.w: this load transposes it, and the save does not"),
+    ],
+)
+def test_square_tensors_that_one_side_alone_transposes_are_named(
+    tmp_path: Path, save: Any, load: Any, names: str
+) -> None:
+    """No shape shows whether the model is another one, or the rename was forgotten."""
+    saved(tmp_path, SQUARE, save)
+    for waive in ({}, {"*.w": "a model of the other orientation"}):
+        state = {key: torch.zeros_like(value) for key, value in SQUARE.items()}
+        planner = Placements({}, rename=load, waive=waive).load_planner()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            dcp.load(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+        texts = [str(warning.message) for warning in caught]
+        assert any(names in text for text in texts) == (not waive), texts
+
+
+def test_one_tensor_that_is_not_square_shows_the_orientation_of_the_model(tmp_path: Path) -> None:
+    state = SQUARE | {"c.w": arange((4, 5))}
+    saved(tmp_path, state, Transpose("*.w"))
+    other = {key: torch.zeros_like(v.mT if v.ndim > 1 else v) for key, v in state.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(
+            other, checkpoint_id=tmp_path, planner=Placements(None).load_planner(), no_dist=True
+        )
+    assert all(torch.equal(v, state[k].mT if v.ndim > 1 else state[k]) for k, v in other.items())
+
+
+@pytest.mark.parametrize("stored", ["ours", "stock"])
+def test_a_load_as_saved_and_one_of_other_files_is_silent(tmp_path: Path, stored: str) -> None:
+    if stored == "ours":
+        saved(tmp_path, SQUARE, Transpose("*.w"))
+    else:
+        dcp.save(SQUARE, checkpoint_id=tmp_path, no_dist=True)
+    state = {key: torch.zeros_like(value) for key, value in SQUARE.items()}
+    planner = Placements({}, rename=Transpose("*.w")).load_planner()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+
+
+def test_several_names_of_one_tensor_are_all_transposed_or_none_is(tmp_path: Path) -> None:
+    """Upcycling: experts of (in, out) from one layer of (out, in)."""
+    stored = arange((5, 3))
+    dcp.save({"mlp.w": stored}, checkpoint_id=tmp_path, no_dist=True)
+    state = {f"experts.{n}.w": torch.zeros(3, 5) for n in range(3)}
+    rename = Renames(Replace("experts.*", "mlp"), Transpose("mlp.w"))
+    planner = Placements({}, rename=rename).load_planner()
+    dcp.load(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    assert all(torch.equal(value, stored.T) for value in state.values())
+    # One of them is kept the other way round, and what fills both has one orientation.
+    mixed = {"experts.0.w": torch.zeros(3, 5), "experts.1.w": torch.zeros(5, 3)}
+    rename = Renames(Transpose("experts.0.w"), Replace("experts.*", "mlp"))
+    planner = Placements({}, rename=rename).load_planner()
+    with pytest.raises(CheckpointException) as refused:
+        dcp.load(mixed, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    assert "to experts.0.w, transposed, and to experts.1.w" in str(refused.value)
+    assert not mixed["experts.0.w"].any()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_several_cut_and_transposed_tensors_are_filled_with_one(tmp_path: Path, seed: int) -> None:
+    """With their moments; each rank has a part by a rule and by its DTensor."""
+    rng = random.Random(seed)
+    tp, fsdp = rng.choice([(1, 1), (2, 1), (1, 3), (2, 2)])
+    world, shape = World(tp * fsdp), rng.choice([(4, 6), (6, 5), (2, 4, 7), (8, 1)])
+    tp_dim, own_dim = rng.randrange(len(shape)), rng.randrange(len(shape))
+    stored_dim = {len(shape) - 1: len(shape) - 2, len(shape) - 2: len(shape) - 1}.get(
+        tp_dim, tp_dim
+    )
+    whole, moment = arange(shape), arange(shape) + 500
+    groups = [{"lr": 0.1, "params": ["mlp.w"]}]
+    stock = {
+        "model": {"mlp.w": whole.mT},
+        "optim": {"state": {"mlp.w": {"exp_avg": moment.mT}}, "param_groups": groups},
+    }
+    dcp.save(stock, checkpoint_id=tmp_path, no_dist=True)
+    names = [f"experts.{number}.w" for number in range(rng.randint(1, 3))]
+
+    def placements(rank: int) -> Placements:
+        mesh = world.mesh(rank, tp=tp, fsdp=fsdp)
+        by = CheckpointPlacement(
+            mesh, {"tp": Shard(stored_dim)}, global_shape=tuple(whole.mT.shape)
+        )
+        return Placements(
+            {"w": by}, rename=Renames(Replace("experts.*", "mlp"), Transpose("mlp.w"))
+        )
+
+    def state(rank: int, *, blank: bool) -> dict[str, Any]:
+        def part(full: torch.Tensor) -> Any:
+            local = cut(full, [Shard(tp_dim)], [tp], [rank // fsdp])
+            mesh = world.mesh(rank, tp=tp, fsdp=fsdp)["fsdp"]
+            return dtensor(local * 0 - 1 if blank else local, mesh, [Shard(own_dim)])
+
+        moments = {name: {"exp_avg": part(moment)} for name in names}
+        optim = {"state": moments, "param_groups": [{"lr": 0.1, "params": names}]}
+        return {"model": {name: part(whole) for name in names}, "optim": optim}
+
+    loaded = world.load(
+        tmp_path,
+        lambda rank: state(rank, blank=True),
+        lambda rank: placements(rank).load_planner(),
+    )
+    for rank, of_rank in enumerate(loaded):
+        expected = state(rank, blank=False)
+        for name in names:
+            for found, true in (
+                (of_rank["model"][name], expected["model"][name]),
+                (
+                    of_rank["optim"]["state"][name]["exp_avg"],
+                    expected["optim"]["state"][name]["exp_avg"],
+                ),
+            ):
+                assert torch.equal(found.to_local(), true.to_local()), (rank, name)
