@@ -7,14 +7,18 @@ read what our planner saves, in one process, and every world loads what another 
 from __future__ import annotations
 
 import json
+import pickle
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch.distributed.tensor import Replicate, Shard
 
 from dcp_placements import (
@@ -22,6 +26,8 @@ from dcp_placements import (
     FlatShard,
     FusedShard,
     IndexShard,
+    PlacementError,
+    PlacementFileSystemReader,
     Placements,
     RaggedShard,
     Renames,
@@ -567,3 +573,42 @@ def test_unsloth_6200_transformers_47145_fp8_is_numbers_by_one_command(tmp_path:
     dcp.load(state, checkpoint_id=tmp_path / "ckpt", planner=planner, no_dist=True)
     of_blocks = scales.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :130]
     assert torch.equal(state["up.weight"], (codes.float() * of_blocks).to(torch.bfloat16))
+
+
+def test_sglang_36438_files_of_an_engines_ranks_are_refused_by_name(tmp_path: Path) -> None:
+    hf = tmp_path / "hf"
+    hf.mkdir()
+    names = [f"model-0000{rank}-TP-000.safetensors" for rank in range(4)]
+    for name, part in zip(names, EXPERTS.chunk(4), strict=True):
+        save_file({"experts.w": part.clone()}, hf / name)
+    index = {"weight_map": {"experts.w": names[0]}}
+    (hf / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(PlacementError) as refusal:
+        import_checkpoint(hf, tmp_path / "ckpt")
+    assert names[1] in str(refusal.value)
+    assert not (tmp_path / "ckpt" / ".metadata").exists()
+
+
+def test_open_instruct_1809_places_of_olmo_cores_class_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have three fields, and the class is not importable where the checkpoint is read."""
+    dcp.save({"w": WEIGHT}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
+    module = ModuleType("olmo_core_filesystem")
+    kind = type("_StorageInfo", (), {"__module__": module.__name__})
+    monkeypatch.setattr(module, "_StorageInfo", kind, raising=False)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    places = {}
+    for index, place in metadata.storage_data.items():
+        places[index] = kind()
+        for name in ("relative_path", "offset", "length"):
+            setattr(places[index], name, getattr(place, name))
+    metadata.storage_data = places
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    monkeypatch.undo()
+    state = {"w": torch.zeros_like(WEIGHT)}
+    reader = PlacementFileSystemReader(tmp_path)
+    planner = Placements(None).load_planner()
+    dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+    assert torch.equal(state["w"], WEIGHT)
