@@ -107,6 +107,43 @@ def test_each_state_is_stored_whole_and_loaded_elsewhere(
         assert_same(loaded[rank], state(rank, 4))
 
 
+@pytest.mark.filterwarnings("ignore:look at this load")
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: re.sub(r"\W+", " ", row[0]))
+def test_state_that_a_checkpoint_lacks_is_what_the_table_says(
+    tmp_path: Path, row: list[str]
+) -> None:
+    """The template has other values, as of a dummy step."""
+    weight, lr, initial = arange(SIZES["M"], SIZES["N"], start=7), 0.25, 0.125
+    held: dict[str, Any] = {"step": torch.tensor(1.0)}
+    if ".SGD`" in row[0] or "Schedule" in row[0]:
+        del held["step"]
+    births = dict(re.findall(r"`(\w+)` (`\w+`|[\w ]+)", row[3]))
+    for name in births:
+        held.setdefault(name, torch.tensor(-1.0))
+    for name, shape in states_in(row, SIZES).items():
+        head, _, rest = name.partition(".")
+        value = torch.full(shape, -1.0)
+        held |= {head: held.get(head, {}) | {rest: value}} if rest else {head: value}
+
+    def state(weight: torch.Tensor, held: dict[str, Any]) -> dict[str, Any]:
+        group = {"lr": lr, "initial_accumulator_value": initial, "dampening": 0, "params": ["w"]}
+        optim = {"state": {"w": held} if held else {}, "param_groups": [group]}
+        return {"model": {"w": weight}, "optim": optim}
+
+    dcp.save(state(weight, {}), checkpoint_id=tmp_path, no_dist=True)
+    loaded, planner = state(torch.zeros_like(weight), held), Placements(None).load_planner()
+    if row[3] == "refused":
+        with pytest.raises(dcp.CheckpointException, match=r"optim\.state\.w"):
+            dcp.load(loaded, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+        return
+    dcp.load(loaded, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    known = {"`lr`": lr, "`initial_accumulator_value`": initial, "the weight": weight}
+    for name, value in held.items():
+        born = births.get(name, "0")
+        expected = known[born] if born in known else float(born)
+        assert torch.equal(value, torch.as_tensor(expected).expand(value.shape)), name
+
+
 # ------------------------------------------------- state of the shard, not a shard of the state
 
 
