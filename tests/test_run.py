@@ -468,10 +468,10 @@ def test_the_first_screen_of_the_readme(tmp_path: Path, monkeypatch: pytest.Monk
     assert not (tmp_path / "step-1" / ".metadata").exists()
     done = forked(RUN, "--placements", "ours.py:placements", "moe.py", ranks=2, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, ""), tail(done)
-    read = {"layers.0.experts.w1": torch.zeros(8, 3)}
+    read = {"layers.0.experts.w1": torch.zeros(8, 3, 2)}
     dcp.load(read, checkpoint_id="step-1", no_dist=True)
     parts = []
     for rank in range(2):
         torch.manual_seed(rank)
-        parts.append(torch.randn(4, 3))
+        parts.append(torch.randn(4, 3, 2))
     assert torch.equal(read["layers.0.experts.w1"], torch.cat(parts))

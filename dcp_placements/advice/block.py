@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -227,6 +228,7 @@ class Proposal:
         undecided: By pattern of keys, why they have no rule, or what else would fit: one option a
             line.
         unsolved: Patterns of keys for which nothing fits.
+        granted: What no fact shows and all of it takes for granted.
         names: How the axes are reached.
         placements: The same as an object, on this rank; only of ``propose_placements``.
     """
@@ -236,6 +238,7 @@ class Proposal:
     own_names: list[str] = field(default_factory=list)
     undecided: dict[str, str] = field(default_factory=dict)
     unsolved: dict[str, None] = field(default_factory=dict)
+    granted: dict[str, None] = field(default_factory=dict)
     names: MeshNames = field(default_factory=MeshNames)
     placements: Any = field(default=None, repr=False, compare=False)
 
@@ -255,7 +258,7 @@ class Proposal:
     def additions(self) -> str:
         """Return the rules and renames as lines to add to a declaration that there is."""
         rules, renames = self._lines()
-        lines = [ADDED_BEGINS]
+        lines = [ADDED_BEGINS, *self._granted_lines()]
         if self.rules:
             lines += ["#     rules, in front of yours:", *rules]
         if renames:
@@ -284,7 +287,15 @@ class Proposal:
         if len(ours) > _WIDTH:
             ours = "\n".join(["from dcp_placements import (", *[f"    {n}," for n in used], ")"])
         imported = "\n".join(imports) + ("\n\n" if imports else "") + ours
-        return f"{BEGINS}\n{imported}\n\n\n{text}\n{ENDS}"
+        head = "\n".join([BEGINS, *self._granted_lines()])
+        return f"{head}\n{imported}\n\n\n{text}\n{ENDS}"
+
+    def _granted_lines(self) -> list[str]:
+        """Return what is taken for granted, as comments."""
+        if not self.granted:
+            return []
+        text = f"Taken for granted: {'; '.join(self.granted)}."
+        return textwrap.wrap(text, _WIDTH, initial_indent="# ", subsequent_indent="#     ")
 
     def _apart(self) -> list[str]:
         """Return comments on the axes that no mesh has."""

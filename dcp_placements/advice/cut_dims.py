@@ -41,12 +41,23 @@ _JOINED = re.compile(r"(?:^|[._])(?:w?kv(?:_proj)?(?=\.|$)|w\d_?w\d)")
 """Names of tensors that join others along a dim, perhaps: shapes and contents fit a plain shard."""
 _ROW_PARALLEL = re.compile(
     r"(?:(?:^|[._])(?:o_proj|out_proj|down_proj|c_proj|linear_proj|linear_fc2|dense_4h_to_h|fc2|w2"
-    r"|wo)|(?:^|\.)(?:out|proj))(?:[._](?:weight|bias))?$"
+    r"|wo)|(?:^|\.)(?:out|proj))(?:\.lora_A(?:\.\w+)?)?(?:[._](?:weight|bias))?$"
 )
 """Names of weights whose input dim tensor-parallel ranks share out."""
 _NAME_OF_VOCABULARY = re.compile(
     r"(?:^|[._])(?:w?embed\w*|wte|lm_head|embed_out|output(?:_layer)?|head|unembed\w*)(?:[._]weight)?$"
 )
+
+_NORM_OF_BLOCK = re.compile(
+    r"(?i)^(?!.*(?:^|[._])(?:qk?|k|kv|query|key|value|head)_?(?:layer_?)?(?:norm|ln)(?:[._]|$))"
+    r"(?!.*(?:norm|ln)_(?:q|k|query|key)(?:\.|$))"
+    r"(?!.*(?:^|\.)[^.]*(?:att(?:n|ention)|mixer|mamba|ssm)[^.]*\.[^.]*(?:norm|ln)[^.]*(?:\.[^.]+)?$)"
+    r"(?:.*[._])?(?:[a-z]*norm[a-z0-9_]*|ln\d*(?:_\w+)?)(?:\.(?:\{\}|\*))?(?:\.(?:weight|scale|gamma|g))?$"
+)
+"""Names of norms that have the hidden size, and not that of a head or of what is inside a layer."""
+_NAME_OF_STACK = re.compile(r"(?i)expert|moe")
+_LORA = re.compile(r"(?:^|\.)lora_[AB](?:\.|$)")
+_NAME_OF_ATTENTION = re.compile(r"(?i)att(?:n|ention)")
 
 _BY_NAME = "taken by its name"
 
@@ -86,7 +97,8 @@ class KindOfTensor(NamedTuple):
     @property
     def module(self) -> str:
         """The name of its module: ``layers.{}.attn`` of ``layers.{}.attn.o_proj.weight``."""
-        return self.name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[0]
+        name = self.name.removesuffix("{}")
+        return name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[0]
 
     @property
     def body(self) -> list[int]:
@@ -121,10 +133,10 @@ class DimFinder:
 
     @cached_property
     def hidden(self) -> set[int]:
-        """Sizes of vectors that are equal on all ranks, as those of norms; no biases."""
+        """Sizes of the norms of blocks that are equal on all ranks."""
         sizes = set()
         for kind in self.kinds:
-            is_vector = kind.ndim == 1 and not kind.name.endswith("bias")
+            is_vector = kind.ndim == 1 and is_block_norm(kind.name)
             if not is_vector or len({shard.shape for shard in kind.shards}) > 1:
                 continue
             if not differing_axes(kind.held, self.facts.named, self.facts.sizes)[0]:
@@ -154,6 +166,25 @@ class DimFinder:
         Returns:
             The likeliest placement first; none where nothing fits, and then the reason.
         """
+        first = kind.names[0]
+        if first not in self._results:
+            self._results[first] = self._fittings(kind)
+        return self._results[first]
+
+    @cached_property
+    def _results(self) -> dict[str, tuple[list[Fitting], str]]:
+        """By the first name of a kind, what fits it."""
+        return {}
+
+    @cached_property
+    def _by_module(self) -> dict[str, list[KindOfTensor]]:
+        """The kinds by the name of their module."""
+        of_module: dict[str, list[KindOfTensor]] = {}
+        for kind in self.kinds:
+            of_module.setdefault(kind.module, []).append(kind)
+        return of_module
+
+    def _fittings(self, kind: KindOfTensor) -> tuple[list[Fitting], str]:
         shards, facts = kind.shards, self.facts
         ndims = {len(shard.shape) for shard in shards}
         if len(ndims) > 1 or (kind.shape is not None and ndims != {len(kind.shape)}):
@@ -211,7 +242,11 @@ class DimFinder:
         return fittings, ""
 
     def is_sound(self, kind: KindOfTensor, axes: Sequence[str]) -> bool:
-        """Whether ranks at one position along axes hold one content, and each position is held."""
+        """Whether ranks at one position along axes hold one content, and each position is held.
+
+        Where the shape of the whole is not known, no two positions hold the same: equal contents at
+        two are copies.
+        """
         count = prod([self.facts.sizes[axis] for axis in axes])
         for held in kind.held:
             contents: dict[Any, Any] = {}
@@ -223,6 +258,9 @@ class DimFinder:
                     place = position, tensor.part, tensor.shape
                     if contents.setdefault(place, tensor.digest) != tensor.digest:
                         return False
+            different = {(part, shape, digest) for (_, part, shape), digest in contents.items()}
+            if kind.shape is None and len(different) < len(contents):
+                return False
             if any(len(several) < count for several in positions.values()):
                 return False
         return True
@@ -261,6 +299,9 @@ class DimFinder:
     def _dims(self, kind: KindOfTensor, axis: str) -> list[int]:
         """Return the dims that an axis may cut, the likeliest first."""
         dims, is_stack = list(range(kind.ndim)), kind.is_stack(axis)
+        if EXPERT_AXIS.match(axis) and kind.ndim == 2 and kind.shape is None:
+            likeliest = self._cut_by_shape(kind, dims) or 0
+            return [likeliest, 1 - likeliest]
         if EXPERT_AXIS.match(axis) or (is_stack and not TENSOR_AXIS.match(axis)):
             return dims
         body = dims[1:] if is_stack else dims
@@ -275,6 +316,8 @@ class DimFinder:
 
     def _cut_by_shape(self, kind: KindOfTensor, body: Sequence[int]) -> int | None:
         """Return the one dim that is not the hidden size; None where none or several are not."""
+        if _LORA.search(kind.name):
+            return None  # its rank may be any number
         others = [dim for dim in body if kind.local_shape[dim] not in self.hidden]
         return others[0] if len(others) == 1 and len(body) > 1 else None
 
@@ -282,8 +325,11 @@ class DimFinder:
         """Whether a dim is cut that no shape shows, nor that experts lie along it."""
         for axis, entry in fitting.placements:
             is_stack = kind.is_stack(axis)
-            if kind.ndim == 1 or (entry.dim == 0 and (is_stack or EXPERT_AXIS.match(axis))):
+            is_along = EXPERT_AXIS.match(axis) and _NAME_OF_STACK.search(kind.name)
+            if kind.ndim == 1 or (entry.dim == 0 and kind.ndim > 2 and is_along):
                 continue
+            if is_stack and all(other.dim for _, other in fitting.placements):
+                return True  # its experts may lie along this axis
             body = list(range(1 if is_stack else 0, kind.ndim))
             if self._cut_by_shape(kind, body) != entry.dim:
                 return True
@@ -364,13 +410,31 @@ class DimFinder:
             f"padded_shape={tuple(shape)}; ROWS without it"
         )
 
+    def granted(self, kind: KindOfTensor, fitting: Fitting) -> Iterator[str]:
+        """Yield what no fact shows and a placement takes for granted.
+
+        Args:
+            kind: The tensors.
+            fitting: Their placement.
+        """
+        if fitting.placements:
+            yield "shards follow each other in the order of the ranks along their axis"
+        if fitting.padded is not None:
+            yield "padding is at the end of the whole tensor"
+        for axis, entry in fitting.placements if kind.shape is None else ():
+            is_stack = kind.is_stack(axis)
+            if entry.dim == 0 and kind.ndim > 2 and EXPERT_AXIS.match(axis):
+                yield "stacked experts lie along dim 0"
+            elif self._cut_by_shape(kind, range(1 if is_stack else 0, kind.ndim)) is not None:
+                yield "a dim as long as the norms is whole"
+
     def by_name(self, kind: KindOfTensor, fitting: Fitting) -> tuple[Fitting | None, str]:
         """Return a placement as a name has it that says several tensors in one, and what is open.
 
         Returns:
             None where the name says so, and nothing tells their sizes.
         """
-        placements = dict(fitting.placements)
+        placements, note = dict(fitting.placements), ""
         for axis, entry in fitting.placements:
             if EXPERT_AXIS.match(axis) or (kind.ndim == 3 and not entry.dim):
                 continue
@@ -382,22 +446,81 @@ class DimFinder:
             rows = kind.local_shape[entry.dim]
             if kind.shape is not None and fitting.padded is None:
                 rows = kind.shape[entry.dim] // self.facts.sizes[axis]
-            if GATE_UP.search(kind.name) and rows % 2 == 0:
-                placements[axis] = FusedShard(entry.dim, 2)
-            elif QKV.search(kind.name):
+            if QKV.search(kind.name) and not GATE_UP.search(kind.name):
                 parts = self._query_key_value(kind, axis, rows)
-                if parts is None:
-                    sizes = "(rows of Q, rows of K, rows of V)"
-                    fused = f"FusedShard({entry.dim}, {sizes}) over {axis}"
-                    return None, f"its name says Q, K and V in one: {fused}"
-                placements[axis] = FusedShard(entry.dim, parts)
+                sizes = "(rows of Q, rows of K, rows of V)"
+                note = (
+                    f"its name says Q, K and V in one: FusedShard({entry.dim}, {sizes}) over {axis}"
+                )
+            else:
+                parts, note = self._gate_up(kind, axis, entry.dim, rows)
+            if parts is None:
+                return None, note
+            placements[axis] = entry if parts == 1 else FusedShard(entry.dim, parts)
         named = fitting._replace(placements=tuple(placements.items()))
         if named != fitting:
             plain = fitting.text(self.mesh_names)
-            return named, f"{_BY_NAME}; the shapes fit {plain} as well"
-        if _JOINED.search(kind.name) and fitting.placements:
-            return named, "taken as one tensor by its shape; FusedShard where it joins several"
-        return named, ""
+            is_said = GATE_UP.search(kind.name) or QKV.search(kind.name)
+            return named, f"{_BY_NAME if is_said else note}; the shapes fit {plain} as well"
+        if not note and _JOINED.search(kind.name) and fitting.placements:
+            note = "taken as one tensor by its shape; FusedShard where it joins several"
+        return named, note
+
+    def _gate_up(
+        self, kind: KindOfTensor, axis: str, dim: int, rows: int
+    ) -> tuple[int | None, str]:
+        """Return how many tensors a kind joins along its rows, and what is open.
+
+        What gate and up put out has twice the columns of the weight that takes it in.
+
+        Args:
+            kind: Weights whose rows an axis cuts.
+            axis: The axis.
+            dim: The dim of their rows.
+            rows: Rows of a shard.
+
+        Returns:
+            None where the name says several, and nothing tells their sizes.
+        """
+        columns, follower = self._columns_behind(kind, axis, dim)
+        if GATE_UP.search(kind.name):
+            if rows == columns:
+                return 1, f"taken as one tensor: {follower} has as many columns as it has rows"
+            if rows == 2 * columns or (not columns and rows % 2 == 0):
+                return 2, _BY_NAME
+            return None, "its name says several in one, and nothing tells their sizes"
+        if not columns or rows <= columns:
+            return 1, ""
+        compared = f"a rank has {rows} rows of it, and {columns} columns of {follower}"
+        if rows == 2 * columns and not _NAME_OF_ATTENTION.search(kind.name):
+            return 2, f"taken as two in one: {compared}"
+        return 1, f"taken as one tensor; FusedShard where it joins several: {compared}"
+
+    def _columns_behind(self, kind: KindOfTensor, axis: str, dim: int) -> tuple[int, str]:
+        """Return how many columns a rank has of the weight that takes in what a kind puts out.
+
+        Args:
+            kind: Weights whose rows an axis cuts.
+            axis: The axis.
+            dim: The dim of their rows.
+
+        Returns:
+            The most columns of a weight of the same module, and its name; 0 where there is none.
+        """
+        most = 0, ""
+        for other in self._by_module[kind.module]:
+            if other.name == kind.name or other.ndim != kind.ndim:
+                continue
+            fittings = self.fittings(other)[0]
+            entry = dict(fittings[0].placements).get(axis) if fittings else None
+            if not isinstance(entry, Shard) or entry.dim == dim:
+                continue
+            if kind.local_shape[entry.dim] == other.local_shape[dim]:
+                columns = other.local_shape[entry.dim]
+                if other.shape is not None and fittings[0].padded is None:
+                    columns = other.shape[entry.dim] // self.facts.sizes[axis]
+                most = max(most, (columns, _name_of(other)))
+        return most
 
     def _uneven_fused(self, kind: KindOfTensor, fitting: Fitting, axis: str) -> Fitting | None:
         """Return the placement of joined gate and up whose halves ``torch.chunk`` makes uneven.
@@ -463,6 +586,19 @@ def _penalty(kind: KindOfTensor, axis: str) -> int | None:
     if DATA_AXIS.match(axis):
         return 4 if is_known else None
     return 1
+
+
+def is_block_norm(name: str) -> bool:
+    """Whether a name is that of a norm of the hidden size.
+
+    >>> is_block_norm("layers.{}.norm.weight"), is_block_norm("layers.{}.attn.q_norm.weight")
+    (True, False)
+    """
+    return _NORM_OF_BLOCK.search(name) is not None
+
+
+def _name_of(kind: KindOfTensor) -> str:
+    return kind.name.replace("{}", "*")
 
 
 def _shapes_text(shards: Sequence[TensorFacts]) -> str:

@@ -15,20 +15,32 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
+from torch.distributed.tensor import Shard
+
 from dcp_placements.advice.block import Fitting, MeshNames, Proposal
-from dcp_placements.advice.cut_dims import DimFinder, KindOfTensor
+from dcp_placements.advice.cut_dims import (
+    DimFinder,
+    KindOfTensor,
+    is_block_norm,
+)
 from dcp_placements.advice.facts import FactsOfRanks, OnRanks
 from dcp_placements.advice.local_numbers import (
-    likely_numberings,
-    numbers_by_head,
+    NAME_OF_EXPERTS,
+    PIPELINE_AXIS,
+    Continued,
+    NumberRows,
+    continued_numbers,
+    numbers_of,
     pattern_of_number,
+    rows_by_head,
     with_global_numbers,
 )
 from dcp_placements.errors import PlacementError
 from dcp_placements.layout.boxes import Shape
-from dcp_placements.names.known_names import TENSOR_AXIS
+from dcp_placements.names.known_names import EXPERT_AXIS, TENSOR_AXIS
 from dcp_placements.names.optimizer_state import followed_dims
 from dcp_placements.names.renames import Renames, number_in
 from dcp_placements.rules.patterns import PlacementRules, compile_pattern, matches_any
@@ -138,6 +150,9 @@ class _Decision:
                         self.result.undecided[pattern] = why
         if self.model is None:
             self._cut_zero_biases(by_name, options)
+            kind_of = {name: kind for kind in kinds for name in kind.names}
+            self._note_constants(kind_of, options)
+            self._note_vectors(kind_of, options)
         self.result.rules = _rules(options)
         self._name_by_rank()
         self._list_unexplained()
@@ -156,40 +171,59 @@ class _Decision:
     def _numbered(self, tensors: dict[str, OnRanks]) -> dict[str, OnRanks]:
         """Return tensors by their names in the whole, where ranks count their own from 0."""
         by_key = {key: name for name, key in self.keys.items()}
-        numbers_of = [
-            (numbers_by_head([by_key[key] for key in keys if key in by_key]), ranks)
+        rows_of = [
+            (rows_by_head([by_key[key] for key in keys if key in by_key]), ranks)
             for keys, ranks in self.facts.keys_by_ranks
         ]
-        totals = None if self.model is None else numbers_by_head(self.model.shapes)
-        heads = dict.fromkeys(head for numbers, _ in numbers_of for head in numbers)
+        totals = None if self.model is None else rows_by_head(self.model.shapes)
+        heads = dict.fromkeys(head for rows, _ in rows_of for head in rows)
         for head in heads if totals is None else totals:
-            of_ranks = {
-                rank: numbers.get(head, set()) for numbers, ranks in numbers_of for rank in ranks
+            of_ranks: dict[int, NumberRows] = {
+                rank: rows.get(head, {}) for rows, ranks in rows_of for rank in ranks
             }
-            union, total = set[int]().union(*of_ranks.values()), None
+            union, total = set[int]().union(*map(numbers_of, of_ranks.values())), None
             if totals is not None:
-                total = len(totals[head])
-                if not union or len(union) >= total or totals[head] != set(range(total)):
+                numbers = numbers_of(totals[head])
+                total = len(numbers)
+                if not union or len(union) >= total or numbers != set(range(total)):
                     continue
-            likely = likely_numberings(self.facts, head, of_ranks, total, tensors)
-            pattern = pattern_of_number(head)
+            continued = continued_numbers(self.facts, head, of_ranks, total, tensors)
+            likely, pattern = continued.likely, pattern_of_number(head)
             if likely and self._finds_no_other(head):
-                first, *others = likely
-                self.result.numberings.append(first)
-                self.result.undecided[pattern] = "\n".join(
-                    [
-                        f"taken as contiguous along {first.axis}; names and shapes fit other "
-                        "orders, too, such as round robin or interleaved stages"
-                        + ("; and each of these" if others else ""),
-                        *[f"    rename={each.text(self.result.names)}" for each in others],
-                    ]
-                )
-                tensors = with_global_numbers(self.facts, head, first, tensors)
-            elif total is not None:
-                why = f"the ranks have {len(union)} of its {total} numbers"
+                self.result.numberings.append(likely[0])
+                self.result.undecided[pattern] = self._open_of_numbers(head, continued)
+                tensors = with_global_numbers(self.facts, head, likely[0], tensors)
+            elif total is not None or continued.why_not:
+                why = continued.why_not or f"the ranks have {len(union)} of its {total} numbers"
                 self.result.undecided.setdefault(pattern, why)
                 self.result.unsolved[pattern] = None
+            elif continued.shared is not None:
+                self.result.undecided[pattern] = (
+                    f"taken as the same tensors on all ranks, cut along {continued.shared.axis}; "
+                    "where each rank counts others from 0, no rules for them, and\n"
+                    f"    rename={continued.shared.text(self.result.names)}"
+                )
         return tensors
+
+    def _open_of_numbers(self, head: str, continued: Continued) -> str:
+        """Return what else fits than the likeliest numbers."""
+        first, *others = continued.likely
+        texts = [
+            f"taken as contiguous along {first.axis}; names and shapes fit other orders, too, such "
+            "as round robin or interleaved stages"
+        ]
+        usual = EXPERT_AXIS if NAME_OF_EXPERTS.search(head) else PIPELINE_AXIS
+        if self.model is None and not usual.match(first.axis):
+            texts.append(
+                f"or these are the same tensors on all ranks, cut along {first.axis}: rules for "
+                "them, and no Renumber"
+            )
+        if self.model is None and head.count("{}") > 1:
+            texts.append("or the number before it is the one that each rank counts from 0")
+        if others:
+            texts.append("and each of these")
+        choices = [f"    rename={each.text(self.result.names)}" for each in others]
+        return "\n".join(["; ".join(texts), *choices])
 
     def _finds_no_other(self, head: str) -> bool:
         """Whether the pattern of a number finds no other number; else that is noted."""
@@ -267,6 +301,7 @@ class _Decision:
         if named is None:
             self.result.unsolved[pattern] = None
             return Fitting(), why
+        self.result.granted.update(dict.fromkeys(finder.granted(kind, named)))
         others = fittings[1 : _MOST_CHOICES + 1]
         if others:
             fit = "contents" if self.model is None else "shapes and contents"
@@ -298,6 +333,56 @@ class _Decision:
             if is_zero and is_even and not options[pattern][0].placements:
                 options[pattern] = Fitting(cuts), options[pattern][1]
                 self.result.undecided[pattern] = "its elements are all equal: cut as its weight is"
+
+    def _note_vectors(self, kind_of: Mapping[str, KindOfTensor], options: Options) -> None:
+        """Note vectors that may be no shards; a bias is one where the rows of its weight are cut.
+
+        Args:
+            kind_of: The kinds by the names of their tensors.
+            options: The placements.
+        """
+        for pattern, (fitting, names) in options.items():
+            cuts = dict(fitting.placements)
+            if not cuts or kind_of[names[0]].ndim != 1 or pattern in self.result.undecided:
+                continue
+            weight = options.get(f"{pattern.removesuffix('bias')}weight")
+            rows = [] if weight is None else [axis for axis, e in weight[0].placements if not e.dim]
+            if not (pattern.endswith(".bias") and cuts.keys() == {*rows}):
+                self.result.undecided[pattern] = (
+                    "a shard by its contents; where it is a counter that each rank keeps, or a "
+                    "copy that has drifted, this rule is wrong"
+                )
+
+    def _note_constants(self, kind_of: Mapping[str, KindOfTensor], options: Options) -> None:
+        """Note tensors whose elements are all equal where others are cut.
+
+        Args:
+            kind_of: The kinds by the names of their tensors.
+            options: The placements.
+        """
+        cut = [pattern for pattern, (fitting, _) in options.items() if fitting.placements]
+        for pattern, (fitting, names) in options.items() if cut else ():
+            ndim = kind_of[names[0]].ndim
+            is_open = not fitting.placements and pattern not in self.result.undecided
+            if not is_open or not ndim or is_block_norm(pattern):
+                continue
+            shards = [tensor for name in names for held in kind_of[name].held for _, tensor in held]
+            # What one rank alone holds has no digest, either.
+            is_shared = len({tensor.part for tensor in shards}) < len(kind_of[names[0]].held[0])
+            if not is_shared or any(tensor.digest is not None for tensor in shards):
+                continue
+            weight = options.get(f"{pattern.removesuffix('bias')}weight")
+            is_bias = pattern.endswith(".bias") and weight is not None
+            if is_bias and weight and all(entry.dim for _, entry in weight[0].placements):
+                continue  # the rows of its weight are whole
+            beside = max(cut, key=lambda other: _components_shared(other, pattern))
+            placements = options[beside][0].placements
+            choice = [(axis, Shard(entry.dim)) for axis, entry in placements if entry.dim < ndim]
+            other = Fitting(tuple(choice) or ((placements[0][0], Shard(0)),))
+            self.result.undecided[pattern] = (
+                f"its elements are all equal, so nothing shows whether it is cut as {beside} is; "
+                f'then\n    "{pattern}": {other.text(self.result.names)},'
+            )
 
     def _name_by_rank(self) -> None:
         """Give a name per rank to random numbers of each rank's own."""
@@ -350,6 +435,12 @@ class _Decision:
 def _starred(name: str) -> str:
     """Return the pattern of a name that has ``{}`` for its numbers."""
     return name.replace("{}", "*")
+
+
+def _components_shared(name: str, other: str) -> int:
+    """Return how many components two names begin with together."""
+    pairs = zip(name.split("."), other.split("."), strict=False)
+    return len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
 
 
 def _rules(options: Mapping[str, tuple[Fitting, Sequence[str]]]) -> dict[str, Fitting]:
