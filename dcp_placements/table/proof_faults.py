@@ -86,6 +86,9 @@ def proof_faults(finding: Unlike | Broken | Doubled, world: World, holders: Hold
             assert_never(finding)
 
 
+_MOST_SHARDS = 16
+"""Sizes that a message lists."""
+
 _ASPECTS = {
     "kind": "what it is",
     "sizes": "the sizes of its shards",
@@ -111,6 +114,8 @@ def _unlike_faults(finding: Unlike, world: World, holders: Holders) -> list[Faul
         if (line := _uneven_line(piece)) is not None:
             details[1:1] = [line]
             details.append(UNEVEN_PAGE)
+        elif (line := _flat_line(piece, holders)) is not None:
+            details += [line, UNEVEN_PAGE]
         shapes = [source.group.shape for source in piece.sources]
         if len(set(map(len, shapes))) == 1:
             largest = tuple(map(max, zip(*shapes, strict=True)))
@@ -152,6 +157,27 @@ def _uneven_line(piece: Piece) -> str | None:
         return None
     shards = tuple([sizes.get(position, 0) for position in range(cut.size)])
     return uneven_line(cuts[0].axis, cut.dim, shards)
+
+
+def _flat_line(piece: Piece, holders: Holders) -> str | None:
+    """Return the line for holders of 1-d tensors that no one cuts, which may be flat ranges.
+
+    Their sizes, in the order of the holders, are those of ``FlatShard`` where one axis has all of
+    them; what the whole is they do not show. None where a holder lacks the key, or cuts it.
+    """
+    sizes: dict[int, int] = {}
+    for source in piece.sources:
+        group = source.group
+        if len(group.shape) != 1 or group.cuts:
+            return None
+        sizes |= dict.fromkeys(source.ranks.tolist(), group.shape[0])
+    if len(sizes) != holders.count or holders.count > _MOST_SHARDS:
+        return None
+    shards = tuple([size for _, size in sorted(sizes.items())])
+    return (
+        f"or:          ranges of a flattened tensor: {{axis: FlatShard({shards})}} and "
+        "global_shape= in its rule, where these are all of one axis"
+    )
 
 
 def _broken_faults(finding: Broken, world: World, holders: Holders) -> list[Fault]:

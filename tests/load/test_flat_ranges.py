@@ -335,6 +335,15 @@ def inside_fsdp(mesh: FakeMesh) -> dict[str, Any]:
     return {"w": FakeDTensor.distribute(part, mesh["fsdp"], [Shard(0)])}
 
 
+def moments_alone(mesh: FakeMesh) -> dict[str, Any]:
+    """Return a whole parameter and the ranges of its moments, of ZeRO-1."""
+    moments = {
+        key: value.reshape(-1).split(SIZES)[at(mesh, "dp")].clone() for key, value in STATE.items()
+    }
+    optim = {"state": {"w": moments}, "param_groups": [{"params": ["w"], "lr": 0.1}]}
+    return {"model": {"w": WHOLE.clone()}, "optim": optim}
+
+
 UNSAVED: dict[str, tuple[Side, tuple[str, ...]]] = {
     "sizes of one rank differ": (
         replace(FLAT, placements=by_rank((5, 12, 1, 6), SIZES)),
@@ -361,6 +370,17 @@ UNSAVED: dict[str, tuple[Side, tuple[str, ...]]] = {
         (
             "holds a (5,) tensor where (6,) was declared",
             'if uneven:   {"dp": FlatShard((5, 13, 0, 6))} in the rule of every rank',
+        ),
+    ),
+    "no rule": (
+        replace(FLAT, placements=None),
+        ("(13,) on rank 1", "{axis: FlatShard((5, 13, 0, 6))} and global_shape= in its rule"),
+    ),
+    "no rule for moments": (
+        Side(DP, moments_alone, {"dp": Replicate()}, "no_such_key"),
+        (
+            "optim.state.w.exp_avg",
+            "{axis: FlatShard((5, 13, 0, 6))} and global_shape= in its rule",
         ),
     ),
     "a tensor of two dims": (
@@ -498,3 +518,11 @@ def test_ranges_are_refused_where_they_are_declared(
 def test_sizes_are_counts_of_elements(sizes: Any) -> None:
     with pytest.raises(PlacementError, match=r"FlatShard needs a count|must be counts of elements"):
         FlatShard(sizes)
+
+
+def test_no_range_is_proposed_where_the_numbers_of_a_rank_are_not_known(tmp_path: Path) -> None:
+    held = ranges()
+    side = replace(FLAT, held=lambda mesh: held(mesh) if at(mesh, "dp") else {}, placements=None)
+    with refused() as refusal:
+        side.saves(tmp_path)
+    assert "FlatShard" not in refusal.text
