@@ -384,7 +384,7 @@ def test_a_command_ends_with_the_process_that_was_started(tmp_path: Path, sent: 
         f"    open({str(tmp_path / 'fifo')!r}, 'w').write('x')\n"
         "    time.sleep(60)\n"
         f"    open({str(tmp_path / 'left')!r}, 'w')\n"
-        "offline.verify = wait\n"
+        "offline.open_source = wait\n"
         f"sys.argv[1:] = ['verify', {str(tmp_path)!r}]\n"
         "sys.exit(main())\n"
     )
@@ -551,7 +551,7 @@ def test_m101_a_command_that_takes_more_memory_than_it_may_ends_with_one_message
         "import sys\n"
         "from dcp_placements import offline\n"
         "from dcp_placements.cli import main\n"
-        "offline.verify = lambda *args, **kwargs: bytearray(1 << 30)\n"
+        "offline.open_source = lambda *args, **kwargs: bytearray(1 << 30)\n"
         f"sys.exit(main(['--most-memory', '256MiB', 'verify', {str(tmp_path)!r}]))\n"
     )
     ran = subprocess.run(
