@@ -103,6 +103,7 @@ class Uneven(NamedTuple):
         position: The position of this rank along the axis.
         size: The size of its shard.
         plain: The sizes of all shards as they are declared.
+        is_declared: Whether ``RaggedShard`` declares them, so that their sum may be wrong, too.
     """
 
     axis: str
@@ -110,6 +111,7 @@ class Uneven(NamedTuple):
     position: int
     size: int
     plain: tuple[int, ...]
+    is_declared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +309,7 @@ def _with_sizes(faults: Sequence[Fault]) -> list[Fault]:
             held = [by_position.get(position, {n}) for position, n in enumerate(shard.plain)]
             shards = tuple([min(of_position) for of_position in held])
             is_clear = all(len(of_position) == 1 for of_position in held)
-            if is_clear and sum(shards) == sum(shard.plain):
+            if is_clear and (shard.is_declared or sum(shards) == sum(shard.plain)):
                 line = uneven_line(shard.axis, shard.dim, shards)
                 fault = replace(fault, details=(line, *fault.details))
         result.append(fault)

@@ -16,9 +16,15 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import RLock, current_thread, get_ident
+from traceback import extract_tb
 from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    LoadPlan,
+    SavePlan,
+)
 
 from dcp_placements._torch import (
     ASYNC_EXECUTORS,
@@ -27,12 +33,16 @@ from dcp_placements._torch import (
     SAVE,
     Seam,
     WholeFileLoadPlanner,
+    global_rank,
     world_size,
 )
 from dcp_placements.adoption import MAY_DIFFER, adopt, obstacle, ours_of
 from dcp_placements.declaration import Placements
-from dcp_placements.errors import PlacementError
+from dcp_placements.errors import Fault, PlacementError, packed_faults
+from dcp_placements.items import ItemsToCome
+from dcp_placements.load.load_message import LoadMessage
 from dcp_placements.load.planner import PlacementLoadPlanner
+from dcp_placements.save.local_plan import LocalPlan
 from dcp_placements.save.planner import PlacementSavePlanner
 
 _lock = RLock()
@@ -107,11 +117,12 @@ class Serving:
                 return planner
             class_of_it = type(planner)
             text = (
-                f"dcp.{kind} was called with planner={class_of_it.__module__}."
-                f"{class_of_it.__qualname__}, which installed() does not replace\n"
+                f"this {kind} is not checked: dcp.{kind} was called with planner="
+                f"{class_of_it.__module__}.{class_of_it.__qualname__}, which is not served\n"
                 f"    found:       it {reason}\n"
                 "    way out:     hooks that call super(), as those of a class that is served; or "
-                "placements.save_planner(), .load_planner() where the framework lets you"
+                "placements.save_planner(), .load_planner() where the framework lets you; "
+                "strict=True (run --strict) refuses such a call"
             )
             if self._strict:
                 raise PlacementError(text)
@@ -285,14 +296,39 @@ _DEFAULTS: dict[str, tuple[type, tuple[str, ...]]] = {
 """By call torch's planner, and those of its options that are carried over."""
 
 
+class _RefusedSave(PlacementSavePlanner):
+    """Sends a fault in place of a plan, so that all ranks are refused, and none waits."""
+
+    faults: bytes = b""
+
+    def create_local_plan(self) -> SavePlan:
+        """Return the fault, for the coordinator."""
+        plan = LocalPlan(global_rank(), faults=self.faults)
+        return SavePlan(ItemsToCome(), planner_data=plan)  # type: ignore[arg-type]
+
+
+class _RefusedLoad(PlacementLoadPlanner):
+    """Sends a fault in place of a plan, so that all ranks are refused, and none waits."""
+
+    faults: bytes = b""
+
+    def create_local_plan(self) -> LoadPlan:
+        """Return the fault, for the coordinator."""
+        message = LoadMessage(global_rank(), faults=self.faults)
+        return LoadPlan(ItemsToCome(), planner_data=message)  # type: ignore[arg-type]
+
+
 def _refusing(kind: str, error: Exception) -> Any:
-    """Return a planner that raises where torch collects errors of ranks: the others do not wait."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise error
-
-    planner = _DEFAULTS[kind][0]()
-    planner.set_up_planner = refuse
+    """Return a planner that refuses a save or load for which the declaration failed."""
+    first, *more = str(error).split("\n")
+    details = [line.strip() for line in more]
+    headline = first
+    if not isinstance(error, PlacementError):
+        frame = extract_tb(error.__traceback__)[-1]
+        headline = f"the declaration fails: {type(error).__name__}: {first}"
+        details.append(f"raised:      {frame.filename}:{frame.lineno}, in {frame.name}")
+    planner: Any = _RefusedSave() if kind == "save" else _RefusedLoad()
+    planner.faults = packed_faults([Fault(f"this {kind}", headline, tuple(details))])
     return planner
 
 

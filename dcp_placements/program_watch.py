@@ -22,7 +22,9 @@ from dcp_placements._torch import global_rank
 from dcp_placements.advice.block import block_in
 from dcp_placements.errors import PlacementError
 from dcp_placements.installation import EndedCall
+from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.offline.doctor import OVERWRITTEN, Diagnosis, diagnose
+from dcp_placements.save.planner import PlacementSavePlanner
 from dcp_placements.storage.provenance import provenance_of
 
 _COUNTED = {"keys": "tensors", "objects": "objects", "missing": "missing", "unread": "unread"}
@@ -117,8 +119,8 @@ def path_of(call: EndedCall) -> str:
 def line_of(call: EndedCall) -> dict[str, Any]:
     """Return what a line has of a save or load: step, seconds, and numbers of its report.
 
-    A planner that is none of ours has no report; one that was sent to another process has none
-    here.
+    A planner that is none of ours has no report, and ``served`` is false; one that was sent to
+    another process has no report here.
     """
     metadata = getattr(call.planner, "metadata", None) if call.kind == "load" else None
     provenance = None if metadata is None else provenance_of(metadata)
@@ -127,6 +129,7 @@ def line_of(call: EndedCall) -> dict[str, Any]:
         "step": step if provenance is None else provenance.get("step"),
         "seconds": round(call.seconds, 3),
     }
+    line["served"] = isinstance(call.planner, PlacementSavePlanner | PlacementLoadPlanner)
     report = getattr(call.planner, "report", None)
     if report is None or not report.planned:
         return line

@@ -41,7 +41,7 @@ Declare = Callable[[ProgramMeshes], Any]
 
 _USAGE = """\
 python -m dcp_placements.run [--placements FILE.py:FUNCTION] [--save KEY=VALUE] [--load KEY=VALUE]
-                             [--propose FILE.py] [--report FILE]
+                             [--propose FILE.py] [--report FILE] [--strict]
                              PROGRAM.py | -m MODULE  [ARGUMENTS]"""
 _NOTHING = Placements(None)
 
@@ -80,7 +80,14 @@ def main(arguments: Sequence[str]) -> None:
         raise RefusedStart(f"--report {given.report}: {error.strerror}") from None
     try:
         save, load = _options(given.save), _options(given.load)
-        serving = Serving(declared, save=save, load=load, ended=watch.ended, failed=watch.failed)
+        serving = Serving(
+            declared,
+            save=save,
+            load=load,
+            strict=given.strict,
+            ended=watch.ended,
+            failed=watch.failed,
+        )
     except PlacementError as error:
         raise RefusedStart(f"--{format_error(error)}") from None
     code, spec = _program(given)
@@ -132,6 +139,9 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         "--propose", metavar="FILE.py", help="a new file; gets the declaration of a refused save"
     )
     parser.add_argument("--report", metavar="FILE", help="gets a JSON line per save and load")
+    parser.add_argument(
+        "--strict", action="store_true", help="refuse a planner of the program's that is not served"
+    )
     parser.add_argument("-m", dest="is_module", action="store_true", help="PROGRAM is a module")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="PROGRAM ARGUMENTS")
     given = parser.parse_args(arguments)
@@ -141,7 +151,9 @@ def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
         if option == "--placements" and re.fullmatch(r".+\.py:\w+", value):
             say(f"{option} {value} is for the program: an option of run stands before PROGRAM")
     if given.propose is not None and Path(given.propose).exists():
-        parser.error(f"--propose {given.propose}: there is such a file: a new one is written")
+        parser.error(
+            f"--propose {given.propose}: this file exists: give another name, or remove it"
+        )
     return given
 
 
@@ -185,7 +197,9 @@ def _declaration(place: str) -> Declare:
     try:
         inspect.signature(function).bind(None)
     except (TypeError, ValueError):  # a class of torch's has no signature
-        raise RefusedStart(f"--placements {place}: takes more or less than meshes alone") from None
+        raise RefusedStart(
+            f"--placements {place}: takes more or less than meshes alone: def {name}(meshes):"
+        ) from None
     declare: Declare = function
     return declare
 

@@ -133,7 +133,7 @@ def test_a_declaration_is_not_written_over_a_file(
 ) -> None:
     with pytest.raises(SystemExit):
         main(["--propose", "ours.py", "train.py"])
-    assert "--propose ours.py: there is such a file" in capsys.readouterr().err
+    assert "--propose ours.py: this file exists: give another name" in capsys.readouterr().err
     assert (trainer / "ours.py").read_text() == DECLARED
     refusal = PlacementError(f"w: ...\n\n{BEGINS}\nx = 1\n{ENDS}")
     watch = Watch(propose="ours.py")  # made while the program ran
@@ -200,6 +200,30 @@ def test_a_report_that_cannot_be_written_stops_no_program(
     assert (tmp_path / "saved2" / ".metadata").exists()
 
 
+@pytest.mark.parametrize("options", [[], ["--strict"]], ids=["left alone", "strict"])
+def test_a_planner_that_is_not_served_is_told_of(options: list[str], tmp_path: Path) -> None:
+    """What it saves is not checked."""
+    program = (
+        "import sys, torch, torch.distributed.checkpoint as dcp\n"
+        "class Own(dcp.DefaultSavePlanner):\n"
+        "    def finish_plan(self, plan):\n"
+        "        self.plan = plan\n"
+        "        return plan\n"
+        "dcp.save({'w': torch.ones(2)}, checkpoint_id=sys.argv[1], planner=Own())\n"
+    )
+    (tmp_path / "train.py").write_text(program)
+    report = tmp_path / "lines.json"
+    saved = tmp_path / "saved"
+    done = one(*options, "--report", str(report), str(tmp_path / "train.py"), str(saved))
+    assert "this save is not checked: dcp.save was called with planner=__main__.Own" in done.stderr
+    if options:
+        assert done.returncode != 0
+        assert not (saved / ".metadata").exists()
+    else:
+        assert done.returncode == 0
+        assert json.loads(report.read_text())["served"] is False
+
+
 @pytest.mark.dist
 def test_a_declaration_that_fails_on_one_rank_is_refused_on_all(trainer: Path) -> None:
     """The other ranks do not wait for it."""
@@ -211,8 +235,9 @@ def test_a_declaration_that_fails_on_one_rank_is_refused_on_all(trainer: Path) -
     )
     done = ran("--placements", "one.py:placements", "train.py", "right", "0")
     assert done.returncode != 0
-    assert "CheckpointException ranks:dict_keys([2])" in done.stderr, tail(done)
-    assert "KeyError: 'expert'" in done.stderr
+    assert "rank 2 cannot be placed in the checkpoint (1 fault)" in done.stderr, tail(done)
+    assert "this save: the declaration fails: KeyError: 'expert'" in done.stderr
+    assert re.search(r"raised:      \S+one.py:5, in placements", done.stderr)
     assert not (trainer / "saved" / ".metadata").exists()
 
 
@@ -262,7 +287,7 @@ def test_a_declaration_that_cannot_be_used_is_refused_at_the_save(
     assert done.returncode != 0
     for text in expected:
         assert text in done.stderr, tail(done)
-    assert not (trainer / "saved").exists()
+    assert not (trainer / "saved" / ".metadata").exists()
 
 
 @pytest.mark.parametrize(

@@ -290,7 +290,7 @@ def bind(
 
 
 def _uneven(place: Place, expected: tuple[int, ...], local_shape: tuple[int, ...]) -> Uneven | None:
-    """Return the shard of a rank along the one dim of another size; None if one cut is not plain.
+    """Return the shard of a rank along the one dim of another size, where one cut alone makes it.
 
     Args:
         place: The place as it is declared.
@@ -312,7 +312,12 @@ def _uneven(place: Place, expected: tuple[int, ...], local_shape: tuple[int, ...
     if len(cutting) != 1:
         return None
     ((cut, position),) = cutting
-    if cut.kind is not Kind.PLAIN or cut.axis is None or not isinstance(position, int):
+    if cut.axis is None or not isinstance(position, int):
+        return None
+    if cut.kind is Kind.RAGGED:
+        assert isinstance(cut.parts, tuple)
+        return Uneven(cut.axis, dim, position, local_shape[dim], cut.parts, is_declared=True)
+    if cut.kind is not Kind.PLAIN:
         return None
     step = -(-place.sharding.cut_shape[dim] // cut.size)
     ends = [min(n * step, place.sharding.cut_shape[dim]) for n in range(cut.size + 1)]
@@ -631,6 +636,17 @@ def _misfit(
             "way out:     the size of the range of each rank along the axis, in their order, "
             "without the padding of a flat buffer; axes that cut first are left of it in the mesh "
             "of the rule, and none is right of it",
+            UNEVEN_PAGE,
+            where=where,
+        )
+    if any(cut.kind is Kind.RAGGED and cut.size > 1 for cut in sharding.cuts):
+        return CannotPlace(
+            headline,
+            *facts,
+            "likely:      sizes of RaggedShard that are of another topology, or in another order; "
+            "or a coordinate that is not this rank's",
+            "way out:     the size of each rank along the axis, in the order of the axis, the same "
+            "on all ranks",
             UNEVEN_PAGE,
             where=where,
         )

@@ -32,7 +32,7 @@ from dcp_placements import (
     Unstack,
 )
 from dcp_placements.offline import export_safetensors, rehearse, reshard
-from dcp_placements.testing import FakeDTensor, FakeMesh
+from dcp_placements.testing import FakeDTensor, FakeMesh, World
 from tests.load.sides import Held, Side, at, parts_of, rows
 
 WHOLE = arange(10, 3)
@@ -423,4 +423,32 @@ def test_pieces_that_make_another_whole_have_no_line_to_paste(tmp_path: Path) ->
     short = replace(PLAIN, held=pieces(sizes=(4, 3, 3, 0)), shapes={"global_shape": (12, 3)})
     with refused() as refusal:
         short.saves(tmp_path)
+    assert "if uneven:" not in refusal.text
+
+
+@pytest.mark.parametrize("declared", [(3, 3, 2), (1, 3, 4), (4, 4, 4)])
+def test_sizes_that_are_wrong_get_the_line_with_those_of_all_ranks(
+    tmp_path: Path, declared: tuple[int, ...]
+) -> None:
+    world, parts = World(3), torch.arange(32.0).view(8, 4).split([4, 3, 1])
+
+    def planner(rank: int, sizes: tuple[int, ...], *, coordinate: int | None = None) -> Any:
+        mesh = MeshCoordinate(["ep"], [3], [rank if coordinate is None else coordinate])
+        rule = CheckpointPlacement(mesh, {"ep": RaggedShard(0, sizes)})
+        return Placements({"experts": rule}).save_planner()
+
+    with refused() as refusal:
+        world.save(tmp_path, lambda r: {"experts": parts[r]}, lambda r: planner(r, declared))
+    refusal.says(
+        'if uneven:   {"ep": RaggedShard(0, (4, 3, 1))} in the rule of every rank',
+        "likely:      sizes of RaggedShard that are of another topology, or in another order",
+    )
+    # Where all ranks say that they are the first, no size has a rank.
+    with refused() as refusal:
+        world.save(
+            tmp_path,
+            lambda r: {"experts": parts[r]},
+            lambda r: planner(r, (4, 3, 1), coordinate=0),
+        )
+    refusal.says("or a coordinate that is not this rank's")
     assert "if uneven:" not in refusal.text
