@@ -44,6 +44,7 @@ from dcp_placements.load.load_message import LoadMessage
 from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.save.local_plan import LocalPlan
 from dcp_placements.save.planner import PlacementSavePlanner
+from dcp_placements.short_text import near_names
 
 _lock = RLock()
 _entered: list[tuple[Serving, int]] = []
@@ -94,6 +95,13 @@ class Serving:
         self._ended, self._failed = ended, failed
         self._options = {"save": dict(save or {}), "load": dict(load or {})}
         for kind, options in self._options.items():
+            names = inspect.signature(_PLANNERS[kind]).parameters
+            for name in options.keys() - names.keys():
+                near = near_names(name, names, 3) or [*names]
+                raise PlacementError(
+                    f"{kind}={options}: there is no option {name!r}; there is "
+                    f"{', '.join(map(repr, near))}"
+                )
             try:
                 getattr(Placements(None), f"{kind}_planner")(**options)
             except (TypeError, PlacementError) as error:
@@ -282,6 +290,8 @@ class _Declared:
     def __call__(self) -> Placements:
         return self.placements
 
+
+_PLANNERS: dict[str, type] = {"save": PlacementSavePlanner, "load": PlacementLoadPlanner}
 
 _DEFAULTS: dict[str, tuple[type, tuple[str, ...]]] = {
     "save": (

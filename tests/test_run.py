@@ -310,7 +310,7 @@ def test_a_declaration_that_cannot_be_used_is_refused_at_the_save(
         (["--report", "no/report.json", "train.py"], "--report no/report.json: No such file"),
         (["--save", "digests", "train.py"], "'digests' is not KEY=VALUE"),
         (["--save", "digests=x", "train.py"], "--save={'digests': 'x'}: digests='x'"),
-        (["--save", "digest=full", "train.py"], "'digest'"),
+        (["--save", "digest=full", "train.py"], "no option 'digest'; there is 'digests'"),
         (["--load", "exchange=True", "--load", "x=1", "train.py"], "'x'"),
     ],
     ids=str,

@@ -27,7 +27,13 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.utils import find_state_dict_object
 
-from dcp_placements._torch import PLAIN_TYPES, chunk_list, has_hooks, is_dtensor_like
+from dcp_placements._torch import (
+    PLAIN_TYPES,
+    chunk_list,
+    has_hooks,
+    is_dtensor_like,
+    world_size,
+)
 from dcp_placements.bind.rule_and_dtensor import Placed, Placing, is_tensor
 from dcp_placements.bind.tensor_memory import memory_key, tied_keys
 from dcp_placements.errors import Fault
@@ -551,15 +557,16 @@ def _other_shape(asked: Asked, fqn: str, needed: tuple[int, ...], placed: Placed
         (dim,) = differing
         small, large = sorted((stored[dim], needed[dim]))
         if small and large % small == 0:
-            larger, cause = "stored", "does this load lack a rule for it,"
+            times = large // small
+            larger, cause = "stored", "does this load lack a rule for it"
+            # Of uneven shards that size is no axis of this job.
+            cause += f", on an axis of size {times}?" if world_size() % times == 0 else "?"
             if stored[dim] == small:
-                larger, cause = "needed", "saved without its placement"
-            cause += f" on an axis of size {large // small}?"
+                larger, cause = "needed", f"saved without its placement on an axis of size {times}?"
             if has_equal_cuts:
                 cause = "another number of experts or rows, since both sides cut it alike?"
             details.append(
-                f"likely:      on dim {dim} the {larger} size is {large // small} times the "
-                f"other: {cause}"
+                f"likely:      on dim {dim} the {larger} size is {times} times the other: {cause}"
             )
     if placed is not None and placed.rule is not None:
         details.append(f"by rule:     {placed.rule}")
