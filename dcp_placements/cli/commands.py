@@ -63,7 +63,11 @@ def inspect_command(
 
 @checkpoint_argument
 @argument(
-    "fqn", "[FQN]", "The tensor's key; without it, draw the bytes of each rank.", required=False
+    "fqns",
+    "[FQN]...",
+    "Keys of tensors; without any, draw the bytes of each rank.",
+    required=False,
+    nargs=-1,
 )
 @click.option(
     "-o",
@@ -73,13 +77,13 @@ def inspect_command(
     help="The .png or .svg file to write.",
 )
 @source_options()
-def draw_command(*, ckpt: str, fqn: str | None, output: str, opening: Opening) -> Shown:
-    """Draw a tensor's chunks by writer rank, or the bytes that each rank wrote."""
+def draw_command(*, ckpt: str, fqns: tuple[str, ...], output: str, opening: Opening) -> Shown:
+    """Draw chunks of tensors by writer rank, or the bytes that each rank wrote."""
     with progress("draw"):
         offline.check_picture_name(output)
-        figure = offline.draw(offline.open_source(ckpt, **opening), fqn)
+        figure = offline.draw(offline.open_source(ckpt, **opening), *fqns)
         offline.save_figure(figure, output, storage_options=opening["storage_options"])
-    document = {"path": ckpt, "fqn": fqn, "written": str(output)}
+    document = {"path": ckpt, "fqns": fqns, "written": str(output)}
     return Shown(document, text=lambda: format_name(f"{output}: written"))
 
 

@@ -162,9 +162,12 @@ class Argument(click.Argument):
         self.text = f"{text}  [required]" if self.required else text
 
 
-def argument(name: str, metavar: str, text: str, *, required: bool = True) -> CommandOption:
+def argument(
+    name: str, metavar: str, text: str, *, required: bool = True, nargs: int = 1
+) -> CommandOption:
     """Return an argument."""
-    return click.argument(name, cls=Argument, metavar=metavar, text=text, required=required)
+    options: dict[str, Any] = {"metavar": metavar, "required": required, "nargs": nargs}
+    return click.argument(name, cls=Argument, text=text, **options)
 
 
 checkpoint_argument = argument("ckpt", "CKPT", "The checkpoint's directory or URL.")

@@ -9,9 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dcp_placements.layout.sharding import Box, Cut, Sharding
+from dcp_placements.layout.sharding import Box, Cut, Kind, Sharding
 from dcp_placements.offline import draw, save_figure
-from dcp_placements.offline.picture import FEW, WrittenBox, bytes_figure, tensor_figure
+from dcp_placements.offline.picture import (
+    FEW,
+    DrawnTensor,
+    WrittenBox,
+    bytes_figure,
+    tensors_figure,
+)
 from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
 
 pytest.importorskip("matplotlib")
@@ -25,6 +31,11 @@ def pieces(shape: tuple[int, ...], sizes: tuple[int, ...]) -> list[WrittenBox]:
         for rank, positions in enumerate(sharding.positions())
         for chunk in sharding.shard(positions)[1]
     ]
+
+
+def tensor_figure(*tensor: Any) -> Any:
+    """Return the picture of one tensor."""
+    return tensors_figure("step-1", [DrawnTensor(*tensor)])
 
 
 def texts(figure: Any) -> list[str]:
@@ -117,7 +128,7 @@ def test_a_picture_of_a_checkpoint(tmp_path: Path, run: Run) -> None:
     assert svg.read_text() == first
     assert {path.name for path in tmp_path.iterdir()} == {"step-1", "w1.png", "all.svg"}
     drawn = texts(draw(tmp_path / "step-1", "layers.0.experts.w1"))
-    assert {f"rank {rank}" for rank in range(4)} <= set(drawn)
+    assert {f"rank {rank}" for rank in range(4)} <= {text[:6] for text in drawn}
 
 
 def test_what_cannot_be_drawn_is_exit_2(tmp_path: Path, run: Run) -> None:
@@ -131,3 +142,42 @@ def test_what_cannot_be_drawn_is_exit_2(tmp_path: Path, run: Run) -> None:
     ):
         assert message in run.fails("draw", *arguments)
     assert (tmp_path / "hf.png").read_bytes() == kept
+
+
+def test_ranks_have_the_coordinates_of_the_recorded_cuts() -> None:
+    cuts = Cut(1, "tp", 2), Cut(0, "dp", 2)
+    # Written out by hand: tp cuts columns and comes first, the rank is dp * 2 + tp.
+    made = [
+        WrittenBox(Box((20 * dp, 30 * tp), (20, 30)), f"rank {dp * 2 + tp}")
+        for dp, tp in product(range(2), range(2))
+    ]
+    drawn = texts(tensor_figure("w", (40, 60), "int8", made, cuts))
+    assert {f"rank {dp * 2 + tp}  tp={tp} dp={dp}" for dp in (0, 1) for tp in (0, 1)} <= {*drawn}
+    assert any("Shard(1) over 'tp' of size 2, then Shard(0) over 'dp'" in text for text in drawn)
+    others = [*made[:3], WrittenBox(Box((20, 30), (19, 30)), "rank 3")]  # of no such cut
+    drawn = texts(tensor_figure("w", (40, 60), "int8", others, cuts))
+    assert {f"rank {rank}" for rank in range(4)} <= {*drawn}
+    assert "rank 0" in texts(tensor_figure("w", (40, 60), "int8", made))
+
+
+def test_parts_of_a_fused_tensor_have_borders_and_numbers() -> None:
+    cut = Cut(0, "tp", 2, Kind.FUSED, (20, 10, 10))
+    starts = {0: (0, 10), 1: (10, 10), 2: (20, 5), 3: (25, 5), 4: (30, 5), 5: (35, 5)}
+    made = [WrittenBox(Box((a, 0), (n, 6)), f"rank {k % 2}") for k, (a, n) in starts.items()]
+    figure = tensor_figure("wqkv", (40, 6), "int8", made, (cut,))
+    parts = {text for text in texts(figure) if text.startswith("part")}
+    assert parts == {"part 0", "part 1", "part 2"}
+    assert "rank 1  tp=1" in texts(figure)
+    borders = [line.get_ydata()[0] for line in figure.axes[0].lines]
+    assert borders == [20, 30]
+
+
+def test_several_tensors_are_in_one_picture(tmp_path: Path, run: Run) -> None:
+    save_sharded(tmp_path / "step-1")
+    keys = ["layers.1.attention", "layers.0.experts.w1", "layers.0.norm"]
+    svg = tmp_path / "three.svg"
+    assert run("draw", tmp_path / "step-1", *keys, "-o", svg, "--json").json["fqns"] == keys
+    figure = draw(tmp_path / "step-1", *keys)
+    assert [axes.get_title(loc="left").split("\n")[0] for axes in figure.axes] == keys
+    assert "rank 3  ep=1 fsdp=1" in texts(figure)
+    assert "12 tensors at most" in run.fails("draw", tmp_path / "step-1", *keys * 5, "-o", svg)
