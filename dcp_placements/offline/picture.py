@@ -259,7 +259,7 @@ class _Drawing:
                 label = _label(format_name(chunk.writer), coordinates.get(chunk.box, ""), room)
                 place = x + wide / 2, y + high / 2, label
                 axes.text(*place, ha="center", bbox=around, **_LABEL, parse_math=False)
-        legend = {}
+        legend: dict[str, Any] = {}
         array = self._array
         holes = uncovered(Box.whole(self.tensor.shape), array, MAX_FLAWS)
         first, other = np.array(overlaps(array, MAX_FLAWS), np.int64).reshape(-1, 2).T
