@@ -94,7 +94,7 @@ def test_what_another_process_wrote_is_there_at_once(s3: str, tmp_path: Path, ru
     reader, directory = PlacementFileSystemReader(s3), existing_directory(s3)
     assert directory.names() == []
     assert fsspec.filesystem("s3").ls(s3) != []
-    with pytest.raises(FileNotFoundError, match=re.escape(f"{s3}: there is no .metadata")):
+    with pytest.raises(FileNotFoundError, match=re.escape(f"{s3}: no complete checkpoint")):
         reader.read_metadata()
     for step in range(2):
         state = {"w": torch.arange(10.0 + step)}
