@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from traceback import extract_tb
 from typing import Any, NamedTuple
 
 from dcp_placements.short_text import (
@@ -247,6 +248,12 @@ def raise_faults(opening: str, faults: Iterable[Fault], ending: str = "") -> Non
 def fault_error(opening: str, fqn: str, headline: str, *details: str) -> PlacementError:
     """Return the error of one fault."""
     return PlacementError(format_faults(opening, [Fault(fqn, headline, details)]))
+
+
+def raised_line(error: BaseException) -> str:
+    """Return the line of a message that says where a function of the user's raised an error."""
+    frame = extract_tb(error.__traceback__)[-1]
+    return f"raised:      {frame.filename}:{frame.lineno}, in {frame.name}"
 
 
 def packed_faults(faults: Sequence[Fault]) -> bytes:

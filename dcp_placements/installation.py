@@ -16,15 +16,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import RLock, current_thread, get_ident
-from traceback import extract_tb
 from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    LoadPlan,
-    SavePlan,
-)
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
 from dcp_placements._torch import (
     ASYNC_EXECUTORS,
@@ -33,16 +27,12 @@ from dcp_placements._torch import (
     SAVE,
     Seam,
     WholeFileLoadPlanner,
-    global_rank,
     world_size,
 )
 from dcp_placements.adoption import MAY_DIFFER, adopt, obstacle, ours_of
 from dcp_placements.declaration import Placements
-from dcp_placements.errors import Fault, PlacementError, packed_faults
-from dcp_placements.items import ItemsToCome
-from dcp_placements.load.load_message import LoadMessage
+from dcp_placements.errors import Fault, PlacementError, raised_line
 from dcp_placements.load.planner import PlacementLoadPlanner
-from dcp_placements.save.local_plan import LocalPlan
 from dcp_placements.save.planner import PlacementSavePlanner
 from dcp_placements.short_text import near_names
 
@@ -291,7 +281,7 @@ class _Declared:
         return self.placements
 
 
-_PLANNERS: dict[str, type] = {"save": PlacementSavePlanner, "load": PlacementLoadPlanner}
+_PLANNERS: dict[str, Any] = {"save": PlacementSavePlanner, "load": PlacementLoadPlanner}
 
 _DEFAULTS: dict[str, tuple[type, tuple[str, ...]]] = {
     "save": (
@@ -306,39 +296,16 @@ _DEFAULTS: dict[str, tuple[type, tuple[str, ...]]] = {
 """By call torch's planner, and those of its options that are carried over."""
 
 
-class _RefusedSave(PlacementSavePlanner):
-    """Sends a fault in place of a plan, so that all ranks are refused, and none waits."""
-
-    faults: bytes = b""
-
-    def create_local_plan(self) -> SavePlan:
-        """Return the fault, for the coordinator."""
-        plan = LocalPlan(global_rank(), faults=self.faults)
-        return SavePlan(ItemsToCome(), planner_data=plan)  # type: ignore[arg-type]
-
-
-class _RefusedLoad(PlacementLoadPlanner):
-    """Sends a fault in place of a plan, so that all ranks are refused, and none waits."""
-
-    faults: bytes = b""
-
-    def create_local_plan(self) -> LoadPlan:
-        """Return the fault, for the coordinator."""
-        message = LoadMessage(global_rank(), faults=self.faults)
-        return LoadPlan(ItemsToCome(), planner_data=message)  # type: ignore[arg-type]
-
-
 def _refusing(kind: str, error: Exception) -> Any:
     """Return a planner that refuses a save or load for which the declaration failed."""
     first, *more = str(error).split("\n")
     details = [line.strip() for line in more]
     headline = first
     if not isinstance(error, PlacementError):
-        frame = extract_tb(error.__traceback__)[-1]
         headline = f"the declaration fails: {type(error).__name__}: {first}"
-        details.append(f"raised:      {frame.filename}:{frame.lineno}, in {frame.name}")
-    planner: Any = _RefusedSave() if kind == "save" else _RefusedLoad()
-    planner.faults = packed_faults([Fault(f"this {kind}", headline, tuple(details))])
+        details.append(raised_line(error))
+    planner = _PLANNERS[kind]()
+    planner.refused = [Fault(f"this {kind}", headline, tuple(details))]
     return planner
 
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard
 
 from dcp_placements.advice.block import Fitting, MeshNames
 from dcp_placements.advice.facts import FactsOfRanks, OnRanks, TensorFacts, differing_axes
-from dcp_placements.advice.local_numbers import NAME_OF_EXPERTS, PIPELINE_AXIS
+from dcp_placements.advice.local_numbers import PIPELINE_AXIS
 from dcp_placements.layout.boxes import Shape
 from dcp_placements.layout.sharding import Sharding
 from dcp_placements.names.known_names import (
@@ -32,6 +32,7 @@ from dcp_placements.names.known_names import (
     DATA_AXIS,
     EXPERT_AXIS,
     GATE_UP,
+    NAMES_EXPERT,
     QKV,
     TENSOR_AXIS,
 )
@@ -103,7 +104,7 @@ class KindOfTensor(NamedTuple):
     @property
     def body(self) -> list[int]:
         """The dims but for that of stacked experts."""
-        is_stack = self.ndim == 3 and NAME_OF_EXPERTS.search(self.name) is not None
+        is_stack = self.ndim == 3 and NAMES_EXPERT.search(self.name) is not None
         return list(range(1 if is_stack else 0, self.ndim))
 
     @property
@@ -113,7 +114,7 @@ class KindOfTensor(NamedTuple):
 
     def is_stack(self, axis: str) -> bool:
         """Whether dim 0 is that of stacked experts, where an axis cuts it."""
-        is_expert = NAME_OF_EXPERTS.search(self.name) is not None
+        is_expert = NAMES_EXPERT.search(self.name) is not None
         return self.ndim == 3 and (is_expert or EXPERT_AXIS.match(axis) is not None)
 
 
@@ -575,7 +576,7 @@ def _penalty(kind: KindOfTensor, axis: str) -> int | None:
     is_known = kind.shape is not None
     if PIPELINE_AXIS.match(axis):
         return 5 if is_known else None
-    if NAME_OF_EXPERTS.search(kind.name):
+    if NAMES_EXPERT.search(kind.name):
         if EXPERT_AXIS.match(axis):
             return 0
         return 3 if DATA_AXIS.match(axis) else 1

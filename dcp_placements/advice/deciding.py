@@ -28,7 +28,6 @@ from dcp_placements.advice.cut_dims import (
 )
 from dcp_placements.advice.facts import FactsOfRanks, OnRanks
 from dcp_placements.advice.local_numbers import (
-    NAME_OF_EXPERTS,
     PIPELINE_AXIS,
     Continued,
     NumberRows,
@@ -40,7 +39,7 @@ from dcp_placements.advice.local_numbers import (
 )
 from dcp_placements.errors import PlacementError
 from dcp_placements.layout.boxes import Shape
-from dcp_placements.names.known_names import EXPERT_AXIS, TENSOR_AXIS
+from dcp_placements.names.known_names import EXPERT_AXIS, NAMES_EXPERT, TENSOR_AXIS
 from dcp_placements.names.optimizer_state import followed_dims
 from dcp_placements.names.renames import Renames, number_in
 from dcp_placements.rules.patterns import PlacementRules, compile_pattern, matches_any
@@ -212,7 +211,7 @@ class _Decision:
             f"taken as contiguous along {first.axis}; names and shapes fit other orders, too, such "
             "as round robin or interleaved stages"
         ]
-        usual = EXPERT_AXIS if NAME_OF_EXPERTS.search(head) else PIPELINE_AXIS
+        usual = EXPERT_AXIS if NAMES_EXPERT.search(head) else PIPELINE_AXIS
         if self.model is None and not usual.match(first.axis):
             texts.append(
                 f"or these are the same tensors on all ranks, cut along {first.axis}: rules for "

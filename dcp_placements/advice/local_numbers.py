@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 from dcp_placements.advice.block import Numbered
 from dcp_placements.advice.facts import FactsOfRanks, OnRanks, differing_axes
-from dcp_placements.names.known_names import DATA_AXIS, EXPERT_AXIS, TENSOR_AXIS
+from dcp_placements.names.known_names import DATA_AXIS, EXPERT_AXIS, NAMES_EXPERT, TENSOR_AXIS
 from dcp_placements.short_text import numbers_in, without_numbers
 
 UNNAMED_AXIS = re.compile(r"^cut\d+$")
 """Axes that contents alone show, and that are like none with a usual name."""
 PIPELINE_AXIS = re.compile(r"^(?:pp|pipe(?:line)?(?:_.*)?|stages?)$")
-NAME_OF_EXPERTS = re.compile(r"(?<!shared_)expert(?!_bias)")
 
 _OF_ANY_NAME = 3
 _NEVER = 9
@@ -129,7 +128,7 @@ def continued_numbers(
             continue
         numbered = Numbered(pattern_of_number(head), axis, row)
         if total is None and (penalty is None or not is_apart):
-            is_list = "{}" in head or NAME_OF_EXPERTS.search(head) is not None
+            is_list = "{}" in head or NAMES_EXPERT.search(head) is not None
             if is_apart and is_list and TENSOR_AXIS.match(axis):
                 shared = shared or numbered
             continue
@@ -175,7 +174,7 @@ def _penalty(facts: FactsOfRanks, head: str, axis: str, outside: Sequence[OnRank
         axis: The axis.
         outside: The tensors that have no such number.
     """
-    is_expert = NAME_OF_EXPERTS.search(head) is not None
+    is_expert = NAMES_EXPERT.search(head) is not None
     is_first = "{}" not in head
     if PIPELINE_AXIS.match(axis):
         return 0 if is_first and not is_expert else None

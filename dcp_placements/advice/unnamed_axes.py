@@ -18,7 +18,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from dcp_placements.advice.facts import FactsOfRanks
-from dcp_placements.advice.local_numbers import NAME_OF_EXPERTS
+from dcp_placements.names.known_names import NAMES_EXPERT
 from dcp_placements.rules.named_axes import NamedAxes, NamedAxis
 from dcp_placements.short_text import without_numbers
 
@@ -108,7 +108,7 @@ def _name_of_axis(
         used: Names of other axes.
     """
     likely = _TP
-    if all(map(NAME_OF_EXPERTS.search, names)):
+    if all(map(NAMES_EXPERT.search, names)):
         likely = "ep"
     elif any(
         len({axis.positions[p] for p in places}) < axis.size for _, places in facts.keys_by_ranks

@@ -178,6 +178,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
     metadata: Any = held_by("_load", "metadata")
     is_coordinator: Any = held_by("_load", "is_coordinator")
 
+    refused: Sequence[Fault] = ()
+    """Faults for which each load is refused on all ranks, as those of a declaration that failed."""
+
     def __init__(
         self,
         rules: Rules | None = None,
@@ -258,9 +261,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             mappings: Where each value stands in the user's state dict, by this rank's key.
             metadata: Those of the checkpoint.
         """
-        self._load = load = RankLoad()
+        self._load = load = RankLoad(refusal=self.refused)
         load.metadata, load.state_dict, load.mappings = metadata, state_dict, mappings
-        if self.rename is not None:
+        if self.rename is not None and not load.refusal:
             load.renamed = renamed = rename_keys(state_dict, mappings, self.rename, may_share=True)
             load.refusal = renamed.faults
             if not load.refusal:
@@ -335,11 +338,12 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         waived = policy.waived
         notes = [*lint(placing.placed.values(), renamed=rename is not None, waived=waived)]
         notes += doubt_notes(request)
-        of_save = request.asked.record
-        if rename is not None or (of_save is not None and of_save.renames):
+        of_save = () if request.asked.record is None else request.asked.record.renames
+        own_steps = () if rename is None else recorded(rename)
+        if any(step.kind == "Transpose" for step in (*own_steps, *of_save)):
             tensors = [group for group in request.groups if group.reads is not None]
             shapes = {fqn: group.entry.size for group in tensors for fqn in group.fqns}
-            notes += turned_notes(recorded(rename), shapes, request.asked)
+            notes += turned_notes(own_steps, shapes, request.asked)
         notes += unknown_notes(request.asked)
         load.report.warnings += tuple(map(str, notes))
         statement = replace(statement, notes=tuple(notes))

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from traceback import extract_tb
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from dcp_placements.errors import (
     CannotPlace,
     Fault,
     raise_faults,
+    raised_line,
 )
 from dcp_placements.names.recorded_numbers import NumberedKey
 from dcp_placements.names.rename_results import (
@@ -191,10 +191,9 @@ def rename_keys(
             faults.append(error.fault(key))
             continue
         except Exception as error:
-            frame = extract_tb(error.__traceback__)[-1]
             headline = f"the rename fails: {type(error).__name__}: {error}"
-            raised = f"raised:      {frame.filename}:{frame.lineno}, in {frame.name}"
-            faults.append(Fault(key, headline, (raised, "way out:     a name for every key")))
+            way_out = "way out:     a name for every key"
+            faults.append(Fault(key, headline, (raised_line(error), way_out)))
             continue
         if isinstance(new, Transposed) and not getattr(value, "shape", ()):
             new = new.fqn  # a scalar or an object

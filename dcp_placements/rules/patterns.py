@@ -15,13 +15,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from traceback import extract_tb
 from typing import Any
 
 from dcp_placements.errors import (
     CannotPlace,
     Fault,
     PlacementError,
+    raised_line,
 )
 from dcp_placements.rules.placement import CheckpointPlacement
 from dcp_placements.short_text import format_names, near_names
@@ -227,11 +227,10 @@ def asked(
     except CannotPlace:  # rules refuse a tensor by it
         raise
     except Exception as error:
-        frame = extract_tb(error.__traceback__)[-1]
         on = "" if rank is None else f" on rank {rank}"
         raise PlacementError(
             f"{fqn}: the rules fail{on}: {type(error).__name__}: {error}\n"
-            f"    raised:      {frame.filename}:{frame.lineno}, in {frame.name}\n"
+            f"    {raised_line(error)}\n"
             f"    by rule:     {rule_name(rules, fqn)}\n"
             "    way out:     a CheckpointPlacement for this tensor, or None where it keeps its "
             "own mesh and placements"

@@ -39,11 +39,18 @@ def doubtful_states(placing: Placing) -> tuple[DoubtfulState, ...]:
     Args:
         placing: The tensors of the rank, with the checkpoint's keys, optimizer state among them.
     """
+    followers = [
+        (fqn, placed)
+        for fqn, placed in placing.placed.items()
+        if placed.is_follower and not placed.is_whole
+    ]
+    if not followers:
+        return ()
     states = OptimizerStates(placing.state_dict)
     counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
     chosen: list[tuple[str, Placed]] = []
-    for fqn, placed in sorted(placing.placed.items()):
-        if not placed.is_follower or placed.is_whole or (state := states.of(fqn)) is None:
+    for fqn, placed in sorted(followers, key=lambda item: item[0]):
+        if (state := states.of(fqn)) is None:
             continue
         key = state.name.partition(".")[0], tuple(placed.tensor.shape)
         if state.name not in KNOWN_STATES and counts[key] < _MOST_OF_A_SHAPE:

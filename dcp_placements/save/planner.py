@@ -218,6 +218,9 @@ class PlacementSavePlanner(DefaultSavePlanner):
     metadata: Any = held_by("_save", "metadata")
     is_coordinator: Any = held_by("_save", "is_coordinator")
 
+    refused: Sequence[Fault] = ()
+    """Faults for which each save is refused on all ranks, as those of a declaration that failed."""
+
     def __init__(
         self,
         rules: Rules | None = None,
@@ -293,7 +296,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             )
         if not self.flatten_state_dict:  # else torch refuses them
             check_texts(state_dict)
-        self._save = save = RankSave()
+        self._save = save = RankSave(refusal=self.refused)
         save.is_coordinator = is_coordinator
         stock = set_up_by_torch(DefaultSavePlanner, self, state_dict)
         save.state_dict, save.mappings = stock.state_dict, stock.mappings
@@ -307,7 +310,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         if save.directory and "://" not in save.directory:
             # Ranks may have working directories of their own.
             save.directory = os.path.abspath(save.directory)
-        if self.rename is None:
+        if self.rename is None or save.refusal:
             return
         renamed = rename_keys(save.state_dict, save.mappings, self.rename, may_share=True)
         save.refusal = renamed.faults

@@ -123,9 +123,10 @@ def conflicts_of(
         _, first, content = np.unique(column, return_index=True, return_inverse=True)
         # The first row with the same content, for each row: equal whatever the digests are.
         axes = reduced.get(fqn, ())
-        key = first[content].tobytes() + (column == 0).tobytes(), axes
+        is_mean = RUNNING_STATISTIC.search(fqn) is not None
+        key = first[content].tobytes() + (column == 0).tobytes(), axes, is_mean
         if key not in texts:
-            texts[key] = _conflict(piece, column, holders, axes)
+            texts[key] = _conflict(piece, column, holders, axes, is_mean=is_mean)
         fault, differs = texts[key]
         headline, details = fault.headline, fault.details
         is_own = piece.group.kind == OBJECT and not is_by_position(fqn, lists)
@@ -133,9 +134,6 @@ def conflicts_of(
             headline, details = f"{headline}; that of the lowest is kept", details + _RANKS_OWN
         elif piece.group.kind == OBJECT:  # groups decide on the parameters
             details += _OTHER_GROUPS
-        elif RUNNING_STATISTIC.search(fqn):
-            start = next(i for i, line in enumerate(details) if line.startswith("likely:"))
-            details = (*details[:start], *_OWN_MEANS)
         (of_key,) = faults_of_keys(world, piece, headline, details, fault.where, [position])
         is_drift = len(differs) == 1 and _is_dense(world, piece, position)
         yield Conflict(of_key, is_own, differs[0] if is_drift else None)
@@ -213,7 +211,7 @@ def reduced_axes(world: World) -> dict[str, tuple[str, ...]]:
 
 
 def _conflict(
-    piece: Piece, digests: Digests, holders: Holders, reduced: Sequence[str]
+    piece: Piece, digests: Digests, holders: Holders, reduced: Sequence[str], *, is_mean: bool
 ) -> tuple[Fault, list[str]]:
     """Return the fault of all keys with these digests, without a key, and the axes that differ.
 
@@ -222,6 +220,7 @@ def _conflict(
         digests: The digest of each row.
         holders: The holders.
         reduced: The axes along which the keys are reduced.
+        is_mean: Whether the keys are running means.
     """
     cover = piece.cover
     ordered, ranks = digests[cover.order].tolist(), cover.ranks[cover.order].tolist()
@@ -264,8 +263,9 @@ def _conflict(
             f"             {ANYWAY}",
         ]
         return Fault("", headline, tuple(details), (where,)), differs
-    if not piece.group.shape:
-        return Fault("", headline, tuple(details) + _OWN_NUMBER, (where,)), differs
+    if is_mean or not piece.group.shape:
+        details += _OWN_MEANS if is_mean else _OWN_NUMBER
+        return Fault("", headline, tuple(details), (where,)), differs
     along = " or ".join([_quoted(axes, " and ") for axes in choices[:_SHOWN_AXES]])
     along = f" over {along}" if along else ""
     details += [

@@ -112,7 +112,7 @@ def _unlike_faults(finding: Unlike, world: World, holders: Holders) -> list[Faul
             "the same rules on all ranks; a name of its own (rename=) for each tensor",
         ]
         if (line := _uneven_line(piece)) is not None:
-            details[1:1] = [line]
+            details.insert(1, line)
             details.append(UNEVEN_PAGE)
         elif (line := _flat_line(piece, holders)) is not None:
             details += [line, UNEVEN_PAGE]
