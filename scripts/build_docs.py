@@ -167,10 +167,11 @@ def with_references(body: str) -> str:
 
 def broken_links(out: Path) -> Iterator[str]:
     """Yield a line for each link of the guides' pages that leads to no file, or to no anchor."""
-    texts = {page: (out / page_name(page)).read_text() for page in pages()}
+    files = {page: out / page_name(page) for page in pages()}
+    texts = {page: file.read_text() for page, file in files.items() if file.is_file()}
     anchors: dict[Path, set[str]] = {}
     for page, text in texts.items():
-        file = out / page_name(page)
+        file = files[page]
         for _, link in LINK.findall(text):
             path, _, anchor = link.partition("#")
             if "://" in link:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from dcp_placements.cli import main
-from dcp_placements.convert import conversion, writing
+from dcp_placements.convert import conversion, format_writers
 from dcp_placements.offline import CannotLook, export_safetensors, import_checkpoint, reshard
 from dcp_placements.storage import store
 from tests.offline_scenes import Run, rules_by_ep, save_hugging_face, save_sharded, wholes
@@ -44,7 +44,7 @@ def write_sources() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(writing, "FILE_NBYTES", 200)
+    monkeypatch.setattr(format_writers, "FILE_NBYTES", 200)
     monkeypatch.chdir(tmp_path)
     write_sources()
     return tmp_path
@@ -141,14 +141,14 @@ def test_stopped_at_any_moment_it_goes_on(name: str, folder: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from dcp_placements.convert import writing
+from dcp_placements.convert import format_writers
 from tests.convert.test_interrupted import CONVERSIONS
 
 def kill(done, total):
     if done > total / 2:
         os.kill(os.getpid(), signal.SIGKILL)
 
-writing.FILE_NBYTES = 200
+format_writers.FILE_NBYTES = 200
 for number, convert in enumerate(CONVERSIONS.values()):
     child = os.fork()
     if not child:

@@ -28,7 +28,7 @@ from dcp_placements import (
     Stack,
     contiguous,
 )
-from dcp_placements.convert import writing
+from dcp_placements.convert import format_writers
 from dcp_placements.offline import CannotLook, diff, inspect, open_source, rehearse, reshard, verify
 from dcp_placements.testing import FakeDTensor, World, cut, damage
 from tests.offline_scenes import Run, rules_by_ep, save_hugging_face, save_sharded
@@ -180,7 +180,7 @@ def test_contents_of_any_dtype_and_size_are_those_of_the_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short: int
 ) -> None:
     monkeypatch.setattr("dcp_placements.offline.assembly.SHORT_NBYTES", short)
-    monkeypatch.setattr(writing, "LEAST_NBYTES", 100)
+    monkeypatch.setattr(format_writers, "LEAST_NBYTES", 100)
     monkeypatch.setattr("dcp_placements.convert.conversion.MEMORY_NBYTES", 100)
     whole: dict[str, Any] = {
         str(dtype): (torch.arange(24 * 9) % 5).reshape(24, 9).to(dtype)

@@ -25,7 +25,7 @@ from dcp_placements import (
     Stack,
     Unstack,
 )
-from dcp_placements.convert import writing
+from dcp_placements.convert import format_writers
 from dcp_placements.offline import (
     CannotLook,
     diff,
@@ -85,7 +85,7 @@ def test_pieces_and_files_are_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
     whole = {"w": arange((1 << 16, 8)), "v": arange((7, 5))}
     (tmp_path / "hf").mkdir()
     save_file(whole, tmp_path / "hf" / "model.safetensors")
-    monkeypatch.setattr(writing, "FILE_NBYTES", 1 << 20)
+    monkeypatch.setattr(format_writers, "FILE_NBYTES", 1 << 20)
     import_checkpoint(tmp_path / "hf", tmp_path / "ckpt", memory=4 << 20)
     assert_holds(tmp_path / "ckpt", whole)
     sizes = [path.stat().st_size for path in (tmp_path / "ckpt").glob("*.distcp")]
