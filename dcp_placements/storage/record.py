@@ -134,6 +134,8 @@ class Record(NamedTuple):
             entries = file.infolist()
             # torch.load uses the header before an entry; this compares it with the directory.
             for entry in entries:
+                if entry.external_attr & _IS_DIRECTORY:
+                    raise zipfile.BadZipFile(f"{entry.filename} is marked as a directory")
                 file.open(entry).close()
             # What a load cannot open is refused, whatever the checksums say.
             if any(entry.filename.endswith("/data.pkl") for entry in entries):
@@ -239,6 +241,10 @@ class SoundRecords:
         nbytes = sum(entry.file_size for entry in entries)
         self._by_size[part.size] = _Common(is_fixed, fixed, tuple(summed), nbytes)
 
+
+_IS_DIRECTORY = 0x10
+"""An attribute of MS-DOS in a zip file's directory. Torch's reader does not read the name of such
+an entry and uses memory that nothing was written to: a load succeeds or fails by chance."""
 
 _ID = "/.data/serialization_id"
 """The end of the name of an entry whose contents follow from the checksums of the others."""

@@ -277,6 +277,19 @@ def test_a_record_like_a_sound_one_is_checked_as_by_itself() -> None:
         assert (like.broken is None) == (alone.broken is None), place
 
 
+def test_an_entry_that_became_a_directory_is_refused_every_time() -> None:
+    """Torch's reader takes its name from memory that nothing was written to."""
+    held = io.BytesIO()
+    torch.save(torch.arange(6.0), held)
+    data = bytearray(held.getvalue())
+    place = data.index(b"PK\x01\x02") + 38  # the external attributes of the first entry
+    data[place] ^= 0x10
+    for _ in range(100):
+        check = Record(range_in_memory(bytes(data))).check()
+        assert check.broken is not None
+        assert "archive/data.pkl is marked as a directory" in check.broken
+
+
 def test_a_damaged_directory_is_a_problem_of_the_record_and_no_error_of_the_disk() -> None:
     held = io.BytesIO()
     torch.save(torch.arange(6.0).reshape(2, 3).t(), held)
