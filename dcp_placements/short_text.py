@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import cache
 from itertools import product
 from typing import NamedTuple
 
@@ -51,14 +52,17 @@ def folded_keys(keys: Iterable[str] | Mapping[str, Hashable]) -> list[FoldedKeys
     ['h.0-1.w', 'h.1.b', 'head']
     """
     values: Mapping[str, Hashable] = keys if isinstance(keys, Mapping) else dict.fromkeys(keys)
-    by_text: dict[tuple[tuple[str, ...], Hashable], dict[_Numbers, str]] = {}
+    by_text: dict[tuple[_Texts, _Texts, Hashable], dict[_Numbers, str]] = {}
+    split = cache(_split)  # keys have most of their beginnings and ends in common
     for key, value in values.items():
-        # "layers.0.w" is split into "layers.", "0", ".w": every second one is a number.
-        split = _FOLDED.split(key) if len(key) <= MAX_NAME else [key]
-        numbers = tuple(map(int, split[1::2]))
-        by_text.setdefault((tuple(split[::2]), value), {})[numbers] = key
+        head, dot, tail = key.rpartition(".") if len(key) <= MAX_NAME else ("", "", "")
+        head_texts, head_numbers = split(head)
+        tail_texts, tail_numbers = split(dot + tail) if len(key) <= MAX_NAME else ((key,), ())
+        numbers = head_numbers + tail_numbers
+        by_text.setdefault((head_texts, tail_texts, value), {})[numbers] = key
     result = []
-    for (texts, _), members in by_text.items():
+    for (head_texts, tail_texts, _), members in by_text.items():
+        texts = (*head_texts[:-1], head_texts[-1] + tail_texts[0], *tail_texts[1:])
         for ranges in _products(frozenset(members)):
             formatted = [format_numbers(numbers).replace(", ", ",") for numbers in ranges]
             between = zip(formatted, texts[1:], strict=True)
@@ -66,6 +70,15 @@ def folded_keys(keys: Iterable[str] | Mapping[str, Hashable]) -> list[FoldedKeys
             keys_of_name = tuple([members[numbers] for numbers in product(*ranges)])
             result.append(FoldedKeys(name, keys_of_name))
     return sorted(result, key=lambda folded: natural_key(folded.keys[0]))
+
+
+def _split(text: str) -> tuple[_Texts, _Numbers]:
+    """Return the texts between the numbers of a text, and the numbers.
+
+    ``"layers.0.w"`` is ``(("layers.", ".w"), (0,))``.
+    """
+    parts = _FOLDED.split(text)
+    return tuple(parts[::2]), tuple(map(int, parts[1::2]))
 
 
 def numbers_in(key: str) -> Iterator[tuple[str, int, str]]:
@@ -98,8 +111,8 @@ def _products(members: frozenset[_Numbers]) -> list[tuple[_Numbers, ...]]:
     if () in members:
         return [()]
     rests: dict[int, set[_Numbers]] = {}
-    for first, *rest in members:
-        rests.setdefault(first, set()).add(tuple(rest))
+    for numbers in members:
+        rests.setdefault(numbers[0], set()).add(numbers[1:])
     by_rest: dict[frozenset[_Numbers], list[int]] = {}
     for first in sorted(rests):
         by_rest.setdefault(frozenset(rests[first]), []).append(first)
@@ -109,12 +122,13 @@ def _products(members: frozenset[_Numbers]) -> list[tuple[_Numbers, ...]]:
 
 
 _Numbers = tuple[int, ...]
+_Texts = tuple[str, ...]
 
 _DIGITS = re.compile(r"(\d+)")
 # A whole component, or the expert in Megatron's weight3; the digit of w1 belongs to the name.
 # The test for a first digit makes the search twice as fast. Numbers have at most 18 digits, since
 # Python refuses to read one of thousands.
-_FOLDED = re.compile(r"(?=[0-9])(?:^|(?<=\.)|(?<=\.weight)|(?<=\.bias))(0|[1-9]\d{0,17})(?=\.|$)")
+_FOLDED = re.compile(r"(?=[0-9])(?:^|(?<=\.)|(?<=\.weight)|(?<=\.bias))(0|[1-9]\d{0,17})(?=\.|\Z)")
 
 
 def format_numbers(numbers: Iterable[int]) -> str:
