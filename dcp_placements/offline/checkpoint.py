@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
@@ -30,7 +30,7 @@ from dcp_placements.errors import (
     PlacementError,
 )
 from dcp_placements.items import object_read
-from dcp_placements.layout.boxes import Index, as_boxes
+from dcp_placements.layout.boxes import Index, as_boxes, unique
 from dcp_placements.layout.sharding import Box
 from dcp_placements.offline.directory import versions_of
 from dcp_placements.rules.mesh_axes import MeshAxes
@@ -439,16 +439,16 @@ class Checkpoint(ABC):
         """Names of the files that hold any of a key, sorted, by key."""
         rows = self.rows
         files_of: dict[str, tuple[str, ...]] = {}
-        names_of: dict[bytes, tuple[str, ...]] = {}  # many keys are in the same files
         for keys in self.key_classes:
             number = int(rows.class_of[keys[0]])
             for some, table in rows.row_batches(number, np.array(keys)) if number >= 0 else ():
-                for key, files in zip(some.tolist(), table.file, strict=True):
-                    content = files.tobytes()
-                    if content not in names_of:
-                        names = {rows.files[file] for file in files.tolist()}
-                        names_of[content] = tuple(sorted(names))
-                    files_of[rows.fqns[key]] = names_of[content]
+                first, kinds = unique(table.file)
+                names = [
+                    tuple(sorted({rows.files[file] for file in files}))
+                    for files in table.file[first].tolist()
+                ]
+                fqns = map(rows.fqns.__getitem__, some.tolist())
+                files_of.update(zip(fqns, map(names.__getitem__, kinds.tolist()), strict=True))
         return files_of
 
     def locations_of(self, fqn: str) -> dict[Offset, tuple[Any, ...]]:
@@ -467,13 +467,13 @@ class Checkpoint(ABC):
     @cached_property
     def key_classes(self) -> list[list[int]]:
         """Numbers of keys in ``rows``; keys that are cut and placed equally are in one list."""
-        classes: dict[Hashable, list[int]] = {}
-        locations = self.rows.class_of.tolist()
-        for key, (fqn, number) in enumerate(zip(self.rows.fqns, locations, strict=True)):
-            tensor = self.tensors.get(fqn)
-            cut = fqn in self.objects if tensor is None else tensor.cut
-            classes.setdefault((number, cut), []).append(key)
-        return list(classes.values())
+        entries, count = self.rows.entries, len(self.rows.fqns)
+        cuts = np.full(count, -2)  # of keys without an entry
+        cuts[: len(entries.fqns)] = np.array([*entries.list_of, -1])[entries.form_of]
+        _, numbers = unique(np.stack([self.rows.class_of, cuts], axis=1))
+        order = np.argsort(numbers, kind="stable")
+        classes = np.split(order, np.cumsum(np.bincount(numbers))[:-1])
+        return sorted([keys.tolist() for keys in classes if len(keys)])
 
     def records(self) -> Iterator[StoredRecord]:
         """Yield the records of all tensors and objects that have a location, and their copies."""

@@ -266,7 +266,7 @@ def inspect(
     stored = {name: tensor for name, tensor in checkpoint.tensors.items() if name in keys}
     held = {name: record for name, record in checkpoint.objects.items() if name in keys}
     values = plain_values(checkpoint, held.values())
-    tensors = _tensor_infos(stored)
+    tensors = _tensor_infos(stored, checkpoint.files_by_key)
     every = tensors.values()
     return Inspection(
         path=checkpoint.path,
@@ -297,12 +297,14 @@ def inspect(
     )
 
 
-def _tensor_infos(stored: Mapping[str, StoredTensor]) -> dict[str, TensorInfo]:
+def _tensor_infos(
+    stored: Mapping[str, StoredTensor], files_of: Mapping[str, tuple[str, ...]]
+) -> dict[str, TensorInfo]:
     """Return the facts on tensors by key; tensors that differ in their keys alone share them."""
     infos: dict[Hashable, TensorInfo] = {}
     tensors = {}
     for name, tensor in stored.items():
-        files = tensor.files
+        files = files_of.get(name, ())
         kind = tensor.shape, tensor.dtype, tensor.cut, files
         if kind not in infos:
             shown = (

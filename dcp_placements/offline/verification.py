@@ -267,13 +267,14 @@ class _Checks:
                         fault = CheckpointFault(kind, fqns_of(records), (file,), finding)
                         faults.append(fault)
                 for record in records:
-                    if record.end > size:
+                    start, nbytes = record.start, record.nbytes
+                    if start + nbytes > size:
                         continue
-                    is_small = record.nbytes <= WINDOW_NBYTES // 16
-                    if is_small and opened.held(record.start, record.nbytes) is None:
-                        window = bytearray(min(WINDOW_NBYTES, size - record.start))
-                        opened.hold(memoryview(window), record.start)
-                    byte_range = ByteRange(opened, record.start, record.nbytes)
+                    is_small = nbytes <= WINDOW_NBYTES // 16
+                    if is_small and opened.held(start, nbytes) is None:
+                        window = bytearray(min(WINDOW_NBYTES, size - start))
+                        opened.hold(memoryview(window), start)
+                    byte_range = ByteRange(opened, start, nbytes)
                     for kind, finding in self._checkpoint.verify_record(self, byte_range, record):
                         message = f"{record_name(self._checkpoint, record)} in {file}: {finding}"
                         faults.append(CheckpointFault(kind, (record.fqn,), (file,), message))
@@ -315,6 +316,8 @@ class _Checks:
         head = None if record.transforms else self._heads.find(byte_range)
         if head is not None:
             yield from self._mismatches(record, head.shape, head.dtype)
+            if not self._contents:
+                return
         broken = list(self.checksums(byte_range, head)) if self._contents else []
         yield from broken
         # A wrong checksum is more specific than that it cannot be loaded.
@@ -496,7 +499,7 @@ def file_faults(
         why = checkpoint.directory.why_barred(file) or "the file is not there"
         yield CheckpointFault("missing_file", fqns_of(records), (file,), why)
         return
-    beyond = [record for record in records if record.end > size]
+    beyond = [record for record in records if record.start + record.nbytes > size]
     if beyond:
         message = (
             f"{size} bytes, and {max(record.end for record in beyond)} are needed: "
@@ -506,12 +509,13 @@ def file_faults(
     # Two keys may share one whole record; two records may not share some bytes.
     reached, end = records[0], records[0].end  # the earlier record that ends last
     for record in records:
-        if reached.start < record.start < end and not checkpoint.may_share_bytes:
+        start = record.start
+        if start < end and reached.start < start and not checkpoint.may_share_bytes:
             names = (record_name(checkpoint, holder) for holder in (reached, record))
-            message = f"bytes {record.start}-{end} belong to {' and to '.join(names)}"
+            message = f"bytes {start}-{end} belong to {' and to '.join(names)}"
             yield CheckpointFault("shared_bytes", fqns_of([reached, record]), (file,), message)
-        if record.end > end:
-            reached, end = record, record.end
+        if start + record.nbytes > end:
+            reached, end = record, start + record.nbytes
 
 
 def fqns_of(records: Iterable[StoredRecord]) -> tuple[str, ...]:

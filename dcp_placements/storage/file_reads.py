@@ -265,6 +265,11 @@ class ByteRange(NamedTuple):
         self.read_into(memoryview(data), position)
         return bytes(data)
 
+    def begins_with(self, start: bytes) -> bool:
+        """Whether the first bytes are these; there must be as many."""
+        held = self.file.held(self.start, len(start))
+        return (self.read(0, len(start)) if held is None else bytes(held)) == start
+
     def stream(self) -> io.BufferedIOBase:
         """Return the bytes as a stream."""
         return io.BufferedReader(ByteRangeIO(self.size, self.read_into))

@@ -110,7 +110,7 @@ class HeadCache:
             part: The record, of which only the head is read.
         """
         start, record = self._latest.get(part.size, (b"", None))
-        if record is not None and part.read(0, len(start)) == start:
+        if record is not None and part.begins_with(start):
             return record
         for nbytes in HEADS_NBYTES:
             head = part.read(0, nbytes)
