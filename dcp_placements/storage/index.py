@@ -37,6 +37,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, pairwise
 from math import prod
+from operator import itemgetter
 from typing import IO, Any, NamedTuple, cast
 from zipfile import ZipFile
 
@@ -486,15 +487,25 @@ def index_of_locations(
         entries: Entries of the state dict.
         copies: As in ``build_index``.
     """
-    if not copies:
+    every = list(locations)
+    counts = Counter(map(itemgetter(0), every))
+    if len(counts) < len(every):
         # If two rows are for the same chunk, the later one counts.
-        locations = {(location.fqn, location.offset): location for location in locations}.values()
-    files: dict[str, list[StoredLocation]] = {}
-    for location in locations:
-        files.setdefault(location.path, []).append(location)
-    counts = Counter([location.fqn for held in files.values() for location in held])
-    whole = {fqn for fqn, count in counts.items() if count == 1}
-    results = [WriteResults.of(held, whole) for held in files.values()]
+        chunk = itemgetter(0, 1, 2) if copies else itemgetter(0, 1)
+        every = list(dict(zip(map(chunk, every), every, strict=True)).values())
+        counts = Counter(map(itemgetter(0), every))
+    shared: dict[str, list[StoredLocation]] = {location[2]: [] for location in every}
+    apart = [location for location in every if counts[location[0]] == 1]
+    for location in every if len(apart) < len(every) else ():
+        if counts[location[0]] > 1:
+            shared[location[2]].append(location)
+    results = [
+        WriteResults(*Template.of(held, (path,)), (path,), ()) for path, held in shared.items()
+    ]
+    if apart:
+        order = {path: number for number, path in enumerate(shared)}
+        apart.sort(key=lambda location: order[location[2]])
+        results.append(WriteResults.of(apart))
     return build_index(results, entries, copies=copies)
 
 
@@ -518,7 +529,7 @@ def build_index(
         content = result.template if isinstance(result.template, bytes) else result.template.content
         writers_of.setdefault(content, []).append(writer)
     template_of = np.zeros(len(written), np.int64)
-    numbers = {fqn: number for number, fqn in enumerate(entries.fqns)}
+    numbers = dict(zip(entries.fqns, range(len(entries.fqns)), strict=True))
     transforms: dict[Transforms, int] = {}
     templates = [TemplateRows(*np.zeros((len(TemplateRows._fields), 0), np.int64))]
     slots: list[list[Sequence[tuple[int, Offset]]]] = []

@@ -36,7 +36,6 @@ from dcp_placements.storage.index import (
     files_in_archive,
     index_of,
     packed_index,
-    paths_of,
     unpacked_archive,
     unpacked_index,
 )
@@ -52,11 +51,8 @@ from dcp_placements.storage.torch_metadata import (
     ChunkList,
     Entries,
     build_entries,
-    check_count,
     check_entries,
     check_facts,
-    check_fields,
-    check_files,
 )
 
 Opener = Callable[[], AbstractContextManager[IO[bytes]]]
@@ -269,18 +265,10 @@ def in_columns(metadata: Any) -> Metadata:
     if type(metadata) is not Metadata:
         raise TypeError(f"a {type(metadata).__name__} in place of a Metadata")
     check_facts(metadata)
-    stored, data = metadata.state_dict_metadata, metadata.storage_data
-    assert data is not None
-    if not isinstance(data, RowIndex):
-        if isinstance(stored, dict):
-            # Keys may share a list.
-            lists = [getattr(entry, "chunks", ()) for entry in stored.values()]
-            check_count(sum(len(chunks) for chunks in lists if isinstance(chunks, list)), len(data))
-        check_fields(metadata)
-        check_files(paths_of(data))
-    rows = index_of(metadata)
-    check_entries(rows.entries, len(data))
-    return with_columns(metadata, rows)
+    rows = metadata.storage_data
+    assert isinstance(rows, RowIndex), "its entries and places are in columns since they were read"
+    check_entries(rows.entries, len(rows))
+    return metadata
 
 
 def with_columns(metadata: Metadata, rows: RowIndex) -> Metadata:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Mapping
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from itertools import chain, islice, repeat
+from numbers import Integral
+from operator import attrgetter
 from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import IO, Any, ClassVar, NoReturn
 
@@ -22,7 +24,10 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
 
 from dcp_placements._torch import MemoryFormat, StorageInfo, layout_named
+from dcp_placements.layout.boxes import as_array
+from dcp_placements.layout.sharding import Box
 from dcp_placements.short_text import format_error
+from dcp_placements.storage.index import index_of_locations
 from dcp_placements.storage.provenance import provenance_of
 from dcp_placements.storage.safe_pickle import (
     DTYPES,
@@ -38,6 +43,12 @@ from dcp_placements.storage.torch_metadata import (
     PICKLED_PROPERTIES,
     PORTABLE_PROPERTIES,
     PROPERTIES,
+    ChunkList,
+    Entries,
+    StoredLocation,
+    check_count,
+    check_files,
+    check_values,
 )
 
 PATHS = "pathlib"
@@ -87,95 +98,166 @@ def load_safely(stream: IO[bytes], newer: set[str] | None = None) -> Any:
     """
     unpickler = _SafeMetadata(stream.read())
     value = unpickler.load()
+    unknown, most = unpickler.newer, unpickler.most_elements
+    del unpickler  # which refers to all that it read
     # In an index the metadata are the first value of a tuple, and the forms of entries the second.
     is_index = type(value) is tuple and len(value) == 2 and type(value[0]) is _OF_ALL
     metadata, *forms = value if is_index else (value,)
     try:
-        restore = _Restored(unpickler.newer)
-        restore.metadata(metadata)
+        if type(metadata) is _OF_ALL:
+            _become(metadata)
+            _become(metadata.storage_meta)
+            if not is_index:
+                _put_columns(metadata, unknown)
         for listed in forms:
-            listed[:] = map(restore.entry, listed)
+            entries = _entries([], listed, unknown, rows=0)
+            listed[:] = map(entries.forms.__getitem__, entries.form_of)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise refusal(f"it is no metadata: {format_error(error)}") from error
     if newer is not None:
-        newer.update(unpickler.newer)
+        newer.update(unknown)
     if type(metadata) is Metadata:
-        _check_unfolded(metadata, unpickler.most_elements)
+        _check_unfolded(metadata, most)
     return value
 
 
-class _Restored:
-    """Makes torch's objects of the stand-ins of a pickle.
+def _put_columns(metadata: Metadata, newer: set[str]) -> None:
+    """Replace the entries and places of a pickle, which are stand-ins, by columns, checked.
+
+    Values of one attribute of all stand-ins are taken and checked at a time, without code of Python
+    for each: there are some hundred thousand of them.
 
     Args:
+        metadata: The metadata.
         newer: Receives texts, as in ``load_safely``.
     """
+    stored, places = (vars(metadata).pop(n, None) for n in ("state_dict_metadata", "storage_data"))
+    check_values("storage_data", [places], dict)
+    check_values("state_dict_metadata", [stored], dict)
+    check_values("planner_data", [metadata.planner_data], (Mapping, type(None)))
+    check_values("a key", stored, str)
+    fqns, held = list(stored), list(stored.values())
+    del stored  # from here on, what was read is freed as soon as possible
+    entries = _entries(fqns, held, newer, rows=len(places))
+    del held
+    locations = _locations(places)
+    del places
+    metadata.storage_data = index_of_locations(locations, entries)
+    metadata.state_dict_metadata = entries.stored()
 
-    def __init__(self, newer: set[str]) -> None:
-        self._newer = newer
-        self._properties: dict[Any, TensorProperties] = {}
-        self._entries: dict[Any, TensorStorageMetadata] = {}
 
-    def metadata(self, metadata: Any) -> None:
-        """Restore metadata, with the entries and places in them."""
-        _become(metadata)
-        if type(metadata) is not Metadata:
-            return
-        _become(metadata.storage_meta)
-        # An index has neither of them.
-        stored, places = map(vars(metadata).get, ("state_dict_metadata", "storage_data"))
-        if type(stored) is dict:
-            metadata.state_dict_metadata = {fqn: self.entry(entry) for fqn, entry in stored.items()}
-        if type(places) is dict:
-            for value in chain(places, places.values()):
-                _become(value)
-            # Stand-ins are hashed by identity, and these keys by their fields.
-            kinds = {(type(key.fqn), type(key.offset)) for key in places}
-            if not kinds <= {(str, torch.Size), (str, type(None))}:
-                raise TypeError("the index of a chunk that is no key and offset")
-            metadata.storage_data = dict(zip(places, places.values(), strict=True))
+def _entries(fqns: list[str], listed: Sequence[Any], newer: set[str], *, rows: int) -> Entries:
+    """Return the entries of a pickle by what keys have in common.
 
-    def entry(self, entry: Any) -> Any:
-        """Return the entry of a key; equal entries are one object, as thousands of keys have."""
-        if type(entry) is not _TENSOR:
-            return _become(entry)
-        size, chunks = entry.size, entry.chunks
-        state, properties = self._properties_of(entry.properties)
-        content: Any = entry  # a stand-in, which equals no other one
-        if state is not None and type(chunks) is list and {*map(type, chunks)} <= {_CHUNK}:
-            boxes = tuple([(chunk.offsets, chunk.sizes) for chunk in chunks])
-            if {type(size), *[type(sizes) for box in boxes for sizes in box]} <= {torch.Size}:
-                content = state, size, boxes
-        if content not in self._entries:
-            for chunk in chunks if type(chunks) is list else ():
-                _become(chunk)
-            self._entries[content] = TensorStorageMetadata(properties, size, chunks)
-        return self._entries[content]
+    Args:
+        fqns: The keys; empty for the forms of an index.
+        listed: The entries, which are stand-ins.
+        newer: Receives texts, as in ``load_safely``.
+        rows: Number of places of chunks.
+    """
+    check_values("the metadata of a key", listed, (_TENSOR, _OF_OBJECT))
+    tensors = [entry for entry in listed if type(entry) is _TENSOR]
+    chunks_of = list(map(attrgetter("chunks"), tensors))
+    check_values("the chunks of a tensor", chunks_of, list)
+    check_count(sum(map(len, chunks_of)), rows)  # keys may share a list
+    chunks = list(chain.from_iterable(chunks_of))
+    check_values("a chunk", chunks, _CHUNK)
+    boxes = zip(_tuples("offsets", chunks), _tuples("sizes", chunks), strict=True)
+    boxes_of = map(tuple, map(islice, repeat(boxes), map(len, chunks_of)))
+    contents = zip(_states(tensors, newer), _tuples("size", tensors), boxes_of, strict=True)
+    every = [next(contents) if kind is _TENSOR else None for kind in map(type, listed)]
+    numbers = {content: number for number, content in enumerate(dict.fromkeys(every))}
+    form_of = list(map(numbers.__getitem__, every))
+    entries = Entries(fqns, form_of, [], [], [])
+    properties: dict[Any, TensorProperties] = {}
+    lists: dict[Any, int] = {}
+    for content in numbers:
+        form: Any = BytesStorageMetadata()
+        number = -1
+        if content is not None:
+            state, size, held = content
+            check_values("size", size, Integral)
+            if state not in properties:
+                properties[state] = _properties(state)
+            number = lists.setdefault((len(size), held), len(lists))
+            if number == len(entries.lists):
+                entries.lists.append(_chunk_list(len(size), held))
+            shared: Any = entries.lists[number]
+            form = TensorStorageMetadata(properties[state], torch.Size(size), shared)
+        entries.forms.append(form)
+        entries.list_of.append(number)
+    return entries
 
-    def _properties_of(self, properties: Any) -> tuple[Any, Any]:
-        """Return the state of a tensor's properties, None for another form than torch's; and them.
 
-        Equal ones are one object.
-        """
-        state = getattr(properties, "state", None)
-        if type(properties) is not _PROPERTY_STATE or type(state) is not tuple:
-            return None, _become(properties)
-        if len(state) > PROPERTIES:
-            self._newer.add(f"a TensorProperties of {len(state)} fields (torch 2.15 or newer)")
-        state = state[:PORTABLE_PROPERTIES]
-        kinds = tuple(map(type, state))
-        if kinds != _STATE_KINDS:
-            pairs = zip(_STATE_FIELDS, kinds, _STATE_KINDS, strict=False)
-            odd = [f"{name} is a {kind.__name__}" for name, kind, own in pairs if kind is not own]
-            raise TypeError(f"properties of a tensor: {' and '.join(odd) or len(kinds)}")
-        if state not in self._properties:
-            dtype, layout, requires_grad, memory_format, pin_memory = state
-            restored = TensorProperties()
-            restored.__setstate__(
-                (dtype, layout, requires_grad, MemoryFormat(int(memory_format)), pin_memory)
-            )
-            self._properties[state] = restored
-        return state, self._properties[state]
+def _tuples(name: str, owners: Sequence[Any]) -> list[tuple[int, ...]]:
+    """Return the value of an attribute of stand-ins: sizes, or other sequences of integers."""
+    values = list(map(attrgetter(name), owners))
+    is_of_torch = set(map(type, values)) <= {torch.Size}
+    check_values(name, values, tuple | list)
+    if max(map(len, values), default=0) > MAX_DIMS:
+        raise ValueError(f"{name} of more than {MAX_DIMS} dims")
+    if is_of_torch:
+        return values
+    check_values(name, list(chain.from_iterable(values)), Integral)
+    return list(map(tuple, values))
+
+
+def _chunk_list(ndim: int, boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> ChunkList:
+    """Return the chunks of a tensor of ``ndim`` dims, whose offsets and sizes are checked."""
+    if any({len(offsets), len(sizes)} != {ndim} for offsets, sizes in boxes):
+        raise ValueError("a chunk has other dims than its tensor")
+    for name, column in zip(("offsets", "sizes"), zip(*boxes, strict=True), strict=False):
+        check_values(name, list(chain.from_iterable(column)), Integral)
+    return ChunkList(as_array([Box(*map(tuple, box)) for box in boxes], ndim))
+
+
+def _states(tensors: Sequence[Any], newer: set[str]) -> list[tuple[Any, ...]]:
+    """Return the states of the properties of tensors: the fields that every torch has."""
+    held = list(map(attrgetter("properties"), tensors))
+    check_values("the properties of a tensor", held, _PROPERTY_STATE)
+    states = list(map(attrgetter("state"), held))
+    check_values("the state of a tensor's properties", states, tuple)
+    lengths = set(map(len, states))
+    if max(lengths, default=0) > PROPERTIES:
+        newer.add(f"a TensorProperties of {max(lengths)} fields (torch 2.15 or newer)")
+    if min(lengths, default=PORTABLE_PROPERTIES) < PORTABLE_PROPERTIES:
+        raise TypeError(f"properties of a tensor: {min(lengths)} fields")
+    columns = list(islice(zip(*states, strict=False), PORTABLE_PROPERTIES))
+    for name, column, kind in zip(_STATE_FIELDS, columns, _STATE_KINDS, strict=False):
+        check_values(name, column, kind)
+    return list(zip(*columns, strict=True))
+
+
+def _properties(state: tuple[Any, ...]) -> TensorProperties:
+    """Return torch's properties of a tensor with a state of a pickle."""
+    dtype, layout, requires_grad, memory_format, pin_memory = state
+    properties = TensorProperties()
+    properties.__setstate__(
+        (dtype, layout, requires_grad, MemoryFormat(int(memory_format)), pin_memory)
+    )
+    return properties
+
+
+def _locations(places: Mapping[Any, Any]) -> list[StoredLocation]:
+    """Return the places of a pickle, whose keys and values are stand-ins, checked."""
+    check_values("the index of a place", places, _INDEX)
+    check_values("a place", places.values(), _PLACE)
+    if not places:
+        return []
+    fqns, offsets = zip(*map(attrgetter("fqn", "offset"), places), strict=True)
+    if {*map(type, fqns)} - {str} or {*map(type, offsets)} - {torch.Size, type(None)}:
+        raise TypeError("the index of a chunk that is no key and offset")
+    names = "relative_path", "offset", "length", "transform_descriptors"
+    columns = zip(*map(attrgetter(*names), places.values()), strict=True)
+    files, starts, lengths, steps = columns
+    check_values("relative_path", files, str)
+    check_files(set(files))
+    check_values("offset", starts, Integral)
+    check_values("length", lengths, Integral)
+    check_values("transform_descriptors", steps, (list, tuple, type(None)))
+    check_values("a transform", chain.from_iterable(filter(None, steps)), str)
+    transforms = [None if listed is None else tuple(listed) for listed in steps]
+    return list(map(StoredLocation, fqns, offsets, files, starts, lengths, transforms))
 
 
 def _become(value: Any) -> Any:
@@ -200,20 +282,6 @@ _STATE_KINDS = (torch.dtype, torch.layout, bool, _Format, bool)
 """The state of torch's properties of a tensor: names and types of its fields."""
 
 
-class _Size:
-    """What a pickle calls for a size, several times per key."""
-
-    __slots__ = ()
-
-    def __call__(self, values: Any) -> torch.Size:
-        if type(values) is not tuple or len(values) > MAX_DIMS:
-            raise refusal("it has a size that is no sequence of integers")
-        return torch.Size(values)
-
-    def __setstate__(self, state: Any) -> NoReturn:
-        raise refusal("it changes torch.Size")
-
-
 def _path(kind: type[PurePath]) -> Call:
     def text(*parts: Any) -> str:
         is_short = len(parts) <= _MAX_PATH_CHARS and not set(map(type, parts)) - {str}
@@ -234,7 +302,7 @@ def _member(owner: Any, name: str) -> _Format:
 def _set_properties(properties: Any, state: Any) -> None:
     if vars(properties):
         raise refusal("it changes properties of a tensor")
-    vars(properties).update(state if type(state) is dict else {"state": state})
+    properties.state = state
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -243,12 +311,13 @@ _FORMAT = Call("_MEM_FORMAT_ENCODING", _Format, (int,))
 
 _PROPERTY_STATE = stand_in(TensorProperties, __setstate__=_set_properties)
 _CHUNK, _TENSOR = stand_in(ChunkStorageMetadata), stand_in(TensorStorageMetadata)
-_PLACE, _OF_ALL = stand_in(StorageInfo), stand_in(Metadata)
-_KINDS: dict[type[Any], type[Any]] = {
-    **{_PROPERTY_STATE: TensorProperties, _CHUNK: ChunkStorageMetadata},
-    **{_TENSOR: TensorStorageMetadata, _PLACE: StorageInfo, _OF_ALL: Metadata},
-    **{stand_in(kind): kind for kind in (MetadataIndex, BytesStorageMetadata, StorageMeta)},
-}
+_OF_OBJECT = stand_in(BytesStorageMetadata)
+# Torch pickles no field that is None, and an older one has no transforms.
+_INDEX = stand_in(MetadataIndex, offset=None)
+_PLACE = stand_in(StorageInfo, transform_descriptors=None)
+_OF_ALL, _OF_STORAGE = stand_in(Metadata), stand_in(StorageMeta)
+_KINDS: dict[type[Any], type[Any]] = {_OF_ALL: Metadata, _OF_STORAGE: StorageMeta}
+_STAND_INS = _PROPERTY_STATE, _CHUNK, _TENSOR, _OF_OBJECT, _INDEX, _PLACE, _OF_ALL, _OF_STORAGE
 
 
 class _SafeMetadata(SafeUnpickler):
@@ -262,7 +331,7 @@ class _SafeMetadata(SafeUnpickler):
     allowed: ClassVar[Mapping[tuple[str, str], Any]] = {
         **DTYPES,
         **ORDERED_DICT,
-        **{(_METADATA, kind.__name__): held for held, kind in _KINDS.items()},
+        **{(_METADATA, held.__name__): held for held in _STAND_INS},
         (_OLDER, "TensorProperties"): _PROPERTY_STATE,
         MEGATRON: _OF_ALL,
         (_METADATA, "_MEM_FORMAT_ENCODING"): _FORMAT,
@@ -270,7 +339,8 @@ class _SafeMetadata(SafeUnpickler):
         ("torch.serialization", "_get_layout"): Call("_get_layout", layout_named, (str,)),
         # A ChunkList in metadata that another writer pickles.
         ("builtins", "list"): Call("list", lambda values: values, (list,)),
-        ("torch", "Size"): _Size(),
+        # Its type is written in C: nothing changes it, and it takes integers alone.
+        ("torch", "Size"): torch.Size,
         ("builtins", "getattr"): Call("getattr", _member, (Call, str)),
         # Pure paths reach no file system.
         **{

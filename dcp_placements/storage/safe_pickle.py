@@ -90,13 +90,17 @@ class StandIn(type):
         raise refusal(f"it changes {cls.__name__}")
 
 
-def stand_in(kind: type[Any], **methods: Any) -> StandIn:
+def stand_in(kind: type[Any], **attributes: Any) -> StandIn:
     """Return a class without methods of ``kind``, whose instances can become instances of it.
 
     Its instances are compared and hashed by identity: nothing of a file decides how long that
     takes.
+
+    Args:
+        kind: The class.
+        attributes: Attributes of the new class.
     """
-    return StandIn(kind.__name__, (), methods)
+    return StandIn(kind.__name__, (), attributes)
 
 
 class SafeUnpickler(pickle.Unpickler):

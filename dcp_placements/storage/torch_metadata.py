@@ -284,7 +284,7 @@ def check_entries(entries: Entries, rows: int) -> None:
         entries: Entries whose lists of chunks are in range.
         rows: Number of locations of chunks.
     """
-    _check("the metadata of a key", entries.forms, _ENTRIES)
+    check_values("the metadata of a key", entries.forms, _ENTRIES)
     keys = np.bincount(np.array(entries.form_of, np.int64), minlength=len(entries.forms)).tolist()
     listed = 0
     for form, count in zip(entries.forms, keys, strict=True):
@@ -347,8 +347,8 @@ def check_facts(metadata: Metadata) -> None:
     Raises:
         TypeError: A fact has another type.
     """
-    _check("storage_data", [metadata.storage_data], Mapping)
-    _check("storage_meta", [metadata.storage_meta], (StorageMeta, type(None)))
+    check_values("storage_data", [metadata.storage_data], Mapping)
+    check_values("storage_meta", [metadata.storage_meta], (StorageMeta, type(None)))
     check_provenance(provenance_of(metadata) or {})
 
 
@@ -363,30 +363,30 @@ def check_fields(metadata: Metadata) -> None:
         ValueError: A number is negative, or larger than any tensor.
     """
     entries, locations = metadata.state_dict_metadata, metadata.storage_data
-    _check("state_dict_metadata", [entries], Mapping)
-    _check("planner_data", [metadata.planner_data], (Mapping, type(None)))
+    check_values("state_dict_metadata", [entries], Mapping)
+    check_values("planner_data", [metadata.planner_data], (Mapping, type(None)))
     check_provenance(provenance_of(metadata) or {})
     if type(entries) is dict:
-        _check("a key", entries, str)
+        check_values("a key", entries, str)
         # Chunks in arrays are those of an index, which was checked.
         listed = [
             entry
             for entry in _distinct(entries.values())
             if type(getattr(entry, "chunks", None)) is not ChunkList
         ]
-        _check("the metadata of a key", listed, _ENTRIES)
+        check_values("the metadata of a key", listed, _ENTRIES)
         tensors = [entry for entry in listed if isinstance(entry, TensorStorageMetadata)]
         check_properties([tensor.properties for tensor in tensors])
-        _check("size", [tensor.size for tensor in tensors], tuple | list)
+        check_values("size", [tensor.size for tensor in tensors], tuple | list)
         lists = [tensor.chunks for tensor in tensors]
-        _check("the chunks of a tensor", lists, Sequence)
+        check_values("the chunks of a tensor", lists, Sequence)
         chunks = list(chain.from_iterable(lists))
-        _check("a chunk", chunks, ChunkStorageMetadata)
+        check_values("a chunk", chunks, ChunkStorageMetadata)
         for boxes in (tensors, ("size",)), (chunks, ("offsets", "sizes")):
             for name in boxes[1]:
                 sizes = list(map(attrgetter(name), boxes[0]))
-                _check(name, sizes, tuple | list)
-                _check(name, list(chain.from_iterable(sizes)), Integral)
+                check_values(name, sizes, tuple | list)
+                check_values(name, list(chain.from_iterable(sizes)), Integral)
         dims = {
             (len(tensor.size), len(chunk.offsets), len(chunk.sizes))
             for tensor in tensors
@@ -397,16 +397,16 @@ def check_fields(metadata: Metadata) -> None:
     if type(locations) is dict and any(
         isinstance(info, StorageInfo) for info in locations.values()
     ):
-        _check("the index of a place", locations, MetadataIndex)
-        _check("the key of a place", [index.fqn for index in locations], str)
+        check_values("the index of a place", locations, MetadataIndex)
+        check_values("the key of a place", [index.fqn for index in locations], str)
         infos = locations.values()
-        _check("a place", infos, StorageInfo)
-        _check("relative_path", map(attrgetter("relative_path"), infos), str)
+        check_values("a place", infos, StorageInfo)
+        check_values("relative_path", map(attrgetter("relative_path"), infos), str)
         for name in ("offset", "length"):
-            _check(name, list(map(attrgetter(name), infos)), Integral)
+            check_values(name, list(map(attrgetter(name), infos)), Integral)
         steps = [getattr(info, "transform_descriptors", None) for info in infos]
-        _check("transform_descriptors", steps, (list, tuple, type(None)))
-        _check("a transform", chain.from_iterable(filter(None, steps)), str)
+        check_values("transform_descriptors", steps, (list, tuple, type(None)))
+        check_values("a transform", chain.from_iterable(filter(None, steps)), str)
 
 
 def _distinct(entries: Iterable[Any]) -> Iterator[Any]:
@@ -422,7 +422,7 @@ def _distinct(entries: Iterable[Any]) -> Iterator[Any]:
 
 def check_properties(properties: Sequence[TensorProperties]) -> None:
     """Check the types of the properties of tensors."""
-    _check("the properties of a tensor", properties, TensorProperties)
+    check_values("the properties of a tensor", properties, TensorProperties)
     kinds = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
     kinds |= {"requires_grad": bool, "pin_memory": bool}
     for types in {tuple(map(type, values)) for values in map(attrgetter(*kinds), properties)}:
@@ -431,8 +431,13 @@ def check_properties(properties: Sequence[TensorProperties]) -> None:
                 raise TypeError(f"{name} is a {value_type.__name__}")
 
 
-def _check(name: str, values: Iterable[Any], kind: Any) -> None:
-    """Check the types of values, and that integers are counts of elements or bytes."""
+def check_values(name: str, values: Iterable[Any], kind: Any) -> None:
+    """Check the types of values, and that integers are counts of elements or bytes.
+
+    Raises:
+        TypeError: A value is of another type.
+        ValueError: An integer is negative, or larger than any tensor.
+    """
     for value_type in set(map(type, values)):
         if not issubclass(value_type, kind):
             raise TypeError(f"{name} is a {value_type.__name__}")

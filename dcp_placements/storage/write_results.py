@@ -12,7 +12,8 @@ import pickle
 import zlib
 from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain, count, islice
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -116,10 +117,12 @@ class Template(NamedTuple):
         return Template(joined(fqns), dims, steps, TemplateRows.unpacked(summed(columns)))
 
 
-def _numbered(column: Sequence[T]) -> tuple[tuple[T, ...], list[int]]:
+def _numbered(column: Sequence[T]) -> tuple[tuple[T, ...], Sequence[int]]:
     """Return the different values, in order, and the number of each value among these."""
-    numbers = {value: number for number, value in enumerate(dict.fromkeys(column))}
-    return tuple(numbers), [numbers[value] for value in column]
+    numbers = dict(zip(dict.fromkeys(column), count(), strict=False))
+    if len(numbers) == len(column):
+        return tuple(numbers), range(len(column))
+    return tuple(numbers), list(map(numbers.__getitem__, column))
 
 
 class WriteResults(Sequence[WriteResult]):
@@ -159,9 +162,9 @@ class WriteResults(Sequence[WriteResult]):
             locations: Locations in the order of writing; the last one of a chunk counts.
             whole: Keys that have only one chunk.
         """
-        latest = list(
-            {(location.fqn, location.offset): location for location in locations}.values()
-        )
+        latest = list(locations)
+        if len(set(map(itemgetter(0), latest))) < len(latest):
+            latest = list(dict(zip(map(itemgetter(0, 1), latest), latest, strict=True)).values())
         apart = [location for location in latest if location.fqn in whole]
         paths = tuple(dict.fromkeys([location.path for location in latest]))
         template, offsets = Template.of(

@@ -6,6 +6,7 @@ import collections
 import io
 import pathlib
 import pickle
+import random
 import re
 import sys
 import types
@@ -18,10 +19,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from dcp_placements import PlacementFileSystemReader, PlacementFileSystemWriter
-from dcp_placements._torch import MemoryFormat
+from dcp_placements._torch import MemoryFormat, StorageInfo
 from dcp_placements.offline import CannotLook, open_source
 from dcp_placements.storage.metadata_file import read_metadata
 from dcp_placements.storage.metadata_unpickler import load_safely
@@ -52,6 +60,39 @@ def test_what_dcp_writes_is_read_as_pickle_reads_it(tmp_path: Path, lean: bool) 
     assert dict(found.storage_data) == plain.storage_data
     assert str(found.storage_meta.checkpoint_id) == str(plain.storage_meta.checkpoint_id)
     assert found.version == plain.version
+
+
+def drawn_metadata(draw: random.Random) -> Metadata:
+    """Return metadata with few keys of some forms, which share chunks, files and nothing."""
+    entries: dict[str, Any] = {}
+    places: dict[Any, Any] = {}
+    for key in [f"layers.{n}.{draw.choice('abc')}" for n in range(draw.randrange(12))]:
+        size = [draw.randrange(4) for _ in range(draw.randrange(3))]
+        half = [0] * len(size), [*[n // 2 for n in size[:1]], *size[1:]]
+        rest = [*half[1][:1], *half[0][1:]], [*[n - n // 2 for n in size[:1]], *size[1:]]
+        boxes = draw.choice([[half, rest], [rest, half], [([0] * len(size), size)]])
+        chunks = [ChunkStorageMetadata(*map(torch.Size, box)) for box in boxes]
+        properties = TensorProperties(draw.choice([torch.int8, torch.float32]))
+        entries[key] = TensorStorageMetadata(properties, torch.Size(size), chunks)
+        if draw.random() < 0.2:
+            entries[key], chunks = BytesStorageMetadata(), [None]
+        for number, chunk in enumerate(chunks):
+            index = MetadataIndex(key, chunk and chunk.offsets, number)
+            steps = draw.choice([None, None, ["zstd"]])
+            places[index] = StorageInfo(
+                f"__{draw.randrange(3)}_0.distcp", *draw.sample(range(99), 2), steps
+            )
+    mixed = draw.sample(list(places.items()), len(places))
+    return Metadata(entries, {"a": ("a",)}, dict(mixed))
+
+
+def test_drawn_metadata_are_read_as_pickle_reads_them() -> None:
+    for seed in range(60):
+        data = pickle.dumps(drawn_metadata(random.Random(seed)))
+        found = read_metadata(partial(io.BytesIO, data), restricted=True)
+        plain = pickle.loads(data)
+        assert found.state_dict_metadata == plain.state_dict_metadata
+        assert dict(found.storage_data) == plain.storage_data
 
 
 @pytest.mark.parametrize(
