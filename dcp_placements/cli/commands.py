@@ -199,6 +199,13 @@ def diff_command(
     help="The model's keys: a JSON list, or one per line.",
 )
 @fqn_option
+@click.option(
+    "--draw",
+    "picture",
+    metavar="FILE",
+    help="A .png or .svg file: which rank reads what of the tensors of --fqn from which file; "
+    "without --fqn, the bytes that each rank reads.",
+)
 @source_options("source-")
 def rehearse_command(
     *,
@@ -208,17 +215,24 @@ def rehearse_command(
     fsdp: dict[str, list[str]],
     expect: Path | None,
     fqn: str | None,
+    picture: str | None,
     opening: Opening,
 ) -> Shown:
     """Plan a load on every rank of a mesh that need not exist. No data is read."""
     keys = None if expect is None else _keys(expect)
+    if picture is not None:
+        offline.check_picture_name(picture)
     with progress("rehearse", "ranks") as step:
         source = offline.open_source(ckpt, **opening)
         rehearsal = offline.rehearse(
             source, rules, mesh, fsdp=fsdp, expect=keys, fqn=fqn, progress=step
         )
+        if picture is not None:
+            figure = offline.draw_rehearsal(source, rehearsal)
+            offline.save_figure(figure, picture, storage_options=opening["storage_options"])
     code = 0 if rehearsal.loads and not rehearsal.unmatched else 1
-    return Shown(rehearsal, code)
+    written = "" if picture is None else f"\n{format_name(picture)}: written"
+    return Shown(rehearsal, code, lambda: f"{rehearsal}{written}")
 
 
 @argument("src", "SRC", "The checkpoint to rewrite.")

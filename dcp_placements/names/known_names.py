@@ -26,6 +26,30 @@ GATE_UP = re.compile(
     r"|in_proj(?!_weight|_bias)|w1[23]|w1_?w3)(?:_weight|_bias)?(?:\.|$)"
 )
 
+_NAMES_OF_PARTS = (
+    (QKV, ("Q", "K", "V")),
+    (re.compile(r"(?:^|\.)up_gate(?:_proj)?(?:[._]|$)"), ("up", "gate")),
+    (re.compile(r"(?:^|\.)w1_?w?3(?:[._]|$)"), ("w1", "w3")),
+    (re.compile(r"(?:^|\.)w12(?:[._]|$)"), ("w1", "w2")),
+    (re.compile(r"(?:^|\.)(?:(?:proj_)?gate_(?:and_)?up|linear_fc1)(?:[._]|$)"), ("gate", "up")),
+)
+
+
+def parts_by_name(fqn: str, count: int) -> tuple[str, ...]:
+    """Return the names of the tensors that one joins, as far as its own name tells them.
+
+    >>> parts_by_name("layers.0.attn.qkv_proj.weight", 3), parts_by_name("layers.0.w", 2)
+    (('Q', 'K', 'V'), ())
+
+    Args:
+        fqn: The key.
+        count: The number of tensors.
+    """
+    for pattern, names in _NAMES_OF_PARTS:
+        if pattern.search(fqn) and len(names) == count:
+            return names
+    return ()
+
 
 # Parameters of which every expert-parallel rank has a copy.
 COPIED_BY_NAME = re.compile(

@@ -14,6 +14,7 @@ _MODULES = {
     "diagnose": "dcp_placements.offline.doctor",
     "diff": "dcp_placements.offline.difference",
     "draw": "dcp_placements.offline.picture",
+    "draw_rehearsal": "dcp_placements.offline.rehearsals.reading_picture",
     "export_safetensors": "dcp_placements.convert.conversion",
     "import_checkpoint": "dcp_placements.convert.conversion",
     "inspect": "dcp_placements.offline.inspection",

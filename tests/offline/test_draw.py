@@ -8,26 +8,33 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.distributed.tensor import Shard
 
+from dcp_placements import CheckpointPlacement, PlacementRules, PlacementSavePlanner
 from dcp_placements.layout.sharding import Box, Cut, Kind, Sharding
-from dcp_placements.offline import draw, save_figure
+from dcp_placements.offline import draw, draw_rehearsal, rehearse, save_figure
 from dcp_placements.offline.picture import (
     FEW,
+    Bar,
+    DrawnBox,
     DrawnTensor,
-    WrittenBox,
     bytes_figure,
+    coordinates_of,
     tensors_figure,
 )
-from tests.offline_scenes import Run, save_hugging_face, save_sharded, wholes
+from dcp_placements.testing import FakeDTensor, World
+from tests.offline_scenes import Run, rules_by_ep, save_hugging_face, save_sharded, wholes
+from tests.storage_scenes import data_file
 
 pytest.importorskip("matplotlib")
 
 
-def pieces(shape: tuple[int, ...], sizes: tuple[int, ...]) -> list[WrittenBox]:
+def pieces(shape: tuple[int, ...], sizes: tuple[int, ...]) -> list[DrawnBox]:
     """Return the pieces of a tensor that is cut into ``sizes`` along its first dims."""
     sharding = Sharding(shape, tuple(Cut(dim, None, size) for dim, size in enumerate(sizes)))
     return [
-        WrittenBox(chunk.box, f"rank {rank}")
+        DrawnBox(chunk.box, f"rank {rank}")
         for rank, positions in enumerate(sharding.positions())
         for chunk in sharding.shard(positions)[1]
     ]
@@ -72,10 +79,10 @@ def test_each_element_has_the_colour_of_its_writer() -> None:
 
 def test_a_hole_is_white_and_grey_and_an_overlap_red() -> None:
     made = [
-        WrittenBox(Box((0, 0), (10, 20)), "rank 0"),
-        WrittenBox(Box((20, 0), (20, 20)), "rank 1"),
+        DrawnBox(Box((0, 0), (10, 20)), "rank 0"),
+        DrawnBox(Box((20, 0), (20, 20)), "rank 1"),
     ]
-    made.append(WrittenBox(Box((30, 0), (10, 20)), "rank 2"))
+    made.append(DrawnBox(Box((30, 0), (10, 20)), "rank 2"))
     figure = tensor_figure("w", (40, 20), "float32", made)
     drawn = texts(figure)
     assert "hole: nobody stored it" in drawn
@@ -90,27 +97,26 @@ def test_a_hole_is_white_and_grey_and_an_overlap_red() -> None:
 @pytest.mark.parametrize(
     ("shape", "made"),
     [
-        ((), [WrittenBox(Box((), ()), "rank 0")]),
-        ((0, 3), [WrittenBox(Box((0, 0), (0, 3)), "rank 0")]),
+        ((), [DrawnBox(Box((), ()), "rank 0")]),
+        ((0, 3), [DrawnBox(Box((0, 0), (0, 3)), "rank 0")]),
         ((5,), []),
-        ((10, 4), [WrittenBox(Box((6, 0), (6, 4)), "rank 1")]),
-        ((6, 4), [WrittenBox(Box((0, 0), (6, 4)), "model-00001-of-00002.safetensors")]),
+        ((10, 4), [DrawnBox(Box((6, 0), (6, 4)), "rank 1")]),
+        ((6, 4), [DrawnBox(Box((0, 0), (6, 4)), "model-00001-of-00002.safetensors")]),
     ],
 )
-def test_odd_tensors_are_drawn(tmp_path: Path, shape: Any, made: list[WrittenBox]) -> None:
+def test_odd_tensors_are_drawn(tmp_path: Path, shape: Any, made: list[DrawnBox]) -> None:
     save_figure(tensor_figure("of." * 60 + "w", shape, "int8", made), tmp_path / "w.png")
     assert (tmp_path / "w.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_bytes_per_rank() -> None:
-    figure = bytes_figure(
-        "step-1", {"rank 0": {"__0_0.distcp": 3 << 20}, "rank 1": {"a": 1 << 20, "b": 1 << 20}}
-    )
+    bars = [Bar("rank 1", 2 << 20, 2), Bar("rank 0", 3 << 20, 1)]
+    figure = bytes_figure("step-1", bars, "5.0 MiB in 3 files")
     drawn = texts(figure)
     assert {"step-1", "rank 0", "rank 1", "3.0 MiB", "2.0 MiB in 2 files"} <= set(drawn)
     assert any("5.0 MiB in 3 files" in text and "1.20 times the mean" in text for text in drawn)
     assert [bar.get_width() for bar in figure.axes[0].patches] == [3 << 20, 2 << 20]
-    many = bytes_figure("step-1", {f"rank {r}": {f"__{r}_0.distcp": 5 + r} for r in range(256)})
+    many = bytes_figure("step-1", [Bar(f"rank {r}", 5 + r, 1) for r in range(256)], "")
     assert len(many.axes[0].patches) == 256
 
 
@@ -146,30 +152,36 @@ def test_what_cannot_be_drawn_is_exit_2(tmp_path: Path, run: Run) -> None:
 
 def test_ranks_have_the_coordinates_of_the_recorded_cuts() -> None:
     cuts = Cut(1, "tp", 2), Cut(0, "dp", 2)
-    # Written out by hand: tp cuts columns and comes first, the rank is dp * 2 + tp.
-    made = [
-        WrittenBox(Box((20 * dp, 30 * tp), (20, 30)), f"rank {dp * 2 + tp}")
-        for dp, tp in product(range(2), range(2))
-    ]
-    drawn = texts(tensor_figure("w", (40, 60), "int8", made, cuts))
-    assert {f"rank {dp * 2 + tp}  tp={tp} dp={dp}" for dp in (0, 1) for tp in (0, 1)} <= {*drawn}
-    assert any("Shard(1) over 'tp' of size 2, then Shard(0) over 'dp'" in text for text in drawn)
-    others = [*made[:3], WrittenBox(Box((20, 30), (19, 30)), "rank 3")]  # of no such cut
-    drawn = texts(tensor_figure("w", (40, 60), "int8", others, cuts))
-    assert {f"rank {rank}" for rank in range(4)} <= {*drawn}
-    assert "rank 0" in texts(tensor_figure("w", (40, 60), "int8", made))
+    # Written out by hand: tp cuts columns and comes first.
+    places = {(tp, dp): Box((20 * dp, 30 * tp), (20, 30)) for tp, dp in product(range(2), range(2))}
+    expected = {box: (f"tp={tp} dp={dp}",) for (tp, dp), box in places.items()}
+    assert coordinates_of((40, 60), cuts, list(places.values())) == expected
+    others = [*list(places.values())[:3], Box((20, 30), (19, 30))]  # of no such cut
+    assert coordinates_of((40, 60), cuts, others) == {}
+    assert coordinates_of((40, 60), (), list(places.values())) == {}
+
+
+def test_a_box_of_several_ranks_has_the_coordinates_of_all() -> None:
+    # Two KV heads on four ranks: the head of ranks 0 and 1, and of 2 and 3.
+    cut = Cut(0, "tp", 4, Kind.FUSED, (8, 4), copies=(1, 2))
+    boxes = [Box((2 * rank, 0), (2, 3)) for rank in range(4)]
+    heads = [Box((8 + 2 * head, 0), (2, 3)) for head in range(2)]
+    along = coordinates_of((12, 3), (cut,), [*boxes, *heads])
+    assert [along[box] for box in boxes] == [(f"tp={rank}",) for rank in range(4)]
+    assert [along[box] for box in heads] == [("tp=0-1",), ("tp=2-3",)]
 
 
 def test_parts_of_a_fused_tensor_have_borders_and_numbers() -> None:
     cut = Cut(0, "tp", 2, Kind.FUSED, (20, 10, 10))
     starts = {0: (0, 10), 1: (10, 10), 2: (20, 5), 3: (25, 5), 4: (30, 5), 5: (35, 5)}
-    made = [WrittenBox(Box((a, 0), (n, 6)), f"rank {k % 2}") for k, (a, n) in starts.items()]
-    figure = tensor_figure("wqkv", (40, 6), "int8", made, (cut,))
+    made = [DrawnBox(Box((a, 0), (n, 6)), f"rank {k % 2}") for k, (a, n) in starts.items()]
+    figure = tensor_figure("w", (40, 6), "int8", made, (), (cut,))
     parts = {text for text in texts(figure) if text.startswith("part")}
     assert parts == {"part 0", "part 1", "part 2"}
-    assert "rank 1  tp=1" in texts(figure)
     borders = [line.get_ydata()[0] for line in figure.axes[0].lines]
     assert borders == [20, 30]
+    named = texts(tensor_figure("attn.wqkv", (40, 6), "int8", made, (), (cut,)))
+    assert {"Q", "K", "V"} <= {*named}
 
 
 def test_several_tensors_are_in_one_picture(tmp_path: Path, run: Run) -> None:
@@ -179,5 +191,91 @@ def test_several_tensors_are_in_one_picture(tmp_path: Path, run: Run) -> None:
     assert run("draw", tmp_path / "step-1", *keys, "-o", svg, "--json").json["fqns"] == keys
     figure = draw(tmp_path / "step-1", *keys)
     assert [axes.get_title(loc="left").split("\n")[0] for axes in figure.axes] == keys
-    assert "rank 3  ep=1 fsdp=1" in texts(figure)
+    assert "rank 3 · ep=1 fsdp=1" in texts(figure)
     assert "12 tensors at most" in run.fails("draw", tmp_path / "step-1", *keys * 5, "-o", svg)
+
+
+def labels_of(figure: Any) -> list[str]:
+    """Return the labels of boxes, one line each."""
+    (axes,) = figure.axes
+    return [" ".join(text.get_text().replace("·", " ").split()) for text in axes.texts]
+
+
+def test_each_read_has_its_ranks_and_its_file(tmp_path: Path) -> None:
+    save_sharded(tmp_path / "step-1")  # four ranks have two experts each
+    files = [data_file(tmp_path / "step-1", rank).name for rank in range(4)]
+    for ep, ranks_of_expert in ((2, [0, 0, 1, 1]), (4, [0, 1, 2, 3])):
+        found = rehearse(tmp_path / "step-1", rules_by_ep, {"ep": ep}, fqn="experts.w1")
+        labels = labels_of(draw_rehearsal(tmp_path / "step-1", found))
+        assert labels == [
+            f"rank {rank} {file} ep={rank}"
+            for rank, file in zip(ranks_of_expert, files, strict=True)
+        ]
+
+
+def test_a_read_of_several_ranks_has_all_of_them(tmp_path: Path) -> None:
+    save_sharded(tmp_path / "step-1")
+    found = rehearse(tmp_path / "step-1", rules_by_ep, {"edp": 2, "ep": 2}, fqn="experts.w1")
+    figure = draw_rehearsal(tmp_path / "step-1", found)
+    first, *_, last = labels_of(figure)
+    assert (first, last) == (
+        f"ranks 0, 2 {data_file(tmp_path / 'step-1', 0).name} ep=0",
+        f"ranks 1, 3 {data_file(tmp_path / 'step-1', 3).name} ep=1",
+    )
+    drawn = texts(figure)
+    assert any("2 boxes of 4 ranks, in 4 files; a rank opens 2" in text for text in drawn)
+    assert any("step-1, read by edp=2, ep=2" in text for text in drawn)
+
+
+def test_each_element_has_the_colour_of_the_rank_that_reads_it(tmp_path: Path) -> None:
+    world, key = World(3), "w"
+    whole = torch.arange(36.0 * 24).reshape(36, 24)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, tp=3)
+        return {key: FakeDTensor.distribute(whole, mesh, [Shard(1)])}
+
+    world.save(tmp_path, state_dict, lambda rank: PlacementSavePlanner())
+
+    def rules(mesh: Any) -> PlacementRules:
+        return PlacementRules({key: CheckpointPlacement(mesh, {"dp": Shard(0)})})
+
+    found = rehearse(tmp_path, rules, {"dp": 4}, fqn=key)
+    points = [(row, column) for row in (1, 8, 10, 17, 19, 26, 28, 35) for column in (1, 9, 23)]
+    expected = [FEW[row // 9] for row, _ in points]  # nine rows each
+    assert colors_at(draw_rehearsal(tmp_path, found), points) == expected
+
+
+def test_rehearse_draws(tmp_path: Path, run: Run) -> None:
+    save_sharded(tmp_path / "step-1")
+    svg = tmp_path / "reads.svg"
+    arguments = ("rehearse", tmp_path / "step-1", "--rules", "tests.offline_scenes:rules_by_ep")
+    ran = run(*arguments, "--mesh", "ep=4", "--fqn", "experts.**", "--draw", svg)
+    assert (ran.code, ran.out.splitlines()[-1]) == (0, f"{svg}: written")
+    assert all(f"rank {rank}" in svg.read_text() for rank in range(4))
+    document = run(*arguments, "--mesh", "ep=4", "--draw", svg, "--json").json
+    assert document["loads"]
+    assert "read in all" in svg.read_text()
+    assert ".png or .svg" in run.fails(*arguments, "--mesh", "ep=4", "--draw", tmp_path / "a.gif")
+
+
+def test_many_reads_are_outlined_by_file_and_ranks_named_by_their_axes(tmp_path: Path) -> None:
+    world, key = World(2), "w"
+    whole = torch.arange(80.0 * 4).reshape(80, 4)
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        mesh = world.mesh(rank, tp=2)
+        return {key: FakeDTensor.distribute(whole, mesh, [Shard(0)])}
+
+    world.save(tmp_path, state_dict, lambda rank: PlacementSavePlanner())
+
+    def rules(mesh: Any) -> PlacementRules:
+        return PlacementRules({key: CheckpointPlacement(mesh, {"ep": Shard(0)})})
+
+    many = rehearse(tmp_path, rules, {"ep": 40}, fqn=key)
+    files = [data_file(tmp_path, rank).name for rank in range(2)]
+    assert labels_of(draw_rehearsal(tmp_path, many)) == files
+    few = rehearse(tmp_path, rules, {"dp": 32, "ep": 4}, fqn=key)
+    assert labels_of(draw_rehearsal(tmp_path, few)) == [
+        f"32 ranks, ep={ep} {files[ep // 2]}" for ep in range(4)
+    ]
