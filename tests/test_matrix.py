@@ -1,4 +1,4 @@
-"""Whole models from any topology to any other: the pairs of ``matrix``, and the guide's table.
+"""Whole models from any topology to any other: a share of ``matrix``'s pairs, and the guide's table.
 
 Each test saves under one topology, reads the file by torch's default planner in one process,
 compares with the whole tensors, and loads under others, compared with plain slicing.
@@ -10,29 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matrix import Pair, by_source, pairs, run, table
+from matrix import by_source, pairs, run, table
 from topologies import MODEL, Ranks, Topology, save_and_check
 from torch.distributed.tensor import Shard
 
 from dcp_placements import CheckpointPlacement
 
 GUIDE = Path(__file__).parent.parent / "dcp_placements" / "layout" / "DESIGN.md"
-OUTCOMES: dict[Pair, bool] = {}
 TARGETS = by_source(pairs())
+SHARE = 3
+"""One in so many sources is run here, and all of them by ``scripts/matrix``."""
 
 
-@pytest.mark.parametrize("source", TARGETS, ids=str)
+@pytest.mark.parametrize("source", list(TARGETS)[::SHARE], ids=str)
 def test_saved_under_one_topology_and_loaded_under_others(source: Topology) -> None:
-    targets = TARGETS[source]
-    OUTCOMES.update(dict.fromkeys(((source, target) for target in targets), False))
-    for target in run(source, targets):
-        OUTCOMES[source, target] = True
+    assert list(run(source, TARGETS[source])) == TARGETS[source]
 
 
-def test_the_table_of_the_readme_is_that_of_this_run() -> None:
-    if len(OUTCOMES) < len(pairs()):
-        pytest.skip("only a part of the matrix was run")
-    assert table(OUTCOMES) in GUIDE.read_text(), "scripts/matrix writes it anew"
+def test_the_table_of_the_guide_has_all_pairs() -> None:
+    assert table(dict.fromkeys(pairs(), True)) in GUIDE.read_text(), "scripts/matrix writes it anew"
 
 
 @pytest.mark.filterwarnings("ignore:look at this save")
