@@ -1,4 +1,4 @@
-"""Whole models from any topology to any other: a share of ``matrix``'s pairs, and the guide's table.
+"""Whole models from any topology to any other: a share of the pairs, and the table of the guide.
 
 Each test saves under one topology, reads the file by torch's default planner in one process,
 compares with the whole tensors, and loads under others, compared with plain slicing.

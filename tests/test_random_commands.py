@@ -42,8 +42,8 @@ from tests.random_ranks import Rank, Value
 from tests.random_worlds import Pair
 from tests.test_differential import assert_torch_reads, load, save, save_planners
 
-ALTERED, WRITTEN = range(300, 316), range(500, 515)
-LACKING = range(600, 660)
+ALTERED, WRITTEN = range(300, 310), range(500, 508)
+LACKING = range(600, 630)
 """The worlds of each test."""
 
 

@@ -146,7 +146,7 @@ class Trainer:
         return ".".join(components), value
 
 
-@pytest.mark.worlds(20)
+@pytest.mark.worlds(8)
 @pytest.mark.parametrize("is_known", [False, True], ids=["unknown", "whole"])
 def test_a_block_saves_the_truth(is_known: bool, seeds: range, tmp_path: Path) -> None:
     for seed in seeds:
@@ -160,7 +160,7 @@ def test_a_block_saves_the_truth(is_known: bool, seeds: range, tmp_path: Path) -
         assert_saves(tmp_path / str(seed), trainer.whole, state, block, world)
 
 
-@pytest.mark.worlds(10)
+@pytest.mark.worlds(6)
 def test_a_block_reaches_groups_without_a_mesh(seeds: range, tmp_path: Path) -> None:
     """The ranks that hold equal contents are the axes."""
     for seed in seeds:

@@ -325,7 +325,7 @@ def assert_slices(
                     assert torch.equal(trainer.optimizer.state[parameter][key], part), (where, key)
 
 
-@pytest.mark.worlds(40)
+@pytest.mark.worlds(20)
 def test_a_resumed_training_takes_the_steps_that_it_would_have_taken(
     seeds: range, tmp_path: Path
 ) -> None:

@@ -211,9 +211,8 @@ def test_a_trainer_with_the_bug_is_handed_its_declaration(trainer: Path, kind: s
     saved = ran(*declared, "save")
     assert saved.stdout.count("SAVED") == 4, block + tail(saved)
     assert_file_is_whole(kind)
-    for ranks in (4, 2):
-        resumed = ran(*declared, "resume", ranks=ranks)
-        assert resumed.stdout.count("RESUMED") == ranks, block + tail(resumed)
+    resumed = ran(*declared, "resume", ranks=2)
+    assert resumed.stdout.count("RESUMED") == 2, block + tail(resumed)
 
 
 @pytest.mark.dist
@@ -221,6 +220,5 @@ def test_a_trainer_that_is_right_hears_nothing(trainer: Path) -> None:
     saved = ran("train.py", "hsdp", "save")
     assert (saved.stdout.count("SAVED"), saved.stderr) == (4, ""), tail(saved)
     assert_file_is_whole("hsdp")
-    for ranks in (4, 2):
-        resumed = ran("train.py", "hsdp", "resume", ranks=ranks)
-        assert (resumed.stdout.count("RESUMED"), resumed.stderr) == (ranks, ""), tail(resumed)
+    resumed = ran("train.py", "hsdp", "resume", ranks=2)
+    assert (resumed.stdout.count("RESUMED"), resumed.stderr) == (2, ""), tail(resumed)

@@ -21,7 +21,7 @@ from tests.random_ranks import Rank
 from tests.random_worlds import Cutting, Pair, Side
 from tests.test_differential import save, save_planners
 
-WORLDS = [*range(24), 391, 820272, 3000584, 5000276]
+WORLDS = [*range(12), 391, 820272, 3000584, 5000276]
 """In 391 and 3000584 a rank has no expert at all of one of its layers, which are stacked in the
 latter. In 820272 and 5000276 ranks have one ``step`` for layers that the checkpoint has one by one,
 each with steps of stacked experts."""
@@ -106,7 +106,7 @@ def verdicts(seed: int, path: Path, fsdp: int = 1) -> tuple[bool, bool]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("worlds", "fsdp"), [(WORLDS, 1), (range(24, 36), 2)])
+@pytest.mark.parametrize(("worlds", "fsdp"), [(WORLDS, 1), (range(24, 30), 2)])
 def test_m91_the_verdict_of_any_random_world_is_that_of_its_load(
     worlds: Sequence[int], fsdp: int, tmp_path: Path
 ) -> None:

@@ -24,7 +24,15 @@ from dcp_placements import (
     PlacementFileSystemWriter,
     PlacementSavePlanner,
 )
-from dcp_placements.offline import CannotLook, diff, inspect, rewriting, stock_metadata, verify
+from dcp_placements.offline import (
+    CannotLook,
+    checkpoint,
+    diff,
+    inspect,
+    rewriting,
+    stock_metadata,
+    verify,
+)
 from dcp_placements.storage import metadata_file
 from dcp_placements.storage.index import build_index
 from dcp_placements.storage.metadata_file import write_metadata
@@ -232,9 +240,12 @@ def test_inspect_makes_no_object_of_a_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [stock_metadata, verify])
-def test_more_rows_than_can_be_handled_one_by_one_are_refused(tmp_path: Path, command: Any) -> None:
-    save_index(tmp_path, ranks=1 << 13, keys=1 << 14)
+def test_more_rows_than_can_be_handled_one_by_one_are_refused(
+    tmp_path: Path, command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "MOST_ROWS", 1 << 10)
+    save_index(tmp_path, ranks=1 << 5, keys=1 << 6)
     before = (tmp_path / ".metadata").read_bytes()
-    with pytest.raises(CannotLook, match="134,217,728 chunks, and at most 67,108,864 are handled"):
+    with pytest.raises(CannotLook, match="2,048 chunks, and at most 1,024 are handled"):
         command(tmp_path)
     assert (tmp_path / ".metadata").read_bytes() == before

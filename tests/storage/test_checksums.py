@@ -236,7 +236,7 @@ def test_damage_of_what_surrounds_the_elements_never_moves_them(
     entries = sound.find(b"PK\x01\x02", elements)
     places = [*range(header, elements), *range(entries, min(entries + 92, len(sound)))]
     for at in places:
-        for bit in (0, 3, 4, 7):
+        for bit in {(at * 3) % 8, 4}:
             path.write_bytes(sound[:at] + bytes([sound[at] ^ 1 << bit]) + sound[at + 1 :])
             blank = {"w": torch.zeros(3, 4) if kind == "plain" else torch.zeros(4, 3)}
             reader = PlacementFileSystemReader(tmp_path)

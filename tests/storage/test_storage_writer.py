@@ -261,8 +261,8 @@ def test_a_change_of_the_working_directory_does_not_divide_a_save(
 
 
 def index_nbytes(path: Path, keys: int, *, own: bool) -> int:
-    """Save shards on 16 ranks, and a key of each rank's own; return the bytes of the index."""
-    world, whole = World(16), wholes(keys, (32, 3))
+    """Save shards on 8 ranks, and a key of each rank's own; return the bytes of the index."""
+    world, whole = World(8), wholes(keys, (32, 3))
     world.save(
         path,
         lambda rank: {**sharded(world, rank, whole, 0), **({f"rng.{rank}": "x"} if own else {})},
@@ -276,7 +276,7 @@ def test_m93_keys_of_a_rank_s_own_take_the_same_room_whatever_else_it_holds(tmp_
     few, many = (
         index_nbytes(tmp_path / f"own{keys}", keys, own=True)
         - index_nbytes(tmp_path / f"none{keys}", keys, own=False)
-        for keys in (40, 400)
+        for keys in (20, 120)
     )
     assert many <= few + 64
 
