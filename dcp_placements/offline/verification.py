@@ -266,14 +266,16 @@ class _Checks:
                     for kind, finding in self._checkpoint.verify_file(self, whole_file):
                         fault = CheckpointFault(kind, fqns_of(records), (file,), finding)
                         faults.append(fault)
-                for record in records:
+                held_end = 0
+                for record in records:  # in file order
                     start, nbytes = record.start, record.nbytes
                     if start + nbytes > size:
                         continue
                     is_small = nbytes <= WINDOW_NBYTES // 16
-                    if is_small and opened.held(start, nbytes) is None:
+                    if is_small and start + nbytes > held_end:
                         window = bytearray(min(WINDOW_NBYTES, size - start))
                         opened.hold(memoryview(window), start)
+                        held_end = start + len(window)
                     byte_range = ByteRange(opened, start, nbytes)
                     for kind, finding in self._checkpoint.verify_record(self, byte_range, record):
                         message = f"{record_name(self._checkpoint, record)} in {file}: {finding}"

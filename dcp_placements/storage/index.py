@@ -494,18 +494,22 @@ def index_of_locations(
         chunk = itemgetter(0, 1, 2) if copies else itemgetter(0, 1)
         every = list(dict(zip(map(chunk, every), every, strict=True)).values())
         counts = Counter(map(itemgetter(0), every))
-    shared: dict[str, list[StoredLocation]] = {location[2]: [] for location in every}
-    apart = [location for location in every if counts[location[0]] == 1]
-    for location in every if len(apart) < len(every) else ():
-        if counts[location[0]] > 1:
-            shared[location[2]].append(location)
+    path_of = itemgetter(2)
+    shared: dict[str, list[StoredLocation]] = {path: [] for path in map(path_of, every)}
+    apart = every
+    if len(counts) < len(every):
+        apart = [location for location in every if counts[location.fqn] == 1]
+        for location in every:
+            if counts[location.fqn] > 1:
+                shared[location.path].append(location)
     results = [
         WriteResults(*Template.of(held, (path,)), (path,), ()) for path, held in shared.items()
     ]
     if apart:
-        order = {path: number for number, path in enumerate(shared)}
-        apart.sort(key=lambda location: order[location[2]])
-        results.append(WriteResults.of(apart))
+        order = dict(zip(shared, range(len(shared)), strict=True))
+        apart.sort(key=lambda location: order[location.path])
+        paths = tuple(dict.fromkeys(map(path_of, apart)))
+        results.append(WriteResults(*Template.of(apart, paths), paths, ()))
     return build_index(results, entries, copies=copies)
 
 
