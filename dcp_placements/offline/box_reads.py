@@ -21,12 +21,15 @@ from dcp_placements.offline.checkpoint import (
     StoredRecord,
     StoredTensor,
 )
-from dcp_placements.offline.directory import check_damage
+from dcp_placements.offline.directory import OpenedFile, check_damage, opened_ahead
 from dcp_placements.storage.file_reads import ByteRange, CountedFile, c_strides
 from dcp_placements.storage.record_head import BEHIND, wrong_crc
 from dcp_placements.storage.record_reads import IS_DAMAGED, ChunkReader, RecordRead
 
 MAX_OPEN_FILES = 32
+
+LARGE_NBYTES = 1 << 20
+"""At a URL, files below this size are opened and read several at a time."""
 
 BOX_NBYTES = 8 << 20
 REMOTE_BLOCK_NBYTES = 32 << 20
@@ -74,7 +77,8 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         self._checkpoint = checkpoint
         # The chunks of the tensor that was read last: a tensor is read in many boxes.
         self._last: tuple[StoredTensor, tuple[StoredRecord, ...]] | None = None
-        self._files: OrderedDict[str, tuple[Any, CountedFile]] = OrderedDict()
+        self._names = tuple(dict.fromkeys(checkpoint.rows.files))
+        self._files: OrderedDict[str, OpenedFile] = OrderedDict()
         self._target = _Target(torch.empty(0, device="cpu"))
         planner: Any = self._target
         stored = checkpoint.metadata.state_dict_metadata
@@ -87,8 +91,8 @@ class BoxReader(AbstractContextManager["BoxReader"]):
 
     def close(self) -> None:
         """Close the files."""
-        for stream, _ in self._files.values():
-            stream.close()
+        for held in self._files.values():
+            held.stream.close()
         self._files.clear()
 
     def read(
@@ -229,17 +233,29 @@ class BoxReader(AbstractContextManager["BoxReader"]):
     def _open(self, name: str, fqn: str) -> CountedFile:
         if name in self._files:
             self._files.move_to_end(name)
-            return self._files[name][1]
-        try:
-            stream = self._checkpoint.directory.open(name)
-        except OSError as error:
-            check_damage(self._checkpoint.directory, name, error)
-            raise _unread(fqn, name, str(error)) from error
-        while len(self._files) >= MAX_OPEN_FILES:
-            self._files.popitem(last=False)[1][0].close()
-        file = CountedFile(stream)
-        self._files[name] = stream, file
-        return file
+            return self._files[name].file
+        directory = self._checkpoint.directory
+        names = [name] if directory.is_local else self._neighbours(name)
+        for near, held in zip(names, opened_ahead(directory, names), strict=True):
+            if not isinstance(held, OSError):
+                while len(self._files) >= MAX_OPEN_FILES:
+                    self._files.popitem(last=False)[1].stream.close()
+                self._files[near] = held
+            elif near == name:
+                check_damage(directory, name, held)
+                raise _unread(fqn, name, str(held)) from held
+        self._files.move_to_end(name)
+        return self._files[name].file
+
+    def _neighbours(self, name: str) -> list[str]:
+        """Return a file to open; if it is small, also small ones after it in the metadata's order.
+
+        Tensors are mostly read in that order, and small files are read whole.
+        """
+        sizes, first = self._checkpoint.files, self._names.index(name)
+        near = self._names[first : first + self._checkpoint.directory.reading_threads]
+        small = [n for n in near if n not in self._files and (sizes[n] or 0) < LARGE_NBYTES]
+        return small if name in small else [name]
 
 
 def is_contiguous(sizes: Sequence[int], shape: Sequence[int]) -> bool:

@@ -5,16 +5,25 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 from dcp_placements.errors import CannotLook
 from dcp_placements.short_text import format_name, format_names
+from dcp_placements.storage.file_reads import CountedFile
 from dcp_placements.storage.store import LocalStore, StorageOptions, Store, open_store
 
 MARKER = ".unfinished"
 """The marker of an unfinished output at a URL. Older versions put a number behind it."""
+
+
+class OpenedFile(NamedTuple):
+    """A file that is open for reading."""
+
+    stream: IO[bytes]  # the one to close
+    file: CountedFile  # reads of it
+
 
 _DESCRIBING = (".metadata", ".index.json", "metadata.json")
 """Endings of the names of files that describe where the tensors are."""
@@ -49,6 +58,27 @@ def local_path(store: Store, name: str = "") -> Path | None:
     return store.file(name) if isinstance(store, LocalStore) else None
 
 
+def opened_ahead(store: Store, names: Iterable[str]) -> Iterator[OpenedFile | OSError]:
+    """Yield files, open for reading, in order; the error of one that cannot be opened.
+
+    At a URL the next few are opened at the same time, and their first bytes are read: all of a
+    small one.
+    """
+
+    def opened(name: str) -> OpenedFile | OSError:
+        try:
+            stream = store.open(name)
+            held = OpenedFile(stream, CountedFile(stream))
+            if not store.is_local:
+                stream.seek(0)
+                stream.read(1)
+        except OSError as error:
+            return error
+        return held
+
+    return store.ahead(opened, names)
+
+
 def check_damage(store: Store, name: str, error: Exception) -> None:
     """Raise an error of reading a file anew unless it is about the file.
 
@@ -69,18 +99,19 @@ def versions_of(store: Store, files: Iterable[str]) -> dict[str, str]:
     The version of metadata is a digest of the bytes, that of other ``files`` the store's.
     """
     described = [name for name in store.names() if name.endswith(_DESCRIBING)]
-    versions = {}
-    for name in {*files, *described}:
+
+    def version(name: str) -> str:
         try:
             if name not in described:
-                versions[name] = store.version(name)
-                continue
+                return store.version(name)
             contents: Any = store.open(name)
             with contents as stream:
-                versions[name] = hashlib.file_digest(stream, "sha256").hexdigest()
+                return hashlib.file_digest(stream, "sha256").hexdigest()
         except (FileNotFoundError, PermissionError):
-            versions[name] = ""  # missing, or barred, as long as nobody reads it
-    return versions
+            return ""  # missing, or barred, as long as nobody reads it
+
+    names = [*{*files, *described}]
+    return dict(zip(names, store.ahead(version, names), strict=True))
 
 
 def check_versions(store: Store, versions: Mapping[str, str]) -> None:

@@ -124,16 +124,21 @@ def read_safetensors_metadata(
         _check_one_model(directory, files)
     else:
         _check_none_left_out(directory, files, set(index.values()))
-    entries_of: dict[str, list[_Header]] = {}
-    for file in files if index is None else sorted(set(index.values())):
+
+    def entries_in(file: str) -> dict[str, _Header]:
         size = directory.size(file)
         if size is None and file in files:
             raise _not_opened(directory, file)
         if size is None:
-            continue
+            return {}
         with directory.open(file) as stream:
-            for fqn, entry in _read_header(stream, directory, file, size).items():
-                entries_of.setdefault(fqn, []).append(entry)
+            return _read_header(stream, directory, file, size)
+
+    entries_of: dict[str, list[_Header]] = {}
+    named = files if index is None else sorted(set(index.values()))
+    for in_file in directory.ahead(entries_in, named):
+        for fqn, entry in in_file.items():
+            entries_of.setdefault(fqn, []).append(entry)
     tensors: dict[str, Any] = {}
     locations = []
     for fqn, entries in sorted(entries_of.items()):

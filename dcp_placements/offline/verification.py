@@ -29,7 +29,7 @@ from dcp_placements.offline.checkpoint import (
     StoredTensor,
     check_count,
 )
-from dcp_placements.offline.directory import check_damage, overwritten
+from dcp_placements.offline.directory import OpenedFile, check_damage, opened_ahead, overwritten
 from dcp_placements.offline.lost_tensors import compared_with_whole
 from dcp_placements.offline.sources.opening import open_source
 from dcp_placements.offline.texts import Progress, short
@@ -42,7 +42,7 @@ from dcp_placements.short_text import (
     format_nbytes,
     natural_key,
 )
-from dcp_placements.storage.file_reads import ByteRange, CountedFile, range_in_memory
+from dcp_placements.storage.file_reads import ByteRange, range_in_memory
 from dcp_placements.storage.provenance import OWN_PREFIX
 from dcp_placements.storage.record import Record, SoundRecords
 from dcp_placements.storage.record_head import LOCAL, HeadCache, RecordHead
@@ -174,9 +174,10 @@ def verify(
         limit_nbytes=memory // 3,
         progress=lambda done: progress(min(done, total), total),
     )
-    for file, in_file in records.items():
+    opened = opened_ahead(checkpoint.directory, records)
+    for (file, in_file), held in zip(records.items(), opened, strict=True):
         faults += file_faults(checkpoint, file, in_file)
-        faults += checks.faults(file, in_file)
+        faults += checks.faults(file, held, in_file)
     if faults and (changed := checkpoint.changed_files()):
         raise overwritten(checkpoint.directory, changed)
     return Verification(
@@ -248,8 +249,15 @@ class _Checks:
             names = format_names(self.other_types, 4)
             yield f"of types that torch.load was not told to allow, so not read: {names}"
 
-    def faults(self, file: str, records: Sequence[StoredRecord]) -> list[CheckpointFault]:
+    def faults(
+        self, file: str, held: OpenedFile | OSError, records: Sequence[StoredRecord]
+    ) -> list[CheckpointFault]:
         """Return the faults of those records of one file that lie within it.
+
+        Args:
+            file: Name of the file.
+            held: The file, or why it cannot be opened.
+            records: Its records, in file order.
 
         Raises:
             CannotLook: The file may not be read, or its service does not answer.
@@ -259,8 +267,10 @@ class _Checks:
             return []
         faults: list[CheckpointFault] = []
         try:
-            with self._checkpoint.directory.open(file) as stream:
-                opened = CountedFile(stream)
+            if isinstance(held, OSError):
+                raise held
+            with held.stream:
+                opened = held.file
                 if self._contents:
                     whole_file = ByteRange(opened, 0, size)
                     for kind, finding in self._checkpoint.verify_file(self, whole_file):

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from dcp_placements import (
@@ -23,7 +25,7 @@ from dcp_placements import (
     PlacementLoadPlanner,
 )
 from dcp_placements.errors import CannotLook
-from dcp_placements.offline import export_safetensors, open_source
+from dcp_placements.offline import diff, export_safetensors, open_source, verify
 from dcp_placements.storage import store, writer
 from dcp_placements.storage.remote import TRIES
 from dcp_placements.storage.store import READ_AHEAD_NBYTES, UrlStore
@@ -347,3 +349,46 @@ def test_m95_ranks_do_not_wait_for_the_removal_of_older_files(
     for thread in set(threading.enumerate()).difference(threads):
         thread.join()
     assert not before & set(names(memory))
+
+
+def test_small_files_are_opened_several_at_a_time(
+    memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {f"layers.{n}.w": torch.arange(6.0) + n for n in range(20)}
+    save(memory, state, single_file_per_rank=False)
+    running, most, lock = 0, 0, threading.Lock()
+
+    def slowed(method: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal running, most
+            with lock:
+                running += 1
+                most = max(most, running)
+            time.sleep(0.01)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                with lock:
+                    running -= 1
+
+        return call
+
+    for name in ("info", "cat_file"):
+        monkeypatch.setattr(MemoryFileSystem, name, slowed(getattr(MemoryFileSystem, name)))
+    assert verify(memory, contents=True).sound
+    # The main thread reads one file while the next ones are opened.
+    assert 4 <= most <= UrlStore.reading_threads + 1
+    most = 0
+    assert export_safetensors(memory, tmp_path / "out", prefix="").is_written
+    assert 4 <= most <= UrlStore.reading_threads + 1
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(exported[key], value) for key, value in state.items())
+    most = 0
+    assert diff(memory, tmp_path / "out").same
+    assert 4 <= most <= UrlStore.reading_threads + 1
+    removed = [name for name in names(memory) if name.endswith(".distcp")][3:5]
+    for name in removed:
+        fsspec.filesystem("memory").rm(f"{memory}/{name}")
+    assert {fault.files for fault in verify(memory).faults} == {(name,) for name in removed}
+    lost = [found for found in diff(memory, tmp_path / "out").differences]
+    assert [found.kind for found in lost] == ["unreadable"] * 2

@@ -26,6 +26,7 @@ from dcp_placements.offline.checkpoint import (
     StoredTensor,
     reading,
 )
+from dcp_placements.offline.directory import opened_ahead
 from dcp_placements.short_text import format_names
 from dcp_placements.storage.file_reads import ByteRange
 from dcp_placements.storage.index import OtherVersion
@@ -103,13 +104,18 @@ class Dcp(Checkpoint):
         records, damages = self.id_records
         for damage in damages:
             yield CheckpointFault("shared_bytes", (), (damage.fqn,), f"it {damage.headline}")
-        for file, record in records.items():
-            if self.directory.size(file) is None:
-                continue
-            if record.transforms:
-                continue  # transforms are undone by extensions, which are not at hand here
+        # Transforms are undone by extensions, which are not at hand here.
+        plain = {
+            file: record
+            for file, record in records.items()
+            if not record.transforms and self.directory.size(file) is not None
+        }
+        opened = opened_ahead(self.directory, plain)
+        for (file, record), held in zip(plain.items(), opened, strict=True):
             try:
-                with self.directory.open(file) as stream:
+                if isinstance(held, OSError):
+                    raise held
+                with held.stream as stream:
                     stream.seek(record.start)
                     fault = id_fault(record, stream.read(min(record.length, ID_NBYTES)))
             except OSError:
