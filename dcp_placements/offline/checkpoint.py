@@ -56,6 +56,10 @@ MOST_ROWS = 1 << 26
 """Chunks of a checkpoint of unknown origin that are handled one by one."""
 
 
+NEAR_KEYS, NEAR_CHUNKS = 64, 16
+"""So many adjacent keys are looked up together, of at most so many chunks each."""
+
+
 class StoredRecord(NamedTuple):
     """A stretch of a file, as the metadata describe it: one chunk of a tensor, or an object."""
 
@@ -306,6 +310,7 @@ class Checkpoint(ABC):
         rows = metadata.storage_data
         self.rows = rows if isinstance(rows, RowIndex) else index_of(metadata)
         entries = self.rows.entries
+        self._located = lru_cache(maxsize=256)(self._near_locations)
         self.tensors: dict[str, StoredTensor] = {}
         self.objects: dict[str, StoredRecord] = {}
         cuts = [ChunkBoxes(chunks.array) for chunks in entries.lists]
@@ -453,10 +458,36 @@ class Checkpoint(ABC):
 
     def locations_of(self, fqn: str) -> dict[Offset, tuple[Any, ...]]:
         """Return file, start, nbytes and transforms of each chunk of ``fqn``, by offset."""
+        number = self.rows.numbers.get(fqn, -1)
+        if number >= 0 and (held := self._located(number // NEAR_KEYS).get(number)) is not None:
+            return held
         return {
             row.offset: (row.path, row.start, row.length, row.transforms or ())
             for row in self.rows.rows_of(fqn)
         }
+
+    def _near_locations(self, batch: int) -> dict[int, dict[Offset, tuple[Any, ...]]]:
+        """Return ``locations_of`` of adjacent keys by number, but of those with many chunks.
+
+        To look up one key takes as long as some dozens, and most commands go through all keys.
+        """
+        rows = self.rows
+        class_of = rows.class_of[batch * NEAR_KEYS : (batch + 1) * NEAR_KEYS]
+        steps = [names or () for names in rows.transforms]
+        located: dict[int, dict[Offset, tuple[Any, ...]]] = {}
+        for number in np.unique(class_of[class_of >= 0]).tolist():
+            offsets = rows.offsets(number)
+            if len(offsets) > NEAR_CHUNKS:
+                continue
+            keys = np.flatnonzero(class_of == number) + batch * NEAR_KEYS
+            for some, table in rows.row_batches(number, keys):
+                by_key = np.stack(table, axis=2).tolist()
+                for key, places in zip(some.tolist(), by_key, strict=True):
+                    located[key] = {
+                        offset: (rows.files[file], start, nbytes, steps[step])
+                        for offset, (file, step, start, nbytes) in zip(offsets, places, strict=True)
+                    }
+        return located
 
     def boxes_of(self, fqn: str) -> Mapping[Offset, Box | None]:
         """Return the listed chunks of ``fqn``, by offset; none of an unknown key."""

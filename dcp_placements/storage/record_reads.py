@@ -161,7 +161,9 @@ class ChunkReader:
         Raises:
             PlacementError: The file does not hold what the metadata say.
         """
-        if not reads:
+        if len(reads) < 2:
+            for read in reads:
+                self._read_alone(file, read)
             return
         starts = np.array([read.start for read in reads], np.int64)
         nbytes = np.array([read.nbytes for read in reads], np.int64)
@@ -188,6 +190,16 @@ class ChunkReader:
                     self._read_one(file, read)
         file.hold(memoryview(b""), 0)
 
+    def _read_alone(self, file: CountedFile, read: RecordRead) -> None:
+        """Read one record, as ``read`` does; commands ask for one small tensor after another."""
+        if read.start < 0 or not 0 <= read.nbytes <= file.size - read.start:
+            problem = _beyond(read, file.size, read.start + read.nbytes)
+            raise_faults(IS_DAMAGED, [self._fault(read, problem)])
+        is_small = is_read_whole(read.nbytes, self._elements_nbytes(read))
+        file.hold(self._span.take(read.nbytes if is_small else 0), read.start)
+        self._read_one(file, read)
+        file.hold(memoryview(b""), 0)
+
     def tensor_record(self, read: RecordRead, part: ByteRange) -> RecordHead | None:
         """Return where the elements of a record are; None where it is not plain."""
         if read.record is not None:
@@ -201,16 +213,18 @@ class ChunkReader:
         elements = np.zeros(len(reads), np.int64)
         is_doubtful = (nbytes > _PAGE_NBYTES) & (nbytes <= SMALL_NBYTES)
         for index in np.flatnonzero(is_doubtful).tolist():
-            item = reads[index].item
-            stored = self._stored.get(item.storage_index.fqn)
-            if isinstance(stored, TensorStorageMetadata):
-                elements[index] = item.lengths.numel() * stored.properties.dtype.itemsize
-            else:
-                elements[index] = SMALL_NBYTES  # all of an object
+            elements[index] = self._elements_nbytes(reads[index])
         # All items of a record count.
         record = np.cumsum(np.diff(starts, prepend=-1) != 0)
         is_small: Array = is_read_whole(nbytes, np.bincount(record, elements)[record])
         return is_small
+
+    def _elements_nbytes(self, read: RecordRead) -> int:
+        """Return the bytes of the elements that a read asks for; of an object a large number."""
+        stored = self._stored.get(read.item.storage_index.fqn)
+        if not isinstance(stored, TensorStorageMetadata):
+            return SMALL_NBYTES  # all of an object
+        return int(read.item.lengths.numel()) * stored.properties.dtype.itemsize
 
     def _read_alike(self, file: CountedFile, reads: Sequence[RecordRead]) -> bool:
         """Deliver small records if all are read whole and their heads are equal.
