@@ -196,7 +196,8 @@ def diff_command(
     "--expect",
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="The model's keys: a JSON list, or one per line.",
+    help="The model's keys on all ranks together, as the checkpoint names them: a JSON list, or "
+    "one per line.",
 )
 @fqn_option
 @click.option(

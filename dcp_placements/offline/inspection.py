@@ -8,9 +8,9 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
+from pickle import UnpicklingError
 from typing import Any, ClassVar, TypeVar
 
 from dcp_placements.errors import CannotLook
@@ -28,7 +28,7 @@ from dcp_placements.offline.checkpoint import (
 )
 from dcp_placements.offline.key_patterns import matching_keys
 from dcp_placements.offline.sources.opening import open_source
-from dcp_placements.offline.texts import brief, format_table, ranges, short
+from dcp_placements.offline.texts import MAX_VALUE, brief, format_table, ranges, short
 from dcp_placements.short_text import (
     folded_keys,
     format_count,
@@ -38,7 +38,13 @@ from dcp_placements.short_text import (
     natural_key,
 )
 from dcp_placements.storage.provenance import SaveRecord
-from dcp_placements.storage.safe_pickle import DTYPES, ORDERED_DICT, SafeUnpickler, check_unfolded
+from dcp_placements.storage.safe_pickle import (
+    DTYPES,
+    ORDERED_DICT,
+    RefusedGlobal,
+    SafeUnpickler,
+    check_unfolded,
+)
 from dcp_placements.storage.save_ids import writer_of
 from dcp_placements.storage.store import StorageOptions
 from dcp_placements.storage.torch_load import saved_pickle
@@ -82,6 +88,7 @@ class ObjectInfo:
     nbytes: int  # length of its record
     # Its value, if that is small and plain: numbers, strings and containers of them; else None
     value: Any = None
+    reason: str = ""  # why ``value`` is None; empty where the object is shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +174,10 @@ class Inspection:
         objects = folded_keys(list(self.objects))
         for folded in objects[:SHOWN_GROUPS]:
             stored = [self.objects[key] for key in folded.keys]
-            value = "-" if len(stored) > 1 or stored[0].value is None else brief(stored[0].value)
+            reasons = {info.reason for info in stored}
+            value = _value_text(stored[0]) if len(stored) == 1 or len(reasons) == 1 else "-"
+            if len(stored) > 1 and not stored[0].reason:
+                value = "-"  # each has its own
             nbytes = format_nbytes(sum(info.nbytes for info in stored))
             listed.append((folded.name, value, f"{len(stored):,}", nbytes))
         rest = len(objects) - len(listed)
@@ -187,7 +197,7 @@ class Inspection:
         objects = [
             (
                 fqn,
-                "-" if info.value is None else brief(info.value),
+                _value_text(info),
                 format_nbytes(info.nbytes),
                 short(info.files, 1),
             )
@@ -234,6 +244,11 @@ class Inspection:
         yield from [f"{'note:':<11} {note}" for note in self.notes]
 
 
+def _value_text(info: ObjectInfo) -> str:
+    """Return the value of an object, or why it is not shown."""
+    return f"not shown: {info.reason}" if info.reason else brief(info.value)
+
+
 _Table = tuple[Sequence[str], Sequence[Sequence[str]], str]
 """Headings, rows, and a text of what is left out."""
 
@@ -274,7 +289,7 @@ def inspect(
         groups=tuple(_groups(tensors)),
         tensors=tensors,
         objects={
-            name: ObjectInfo((record.file,) if record.file else (), record.nbytes, values.get(name))
+            name: ObjectInfo((record.file,) if record.file else (), record.nbytes, *values[name])
             for name, record in held.items()
         },
         files={
@@ -427,20 +442,56 @@ class _PlainUnpickler(SafeUnpickler):
     }
 
 
-def plain_values(checkpoint: Checkpoint, objects: Iterable[StoredRecord]) -> dict[str, Any]:
-    """Return the values of the first small objects, by key.
+def plain_values(
+    checkpoint: Checkpoint, objects: Iterable[StoredRecord]
+) -> dict[str, tuple[Any, str]]:
+    """Return by key the value of each object and an empty text, or None and why it is not shown.
 
-    Objects that are large or broken, and those that hold other values, are left out.
+    The first small objects are read; those that are large or broken, and those that hold other
+    values, are not shown.
     """
-    values = {}
-    small = [stored for stored in objects if stored.nbytes <= READ_NBYTES]
-    for stored in small[:READ_OBJECTS]:
+    values: dict[str, tuple[Any, str]] = {}
+    count = 0
+    for stored in objects:
+        if stored.nbytes > READ_NBYTES:
+            values[stored.fqn] = None, f"more than {format_nbytes(READ_NBYTES)}"
+            continue
+        count += 1
+        if count > READ_OBJECTS:
+            values[stored.fqn] = None, f"not among the first {READ_OBJECTS}"
+            continue
         # A broken or hostile record can raise anything; verify reports it.
-        with suppress(Exception):
-            record = checkpoint.read_record(stored, READ_NBYTES)
-            data, _ = saved_pickle(io.BytesIO(record or b""))
-            value = _PlainUnpickler(data).load()
-            check_unfolded([value], MAX_ELEMENTS)
-            json.dumps(value, default=str)  # which has no keys but text and numbers
-            values[stored.fqn] = value
+        try:
+            values[stored.fqn] = _plain_value(checkpoint, stored), ""
+        except RefusedGlobal as error:
+            values[stored.fqn] = None, f"holds {format_name(error.name, MAX_VALUE)}"
+        except FileNotFoundError:
+            values[stored.fqn] = None, "its file is missing"
+        except CannotLook as error:
+            values[stored.fqn] = None, str(error)
+        except Exception:
+            values[stored.fqn] = None, "its record cannot be read"
     return values
+
+
+def _plain_value(checkpoint: Checkpoint, stored: StoredRecord) -> Any:
+    """Return the value of an object.
+
+    Raises:
+        CannotLook: It is too long to be shown, or has keys that JSON does not have.
+        Exception: It cannot be read, or holds other values.
+    """
+    record = checkpoint.read_record(stored, READ_NBYTES)
+    if record is None:
+        raise CannotLook(f"more than {format_nbytes(READ_NBYTES)}")
+    data, _ = saved_pickle(io.BytesIO(record))
+    value = _PlainUnpickler(data).load()
+    try:
+        check_unfolded([value], MAX_ELEMENTS)
+    except UnpicklingError:
+        raise CannotLook(f"more than {MAX_ELEMENTS:,} elements") from None
+    try:
+        json.dumps(value, default=str)
+    except TypeError:
+        raise CannotLook("its keys are neither text nor numbers") from None
+    return value

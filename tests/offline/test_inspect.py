@@ -159,3 +159,29 @@ def test_objects_that_name_functions_or_hold_much_have_no_value(tmp_path: Path) 
     dcp.save({**objects, "step": 3}, checkpoint_id=tmp_path, planner=flat, no_dist=True)
     found = inspect(tmp_path).objects
     assert {key: found[key].value for key in found} == {**dict.fromkeys(objects), "step": 3}
+    assert {key: found[key].reason for key in found} == {
+        "trap": "holds __builtin__.exec",
+        "long": "more than 4,000 elements",
+        "large": "more than 64.0 KiB",
+        "step": "",
+    }
+
+
+def test_the_text_says_why_a_value_is_not_shown(tmp_path: Path, run: Run) -> None:
+    state = {"rng": {str(rank): torch.ones(2).numpy() for rank in range(3)}, "none": None, "n": 7}
+    dcp.save(state, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    for arguments in ((), ("--keys",)):
+        text = run("inspect", tmp_path / "ckpt", *arguments).out
+        assert re.search(r"^rng\.0\S* +not shown: holds numpy\S+ ", text, re.MULTILINE)
+        assert re.search(r"^none +None ", text, re.MULTILINE)
+        assert re.search(r"^n +7 ", text, re.MULTILINE)
+    many = {f"of.{n}": n for n in range(40)}
+    dcp.save(many, checkpoint_id=tmp_path / "many", no_dist=True)
+    found = inspect(tmp_path / "many").objects
+    assert sum(info.reason == "" for info in found.values()) == 32
+    assert {info.reason for info in found.values()} == {"", "not among the first 32"}
+    next((tmp_path / "many").glob("*.distcp")).unlink()
+    assert {info.reason for info in inspect(tmp_path / "many").objects.values()} == {
+        "its file is missing",
+        "not among the first 32",
+    }

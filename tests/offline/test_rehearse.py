@@ -24,6 +24,7 @@ from dcp_placements import (
     PlacementSavePlanner,
     Renames,
     Renumber,
+    Replace,
     Stack,
 )
 from dcp_placements.offline import CannotLook, diff, open_source, rehearse, reshard
@@ -242,6 +243,35 @@ def test_missing_unread_and_unmatched_are_told(tmp_path: Path) -> None:
     assert found.unmatched == ("'nothing.like.it'",)
     assert not found.loads
     assert found.unique_nbytes == 4
+
+
+def layer_by_layer(mesh: Any) -> Placements:
+    """Name a rank's only layer by its number in the model."""
+    at = mesh.get_coordinate()[0]
+    return Placements(None, rename=Renumber("layers.{}", [at], total=4))
+
+
+def test_keys_of_one_rank_are_told_apart_from_those_of_all(tmp_path: Path) -> None:
+    state_dict = {f"layers.{n}.w": torch.ones(3, 2) for n in range(4)} | {"embed": torch.ones(2)}
+    dcp.save(state_dict, checkpoint_id=tmp_path, no_dist=True)
+
+    def notes(*expect: str) -> str:
+        found = rehearse(tmp_path, layer_by_layer, {"pp": 4}, expect=expect)
+        return "\n".join(map(str, found.notes))
+
+    first = notes("layers.0.w", "embed")
+    assert first.startswith("layers.1-3.w: not expected, and other layers")
+    assert "those of one rank" in first
+    assert notes(*state_dict) == ""
+    assert "one rank" not in notes("embed")  # nothing says that the layers belong to it
+
+    def replaced(mesh: Any) -> Placements:
+        return Placements(None, rename=Replace("model.layers", "layers"))
+
+    found = rehearse(tmp_path, replaced, {"dp": 1}, expect=["model.layers.0.w", "embed", "other"])
+    (note, *_) = map(str, found.notes)
+    assert note.startswith("model.layers.0.w: a rank's own name of layers.0.w")
+    assert "1 expected key of 3" in note
 
 
 def misspelt(mesh: Any) -> Placements:

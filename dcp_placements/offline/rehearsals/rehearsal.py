@@ -6,7 +6,7 @@ over the mesh by the rules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
@@ -33,9 +33,12 @@ from dcp_placements.offline.texts import Progress, format_table, ranges, short
 from dcp_placements.rules.mesh_axes import MeshAxes, MeshCoordinate, format_mesh_axes
 from dcp_placements.rules.patterns import unmatched_faults
 from dcp_placements.short_text import (
+    folded_keys,
     format_count,
     format_name,
     format_nbytes,
+    numbers_in,
+    without_numbers,
 )
 from dcp_placements.storage.file_reads import c_strides, cheap_gap, segments
 from dcp_placements.storage.record_reads import is_read_whole
@@ -168,7 +171,8 @@ def rehearse(
             the rules cut, as one flattened axis without the axes that a tensor's rule cuts over.
             Or such axes by pattern of the checkpoint's keys, as in ``PlacementRules``:
             ``{"experts": ["edp"], "**": ["edp", "ep"]}``; the first pattern that matches counts.
-        expect: The keys that the model has; None for those of the checkpoint.
+        expect: The keys that the model has on all ranks together, as the checkpoint names them;
+            None for those of the checkpoint. A note says where they are those of one rank.
         fqn: Pattern of the tensors whose ``requests`` are listed.
         storage_options: Options that fsspec passes to the file system of a URL.
         progress: Called with the number of ranks planned, and of all.
@@ -196,11 +200,12 @@ def rehearse(
         )
     ]
     tensors = [tensor for fqn, tensor in checkpoint.tensors.items() if fqn in expected]
+    notes = (*world.notes(), *unmatched_faults(unmatched, sorted(expected)))
     return Rehearsal(
         axes=world.axes,
         ranks=tuple(ranks),
         faults=world.faults(),
-        notes=(*world.notes(), *unmatched_faults(unmatched, sorted(expected))),
+        notes=(*notes, *_keys_of_one_rank(world, expected, stored)),
         missing=tuple(sorted(expected - stored)),
         unread=tuple(sorted(stored - expected)),
         replicated=sum(tensor.fqn not in costs.cut for tensor in tensors),
@@ -208,6 +213,40 @@ def rehearse(
         unique_nbytes=sum(tensor.nbytes for tensor in tensors),
         requests=tuple(_requests(world, shown)),
     )
+
+
+def _keys_of_one_rank(
+    world: RehearsedWorld, expected: Set[str], stored: Set[str]
+) -> Iterator[Fault]:
+    """Yield what says that the expected keys are those of one rank, not of all ranks together.
+
+    Args:
+        world: The world.
+        expected: The keys that the model has, as the user lists them.
+        stored: The checkpoint's keys.
+    """
+    way_out = (
+        "way out:     --expect takes the keys of all ranks together, as the checkpoint names them; "
+        "without it they are the checkpoint's"
+    )
+    missing = sorted(expected - stored)
+    if own := world.own_names(missing, stored):
+        (key, target), *_ = own.items()
+        count = format_count(len(own), "expected key")
+        yield Fault(
+            key,
+            f"a rank's own name of {target}, which the checkpoint has",
+            (f"in all:      {count} of {len(expected):,}, by the rename of the rules", way_out),
+        )
+    known = {without_numbers(key) for key in expected & stored}
+    unread = [key for key in sorted(stored - expected) if without_numbers(key) in known]
+    if numbered := [key for key in unread if any(numbers_in(key))]:
+        names = short([folded.name for folded in folded_keys(numbered)])
+        yield Fault(
+            names,
+            "not expected, and other layers or experts of these names are",
+            ("likely:      the expected keys are those of one rank, or of one stage", way_out),
+        )
 
 
 class _Costs:

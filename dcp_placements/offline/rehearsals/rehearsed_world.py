@@ -8,7 +8,8 @@ itself. They differ in their boxes, which are computed for all of them together.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -37,7 +38,7 @@ from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.names.flat import RenamedValue, Reshaped
 from dcp_placements.names.optimizer_state import Dims, followed_dims
 from dcp_placements.names.recorded_numbers import Family, Numbering
-from dcp_placements.names.rename_results import Row, Target
+from dcp_placements.names.rename_results import Row, Target, texts_of
 from dcp_placements.names.renames import Renames, Step, recorded
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.offline.rehearsals.fsdp_axes import Fsdp, FsdpAxes
@@ -232,6 +233,26 @@ class RehearsedWorld:
         return {
             key: value for statement in statements for key, value in statement.numberings.items()
         }
+
+    def own_names(self, keys: Collection[str], stored: Set[str]) -> dict[str, str]:
+        """Return the keys that are some rank's own names, each with the checkpoint's key.
+
+        Args:
+            keys: Keys that the checkpoint does not have.
+            stored: The checkpoint's keys.
+        """
+        own: dict[str, str] = {}
+        for lot in self.lots if keys else ():
+            rename = self._declared.placements(lot.ranks[0]).rename
+            if rename is None:
+                continue
+            for key in keys:
+                # A user's own function may raise anything for a name that is not its own.
+                with suppress(Exception):
+                    target, *_ = texts_of(rename(key))
+                    if target in stored:
+                        own.setdefault(key, target)
+        return own
 
     def unmatched(self) -> tuple[str, ...]:
         """Return the declared patterns that match no key on any rank."""
