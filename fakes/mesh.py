@@ -17,6 +17,9 @@ class FakeMesh:
         names: One name per axis, or None for a mesh without names.
         rank: The rank that sees it; one beyond the mesh has no coordinate.
         ranks: The ranks themselves, where they are not ``0..n-1``; shaped like ``sizes``.
+
+    Raises:
+        ValueError: The names are not as many as the axes, or two are equal.
     """
 
     def __init__(

@@ -21,7 +21,10 @@ class FakeDTensor:
         local: The local tensor, held as it is.
         device_mesh: The mesh, seen from this rank.
         placements: One per mesh axis.
-        shape: The shape over the mesh.
+        shape: The shape over the mesh, in elements.
+
+    Raises:
+        ValueError: The placements are not as many as the axes, or the local tensor has other dims.
     """
 
     def __init__(

@@ -50,7 +50,15 @@ class World:
         self.meshes = meshes
 
     def mesh(self, rank: int, **axes: int) -> FakeMesh:
-        """Return the mesh of all ranks with these axes, C order, seen from ``rank``."""
+        """Return the mesh of all ranks with these axes, C order, seen from ``rank``.
+
+        Args:
+            rank: The rank.
+            axes: Numbers of ranks by axis name; their product is the number of ranks.
+
+        Raises:
+            ValueError: The product is another.
+        """
         mesh = FakeMesh(tuple(axes.values()), tuple(axes), rank=rank)
         if mesh.size() != self.size:
             raise ValueError(f"axes {axes} make {mesh.size()} ranks, not {self.size}")

@@ -7,12 +7,14 @@ docstring lacks something; exit status 1 where there is one.
 
 from __future__ import annotations
 
+import ast
 import html
 import importlib
 import inspect
 import os
 import re
 import sys
+import textwrap
 import types
 import warnings
 from collections.abc import Iterator
@@ -60,15 +62,37 @@ a { color: var(--link); text-decoration: none }
 a:hover { text-decoration: underline }
 code, pre { font: .875em/1.5 ui-monospace, monospace }
 code { background: var(--shade); padding: .1em .25em; border-radius: 3px; overflow-wrap: anywhere }
+code.short { white-space: nowrap }
 pre { background: var(--shade); padding: .8rem 1rem; overflow-x: auto; border-radius: 5px }
 pre code { background: none; padding: 0; overflow-wrap: normal }
 .table { overflow-x: auto }
 table { border-collapse: collapse }
 th, td { border: 1px solid var(--line); padding: .35rem .6rem; text-align: left }
-td { vertical-align: top }
+td { vertical-align: top; min-width: 5.5rem }
 img { max-width: 100%; background: #fff; border-radius: 5px }
 h1, h2, h3 { line-height: 1.25; margin: 2rem 0 .8rem }
 """
+
+
+THEME = {
+    "custom.css": """
+:root { color-scheme: light dark }
+@media (prefers-color-scheme: dark) {
+    :root { --pdoc-background: #121212 }
+    .pdoc {
+        --text: #e6e6e6; --muted: #9aa0a6; --link: #7cb7ff; --link-hover: #a9d0ff;
+        --code: #1c1c1c; --active: #4d4417; --accent: #262626; --accent2: #444;
+        --nav-hover: rgba(255, 255, 255, 0.08);
+        --name: #7cb7ff; --def: #7fd17f; --annotation: #8fc79a;
+    }
+    .pdoc :is(.nb, .kc, .o, .mi) { color: #7fd17f }
+}
+""",
+    "module.html.jinja2": """{% extends "default/module.html.jinja2" %}
+{% block nav_title %}<a href="../index.html">dcp_placements: guides</a>{% endblock %}
+""",
+}
+"""Templates of pdoc that are replaced: dark pages, too, and a way back."""
 
 
 def pages() -> list[Path]:
@@ -135,6 +159,8 @@ def page_html(page: Path, out: Path) -> str:
     text = re.sub(r"(?m)^```(\w+) .*$", r"```\1", text)
     body = str(markdown2.markdown(text, extras=extras))
     body = HEADING.sub(lambda h: f'<h{h[1]} id="{anchor_of(h[2])}">{h[2]}</h{h[1]}>', body)
+    # A browser breaks lines at hyphens, and would part --report.
+    body = re.sub(r"<code>([^<]{1,30})</code>", r'<code class="short">\1</code>', body)
     body = body.replace("<table>", '<div class="table"><table>')
     body = body.replace("</table>", "</table></div>")
     body = LINK.sub(lambda m: f'{m[1]}="{site_link(page, html.unescape(m[2]), out)}"', body)
@@ -218,16 +244,58 @@ def parameters_of(value: Any) -> list[str]:
     return [name for name in names if name not in ("self", "args", "kwargs")]
 
 
+UNITS = {
+    re.compile(r"nbytes|memory|max_shard_size"): r"[Bb]ytes?\b|GiB",
+    re.compile(r"timeout.*|seconds"): r"[Ss]econds?\b",
+    re.compile(r"(.*_)?shape"): r"[Ss]hape|elements",
+}
+"""What the line of an argument has to say, by the argument's name."""
+
+
 def docstring_faults() -> Iterator[str]:
-    """Yield a line for each public name without a docstring that has all of its arguments."""
+    """Yield a line for each public name whose docstring lacks an argument, a unit or an error."""
     for name, value in public_objects():
         text = inspect.getdoc(value) or ""
         if not text:
             yield f"{name}: has no docstring"
             continue
-        missing = [arg for arg in parameters_of(value) if not re.search(rf"\b{arg}\b", text)]
+        parameters = parameters_of(value)
+        missing = [arg for arg in parameters if not re.search(rf"\b{arg}\b", text)]
         if missing:
             yield f"{name}: its docstring does not say what {', '.join(missing)} is"
+        for argument in parameters:
+            yield from [f"{name}: {fault}" for fault in unit_faults(argument, text)]
+        if silent := [error for error in errors_of(value) if error not in text]:
+            yield f"{name}: its docstring does not say when it raises {', '.join(silent)}"
+
+
+def unit_faults(argument: str, text: str) -> Iterator[str]:
+    """Yield what the line of an argument lacks.
+
+    >>> list(unit_faults("memory", "memory: Most bytes that are read at a time."))
+    []
+    >>> list(unit_faults("memory", "memory: The most that is read at a time."))
+    ['the line of memory lacks its unit']
+    """
+    line = re.search(rf"^ *{argument}: (.*(?:\n {{4,}}(?! *\w+: ).*)*)", text, re.MULTILINE)
+    for named, unit in UNITS.items():
+        if line and named.fullmatch(argument) and not re.search(unit, line[1]):
+            yield f"the line of {argument} lacks its unit"
+
+
+def errors_of(value: Any) -> list[str]:
+    """Return the names of the errors that a function, or the making of a class, raises itself."""
+    if inspect.isclass(value):
+        makers = [vars(value).get(name) for name in ("__init__", "__post_init__", "__new__")]
+        return sorted({error for maker in makers if maker for error in errors_of(maker)})
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(value))))
+    except (OSError, TypeError, SyntaxError):  # made by a decorator, without a source of its own
+        return []
+    raised = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise)]
+    called = [node.func for node in raised if isinstance(node, ast.Call)]
+    names = [node.id for node in called if isinstance(node, ast.Name)]
+    return sorted({name for name in names if name[0].isupper()})
 
 
 def build(out: Path) -> list[str]:
@@ -242,7 +310,10 @@ def build(out: Path) -> list[str]:
     for name in PUBLIC:  # these modules import what they name when it is asked for
         module = importlib.import_module(name)
         vars(module).update({public: getattr(module, public) for public in module.__all__})
-    render.configure(docformat="google", show_source=False)
+    (out / "theme").mkdir(exist_ok=True)
+    for name, text in THEME.items():
+        (out / "theme" / name).write_text(text)
+    render.configure(docformat="google", show_source=False, template_directory=out / "theme")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pdoc(*PUBLIC, output_directory=out / "reference")

@@ -46,6 +46,24 @@ def test_a_name_without_its_arguments_is_a_fault(monkeypatch: pytest.MonkeyPatch
     ]
 
 
+def test_units_and_errors_have_to_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(nbytes: int, timeout_s: float) -> None:
+        """Read ``nbytes``.
+
+        Args:
+            nbytes: How much.
+            timeout_s: How long, in seconds.
+        """
+        if nbytes < timeout_s:
+            raise ValueError("too few")
+
+    monkeypatch.setattr(build_docs, "public_objects", lambda: iter([("read", read)]))
+    assert list(build_docs.docstring_faults()) == [
+        "read: the line of nbytes lacks its unit",
+        "read: its docstring does not say when it raises ValueError",
+    ]
+
+
 def test_links_of_a_page_lead_to_pages_of_the_site(tmp_path: Path) -> None:
     page = ROOT / "dcp_placements" / "guides" / "production.md"
     links = {

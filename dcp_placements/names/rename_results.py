@@ -39,7 +39,7 @@ class Row:
         transposed: Whether the last two dims of the row are swapped.
 
     Raises:
-        PlacementError: ``index`` is not among the rows.
+        CannotPlace: ``index`` is not among the rows; a ``PlacementError``.
     """
 
     fqn: str

@@ -88,7 +88,14 @@ class MeshCoordinate:
         return prod(self.sizes) if mesh_dim is None else self.sizes[mesh_dim]
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """Return this rank's position along an axis; a mesh of one axis needs no ``mesh_dim``."""
+        """Return this rank's position along an axis; a mesh of one axis needs no ``mesh_dim``.
+
+        Args:
+            mesh_dim: Name of the axis, or its number.
+
+        Raises:
+            PlacementError: The mesh has no such axis, or several and ``mesh_dim`` is None.
+        """
         dim = 0 if mesh_dim is None and self.ndim == 1 else mesh_dim
         axis = self.mesh_dim_names.index(dim) if dim in self.names else dim
         if not isinstance(axis, int) or not -self.ndim <= axis < self.ndim:
