@@ -39,7 +39,8 @@ class States(NamedTuple):
 
     Attributes:
         parameters: For each state, the tensors that its parameter may be.
-        shapes: For each state of an absent parameter, the local shape that the parameter has.
+        shapes: For each state of an absent parameter, the shape that the parameter has over its own
+            mesh.
     """
 
     parameters: dict[str, list[str]]
@@ -47,7 +48,10 @@ class States(NamedTuple):
 
 
 def states_of(
-    state_dict: Mapping[str, Any], mappings: Mapping[str, Path], reshaped: Reshaped
+    state_dict: Mapping[str, Any],
+    mappings: Mapping[str, Path],
+    reshaped: Reshaped,
+    tied: Mapping[str, str],
 ) -> States:
     """Return which tensors are optimizer state, and of which parameters.
 
@@ -60,6 +64,7 @@ def states_of(
         mappings: The path of each key in the nested dict, which has the rank's own names.
         reshaped: The values that a rename turns into other tensors; a stack has a key per row,
             and a tensor that fills several has one for each.
+        tied: The other keys of a rank for memory in the state dict, each with its name there.
     """
     names, values = {}, {}
     for fqn, value in state_dict.items():
@@ -69,6 +74,8 @@ def states_of(
         for fqn, renamed in values_of.items():
             names.update({of.key: fqn for of in renamed})
             values.update({of.key: of.value for of in renamed})
+    names.update(tied)
+    values.update({key: state_dict[fqn] for key, fqn in tied.items()})
     states = OptimizerStates(values)
     tensors = [key for key, value in values.items() if has_dims(value)]
     owners = {key: state.owner for key in tensors if (state := states.of(key)) is not None}
@@ -158,7 +165,7 @@ def check_orientation(
     parameters = {name: sources[name] for name in states.parameters[fqn] if name in sources}
     local_shapes = {name: tuple(source.own[0].shape) for name, source in parameters.items()}
     if not parameters and fqn in states.shapes:
-        local_shapes = {fqn: states.shapes[fqn]}
+        shape, local_shapes = tuple(sources[fqn].own[3]), {fqn: states.shapes[fqn]}
     for name, of_parameter in local_shapes.items():
         is_transposed = _is_transposed(name, reshaped)
         if shape == of_parameter or len(of_parameter) < 2 or prod(shape) == 1:

@@ -97,7 +97,7 @@ def place(
     if reshaped.several:
         reshaped, tied = _without_tied(reshaped)
     has_groups = any("param_groups" in fqn for fqn in state_dict)
-    states = states_of(state_dict, mappings, reshaped) if has_groups else States({}, {})
+    states = states_of(state_dict, mappings, reshaped, tied) if has_groups else States({}, {})
     faults: list[Fault] = []
     if has_contents:  # a save, which can give one name one tensor
         faults += [_shared_name(fqn, *values[:2]) for fqn, values in reshaped.several.items()]

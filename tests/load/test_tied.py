@@ -285,6 +285,28 @@ def test_one_name_for_tied_dtensors_under_a_rule(tmp_path: Path) -> None:
         assert torch.equal(loaded["head"].to_local(), piece)
 
 
+@pytest.mark.parametrize("head_first", [False, True])
+def test_state_follows_a_tied_dtensor_by_any_of_its_names(tmp_path: Path, head_first: bool) -> None:
+    """The state is plain, so that the parameter alone says how FSDP cuts it."""
+    whole, moment = arange(5, HIDDEN), arange(5, HIDDEN, start=100)
+
+    def state(rank: int, factor: int) -> dict[str, Any]:
+        own = FakeDTensor.distribute(whole * factor, World(2).mesh(rank, fsdp=2), [Shard(0)])
+        names = ("head", "embed") if head_first else ("embed", "head")
+        held = {"exp_avg": moment.split(3)[rank] * factor}
+        groups = [{"lr": 0.1, "params": ["embed"]}]
+        optim = {"state": {"embed": held}, "param_groups": groups}
+        return {"model": dict.fromkeys(names, own), "optim": optim}
+
+    placements, blank = Placements(None, rename=TIED), [state(rank, 0) for rank in range(2)]
+    World(2).save(tmp_path, lambda rank: state(rank, 1), lambda rank: placements.save_planner())
+    assert_holds(tmp_path, {"model.embed": whole, "optim.state.embed.exp_avg": moment})
+    World(2).load(tmp_path, blank.__getitem__, lambda rank: placements.load_planner())
+    for rank in range(2):
+        held = blank[rank]["optim"]["state"]["embed"]["exp_avg"]
+        assert torch.equal(held, moment.split(3)[rank])
+
+
 @pytest.mark.parametrize("steps", [0, 3])
 def test_a_parameter_that_the_saved_optimizer_did_not_have_is_named_with_the_cause(
     tmp_path: Path, steps: int

@@ -255,6 +255,23 @@ def test_moments_follow_their_parameter(tmp_path: Path, with_model: bool) -> Non
         assert torch.equal(target["model"]["w"], arange((3, 5)).T)
 
 
+def test_sharded_moments_are_transposed_without_their_parameter(tmp_path: Path) -> None:
+    """The shape of an absent parameter is that of the whole, and a shard has another one."""
+    world, moment = World(2), arange((3, 5)) + 50
+
+    def state(rank: int, full: torch.Tensor = moment) -> dict[str, Any]:
+        return {"optim": optimizer(dtensor(full, world.mesh(rank, fsdp=2), [Shard(0)]))}
+
+    turn = Placements({}, rename=Transpose("w"))
+    world.save(tmp_path, state, lambda rank: turn.save_planner())
+    assert torch.equal(read_whole(tmp_path)["optim.state.w.exp_avg"], moment.T)
+    blank = [state(rank, torch.zeros(3, 5)) for rank in range(2)]
+    world.load(tmp_path, blank.__getitem__, lambda rank: turn.load_planner())
+    for rank in range(2):
+        own = blank[rank]["optim"]["state"]["w"]["exp_avg"].to_local()
+        assert torch.equal(own, moment.split(2)[rank])
+
+
 @pytest.mark.parametrize(
     ("name", "shape"),
     [

@@ -474,7 +474,7 @@ def _states(named: Sequence[Named], objects: Iterable[str]) -> States:
         else:
             row = RenamedValue(tensor.row, tensor.key, value, None)
             rows.setdefault(tensor.rule_name, []).append(row)
-    return states_of(values, paths, Reshaped(rows=rows))
+    return states_of(values, paths, Reshaped(rows=rows), {})
 
 
 def _boxes(lot: Lot, piece: Piece) -> list[Boxes] | None:
