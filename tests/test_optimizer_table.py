@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hazard_scenes import arange, assert_same, blank, without_warning
+from safetensors.torch import load_file
 from torch.distributed.tensor import Shard
 
-from dcp_placements import CheckpointPlacement, PlacementRules, Placements
+from dcp_placements import (
+    CheckpointPlacement,
+    PlacementFileSystemReader,
+    PlacementRules,
+    Placements,
+)
+from dcp_placements.offline import export_safetensors, verify
 from dcp_placements.testing import World
 from tests.test_readme import PACKAGE, read_table
 
@@ -234,6 +242,166 @@ def of_8_bits(weight: torch.Tensor, rank: int) -> dict[str, Any]:
     largest = blocks.abs().amax(1)
     codes = (blocks / largest[:, None] * 127 + 128).to(torch.uint8).reshape(weight.shape)
     return {"state1": codes, "qmap1": torch.linspace(-1, 1, 256), "absmax1": largest}
+
+
+class Blockwise(torch.Tensor):
+    """Codes of 8 bits, and the largest element of each block, as torchao's ``OptimState8bit``.
+
+    The rule is that of https://arxiv.org/abs/2110.02861, section 2.1, with equally spaced codes;
+    what it implements is what torchao does for checkpoints.
+    """
+
+    BLOCK = 16
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Blockwise:
+        make: Any = torch.Tensor._make_wrapper_subclass
+        return make(cls, codes.shape, dtype=torch.float32)  # type: ignore[no-any-return]
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> Blockwise:
+        blocks = values.reshape(-1, cls.BLOCK)
+        scale = blocks.abs().amax(1).clip(1e-12)
+        codes = (blocks / scale[:, None] * 127).round() + 128
+        return cls(codes.reshape(values.shape).to(torch.uint8), scale)
+
+    def values(self) -> torch.Tensor:
+        blocks = (self.codes.float() - 128).reshape(-1, self.BLOCK) / 127
+        return (blocks * self.scale[:, None]).reshape(self.shape)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *rest: Any) -> Blockwise:
+        return cls(inner["codes"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self, *rest = args
+        match func.name(), *rest:
+            case "aten::detach", *_:
+                return cls(self.codes, self.scale)
+            case "aten::is_pinned", *_:
+                return False
+            case "aten::slice.Tensor", dim, start, end, *_:
+                step = self.shape[1:].numel()
+                if dim or start * step % cls.BLOCK or end * step % cls.BLOCK:
+                    raise ValueError("slices along the first dim, of whole blocks")
+                blocks = slice(start * step // cls.BLOCK, end * step // cls.BLOCK)
+                return cls(self.codes[start:end], self.scale[blocks])
+            case "aten::copy_", other, *_:
+                if not isinstance(self, cls):
+                    return self.copy_(other.values())
+                other = other if isinstance(other, cls) else cls.of(other)
+                self.codes.copy_(other.codes)
+                self.scale.copy_(other.scale)
+                return self
+        raise NotImplementedError(func.name())
+
+
+def of_codes(values: torch.Tensor, size: int, dim: int = 0) -> Any:
+    """Return a function that gives a rank its shard of a weight, and codes of a moment."""
+
+    def state(rank: int) -> dict[str, Any]:
+        shard = values.chunk(size, dim)[rank].clone()
+        held = {"exp_avg": Blockwise.of(shard), "step": torch.tensor(1.0)}
+        groups = [{"lr": 0.1, "params": ["w"]}]
+        return {"model": {"w": shard}, "optim": {"state": {"w": held}, "param_groups": groups}}
+
+    return state
+
+
+@pytest.fixture
+def allowed() -> Iterator[None]:
+    with torch.serialization.safe_globals([Blockwise]):
+        yield
+
+
+@pytest.mark.usefixtures("allowed")
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_tensors_of_codes_are_stored_as_each_rank_has_them(tmp_path: Path, size: int) -> None:
+    (row,) = [row for row in OF_SHARDS if "torchao" in row[0]]
+    assert "follows" in row[2]
+    values = arange(16, 12, start=-90)
+    with without_warning():
+        World(2).save(tmp_path, of_codes(values, 2), lambda rank: saver(rank).save_planner())
+        for reader in (None, lambda rank: PlacementFileSystemReader(tmp_path)):
+            loaded = [of_codes(torch.zeros(16, 12), size)(rank) for rank in range(size)]
+            World(size).load(
+                tmp_path,
+                loaded.__getitem__,
+                lambda rank: saver(rank, size).load_planner(),
+                *([] if reader is None else [reader]),
+            )
+            for rank, own in enumerate(loaded):
+                shard = values.chunk(size)[rank]
+                assert torch.equal(own["model"]["w"], shard)
+                moment = own["optim"]["state"]["w"]["exp_avg"]
+                assert torch.equal(moment.values(), Blockwise.of(shard).values())
+        # As a tensor of the dtype that the metadata have: what the codes stand for.
+        assert verify(tmp_path, contents=True).sound
+        plain = {"optim.state.w.exp_avg": torch.zeros(16, 12)}
+        dcp.load(plain, checkpoint_id=tmp_path, no_dist=True)
+        assert torch.equal(plain["optim.state.w.exp_avg"], Blockwise.of(values).values())
+        export_safetensors(tmp_path, tmp_path / "hf", prefix="", optimizer=True)
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert torch.equal(exported["optim.state.w.exp_avg"], Blockwise.of(values).values())
+
+
+@pytest.mark.usefixtures("allowed")
+@pytest.mark.parametrize(("dim", "size"), [(1, 2), (0, 16)], ids=["another dim", "half a block"])
+def test_a_part_of_a_block_is_refused(tmp_path: Path, dim: int, size: int) -> None:
+    values = arange(16, 24)
+    World(2).save(tmp_path, of_codes(values, 2), lambda rank: saver(rank).save_planner())
+    cut = CheckpointPlacement
+    loaded = []
+    for rank in range(size):
+        loaded.append(of_codes(torch.zeros(16, 32), size, dim)(rank))
+        shard = values.chunk(size, dim)[rank].clone()
+        loaded[rank]["model"]["w"] = torch.zeros_like(shard)
+        # torchao keeps a shard that is no whole number of blocks as it is.
+        loaded[rank]["optim"]["state"]["w"]["exp_avg"] = torch.zeros_like(shard)
+    with pytest.raises(dcp.CheckpointException) as refused:
+        World(size).load(
+            tmp_path,
+            loaded.__getitem__,
+            lambda rank: Placements(
+                {"w": cut(World(size).mesh(rank, ep=size), {"ep": Shard(dim)})},
+                waive={"w": "as it is cut here"},
+            ).load_planner(),
+            lambda rank: PlacementFileSystemReader(tmp_path),
+        )
+    text = str(refused.value)
+    assert "optim.state.w.exp_avg: it is stored as Blockwise, of which this part" in text
+    assert "whole blocks" in text
+
+
+@pytest.mark.usefixtures("allowed")
+def test_codes_that_a_checkpoint_lacks_are_those_of_zeros(tmp_path: Path) -> None:
+    state = of_codes(arange(16, 12, start=5), 1)
+    stored = state(0)
+    stored["optim"]["state"] = {}
+    World(1).save(tmp_path, lambda rank: stored, lambda rank: saver(rank, 1).save_planner())
+    loaded = state(0)
+    World(1).load(tmp_path, lambda rank: loaded, lambda rank: saver(rank, 1).load_planner())
+    assert not loaded["optim"]["state"]["w"]["exp_avg"].values().any()
+
+
+@pytest.mark.usefixtures("allowed")
+def test_replicas_are_compared_by_their_codes(tmp_path: Path) -> None:
+    """Of a parameter that no rule cuts."""
+
+    def state(rank: int) -> dict[str, Any]:
+        held = of_codes(arange(16, 12), 1)(0)
+        held["optim"]["state"]["w"]["exp_avg"].codes[3, 4] += rank
+        return held
+
+    with pytest.raises(dcp.CheckpointException, match=r"w\.exp_avg: 2 different contents"):
+        World(2).save(tmp_path, state, lambda rank: Placements(None).save_planner(digests="full"))
 
 
 def test_8_bit_blocks_are_stored_whole_by_the_line_of_the_table(tmp_path: Path) -> None:

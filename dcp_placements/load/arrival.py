@@ -349,6 +349,11 @@ class Arrival:
                 tensor.copy_(copy_of(weight, tensor, reset.stride))
             elif reset.option is not None and tensor.is_complex():
                 tensor.fill_(complex(number, number))
+            elif hasattr(
+                tensor, "__tensor_flatten__"
+            ):  # a tensor of codes: it encodes what it gets
+                plain = torch.full(tensor.shape, number, dtype=tensor.dtype, device=tensor.device)
+                tensor.copy_(plain)
             else:
                 tensor.fill_(number)
 

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType
 
 from dcp_placements._torch import (
+    PLAIN_TYPES,
     StorageInfo,
     are_plain,
     copy_all,
@@ -315,10 +316,32 @@ class ChunkReader:
         decoded = self._load(record, read)
         if self._as_declared:
             self._check_declared(read, decoded.dtype, tuple(decoded.shape))
-        source = narrow_tensor_by_index(decoded, item.storage_offsets, item.lengths)
-        targets, _ = self._targets([read], source.shape)
-        copy_into(targets[0], source)
+        try:
+            source = narrow_tensor_by_index(decoded, item.storage_offsets, item.lengths)
+            targets, _ = self._targets([read], source.shape)
+            copy_into(targets[0], source)
+        except Exception as error:
+            if type(decoded) in PLAIN_TYPES:
+                raise
+            raise self._uncut(read, decoded, error) from error
         self._commit([read], targets)
+
+    def _uncut(self, read: RecordRead, stored: torch.Tensor, error: Exception) -> PlacementError:
+        """Return the refusal of a slice of a tensor of codes, whose type does not make it."""
+        item, kind = read.item, type(stored).__name__
+        fault = self._fault(
+            read,
+            f"it is stored as {kind}, of which this part cannot be read: {format_error(error)}",
+            (
+                f"found:       a chunk {tuple(stored.shape)} in {read.file}",
+                f"this load:   {tuple(item.lengths)} at {tuple(item.storage_offsets)} of it",
+                "likely:      the part begins or ends within a block of elements of one scale, or "
+                "is cut along another dim than the first",
+                "way out:     cut it as the save did; or leave it out of the state dict, where the "
+                "optimizer may make it anew",
+            ),
+        )
+        return PlacementError(format_faults("a part of a chunk cannot be read", [fault]))
 
     def _decode(self, read: RecordRead, part: ByteRange) -> Record:
         """Return a record without its transforms, compared with its checksums; objects in memory.

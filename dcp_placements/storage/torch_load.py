@@ -71,9 +71,17 @@ def _tensor_of(stream: Any, nbytes: int) -> torch.Tensor:
         raise ValueError(f"it holds a {type(loaded).__name__}, and no tensor")
     if loaded.layout != torch.strided or not loaded.is_cpu:
         raise ValueError(f"it holds a tensor of {loaded.layout} on {loaded.device}")
-    if loaded.numel() * loaded.element_size() > nbytes:
+    if _elements_nbytes(loaded) > nbytes:
         raise ValueError(f"it holds a {tuple(loaded.shape)} tensor in {nbytes} bytes")
     return loaded
+
+
+def _elements_nbytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements; of a wrapper of tensors, as of codes, of theirs."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return tensor.numel() * tensor.element_size()
+    return sum([_elements_nbytes(getattr(tensor, name)) for name in flatten()[0]])
 
 
 def load_plain(stream: Any, device: str | None = None) -> Any:
