@@ -58,7 +58,7 @@ def _is_turned_split(step: Step, saved: Step) -> bool:
     ``Transpose("w"), Split("w", ..., dim=-2)`` is ``Split("w", ..., dim=-1), Transpose(...)``.
     """
     (dim, *rest), (saved_dim, *saved_rest) = step.shaping, saved.shaping
-    return step.kind == "Split" and {dim, saved_dim} == {-1, -2} and rest == saved_rest
+    return step.kind == "Split" and abs(dim - saved_dim) == 1 and rest == saved_rest
 
 
 def total_faults(record: SaveRecord, given: Numberings, asked: Asked) -> Iterator[Fault]:

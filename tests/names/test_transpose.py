@@ -473,13 +473,16 @@ def test_a_range_of_a_flattened_tensor_is_refused(tmp_path: Path) -> None:
         world.save(tmp_path, lambda rank: {"w": torch.ones(7 + rank)}, planner)
 
 
+@pytest.mark.parametrize("dims", [(-2, -1), (0, 1)], ids=str)
 @pytest.mark.parametrize("is_other", [False, True])
-def test_a_split_before_a_turn_is_one_behind_it(is_other: bool, tmp_path: Path) -> None:
+def test_a_split_before_a_turn_is_one_behind_it(
+    is_other: bool, dims: tuple[int, int], tmp_path: Path
+) -> None:
     """Its dim is another of the last two; other parts are another split all the same."""
     whole, world = arange((6, 4)), World(1)
-    before = Renames(Transpose("w.qk"), Split("w.qk", ("w.q", "w.k"), dim=-2))
+    before = Renames(Transpose("w.qk"), Split("w.qk", ("w.q", "w.k"), dim=dims[0]))
     sizes = (2, 1) if is_other else None
-    split = Split("w.qk", ("w.q", "w.k"), dim=-1, sizes=sizes)
+    split = Split("w.qk", ("w.q", "w.k"), dim=dims[1], sizes=sizes)
     behind = Renames(split, Transpose("w.*"))
 
     def loaded() -> Any:
