@@ -73,6 +73,9 @@ def draw_pair(seed: int, *, renamed: bool = False, optimizers: bool = False) -> 
     some = tuple(draw.sample(objects, draw.randint(0, 3)))
     save = draw_side(draw, families, AXES[0], saves=True, renamed=renamed)
     load = draw_side(draw, families, AXES[1], saves=False, renamed=renamed)
+    more = Draw(f"more {seed}")
+    save = with_more(more, families, save, saves=True)
+    load = with_more(more, families, load, saves=False)
     if draw.chance(30 if renamed else 10):
         load = replace(load, meshes=save.meshes, holds=save.holds)
         if renamed and draw.chance(60):
@@ -163,7 +166,7 @@ def resized(draw: Draw, side: Side) -> Side:
     for hold in side.holds:
         fixed |= {ids.axis for ids in hold.ids if ids is not None and ids.axis is not None}
         fixed |= {hold.stage[0]} if hold.stage else set()
-        for cutting in hold.cuts:
+        for cutting in (*hold.cuts, *hold.ranges):
             fixed |= {*cutting.tile_axes, *(a for a, p in cutting.rule if isinstance(p, Picks))}
             # Sizes of parts and pieces add up to what the axes before leave.
             summed = {
@@ -255,6 +258,69 @@ def draw_side(
         draw.chance(15),
         tuple(options.items()),
     )
+
+
+def with_more(draw: Draw, families: tuple[Family, ...], side: Side, *, saves: bool) -> Side:
+    """Return a side, some of whose families have further names, are transposed, or have ranges."""
+    holds = []
+    for family, hold in zip(families, side.holds, strict=True):
+        levels = list(zip(family.levels, hold.ids, strict=True))
+        has_rows = any(level.stacked and ids is not None for level, ids in levels)
+        is_unstacked = any(not level.stacked and ids is None for level, ids in levels)
+        is_listed = any(cutting.kind == "listed" for cutting in hold.cuts)
+        if not has_rows and not is_listed and draw.chance(20):
+            tied = saves or draw.chance(40)
+            hold = replace(hold, more_names=draw.randint(1, 2), tied=tied)
+        if not is_listed and _may_turn(family, hold) and draw.chance(30):
+            hold = replace(hold, turned=draw.choice(("first", "early", "middle", "last")))
+        elif (
+            family.moments
+            and not (has_rows or is_unstacked or family.reduced)
+            and (hold.parts or not family.split)
+            and draw.chance(30)
+        ):
+            used = {ids.axis for ids in hold.ids if ids is not None} | {*(hold.stage or ())[:1]}
+            mesh = side.meshes[hold.mesh]
+            free = [name for name in mesh.names if name not in used]
+            shapes = unit_shapes(family, [*hold.ids], by_parts=hold.parts)
+            ranges = tuple(draw_ranges(draw, shape, mesh, free) for shape in shapes if free)
+            hold = replace(hold, ranges=ranges)
+        holds.append(hold)
+    return replace(side, holds=tuple(holds))
+
+
+def _may_turn(family: Family, hold: Hold) -> bool:
+    """Whether the ranks may have what a family is cut into with its last two dims swapped.
+
+    A range has no dims. A moment of another shape than its parameter's would have rows where that
+    has columns. A dim that the rule cuts in parts is none that the DTensor cuts with strides.
+    """
+    cuts = [placement for cutting in hold.cuts for _, placement in cutting.rule]
+    is_strided = any(
+        cutting.repeated and any(type(placement) is _StridedShard for _, placement in cutting.own)
+        for cutting in hold.cuts
+    )
+    is_range = any(isinstance(placement, FlatShard) for placement in cuts)
+    return not (family.reduced or is_strided or is_range or "{}" in family.name)
+
+
+def draw_ranges(draw: Draw, shape: tuple[int, ...], mesh: Mesh, free: list[str]) -> Cutting:
+    """Return how ranks cut moments in ranges, as an optimizer that is sharded alone has them."""
+    sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
+    *outside, last = free[: draw.randint(1, len(free))]
+    left: list[int | None] = list(shape)
+    rule: list[tuple[str, Any]] = []
+    for name in outside:
+        before = list(left)
+        placement, _ = draw_placement(draw, left, sizes[name], set(), may_pick=False)
+        if None in left:  # ranks would have other numbers of elements
+            left = before
+        else:
+            rule.append((name, placement))
+    total = prod(size for size in left if size is not None)
+    rule.append((last, FlatShard(drawn_sizes(draw, sizes[last], total))))
+    memory = draw.choice(("own", "view"))
+    return Cutting(tuple(rule), mesh=draw.choice(("whole", "sub", "coordinate")), memory=memory)
 
 
 def draw_meshes(draw: Draw, axes: tuple[str, str]) -> tuple[Mesh, ...]:

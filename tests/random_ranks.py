@@ -24,6 +24,7 @@ from dcp_placements import (
     Replace,
     Split,
     Stack,
+    Transpose,
     Unstack,
 )
 from dcp_placements.testing import FakeDTensor, FakeMesh, cut, real_dtensor
@@ -101,13 +102,21 @@ class Rank:
         """Return its rows of a level, by the number on the level outside or for all of them."""
         return ids.rows[0 if ids.axis is None else self.position(hold, ids.axis)]
 
-    def words(self, family: Family, hold: Hold) -> dict[str, str]:
-        """Return the components that this rank spells otherwise, by the checkpoint's."""
+    def words(self, family: Family, hold: Hold, more: int = 0) -> dict[str, str]:
+        """Return the components that this rank spells otherwise, by the checkpoint's.
+
+        Args:
+            family: Of which.
+            hold: How the ranks hold it.
+            more: Which of the further names; 0 for none of them.
+        """
         spelled = {}
         for detour in hold.detours:
             of = "" if detour.word == family.name else f"_{family.name}"
             head = f"pp{self.rank}" if detour.how in ("rank", "any") else "ranks"
             spelled[detour.word] = f"{head}_{detour.word}{of}"
+        if more:
+            spelled[family.name] = f"more{more}_{spelled.get(family.name, family.name)}"
         return spelled
 
     def rows(self, family: Family, hold: Hold) -> Rows:
@@ -133,26 +142,40 @@ class Rank:
                 for level, ids in zip(family.levels, hold.ids, strict=True):
                     if ids is not None and ids.renumbered:
                         own[level.word] = list(rows[level.word](row)).index(row[level.word])
-                name = name_of(family, own, names[at], self.words(family, hold))
-                for state, part_of_it in states.items():
-                    cutting = reduced(hold.cuts[at], states[""].shape, part_of_it.shape)
-                    held = _Held(part_of_it, cutting, mesh)
-                    key = key_of(self.pair, name, state)
-                    padding = zlib.crc32(key.encode()) + self.rank
-                    value = held.value(key, whole, (family.name, state), padding)
-                    if cutting.kind == "listed" and not (state and hold.follows):
-                        annotate(value.value, held.whole_shape, held.chunks)
-                    if not state:
-                        left = held.shape
-                    ambiguous = any(
-                        part_of_it.shape[dim] != size and left[dim] == 1
-                        for dim, size in enumerate(states[""].shape)
-                    )
-                    yield replace(value, family=family.name, row=row, ambiguous=ambiguous)
-                for scalar, number in family.numbers.items():
-                    tensor = torch.tensor(number if step is None else step)
-                    key = key_of(self.pair, name, scalar)
-                    yield Value(key, tensor, tensor, None, None, 0, family.name, row)
+                for more in range(1 if hold.tied else hold.more_names + 1):
+                    words = self.words(family, hold, more)
+                    name = name_of(family, own, names[at], words)
+                    for state, part_of_it in states.items():
+                        cutting = reduced(hold.cuts[at], states[""].shape, part_of_it.shape)
+                        if state and hold.ranges:
+                            cutting = hold.ranges[at]
+                        held = _Held(part_of_it, cutting, mesh, hold.turn(family))
+                        key = key_of(self.pair, name, state)
+                        padding = zlib.crc32(key.encode()) + self.rank
+                        value = held.value(key, whole, (family.name, state), padding)
+                        if cutting.kind == "listed" and not (state and hold.follows):
+                            annotate(value.value, held.whole_shape, held.chunks)
+                        if not state:
+                            left = held.shape
+                        ambiguous = any(
+                            part_of_it.shape[dim] != size and left[dim] == 1
+                            for dim, size in enumerate(states[""].shape)
+                        )
+                        value = replace(value, family=family.name, row=row, ambiguous=ambiguous)
+                        yield value
+                        for other in range(1, hold.more_names + 1) if hold.tied else ():
+                            if not state:
+                                words = self.words(family, hold, other)
+                                yield replace(value, key=self._key(family, own, names[at], words))
+                    for scalar, number in family.numbers.items():
+                        tensor = torch.tensor(number if step is None else step)
+                        key = key_of(self.pair, name, scalar)
+                        yield Value(key, tensor, tensor, None, None, 0, family.name, row)
+
+    def _key(
+        self, family: Family, numbers: Mapping[str, Any], middle: str, words: Mapping[str, str]
+    ) -> str:
+        return key_of(self.pair, name_of(family, numbers, middle, words), "")
 
     def state_dict(self, values: list[Value], *, blank: bool) -> dict[str, Any]:
         """Return tensors and objects, nested as the side has them."""
@@ -192,9 +215,12 @@ class Rank:
 
     def _steps(self, family: Family, hold: Hold) -> Iterator[Any]:
         words, late = self.words(family, hold), []
+        yield from _shared(family, hold, words)
         for detour in hold.detours:
             if detour.how == "any":
                 words[detour.word] = words[detour.word].replace(f"pp{self.rank}_", "pp*_", 1)
+        yield from _transpose(family, hold, "first", words)
+        for detour in hold.detours:
             function = detour.how == "function"
             step = (Respelled if function else Replace)(words[detour.word], detour.word)
             if detour.last:
@@ -202,6 +228,7 @@ class Rank:
             else:
                 del words[detour.word]
                 yield step
+        yield from _transpose(family, hold, "early", words)
         levels = list(zip(family.levels, hold.ids, strict=True))
         for at, (level, ids) in reversed(list(enumerate(levels))):
             if ids is None or not ids.renumbered:
@@ -230,12 +257,11 @@ class Rank:
             if ids is None and not level.stacked:
                 yield Unstack(_pattern(family, level, words), dim=labels.index(level.word))
                 labels.remove(level.word)
+        yield from _transpose(family, hold, "middle", words)
         if family.split and not hold.parts:
-            names = middles(family, by_parts=True)
-            dim = labels.index(f"r{family.part_dim}")
-            (fused,) = middles(family, by_parts=False)
-            yield Split(fused, names, dim=dim, sizes=family.parts, groups=family.groups)
+            yield _split(family, hold, labels)
         yield from late
+        yield from _transpose(family, hold, "last", {})
 
     def rules(self) -> Any:
         """Return the side's rules, as patterns or as a callable; None where none speaks."""
@@ -271,7 +297,10 @@ class Rank:
             for level, ids in zip(family.levels, hold.ids, strict=True)
             if ids is not None and ids.axis is not None and level.stacked and hold.redundant
         }
-        for at, cutting in enumerate(hold.cuts):
+        # A rule for the moments alone stands above that of the parameter.
+        cuts = [(*each, True) for each in enumerate(hold.ranges)]
+        cuts += [(*each, False) for each in enumerate(hold.cuts)]
+        for at, cutting, of_state in cuts:
             if not (cutting.rule or cutting.also or cutting.padded or along):
                 continue
             if not cutting.declared:
@@ -281,6 +310,8 @@ class Rank:
             number = name_of(family, dict.fromkeys(named, "\0"), middle)
             exact = re.escape(key_of(self.pair, number, "") if hold.follows else number)
             start = "^" if hold.follows else r"(?:^|\.)"
+            if of_state:
+                start, exact, name = r"\.state\.", re.escape(number), f"state.{name}"
             regex = re.compile(start + exact.replace(re.escape("\0"), r"\d+") + r"(?=\.|$)")
             if family.parts:
                 dim = f"r{family.part_dim}"
@@ -300,15 +331,17 @@ class Rank:
                 shape: Any = shape,
                 padded: Any = padded,
             ) -> CheckpointPlacement:
-                return self._placement(hold, cutting, moved, along, shape, padded)
+                turn = hold.turn(family)
+                return self._placement(hold, cutting, moved, turn, along, shape, padded)
 
-            yield name, regex, hold.follows, make
+            yield name, regex, hold.follows and not of_state, make
 
     def _placement(
         self,
         hold: Hold,
         cutting: Cutting,
         moved: list[int],
+        turn: Sequence[int],
         along: dict[str, Any],
         shape: Any,
         padded: Any,
@@ -318,7 +351,8 @@ class Rank:
             axis: _moved(_at(placement, self.position(hold, axis)), moved)
             for axis, placement in cutting.rule
         }
-        declared |= {axis: Shard(moved[p.dim]) for axis, p in cutting.own if axis in cutting.also}
+        also = {axis: p.dim for axis, p in cutting.own if axis in cutting.also}
+        declared |= {axis: Shard(moved[turn[dim]]) for axis, dim in also.items()}
         if cutting.mesh.startswith("sub"):
             names = [name for name in mesh.mesh_dim_names if name in declared]
             mesh = mesh[names or mesh.mesh_dim_names]
@@ -353,7 +387,9 @@ def reduced(cutting: Cutting, shape: Sequence[int], state: Sequence[int]) -> Cut
 class _Held:
     """One tensor of its own on a rank: which elements of the whole it is, and how it is wrapped."""
 
-    def __init__(self, part_of_it: torch.Tensor, cutting: Cutting, mesh: FakeMesh) -> None:
+    def __init__(
+        self, part_of_it: torch.Tensor, cutting: Cutting, mesh: FakeMesh, turn: Sequence[int]
+    ) -> None:
         self.cutting = cutting
         self.whole_shape = part_of_it.shape
         names = mesh.mesh_dim_names or ()
@@ -375,6 +411,8 @@ class _Held:
             self.shape = list(where.shape)
         else:
             where = cut_by(where, cutting.rule)
+            if where.dim() == len(turn):  # a range of the flattened tensor has no dims to swap
+                where = where.permute(tuple(turn))
             self.shape = list(where.shape)
             where = cut_by(where, cutting.own)
             rows = {p.dim for _, p in cutting.rule if isinstance(p, Picks)}
@@ -387,11 +425,12 @@ class _Held:
             if axis in cutting.repeated:
                 own[axis] = Replicate()
                 if isinstance(placement, FusedShard | RaggedShard):
-                    own[axis] = Shard(placement.dim)
-                    factors[placement.dim] *= sizes[axis]
+                    dim = turn.index(placement.dim)
+                    own[axis] = Shard(dim)
+                    factors[dim] *= sizes[axis]
                 if isinstance(placement, RaggedShard):
-                    self.shape[placement.dim] = sum(placement.sizes)
-                    factors[placement.dim] //= sizes[axis]
+                    self.shape[dim] = sum(placement.sizes)
+                    factors[dim] //= sizes[axis]
         self.shape = [n * factor for n, factor in zip(self.shape, factors, strict=True)]
         axes = [name for name in names if name in own]
         self.placements = [own[name] for name in axes]
@@ -444,6 +483,30 @@ def _pattern(
     if level.joined:
         return f"{start}.weight{{}}"
     return f"{start}.{words.get(level.word, level.word)}.{{}}"
+
+
+def _shared(family: Family, hold: Hold, words: Mapping[str, str]) -> Iterator[Replace]:
+    """Yield what makes one of the further names of a family."""
+    if hold.more_names:
+        spelled = words.get(family.name, family.name)
+        yield Replace(f"more*_{spelled}", spelled)
+
+
+def _transpose(
+    family: Family, hold: Hold, where: str, words: Mapping[str, str]
+) -> Iterator[Transpose]:
+    """Yield the step that swaps the dims of a family, where it stands here."""
+    if hold.turned == where:
+        yield Transpose(words.get(family.name, family.name))
+
+
+def _split(family: Family, hold: Hold, labels: list[str]) -> Split:
+    """Return what makes the parts of a family, whose dims are these in the checkpoint."""
+    if hold.turned == "last":
+        labels = [*labels[:-2], *labels[:-3:-1]]
+    names, dim = middles(family, by_parts=True), labels.index(f"r{family.part_dim}")
+    (fused,) = middles(family, by_parts=False)
+    return Split(fused, names, dim=dim, sizes=family.parts, groups=family.groups)
 
 
 def _range(numbers: tuple[int, ...], disjoint: bool) -> Any:

@@ -216,6 +216,13 @@ class Hold:
         detours: Components that the ranks spell otherwise.
         follows: Whether no rule speaks for the moments, which are plain.
         redundant: Whether the rule says of a stack that an axis shards its rows, as names do.
+        turned: Where the ``Transpose`` stands among the steps, of tensors that the ranks have with
+            their last two dims swapped: ``"first"``, ``"early"``, ``"middle"`` or ``"last"``.
+        more_names: How many further names each tensor has, all of which the checkpoint has as one.
+        tied: Whether these are names of the same memory, and of the parameter alone. Otherwise each
+            is a tensor of its own, with state of its own, which only a load can have.
+        ranges: How the ranks cut the moments, one per part: in ranges of the flattened tensor, by
+            a rule of their own; empty where they are cut as the parameter.
     """
 
     mesh: int
@@ -226,6 +233,27 @@ class Hold:
     detours: tuple[Detour, ...] = ()
     follows: bool = False
     redundant: bool = False
+    turned: str = ""
+    more_names: int = 0
+    tied: bool = False
+    ranges: tuple[Cutting, ...] = ()
+
+    def turn(self, family: Family) -> tuple[int, ...]:
+        """Return which dim of the checkpoint's orientation each dim of a rank's tensor is.
+
+        The two dims that change places are the last ones of what is one tensor on both sides of
+        the rename.
+        """
+        levels = list(zip(family.levels, self.ids, strict=True))
+        named = {level.word for level, ids in levels if ids is not None}
+        rows = named | {level.word for level, _ in levels if not level.stacked}
+        labels = [label for label in family.labels if label not in named]
+        dims = list(range(len(labels)))
+        inner = [dim for dim in dims if labels[dim] not in rows]
+        if self.turned and len(inner) > 1:
+            first, second = inner[-2:]
+            dims[first], dims[second] = second, first
+        return tuple(dims)
 
 
 @dataclass(frozen=True)

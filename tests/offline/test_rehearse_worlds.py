@@ -28,13 +28,16 @@ each with steps of stacked experts."""
 
 
 def declared_alone(side: Side) -> Side:
-    """Return a side whose ranks have what their rules and renames say, and nothing of DTensors."""
+    """Return a side whose ranks have what their rules and renames say.
+
+    They have nothing of DTensors, and no further names of their tensors.
+    """
     plain = {"own": (), "also": (), "repeated": (), "kind": "plain", "tiles": (), "tile_axes": ()}
     holds = []
     for hold in side.holds:
         cuts = tuple(replace(cut, **plain, declared=True, unnamed=False) for cut in hold.cuts)
         ids = tuple(ids and replace(ids, renumbered=True) for ids in hold.ids)
-        holds.append(replace(hold, stage=None, ids=ids, cuts=cuts))
+        holds.append(replace(hold, stage=None, ids=ids, cuts=cuts, more_names=0))
     return replace(side, holds=tuple(holds), wrapped=False)
 
 
