@@ -10,7 +10,7 @@ keeps, and never for all keys at once. For example::
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -108,6 +108,7 @@ def lint(
         waived: Patterns of keys without findings.
     """
     doubts_of: dict[Place, list[Doubt]] = {}
+    shared: dict[Hashable, tuple[str, tuple[str, ...]]] = {}
     for tensor in placed:
         if tensor.place not in doubts_of:
             doubts_of[tensor.place] = _doubts(tensor.place)
@@ -116,7 +117,9 @@ def lint(
                 if not matches_any(waived, tensor.fqn):
                     headline, *details = [text.format_map(values) for text in texts]
                     rule = f"by rule:     {tensor.rule or 'no rule, its own DTensor'}"
-                    yield Fault(tensor.fqn, headline, (*details, _RIGHT, rule))
+                    lines = headline, (*details, _RIGHT, rule)
+                    # Equal lines are one object, which a pickle has once.
+                    yield Fault(tensor.fqn, *shared.setdefault(lines, lines))
 
 
 def dropped_rows(
