@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 from torch.distributed.checkpoint import Metadata
 
@@ -45,8 +46,7 @@ def stock_metadata(
 
     Raises:
         CannotLook: There is no ``.metadata``, or it is Megatron's, a newer version's, cannot be
-            read or is refused; a save has written another one meanwhile; or another process is
-            writing it.
+            read or is refused; or a save has written another one meanwhile.
     """
     directory = existing_directory(path, storage_options)
     if ".metadata" not in directory.names():
@@ -66,15 +66,8 @@ def stock_metadata(
                 "    way out:     a newer dcp-placements"
             )
     check_count(directory.path, len(metadata.storage_data or ()))
-    is_local = directory.is_local
-    if not is_local:
-        # At a URL the output may be there as soon as it is opened.
-        check_versions(directory, versions)
-    with directory.replace(".metadata") as stream:
+    unchanged = partial(check_versions, directory, versions)
+    with directory.replace(".metadata", check=unchanged) as stream:
         write_metadata(metadata, stream)
-        stream.flush()
-        if is_local:
-            os.fsync(stream.fileno())
-            check_versions(directory, versions)  # the last step before the rename
     directory.sync()
     return metadata

@@ -116,6 +116,10 @@ class Locked(Exception):
         self.path = path
 
 
+def _nothing() -> None:
+    """Check nothing."""
+
+
 def any_name(name: str) -> bool:
     """Accept every name."""
     return True
@@ -216,12 +220,15 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def replace(self, name: str, *, sync: bool = True) -> AbstractContextManager[IO[bytes]]:
+    def replace(
+        self, name: str, *, sync: bool = True, check: Callable[[], object] = _nothing
+    ) -> AbstractContextManager[IO[bytes]]:
         """Yield a file that gets its name when the block ends, and then replaces an older one.
 
         Args:
             name: Its name.
             sync: Whether a local file is on the disk before it gets its name.
+            check: Called as the last step before it gets its name; what it raises prevents that.
         """
 
     @abstractmethod
@@ -406,7 +413,9 @@ class LocalStore(Store):
             stream.close()  # the last moment at which the system tells of what it could not write
 
     @contextmanager
-    def replace(self, name: str, *, sync: bool = True) -> Iterator[IO[bytes]]:
+    def replace(
+        self, name: str, *, sync: bool = True, check: Callable[[], object] = _nothing
+    ) -> Iterator[IO[bytes]]:
         path, new = self._path(name), self._path(unfinished_name(name))
         # No link is followed that somebody has put in its place.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -415,6 +424,7 @@ class LocalStore(Store):
             with errors_of(new), open(descriptor, "wb") as stream:
                 yield stream
                 self._flush(stream, sync)
+            check()
             self._rename_over(new, path)
 
     @contextmanager
@@ -468,21 +478,19 @@ class LocalStore(Store):
             return True
         try:
             descriptor = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError as error:
-            return self._synced(error, also=_NOT_OPENED)
-        try:
-            os.fsync(descriptor)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
         except OSError as error:
             return self._synced(error)
-        finally:
-            os.close(descriptor)
         return True
 
-    def _synced(self, error: OSError, also: frozenset[int] = frozenset()) -> bool:
+    def _synced(self, error: OSError) -> bool:
         """Warn of a directory that was not synced; return whether the disk is sound."""
         try:
             cost = "a power cut may lose the newest names"
-            self._report(error, "sync a directory", cost, also)
+            self._report(error, "sync a directory", cost, _NOT_OPENED)
         except OSError:
             warnings.warn(
                 f"{self.path}: all is written, but the disk failed when it was told to keep the "
@@ -787,7 +795,9 @@ class UrlStore(Store):
             raise
 
     @contextmanager
-    def replace(self, name: str, *, sync: bool = True) -> Iterator[IO[bytes]]:
+    def replace(
+        self, name: str, *, sync: bool = True, check: Callable[[], object] = _nothing
+    ) -> Iterator[IO[bytes]]:
         """Yield a file that gets its name when the block ends, and then replaces an older one.
 
         On an object store it is in memory until then, and is put in one request.
@@ -795,18 +805,21 @@ class UrlStore(Store):
         if self.is_object_store:
             buffer, url = io.BytesIO(), self.url(name)
             yield buffer
+            check()
             request(url, lambda: self.fs.pipe_file(url, buffer.getvalue()))
             return
         new = unfinished_name(name)
         with self.create(new) as stream:
             yield stream
-        is_first = self.entry(name) is None
-        if not is_first:
-            self.fs.rm_file(self.url(name))
+        url, is_alone = self.url(name), False
         try:
+            check()
+            if self.entry(name) is not None:
+                is_alone = True  # from here on there may be no other file
+                request(url, lambda: self.fs.rm_file(url), tries=1)
             self.rename(new, name)
         except BaseException:
-            if is_first:  # otherwise there is no other file any more
+            if not is_alone:
                 with suppress(OSError):
                     self.remove([new])
             raise

@@ -188,8 +188,12 @@ class PlacementFileSystemWriter(StorePath, FileSystemWriter):
         if not self.sync_files or self.store.sync():
             # A copy removes them, since this writer may begin another save, elsewhere.
             removal = threading.Thread(target=copy(self)._remove_older, args=(older,))
-            removal.start()
-            removal.join(REMOVAL_S)
+            try:
+                removal.start()
+            except RuntimeError:  # the system gives this process no more threads
+                self._remove_older(older)
+            else:
+                removal.join(REMOVAL_S)
         if state != self._before.get(name):
             warnings.warn(
                 f"{self.path}: another save into this directory ended while this one was under "

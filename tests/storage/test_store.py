@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import random
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,22 @@ def test_a_disk_that_fails_at_the_last_step_keeps_the_older_files(
     assert held(tmp_path) is NEW
 
 
+def test_where_no_thread_can_be_started_a_complete_save_ends_and_removes_the_older_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, OLD)
+    older = {path.name for path in tmp_path.glob("*.distcp")}
+
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("threading.Thread.start", refused)
+    save(tmp_path, NEW)
+    monkeypatch.undo()
+    assert held(tmp_path) is NEW
+    assert not older & {path.name for path in tmp_path.iterdir()}
+
+
 @pytest.mark.parametrize("number", [*UNSUPPORTED, errno.ENOLCK])
 def test_m152_a_command_without_syncs_and_locks_ends_with_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, run: Run
@@ -130,7 +147,7 @@ def test_m152_a_command_without_syncs_and_locks_ends_with_0(
     def refused(*given: Any) -> None:
         raise OSError(number, os.strerror(number))
 
-    no_directory_syncs(monkeypatch, number)
+    monkeypatch.setattr(os, "fsync", refused)
     monkeypatch.setattr("fcntl.flock", refused)
     with warnings.catch_warnings():
         warnings.simplefilter("default")
@@ -138,6 +155,7 @@ def test_m152_a_command_without_syncs_and_locks_ends_with_0(
         assert ran.code == 0, ran.err
         assert ran.err.count("cannot lock a file") == 1
         assert ran.err.count("cannot sync a directory") == 1
+        assert ran.err.count("cannot sync a file") == 1
         assert sorted(path.name for path in tmp_path.iterdir()) == ["ckpt", "out"]
         ran = run("stock-metadata", tmp_path / "ckpt")
         assert (ran.code, ran.err) == (0, "")
@@ -192,6 +210,13 @@ class Faults:
         for name in ("fsync", "replace", "rename", "unlink"):
             real = getattr(os, name)
             patch.setattr(os, name, self.failing(name, real))
+        real_close = os.close
+
+        def closed(descriptor: int) -> None:
+            real_close(descriptor)
+            self.fail("close")
+
+        patch.setattr(os, "close", closed)
         real_open = os.open
         patch.setattr(os, "open", self.failing("open", real_open))
         patch.setattr(store, "open", self.opened, raising=False)
