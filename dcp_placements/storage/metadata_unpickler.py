@@ -28,9 +28,10 @@ from dcp_placements.layout.boxes import as_array
 from dcp_placements.layout.sharding import Box
 from dcp_placements.short_text import format_error
 from dcp_placements.storage.index import index_of_locations
-from dcp_placements.storage.provenance import provenance_of
+from dcp_placements.storage.process_limits import limited_time
 from dcp_placements.storage.safe_pickle import (
     DTYPES,
+    MOST_BITS,
     ORDERED_DICT,
     Call,
     RefusedGlobal,
@@ -64,7 +65,6 @@ read by its fields, and their module is not imported."""
 
 MAX_DIMS = 64
 _MAX_PATH_CHARS = 1 << 14
-_BY_KEY = ("digests", "row_maps", "rules")
 
 
 def load_metadata_pickle(stream: IO[bytes]) -> Any:
@@ -97,28 +97,29 @@ def load_safely(stream: IO[bytes], newer: set[str] | None = None) -> Any:
         pickle.UnpicklingError: The pickle is broken, or is not one of metadata.
     """
     unpickler = _SafeMetadata(stream.read())
-    value = unpickler.load()
-    unknown, most = unpickler.newer, unpickler.most_elements
-    del unpickler  # which refers to all that it read
-    # In an index the metadata are the first value of a tuple, and the forms of entries the second.
-    is_index = type(value) is tuple and len(value) == 2 and type(value[0]) is _OF_ALL
-    metadata, *forms = value if is_index else (value,)
-    try:
-        if type(metadata) is _OF_ALL:
-            _become(metadata)
-            _become(metadata.storage_meta)
-            if not is_index:
-                _put_columns(metadata, unknown)
-        for listed in forms:
-            entries = _entries([], listed, unknown, rows=0)
-            listed[:] = map(entries.forms.__getitem__, entries.form_of)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise refusal(f"it is no metadata: {format_error(error)}") from error
-    if newer is not None:
-        newer.update(unknown)
-    if type(metadata) is Metadata:
-        _check_unfolded(metadata, most)
-    return value
+    with limited_time(unpickler.nbytes):
+        value = unpickler.load()
+        unknown, most = unpickler.newer, unpickler.most_elements
+        del unpickler  # which refers to all that it read
+        # In an index the metadata are the first of two values, and the forms of entries the other.
+        is_index = type(value) is tuple and len(value) == 2 and type(value[0]) is _OF_ALL
+        metadata, *forms = value if is_index else (value,)
+        try:
+            if type(metadata) is _OF_ALL:
+                _become(metadata)
+                _become(metadata.storage_meta)
+                if not is_index:
+                    _put_columns(metadata, unknown)
+            for listed in forms:
+                entries = _entries([], listed, unknown, rows=0)
+                listed[:] = map(entries.forms.__getitem__, entries.form_of)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise refusal(f"it is no metadata: {format_error(error)}") from error
+        if newer is not None:
+            newer.update(unknown)
+        if type(metadata) is Metadata:
+            _check_unfolded(metadata, most)
+        return value
 
 
 def _put_columns(metadata: Metadata, newer: set[str]) -> None:
@@ -372,12 +373,14 @@ def _check_unfolded(metadata: Metadata, most: int) -> None:
         metadata: The metadata.
         most: The most elements that these facts may have.
     """
-    meta = metadata.storage_meta
+    meta, data = metadata.storage_meta, metadata.planner_data
     todo: list[Any] = [metadata.version, vars(meta) if type(meta) is StorageMeta else meta]
-    for name, value in (provenance_of(metadata) or {}).items():
-        if name in _BY_KEY and type(value) is dict:
-            # Many keys share the values of these entries.
-            most -= len(value) + sum(len(inner) for inner in value.values() if type(inner) is dict)
-        else:
-            todo.append(value)
-    check_unfolded(todo, most)
+    if type(data) is dict:
+        # A loop in Python over the paths of all keys would take longer than the pickle.
+        paths = [path for path in data.values() if type(path) is tuple]
+        parts = list(chain.from_iterable(paths))
+        longest = max([part.bit_length() for part in parts if type(part) is int], default=0)
+        if {*map(type, parts)} <= {str, int} and longest <= MOST_BITS:
+            most -= len(parts) + sum([len(part) for part in parts if type(part) is str])
+            data = {key: value for key, value in data.items() if type(value) is not tuple}
+    check_unfolded([*todo, data], most)

@@ -26,6 +26,9 @@ from dcp_placements.storage.process_limits import limited_time
 
 MAX_NAME_CHARS = 200
 
+MOST_BITS = 1 << 13
+"""Python refuses to print an integer of 4,300 digits or more."""
+
 _UNFOLDED_RATIO = 4
 _SPARE = 1 << 16
 """A value may have this many elements per byte of its pickle, and some more."""
@@ -110,6 +113,7 @@ class SafeUnpickler(pickle.Unpickler):
         data: The pickle.
 
     Attributes:
+        nbytes: Size of the pickle.
         most_elements: The most elements that its value may have, at all levels of nesting.
     """
 
@@ -121,7 +125,7 @@ class SafeUnpickler(pickle.Unpickler):
 
     def __init__(self, data: bytes) -> None:
         super().__init__(_Memory(data))
-        self._nbytes, self.most_elements = len(data), most_elements(data)
+        self.nbytes, self.most_elements = len(data), most_elements(data)
 
     def load(self) -> Any:
         """Return the value of the pickle.
@@ -132,7 +136,7 @@ class SafeUnpickler(pickle.Unpickler):
             MemoryError: It asks for more memory than there is.
         """
         try:
-            with limited_time(self._nbytes):
+            with limited_time(self.nbytes):
                 return super().load()
         except (pickle.UnpicklingError, MemoryError):
             raise
@@ -257,7 +261,8 @@ def check_unfolded(
             counts once, with what is in it.
 
     Raises:
-        pickle.UnpicklingError: The values have more than ``most`` elements.
+        pickle.UnpicklingError: The values have more than ``most`` elements, or an integer that
+            cannot be printed.
     """
     todo, seen, left = list(values), set(), most
     while todo and left >= 0:
@@ -274,6 +279,8 @@ def check_unfolded(
         elif isinstance(value, Stub) and value not in seen:
             seen.add(value)
             todo += value.args, value.state, value.contents
+        elif isinstance(value, int) and value.bit_length() > MOST_BITS:
+            raise refusal("it has a number of thousands of digits")
     if left < 0:
         raise refusal("it makes far more of itself than its size")
     return most - left

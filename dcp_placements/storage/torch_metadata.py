@@ -271,8 +271,7 @@ _SPARE_CHUNKS = 1 << 16
 _ENTRIES = (TensorStorageMetadata, BytesStorageMetadata)
 
 _PROVENANCE: dict[str, Any] = {
-    **{"save_id": str, "step": int | str, "world_size": int, "copies": bool},
-    **dict.fromkeys(("rules", "axes", "versions", "row_maps"), Mapping),
+    **{"save_id": str, "step": int | str, "world_size": int, "copies": bool, "versions": Mapping},
 }
 """The types of what is recorded of a save."""
 
@@ -318,9 +317,6 @@ def check_provenance(provenance: Mapping[str, Any]) -> None:
         if name in provenance and not isinstance(value := provenance[name], kind):
             verb = "are" if kind is Mapping else "is"
             raise TypeError(f"its provenance is broken: {name} {verb} a {type(value).__name__}")
-    rules = provenance.get("rules", {}).items()
-    if not all(type(key) is str and isinstance(value, str) for key, value in rules):
-        raise TypeError("its provenance is broken: rules are not by key")
 
 
 @contextmanager

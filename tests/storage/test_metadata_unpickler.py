@@ -201,30 +201,44 @@ def itself() -> Any:
     return value
 
 
-MANY_DIGESTS = {number: b"" for number in range(5000)}
+MANY = {number: b"" for number in range(5000)}
 UNFOLDING: dict[str, dict[str, Any]] = {
     "save_id": {"save_id": doubled(60)},
     "step": {"step": doubled(60)},
     "world_size": {"world_size": [3]},
-    "axes": {"axes": {"ep": doubled(60)}},
+    "another": {"another": {"ep": doubled(60)}},
     "itself": {"options": {"waive": itself()}},
     "a long text": {"versions": dict.fromkeys(map(str, range(5000)), "x" * 100_000)},
-    "digests": {"digests": {str(key): MANY_DIGESTS for key in range(5000)}},
+    "by key": {"by key": {str(key): MANY for key in range(5000)}},
     "a cut": {"cuts": {"groups": (((doubled(60), 2, 0, "plain", 1, False),),)}},
     "groups": {"cuts": {"groups": ((("ep", 2, 0, "plain", 1, False),) * 5000,) * 5000}},
 }
 
 
-@pytest.mark.parametrize("name", UNFOLDING)
-def test_provenance_that_unfolds_is_refused(
+PLANNER_DATA: dict[str, Any] = {
+    **{
+        f"provenance: {name}": {"dcp_placements": {"save_id": "x", **value}}
+        for name, value in UNFOLDING.items()
+    },
+    "digits": {"dcp_placements": {"save_id": "x", "step": 10**5000}},
+    "without an id": {"dcp_placements": {"x": doubled(60)}},
+    "the path of a key": {"w": doubled(60)},
+    "digits in a path": {"w": ("w", 10**5000)},
+    "a list in a path": {"w": ["w", itself()]},
+    "paths of one text": {str(key): ("x" * 1000,) * 1000 for key in range(100)},
+}
+
+
+@pytest.mark.parametrize("name", PLANNER_DATA)
+def test_what_a_planner_stored_and_unfolds_is_refused(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A file can refer to one value again and again, and whoever prints it writes for ever."""
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
     metadata = stock_metadata(tmp_path)
-    metadata.planner_data = {"dcp_placements": {"save_id": "x", **UNFOLDING[name]}}
+    metadata.planner_data = PLANNER_DATA[name]
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    refusal = r"far more of itself|its provenance is broken"
+    refusal = r"far more of itself|its provenance is broken|thousands of digits"
     with pytest.raises(CannotLook, match=refusal):
         open_source(tmp_path)
     with pytest.raises(CheckpointException) as caught:
