@@ -47,12 +47,13 @@ def declared_of(directory: Store) -> Declared:
     """Return what the configuration beside a model's files says; nothing where there is none.
 
     Raises:
-        CannotLook: It is no JSON of that form.
+        CannotLook: It is no JSON of that form, or may not be opened.
     """
     blocks: dict[tuple[int, int], None] = {}
     unknown: list[str] = []
+    names = directory.names()
     for name in ("config.json", "hf_quant_config.json"):
-        if directory.size(name) is None:
+        if name not in names:
             continue
         try:
             with directory.open(name) as stream:
@@ -60,7 +61,7 @@ def declared_of(directory: Store) -> Declared:
             for section in _sections(document):
                 blocks |= dict.fromkeys(_block_sizes(section))
                 unknown += _unknown(section)
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise CannotLook(
                 f"{directory.path}/{name}: no quantization_config can be read from it: "
                 f"{format_name(error)}\n"

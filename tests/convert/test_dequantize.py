@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -441,6 +442,27 @@ def test_a_config_json_that_cannot_be_read_is_refused(tmp_path: Path, sizes: Any
     config = {"quant_method": "fp8", "weight_block_size": sizes}
     with pytest.raises(CannotLook, match=r"config\.json"):
         imported(tmp_path, {**QUANTIZED, "q.weight_scale": torch.ones(1)}, config)
+
+
+@pytest.mark.parametrize("kind", ["a link out", "a link to nothing", "a directory", "a fifo"])
+def test_a_config_json_that_may_not_be_opened_is_not_passed_over(tmp_path: Path, kind: str) -> None:
+    """It says which formula the weights need."""
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file({"q.weight": torch.zeros(4, 4, dtype=E4M3)}, source / "model.safetensors")
+    (tmp_path / "elsewhere").write_text(json.dumps({"quantization_config": {"bits": 4}}))
+    config = source / "config.json"
+    match kind:
+        case "a directory":
+            config.mkdir()
+        case "a fifo":
+            os.mkfifo(config)
+        case _:
+            config.symlink_to(tmp_path / ("elsewhere" if kind == "a link out" else "nothing"))
+    with pytest.raises(
+        CannotLook, match=r"config\.json: no quantization_config can be read from it"
+    ):
+        import_checkpoint(source, tmp_path / "out", dequantize=torch.bfloat16)
 
 
 def test_numbers_that_float16_does_not_hold_are_refused(tmp_path: Path) -> None:
