@@ -184,6 +184,8 @@ def test_a_missing_renamed_or_foreign_file_is_refused(
         open_source(written(**{name(3): files[name(2)]}))
     with pytest.raises(CannotLook, match="files of several kinds"):
         open_source(written(**{"model_world_size_4_rank_0.pt": b""}))
+    with pytest.raises(CannotLook, match=r"several files of one rank: model_world_size_8_rank_03"):
+        open_source(written(**{"model_world_size_8_rank_03.pt": files[name(3)]}))
     torch.save({"step": 7}, tmp_path / "bare")
     bare = (tmp_path / "bare").read_bytes()
     with pytest.raises(PlacementError, match="hold no tensor of a model"):

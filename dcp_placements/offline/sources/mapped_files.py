@@ -8,9 +8,10 @@ stack are refused. Another version of torch may have written a DTensor.
 from __future__ import annotations
 
 import errno
+import os
 import pickle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 
@@ -21,7 +22,6 @@ from dcp_placements.short_text import (
     format_names,
 )
 from dcp_placements.storage.file_reads import read_only_mapping
-from dcp_placements.storage.process_limits import OPENED
 from dcp_placements.storage.record import Record
 from dcp_placements.storage.record_head import RecordHead
 from dcp_placements.storage.safe_pickle import Stub
@@ -76,18 +76,15 @@ def load_torch_file(path: Path) -> Any:
         local = file.mapped(tensor, storage)
         return local if dtensor is None else SavedDTensor(local, dtensor)
 
-    why = LocalStore(path.parent).why_barred(path.name)
-    if why is not None:
-        raise UnreadableFile(f"{path}: cannot be read: {why}")
-    OPENED.note(str(path))
     try:
-        with open(path, "rb") as stream:
+        with _opened(path) as stream:
             file = SavedFile(path.name, stream)
-            needed = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+            stream.seek(0)
+            needed = torch.serialization.get_unsafe_globals_in_checkpoint(stream)
             others = [name for name in sorted(needed) if not name.startswith(_INERT_MODULES)]
             refused = [name for name in others if name not in _INERT_NAMES]
             if not refused:
-                nbytes = path.stat().st_size
+                nbytes = os.fstat(stream.fileno()).st_size
                 storage = read_only_mapping(stream.fileno(), nbytes).untyped_storage()
                 return file.state(value)
     except MemoryError:
@@ -95,7 +92,8 @@ def load_torch_file(path: Path) -> Any:
     except OSError as error:
         if error.errno == errno.ENOMEM:
             raise MemoryError(f"{path}: {error.strerror}") from None
-        raise UnreadableFile(f"{path}: cannot be read: {format_error(error)}") from None
+        why = format_name(error.strerror or error)
+        raise UnreadableFile(f"{path}: cannot be read: {why}") from None
     except Exception as error:
         # A broken or hostile pickle can raise anything.
         reason = (isinstance(error, PlacementError) and error.__cause__) or error
@@ -118,13 +116,18 @@ def load_torch_file(path: Path) -> Any:
     )
 
 
+def _opened(path: Path) -> IO[bytes]:
+    """Return a plain file of a directory, open for reading."""
+    return LocalStore(path.parent, restricted=True).open(path.name)
+
+
 def check_contents(path: Path) -> None:
     """Compare the contents of a file of ``torch.save`` with their CRC-32, where it has any.
 
     Raises:
         UnreadableFile: The contents are not what was written.
     """
-    with open(path, "rb") as stream:
+    with _opened(path) as stream:
         problem = Record.of_stream(stream).check().problem
     if problem is not None:
         raise UnreadableFile(

@@ -86,6 +86,14 @@ def names_by_rank(path: str, names: Iterable[str], pattern: str | None) -> Seque
             "    way out:     files= (--files NAME_{rank}.pt) says which"
         )
     ((kind, by_rank),) = kinds.items()
+    others = {*names}.difference(by_rank.values())
+    if again := [name for name in sorted(others) if kind in rank_file_names([name], pattern)]:
+        raise CannotLook(
+            f"{path}: several files of one rank: {format_names(again, 4)} beside those whose "
+            "numbers are written otherwise\n"
+            "    likely:      files of two saves, of which one writes 01 for 1\n"
+            "    way out:     a directory with the files of one of them"
+        )
     verls = _VERLS_MODEL.fullmatch(kind)
     size = int(verls[1]) if verls else max(by_rank) + 1
     # A name may have any number: ranks are not listed one by one.
