@@ -262,7 +262,7 @@ def reshard(
     converted = write_output(output, source, writer, MEMORY_NBYTES, dry_run, progress)
     others = tuple([name for name in source.other_files if not name.startswith(".")])
     few = world.size - len(layout.files)
-    notes = [*source.notes]
+    notes = [*converted.notes]
     notes += [f"without a file of their own: {few} ranks, replicas of lower ones"] if few else []
     return replace(converted, objects=len(source.objects), left_out=others, notes=tuple(notes))
 

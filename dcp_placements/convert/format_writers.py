@@ -43,6 +43,7 @@ from dcp_placements.offline.rehearsals.rehearsed_world import RehearsedWorld
 from dcp_placements.offline.safetensors_files import NAMED_DTYPES, RENAMED, write_header
 from dcp_placements.offline.texts import Progress
 from dcp_placements.short_text import (
+    folded_names,
     format_count,
     format_name,
     format_names,
@@ -252,7 +253,7 @@ def write_output(
         dry_run: Whether to plan only.
         progress: Called as files are written.
     """
-    kept = []
+    kept, notes = [], [*source.notes]
     total = sum(writer.files.values())
     # The last one comes last, whether it is among the others or not.
     names = [*[name for name in writer.files if name != writer.last], writer.last]
@@ -272,6 +273,9 @@ def write_output(
                         writer.write(name, stream, elements)
                         if name == writer.last:
                             check_versions(source.directory, source.versions)
+                if reader.uncompared:
+                    names_of = format_names(folded_names(sorted(reader.uncompared)), 4)
+                    notes.append(f"read in part, so not compared with checksums: {names_of}")
     return Converted(
         source=source.path,
         out=str(output.path),
@@ -282,7 +286,7 @@ def write_output(
         kept=tuple(kept),
         beside=tuple(source.left_out),
         accounted=source.accounted,
-        notes=tuple(source.notes),
+        notes=tuple(notes),
     )
 
 

@@ -70,10 +70,12 @@ class BoxReader(AbstractContextManager["BoxReader"]):
 
     Attributes:
         nbytes: Bytes read so far.
+        uncompared: Keys of which a record was read in part, so that its CRC-32 was of no use.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, check_crc: bool = False) -> None:
         self.nbytes = 0
+        self.uncompared: set[str] = set()
         self._checkpoint = checkpoint
         # The chunks of the tensor that was read last: a tensor is read in many boxes.
         self._last: tuple[StoredTensor, tuple[StoredRecord, ...]] | None = None
@@ -223,6 +225,9 @@ class BoxReader(AbstractContextManager["BoxReader"]):
             lengths=torch.Size(shared.sizes),
         )
         record = self._checkpoint.head(tensor, chunk)
+        if record is None and shared != chunk.box:
+            # Other formats have no checksum of a record.
+            self.uncompared.add(tensor.fqn)
         return RecordRead(item, chunk.file, chunk.start, chunk.nbytes, chunk.transforms, record)
 
     def _chunks(self, tensor: StoredTensor) -> tuple[StoredRecord, ...]:

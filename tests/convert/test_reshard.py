@@ -256,6 +256,18 @@ def test_a_damaged_source_is_refused_before_anything_is_written(harm: Any, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+def test_what_is_read_in_part_and_so_not_compared_is_named(tmp_path: Path) -> None:
+    save_sharded(tmp_path / "source")  # chunks of two of eight experts
+
+    def notes(ep: int) -> list[str]:
+        found = reshard(tmp_path / "source", tmp_path / str(ep), rules_by_ep, {"ep": ep}).notes
+        return [note for note in found if "not compared with checksums" in note]
+
+    assert not notes(4)
+    (note,) = notes(8)
+    assert note.endswith(": layers.0.experts.w1, layers.0.experts.w2")
+
+
 def test_what_a_load_would_be_refused_for_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
