@@ -129,6 +129,8 @@ class Fault:
         ranks: The ranks that have it; empty if it concerns no ranks, or its headline names them.
         uneven: The shard that this rank has instead, if that may be all that is wrong; from those
             of all ranks follows the line to write.
+        is_of_declaration: Whether ``fqn`` is what a user wrote, such as a rename, and no key. Such
+            a fault comes first: others may follow from it.
     """
 
     fqn: str
@@ -137,6 +139,7 @@ class Fault:
     where: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
     uneven: Uneven | None = field(default=None, repr=False)
+    is_of_declaration: bool = False
 
     @property
     def facts(self) -> tuple[str, ...]:
@@ -193,16 +196,21 @@ def format_faults(
         ranks: The ranks that the first line names: a fault on all of them does not repeat them.
     """
     by_text: dict[tuple[str, tuple[str, ...]], dict[Fault, None]] = {}
-    for fault in sorted(faults, key=lambda fault: (fault.fqn, fault.headline, fault.details)):
+    for fault in sorted(faults, key=_order):
         by_text.setdefault((fault.headline, fault.details), {})[fault] = None
     entries = [list(entry) for entry in by_text.values()]
-    keys = sum(len({fault.fqn for fault in entry}) for entry in entries)
-    of_keys = f" of {format_count(keys, 'key')}" if keys > len(entries) else ""
+    of_key = [entry for entry in entries if not entry[0].is_of_declaration]
+    keys = sum(len({fault.fqn for fault in entry}) for entry in of_key)
+    of_keys = f" of {format_count(keys, 'key')}" if keys > len(of_key) else ""
     lines = [f"{opening} ({format_count(len(entries), noun)}{of_keys})"]
     lines += [_format_entry(entry, ranks) for entry in entries[:MAX_FAULTS]]
     if rest := dict.fromkeys(fault.fqn for entry in entries[MAX_FAULTS:] for fault in entry):
         lines.append(f"... and {len(rest)} more, at: {format_names(folded_names(rest))}")
     return shortened("\n".join(lines), MAX_TEXT)
+
+
+def _order(fault: Fault) -> tuple[bool, str, str, tuple[str, ...]]:
+    return not fault.is_of_declaration, fault.fqn, fault.headline, fault.details
 
 
 def _format_entry(entry: Sequence[Fault], ranks: tuple[int, ...] = ()) -> str:

@@ -405,7 +405,7 @@ def test_one_process_and_what_is_refused() -> None:
     mesh = World(1).mesh(0, ep=1)
     proposal = propose_placements({"w": (2,)}, {"model": {"w": torch.ones(2)}}, mesh)
     assert not proposal.undecided
-    assert "return Placements(\n        {\n        },\n    )" in str(proposal)
+    assert "return Placements(\n        {},\n    )" in str(proposal)
     with pytest.raises(PlacementError, match="no rank has a key of whole="):
         propose_placements({"w": (2,)}, {"v": torch.ones(2)}, mesh)
     with pytest.raises(PlacementError, match="no axis names"):

@@ -267,7 +267,7 @@ class Proposal:
 
     def __str__(self) -> str:
         rules, renames = self._lines()
-        lines = ["        {", *rules, "        },"]
+        lines = ["        {", *rules, "        },"] if rules else ["        {},"]
         if renames:
             lines += ["        rename=Renames(", *renames, "        ),"]
         body = [

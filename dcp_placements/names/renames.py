@@ -200,9 +200,9 @@ class Renumber:
             )
         if local.number >= len(ids):
             raise CannotPlace(
-                f"local number {local.number} of {self.pattern} is none of the {len(ids)} of this "
-                "rank",
-                f"ids:         {', '.join(map(str, ids)) or 'none'}",
+                f"{self.pattern} has {len(ids)} ids on this rank, none for local number {len(ids)} "
+                "and up",
+                "likely:      the counts of contiguous() are not those that the ranks hold",
                 "way out:     one id for every local number, in local order",
             )
         start, stop = len(local.head), len(key) - len(local.tail)

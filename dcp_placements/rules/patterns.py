@@ -278,4 +278,5 @@ def unmatched_faults(unmatched: Sequence[str], keys: Sequence[str]) -> list[Faul
             details.append(f"likely:      {word!r} is no component of any key; {near[0]!r} is")
     way_out = "correct the pattern, or drop it; optional=True of rules and Renames allows it"
     details.append(f"way out:     {way_out}")
-    return [Fault(", ".join(unmatched), "no key on any rank matches", tuple(details))]
+    headline = "no key on any rank matches"
+    return [Fault(", ".join(unmatched), headline, tuple(details), is_of_declaration=True)]

@@ -74,9 +74,11 @@ def numbering_faults(
     for family, some in missing.items():
         if some:
             of_step = [other for other, step in steps.items() if step == steps[family]]
+            held = sorted(numbers[family])
             details = (
-                f"held are:    {format_numbers(sorted(numbers[family]))}",
+                f"held are:    {format_numbers(held)}",
                 f"numbered by: {steps[family]}",
+                *_smaller_total(held),
                 *_other_lists(family, [other for other in of_step if not missing.get(other, {0})]),
                 "way out:     ids that make 0 .. total-1 on all ranks together; where some are "
                 "left out on purpose, waive={pattern: reason} for this save, or total=None for "
@@ -86,6 +88,12 @@ def numbering_faults(
             headline = f"no rank holds {format_numbers(sorted(some))} of 0-{totals[family] - 1}"
             faults.append(Fault(str(family), headline, details))
     return faults
+
+
+def _smaller_total(held: Sequence[int]) -> list[str]:
+    """Return a line with the total that the numbers of all ranks make, if they have no gap."""
+    is_whole = 0 < len(held) == held[-1] + 1
+    return [f"likely:      total={len(held)}, or ranks that lack the last"] if is_whole else []
 
 
 def _other_lists(family: Family, whole: Sequence[Family]) -> Iterator[str]:

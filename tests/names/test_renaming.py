@@ -88,8 +88,8 @@ def test_a_local_number_that_no_id_is_for_is_refused_with_what_there_is() -> Non
     rename = Renumber("experts.{}", range(4, 7), total=8)
     with pytest.raises(PlacementError) as refused:
         rename("layers.0.experts.3.w1")
-    assert "local number 3 of experts.{} is none of the 3 of this rank" in str(refused.value)
-    assert "ids:         4, 5, 6" in str(refused.value)
+    message = "experts.{} has 3 ids on this rank, none for local number 3 and up"
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -197,10 +197,9 @@ def test_a_load_tells_all_keys_that_have_no_number(tmp_path: Path) -> None:
         )
     error = refused.value.failures[0][0]
     assert isinstance(error, PlacementError)
-    assert "rank 0 cannot be loaded from this checkpoint (2 faults of 12 keys)" in str(error)
-    assert "model.layers.0-1.experts.3.w1" in str(error)
-    assert "local number 2 of experts.{} is none of the 2 of this rank" in str(error)
-    assert "ids:         1, 2" in str(error)
+    assert "rank 0 cannot be loaded from this checkpoint (1 fault of 12 keys)" in str(error)
+    assert "model.layers.0-1.experts.2-3.w1" in str(error)
+    assert "experts.{} has 2 ids on this rank, none for local number 2 and up" in str(error)
 
 
 def counted(model: torch.nn.Module) -> dict[str, Any]:
