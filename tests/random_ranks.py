@@ -215,10 +215,10 @@ class Rank:
 
     def _steps(self, family: Family, hold: Hold) -> Iterator[Any]:
         words, late = self.words(family, hold), []
-        yield from _shared(family, hold, words)
         for detour in hold.detours:
             if detour.how == "any":
                 words[detour.word] = words[detour.word].replace(f"pp{self.rank}_", "pp*_", 1)
+        yield from _shared(family, hold, words, self.words(family, hold))
         yield from _transpose(family, hold, "first", words)
         for detour in hold.detours:
             function = detour.how == "function"
@@ -485,11 +485,13 @@ def _pattern(
     return f"{start}.{words.get(level.word, level.word)}.{{}}"
 
 
-def _shared(family: Family, hold: Hold, words: Mapping[str, str]) -> Iterator[Replace]:
-    """Yield what makes one of the further names of a family."""
+def _shared(
+    family: Family, hold: Hold, words: Mapping[str, str], own: Mapping[str, str]
+) -> Iterator[Replace]:
+    """Yield what makes one of the further names: of any rank's, this rank's own."""
     if hold.more_names:
-        spelled = words.get(family.name, family.name)
-        yield Replace(f"more*_{spelled}", spelled)
+        pattern = f"more*_{words.get(family.name, family.name)}"
+        yield Replace(pattern, own.get(family.name, family.name))
 
 
 def _transpose(

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.tensor import Shard
 
 from dcp_placements import (
     MeshCoordinate,
@@ -171,11 +172,18 @@ def test_a_save_without_elements_that_one_rank_alone_holds_is_refused(tmp_path: 
 
 
 def with_shapes(side: Side) -> Side:
-    """Return a side whose rules say the shape: without ranks no DTensor has that of a shard."""
+    """Return a side whose rules say the shape: without ranks no DTensor has that of a shard.
+
+    Nor is there a DTensor to say that an axis which the rule names cuts with strides.
+    """
     holds = []
     for hold in side.holds:
-        cuts = tuple(replace(cutting, given=True) for cutting in hold.cuts)
-        holds.append(replace(hold, cuts=cuts))
+        cuts = []
+        for cutting in hold.cuts:
+            plain = {axis for axis, placement in cutting.own if type(placement) is Shard}
+            also = tuple(axis for axis in cutting.also if axis in plain)
+            cuts.append(replace(cutting, given=True, also=also))
+        holds.append(replace(hold, cuts=tuple(cuts)))
     return replace(side, holds=tuple(holds))
 
 
