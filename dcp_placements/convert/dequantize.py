@@ -45,10 +45,17 @@ import torch
 from dcp_placements.convert.quantization_config import Declared, declared_of
 from dcp_placements.errors import CannotPlace, Fault, fault_error, raise_faults
 from dcp_placements.layout.sharding import Box
-from dcp_placements.names.scales import ACTIVATIONS, RULED, Scales, hints_of, scales_of
+from dcp_placements.names.scales import (
+    ACTIVATIONS,
+    PACKED,
+    RULED,
+    Scales,
+    hints_of,
+    scales_of,
+)
 from dcp_placements.offline.assembly import ComputedTensor
 from dcp_placements.offline.box_reads import BoxReader, sub_boxes
-from dcp_placements.offline.checkpoint import Checkpoint, LeftOut, SourceTensor, StoredTensor
+from dcp_placements.offline.checkpoint import Checkpoint, LeftOut, StoredTensor
 from dcp_placements.short_text import format_count
 
 BLOCK_NUMEL = 1 << 20
@@ -271,31 +278,38 @@ def dequantized(source: Checkpoint, dtype: torch.dtype) -> Dequantized:
     faults = [Fault("config.json", headline, (_OTHER_FILES,)) for headline in declared.unknown]
     raise_faults(OPENING, faults)
     results: dict[str, StoredTensor | ComputedTensor] = {}
-    consumed: dict[str, str] = {}  # keys of scales, each with the key of its weight
+    explained: set[str] = set()  # the keys of scales, and of elements that are refused
     quantized: dict[str, DequantizedTensor] = {}
+    elements_of: dict[str, str] = {}  # by weight, the key of its elements
     for key, tensor in source.tensors.items():
         scales = scales_of(key, tensor.dtype, source.tensors)
         if scales is None:
             continue
+        explained.update(scales.keys)
         try:
             weight = _weight(tensor, scales, source.tensors, declared, dtype)
         except CannotPlace as error:
+            explained.add(key)
             faults.append(error.fault(key))
             continue
         if weight.fqn in source.tensors and weight.fqn != key:
             faults.append(Fault(key, f"would be {weight.fqn}, which the files have, too"))
+        if (first := elements_of.setdefault(weight.fqn, key)) != key:
+            faults.append(Fault(key, f"would be {weight.fqn}, which {first} is, too"))
         quantized[key] = weight
-        consumed |= dict.fromkeys(scales.keys, key)
-    parents = {key.rpartition(".")[0] for key in source.tensors if _is_small(source.tensors[key])}
+    coarse = [key for key, tensor in source.tensors.items() if _is_coarse(key, tensor.dtype)]
+    parents = {key.rpartition(".")[0] for key in coarse}
+    # The last components by which a model calls its quantized tensors, as "weight".
+    names = {key.rpartition(".")[2] for key in (*quantized, *elements_of)}
     activations = []
     for key, tensor in source.tensors.items():
-        if key in consumed:
+        if key in explained:
             continue
         if key in quantized:
             results[quantized[key].fqn] = quantized[key]
         elif _is_of_activations(key, tensor):
             activations.append(LeftOut(key, "scales of activations", 1, tensor.nbytes))
-        elif headline := _unruled(key, tensor, parents):
+        elif headline := _unruled(key, tensor, parents, names):
             faults.append(Fault(key, headline, (_OTHER_FILES,)))
         else:
             results[key] = tensor
@@ -307,33 +321,41 @@ def dequantized(source: Checkpoint, dtype: torch.dtype) -> Dequantized:
     for weight in quantized.values():
         kinds[weight.kind] = kinds.get(weight.kind, 0) + 1
     notes = [f"made {dtype}: {format_count(n, 'tensor')}, {kind}" for kind, n in kinds.items()]
-    nbytes = sum(source.tensors[key].nbytes for key in consumed)
+    nbytes = sum(source.tensors[key].nbytes for key in explained)
     accounted = {"scales, multiplied in": nbytes}
     return Dequantized(results, tuple(notes), accounted, tuple(activations))
 
 
-def _is_small(tensor: SourceTensor) -> bool:
-    return tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool
+def _is_coarse(key: str, dtype: torch.dtype) -> bool:
+    """Whether a tensor may have quantized elements: of 8 bits, or several in one integer."""
+    is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    is_weight = key.rpartition(".")[2] in ("weight", "qweight") or key.endswith(PACKED)
+    return (dtype.itemsize == 1 and dtype != torch.bool) or (is_integer and is_weight)
 
 
 def _is_of_activations(key: str, tensor: StoredTensor) -> bool:
     return key.endswith(ACTIVATIONS) and prod(tensor.shape) == 1
 
 
-def _unruled(key: str, tensor: StoredTensor, parents: set[str]) -> str | None:
+def _unruled(key: str, tensor: StoredTensor, parents: set[str], names: set[str]) -> str | None:
     """Return why a tensor that is no weight with a rule cannot be kept; None if it can.
 
     Args:
         key: Its key.
         tensor: The tensor.
-        parents: The modules that have tensors of 8 bits.
+        parents: The modules that have tensors of quantized elements.
+        names: The last components of the keys of quantized tensors.
     """
     if hint := hints_of(key, tensor.dtype):
         return f"is of {hint}, for which there is no formula here"
     last = key.rpartition(".")[2]
     if "scale" in last and key.rpartition(".")[0] in parents:
-        return "is a scale beside quantized elements, and there is no rule for its name"
-    if tensor.dtype in (*_FLOAT8, _FLOAT4, torch.float8_e8m0fnu):
+        return "is a scale beside quantized elements, and no formula here uses it"
+    if last.endswith(("zero_point", "zero_points")):
+        return "is a zero point, and no tensor beside it has scales"
+    is_small = tensor.dtype in (torch.int8, torch.uint8)
+    is_named = last in names or last.endswith(PACKED)
+    if tensor.dtype in (*_FLOAT8, _FLOAT4, torch.float8_e8m0fnu) or (is_small and is_named):
         return f"has elements of {tensor.dtype_name}, and no scales beside it"
     return None
 
@@ -372,16 +394,27 @@ def _weight(
             headline = "NVFP4 has a scale of the whole beside those of blocks, and MXFP4 has none"
             keys = ", ".join(scales.keys)
             raise CannotPlace(f"{headline}: found {keys}", _OTHER_FILES)
-        zero_point = None
+        if scales.zero_point is not None:
+            headline = f"is {kind}, which has no zero points, and there is {scales.zero_point}"
+            raise CannotPlace(headline, _OTHER_FILES)
     else:
         if scale.dtype == torch.float8_e4m3fn or whole_scale is not None:
             raise CannotPlace(
                 f"has {elements.dtype_name} elements and scales of scales", _OTHER_FILES
             )
+        if elements.dtype == torch.int8 and scale.dtype in _EXPONENTS:
+            raise CannotPlace(
+                "has int8 elements and scales that are exponents: those of MXINT8 are 2**-6 times "
+                "that, others are not, and the files do not say which",
+                _OTHER_FILES,
+            )
+        if scales.zero_point is None and declared.has_zero_points:
+            raise CannotPlace(
+                'has no zero points, and config.json says "symmetric": false', _OTHER_FILES
+            )
         shape, blocks = elements.shape, _blocks(elements, scale, declared)
         kind += _block_text(shape, blocks)
-        zero_point = scales.zero_point
-    zeros = None if zero_point is None else tensors[zero_point]
+    zeros = None if scales.zero_point is None else tensors[scales.zero_point]
     if zeros is not None and (zeros.shape != scale.shape or zeros.dtype not in _ZERO_DTYPES):
         headline = f"has zero points {zeros.shape} of {zeros.dtype_name}, and scales {scale.shape}"
         raise CannotPlace(headline, _OTHER_FILES)

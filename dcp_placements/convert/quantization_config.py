@@ -37,10 +37,12 @@ class Declared:
     Attributes:
         blocks: Sizes of blocks of a matrix: of rows, and of columns.
         unknown: What it names that has no formula here, as text behind a name.
+        has_zero_points: Whether all quantized weights have zero points.
     """
 
     blocks: tuple[tuple[int, int], ...] = ()
     unknown: tuple[str, ...] = ()
+    has_zero_points: bool = False
 
 
 def declared_of(directory: Store) -> Declared:
@@ -52,6 +54,7 @@ def declared_of(directory: Store) -> Declared:
     blocks: dict[tuple[int, int], None] = {}
     unknown: list[str] = []
     names = directory.names()
+    symmetric: set[bool] = set()
     for name in ("config.json", "hf_quant_config.json"):
         if name not in names:
             continue
@@ -61,13 +64,14 @@ def declared_of(directory: Store) -> Declared:
             for section in _sections(document):
                 blocks |= dict.fromkeys(_block_sizes(section))
                 unknown += _unknown(section)
+                symmetric |= {of.get("symmetric") is not False for of in _weight_arguments(section)}
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise CannotLook(
                 f"{directory.path}/{name}: no quantization_config can be read from it: "
                 f"{format_name(error)}\n"
                 "    way out:     config.json of the model, as the Hub has it"
             ) from error
-    return Declared(tuple(blocks), tuple(dict.fromkeys(unknown)))
+    return Declared(tuple(blocks), tuple(dict.fromkeys(unknown)), symmetric == {False})
 
 
 def _sections(document: Any) -> Iterator[Mapping[str, Any]]:
@@ -117,9 +121,11 @@ def _unknown(section: Mapping[str, Any]) -> Iterator[str]:
             yield f"names the format {form!r}, for which there is no formula here"
     if method is None and "bits" in section and "quant_algo" not in section:
         yield f"names {section['bits']} bits and no quant_method, as MLX does"
-    algorithm = section.get("quant_algo")
-    if algorithm is not None and algorithm not in _ALGORITHMS:
-        yield f"names quant_algo {algorithm!r}, for which there is no formula here"
+    layers = (section.get("quantized_layers") or {}).values()
+    algorithms = [section.get("quant_algo"), *[layer.get("quant_algo") for layer in layers]]
+    for algorithm in dict.fromkeys(algorithms):
+        if algorithm is not None and algorithm not in _ALGORITHMS:
+            yield f"names quant_algo {algorithm!r}, for which there is no formula here"
     if section.get("transform_config"):
         yield "has a transform_config: the weights are of a model that rotates its inputs"
     if (sparsity := section.get("sparsity_config")) and sparsity.get("format", "dense") != "dense":

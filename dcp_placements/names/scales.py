@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-_ELEMENTS = ("_blocks", "_packed", "_qdata", "._data")
+PACKED = ("_blocks", "_packed", "_qdata", "._data")
 """What ends the name of the elements, where their tensor's name has none of its own."""
 
 _BEHIND = ("_scale_inv", "_scales_inv", "_scale", "_scales", "._scale", ".absmax")
@@ -136,7 +136,7 @@ def hints_of(key: str, dtype: torch.dtype) -> str | None:
 
 
 def _stem(fqn: str) -> str:
-    for ending in _ELEMENTS:
+    for ending in PACKED:
         fqn = fqn.removesuffix(ending)
     return fqn
 

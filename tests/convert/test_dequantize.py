@@ -344,6 +344,10 @@ def refused(tmp_path: Path, tensors: dict[str, torch.Tensor], config: Any = None
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes'"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "'pack-quantized'"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "'NVFP4_AWQ'"),
+        (
+            {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"q": {"quant_algo": "W4A8"}}},
+            "'W4A8'",
+        ),
         ({"bits": 4, "group_size": 64}, "MLX"),
         (
             {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"u": 1}}},
@@ -419,6 +423,38 @@ QUANTIZED = {"q.weight": torch.zeros(6, 10, dtype=E4M3)}
             },
             ["would be w"],
         ),
+        (
+            {
+                "w_blocks": torch.zeros(2, 1, 16).byte(),
+                "w_packed": torch.zeros(2, 16).byte(),
+                "w_scales": torch.zeros(2, 1).byte(),
+            },
+            ["would be w, which w_"],
+        ),
+        (
+            {
+                "q.weight": torch.zeros(2, 16).byte(),
+                "q.weight_scale": torch.zeros(2, 1).byte(),
+                "q.weight_zero_point": torch.zeros(2, 1).char(),
+            },
+            ["q.weight: is MXFP4", "q.weight_zero_point"],
+        ),
+        (
+            {"q.weight": torch.ones(2, 64).char(), "q.weight_scale": torch.zeros(2, 2).byte()},
+            ["MXINT8", "2**-6"],
+        ),
+        (
+            {**QUANTIZED, "q.weight_scale": torch.ones(1), "k.weight": torch.ones(2, 3).char()},
+            ["k.weight: has elements of int8, and no scales"],
+        ),
+        (
+            {**QUANTIZED, "q.weight_scale": torch.ones(1), "k.weight_zero_point": torch.ones(2)},
+            ["k.weight_zero_point"],
+        ),
+        (
+            {"q.weight": torch.ones(2, 3, dtype=torch.uint32), "q.scales": torch.ones(2, 1)},
+            ["q.scales"],
+        ),
     ],
 )
 def test_what_has_no_rule_is_refused_by_its_name(
@@ -427,6 +463,21 @@ def test_what_has_no_rule_is_refused_by_its_name(
     message = refused(tmp_path, tensors)
     for text in texts:
         assert text in message
+
+
+def test_scales_that_do_not_fit_are_one_fault(tmp_path: Path) -> None:
+    message = refused(tmp_path, {**QUANTIZED, "q.weight_scale": torch.ones(3, 1)})
+    assert "(1 fault)" in message
+    assert "no scales beside it" not in message
+
+
+def test_zero_points_that_config_json_promises_are_not_taken_for_0(tmp_path: Path) -> None:
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False}
+    config = {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": weights}}}
+    files = {"q.weight": torch.ones(2, 3).char(), "q.weight_scale": torch.ones(2, 1)}
+    assert '"symmetric": false' in refused(tmp_path, files, config)
+    files["q.weight_zero_point"] = torch.ones(2, 1).char()
+    assert not imported(tmp_path, files, config)["q.weight"].any()
 
 
 def test_sizes_that_config_json_has_wrong_are_refused(tmp_path: Path) -> None:
