@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from math import prod
 from traceback import extract_tb
 from typing import Any, NamedTuple
 
@@ -105,6 +106,8 @@ class Uneven(NamedTuple):
         size: The size of its shard.
         plain: The sizes of all shards as they are declared.
         is_declared: Whether ``RaggedShard`` declares them, so that their sum may be wrong, too.
+        outer: The cuts of the dim that come before: axis, placement, size and this rank's position
+            along it.
     """
 
     axis: str
@@ -113,6 +116,7 @@ class Uneven(NamedTuple):
     size: int
     plain: tuple[int, ...]
     is_declared: bool = False
+    outer: tuple[tuple[str, str, int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,25 +317,46 @@ def _with_sizes(faults: Sequence[Fault]) -> list[Fault]:
     whole, other ranks or shapes are wrong, and the faults stay as they are.
     """
     sizes: dict[tuple[str, str, int | None], dict[int, set[int]]] = {}
+    parts: dict[tuple[str, str, int | None], set[tuple[int, ...]]] = {}
     for fault in faults:
         if (shard := fault.uneven) is not None:
-            by_position = sizes.setdefault((fault.fqn, shard.axis, shard.dim), {})
-            by_position.setdefault(shard.position, set()).add(shard.size)
+            key = fault.fqn, shard.axis, shard.dim
+            sizes.setdefault(key, {}).setdefault(shard.position, set()).add(shard.size)
+            parts.setdefault(key, set()).add(tuple([at for *_, at in shard.outer]))
     result = []
     for fault in faults:
         if (shard := fault.uneven) is not None:
-            by_position = sizes[fault.fqn, shard.axis, shard.dim]
-            held = [by_position.get(position, {n}) for position, n in enumerate(shard.plain)]
+            key = fault.fqn, shard.axis, shard.dim
+            held = [sizes[key].get(position, {n}) for position, n in enumerate(shard.plain)]
             shards = tuple([min(of_position) for of_position in held])
-            is_clear = all(len(of_position) == 1 for of_position in held)
+            # One line serves all parts that the outer cuts leave.
+            is_clear = len(parts[key]) == prod([size for *_, size, _ in shard.outer])
+            is_clear &= all(len(of_position) == 1 for of_position in held)
             if is_clear and (shard.is_declared or sum(shards) == sum(shard.plain)):
-                line = uneven_line(shard.axis, shard.dim, shards)
+                outer = {axis: placement for axis, placement, *_ in shard.outer}
+                line = uneven_line(shard.axis, shard.dim, shards, outer)
                 fault = replace(fault, details=(line, *fault.details))
         result.append(fault)
     return result
 
 
-def uneven_line(axis: str, dim: int | None, sizes: tuple[int, ...]) -> str:
-    """Return the line of a message that says how uneven shards or ranges are declared."""
+def uneven_line(
+    axis: str, dim: int | None, sizes: tuple[int, ...], outer: Mapping[str, str] | None = None
+) -> str:
+    """Return the line of a message that says how uneven shards or ranges are declared.
+
+    >>> print(uneven_line("fsdp", 0, (5, 3), {"tp": "Shard(0)"}))  # doctest: +NORMALIZE_WHITESPACE
+    if uneven:   {"tp": Shard(0), "fsdp": RaggedShard(0, (5, 3))} in the rule of every rank, on a
+    mesh with 'tp' before 'fsdp'
+
+    Args:
+        axis: The axis that cuts them.
+        dim: The dim; None for ranges.
+        sizes: Their sizes, by position along the axis.
+        outer: The axes that cut the dim before, with their placements.
+    """
     placement = f"FlatShard({sizes})" if dim is None else f"RaggedShard({dim}, {sizes})"
-    return f'if uneven:   {{"{axis}": {placement}}} in the rule of every rank'
+    placements = {**(outer or {}), axis: placement}
+    entries = ", ".join([f'"{name}": {text}' for name, text in placements.items()])
+    order = f", on a mesh with {' before '.join(map(repr, placements))}" if outer else ""
+    return f"if uneven:   {{{entries}}} in the rule of every rank{order}"

@@ -27,7 +27,7 @@ from dcp_placements._torch import Facts, is_dtensor_like, root_mesh
 from dcp_placements.errors import CannotPlace, Fault, PlacementError, Uneven
 from dcp_placements.layout.sharding import Chunk, Cut, Kind, Position, Sharding, unknown_kind
 from dcp_placements.names.flat import Path
-from dcp_placements.names.optimizer_state import Dims, ParameterGroups
+from dcp_placements.names.optimizer_state import Dims, OptimizerStates, ParameterGroups
 from dcp_placements.pages import MESHES_PAGE, UNEVEN_PAGE
 from dcp_placements.rules.mesh_axes import (
     Axis,
@@ -149,6 +149,7 @@ class Placing:
         totals: The number of rows of each tensor that is unstacked, by their key with ``{}``, which
             has the numbers that the rename gave.
         parameter_groups: The parameters in parameter groups, by optimizer.
+        states: Which keys are optimizer state.
         tied: The keys of this rank whose memory another key of it has as well, which the rename
             gives the same name: by key, that name. The other key stands for both.
         several: The keys of this rank that a load fills with one tensor or value, where there are
@@ -165,6 +166,7 @@ class Placing:
     mappings: dict[str, Path] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=dict)
     parameter_groups: ParameterGroups = field(default_factory=dict)
+    states: OptimizerStates = field(default_factory=OptimizerStates)
     tied: dict[str, str] = field(default_factory=dict)
     several: dict[str, tuple[str, ...]] = field(default_factory=dict)
     more_paths: dict[str, list[Path]] = field(default_factory=dict)
@@ -290,7 +292,7 @@ def bind(
 
 
 def _uneven(place: Place, expected: tuple[int, ...], local_shape: tuple[int, ...]) -> Uneven | None:
-    """Return the shard of a rank along the one dim of another size, where one cut alone makes it.
+    """Return the shard of a rank along the one dim of another size, where the last cut makes it.
 
     Args:
         place: The place as it is declared.
@@ -309,20 +311,31 @@ def _uneven(place: Place, expected: tuple[int, ...], local_shape: tuple[int, ...
             assert isinstance(position, int)
             return Uneven(cut.axis, None, position, local_shape[0], cut.parts)
     cutting = [(cut, position) for cut, position in cuts if cut.dim == dim and cut.size > 1]
-    if len(cutting) != 1:
-        return None
-    ((cut, position),) = cutting
-    if cut.axis is None or not isinstance(position, int):
-        return None
-    if cut.kind is Kind.RAGGED:
-        assert isinstance(cut.parts, tuple)
-        return Uneven(cut.axis, dim, position, local_shape[dim], cut.parts, is_declared=True)
-    if cut.kind is not Kind.PLAIN:
-        return None
-    step = -(-place.sharding.cut_shape[dim] // cut.size)
-    ends = [min(n * step, place.sharding.cut_shape[dim]) for n in range(cut.size + 1)]
-    plain = tuple([stop - start for start, stop in pairwise(ends)])
-    return Uneven(cut.axis, dim, position, local_shape[dim], plain)
+    rows = place.sharding.cut_shape[dim]
+    outer: list[tuple[str, str, int, int]] = []
+    for number, (cut, position) in enumerate(cutting):
+        if cut.axis is None or not isinstance(position, int):
+            return None
+        is_declared = cut.kind is Kind.RAGGED
+        if is_declared:
+            assert isinstance(cut.parts, tuple)
+            sizes = cut.parts
+        elif cut.kind is Kind.PLAIN:
+            step = -(-rows // cut.size)
+            ends = [min(at * step, rows) for at in range(cut.size + 1)]
+            sizes = tuple([stop - start for start, stop in pairwise(ends)])
+        else:
+            return None
+        if number + 1 == len(cutting):
+            size, is_alone = local_shape[dim], not outer
+            by_rule = is_declared and is_alone
+            return Uneven(cut.axis, dim, position, size, sizes, by_rule, tuple(outer))
+        # The rule's cuts come before those of the DTensor, so it has to declare these, too.
+        is_own = not cut.by_rule and not is_declared
+        placement = f"RaggedShard({dim}, {sizes})" if is_own else cut.placement
+        outer.append((cut.axis, placement, cut.size, position))
+        rows = sizes[position]
+    return None
 
 
 def declared_place(

@@ -306,6 +306,17 @@ UNSAVED: dict[str, tuple[Side, tuple[str, ...]]] = {
         replace(OWNED, placements={"ep": Shard(0)}),
         ('if uneven:   {"ep": RaggedShard(0, (0, 10, 0, 0))} in the rule of every rank',),
     ),
+    "plainly, of fsdp inside tp": (
+        Side(TP_FSDP, uneven_fsdp, {"tp": Shard(0)}),
+        (
+            'if uneven:   {"tp": Shard(0), "fsdp": RaggedShard(0, (1, 4))} in the rule of every '
+            "rank, on a mesh with 'tp' before 'fsdp'",
+        ),
+    ),
+    "plainly, of a DTensor that tp cuts, too": (
+        Side(TP_FSDP, uneven_in_both, None),
+        ('if uneven:   {"tp": RaggedShard(0, (5, 5)), "fsdp": RaggedShard(0, (1, 4))} in',),
+    ),
     "plainly, inside fsdp": (
         replace(ANY["inside fsdp"], placements={"tp": Shard(0)}),
         ('if uneven:   {"tp": RaggedShard(0, (7, 3))} in the rule of every rank',),
