@@ -24,7 +24,7 @@ from dcp_placements.bind.rule_and_dtensor import CutSource, Place, Placed, Share
 from dcp_placements.errors import CannotPlace
 from dcp_placements.names.flat import Path, Reshaped
 from dcp_placements.names.optimizer_state import Dims, OptimizerStates, followed_dims
-from dcp_placements.names.rename_results import dims_of_row, rule_dims
+from dcp_placements.names.rename_results import dims_of_row, rule_dims, swapped
 from dcp_placements.rules.placement import is_flat, moved_placements
 
 
@@ -145,17 +145,23 @@ def followed_parameter(
 
 
 def check_orientation(
-    fqn: str, states: States, sources: Mapping[str, CutSource], reshaped: Reshaped
+    fqn: str,
+    states: States,
+    sources: Mapping[str, CutSource],
+    placed: Mapping[str, Placed],
+    reshaped: Reshaped,
 ) -> None:
     """Refuse optimizer state that is transposed otherwise than its parameter.
 
     A state of another shape, as a factored moment, has rows or columns of its parameter by its
-    name. Of a transposed parameter it would have the other ones.
+    name. Of a transposed parameter it would have the other ones. A moment that a rule of its own
+    cuts otherwise than its parameter has the parameter's shape as ``global_shape``.
 
     Args:
         fqn: The state's name in rules.
         states: The tensors that its parameter may be.
         sources: The tensors, by their names in rules.
+        placed: The parameters, bound as what they are on this rank.
         reshaped: The values that a rename turns into other tensors.
 
     Raises:
@@ -168,7 +174,12 @@ def check_orientation(
         shape, local_shapes = tuple(sources[fqn].own[3]), {fqn: states.shapes[fqn]}
     for name, of_parameter in local_shapes.items():
         is_transposed = _is_transposed(name, reshaped)
-        if shape == of_parameter or len(of_parameter) < 2 or prod(shape) == 1:
+        is_moment = shape == of_parameter
+        if name in parameters and sources[fqn][2:] != sources[name][2:]:
+            own = placed.get(name)
+            whole = parameters[name].own[3] if own is None else own.place.sharding.global_shape
+            is_moment |= _declared_shape(fqn, sources, reshaped) == tuple(whole)
+        if is_moment or len(of_parameter) < 2 or prod(shape) == 1:
             if is_transposed != _is_transposed(fqn, reshaped) and len(shape) > 1:
                 raise CannotPlace(
                     f"its parameter is {'' if is_transposed else 'not '}transposed by rename=, and "
@@ -184,6 +195,15 @@ def check_orientation(
                 f"parameter:   {name}",
                 "way out:     leave the state out, or save without the Transpose and load so",
             )
+
+
+def _declared_shape(
+    fqn: str, sources: Mapping[str, CutSource], reshaped: Reshaped
+) -> tuple[int, ...] | None:
+    """Return the ``global_shape`` of the rule of a tensor, with its dims as on this rank."""
+    placement = sources[fqn].placement
+    whole = None if placement is None or is_flat(placement) else placement.global_shape
+    return swapped(whole) if whole is not None and _is_transposed(fqn, reshaped) else whole
 
 
 def _is_transposed(fqn: str, reshaped: Reshaped) -> bool:

@@ -126,6 +126,7 @@ def place(
             placing.state_dict[fqn] = listed.numbered(placing.totals)
     if has_groups:
         placing.parameter_groups = parameter_groups_in(placing.state_dict)
+        placing.states = OptimizerStates(placing.state_dict)
         placing.faults += _optimizer_faults(placing, rename)
     return placing
 
@@ -177,11 +178,10 @@ def numberings(placing: Placing, numbered: Sequence[NumberedKey]) -> Numberings:
         placing: The tensors, bound.
         numbered: The keys in which the rename gave a number, as ``rename_keys`` returns them.
     """
-    states = OptimizerStates(placing.state_dict)
     heads = tuple([f"{head}param_groups." for head in placing.parameter_groups])
 
     def is_listed(key: str) -> bool:
-        return states.of(key) is None and not key.startswith(heads)
+        return placing.states.of(key) is None and not key.startswith(heads)
 
     rows = {key: total for key, total in placing.totals.items() if is_listed(key)}
     listed = families(filter(is_listed, numbered), rows)
@@ -282,7 +282,7 @@ def _bind_each(
         try:
             parameter = None
             if fqn in states.parameters:
-                check_orientation(fqn, states, sources, reshaped)
+                check_orientation(fqn, states, sources, placing.placed, reshaped)
                 parameter = followed_parameter(fqn, states, sources, placing.placed, reshaped)
             if parameter is not None:
                 follower = follow(fqn, source, parameter, sources[parameter.fqn], reshaped, places)

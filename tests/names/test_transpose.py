@@ -297,6 +297,31 @@ def test_factored_state_of_a_transposed_parameter_is_refused(
     assert "(3, 5)" in str(refused.value)
 
 
+@pytest.mark.parametrize("dim", [None, 1])
+def test_a_moment_that_its_own_rule_cuts_is_transposed_as_its_parameter(
+    tmp_path: Path, dim: int | None
+) -> None:
+    """The parameter is whole on both ranks, or cut on the other dim; its moment on its rows."""
+    weight, moment = arange((4, 6)), arange((4, 6)) + 50
+
+    def held(rank: int) -> dict[str, Any]:
+        own = weight if dim is None else weight.chunk(2, dim)[rank].clone()
+        return {"model": {"w": own}, "optim": optimizer(moment.chunk(2)[rank].clone())}
+
+    def placements(rank: int) -> Placements:
+        mesh = World(2).mesh(rank, dp=2)
+        by_rows = CheckpointPlacement(mesh, {"dp": Shard(1)}, global_shape=(6, 4))
+        rules = {"state.w": by_rows}
+        if dim is not None:  # of the checkpoint, which has them the other way round
+            rules["model.w"] = CheckpointPlacement(mesh, {"dp": Shard(1 - dim)})
+        return Placements(rules, rename=Transpose("w"))
+
+    World(2).save(tmp_path, held, lambda rank: placements(rank).save_planner())
+    stored = read_whole(tmp_path)
+    assert torch.equal(stored["model.w"], weight.T)
+    assert torch.equal(stored["optim.state.w.exp_avg"], moment.T)
+
+
 def test_a_pattern_of_the_parameter_alone_is_refused(tmp_path: Path) -> None:
     state = {"model": {"w": arange((3, 5))}, "optim": optimizer(arange((3, 5)))}
     with pytest.raises(CheckpointException, match=r"optim\.state\.w\.exp_avg") as refused:
