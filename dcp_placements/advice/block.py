@@ -96,10 +96,15 @@ class MeshNames(NamedTuple):
                 return tuple([name for name in names if name in axes]), True
         return tuple(axes), len(axes) == 1
 
+    def _sliced(self, axes: Sequence[str]) -> tuple[tuple[str, ...], bool]:
+        """Return axes in order, and whether a ``DeviceMesh`` can be sliced to all of them."""
+        names, is_one_mesh = self.ordered(axes)
+        return names, is_one_mesh and self.strides.keys().isdisjoint(names)
+
     def text(self, axes: Sequence[str]) -> str:
         """Return the mesh of some axes, as Python."""
-        names, is_one_mesh = self.ordered(axes)
-        if is_one_mesh and self.strides.keys().isdisjoint(names):
+        names, is_sliced = self._sliced(axes)
+        if is_sliced:
             return f"meshes[{', '.join(map(_quoted, names))}]"
         quoted, sizes = map(_quoted, names), [str(self.sizes[name]) for name in names]
         places = map(self.position_text, names)
@@ -130,8 +135,8 @@ class MeshNames(NamedTuple):
             meshes: Has a mesh by the name of an axis, and by a tuple of several.
             axes: Their names.
         """
-        names, is_one_mesh = self.ordered(axes)
-        if is_one_mesh and self.strides.keys().isdisjoint(names):
+        names, is_sliced = self._sliced(axes)
+        if is_sliced:
             return meshes[names[0] if len(names) == 1 else names]
         places = [self.position(meshes, name) for name in names]
         return MeshCoordinate(names, [self.sizes[name] for name in names], places)
