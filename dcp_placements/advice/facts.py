@@ -22,7 +22,7 @@ import torch
 
 from dcp_placements.layout.boxes import Ints, Shape
 from dcp_placements.names.flat import Path
-from dcp_placements.names.optimizer_state import OptimizerStates
+from dcp_placements.names.optimizer_state import OptimizerStates, states_among
 from dcp_placements.rules.named_axes import NamedAxes
 from dcp_placements.table.digests import Digests, constant_digests
 from dcp_placements.table.table import OBJECT
@@ -140,8 +140,7 @@ class FactsOfRanks:
     @cached_property
     def states(self) -> OptimizerStates:
         """Which keys are optimizer state."""
-        keys = dict.fromkeys(chain(*[piece.fqns for piece in self.world.pieces]))
-        return OptimizerStates({**keys, **{fqn: [*names] for fqn, names in self.lists.items()}})
+        return states_among(chain(*[piece.fqns for piece in self.world.pieces]), self.lists)
 
     @cached_property
     def paths(self) -> dict[str, Path]:

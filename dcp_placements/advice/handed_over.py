@@ -18,7 +18,7 @@ from dcp_placements.errors import PlacementError
 from dcp_placements.rules.named_axes import NamedAxes
 from dcp_placements.rules.patterns import compile_pattern, matches_any
 from dcp_placements.table.digests import digests_by_cell
-from dcp_placements.table.statement import Stated
+from dcp_placements.table.statement import Stated, listed_parameters
 from dcp_placements.table.whole import WholeModel
 from dcp_placements.table.world import World
 
@@ -42,16 +42,12 @@ def facts_of(
         ranks: The global ranks, in the order of the plans.
     """
     different = [each.statement for each in statements]
-    lists: dict[str, dict[str, None]] = {}
-    for statement in different:
-        for fqn, names in statement.lists.items():
-            lists.setdefault(fqn, {}).update(dict.fromkeys(names))
     return FactsOfRanks(
         world,
         digests_by_cell(world, digests, size),
         named,
         ranks,
-        {fqn: [*names] for fqn, names in lists.items()},
+        listed_parameters(statements),
         different[0].digests,
     )
 

@@ -30,7 +30,6 @@ from dcp_placements.bind.rule_and_dtensor import Placing, is_tensor
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box
 from dcp_placements.names.flat import Path, rename_keys
-from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.names.recorded_numbers import Numberings
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import Step, recorded
@@ -230,8 +229,7 @@ def rank_keys(
     if whole is not None:
         holding = holding_of(placing.state_dict, placing.placed, {}, placing.absent)
         world = World([holding.sent])
-        states = OptimizerStates(placing.state_dict)
-        against_whole = compare_with_whole(whole, world, states, waived, complete=False)
+        against_whole = compare_with_whole(whole, world, placing.states, waived, complete=False)
         keys.faults = against_whole.faults
         keys.notes += against_whole.notes
     for fqn in filter(placing.absent.__contains__, placing.state_dict):

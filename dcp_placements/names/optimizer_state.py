@@ -16,7 +16,7 @@ Two ep ranks with an expert of (4, 3) each, trained by torch's Adafactor::
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -245,22 +245,41 @@ class OptimizerStates:
         return tensors
 
 
+def states_among(keys: Iterable[str], lists: Mapping[str, Sequence[str]]) -> OptimizerStates:
+    """Return which of some keys are optimizer state.
+
+    >>> states_among(["optim.state.w.GG.0"], {"optim.param_groups.0.params": ["w"]}).of(
+    ...     "optim.state.w.GG.0"
+    ... )
+    State(head='optim.', parameter='w', name='GG.0')
+
+    Args:
+        keys: Keys of tensors and objects.
+        lists: The parameters that each parameter group lists, by its key.
+    """
+    return OptimizerStates({**dict.fromkeys(keys), **{key: [*of] for key, of in lists.items()}})
+
+
 def _form(name: str) -> str:
     """Return a name with the same text for every number, and for ``{}``."""
     return _NUMBER.sub("#", name)
 
 
 def stateless_parameters(
-    state_dict: Mapping[str, Any], parameter_groups: ParameterGroups
+    keys: Iterable[str], states: OptimizerStates, parameter_groups: ParameterGroups
 ) -> list[str]:
     """Return parameters of an optimizer that have no state while others have some.
 
     Optimizers like Adam create the state of a parameter at its first step, so a parameter that
     never had a gradient has none.
+
+    Args:
+        keys: The keys of a state dict.
+        states: The optimizer state among them.
+        parameter_groups: The parameters in its parameter groups.
     """
     named = [str(name) for names in parameter_groups.values() for name in names]
-    states = OptimizerStates(state_dict)
-    with_state = {state.parameter for fqn in state_dict if (state := states.of(fqn)) is not None}
+    with_state = {state.parameter for fqn in keys if (state := states.of(fqn)) is not None}
     forms = set(map(_form, with_state))
     return [
         name

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -37,7 +38,7 @@ from dcp_placements.errors import (
 from dcp_placements.layout.boxes import Ints
 from dcp_placements.layout.sharding import Cuts
 from dcp_placements.names.known_names import EXPERT_AXIS, NAMES_EXPERT
-from dcp_placements.names.optimizer_state import OptimizerStates
+from dcp_placements.names.optimizer_state import OptimizerStates, states_among
 from dcp_placements.report import KeyReport, SaveReport, Shapes
 from dcp_placements.rules.named_axes import NamedAxes, named_axes_of
 from dcp_placements.rules.patterns import (
@@ -73,7 +74,7 @@ from dcp_placements.table.must_agree import disagreements
 from dcp_placements.table.owners import runs_of
 from dcp_placements.table.proof_faults import ALL_RANKS, Holders, is_uneven, proof_faults
 from dcp_placements.table.prove import Compared, prove
-from dcp_placements.table.statement import Stated, stated
+from dcp_placements.table.statement import Stated, listed_parameters, stated
 from dcp_placements.table.table import OBJECT, Group
 from dcp_placements.table.whole import WholeModel, compare_with_whole
 from dcp_placements.table.world import NO_RULE, Piece, World
@@ -166,9 +167,8 @@ class Coordinator:
         if not self._faults:
             self._prove_boxes()
         if self._whole is not None:
-            held = {fqn: None for piece in self.world.pieces for fqn in piece.fqns}
             compared = compare_with_whole(
-                self._whole, self.world, OptimizerStates(held), waived, complete=self.complete
+                self._whole, self.world, self._states, waived, complete=self.complete
             )
             self.report.whole = compared.text
             self._faults += compared.faults
@@ -267,7 +267,7 @@ class Coordinator:
                     ranks = self._holders.name(self._undigested[fqn])
                     self._notes.append(undigested(fqn, ranks))
         differing = [finding for finding in compared if finding.positions]
-        reduced = reduced_axes(world) if differing else {}
+        reduced = reduced_axes(world, self._states) if differing else {}
         conflicts = [
             conflict
             for finding in differing
@@ -292,6 +292,12 @@ class Coordinator:
             self._doubts[DIFFERED].add(fault.fqn)
             vetoes = self._faults if self._strict else self._notes
             vetoes.append(drift.get(fault.fqn, fault))
+
+    @cached_property
+    def _states(self) -> OptimizerStates:
+        """Return which keys of all ranks are optimizer state."""
+        keys = chain.from_iterable([piece.fqns for piece in self.world.pieces])
+        return states_among(keys, listed_parameters(self.stated.values()))
 
     @cached_property
     def _named_axes(self) -> NamedAxes:

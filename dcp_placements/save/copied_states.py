@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from dcp_placements.bind.rule_and_dtensor import Placed, Placing
 from dcp_placements.errors import Fault
 from dcp_placements.names.known_states import KNOWN_STATES
-from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.rules.patterns import matches_any
 from dcp_placements.save.local_plan import DoubtfulState
 from dcp_placements.short_text import format_count
@@ -46,11 +45,10 @@ def doubtful_states(placing: Placing) -> tuple[DoubtfulState, ...]:
     ]
     if not followers:
         return ()
-    states = OptimizerStates(placing.state_dict)
     counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
     chosen: list[tuple[str, Placed]] = []
     for fqn, placed in sorted(followers, key=lambda item: item[0]):
-        if (state := states.of(fqn)) is None:
+        if (state := placing.states.of(fqn)) is None:
             continue
         key = state.name.partition(".")[0], tuple(placed.tensor.shape)
         if state.name not in KNOWN_STATES and counts[key] < _MOST_OF_A_SHAPE:

@@ -370,7 +370,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         notes = [*repeats, *lint(placed, renamed=self.rename is not None, waived=waived)]
         if self.whole is None:
             notes += dropped_rows(placed, waived=waived)
-        parameter_groups = placing.parameter_groups
+        groups = placing.parameter_groups
         statement = Statement(
             matched=placing.matched,
             shapes=placing.shapes(),
@@ -379,7 +379,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 **waiver_matches(self.waive, self._waivable(save)),
             },
             stateless=tuple(
-                stateless_parameters(save.state_dict, parameter_groups) if parameter_groups else ()
+                stateless_parameters(save.state_dict, placing.states, groups) if groups else ()
             ),
             notes=tuple(notes),
             unequal=tuple([repeat.fqn for repeat in repeats]),
@@ -398,7 +398,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             step=self.step,
         )
         coordinate = tuple([position for position, _ in axes.values()])
-        has_states = self.digests != "off" and placing.parameter_groups
+        has_states = self.digests != "off" and groups
         doubtful = doubtful_states(placing) if has_states else ()
         return LocalPlan(
             rank, holding.sent, coordinate, *sent_digests, statement.packed(), doubtful

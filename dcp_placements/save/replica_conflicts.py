@@ -192,13 +192,16 @@ def _is_dense(world: World, piece: Piece, position: int) -> bool:
     return is_tensor and not is_expert and world.rules(piece, position) == NO_RULE
 
 
-def reduced_axes(world: World) -> dict[str, tuple[str, ...]]:
+def reduced_axes(world: World, states: OptimizerStates) -> dict[str, tuple[str, ...]]:
     """Map keys of optimizer state to the axes that cut their parameter, but not the state.
 
     Along these axes the state is reduced, such as the means of rows and columns.
+
+    Args:
+        world: The tables of the ranks.
+        states: The optimizer state among their keys.
     """
     groups = {fqn: piece.group for piece in world.pieces for fqn in piece.fqns}
-    states = OptimizerStates(dict.fromkeys(groups))
     owners = {fqn: state.owner for fqn in groups if (state := states.of(fqn)) is not None}
     weights = states.weights_of(set(owners.values()), groups)
     reduced = {}

@@ -104,6 +104,19 @@ def stated(sent: Iterable[tuple[int, bytes]]) -> dict[bytes, Stated]:
     return different
 
 
+def listed_parameters(different: Iterable[Stated]) -> dict[str, list[str]]:
+    """Return the parameters that each parameter group lists on any rank, by the group's key.
+
+    Args:
+        different: The different statements of a save.
+    """
+    lists: dict[str, dict[str, None]] = {}
+    for statement, _ in different:
+        for fqn, names in statement.lists.items():
+            lists.setdefault(fqn, {}).update(dict.fromkeys(names))
+    return {fqn: [*names] for fqn, names in lists.items()}
+
+
 def messages_of(what: str, plans: Sequence[Any], kind: type[T]) -> list[T]:
     """Return what the ranks sent with their plans.
 

@@ -309,6 +309,28 @@ def test_statistics_of_a_part_are_refused(
     refusal.says("optim.state.w.mean: ", "statistics of a part", f"'{axis}'", "rank", str(shape))
 
 
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_state_in_levels_is_that_of_its_parameter_in_a_refusal(
+    tmp_path: Path, is_flat: bool
+) -> None:
+    """Factors of Shampoo, by block and in a list, are no shards of anything."""
+    whole = arange(8, 12)
+
+    def held(rank: int) -> dict[str, Any]:
+        at = mesh(rank)["ep"].get_coordinate()[0]
+        factors = {"block_0": {"factors": [arange(4, 4, start=1000 * (at + 1))]}}
+        of_rank = state(w=part(whole, {"ep": 0}, rank), **factors)
+        if is_flat:
+            of_rank["optim"]["param_groups"] = {"w": {"lr": 0.1}}
+        return of_rank
+
+    with refused() as refusal:
+        rules = lambda rank: ruled(rank, {"ep": 0})  # noqa: E731
+        WORLD.save(tmp_path, held, lambda rank: PlacementSavePlanner(rules(rank)))
+    refusal.says("block_0.factors.0: ", "statistics of a part", "cut over 'ep'", "(4, 4)")
+    assert "it is sharded" not in refusal.text
+
+
 @pytest.mark.parametrize("shape", [(6, 6), (4, 6, 6)])
 def test_a_factored_moment_of_a_square_matrix_needs_a_rule_of_its_own(
     tmp_path: Path, shape: tuple[int, ...]
