@@ -299,8 +299,8 @@ def _uneven(place: Place, expected: tuple[int, ...], local_shape: tuple[int, ...
         expected: The local shape that it makes.
         local_shape: The shape of the local tensor.
     """
-    sizes = enumerate(zip(expected, local_shape, strict=False))
-    differing = [dim for dim, (size, held) in sizes if size != held]
+    pairs = enumerate(zip(expected, local_shape, strict=False))
+    differing = [dim for dim, (size, held) in pairs if size != held]
     if len(expected) != len(local_shape) or len(differing) != 1:
         return None
     (dim,) = differing

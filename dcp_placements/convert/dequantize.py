@@ -300,7 +300,7 @@ def dequantized(source: Checkpoint, dtype: torch.dtype) -> Dequantized:
     coarse = [key for key, tensor in source.tensors.items() if _is_coarse(key, tensor.dtype)]
     parents = {key.rpartition(".")[0] for key in coarse}
     # The last components by which a model calls its quantized tensors, as "weight".
-    names = {key.rpartition(".")[2] for key in (*quantized, *elements_of)}
+    endings = {key.rpartition(".")[2] for key in (*quantized, *elements_of)}
     activations = []
     for key, tensor in source.tensors.items():
         if key in explained:
@@ -309,7 +309,7 @@ def dequantized(source: Checkpoint, dtype: torch.dtype) -> Dequantized:
             results[quantized[key].fqn] = quantized[key]
         elif _is_of_activations(key, tensor):
             activations.append(LeftOut(key, "scales of activations", 1, tensor.nbytes))
-        elif headline := _unruled(key, tensor, parents, names):
+        elif headline := _unruled(key, tensor, parents, endings):
             faults.append(Fault(key, headline, (_OTHER_FILES,)))
         else:
             results[key] = tensor
@@ -337,14 +337,14 @@ def _is_of_activations(key: str, tensor: StoredTensor) -> bool:
     return key.endswith(ACTIVATIONS) and prod(tensor.shape) == 1
 
 
-def _unruled(key: str, tensor: StoredTensor, parents: set[str], names: set[str]) -> str | None:
+def _unruled(key: str, tensor: StoredTensor, parents: set[str], endings: set[str]) -> str | None:
     """Return why a tensor that is no weight with a rule cannot be kept; None if it can.
 
     Args:
         key: Its key.
         tensor: The tensor.
         parents: The modules that have tensors of quantized elements.
-        names: The last components of the keys of quantized tensors.
+        endings: The last components of the keys of quantized tensors.
     """
     if hint := hints_of(key, tensor.dtype):
         return f"is of {hint}, for which there is no formula here"
@@ -354,7 +354,7 @@ def _unruled(key: str, tensor: StoredTensor, parents: set[str], names: set[str])
     if last.endswith(("zero_point", "zero_points")):
         return "is a zero point, and no tensor beside it has scales"
     is_small = tensor.dtype in (torch.int8, torch.uint8)
-    is_named = last in names or last.endswith(PACKED)
+    is_named = last in endings or last.endswith(PACKED)
     if tensor.dtype in (*_FLOAT8, _FLOAT4, torch.float8_e8m0fnu) or (is_small and is_named):
         return f"has elements of {tensor.dtype_name}, and no scales beside it"
     return None
