@@ -133,6 +133,9 @@ class Placed:
         return tensor
 
 
+_NO_STATES = OptimizerStates()
+
+
 @dataclass(slots=True)
 class Placing:
     """A rank's flat state dict, bound, with one value per key of the checkpoint.
@@ -166,7 +169,7 @@ class Placing:
     mappings: dict[str, Path] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=dict)
     parameter_groups: ParameterGroups = field(default_factory=dict)
-    states: OptimizerStates = field(default_factory=OptimizerStates)
+    states: OptimizerStates = _NO_STATES
     tied: dict[str, str] = field(default_factory=dict)
     several: dict[str, tuple[str, ...]] = field(default_factory=dict)
     more_paths: dict[str, list[Path]] = field(default_factory=dict)

@@ -34,8 +34,10 @@ RULED = ("_scale_inv", "_scales_inv", "_scale", "_scales", ".scale", ".qscale_we
 ACTIVATIONS = (
     *(".input_scale", ".activation_scale", ".output_scale", ".input_global_scale"),
     *(".k_scale", ".v_scale", ".q_scale", ".qscale_act", ".input_scale_ub"),
+    *(".input_zero_point", ".output_zero_point", ".k_zero_point", ".v_zero_point"),
 )
-"""The endings of scales by which a quantized model quantizes its inputs, not its weights."""
+"""The endings of scales, and of their zero points, by which a quantized model quantizes its inputs,
+not its weights."""
 
 _HINTS = {
     ".SCB": "bitsandbytes' int8",

@@ -313,6 +313,7 @@ def test_the_report_names_what_became_of_everything(tmp_path: Path) -> None:
         "a.weight": torch.zeros(160, 130, dtype=E4M3),
         "a.weight_scale_inv": torch.ones(2, 2),
         "a.k_scale": torch.ones(()),
+        "a.input_zero_point": torch.ones(1, dtype=torch.int8),
         "norm": torch.ones(3),
         "mask": torch.ones(3, dtype=torch.uint8),
     }
@@ -321,7 +322,8 @@ def test_the_report_names_what_became_of_everything(tmp_path: Path) -> None:
     report = import_checkpoint(source, tmp_path / "out", dequantize=torch.bfloat16)
     assert report.keys == ("a.weight", "mask", "norm")
     assert report.accounted == {"scales, multiplied in": 16}
-    assert [(each.what, each.nbytes) for each in report.beside] == [("a.k_scale", 4)]
+    beside = {each.what: each.nbytes for each in report.beside}
+    assert beside == {"a.k_scale": 4, "a.input_zero_point": 1}
     assert "1 tensor, float8_e4m3fn in blocks of 128 x 128" in str(report)
     again = import_checkpoint(source, tmp_path / "again", dequantize=torch.bfloat16)
     assert again.keys == report.keys
