@@ -322,7 +322,7 @@ def _with_sizes(faults: Sequence[Fault]) -> list[Fault]:
         if (shard := fault.uneven) is not None:
             key = fault.fqn, shard.axis, shard.dim
             sizes.setdefault(key, {}).setdefault(shard.position, set()).add(shard.size)
-            parts.setdefault(key, set()).add(tuple([at for *_, at in shard.outer]))
+            parts.setdefault(key, set()).add(tuple([position for *_, position in shard.outer]))
     result = []
     for fault in faults:
         if (shard := fault.uneven) is not None:

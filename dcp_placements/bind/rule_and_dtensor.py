@@ -325,7 +325,7 @@ def _uneven(place: Place, expected: tuple[int, ...], local_shape: tuple[int, ...
             sizes = cut.parts
         elif cut.kind is Kind.PLAIN:
             step = -(-rows // cut.size)
-            ends = [min(at * step, rows) for at in range(cut.size + 1)]
+            ends = [min(count * step, rows) for count in range(cut.size + 1)]
             sizes = tuple([stop - start for start, stop in pairwise(ends)])
         else:
             return None
