@@ -9,10 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.tensor import Shard
 
-from dcp_placements import FusedShard, MeshCoordinate, PlacementLoadPlanner, Placements
+from dcp_placements import (
+    CheckpointPlacement,
+    FlatShard,
+    FusedShard,
+    MeshCoordinate,
+    PlacementLoadPlanner,
+    Placements,
+)
 from dcp_placements.offline import rehearse
 from dcp_placements.testing import FakeDTensor, FakeMesh, World
 from tests.differential import wholes
@@ -119,3 +127,17 @@ def test_m91_the_verdict_of_any_random_world_is_that_of_its_load(
         assert rehearsed == really, f"world {seed}"
         seen[really] += 1
     assert min(seen[True], seen[False]) > 1, seen
+
+
+def test_ranges_beside_replicas_are_rehearsed(tmp_path: Path) -> None:
+    """Ranks with ranges of one size are planned once; the boxes of the others follow."""
+    stored = {"w": torch.arange(24.0).reshape(6, 4), "b": torch.ones(4)}
+    dcp.save(stored, checkpoint_id=tmp_path, no_dist=True)
+
+    def declared(mesh: MeshCoordinate) -> Placements:
+        ranges = FlatShard((5, 7, 7, 5))
+        return Placements({"w": CheckpointPlacement(mesh, {"dp": ranges}, global_shape=(6, 4))})
+
+    rehearsal = rehearse(tmp_path, declared, {"dp": 4})
+    assert rehearsal.loads, rehearsal
+    assert [rank.memory_nbytes for rank in rehearsal.ranks] == [4 * n + 16 for n in (5, 7, 7, 5)]

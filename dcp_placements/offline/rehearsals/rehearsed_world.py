@@ -31,7 +31,7 @@ from dcp_placements.errors import (
     PlacementError,
 )
 from dcp_placements.layout.boxes import Boxes, as_array, as_boxes
-from dcp_placements.layout.sharding import Box
+from dcp_placements.layout.sharding import Box, Kind
 from dcp_placements.load.all_asked import AllAsked
 from dcp_placements.load.missing import Policy
 from dcp_placements.load.planner import PlacementLoadPlanner
@@ -488,7 +488,10 @@ def _boxes(lot: Lot, piece: Piece) -> list[Boxes] | None:
         for number, target in targets:
             cutting = cuttings[number]
             assert isinstance(cutting, Cutting), "it is planned"
-            held |= {chunk.box for chunk in target.chunks(cutting.place.chunks)}
+            chunks = cutting.place.chunks
+            # A range of the flattened tensor has no dims, and no rename moves it.
+            is_range = any(cut.kind is Kind.FLAT for cut in cutting.place.sharding.cuts)
+            held |= {chunk.box for chunk in (chunks if is_range else target.chunks(chunks))}
         boxes.append(as_array(sorted(held), len(shape)))
     return boxes
 
