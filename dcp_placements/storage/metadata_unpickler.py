@@ -283,6 +283,21 @@ _STATE_KINDS = (torch.dtype, torch.layout, bool, _Format, bool)
 """The state of torch's properties of a tensor: names and types of its fields."""
 
 
+class _Size:
+    """What a pickle calls for a size, several times per key."""
+
+    __slots__ = ()
+
+    def __call__(self, values: Any) -> torch.Size:
+        # A tuple of a file may be referred to ten thousand times, and each size is a copy.
+        if type(values) is not tuple or len(values) > MAX_DIMS:
+            raise refusal("it has a size that is no sequence of integers")
+        return torch.Size(values)
+
+    def __setstate__(self, state: Any) -> NoReturn:
+        raise refusal("it changes torch.Size")
+
+
 def _path(kind: type[PurePath]) -> Call:
     def text(*parts: Any) -> str:
         is_short = len(parts) <= _MAX_PATH_CHARS and not set(map(type, parts)) - {str}
@@ -341,7 +356,7 @@ class _SafeMetadata(SafeUnpickler):
         # A ChunkList in metadata that another writer pickles.
         ("builtins", "list"): Call("list", lambda values: values, (list,)),
         # Its type is written in C: nothing changes it, and it takes integers alone.
-        ("torch", "Size"): torch.Size,
+        ("torch", "Size"): _Size(),
         ("builtins", "getattr"): Call("getattr", _member, (Call, str)),
         # Pure paths reach no file system.
         **{

@@ -165,7 +165,7 @@ def test_a_plan_says_what_would_be_written_and_writes_nothing(tmp_path: Path, ru
     ran = run("export", tmp_path / "ckpt", tmp_path / "out", *options, "--dry-run", "--json")
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
     written = run("export", tmp_path / "ckpt", tmp_path / "out", *options, "--json")
-    assert ran.json == written.json | {"is_written": False}
+    assert ran.json == written.json | {"is_written": False, "notes": []}
     assert ran.json["tensors"] == len(wanted)
     ran = run("import", tmp_path / "out", tmp_path / "two", "--dry-run")
     assert ran.out.startswith(f"would be written: {len(wanted)} tensors, ")

@@ -415,8 +415,6 @@ WRONG: dict[str, Any] = {
     "a place is a int": lambda m: m.storage_data.update({next(iter(m.storage_data)): 3}),
     f"{BROKEN}world_size is a NoneType": of_record(world_size=None),
     f"{BROKEN}save_id is a NoneType": of_record(save_id=None),
-    f"{BROKEN}rules": of_record(rules=3),
-    f"{BROKEN}rules are not by key": of_record(rules={"w": ["x"]}),
     f"{BROKEN}versions": of_record(versions=3),
 }
 
