@@ -259,12 +259,14 @@ def reshard(
     raise_faults(NOT_REWRITTEN, unmatched_faults(world.unmatched(), list(source.tensors)))
     tensors, _ = assemble(source.tensors, None)
     writer = DcpOut(source, tensors, layout)
-    converted = write_output(output, source, writer, MEMORY_NBYTES, dry_run, progress)
+    # Asked for before: once the output is complete, no error of the source may say that it is not.
     others = tuple([name for name in source.other_files if not name.startswith(".")])
+    objects = len(source.objects)
+    converted = write_output(output, source, writer, MEMORY_NBYTES, dry_run, progress)
     few = world.size - len(layout.files)
     notes = [*converted.notes]
     notes += [f"without a file of their own: {few} ranks, replicas of lower ones"] if few else []
-    return replace(converted, objects=len(source.objects), left_out=others, notes=tuple(notes))
+    return replace(converted, objects=objects, left_out=others, notes=tuple(notes))
 
 
 def _check_whole(source: Checkpoint, keys: Container[str] | None = None) -> None:

@@ -253,7 +253,9 @@ def write_output(
         dry_run: Whether to plan only.
         progress: Called as files are written.
     """
+    # All that is asked of the source for the result, before the output is complete.
     kept, notes = [], [*source.notes]
+    beside, accounted = tuple(source.left_out), source.accounted
     total = sum(writer.files.values())
     # The last one comes last, whether it is among the others or not.
     names = [*[name for name in writer.files if name != writer.last], writer.last]
@@ -284,8 +286,8 @@ def write_output(
         keys=tuple(writer.tensors),
         nbytes=sum(tensor.nbytes for tensor in writer.tensors.values()),
         kept=tuple(kept),
-        beside=tuple(source.left_out),
-        accounted=source.accounted,
+        beside=beside,
+        accounted=accounted,
         notes=tuple(notes),
     )
 

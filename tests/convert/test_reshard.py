@@ -256,6 +256,29 @@ def test_a_damaged_source_is_refused_before_anything_is_written(harm: Any, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.mark.parametrize("command", ["reshard", "export", "import"])
+def test_a_source_that_is_gone_once_the_output_is_complete_is_no_failure(
+    tmp_path: Path, run: Run, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    if command == "import":
+        save_hugging_face(source, {"w": torch.arange(6.0)})
+    else:
+        save_sharded(source)
+    more = ("--rules", "tests.offline_scenes:rules_by_ep", "--mesh", "ep=4")
+    rename = os.rename
+
+    def renamed(old: Any, new: Any, **options: Any) -> None:
+        rename(old, new, **options)
+        if Path(new) == out:
+            rename(source, tmp_path / "elsewhere")
+
+    monkeypatch.setattr(os, "rename", renamed)
+    ran = run(command, source, out, *(more if command == "reshard" else ()))
+    assert (ran.code, ran.err) == (0, "")
+    assert (tmp_path / "elsewhere").exists()
+
+
 def test_what_is_read_in_part_and_so_not_compared_is_named(tmp_path: Path) -> None:
     save_sharded(tmp_path / "source")  # chunks of two of eight experts
 
