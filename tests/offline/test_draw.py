@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -227,20 +229,24 @@ def test_a_read_of_several_ranks_has_all_of_them(tmp_path: Path) -> None:
     assert any("step-1, read by edp=2, ep=2" in text for text in drawn)
 
 
-def test_each_element_has_the_colour_of_the_rank_that_reads_it(tmp_path: Path) -> None:
-    world, key = World(3), "w"
-    whole = torch.arange(36.0 * 24).reshape(36, 24)
+def save_cut(path: Path, shape: tuple[int, int], dim: int, ranks: int) -> None:
+    """Save a tensor ``w`` of which each rank has a shard along a dim."""
+    world, whole = World(ranks), torch.arange(float(prod(shape))).reshape(shape)
 
     def state_dict(rank: int) -> dict[str, Any]:
-        mesh = world.mesh(rank, tp=3)
-        return {key: FakeDTensor.distribute(whole, mesh, [Shard(1)])}
+        return {"w": FakeDTensor.distribute(whole, world.mesh(rank, tp=ranks), [Shard(dim)])}
 
-    world.save(tmp_path, state_dict, lambda rank: PlacementSavePlanner())
+    world.save(path, state_dict, lambda rank: PlacementSavePlanner())
 
-    def rules(mesh: Any) -> PlacementRules:
-        return PlacementRules({key: CheckpointPlacement(mesh, {"dp": Shard(0)})})
 
-    found = rehearse(tmp_path, rules, {"dp": 4}, fqn=key)
+def rows_along(axis: str) -> Callable[[Any], PlacementRules]:
+    """Return the rules of ranks that have rows of ``w`` along an axis."""
+    return lambda mesh: PlacementRules({"w": CheckpointPlacement(mesh, {axis: Shard(0)})})
+
+
+def test_each_element_has_the_colour_of_the_rank_that_reads_it(tmp_path: Path) -> None:
+    save_cut(tmp_path, (36, 24), dim=1, ranks=3)
+    found = rehearse(tmp_path, rows_along("dp"), {"dp": 4}, fqn="w")
     points = [(row, column) for row in (1, 8, 10, 17, 19, 26, 28, 35) for column in (1, 9, 23)]
     expected = [FEW[row // 9] for row, _ in points]  # nine rows each
     assert colors_at(draw_rehearsal(tmp_path, found), points) == expected
@@ -260,22 +266,12 @@ def test_rehearse_draws(tmp_path: Path, run: Run) -> None:
 
 
 def test_many_reads_are_outlined_by_file_and_ranks_named_by_their_axes(tmp_path: Path) -> None:
-    world, key = World(2), "w"
-    whole = torch.arange(80.0 * 4).reshape(80, 4)
-
-    def state_dict(rank: int) -> dict[str, Any]:
-        mesh = world.mesh(rank, tp=2)
-        return {key: FakeDTensor.distribute(whole, mesh, [Shard(0)])}
-
-    world.save(tmp_path, state_dict, lambda rank: PlacementSavePlanner())
-
-    def rules(mesh: Any) -> PlacementRules:
-        return PlacementRules({key: CheckpointPlacement(mesh, {"ep": Shard(0)})})
-
-    many = rehearse(tmp_path, rules, {"ep": 40}, fqn=key)
+    save_cut(tmp_path, (80, 4), dim=0, ranks=2)
+    rules = rows_along("ep")
+    many = rehearse(tmp_path, rules, {"ep": 40}, fqn="w")
     files = [data_file(tmp_path, rank).name for rank in range(2)]
     assert labels_of(draw_rehearsal(tmp_path, many)) == files
-    few = rehearse(tmp_path, rules, {"dp": 32, "ep": 4}, fqn=key)
+    few = rehearse(tmp_path, rules, {"dp": 32, "ep": 4}, fqn="w")
     assert labels_of(draw_rehearsal(tmp_path, few)) == [
         f"32 ranks, ep={ep} {files[ep // 2]}" for ep in range(4)
     ]
