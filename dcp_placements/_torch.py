@@ -176,6 +176,16 @@ def has_hooks(value: Any) -> bool:
     return own or (type(value) not in PLAIN_TYPES and isinstance(value, ShardedTensor))
 
 
+def is_made_of_others(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a wrapper of others, as of codes and scales; a DTensor is one, too."""
+    return hasattr(tensor, "__tensor_flatten__")
+
+
+def components(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that a wrapper of others consists of."""
+    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]  # type: ignore[attr-defined]
+
+
 def is_on_meta(value: Any) -> bool:
     """Whether a value is a tensor without memory; of a ``ShardedTensor``, any of its shards."""
     if type(value) not in PLAIN_TYPES and isinstance(value, ShardedTensor):

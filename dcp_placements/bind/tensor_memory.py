@@ -20,7 +20,14 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from dcp_placements._torch import PLAIN_TYPES, facts_of, is_dtensor_like, storage_key
+from dcp_placements._torch import (
+    PLAIN_TYPES,
+    components,
+    facts_of,
+    is_dtensor_like,
+    is_made_of_others,
+    storage_key,
+)
 from dcp_placements.bind.own_chunks import names_its_chunks
 from dcp_placements.bind.rule_and_dtensor import Placed, is_tensor
 from dcp_placements.errors import Fault
@@ -83,9 +90,9 @@ _AROUND = ("way out:     a DTensor around such a tensor; or its DTensors under k
 
 
 def _is_around_dtensors(tensor: torch.Tensor) -> bool:
-    if isinstance(tensor, DTensor) or not hasattr(tensor, "__tensor_flatten__"):
+    if isinstance(tensor, DTensor) or not is_made_of_others(tensor):
         return False
-    inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    inner = components(tensor)
     return any(isinstance(held, DTensor) or _is_around_dtensors(held) for held in inner)
 
 

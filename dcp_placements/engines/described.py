@@ -20,6 +20,7 @@ from dcp_placements._torch import (
     flatten_state_dict,
     has_hooks,
     is_dtensor_like,
+    is_made_of_others,
     world_size,
 )
 from dcp_placements.bind.lint import dropped_rows, lint
@@ -386,10 +387,6 @@ class _Twins:
         return self._keys[index], (start - self._starts[index]) // view.dtype.itemsize
 
 
-_FLATTEN = "__tensor_flatten__"
-"""What tensors have that are made of others."""
-
-
 def _is_plain(tensor: torch.Tensor) -> bool:
     is_other = tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
-    return tensor.layout is torch.strided and not is_other and not hasattr(tensor, _FLATTEN)
+    return tensor.layout is torch.strided and not is_other and not is_made_of_others(tensor)

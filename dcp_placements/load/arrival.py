@@ -25,6 +25,7 @@ import torch
 from torch.distributed.checkpoint import ReadItem
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from dcp_placements._torch import is_made_of_others
 from dcp_placements.errors import (
     Fault,
     PlacementError,
@@ -349,9 +350,7 @@ class Arrival:
                 tensor.copy_(copy_of(weight, tensor, reset.stride))
             elif reset.option is not None and tensor.is_complex():
                 tensor.fill_(complex(number, number))
-            elif hasattr(
-                tensor, "__tensor_flatten__"
-            ):  # a tensor of codes: it encodes what it gets
+            elif is_made_of_others(tensor):  # such as codes and scales: it encodes what it gets
                 plain = torch.full(tensor.shape, number, dtype=tensor.dtype, device=tensor.device)
                 tensor.copy_(plain)
             else:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from dcp_placements._torch import components, is_made_of_others
 from dcp_placements.short_text import format_name
 from dcp_placements.storage.process_limits import limited_time
 from dcp_placements.storage.record_head import LOCAL, TorchUnpickler
@@ -78,10 +79,9 @@ def _tensor_of(stream: Any, nbytes: int) -> torch.Tensor:
 
 def _elements_nbytes(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor's elements; of a wrapper of tensors, as of codes, of theirs."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
+    if not is_made_of_others(tensor):
         return tensor.numel() * tensor.element_size()
-    return sum([_elements_nbytes(getattr(tensor, name)) for name in flatten()[0]])
+    return sum(map(_elements_nbytes, components(tensor)))
 
 
 def load_plain(stream: Any, device: str | None = None) -> Any:

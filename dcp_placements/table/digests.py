@@ -29,6 +29,7 @@ import torch
 import xxhash
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from dcp_placements._torch import components, is_made_of_others
 from dcp_placements.bind.rule_and_dtensor import Placed
 from dcp_placements.layout.boxes import Array, Bools
 from dcp_placements.layout.sharding import Chunk
@@ -207,7 +208,7 @@ def sampled_digests(tensors: Sequence[torch.Tensor]) -> list[bytes | None]:
     digests: list[bytes | None] = [None] * len(tensors)
     on_device: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        if _is_made_of_others(tensor):
+        if _has_components(tensor):
             digests[index] = _digest_of_components(
                 tensor, lambda inner: sampled_digests([inner])[0]
             )
@@ -227,7 +228,7 @@ def sampled_digests(tensors: Sequence[torch.Tensor]) -> list[bytes | None]:
 
 def full_digest(tensor: torch.Tensor) -> bytes | None:
     """Return a digest of 16 bytes over all bytes of ``tensor`` in C order; None if unreadable."""
-    if _is_made_of_others(tensor):
+    if _has_components(tensor):
         return _digest_of_components(tensor, full_digest)
     if not _readable(tensor):
         return None
@@ -251,7 +252,7 @@ def digests_of_varied(tensors: Sequence[torch.Tensor]) -> list[bytes | None]:
     numbers = [
         number
         for number, tensor in enumerate(tensors)
-        if not _is_made_of_others(tensor) and _readable(tensor)
+        if not _has_components(tensor) and _readable(tensor)
     ]
     plain = [tensors[number] for number in numbers]
     constants = [
@@ -342,8 +343,8 @@ def _orderless(value: Any, of_tensor: Callable[[torch.Tensor], bytes | None]) ->
     return buffer.getvalue()
 
 
-def _is_made_of_others(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "__tensor_flatten__") or tensor.is_quantized
+def _has_components(tensor: torch.Tensor) -> bool:
+    return is_made_of_others(tensor) or tensor.is_quantized
 
 
 def _digest_of_components(
@@ -355,11 +356,10 @@ def _digest_of_components(
         return digest(wait())
     rest: Any
     if tensor.is_quantized:
-        components, rest = [tensor.int_repr()], quantizer(tensor)
+        parts, rest = [tensor.int_repr()], quantizer(tensor)
     else:
-        names, rest = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        components = [getattr(tensor, name) for name in names]
-    digests = list(map(digest, components))
+        parts, rest = components(tensor), tensor.__tensor_flatten__()[1]  # type: ignore[attr-defined]
+    digests = list(map(digest, parts))
     return None if None in digests else object_digest((digests, rest), digest)
 
 
