@@ -10,29 +10,41 @@ Names are asked for hints in messages alone; no tensor is placed by its name. Fo
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 NUMBERED_EXPERT = re.compile(r"experts\.(?:\d+|[\w.]*(?:weight|bias)\d+)(?:\.|$)")
 """One tensor per expert: distinct by its number, if names are renamed to global ones."""
 EXPERTS = re.compile(r"(?:^|\.)(?:local_|routed_|inner_)?experts(?:\.|$)")
 
 
-# Megatron's linear_qkv and Megatron Lite's qkv.linear are laid out per query group: not among them.
-QKV = re.compile(
-    r"(?:^|\.)(?:(?:to_)?qkv(?!\.linear)(?:_proj)?|query_key_value|c_attn|[Ww]qkv|W_pack"
-    r"|in_proj(?=_weight|_bias))(?:_weight|_bias)?(?:\.|$)"
-)
-GATE_UP = re.compile(
-    r"(?:^|\.)(?:(?:gate_(?:and_)?up|up_gate)(?:_proj)?|proj_gate_up|linear_fc1"
-    r"|in_proj(?!_weight|_bias)|w1[23]|w1_?w3)(?:_weight|_bias)?(?:\.|$)"
-)
+_NAME_END = r"(?:\.|$)"
 
-_NAMES_OF_PARTS = (
-    (QKV, ("Q", "K", "V")),
-    (re.compile(r"(?:^|\.)up_gate(?:_proj)?(?:[._]|$)"), ("up", "gate")),
-    (re.compile(r"(?:^|\.)w1_?w?3(?:[._]|$)"), ("w1", "w3")),
-    (re.compile(r"(?:^|\.)w12(?:[._]|$)"), ("w1", "w2")),
-    (re.compile(r"(?:^|\.)(?:(?:proj_)?gate_(?:and_)?up|linear_fc1)(?:[._]|$)"), ("gate", "up")),
-)
+# Megatron's linear_qkv and Megatron Lite's qkv.linear are laid out per query group: not among them.
+_QKV = {
+    ("Q", "K", "V"): r"(?:to_)?qkv(?!\.linear)(?:_proj)?|query_key_value|c_attn|[Ww]qkv|W_pack"
+    r"|in_proj(?=_weight|_bias)",
+}
+_GATE_UP = {
+    ("up", "gate"): r"up_gate(?:_proj)?",
+    ("gate", "up"): r"gate_(?:and_)?up(?:_proj)?|proj_gate_up|linear_fc1",
+    ("w1", "w3"): r"w13|w1_?w3",
+    ("w1", "w2"): r"w12",
+    (): r"in_proj(?!_weight|_bias)",
+}
+"""Names of fused projections, by the names of what they join, in order."""
+
+
+def _joining(names: Iterable[str], end: str) -> re.Pattern[str]:
+    return re.compile(rf"(?:^|\.)(?:{'|'.join(names)}){end}")
+
+
+QKV = _joining(_QKV.values(), rf"(?:_weight|_bias)?{_NAME_END}")
+GATE_UP = _joining(_GATE_UP.values(), rf"(?:_weight|_bias)?{_NAME_END}")
+
+_NAMES_OF_PARTS = [
+    (_joining([name], rf"(?:_\w+)?{_NAME_END}"), parts) for parts, name in (_QKV | _GATE_UP).items()
+]
+"""The names with any ending, as quantized elements have (gate_up_proj_blocks); and their parts."""
 
 
 def parts_by_name(fqn: str, count: int) -> tuple[str, ...]:
