@@ -169,12 +169,7 @@ class ChunkReader:
         starts = np.array([read.start for read in reads], np.int64)
         nbytes = np.array([read.nbytes for read in reads], np.int64)
         ends = starts + nbytes
-        is_outside = (starts < 0) | (nbytes < 0) | (nbytes > file.size - starts)
-        outside = [reads[index] for index in np.flatnonzero(is_outside).tolist()]
-        # One number for all of them makes their texts equal, so that they become one fault.
-        needed = max([read.start + read.nbytes for read in outside], default=0)
-        faults = [self._fault(read, _beyond(read, file.size, needed)) for read in outside]
-        raise_faults(IS_DAMAGED, faults)
+        self._check_inside(file, reads, starts, nbytes)
         is_small = self._are_small(reads, starts, nbytes)
         # Between breaks, records have one size and no gaps.
         breaks = np.flatnonzero((starts[1:] != ends[:-1]) | (nbytes[1:] != nbytes[:-1])) + 1
@@ -193,13 +188,26 @@ class ChunkReader:
 
     def _read_alone(self, file: CountedFile, read: RecordRead) -> None:
         """Read one record, as ``read`` does; commands ask for one small tensor after another."""
-        if read.start < 0 or not 0 <= read.nbytes <= file.size - read.start:
-            problem = _beyond(read, file.size, read.start + read.nbytes)
-            raise_faults(IS_DAMAGED, [self._fault(read, problem)])
+        self._check_inside(file, [read], read.start, read.nbytes)
         is_small = is_read_whole(read.nbytes, self._elements_nbytes(read))
         file.hold(self._span.take(read.nbytes if is_small else 0), read.start)
         self._read_one(file, read)
         file.hold(memoryview(b""), 0)
+
+    def _check_inside(
+        self, file: CountedFile, reads: Sequence[RecordRead], starts: Any, nbytes: Any
+    ) -> None:
+        """Refuse records that are not inside the file, by the start and the bytes of each.
+
+        Raises:
+            PlacementError: There are some.
+        """
+        is_outside = (starts < 0) | (nbytes < 0) | (nbytes > file.size - starts)
+        outside = [reads[index] for index in np.flatnonzero(is_outside).tolist()]
+        # One number for all of them makes their texts equal, so that they become one fault.
+        needed = max([read.start + read.nbytes for read in outside], default=0)
+        faults = [self._fault(read, _beyond(read, file.size, needed)) for read in outside]
+        raise_faults(IS_DAMAGED, faults)
 
     def tensor_record(self, read: RecordRead, part: ByteRange) -> RecordHead | None:
         """Return where the elements of a record are; None where it is not plain."""
