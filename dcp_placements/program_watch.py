@@ -16,7 +16,7 @@ import json
 import os
 import sys
 import warnings
-from typing import Any
+from typing import IO, Any
 
 from dcp_placements._torch import global_rank
 from dcp_placements.advice.block import block_in
@@ -26,6 +26,7 @@ from dcp_placements.load.planner import PlacementLoadPlanner
 from dcp_placements.offline.doctor import OVERWRITTEN, Diagnosis, diagnose
 from dcp_placements.save.planner import PlacementSavePlanner
 from dcp_placements.storage.provenance import provenance_of
+from dcp_placements.storage.store import without_waiting
 
 _COUNTED = {"keys": "tensors", "objects": "objects", "missing": "missing", "unread": "unread"}
 """Collections of keys of a report, of which a line has the number, by its name there."""
@@ -52,11 +53,16 @@ class Watch:
         self._report, self._propose = report, propose
         self._directory = os.getcwd()  # the program may change it
         if self._report is not None and is_first():
-            with open(self._report, "a", encoding="utf-8"):
+            with self._lines(self._report):
                 pass  # it can be written
         self._looked_at: set[str] = set()
         self.count = 0
         """Saves and loads that have ended, with an error or without."""
+
+    @staticmethod
+    def _lines(path: str) -> IO[str]:
+        """Open the file of the lines; a FIFO that nobody reads is refused."""
+        return open(path, "a", encoding="utf-8", opener=without_waiting)
 
     def failed(self, error: BaseException) -> None:
         """Write the declaration that an error hands over, on the rank that has it."""
@@ -91,8 +97,7 @@ class Watch:
         if self._report is not None:
             line = json.dumps({"kind": call.kind, "path": path, **line_of(call)})
             try:
-                place = os.path.join(self._directory, self._report)
-                with open(place, "a", encoding="utf-8") as file:
+                with self._lines(os.path.join(self._directory, self._report)) as file:
                     file.write(line + "\n")
             except OSError as problem:
                 say(f"--report {self._report}: {problem.strerror}: no more lines are written")

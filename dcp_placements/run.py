@@ -35,6 +35,7 @@ from dcp_placements.installation import Serving
 from dcp_placements.program_meshes import ProgramMeshes
 from dcp_placements.program_watch import Watch, is_first, say
 from dcp_placements.short_text import format_error, format_names
+from dcp_placements.storage.store import open_plain
 
 Declare = Callable[[ProgramMeshes], Any]
 """A function of the user's, which returns the ``Placements`` of this rank."""
@@ -176,8 +177,11 @@ def _declaration(place: str) -> Declare:
     path, is_pair, name = place.rpartition(":")
     if not is_pair:
         raise RefusedStart(f"--placements {place}: not FILE.py:FUNCTION{_functions_of(place)}")
-    if not Path(path).is_file():
-        raise RefusedStart(f"--placements {place}: there is no file {path}")
+    try:
+        open_plain(path).close()
+    except OSError as error:
+        why = f"{path} cannot be read: {error.strerror}"
+        raise RefusedStart(f"--placements {place}: {why}") from None
     spec = importlib.util.spec_from_file_location("declared_placements", path)
     if spec is None or spec.loader is None:
         raise RefusedStart(f"--placements {place}: {path} is no Python file")
@@ -207,7 +211,8 @@ def _declaration(place: str) -> Declare:
 def _functions_of(path: str) -> str:
     """Return what names of functions a file of Python has; empty where it has none."""
     try:
-        tree = ast.parse(Path(path).read_bytes())
+        with open_plain(path) as stream:
+            tree = ast.parse(stream.read())
     except (OSError, SyntaxError, ValueError):
         return ""
     names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
@@ -234,7 +239,8 @@ def _program(given: argparse.Namespace) -> tuple[CodeType, ModuleSpec | None]:
             raise RefusedStart(f"there is no module {program} to run")
         return code, spec
     try:
-        source = Path(program).read_bytes()
+        with open_plain(program) as stream:
+            source = stream.read()
     except OSError as error:
         raise RefusedStart(f"{program} cannot be read: {error.strerror}") from None
     if not sys.flags.safe_path:

@@ -294,9 +294,12 @@ def test_a_declaration_that_cannot_be_used_is_refused_at_the_save(
     ("arguments", "expected"),
     [
         (["nowhere.py"], "nowhere.py cannot be read"),
+        (["pipe"], "pipe cannot be read: it is no plain file"),
+        (["--placements", "pipe:f", "train.py"], "pipe cannot be read: it is no plain file"),
+        (["--report", "pipe", "train.py"], "--report pipe: No such device"),
         (["-m", "no_such_module"], "there is no module no_such_module"),
         (["--placements", "ours.py", "train.py"], "FUNCTION; it has placements, no_placements, "),
-        (["--placements", "no.py:f", "train.py"], "there is no file no.py"),
+        (["--placements", "no.py:f", "train.py"], "no.py cannot be read: No such file"),
         (
             ["--placements", "ours.py:nothing", "train.py"],
             "of this name in ours.py; it has placements",
@@ -321,6 +324,7 @@ def test_what_cannot_start_is_one_line(
     monkeypatch.setattr(sys, "path", [*sys.path])
     (trainer / "broken.py").write_text("1 / 0")
     (trainer / "leaving.py").write_text("import sys; sys.exit(0)")
+    os.mkfifo(trainer / "pipe")
     program = sys.modules["__main__"], list(sys.argv), sys.path[0]
     with pytest.raises(RefusedStart) as refused:
         main(arguments)

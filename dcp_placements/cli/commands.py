@@ -34,6 +34,7 @@ from dcp_placements.cli.shared_options import (
 from dcp_placements.errors import CannotLook
 from dcp_placements.rules.mesh_axes import MeshAxes
 from dcp_placements.short_text import format_count, format_name
+from dcp_placements.storage.store import open_plain
 
 if TYPE_CHECKING:
     import torch
@@ -274,7 +275,8 @@ def reshard_command(
 
 def _keys(path: Path) -> list[str]:
     try:
-        text = path.read_text()
+        with open_plain(path) as stream:
+            text = stream.read().decode()
         if not text.lstrip().startswith("["):
             return [line.strip() for line in text.splitlines() if line.strip()]
         keys = json.loads(text)

@@ -31,7 +31,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from hashlib import sha256
 from itertools import islice
@@ -80,6 +80,11 @@ _NOT_OPENED = frozenset([errno.EACCES, errno.EPERM, errno.EISDIR])
 """The errors of opening a directory that may be written to, but not read."""
 
 _UNFINISHED_LENGTH = len(".81c20f3d.tmp")
+_NO_FILE = frozenset([errno.EISDIR, errno.ENXIO])
+"""The errors of opening a directory, or a socket, as a file."""
+
+_NOT_PLAIN = "it is no plain file"
+
 
 _reported: set[tuple[int, str]] = set()
 """What was warned of in this process, by device and operation."""
@@ -269,9 +274,38 @@ def open_store(
     return LocalStore(path, restricted=restricted)
 
 
-def unfinished_name(name: str) -> str:
-    """Return a temporary name for a replacement of a file, which no other process uses."""
-    return f"{_shortened(name, _UNFINISHED_LENGTH)}.{uuid.uuid4().hex[:8]}.tmp"
+def open_plain(path: str | os.PathLike[str]) -> IO[bytes]:
+    """Return a plain file of this machine, open for reading.
+
+    A directory, a device, a socket, or a FIFO, which would be waited for, is refused at once.
+
+    Raises:
+        OSError: There is no such file, it cannot be opened, or it is no plain file.
+    """
+    try:
+        with ExitStack() as stack:
+            stream = stack.enter_context(open(path, "rb", opener=without_waiting))
+            if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                stack.pop_all()
+                return stream
+    except OSError as error:
+        if error.errno not in _NO_FILE:
+            raise
+    raise PermissionError(errno.EPERM, _NOT_PLAIN, os.fspath(path))
+
+
+def without_waiting(path: str, flags: int) -> int:
+    """Open a file, as ``opener=`` of ``open``; a FIFO is not waited for."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
+
+
+def unfinished_name(name: str, *, alone: bool = False) -> str:
+    """Return a temporary name for a replacement of a file.
+
+    No other process uses it; with ``alone`` all do, one after the other.
+    """
+    number = "0" * 8 if alone else uuid.uuid4().hex[:8]
+    return f"{_shortened(name, _UNFINISHED_LENGTH)}.{number}.tmp"
 
 
 def is_unfinished(name: str, finished: str) -> bool:
@@ -382,21 +416,15 @@ class LocalStore(Store):
                 f"it leads out of the directory, to {format_name(file)} (way out: cp -rL copies "
                 "the directory with what its links lead to)"
             )
-        return None if stat.S_ISREG(kind) or stat.S_ISDIR(kind) else "it is no plain file"
+        return None if stat.S_ISREG(kind) or stat.S_ISDIR(kind) else _NOT_PLAIN
 
     def open(self, name: str) -> IO[bytes]:
-        if not self._restricted:
-            return open(self._path(name), "rb")
-        why = self.why_barred(name)
-        if why is not None:
-            raise PermissionError(errno.EPERM, why, name)
-        # Do not block if the file has become a FIFO meanwhile.
-        OPENED.note(self._path(name))
-        descriptor = os.open(self._path(name), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise PermissionError(errno.EPERM, "it is no plain file", name)
-        return open(descriptor, "rb")
+        if self._restricted:
+            why = self.why_barred(name)
+            if why is not None:
+                raise PermissionError(errno.EPERM, why, name)
+            OPENED.note(self._path(name))
+        return open_plain(self._path(name))
 
     def opener(self, name: str) -> Callable[[], IO[bytes]]:
         return partial(self.open, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -293,3 +294,26 @@ def test_rules_and_meshes_of_a_wrong_form(
     given = {"--rules": "tests.offline_scenes:rules_by_ep", "--mesh": "ep=4", option: value}
     err = run.fails("rehearse", sound, *[text for pair in given.items() for text in pair])
     assert message in err
+
+
+@pytest.mark.parametrize("kind", ["fifo", "socket", "device", "directory", "missing"])
+def test_a_list_of_keys_that_is_no_plain_file_is_refused_at_once(
+    sound: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A FIFO would be waited for, and a device has no end."""
+    monkeypatch.chdir(tmp_path)  # the path of a socket is short
+    path = Path("keys")
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(path))
+    elif kind == "device":
+        path = Path("/dev/zero")
+    elif kind == "directory":
+        path.mkdir()
+    err = run.fails("rehearse", sound, *RULES, "--expect", path)
+    why = "No such file" if kind == "missing" else "it is no plain file"
+    assert f"{path}: no list of keys" in err
+    assert why in err
+    assert len(err.splitlines()) == 1
