@@ -24,6 +24,7 @@ from dcp_placements.offline import (
     open_source,
 )
 from dcp_placements.offline.sources.mapped_files import load_torch_file
+from dcp_placements.storage.store import open_store
 from dcp_placements.testing.megatron import MegatronModel, MegatronRun, write_legacy
 from tests.convert.hostile import Hostile
 from tests.offline_scenes import Run
@@ -58,7 +59,9 @@ def name(run: MegatronRun) -> str:
 def strip(folder: Path, *keys: str) -> None:
     """Take entries out of every file, so that they cannot tell."""
     for file in folder.glob("*/model_optim_rng.pt"):
-        held = tree_map_only(torch.Tensor, torch.clone, load_torch_file(file))
+        held = tree_map_only(
+            torch.Tensor, torch.clone, load_torch_file(open_store(file.parent), file.name)
+        )
         torch.save({key: value for key, value in held.items() if key not in keys}, f"{file}.new")
         os.replace(f"{file}.new", file)
 
@@ -262,6 +265,32 @@ def test_a_dcp_directory_is_none_of_these(tmp_path: Path) -> None:
             look(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["mp_rank_01", "mp_rank_01/model_optim_rng.pt", "iter_0000010"])
+def test_m150_a_link_out_of_the_directory_is_refused(tmp_path: Path, run: Run, name: str) -> None:
+    folder = write_legacy(tmp_path / "run", SMALL, MegatronRun(tp=2))
+    linked = folder.parent / name if name.startswith("iter") else folder / name
+    (tmp_path / "disk").mkdir()
+    linked.rename(tmp_path / "disk" / "moved")
+    linked.symlink_to(tmp_path / "disk" / "moved")
+    given = tmp_path / "run" if name.startswith("iter") else folder
+    for command in (("megatron",), ("inspect",), ("import", tmp_path / "out")):
+        ran = run(command[0], given, *command[1:])
+        assert ran.code, command
+        printed = ran.out + ran.err
+        assert "leads out of the directory" in printed
+        assert "cp -rL" in printed
+    assert not (tmp_path / "out").exists()
+    shutil.copytree(given, tmp_path / "copy")
+    assert not run("megatron", tmp_path / "copy").code
+
+
+def test_a_tracker_that_is_a_fifo_is_refused(tmp_path: Path, run: Run) -> None:
+    write_legacy(tmp_path, SMALL, MegatronRun(), iteration=10)
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    os.mkfifo(tmp_path / "latest_checkpointed_iteration.txt")
+    assert "it is no plain file" in run.fails("megatron", tmp_path)
+
+
 @pytest.mark.parametrize("form", ["protocol 2", "protocol 4", "plain pickle", "old format"])
 def test_a_hostile_pickle_is_refused_and_nothing_runs(form: str, tmp_path: Path, run: Run) -> None:
     folder = write_legacy(tmp_path / "ckpt", SMALL, MegatronRun())
@@ -274,7 +303,7 @@ def test_a_hostile_pickle_is_refused_and_nothing_runs(form: str, tmp_path: Path,
     else:
         torch.save(trap, file, pickle_protocol=int(form[-1]))
     with pytest.raises(CannotLook):
-        load_torch_file(file)
+        load_torch_file(open_store(file.parent), file.name)
     ran = run("megatron", folder)
     assert ran.code == (2 if "protocol" in form else 1)
     assert not (tmp_path / "ran").exists()
@@ -328,7 +357,7 @@ class AttributeOf:
 @pytest.mark.parametrize("owner", [pathlib.PurePosixPath, torch.Tensor])
 def test_getattr_is_called_for_nothing(tmp_path: Path, owner: type) -> None:
     torch.save({"args": AttributeOf(owner)}, tmp_path / "member.pt")
-    member = load_torch_file(tmp_path / "member.pt")["args"]
+    member = load_torch_file(open_store(tmp_path), "member.pt")["args"]
     assert member.by in ("builtins.getattr", "__builtin__.getattr")
     named, name = member.args
     assert (named.name, name) == (f"{owner.__module__}.{owner.__name__}", "register")
@@ -336,7 +365,7 @@ def test_getattr_is_called_for_nothing(tmp_path: Path, owner: type) -> None:
 
 def test_arguments_keep_their_values_and_classes_become_stand_ins(tmp_path: Path) -> None:
     folder = write_legacy(tmp_path, SMALL, MegatronRun(tp=2))
-    held = load_torch_file(folder / "mp_rank_01" / "model_optim_rng.pt")
+    held = load_torch_file(open_store(folder), "mp_rank_01/model_optim_rng.pt")
     args = held["args"].fields
     assert args["tensor_model_parallel_size"] == 2
     assert args["params_dtype"].name == "torch.bfloat16"

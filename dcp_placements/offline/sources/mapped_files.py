@@ -10,8 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,7 +25,7 @@ from dcp_placements.storage.record import Record
 from dcp_placements.storage.record_head import RecordHead
 from dcp_placements.storage.safe_pickle import Stub
 from dcp_placements.storage.state_dict_file import SavedFile, saved_tensor
-from dcp_placements.storage.store import LocalStore
+from dcp_placements.storage.store import Store
 
 _INERT_MODULES = (
     *("megatron.", "transformer_engine.", "transformer_engine_torch.", "modelopt.", "numpy."),
@@ -61,10 +60,14 @@ class SavedDTensor(NamedTuple):
     stub: Stub
 
 
-def load_torch_file(path: Path) -> Any:
+def load_torch_file(directory: Store, name: str) -> Any:
     """Return the contents of a ``torch.save`` file; tensors are mapped, not read.
 
     Values other than tensors, ``SavedDTensor``, dicts and lists are those of ``SavedFile``.
+
+    Args:
+        directory: A directory of this machine.
+        name: Name of the file, or its path below the directory.
 
     Raises:
         RefusedFile: It needs a class or function that is not admitted.
@@ -76,9 +79,10 @@ def load_torch_file(path: Path) -> Any:
         local = file.mapped(tensor, storage)
         return local if dtensor is None else SavedDTensor(local, dtensor)
 
+    path = f"{directory.path}/{name}"
     try:
-        with _opened(path) as stream:
-            file = SavedFile(path.name, stream)
+        with directory.open(name) as stream:
+            file = SavedFile(os.path.basename(name), stream)
             stream.seek(0)
             needed = torch.serialization.get_unsafe_globals_in_checkpoint(stream)
             others = [name for name in sorted(needed) if not name.startswith(_INERT_MODULES)]
@@ -116,22 +120,17 @@ def load_torch_file(path: Path) -> Any:
     )
 
 
-def _opened(path: Path) -> IO[bytes]:
-    """Return a plain file of a directory, open for reading."""
-    return LocalStore(path.parent, restricted=True).open(path.name)
-
-
-def check_contents(path: Path) -> None:
+def check_contents(directory: Store, name: str) -> None:
     """Compare the contents of a file of ``torch.save`` with their CRC-32, where it has any.
 
     Raises:
         UnreadableFile: The contents are not what was written.
     """
-    with _opened(path) as stream:
+    with directory.open(name) as stream:
         problem = Record.of_stream(stream).check().problem
     if problem is not None:
         raise UnreadableFile(
-            f"{path}: is not what was written: {format_name(problem)}\n"
+            f"{directory.path}/{name}: is not what was written: {format_name(problem)}\n"
             "    likely:      damaged by a disk or a copy: take another copy of the file"
         )
 

@@ -34,6 +34,7 @@ from dcp_placements.offline.sources.rank_tensors import local_directory
 from dcp_placements.offline.texts import Progress
 from dcp_placements.short_text import format_name, format_names
 from dcp_placements.storage.safe_pickle import Stub
+from dcp_placements.storage.store import Store
 
 WEIGHTS = "model_optim_rng.pt"
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -201,13 +202,14 @@ def megatron_layout(
             others; or a file needs more than tensors, plain values and the classes of a training
             run. Then nothing in it is executed.
     """
-    folder = find_iteration(path)
+    directory = find_iteration(path)
+    folder = local_directory(directory)
     asked = {"tp": tensor_parallel_size, "pp": pipeline_parallel_size, "ep": expert_parallel_size}
     given = {axis: size for axis, size in asked.items() if size is not None}
     ranks = []
-    directories = rank_directories(folder)
+    directories = rank_directories(directory)
     for name, numbers in directories.items():
-        ranks.append(_read(folder / name / WEIGHTS, numbers))
+        ranks.append(_read(directory, name, numbers))
         progress(len(ranks), len(directories))
     count = max(len(rank.numbers) for rank in ranks)
     named = [rank for rank in ranks if len(rank.numbers) == count]
@@ -245,35 +247,38 @@ def megatron_layout(
         loader=None if layout == "ambiguous" else "EP-aware" if is_expert_loader else "non-EP",
         sizes=sizes,
         mismatches=tuple(mismatches),
-        files=tuple(f"{n}/{file}" for n in directories for file in sorted(os.listdir(folder / n))),
+        files=tuple(file for name in directories for file in files_of(directory, name)),
         ranks=tuple(ranks),
         coordinates=coordinates,
     )
 
 
-def find_iteration(given: str | os.PathLike[str]) -> Path:
+def find_iteration(given: str | os.PathLike[str]) -> Store:
     """Return the directory of the iteration that a Megatron run would load from ``given``.
 
     Raises:
-        CannotLook: There is none, or several and no tracker file to choose by.
+        CannotLook: There is none, or several and no tracker file to choose by; or it is a link out
+            of ``given``.
+        OSError: The tracker file cannot be opened.
     """
-    path = local_directory(existing_directory(given))
-    iterations = sorted(
-        entry.name
-        for entry in path.iterdir()
-        if entry.is_dir() and re.fullmatch(r"iter_\d{7,}|release", entry.name)
-    )
-    if (path / _TRACKER).is_file():
-        with (path / _TRACKER).open(errors="replace") as stream:
-            latest = stream.read(100).strip()
+    directory = existing_directory(given)
+    path = local_directory(directory)
+    iterations = [
+        name
+        for name in directory.names()
+        if re.fullmatch(r"iter_\d{7,}|release", name) and (path / name).is_dir()
+    ]
+    if directory.entry(_TRACKER) is not None:
+        with directory.open(_TRACKER) as stream:
+            latest = stream.read(100).decode(errors="replace").strip()
         name = f"iter_{int(latest):07d}" if latest.isdecimal() else latest
         if name in iterations:
-            return path / name
+            return _iteration(directory, name)
         problem = f"{_TRACKER} says {latest!r}, but there is no {name}"
     elif len(iterations) > 1:
         problem = f"several iterations, and no {_TRACKER} to choose by"
     else:
-        return path / iterations[0] if iterations else path
+        return _iteration(directory, iterations[0]) if iterations else directory
     raise CannotLook(
         f"{path}: {problem}\n"
         f"    found:       {format_names(iterations) or 'no iteration'}\n"
@@ -281,13 +286,33 @@ def find_iteration(given: str | os.PathLike[str]) -> Path:
     )
 
 
-def rank_directories(folder: Path) -> dict[str, tuple[int, ...]]:
+def _iteration(directory: Store, name: str) -> Store:
+    """Return the directory of an iteration.
+
+    Raises:
+        CannotLook: It is a link out of the directory of all.
+    """
+    why = directory.why_barred(name)
+    if why is not None:
+        raise CannotLook(f"{directory.path}/{name}: {why}")
+    return existing_directory(local_directory(directory) / name)
+
+
+def files_of(directory: Store, name: str) -> list[str]:
+    """Return the files in the directory of a rank; none where it is a file, or a link out."""
+    entry = directory.entry(name)
+    if entry is None or entry.nbytes is not None or directory.why_barred(name) is not None:
+        return []
+    return [f"{name}/{file}" for file in sorted(os.listdir(local_directory(directory) / name))]
+
+
+def rank_directories(directory: Store) -> dict[str, tuple[int, ...]]:
     """Return the directories of ranks with the numbers in their names.
 
     Raises:
         CannotLook: There are none.
     """
-    names = sorted(os.listdir(folder))
+    folder, names = directory.path, directory.names()
     matches = {name: match for name in names if (match := _RANK_DIRECTORY.fullmatch(name))}
     if matches:
         return {
@@ -307,26 +332,26 @@ def rank_directories(folder: Path) -> dict[str, tuple[int, ...]]:
     )
 
 
-def _read(file: Path, numbers: tuple[int, ...]) -> RankFile:
+def _read(directory: Store, name: str, numbers: tuple[int, ...]) -> RankFile:
     """Return a rank's file; tensors are not read.
 
     Raises:
         RefusedFile: It needs more than tensors, plain values and the classes of a training run.
     """
-    name = file.parent.name
-    if not file.is_file():
+    file = f"{name}/{WEIGHTS}"
+    if directory.entry(file) is None:
         return RankFile(name, numbers, problem="incomplete: there is no such file")
     try:
-        contents = load_torch_file(file)
+        contents = load_torch_file(directory, file)
         if not isinstance(contents, dict):
             problem = f"holds a {type(contents).__name__}, not a dict"
             return RankFile(name, numbers, problem=problem)
-        with zipfile.ZipFile(file) as zipped:
+        with directory.open(file) as stream, zipfile.ZipFile(stream) as zipped:
             checksums = tuple(
                 (entry.filename, entry.CRC, entry.file_size) for entry in zipped.infolist()
             )
     except UnreadableFile as error:
-        problem = str(error).splitlines()[0].replace(f"{file}: ", "incomplete: ")
+        problem = str(error).splitlines()[0].replace(f"{directory.path}/{file}: ", "incomplete: ")
         return RankFile(name, numbers, problem=problem)
     return RankFile(name, numbers, contents, checksums=checksums)
 

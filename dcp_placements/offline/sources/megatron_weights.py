@@ -31,7 +31,6 @@ from dcp_placements.errors import (
 from dcp_placements.names.known_names import EXTRA_STATE
 from dcp_placements.names.renames import Renames, Renumber, contiguous
 from dcp_placements.offline.checkpoint import WholeTensors
-from dcp_placements.offline.directory import existing_directory
 from dcp_placements.offline.sources.mapped_files import nbytes_in
 from dcp_placements.offline.sources.megatron_directory import (
     EMBEDDING,
@@ -41,6 +40,7 @@ from dcp_placements.offline.sources.megatron_directory import (
     RankFile,
     chunk_number,
     differences,
+    files_of,
     find_iteration,
     megatron_layout,
     rank_directories,
@@ -98,11 +98,11 @@ def megatron_weights(
         PlacementError: Files are missing or contradict each other, a weight has no rule, or parts
             do not make whole tensors; all faults at once.
     """
-    folder = find_iteration(path)
-    files = [f"{name}/{WEIGHTS}" for name in rank_directories(folder)]
-    tensors = RankTensors(existing_directory(folder), files)
+    directory = find_iteration(path)
+    files = [f"{name}/{WEIGHTS}" for name in rank_directories(directory)]
+    tensors = RankTensors(directory, files)
     layout = megatron_layout(
-        folder,
+        directory.path,
         expert_parallel_size=expert_parallel_size,
         expert_tensor_parallel_size=expert_tensor_parallel_size,
     )
@@ -116,12 +116,14 @@ def megatron_weights(
     for file in layout.ranks:
         nbytes += nbytes_in(file.contents)
         _add(tensors, model, file)
-        for other in sorted((layout.path / file.directory).iterdir()):
-            if other.name != WEIGHTS:
-                is_optimizer = other.name == "distrib_optim.pt"
+        for other in files_of(directory, file.directory):
+            name = os.path.basename(other)
+            if name != WEIGHTS:
+                is_optimizer = name == "distrib_optim.pt"
                 why = _OPTIMIZER if is_optimizer else "another file, which is not read"
-                nbytes += other.stat().st_size
-                tensors.leave_out(other.name, why, other.stat().st_size)
+                size = directory.size(other) or 0
+                nbytes += size
+                tensors.leave_out(name, why, size)
     if not tensors.faults and tensors.nbytes != nbytes:
         of = f"of which {tensors.nbytes} are accounted for"
         raise PlacementError(f"{layout.path}: {nbytes} bytes, {of}")

@@ -186,7 +186,7 @@ class RankTensors:
                 differing += self._differences(finding, held)
         if differing:
             for file in self._of_ranks:
-                check_contents(Path(path) / file)  # of damage that is the likely cause
+                check_contents(self._directory, file)  # of damage that is the likely cause
         raise_faults(f"{path}: files contradict each other", differing)
         metadata, records = self._described(world, held)
         stored = sum([record.nbytes for record in records.values()])
@@ -328,7 +328,7 @@ def rank_files(
         of = f"a mesh of {prod(axes.values())}: {format_mesh_axes(axes)}"
         raise PlacementError(f"{folder}: files of {len(names)} ranks, and {of}")
     for rank, name in enumerate(names):
-        contents = load_torch_file(folder / name)
+        contents = load_torch_file(directory, name)
         if not isinstance(contents, Mapping):
             raise CannotLook(f"{folder / name}: holds a {type(contents).__name__}, and no dict")
         declared = Placements(None) if world is None else world.placements(rank)
@@ -345,9 +345,8 @@ def rank_files(
         tensors.add(name, state_dict, declared.rules, declared.rename)
     for other in sorted(set(os.listdir(folder)) - set(names)):
         why = why_left_out(other)
-        if why and (folder / other).is_file():
-            kind = re.sub(r"_rank_\d+", "", other)
-            tensors.leave_out(kind, why, (folder / other).stat().st_size)
+        if why and (nbytes := directory.size(other)) is not None:
+            tensors.leave_out(re.sub(r"_rank_\d+", "", other), why, nbytes)
     return tensors.whole()
 
 

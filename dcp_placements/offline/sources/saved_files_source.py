@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from torch.distributed.checkpoint import Metadata
@@ -112,7 +111,7 @@ class RankFiles(SavedFiles):
     def begin_conversion(self) -> None:
         """Compare all files with their checksums; boxes are read from them without."""
         for name in self._of_ranks:
-            check_contents(Path(self.path) / name)
+            check_contents(self.directory, name)
 
 
 class MegatronFiles(RankFiles):
