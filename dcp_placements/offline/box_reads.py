@@ -241,14 +241,15 @@ class BoxReader(AbstractContextManager["BoxReader"]):
             return self._files[name].file
         directory = self._checkpoint.directory
         names = [name] if directory.is_local else self._neighbours(name)
-        for near, held in zip(names, opened_ahead(directory, names), strict=True):
-            if not isinstance(held, OSError):
-                while len(self._files) >= MAX_OPEN_FILES:
-                    self._files.popitem(last=False)[1].stream.close()
-                self._files[near] = held
-            elif near == name:
-                check_damage(directory, name, held)
-                raise _unread(fqn, name, str(held)) from held
+        with opened_ahead(directory, names) as opened:
+            for near, held in zip(names, opened, strict=True):
+                if not isinstance(held, OSError):
+                    while len(self._files) >= MAX_OPEN_FILES:
+                        self._files.popitem(last=False)[1].stream.close()
+                    self._files[near] = held
+                elif near == name:
+                    check_damage(directory, name, held)
+                    raise _unread(fqn, name, str(held)) from held
         self._files.move_to_end(name)
         return self._files[name].file
 

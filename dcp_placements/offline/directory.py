@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -58,25 +59,42 @@ def local_path(store: Store, name: str = "") -> Path | None:
     return store.file(name) if isinstance(store, LocalStore) else None
 
 
-def opened_ahead(store: Store, names: Iterable[str]) -> Iterator[OpenedFile | OSError]:
-    """Yield files, open for reading, in order; the error of one that cannot be opened.
+@contextmanager
+def opened_ahead(store: Store, names: Iterable[str]) -> Iterator[Iterator[OpenedFile | OSError]]:
+    """Yield an iterator of files, open for reading, in order; of the error where one is not opened.
 
     At a URL the next few are opened at the same time, and their first bytes are read: all of a
-    small one.
+    small one. Files that were opened ahead, and not asked for, are closed when the block ends.
     """
+    ahead: set[IO[bytes]] = set()
 
     def opened(name: str) -> OpenedFile | OSError:
         try:
-            stream = store.open(name)
-            held = OpenedFile(stream, CountedFile(stream))
-            if not store.is_local:
-                stream.seek(0)
-                stream.read(1)
+            with ExitStack() as stack:
+                stream = stack.enter_context(store.open(name))
+                held = OpenedFile(stream, CountedFile(stream))
+                if not store.is_local:
+                    stream.seek(0)
+                    stream.read(1)
+                stack.pop_all()
         except OSError as error:
             return error
+        ahead.add(stream)
         return held
 
-    return store.ahead(opened, names)
+    def asked_for() -> Iterator[OpenedFile | OSError]:
+        for held in results:
+            if isinstance(held, OpenedFile):
+                ahead.discard(held.stream)
+            yield held
+
+    results = store.ahead(opened, names)
+    try:
+        yield asked_for()
+    finally:
+        results.close()  # waits for those that are being opened
+        for stream in ahead:
+            stream.close()
 
 
 def check_damage(store: Store, name: str, error: Exception) -> None:

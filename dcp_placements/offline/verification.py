@@ -174,10 +174,10 @@ def verify(
         limit_nbytes=memory // 3,
         progress=lambda done: progress(min(done, total), total),
     )
-    opened = opened_ahead(checkpoint.directory, records)
-    for (file, in_file), held in zip(records.items(), opened, strict=True):
-        faults += file_faults(checkpoint, file, in_file)
-        faults += checks.faults(file, held, in_file)
+    with opened_ahead(checkpoint.directory, records) as opened:
+        for (file, in_file), held in zip(records.items(), opened, strict=True):
+            faults += file_faults(checkpoint, file, in_file)
+            faults += checks.faults(file, held, in_file)
     if faults and (changed := checkpoint.changed_files()):
         raise overwritten(checkpoint.directory, changed)
     return Verification(

@@ -29,7 +29,7 @@ import uuid
 import warnings
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
@@ -203,13 +203,13 @@ class Store(ABC):
     def opener(self, name: str) -> Callable[[], IO[bytes]]:
         """Return a function that opens a file, any number of times."""
 
-    def ahead(self, call: Callable[[str], T], names: Iterable[str]) -> Iterator[T]:
+    def ahead(self, call: Callable[[str], T], names: Iterable[str]) -> Generator[T]:
         """Yield the result of a call for each name, in order.
 
         At a URL the calls for the next ``reading_threads`` names run at the same time, since each
         request takes long; elsewhere each runs when its result is asked for.
         """
-        return map(call, names)
+        yield from map(call, names)
 
     @abstractmethod
     def make(self) -> None:
@@ -775,7 +775,7 @@ class UrlStore(Store):
         data = request(url, whole)
         return partial(self.open, name) if data is None else partial(io.BytesIO, data)
 
-    def ahead(self, call: Callable[[str], T], names: Iterable[str]) -> Iterator[T]:
+    def ahead(self, call: Callable[[str], T], names: Iterable[str]) -> Generator[T]:
         left = iter(names)
         with ThreadPoolExecutor(self.reading_threads) as pool:
             begun = deque(pool.submit(call, name) for name in islice(left, self.reading_threads))

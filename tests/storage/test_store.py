@@ -10,6 +10,7 @@ import threading
 import warnings
 from pathlib import Path
 from typing import Any
+from contextlib import suppress
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from dcp_placements import (
 )
 from dcp_placements.offline import CannotLook, diff, export_safetensors, verify
 from dcp_placements.storage import metadata_file, store, writer
-from dcp_placements.storage.store import LocalStore, Locked, is_unfinished, open_store
+from dcp_placements.storage.store import LocalStore, Locked, UrlStore, is_unfinished, open_store
+from dcp_placements.offline.directory import OpenedFile, opened_ahead
 from tests.offline_scenes import Run, save_hugging_face, save_sharded
 from tests.remote_scenes import failures_of
 from tests.storage_scenes import load
@@ -399,3 +401,29 @@ def test_a_change_of_any_kind_changes_the_entry(tmp_path: Path) -> None:
     assert files.entry("nothing") is None
     assert LocalStore(tmp_path / "nowhere").entries() == {}
     assert files.entry() is not None
+
+
+def test_files_that_were_opened_ahead_are_closed_when_the_block_raises(
+    memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight threads open the next files while the first one is read."""
+    held = open_store(memory)
+    names = [f"{number}.distcp" for number in range(20)]
+    for name in names:
+        with held.create(name) as stream:
+            stream.write(b"some")
+    opened: list[Any] = []
+    real = UrlStore.open
+
+    def noted(self: UrlStore, name: str) -> Any:
+        opened.append(real(self, name))
+        return opened[-1]
+
+    monkeypatch.setattr(UrlStore, "open", noted)
+    with suppress(ZeroDivisionError), opened_ahead(held, names) as files:
+        first = next(files)
+        _ = 1 // 0
+    assert isinstance(first, OpenedFile)
+    assert len(opened) > 8
+    left = [stream for stream in opened if not stream.closed]
+    assert left == [first.stream], "the one that was asked for is the caller's"

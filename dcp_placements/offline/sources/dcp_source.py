@@ -110,18 +110,19 @@ class Dcp(Checkpoint):
             for file, record in records.items()
             if not record.transforms and self.directory.size(file) is not None
         }
-        opened = opened_ahead(self.directory, plain)
-        for (file, record), held in zip(plain.items(), opened, strict=True):
-            try:
-                if isinstance(held, OSError):
-                    raise held
-                with held.stream as stream:
-                    stream.seek(record.start)
-                    fault = id_fault(record, stream.read(min(record.length, ID_NBYTES)))
-            except OSError:
-                continue  # its other records cannot be read either, which is a fault of its own
-            if fault is not None:
-                yield CheckpointFault("mixed_generations", (), (file,), f"it {fault.headline}")
+        with opened_ahead(self.directory, plain) as opened:
+            for (file, record), held in zip(plain.items(), opened, strict=True):
+                try:
+                    if isinstance(held, OSError):
+                        raise held
+                    with held.stream as stream:
+                        stream.seek(record.start)
+                        fault = id_fault(record, stream.read(min(record.length, ID_NBYTES)))
+                except OSError:
+                    continue  # its other records cannot be read either, a fault of its own
+                if fault is not None:
+                    message = f"it {fault.headline}"
+                    yield CheckpointFault("mixed_generations", (), (file,), message)
 
     def description_faults(self, *, contents: bool) -> Iterator[CheckpointFault]:
         """Yield what is wrong with ``.metadata`` itself: its index; with contents, torch's pickle.
