@@ -23,6 +23,7 @@ import errno
 import io
 import logging
 import os
+import shlex
 import shutil
 import stat
 import uuid
@@ -485,8 +486,8 @@ class LocalStore(Store):
             os.rename(path, older)
             try:
                 os.rename(new, path)
-            except BaseException:
-                os.rename(older, path)
+            except BaseException as raised:
+                self._rename_back(older, path, raised)
                 raise
             with suppress(OSError):
                 os.unlink(older)
@@ -518,6 +519,27 @@ class LocalStore(Store):
         """Warn of a directory that was not synced; return whether the disk is sound."""
         try:
             cost = "a power cut may lose the newest names"
+    def _rename_back(self, older: str, path: str, raised: BaseException) -> None:
+        """Give a file its own name again, or a copy of it.
+
+        Raises:
+            OSError: It cannot be done; the text has the command that does it later.
+        """
+        try:
+            try:
+                os.rename(older, path)
+            except OSError:
+                with open_plain(older) as held, self.create(os.path.basename(path)) as copy:
+                    shutil.copyfileobj(held, copy)
+                with suppress(OSError):
+                    os.unlink(older)
+        except OSError as error:
+            raise OSError(
+                f"{raised}\n"
+                f"    found:       the older file is whole under another name: {error}\n"
+                f"    way out:     mv {shlex.quote(older)} {shlex.quote(path)}"
+            ) from error
+
             self._report(error, "sync a directory", cost, _NOT_OPENED)
         except OSError:
             warnings.warn(
@@ -846,11 +868,17 @@ class UrlStore(Store):
                 is_alone = True  # from here on there may be no other file
                 request(url, lambda: self.fs.rm_file(url), tries=1)
             self.rename(new, name)
-        except BaseException:
+        except BaseException as error:
             if not is_alone:
                 with suppress(OSError):
                     self.remove([new])
-            raise
+            if not is_alone or not isinstance(error, Exception):
+                raise
+            raise OSError(
+                f"{error}\n"
+                "    found:       the older file is removed, the new one whole under another name\n"
+                f"    way out:     rename {self.url(new)} to {url}"
+            ) from error
 
     def rename(self, name: str, new: str) -> None:
         """Give a file another name."""

@@ -6,11 +6,13 @@ import errno
 import fcntl
 import os
 import random
+import shutil
+import subprocess
 import threading
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from contextlib import suppress
 
 import pytest
 import torch
@@ -22,9 +24,9 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.offline import CannotLook, diff, export_safetensors, verify
+from dcp_placements.offline.directory import OpenedFile, opened_ahead
 from dcp_placements.storage import metadata_file, store, writer
 from dcp_placements.storage.store import LocalStore, Locked, UrlStore, is_unfinished, open_store
-from dcp_placements.offline.directory import OpenedFile, opened_ahead
 from tests.offline_scenes import Run, save_hugging_face, save_sharded
 from tests.remote_scenes import failures_of
 from tests.storage_scenes import load
@@ -196,6 +198,41 @@ def test_where_nothing_can_be_renamed_the_older_file_stays(
         patch.setattr(os, "rename", refused)
         with pytest.raises(dcp.CheckpointException):
             save(tmp_path, NEW)
+    assert held(tmp_path) is OLD
+    assert not list(tmp_path.glob(".metadata.*"))
+
+
+@pytest.mark.parametrize("is_copied", [True, False])
+def test_an_older_file_is_back_or_the_message_has_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_copied: bool
+) -> None:
+    """The file system renames over no file, and fails after the first rename."""
+    save(tmp_path, OLD)
+    real = os.rename
+
+    def no_replace(source: Any, target: Any) -> None:
+        raise OSError(errno.EEXIST, os.strerror(errno.EEXIST), source)
+
+    def once(source: Any, target: Any) -> None:
+        if str(target).endswith(".metadata"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), source)
+        real(source, target)
+
+    def no_copy(source: Any, target: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", no_replace)
+        patch.setattr(os, "rename", once)
+        if not is_copied:
+            patch.setattr(shutil, "copyfileobj", no_copy)
+        with pytest.raises(dcp.CheckpointException) as caught:
+            save(tmp_path, NEW)
+    text = str(failures_of(caught.value))
+    assert ("way out:     mv " in text) != is_copied
+    if not is_copied:
+        assert not (tmp_path / ".metadata").exists()
+        subprocess.run(text.partition("way out:")[2].strip(), shell=True, check=True)
     assert held(tmp_path) is OLD
     assert not list(tmp_path.glob(".metadata.*"))
 
