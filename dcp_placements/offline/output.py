@@ -33,7 +33,14 @@ from dcp_placements.errors import CannotLook
 from dcp_placements.offline.directory import MARKER
 from dcp_placements.short_text import format_name, format_names, format_nbytes
 from dcp_placements.storage.remote import is_url, local_or_url
-from dcp_placements.storage.store import LocalStore, Locked, StorageOptions, UrlStore, hidden_name
+from dcp_placements.storage.store import (
+    LocalStore,
+    Locked,
+    StorageOptions,
+    Store,
+    UrlStore,
+    hidden_name,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +76,28 @@ def output_at(
             "    way out:     give the output another name, or rename the source"
         )
     return output
+
+
+@contextmanager
+def replaced_file(
+    store: Store, name: str, *, check: Callable[[], object] | None = None
+) -> Iterator[IO[bytes]]:
+    """Yield a file that replaces an older one when the block ends; one process at a time.
+
+    Args:
+        store: The directory.
+        name: Name of the file.
+        check: Called before it gets its name; what it raises prevents that.
+
+    Raises:
+        CannotLook: Another process is writing it.
+    """
+    try:
+        with store.replace(name, check=check or (lambda: None), alone=True) as stream:
+            yield stream
+    except Locked as locked:
+        raise _is_written(f"{store.path}/{name}", locked) from None
+    store.sync()
 
 
 class Output(AbstractContextManager["Output"], ABC):
@@ -131,8 +160,13 @@ class LocalOutput(Output):
                 "    way out:     give the name of a directory that is to be created"
             )
         self.path: Path = Path(path)
-        self._check_absent()
         self._beside = LocalStore(self.path.parent)
+        self._lock = hidden_name(self.path.name, ".lock")
+        try:
+            self._check_absent()
+        except CannotLook:
+            self._beside.drop_lock(self._lock)  # of a process that completed it and was killed
+            raise
         self.partial = self._beside.file(hidden_name(self.path.name, ".partial"))
         self._unfinished = LocalStore(self.partial)
         self._held = ExitStack()
@@ -143,7 +177,7 @@ class LocalOutput(Output):
             stack.callback(_remove_empty, parents)
             self._beside.make()
             try:
-                stack.enter_context(self._beside.lock(hidden_name(self.path.name, ".lock")))
+                stack.enter_context(self._beside.lock(self._lock))
             except Locked as locked:
                 raise _is_written(self.path, locked) from None
             # Another process may have finished between the first check and the lock.
@@ -320,7 +354,7 @@ def _is_there(out: str | os.PathLike[str]) -> CannotLook:
     )
 
 
-def _is_written(path: Path, locked: Locked) -> CannotLook:
+def _is_written(path: str | Path, locked: Locked) -> CannotLook:
     way_out = "wait for it, or give another name"
     if locked.path is not None:
         way_out += f"; if that process has ended, remove {os.path.basename(locked.path)}"

@@ -29,6 +29,7 @@ from dcp_placements.layout.boxes import as_array, as_boxes, intersect, overlaps,
 from dcp_placements.layout.sharding import Box, Cuts, Kind, Sharding, part_sizes
 from dcp_placements.names.known_names import parts_by_name
 from dcp_placements.offline.checkpoint import AnySource, Checkpoint, StoredRecord, StoredTensor
+from dcp_placements.offline.output import replaced_file
 from dcp_placements.offline.sources.opening import open_source
 from dcp_placements.short_text import (
     format_count,
@@ -546,9 +547,8 @@ def save_figure(
     notes = {"Date": None, "Creator": None} if kind == "svg" else {"Software": None}
     folder, name = os.path.split(os.fspath(local_or_url(path)))
     store = open_store(folder or ".", storage_options)
-    with store.replace(name) as stream, matplotlib.rc_context(reproducible):
+    with replaced_file(store, name) as stream, matplotlib.rc_context(reproducible):
         figure.savefig(stream, format=kind, facecolor="white", metadata=notes)
-    store.sync()
 
 
 def check_picture_name(path: str | os.PathLike[str]) -> str:

@@ -15,6 +15,7 @@ from dcp_placements.offline.directory import (
     existing_directory,
     versions_of,
 )
+from dcp_placements.offline.output import replaced_file
 from dcp_placements.offline.sources.dcp_source import is_torch_dist, read_dcp
 from dcp_placements.storage.index import INDEX_VERSION, OtherVersion
 from dcp_placements.storage.metadata_file import UnusedIndex, write_metadata
@@ -46,7 +47,8 @@ def stock_metadata(
 
     Raises:
         CannotLook: There is no ``.metadata``, or it is Megatron's, a newer version's, cannot be
-            read or is refused; or a save has written another one meanwhile.
+            read or is refused; or a save has written another one meanwhile, or another process is
+            writing it.
     """
     directory = existing_directory(path, storage_options)
     if ".metadata" not in directory.names():
@@ -67,7 +69,6 @@ def stock_metadata(
             )
     check_count(directory.path, len(metadata.storage_data or ()))
     unchanged = partial(check_versions, directory, versions)
-    with directory.replace(".metadata", check=unchanged) as stream:
+    with replaced_file(directory, ".metadata", check=unchanged) as stream:
         write_metadata(metadata, stream)
-    directory.sync()
     return metadata

@@ -80,12 +80,12 @@ _UNSUPPORTED = frozenset(
 _NOT_OPENED = frozenset([errno.EACCES, errno.EPERM, errno.EISDIR])
 """The errors of opening a directory that may be written to, but not read."""
 
-_UNFINISHED_LENGTH = len(".81c20f3d.tmp")
 _NO_FILE = frozenset([errno.EISDIR, errno.ENXIO])
 """The errors of opening a directory, or a socket, as a file."""
 
 _NOT_PLAIN = "it is no plain file"
 
+_UNFINISHED_LENGTH = len(".81c20f3d.tmp")
 
 _reported: set[tuple[int, str]] = set()
 """What was warned of in this process, by device and operation."""
@@ -227,7 +227,12 @@ class Store(ABC):
 
     @abstractmethod
     def replace(
-        self, name: str, *, sync: bool = True, check: Callable[[], object] = _nothing
+        self,
+        name: str,
+        *,
+        sync: bool = True,
+        check: Callable[[], object] = _nothing,
+        alone: bool = False,
     ) -> AbstractContextManager[IO[bytes]]:
         """Yield a file that gets its name when the block ends, and then replaces an older one.
 
@@ -235,11 +240,20 @@ class Store(ABC):
             name: Its name.
             sync: Whether a local file is on the disk before it gets its name.
             check: Called as the last step before it gets its name; what it raises prevents that.
+            alone: Whether a local file is locked meanwhile, so that one process at a time replaces
+                it, and uses the temporary file that a killed one has left.
+
+        Raises:
+            Locked: Another process replaces it, too, with ``alone``.
         """
 
     @abstractmethod
     def remove(self, names: Iterable[str]) -> None:
         """Remove files, those that exist."""
+
+    @abstractmethod
+    def drop_lock(self, name: str) -> None:
+        """Remove the file of a lock that nobody holds, as a process leaves it that was killed."""
 
     @abstractmethod
     def sync(self) -> bool:
@@ -443,13 +457,24 @@ class LocalStore(Store):
 
     @contextmanager
     def replace(
-        self, name: str, *, sync: bool = True, check: Callable[[], object] = _nothing
+        self,
+        name: str,
+        *,
+        sync: bool = True,
+        check: Callable[[], object] = _nothing,
+        alone: bool = False,
     ) -> Iterator[IO[bytes]]:
-        path, new = self._path(name), self._path(unfinished_name(name))
+        path, new = self._path(name), self._path(unfinished_name(name, alone=alone))
         # No link is followed that somebody has put in its place.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(new, flags, 0o666)
-        with self._removed_if_raised(new):
+        with ExitStack() as stack:
+            if alone:
+                os.stat(self._root)  # of a directory that is missing; a lock would make it
+                stack.enter_context(self.lock(hidden_name(name, ".lock")))
+                with suppress(FileNotFoundError):
+                    os.unlink(new)
+            descriptor = os.open(new, flags, 0o666)
+            stack.enter_context(self._removed_if_raised(new))
             with errors_of(new), open(descriptor, "wb") as stream:
                 yield stream
                 self._flush(stream, sync)
@@ -494,6 +519,27 @@ class LocalStore(Store):
             what = "rename a file over another one"
             _warn_once(self._root, what, error, "a kill at that moment leaves neither")
 
+    def _rename_back(self, older: str, path: str, raised: BaseException) -> None:
+        """Give a file its own name again, or a copy of it.
+
+        Raises:
+            OSError: It cannot be done; the text has the command that does it later.
+        """
+        try:
+            try:
+                os.rename(older, path)
+            except OSError:
+                with open_plain(older) as held, self.create(os.path.basename(path)) as copy:
+                    shutil.copyfileobj(held, copy)
+                with suppress(OSError):
+                    os.unlink(older)
+        except OSError as error:
+            raise OSError(
+                f"{raised}\n"
+                f"    found:       the older file is whole under another name: {error}\n"
+                f"    way out:     mv {shlex.quote(older)} {shlex.quote(path)}"
+            ) from error
+
     def remove(self, names: Iterable[str]) -> None:
         """Remove plain files, those that exist; never through a link."""
         for name in sorted(names):
@@ -519,27 +565,6 @@ class LocalStore(Store):
         """Warn of a directory that was not synced; return whether the disk is sound."""
         try:
             cost = "a power cut may lose the newest names"
-    def _rename_back(self, older: str, path: str, raised: BaseException) -> None:
-        """Give a file its own name again, or a copy of it.
-
-        Raises:
-            OSError: It cannot be done; the text has the command that does it later.
-        """
-        try:
-            try:
-                os.rename(older, path)
-            except OSError:
-                with open_plain(older) as held, self.create(os.path.basename(path)) as copy:
-                    shutil.copyfileobj(held, copy)
-                with suppress(OSError):
-                    os.unlink(older)
-        except OSError as error:
-            raise OSError(
-                f"{raised}\n"
-                f"    found:       the older file is whole under another name: {error}\n"
-                f"    way out:     mv {shlex.quote(older)} {shlex.quote(path)}"
-            ) from error
-
             self._report(error, "sync a directory", cost, _NOT_OPENED)
         except OSError:
             warnings.warn(
@@ -604,6 +629,14 @@ class LocalStore(Store):
             except OSError as error:
                 # What was done under the lock is done.
                 logger.warning("%s: the lock is left over: %s", path, error)
+
+    def drop_lock(self, name: str) -> None:
+        with suppress(OSError):
+            held = os.lstat(self._path(name))
+            is_ours = stat.S_ISREG(held.st_mode) and held.st_uid == os.geteuid()
+            if is_ours and not held.st_size:  # a file with contents is somebody else's
+                with suppress(Locked), self.lock(name):
+                    pass
 
 
 def _warn_once(root: str, what: str, error: OSError, cost: str) -> None:
@@ -846,7 +879,12 @@ class UrlStore(Store):
 
     @contextmanager
     def replace(
-        self, name: str, *, sync: bool = True, check: Callable[[], object] = _nothing
+        self,
+        name: str,
+        *,
+        sync: bool = True,
+        check: Callable[[], object] = _nothing,
+        alone: bool = False,
     ) -> Iterator[IO[bytes]]:
         """Yield a file that gets its name when the block ends, and then replaces an older one.
 
@@ -908,6 +946,9 @@ class UrlStore(Store):
         if wanted := set(names):
             urls = [self.url(name) for name in sorted(self.entries(wanted.__contains__))]
             request(self.path, lambda: self.fs.rm(urls) if urls else None)
+
+    def drop_lock(self, name: str) -> None:
+        """Do nothing: no file at a URL is locked."""
 
     def sync(self) -> bool:
         return True

@@ -45,7 +45,7 @@ from dcp_placements.storage.rank_metadata import without_collectives
 from dcp_placements.storage.record_writes import split_by_chunk, write_items
 from dcp_placements.storage.remote import is_url
 from dcp_placements.storage.save_ids import id_in_name, is_data_file, name_with_id
-from dcp_placements.storage.store import Entry
+from dcp_placements.storage.store import Entry, hidden_name
 from dcp_placements.storage.store_path import StorePath
 from dcp_placements.storage.torch_metadata import StoredLocation, build_entries
 from dcp_placements.storage.write_results import WriteResults
@@ -228,6 +228,7 @@ class PlacementFileSystemWriter(StorePath, FileSystemWriter):
             now = self.store.states_of(self._metadata_name)
             unchanged = {name for name, state in self._before.items() if now.get(name) == state}
             self._remove(unchanged - {self._metadata_name})
+            self.store.drop_lock(hidden_name(self._metadata_name, ".lock"))
         except OSError as error:
             logger.warning("%s: files of an older save are left over: %s", self.path, error)
 

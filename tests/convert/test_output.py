@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import subprocess
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -189,3 +191,54 @@ def test_planted_parts_of_an_export_are_not_kept(tmp_path: Path, run: Run) -> No
     assert ran.code == 0, ran.err
     assert [path.name for path in outside.iterdir()] == ["precious"]
     assert not (tmp_path / "out").is_symlink()
+
+
+@contextmanager
+def held(lock: Path) -> Iterator[None]:
+    """Hold a lock as another process does."""
+    with lock.open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.mark.parametrize("is_alive", [False, True])
+def test_what_a_killed_command_left_is_used_or_removed_and_what_is_held_stays(
+    tmp_path: Path, run: Run, is_alive: bool
+) -> None:
+    save_sharded(tmp_path / "ckpt")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.safetensors").touch()
+    metadata = tmp_path / "ckpt" / ".metadata"
+    before = metadata.read_bytes()
+    locks = [tmp_path / ".out.lock", tmp_path / "ckpt" / ".metadata.lock", tmp_path / ".a.svg.lock"]
+    left = [tmp_path / "ckpt" / ".metadata.00000000.tmp", tmp_path / "a.svg.00000000.tmp"]
+    for path in (*locks, *left):
+        path.write_bytes(b"" if path in locks else b"left")
+    (tmp_path / ".other.lock").write_text("of another tool")
+    commands: list[tuple[Any, ...]] = [
+        ("export", tmp_path / "ckpt", tmp_path / "out"),
+        ("stock-metadata", tmp_path / "ckpt"),
+        ("draw", tmp_path / "ckpt", "-o", tmp_path / "a.svg"),
+    ]
+    with ExitStack() as stack:
+        for lock in locks if is_alive else ():
+            stack.enter_context(held(lock))
+        ran = [run(*command) for command in commands]
+        assert [each.code for each in ran] == ([2, 2, 2] if is_alive else [2, 0, 0])
+        assert "is there already" in ran[0].err
+        for each in ran[1:] if is_alive else ():
+            assert "is being written by another process" in each.err
+        assert [path for path in (*locks, *left) if path.exists()] == (
+            [*locks, *left] if is_alive else []
+        )
+    if is_alive:
+        assert metadata.read_bytes() == before
+    assert (tmp_path / ".other.lock").read_text() == "of another tool"
+
+
+def test_a_save_removes_what_a_killed_command_left(tmp_path: Path) -> None:
+    save_sharded(tmp_path)
+    for name in (".metadata.lock", ".metadata.00000000.tmp"):
+        (tmp_path / name).touch()
+    save_sharded(tmp_path)
+    assert not [*tmp_path.glob(".metadata.*")]
