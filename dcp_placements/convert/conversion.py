@@ -50,6 +50,7 @@ from dcp_placements.offline.verification import structural_faults
 from dcp_placements.rules.mesh_axes import MeshAxes, MeshCoordinate
 from dcp_placements.rules.patterns import unmatched_faults
 from dcp_placements.short_text import (
+    folded_names,
     format_name,
     format_names,
     without_numbers,
@@ -124,15 +125,25 @@ def export_safetensors(
     source, tied = _opened(checkpoint, storage_options), dict(tied or {})
     tensors, head, left_out = _model_of(source, prefix, optimizer, exclude)
     renamed, unchanged = _renamed(tensors, rename, "the checkpoint cannot be exported")
+    notes = []
     if dtype is not None:
         cast = {f: tensor for f, tensor in renamed.items() if tensor.dtype in _CAST}
+        if kept := [f"{f} ({renamed[f].dtype_name})" for f in sorted(renamed) if f not in cast]:
+            notes.append(f"kept in their own dtype: {format_names(folded_names(kept), 4)}")
         renamed |= {fqn: replace(tensor, dtype=dtype) for fqn, tensor in cast.items()}
     raise_faults("the checkpoint cannot be exported", _scale_faults(source, renamed, dtype))
     _check_tied(source, renamed, tied, memory)
     written = {fqn: tensor for fqn, tensor in renamed.items() if fqn not in tied}
     writer = SafetensorsOut(source, written, max_shard_size, _names_before(tensors, written))
     converted = write_output(output, source, writer, memory, dry_run, progress)
-    return replace(converted, prefix=head, left_out=left_out, unchanged=unchanged, tied=tuple(tied))
+    return replace(
+        converted,
+        prefix=head,
+        left_out=left_out,
+        unchanged=unchanged,
+        tied=tuple(tied),
+        notes=(*converted.notes, *notes),
+    )
 
 
 def import_checkpoint(

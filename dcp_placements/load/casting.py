@@ -6,12 +6,14 @@ A load that changes what a number means is refused; one that only loses digits i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from dcp_placements.errors import Fault, raise_faults
 from dcp_placements.pages import QUANTIZED_PAGE
+from dcp_placements.short_text import format_names
 from dcp_placements.table.digests import quantizer
 
 CASTS = ("error", "warn", "allow")
@@ -145,6 +147,35 @@ def quantized_fault(fqn: str, stored: torch.dtype, needed: torch.dtype, scale: s
         )
     headline = f"is quantized: loading {format_cast(stored, needed)} leaves out its scales"
     return Fault(fqn, headline, (way_out, QUANTIZED_PAGE), (f"its scales:  {scale}",))
+
+
+def may_lack_scales(stored: torch.dtype, needed: torch.dtype) -> bool:
+    """Whether a cast is of elements that quantized files have, to numbers without a scale.
+
+    >>> may_lack_scales(torch.int8, torch.bfloat16), may_lack_scales(torch.float32, torch.float64)
+    (True, False)
+    """
+    has_codes = not (stored.is_floating_point or stored.is_complex) or stored.itemsize == 1
+    return has_codes and stored != torch.bool and needed.is_floating_point and needed.itemsize > 1
+
+
+def unscaled_note(fqns: Sequence[str], cast: str) -> Fault:
+    """Return the note on keys of elements that are read as the numbers that they are.
+
+    Args:
+        fqns: The keys.
+        cast: The change of the first one's dtype.
+    """
+    return Fault(
+        format_names(fqns, 3),
+        f"loaded without scales, as the checkpoint has none beside it ({cast})",
+        (
+            "likely:      plain numbers; or a quantized weight whose scales were left out of the "
+            "checkpoint, so that its values are wrong",
+            'way out:     waive={pattern: reason}, or cast="allow", for plain numbers; else a '
+            "checkpoint with the scales",
+        ),
+    )
 
 
 def check_quantizer(fqn: str, target: torch.Tensor, read: torch.Tensor) -> None:

@@ -40,7 +40,14 @@ from dcp_placements.errors import Fault
 from dcp_placements.items import ReadItemOfLoad, object_read
 from dcp_placements.layout.boxes import Index, as_array, format_boxes, uncovered
 from dcp_placements.layout.sharding import Box, format_cuts
-from dcp_placements.load.casting import cast_fault, cast_kind, format_cast, quantized_fault
+from dcp_placements.load.casting import (
+    cast_fault,
+    cast_kind,
+    format_cast,
+    may_lack_scales,
+    quantized_fault,
+    unscaled_note,
+)
 from dcp_placements.load.missing import Asked, Missing, Policy, is_read_as_tensor, settle_missing
 from dcp_placements.names.known_names import EXTRA_STATE
 from dcp_placements.names.scales import scale_of
@@ -102,6 +109,7 @@ class ReadGroup:
         read_nbytes: Bytes that are read into them.
         cast: How the dtype changes, as text; None where it does not.
         narrows: Whether the change loses precision.
+        may_lack_scales: Whether the change is of elements that may lack their scales.
         padded: Elements of padding, which keep their values.
         faults: Why the first cannot be filled; the group has no other key then.
         fqns: The keys.
@@ -114,6 +122,7 @@ class ReadGroup:
     read_nbytes: int = 0
     cast: str | None = None
     narrows: bool = False
+    may_lack_scales: bool = False
     padded: int = 0
     faults: Sequence[Fault] = ()
     fqns: list[str] = field(default_factory=list)
@@ -292,6 +301,10 @@ def request_of(
         headline = f"loaded with less precision than stored ({casts[narrowed[0]]})"
         way_out = 'way out:     cast="allow" where this is intended, cast="error" to refuse it'
         notes.append(Fault(format_names(narrowed, 3), headline, (way_out,)))
+    codes = [fqn for group in groups if group.may_lack_scales for fqn in group.fqns]
+    codes = [fqn for fqn in codes if not policy.waives(fqn)]
+    if codes and policy.cast != "allow":
+        notes.append(unscaled_note(codes, casts[codes[0]]))
     into = _destinations(asked, groups, missing.resets)
     tied = tied_keys(into)
     if tied_to:  # other ranks, and the whole model, see what is filled
@@ -523,6 +536,7 @@ def _read_group(asked: Asked, fqn: str, value: Any, placed: Placed | None, held:
         sum(read.lengths.numel() for read in reads) * stored_dtype.itemsize,
         None if kind == "same" else format_cast(stored_dtype, dtype),
         kind == "narrowing",
+        kind == "widening" and scale is None and may_lack_scales(stored_dtype, dtype),
         padded,
         faults,
     )

@@ -133,10 +133,40 @@ def test_m116_both_in_their_own_dtypes_are_read(published: Path) -> None:
     assert torch.equal(alone[KEY].float(), elements.float())
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, FP8], ids=str)
+def test_m116_elements_without_any_scales_are_warned_of(tmp_path: Path, dtype: torch.dtype) -> None:
+    saved = {"a.q.weight": torch.ones(3).to(dtype), "a.k.weight": torch.ones(3).to(dtype)}
+    dcp.save({**saved, "a.b": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    name = str(dtype).removeprefix("torch.")
+
+    def loaded(needed: torch.dtype, **options: Any) -> list[str]:
+        planner = PlacementLoadPlanner(**options)
+        state = {key: torch.zeros(3, dtype=needed) for key in saved}
+        dcp.load(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+        assert all(value.tolist() == [1, 1, 1] for value in state.values())
+        assert planner.report.casts == (
+            {} if needed == dtype else dict.fromkeys(saved, f"{name} -> float32")
+        )
+        return list(planner.report.warnings)
+
+    for cast in ("warn", "error"):
+        with pytest.warns(UserWarning, match="loaded without scales"):
+            (text,) = loaded(torch.float32, cast=cast)
+        assert f"({name} -> float32)" in text
+        assert "a.k.weight" in text
+        assert "a.q.weight" in text
+    assert not loaded(torch.float32, cast="allow")
+    assert not loaded(torch.float32, waive={"a.*": "codes"})
+    assert not loaded(dtype)
+    exported = export_safetensors(tmp_path, tmp_path / "out", prefix="", dtype=torch.bfloat16)
+    (note,) = exported.notes
+    assert f"a.k.weight ({name}), a.q.weight ({name})" in note
+    assert "a.b" not in note
+
+
 @pytest.mark.parametrize(
     ("stored", "needed"),
     [
-        ({"q.weight": torch.int8, "q.other": torch.float32}, torch.float32),
         ({"q.weight": torch.bfloat16, "q.weight_scale": torch.float32}, torch.float32),
         ({"q.weight": torch.int8, "q.weight_scale": torch.float32}, torch.int8),
         ({"q.weight": torch.uint8, "q.weight_scale": torch.float32}, torch.int32),
