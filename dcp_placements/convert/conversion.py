@@ -33,7 +33,7 @@ from dcp_placements.errors import (
     raise_faults,
 )
 from dcp_placements.names.rename_results import Rename
-from dcp_placements.names.renames import Unstack, number_in, steps
+from dcp_placements.names.renames import Transpose, Unstack, number_in, steps
 from dcp_placements.names.scales import scale_of
 from dcp_placements.offline.assembly import AnyTensor, AssembledTensor, assemble
 from dcp_placements.offline.box_reads import BoxReader, sub_boxes
@@ -360,15 +360,34 @@ def _renamed(
         )
     )
     if tensors and len(unchanged) == len(tensors):
-        details = (
+        details: tuple[str, ...] = (
             f"names:       {format_names(unchanged, 4)}",
             "likely:      the map of another model, names with another prefix, or a map that leads "
             "the other way: an import takes the files' names",
             "way out:     the map of this model; prefix=; or no rename=",
         )
-        faults.append(Fault("rename=", f"matches none of the {len(tensors)} tensors", details))
+        headline = f"matches none of the {len(tensors)} tensors"
+        if met := _too_few_dims(tensors, rename):
+            headline = f"changes none of the {len(tensors)} tensors: Transpose swaps two dims"
+            details = (*met, *details[2:])
+        faults.append(Fault("rename=", headline, details))
     raise_faults(opening, faults)
     return renamed, unchanged
+
+
+def _too_few_dims(tensors: Mapping[str, AnyTensor], rename: Rename | None) -> list[str]:
+    """Return what the pattern of each ``Transpose`` meets, in a rename that changes nothing.
+
+    Args:
+        tensors: The tensors, by name.
+        rename: A rename that leaves all names as they are.
+    """
+    lines = []
+    for step in steps(rename):
+        if isinstance(step.rename, Transpose):
+            met = [f"{fqn} {of.shape}" for fqn, of in tensors.items() if step.rename(fqn) != fqn]
+            lines += [f"{step.rename!r} meets {format_names(met, 4)}"] if met else []
+    return lines
 
 
 def _names_before(

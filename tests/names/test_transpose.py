@@ -657,3 +657,20 @@ def test_several_cut_and_transposed_tensors_are_filled_with_one(tmp_path: Path, 
                 ),
             ):
                 assert torch.equal(found.to_local(), true.to_local()), (rank, name)
+
+
+def test_a_pattern_that_meets_only_one_dim_says_which_keys(tmp_path: Path) -> None:
+    """The weights have another name here."""
+    state = {"model.proj.bias": torch.ones(5), "model.proj.kernel": torch.ones(5, 3)}
+    dcp.save({**state, "model.lr": torch.ones(())}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    with pytest.raises(PlacementError) as refused:
+        export_safetensors(
+            tmp_path / "ckpt",
+            tmp_path / "out",
+            rename=Renames(Transpose("proj.bias"), Transpose("lr"), Transpose("nothing")),
+        )
+    text = str(refused.value)
+    assert "changes none of the 3 tensors: Transpose swaps two dims" in text
+    assert "Transpose(pattern='proj.bias') meets model.proj.bias (5,)" in text
+    assert "Transpose(pattern='lr') meets model.lr ()" in text
+    assert "'nothing'" not in text
