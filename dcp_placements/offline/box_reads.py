@@ -23,6 +23,7 @@ from dcp_placements.offline.checkpoint import (
 )
 from dcp_placements.offline.directory import OpenedFile, check_damage, opened_ahead
 from dcp_placements.storage.file_reads import ByteRange, CountedFile, c_strides
+from dcp_placements.storage.record import Record
 from dcp_placements.storage.record_head import BEHIND, wrong_crc
 from dcp_placements.storage.record_reads import IS_DAMAGED, ChunkReader, RecordRead
 
@@ -66,17 +67,20 @@ class BoxReader(AbstractContextManager["BoxReader"]):
 
     Args:
         checkpoint: The checkpoint to read.
-        check_crc: Whether records that are read whole are compared with their CRC-32.
+        check_crc: Whether records are compared with their CRC-32: as they are read, or before
+            their first part is.
 
     Attributes:
         nbytes: Bytes read so far.
-        uncompared: Keys of which a record was read in part, so that its CRC-32 was of no use.
+        uncompared: Keys of which a record was read in part at a URL, and so not compared.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, check_crc: bool = False) -> None:
         self.nbytes = 0
         self.uncompared: set[str] = set()
         self._checkpoint = checkpoint
+        self._check_crc = check_crc
+        self._compared: set[tuple[str, int]] = set()
         # The chunks of the tensor that was read last: a tensor is read in many boxes.
         self._last: tuple[StoredTensor, tuple[StoredRecord, ...]] | None = None
         self._names = tuple(dict.fromkeys(checkpoint.rows.files))
@@ -225,10 +229,39 @@ class BoxReader(AbstractContextManager["BoxReader"]):
             lengths=torch.Size(shared.sizes),
         )
         record = self._checkpoint.head(tensor, chunk)
-        if record is None and shared != chunk.box:
-            # Other formats have no checksum of a record.
+        read = RecordRead(item, chunk.file, chunk.start, chunk.nbytes, chunk.transforms, record)
+        # Other formats have no checksum of a record.
+        if self._check_crc and record is None and shared != chunk.box:
+            self._compare_whole(tensor, number, read)
+        return read
+
+    def _compare_whole(self, tensor: StoredTensor, number: int, read: RecordRead) -> None:
+        """Compare a record of which a part is read with its CRC-32, before the first part.
+
+        At a URL all of it would be downloaded once more.
+
+        Raises:
+            PlacementError: The file is missing or too short, or the elements are not those that
+                were written.
+        """
+        if not self._checkpoint.directory.is_local:
             self.uncompared.add(tensor.fqn)
-        return RecordRead(item, chunk.file, chunk.start, chunk.nbytes, chunk.transforms, record)
+            return
+        if (tensor.fqn, number) in self._compared:
+            return
+        self._compared.add((tensor.fqn, number))
+        part = ByteRange(self._open(read.file, tensor.fqn), read.start, read.nbytes)
+        try:
+            head = self._reader.tensor_record(read, part)
+            # A record that is not plain is compared as it is read.
+            wrong = None if head is None else Record(part, head).wrong_elements()
+        except EOFError as error:
+            raise _unread(tensor.fqn, read.file, str(error)) from error
+        self.nbytes += read.nbytes
+        if wrong is not None:
+            start = part.start + (head.start if head else 0)
+            reason = f"its elements at byte {start} are not what was written: {wrong}"
+            raise _unread(tensor.fqn, read.file, reason)
 
     def _chunks(self, tensor: StoredTensor) -> tuple[StoredRecord, ...]:
         if self._last is None or self._last[0] is not tensor:

@@ -161,6 +161,21 @@ class Record(NamedTuple):
             sound.add(self, file)
         return RecordCheck(tuple(differing), has_crc=has_crc)
 
+    def wrong_elements(self) -> str | None:
+        """Return how the elements of a plain tensor differ from those that were written.
+
+        None if they do not, or have no CRC-32.
+
+        Raises:
+            EOFError: The file ends before.
+        """
+        head = self.head
+        assert head is not None, "a plain tensor"
+        if not (head.has_crc and head.nbytes):
+            return None
+        checksum = self._sum(head.start, head.nbytes, lambda nbytes: None)
+        return self._wrong_elements(head, checksum)
+
     def _wrong_elements(self, head: RecordHead, checksum: int) -> str | None:
         behind = self.part.read(head.start + head.nbytes, BEHIND)
         return wrong_crc(checksum, behind)

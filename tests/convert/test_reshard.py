@@ -19,6 +19,7 @@ from dcp_placements import (
     MeshCoordinate,
     PlacementError,
     PlacementFileSystemReader,
+    PlacementFileSystemWriter,
     PlacementLoadPlanner,
     PlacementRules,
     Placements,
@@ -33,6 +34,7 @@ from dcp_placements.offline import CannotLook, diff, inspect, open_source, rehea
 from dcp_placements.testing import FakeDTensor, World, cut, damage
 from tests.offline_scenes import Run, rules_by_ep, save_hugging_face, save_sharded
 from tests.offline_scenes import wholes as small
+from tests.remote_scenes import save
 from tests.storage_scenes import Flipped, assert_record_of
 from tests.strategies import arange
 
@@ -279,16 +281,37 @@ def test_a_source_that_is_gone_once_the_output_is_complete_is_no_failure(
     assert (tmp_path / "elsewhere").exists()
 
 
-def test_what_is_read_in_part_and_so_not_compared_is_named(tmp_path: Path) -> None:
-    save_sharded(tmp_path / "source")  # chunks of two of eight experts
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_a_record_that_is_read_in_part_is_compared_first(tmp_path: Path, cut: int) -> None:
+    """Two ranks read halves of a record, also where these are columns."""
+    whole = torch.arange(4.0 * 6 * 8).view(4, 6, 8)
+    writer = PlacementFileSystemWriter(tmp_path / "source")
+    dcp.save({"w": whole}, storage_writer=writer, planner=PlacementSavePlanner(), no_dist=True)
 
-    def notes(ep: int) -> list[str]:
-        found = reshard(tmp_path / "source", tmp_path / str(ep), rules_by_ep, {"ep": ep}).notes
-        return [note for note in found if "not compared with checksums" in note]
+    def halves(mesh: MeshCoordinate) -> PlacementRules:
+        return PlacementRules({"w": CheckpointPlacement(mesh, {"tp": Shard(cut)})})
 
-    assert not notes(4)
-    (note,) = notes(8)
-    assert note.endswith(": layers.0.experts.w1, layers.0.experts.w2")
+    result = reshard(tmp_path / "source", tmp_path / "sound", halves, {"tp": 2})
+    assert not result.notes
+    assert_holds(tmp_path / "sound", {"w": whole})
+    (file,) = (tmp_path / "source").glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[data.index(whole[3, 5, 7].numpy().tobytes())] ^= 1  # in the half that comes last
+    file.write_bytes(data)
+    with pytest.raises(PlacementError, match=r"w: .*elements at byte .* are not what was written"):
+        reshard(tmp_path / "source", tmp_path / "out", halves, {"tp": 2})
+    assert not (tmp_path / "out").exists()
+
+
+def test_at_a_url_what_is_read_in_part_is_named(tmp_path: Path, memory: str) -> None:
+    """It would be downloaded twice."""
+    save(memory, {"w": torch.arange(48.0).view(8, 6), "whole": torch.ones(4)})
+
+    def halves(mesh: MeshCoordinate) -> PlacementRules:
+        return PlacementRules({"w": CheckpointPlacement(mesh, {"tp": Shard(0)})})
+
+    (note,) = reshard(memory, tmp_path / "out", halves, {"tp": 2}).notes
+    assert note == "read in part, so not compared with checksums: w"
 
 
 def test_what_a_load_would_be_refused_for_is_refused(
