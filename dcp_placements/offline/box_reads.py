@@ -80,7 +80,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         self.uncompared: set[str] = set()
         self._checkpoint = checkpoint
         self._check_crc = check_crc
-        self._compared: set[tuple[str, int]] = set()
+        self._compared: dict[str, bytearray] = {}
         # The chunks of the tensor that was read last: a tensor is read in many boxes.
         self._last: tuple[StoredTensor, tuple[StoredRecord, ...]] | None = None
         self._names = tuple(dict.fromkeys(checkpoint.rows.files))
@@ -247,9 +247,10 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         if not self._checkpoint.directory.is_local:
             self.uncompared.add(tensor.fqn)
             return
-        if (tensor.fqn, number) in self._compared:
+        compared = self._compared.setdefault(tensor.fqn, bytearray(tensor.count))
+        if compared[number]:
             return
-        self._compared.add((tensor.fqn, number))
+        compared[number] = True
         part = ByteRange(self._open(read.file, tensor.fqn), read.start, read.nbytes)
         try:
             head = self._reader.tensor_record(read, part)
