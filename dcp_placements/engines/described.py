@@ -229,7 +229,7 @@ def rank_keys(
         keys.notes += dropped_rows(placed_all, waived=waived)
     if whole is not None:
         holding = holding_of(placing.state_dict, placing.placed, {}, placing.absent)
-        world = World([holding.sent])
+        world = World([holding.packed()])
         against_whole = compare_with_whole(whole, world, placing.states, waived, complete=False)
         keys.faults = against_whole.faults
         keys.notes += against_whole.notes

@@ -20,6 +20,7 @@ import json
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import closing
 from math import prod
+from operator import attrgetter
 from typing import IO, Any, NamedTuple
 
 import torch
@@ -70,7 +71,7 @@ from dcp_placements.table.digests import (
 )
 from dcp_placements.table.proof_faults import copies_fault
 from dcp_placements.table.statement import Statement
-from dcp_placements.table.table import OBJECT, Held, as_holding
+from dcp_placements.table.table import OBJECT, Held, Holding
 
 VERSION = 1
 """The version of the plain values of this package."""
@@ -614,14 +615,15 @@ def _local_plan(
             for box, digest in zip(key.boxes, key.digests, strict=True):
                 if of_boxes.setdefault(box, digest) != digest and strict:
                     faults.append(copies_fault(key.fqn, box, key.group.shape, 2))
-    tables: dict[Any, dict[Any, Held]] = {}
+    tables: dict[Any, int] = {}
+    groups: dict[Any, Held] = {}
     for fqn, (_, key) in first.items():
-        table = tables.setdefault((key.group.kind, key.group.axis_names), {})
+        table = tables.setdefault((key.group.kind, key.group.axis_names), len(tables))
         layout = key.group, tuple(digest_of[fqn])
-        held = table.setdefault(layout, Held(*layout))
+        held = groups.setdefault(layout, Held(*layout, table=table))
         held.fqns.append(fqn)
         held.values.append(key)  # which has the name of its rule
-    holding = as_holding([list(table.values()) for table in tables.values()], {})
+    holding = Holding(sorted(groups.values(), key=attrgetter("table")))
     digests = [
         digest_of[fqn][box].ljust(DIGEST_NBYTES, b"\0")
         for held in holding.groups
@@ -632,5 +634,5 @@ def _local_plan(
     statement = Statement(
         renames=tuple(renames), numberings=numberings, digests="sampled", world=size
     )
-    plan = LocalPlan(0, holding.sent, digests=b"".join(digests), statement=statement.packed())
+    plan = LocalPlan(0, holding.packed(), digests=b"".join(digests), statement=statement.packed())
     return plan, faults

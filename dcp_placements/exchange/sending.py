@@ -90,8 +90,8 @@ class ReplicaExchange:
             or fqn in asked.tied
             or not _can_be_sent(value, asked.placing, fqn)
         }
-        self._holding = request.holding(without)
-        return self._holding.sent
+        self._holding = request.holding.without(without)
+        return self._holding.packed()
 
     def accept(self, answer: Any) -> Fault | None:
         """Keep the coordinator's answer; return why nothing is exchanged, if a user can change it.

@@ -349,7 +349,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         statement = replace(statement, notes=tuple(notes))
         message = LoadMessage(global_rank(), statement.packed())
         if world_size() > 1 or self.whole is not None:
-            message = replace(message, sent=request.holding().sent)
+            message = replace(message, sent=request.holding.packed())
         if world_size() > 1 and self.exchange is not False:
             from dcp_placements.exchange.sending import ReplicaExchange
 

@@ -6,14 +6,14 @@ checkpoint stores in one way.
 
 Ep rank 1 of two reads the half of an expert that four ranks saved by rows::
 
-    Request(asked, tables, [ReadGroup(entry, placed, reads, fqns=["experts.w1"])], ...)
+    Request(asked, holding, [ReadGroup(entry, placed, reads, fqns=["experts.w1"])], ...)
     reads    ReadItem(TENSOR, ("", (2, 0)), (0, 0), ("", (2, 0)), (0, 0), lengths=(1, 3))
              ReadItem(TENSOR, ("", (2, 0)), (1, 0), ("", (3, 0)), (0, 0), lengths=(1, 3))
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
@@ -55,7 +55,7 @@ from dcp_placements.report import LoadReport
 from dcp_placements.short_text import format_names
 from dcp_placements.storage.provenance import provenance_of, record_of
 from dcp_placements.storage.torch_metadata import chunk_boxes
-from dcp_placements.table.table import OBJECT, Held, Holding, as_holding, tables_of
+from dcp_placements.table.table import OBJECT, Held, Holding, holding_of
 
 
 def reads_of(
@@ -154,7 +154,7 @@ class Request:
 
     Attributes:
         asked: What the rank asks for, and what the checkpoint has.
-        tables: The tensors that are read, in the groups of their tables.
+        holding: The tensors that are read, as other ranks compare and exchange them.
         groups: The keys that the checkpoint has, by what fills them.
         numbers: The numbers of this rank that are read as tensors, by key.
         casts: How dtypes change, as text, by key.
@@ -167,7 +167,7 @@ class Request:
     """
 
     asked: Asked
-    tables: list[list[Held]]
+    holding: Holding
     groups: Sequence[ReadGroup]
     numbers: Mapping[str, int | float]
     casts: Mapping[str, str]
@@ -176,24 +176,6 @@ class Request:
     tied: Mapping[str, tuple[str, ...]]
     faults: Sequence[Fault]
     notes: Sequence[Fault]
-
-    def holding(self, without: Collection[str] = ()) -> Holding:
-        """Return the tensors that are read, as other ranks compare and exchange them.
-
-        Args:
-            without: Keys that are left out.
-        """
-        if not without:
-            return as_holding(self.tables, {})
-        tables: list[list[Held]] = []
-        for table in self.tables:
-            tables.append([])
-            for held in table:
-                pairs = zip(held.fqns, held.values, strict=True)
-                if left := [pair for pair in pairs if pair[0] not in without]:
-                    fqns, values = map(list, zip(*left, strict=True))
-                    tables[-1].append(Held(held.group, held.boxes, fqns, values))
-        return as_holding([table for table in tables if table], {})
 
     def memory(self, index: MetadataIndex) -> torch.Tensor:
         """Return the memory of a destination: a view of the local tensor."""
@@ -284,8 +266,8 @@ def request_of(
     asked = Asked(state_dict, placing, metadata, stored, record, unread, policy, nested, tied_to)
     faults = [*_object_faults(asked, keys.objects)] if keys.objects else []
     groups = [ReadGroup(None, fqns=keys.objects)] if keys.objects else []
-    tables = tables_of(keys.tensors, placing.placed)
-    for held in chain.from_iterable(tables):
+    holding = holding_of(keys.tensors, placing.placed)
+    for held in holding.groups:
         for group in _read_groups(asked, held):
             faults += group.faults
             groups += [group] if group.fqns else []
@@ -309,8 +291,8 @@ def request_of(
     tied = tied_keys(into)
     if tied_to:  # other ranks, and the whole model, see what is filled
         tensors = keys.tensors | {fqn: placing.state_dict[fqn] for fqn in tied_to}
-        tables = tables_of(tensors, placing.placed)
-    return Request(asked, tables, groups, keys.numbers, casts, missing, into, tied, faults, notes)
+        holding = holding_of(tensors, placing.placed)
+    return Request(asked, holding, groups, keys.numbers, casts, missing, into, tied, faults, notes)
 
 
 class _Keys(NamedTuple):

@@ -19,7 +19,7 @@ from dcp_placements.names.known_names import EXPERTS, GATE_UP, QKV
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.offline.checkpoint import Checkpoint
 from dcp_placements.short_text import folded_keys, natural_key, numbers_in
-from dcp_placements.table.table import as_holding, tables_of
+from dcp_placements.table.table import holding_of
 from dcp_placements.table.whole import WholeModel, compare_with_whole
 from dcp_placements.table.world import World
 
@@ -64,7 +64,7 @@ def compared_with_whole(checkpoint: Checkpoint, whole: WholeModel) -> ComparedWi
         for fqn, tensor in checkpoint.tensors.items()
     }
     values.update(dict.fromkeys(checkpoint.objects))
-    world = World([as_holding(tables_of(values, {}), {}).sent])
+    world = World([holding_of(values, {}).packed()])
     compared = compare_with_whole(whole, world, states)
     shapes = compared.shapes()
     stored = {fqn: tensor.shape for fqn, tensor in checkpoint.tensors.items()}

@@ -170,7 +170,7 @@ class RankSave(RankWork):
         report = SaveReport(rules=rules, shapes=self.placing.shapes(), waived=dict(waived))
         report.planned = self.holding is not None
         if self.holding is not None:
-            report_keys(report, World([self.holding.sent]).pieces, complete=False)
+            report_keys(report, World([self.holding.packed()]).pieces, complete=False)
         return report
 
 
@@ -401,7 +401,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
         has_states = self.digests != "off" and groups
         doubtful = doubtful_states(placing) if has_states else ()
         return LocalPlan(
-            rank, holding.sent, coordinate, *sent_digests, statement.packed(), doubtful
+            rank, holding.packed(), coordinate, *sent_digests, statement.packed(), doubtful
         )
 
     def _meshes(self, placed: Iterable[Placed]) -> list[Any]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import pickle
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BytesIO
-from itertools import chain, islice, zip_longest
+from itertools import chain, groupby, islice, zip_longest
 from math import prod
 from operator import attrgetter
 from types import MappingProxyType
@@ -90,12 +90,14 @@ class Held:
         boxes: The boxes that the rank holds of each key.
         fqns: The keys.
         values: The ``Placed`` of each key, or the state dict's value if it has no place.
+        table: The number of the table that they are sent in.
     """
 
     group: Group
     boxes: HeldBoxes
     fqns: list[str] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
+    table: int = 0
 
     def data(self) -> list[torch.Tensor | None]:
         """Return the tensors that are written, key by key and box by box: views, no copies.
@@ -190,22 +192,50 @@ class Holding:
 
     Attributes:
         groups: The groups, table after table, with their keys.
+        paths: The path of each key in the nested dict, which is sent with it; empty where other
+            ranks do not need the paths.
         fqns: All keys, in the order of the state dict.
-        sent: What is sent to other ranks.
     """
 
     groups: list[Held] = field(default_factory=list)
+    paths: Mapping[str, Path] = field(default_factory=dict)
     fqns: list[str] = field(default_factory=list)
-    sent: Sent = field(default_factory=Sent)
+
+    def packed(self) -> Sent:
+        """Return what is sent to other ranks."""
+        boxes = [box for held in self.groups for box in held.boxes]
+        return Sent(
+            tuple(
+                [
+                    packed_table(list(groups), self.paths)
+                    for _, groups in groupby(self.groups, attrgetter("table"))
+                ]
+            ),
+            packed_ints([len(held.boxes) for held in self.groups]),
+            packed_ints([number for box in boxes for row in box for number in row]),
+        )
+
+    def without(self, fqns: Collection[str]) -> Holding:
+        """Return the holding without some keys."""
+        groups: list[Held] = []
+        for held in self.groups:
+            pairs = zip(held.fqns, held.values, strict=True)
+            if left := [pair for pair in pairs if pair[0] not in fqns]:
+                keys, values = map(list, zip(*left, strict=True))
+                groups.append(replace(held, fqns=keys, values=values))
+        return Holding(groups, self.paths, [fqn for fqn in self.fqns if fqn not in fqns])
 
 
 def holding_of(
     state_dict: Mapping[str, Any],
     placed: Mapping[str, Placed],
-    paths: Mapping[str, Path],
+    paths: Mapping[str, Path] = MappingProxyType({}),
     without: Collection[str] = (),
 ) -> Holding:
     """Return the holding of a flat state dict.
+
+    Keys that other ranks may not have get tables of their own, so that more ranks have equal
+    tables: one table per set of mesh axes, or for values without axes, per head of the nested dict.
 
     Args:
         state_dict: A flat state dict with the checkpoint's keys.
@@ -215,26 +245,8 @@ def holding_of(
     """
     if without:
         state_dict = {fqn: value for fqn, value in state_dict.items() if fqn not in without}
-    return as_holding(tables_of(state_dict, placed, paths), paths, list(state_dict))
-
-
-def tables_of(
-    state_dict: Mapping[str, Any],
-    placed: Mapping[str, Placed],
-    paths: Mapping[str, Path] = MappingProxyType({}),
-) -> list[list[Held]]:
-    """Return the keys of a flat state dict in tables, each a list of groups.
-
-    Keys that other ranks may not have get tables of their own, so that more ranks have equal
-    tables: one table per set of mesh axes, or for values without axes, per head of the nested dict.
-
-    Args:
-        state_dict: A flat state dict with the checkpoint's keys.
-        placed: The placed tensors, by key.
-        paths: The path of each key in the nested dict; empty where it was not flattened.
-    """
-    # The groups of each table.
-    by_table: dict[Any, dict[tuple[Group, HeldBoxes], Held]] = {}
+    tables: dict[Any, int] = {}
+    groups: dict[tuple[int, Group, HeldBoxes], Held] = {}
     # The group of a key, by all that determines it.
     by_traits: dict[Any, Held] = {}
     for fqn, value in state_dict.items():
@@ -256,25 +268,14 @@ def tables_of(
             group, boxes = group_of(fqn, value)
             has_own_key = type(value) is Placed and value.has_own_key
             of_head = None if group.kind == SHARD else head
-            table = by_table.setdefault((of_head, has_own_key, group.kind, group.axis_names), {})
-            held = by_traits[head, traits] = table.setdefault((group, boxes), Held(group, boxes))
+            of_table = of_head, has_own_key, group.kind, group.axis_names
+            table = tables.setdefault(of_table, len(tables))
+            new = Held(group, boxes, table=table)
+            held = by_traits[head, traits] = groups.setdefault((table, group, boxes), new)
         held.fqns.append(fqn)
         held.values.append(value)
-    return [list(table.values()) for table in by_table.values()]
-
-
-def as_holding(
-    tables: list[list[Held]], paths: Mapping[str, Path], fqns: list[str] | None = None
-) -> Holding:
-    """Return the holding of some tables."""
-    groups = list(chain.from_iterable(tables))
-    numbers = [number for held in groups for box in held.boxes for row in box for number in row]
-    sent = Sent(
-        tuple([packed_table(members, paths) for members in tables]),
-        packed_ints([len(held.boxes) for held in groups]),
-        packed_ints(numbers),
-    )
-    return Holding(groups, fqns or [], sent)
+    ordered = sorted(groups.values(), key=attrgetter("table"))
+    return Holding(ordered, paths, list(state_dict))
 
 
 _PROPERTIES = attrgetter("dtype", "layout", "requires_grad")

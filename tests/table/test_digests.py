@@ -44,7 +44,7 @@ def test_each_key_is_compared_by_the_bytes_that_all_ranks_sent(widths: tuple[int
     values[1] |= {"w.7": torch.ones(2) * 3.5, "w.300": torch.ones(2) * 4.5, "own.0": torch.ones(3)}
     values[1] = dict(reversed(values[1].items()))
     holdings = [holding_of(one, {}, {}) for one in values]
-    world = World([one.sent for one in holdings])
+    world = World([one.packed() for one in holdings])
     digests = digests_by_cell(world, list(map(sent, holdings, widths)), 2)
     named = []
     for piece in world.pieces:

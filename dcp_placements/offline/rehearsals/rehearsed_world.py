@@ -444,7 +444,7 @@ class RehearsedWorld:
         placing = load.request.asked.placing
         lot.objects = [fqn for fqn in load.state_dict if fqn in self.checkpoint.objects]
         without = {*self.checkpoint.objects, *placing.absent}
-        lot.held = holding_of(load.state_dict, placing.placed, {}, without).sent
+        lot.held = holding_of(load.state_dict, placing.placed, {}, without).packed()
         if len(lot.cuttings) > 1 and not self._follow(lot):
             return [
                 planned

@@ -161,7 +161,7 @@ class RankTensors:
         """
         path = self._directory.path
         raise_faults(f"{path} cannot be put together", self.faults)  # refused tensors leave holes
-        world = World([holding.sent for holding in self._holdings])
+        world = World([holding.packed() for holding in self._holdings])
         if not world.pieces:
             raise PlacementError(f"{path}: its files hold no tensor of a model")
         files = Holders(
