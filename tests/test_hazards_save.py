@@ -508,7 +508,7 @@ SCENES: dict[str, Scene] = {
     "a dim out of range": Scene(
         plain(4),
         ruled("w", {"ep": Shard(1)}, ep=4),
-        refused=("w: holds a tensor of 1 dim, but Shard(1) over axis ep names dim 1", "'w'"),
+        refused=("w: Shard(1) over axis ep names dim 1 of a tensor of 1 dim", "'w'"),
     ),
     "one axis on two dims": Scene(
         sharded("fsdp", 4, 6, fsdp=4),

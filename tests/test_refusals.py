@@ -183,7 +183,7 @@ def test_faults_of_placing_and_reading_come_in_one_error(saved: Path) -> None:
             lambda rank: {"norm": torch.zeros(5), "absent": torch.zeros(1)},
             ruled("norm", 1, tp=4),
         )
-    refusal.says("absent: the checkpoint lacks", "norm: holds a tensor of 1 dim")
+    refusal.says("absent: the checkpoint lacks", "norm: Shard(1) over axis tp names dim 1")
 
 
 def test_a_refusal_is_not_lost_where_the_coordinator_has_another_planner(saved: Path) -> None:

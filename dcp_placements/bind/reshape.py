@@ -34,7 +34,6 @@ from dcp_placements.bind.rule_and_dtensor import (
     Placed,
     Placing,
     SharedPlaces,
-    check_dim,
     check_ranks,
     format_own,
     has_dims,
@@ -60,9 +59,9 @@ from dcp_placements.rules.mesh_axes import Axis, Mesh, mesh_axes
 from dcp_placements.rules.patterns import Rules, rule_name
 from dcp_placements.rules.placement import (
     CheckpointPlacement,
+    cut_of,
     format_placement,
     kind_of,
-    shard_dim,
 )
 from dcp_placements.short_text import format_names
 
@@ -133,8 +132,7 @@ def row_axes(
         if kind_of(entry):
             if kind_of(entry) is Kind.FLAT:
                 raise _no_dims(format_placement(entry))
-            check_dim(entry, axis, ndim)
-            if (declared_dim := shard_dim(entry, ndim)) is not None:
+            if (declared_dim := cut_of(entry, ndim, axis.name, axis.size).dim) is not None:
                 sharding[declared_dim] = axis
     axes = tuple([sharding.get(dim) for dim in dims])
     check_ranks([axis for axis in axes if axis is not None], mesh)

@@ -489,8 +489,6 @@ def _rule_cuts(
             raise _contradiction(axis, by_tensor, f"at {axis.position}")
         if kind_of(entry) is None:
             continue
-        if kind_of(entry) is not Kind.FLAT:
-            check_dim(entry, axis, ndim)
         cut = cut_of(entry, ndim, axis.name, axis.size)
         if own_cut is not None and not _is_finer(cut, own_cut, entry):
             if axis.size > 1:
@@ -498,21 +496,6 @@ def _rule_cuts(
             cut = own_cut  # over one rank it cuts nothing, and is declared by the rule, too
         position = entry.indices if cut.kind is Kind.LISTED else axis.position
         yield _RuleCut(cut._replace(by_rule=True), position, number)
-
-
-def check_dim(entry: Any, axis: Axis, ndim: int) -> None:
-    """Refuse a placement of a dim that a tensor of ``ndim`` dims does not have.
-
-    Raises:
-        CannotPlace: The placement names such a dim.
-    """
-    if not -ndim <= entry.dim < ndim:
-        raise CannotPlace(
-            f"holds a tensor of {ndim} {'dim' if ndim == 1 else 'dims'}, but "
-            f"{format_placement(entry)} over axis {axis} names dim {entry.dim}",
-            f"way out:     a dim below {ndim}; or, where the pattern matches too much, a more "
-            "specific one above it",
-        )
 
 
 def _is_finer(cut: Cut, own_cut: Cut, entry: Any) -> bool:

@@ -347,15 +347,19 @@ def cut_of(placement: Any, ndim: int, axis: str | None, size: int) -> Cut:
         size: Number of ranks along it.
 
     Raises:
-        PlacementError: A tensor of ``ndim`` dims does not have the dim; and as ``kind_of``.
+        CannotPlace: A tensor of ``ndim`` dims does not have the dim.
+        PlacementError: As ``kind_of``.
     """
     kind = kind_of(placement)
     if kind is Kind.FLAT:
         return Cut(None, axis, size, kind, placement.sizes)
     if kind is None or not -ndim <= placement.dim < ndim:
-        raise PlacementError(
-            f"{format_placement(placement)} names dim {getattr(placement, 'dim', None)}, but the "
-            f"tensor has {ndim} {'dim' if ndim == 1 else 'dims'}"
+        over = "" if axis is None else f" over axis {axis}"
+        raise CannotPlace(
+            f"{format_placement(placement)}{over} names dim {getattr(placement, 'dim', None)} of a "
+            f"tensor of {ndim} {'dim' if ndim == 1 else 'dims'}",
+            f"way out:     a dim below {ndim}; or, where the pattern matches too much, a more "
+            "specific one above it",
         )
     cut = Cut(int(placement.dim) % ndim, axis, size, kind)
     match kind:
