@@ -74,7 +74,7 @@ from dcp_placements.table.must_agree import disagreements
 from dcp_placements.table.owners import runs_of
 from dcp_placements.table.proof_faults import ALL_RANKS, Holders, is_uneven, proof_faults
 from dcp_placements.table.prove import Compared, prove
-from dcp_placements.table.statement import Stated, listed_parameters, stated
+from dcp_placements.table.statement import listed_parameters, stated
 from dcp_placements.table.table import OBJECT, Group
 from dcp_placements.table.whole import WholeModel, compare_with_whole
 from dcp_placements.table.world import NO_RULE, Piece, World
@@ -346,15 +346,10 @@ class Coordinator:
 
     def _joined_lists(self) -> dict[int, tuple[tuple[str, tuple[str, ...]], ...]]:
         """Map ranks to the lists of parameters of all ranks that they write, where ranks differ."""
-        writer: dict[str, Stated] = {}
-        joined: dict[str, dict[str, None]] = {}
-        for of_ranks in self.stated.values():  # by the lowest rank of each
-            for fqn, listed in of_ranks.statement.lists.items():
-                writer.setdefault(fqn, of_ranks)
-                joined.setdefault(fqn, {}).update(dict.fromkeys(listed))
         lists: dict[int, tuple[tuple[str, tuple[str, ...]], ...]] = {}
-        for fqn, names in joined.items():
-            statement, (rank, *_) = writer[fqn]
+        for fqn, names in listed_parameters(self.stated.values()).items():
+            having = (each for each in self.stated.values() if fqn in each.statement.lists)
+            statement, (rank, *_) = next(having)  # those of the lowest rank come first
             if len(names) > len(statement.lists[fqn]):
                 lists[rank] = (*lists.get(rank, ()), (fqn, tuple(names)))
         return lists
@@ -423,7 +418,8 @@ class Coordinator:
             is_written = ((start <= keys) & (keys < stop)).astype(np.uint8)
             is_written[:, copied.get(number, [])] = COPIED
             piece.put(kinds, is_written)
-        lists = self._joined_lists()
+        has_lists = any(statement.lists for statement in self.statements)
+        lists = self._joined_lists() if has_lists else {}
         return [
             Assignment(
                 np.packbits(of_rank > 0).tobytes(),
@@ -491,7 +487,9 @@ class Coordinator:
         for statement in statements:
             self._doubts[DIFFERED].update(statement.unequal)
         record = packed_record(list(numbers), number_of, keys, renames, numberings)
-        return record | packed_doubts(self._doubts, keys)
+        if any(self._doubts.values()):
+            record |= packed_doubts(self._doubts, keys)
+        return record
 
     def finish_report(self) -> None:
         """Put the ranks' statements into the report; warn of what may be wrong."""

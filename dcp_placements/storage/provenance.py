@@ -193,14 +193,17 @@ def packed_record(
     have thousands, and a load may have any others.
     """
     ordered = sorted(keys)
-    numbers: dict[Cuts, int] = {}
-    numbered = [numbers.setdefault(_without_ranges(cuts), len(numbers)) for cuts in distinct_cuts]
+    numbers: dict[tuple[Any, ...], int] = {}
+    numbered: list[int] = []
+    for cuts in distinct_cuts:
+        kept = [cut._replace(parts=1) if cut.kind is Kind.FLAT else cut for cut in cuts]
+        numbered.append(numbers.setdefault(tuple(map(plain_of_cut, kept)), len(numbers)))
     column = np.fromiter(map(cuts_index.get, ordered, repeat(0)), np.int64, len(ordered))
     column = np.array(numbered, np.int64)[column]
     kind = np.min_scalar_type(len(numbers))
     record: dict[str, Any] = {
         "cuts": {
-            "groups": tuple([tuple(map(plain_of_cut, cuts)) for cuts in numbers]),
+            "groups": tuple(numbers),
             "keys": (len(ordered), _digest(ordered)),
             "group_of": (kind.char, zlib.compress(column.astype(kind).tobytes())),
         },
@@ -209,13 +212,6 @@ def packed_record(
     if numberings:
         record["numbers"] = plain_of_numberings(numberings)
     return record
-
-
-def _without_ranges(cuts: Cuts) -> Cuts:
-    """Return cuts without the sizes of flat ones."""
-    if not any(cut.kind is Kind.FLAT for cut in cuts):
-        return cuts
-    return tuple([cut._replace(parts=1) if cut.kind is Kind.FLAT else cut for cut in cuts])
 
 
 def packed_doubts(doubts: Mapping[str, Set[str]], keys: Collection[str]) -> dict[str, Any]:
