@@ -196,7 +196,7 @@ def waiver_matches(waive: Iterable[str], names: Iterable[str]) -> Matches:
     {"waive={'lm_head': ...}": True, "waive={'typo': ...}": False}
     """
     patterns = {pattern: compile_pattern(pattern) for pattern in waive}
-    dotted = [f".{name}" for name in names] if patterns else []
+    dotted = [f".{name}" for name in names]
     return {
         f"waive={{{pattern!r}: ...}}": any(map(regex.search, dotted))
         for pattern, regex in patterns.items()

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
-from dcp_placements.table.table import Holding, Sent
+from dcp_placements.table.table import Sent
 
 COPIED = 2
-"""In ``Assignment.is_written``: every rank that holds the box writes it."""
+"""What stands for a cell that every rank writes that holds the box, where 1 is written and 0 not."""
 
 
 class DoubtfulState(NamedTuple):
@@ -78,17 +76,3 @@ class Assignment(NamedTuple):
     save_id: bytes = b""
     copied: bytes = b""
     lists: tuple[tuple[str, tuple[str, ...]], ...] = ()
-
-    def is_written(self, holding: Holding) -> list[int]:
-        """Return 1 or ``COPIED`` for each cell of ``holding`` that the rank writes, else 0.
-
-        ``COPIED`` means that the other ranks that hold the box write it, too.
-        """
-        count = sum(len(held.fqns) * len(held.boxes) for held in holding.groups)
-        bits = [
-            np.unpackbits(np.frombuffer(packed, np.uint8), count=count)
-            for packed in (self.written, self.copied)
-            if packed
-        ]
-        kinds: list[int] = sum(bits, np.zeros(count, np.uint8)).tolist()
-        return kinds

@@ -14,6 +14,7 @@ from functools import partial
 from itertools import product, repeat
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint import (
     ChunkStorageMetadata,
@@ -81,7 +82,7 @@ from dcp_placements.save.coordinator import (
 from dcp_placements.save.copied_states import doubtful_states
 from dcp_placements.save.local_plan import COPIED, Assignment, LocalPlan
 from dcp_placements.save.replica_conflicts import repeat_fault
-from dcp_placements.save.unwritten import not_by_name, unwritten
+from dcp_placements.save.unwritten import UNWRITTEN, not_by_name, unwritten
 from dcp_placements.storage.provenance import (
     COPIES,
     RESERVED_KEY,
@@ -371,13 +372,11 @@ class PlacementSavePlanner(DefaultSavePlanner):
         if self.whole is None:
             notes += dropped_rows(placed, waived=waived)
         groups = placing.parameter_groups
+        waivers = waiver_matches(self.waive, self._waivable(save)) if self.waive else {}
         statement = Statement(
             matched=placing.matched,
             shapes=placing.shapes(),
-            declared={
-                **save.rename_matches,
-                **waiver_matches(self.waive, self._waivable(save)),
-            },
+            declared={**save.rename_matches, **waivers},
             stateless=tuple(
                 stateless_parameters(save.state_dict, placing.states, groups) if groups else ()
             ),
@@ -513,7 +512,8 @@ class PlacementSavePlanner(DefaultSavePlanner):
             if assignment.copied and not is_named(new_plan.storage_data):
                 raise PlacementError("copies= needs PlacementFileSystemWriter as storage_writer=")
             is_ours = is_named(new_plan.storage_data)
-            if faults := [*unwritten(holding.groups, is_ours=is_ours)]:
+            if not UNWRITTEN.isdisjoint([held.group.dtype for held in holding.groups]):
+                faults = [*unwritten(holding.groups, is_ours=is_ours)]
                 raise_faults(f"rank {global_rank()} {NOT_PLACED}", faults)
             is_by_name = isinstance(data, dict) and data.keys() <= HUGGING_FACE_DATA
             if is_by_name:
@@ -573,7 +573,10 @@ def assigned_items(
         save: The ``RankSave``, which the items know.
         know_data: Whether the items know their tensors, too.
     """
-    is_written = iter(assignment.is_written(holding))
+    kinds = np.unpackbits(np.frombuffer(assignment.written, np.uint8))
+    if assignment.copied:  # 1 in both where a box is COPIED
+        kinds = kinds + np.unpackbits(np.frombuffer(assignment.copied, np.uint8))
+    kind_of_cell = iter(kinds.tolist())
     items: list[WriteItem] = []
     for held in holding.groups:
         group = held.group
@@ -596,9 +599,9 @@ def assigned_items(
         tensors = held.data() if know_data else repeat(None)
         cells = product(held.fqns, boxes)
         for (fqn, (offsets, kind, data)), tensor in zip(cells, tensors, strict=False):
-            if written := next(is_written):
+            if is_written := next(kind_of_cell):
                 index = MetadataIndex(fqn, offsets)
-                copied = written == COPIED
+                copied = is_written == COPIED
                 items.append(
                     WriteItemOfSave(
                         index, kind, tensor_data=data, save=save, tensor=tensor, copied=copied

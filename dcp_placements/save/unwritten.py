@@ -32,6 +32,9 @@ _NAMES_ALONE = _dtypes(f"{kind}{bits}" for kind in ("int", "uint") for bits in r
 _BITS = _dtypes(f"bits{bits}" for bits in ("1x8", "2x4", "4x2", "8", "16"))
 """Dtypes that torch's writer does not write, and ``PlacementFileSystemWriter`` does."""
 
+UNWRITTEN = _NAMES_ALONE | _BITS
+"""Dtypes that some writer does not write."""
+
 _BYTES = "save its bytes, tensor.view(torch.uint8), and load them into such a view"
 
 
