@@ -96,16 +96,19 @@ def lint(
     *,
     renamed: bool = False,
     waived: Sequence[re.Pattern[str]] = (),
+    checks_padding: bool = False,
 ) -> Iterator[Fault]:
     """Yield a finding for each tensor whose declaration is likely wrong.
 
     All are about a tensor- or expert-parallel axis, so that the names of most tensors are not
-    searched.
+    searched; or about padding.
 
     Args:
         placed: The tensors of one ``Placing``, with the checkpoint's keys.
         renamed: Whether the keys differ from the rank's own, so that a number in them is global.
         waived: Patterns of keys without findings.
+        checks_padding: Whether padding, which is not stored, is compared: rows may be lost in it
+            where ``whole=`` does not prove the shapes.
     """
     doubts_of: dict[Place, list[Doubt]] = {}
     shared: dict[Hashable, tuple[str, tuple[str, ...]]] = {}
@@ -120,37 +123,32 @@ def lint(
                     lines = headline, (*details, _RIGHT, rule)
                     # Equal lines are one object, which a pickle has once.
                     yield Fault(tensor.fqn, *shared.setdefault(lines, lines))
+        is_padded = tensor.place.sharding.padded_shape is not None and not tensor.rows
+        if checks_padding and is_padded and not matches_any(waived, tensor.fqn):
+            yield from _dropped_rows(tensor)
 
 
-def dropped_rows(
-    placed: Iterable[Placed], *, waived: Sequence[re.Pattern[str]] = ()
-) -> Iterator[Fault]:
-    """Yield a finding for each tensor whose padding, which is not stored, is not constant.
+def _dropped_rows(tensor: Placed) -> Iterator[Fault]:
+    """Yield a finding for each padded dim of a tensor whose padding is not constant.
 
-    Args:
-        placed: The tensors of one ``Placing``, with the checkpoint's keys.
-        waived: Patterns of keys without findings.
+    Padding is not stored, so rows of the whole may be lost there.
     """
-    for tensor in placed:
-        sharding = tensor.place.sharding
-        is_padded = sharding.padded_shape not in (None, sharding.global_shape)
-        if not is_padded or tensor.rows or matches_any(waived, tensor.fqn):
+    sharding = tensor.place.sharding
+    for dim, (size, padded) in enumerate(
+        zip(sharding.global_shape, sharding.cut_shape, strict=True)
+    ):
+        if size == padded or not any(map(_vary, _pads(tensor, dim))):
             continue
-        for dim, (size, padded) in enumerate(
-            zip(sharding.global_shape, sharding.cut_shape, strict=True)
-        ):
-            if size == padded or not any(map(_vary, _pads(tensor, dim))):
-                continue
-            yield Fault(
-                tensor.fqn,
-                f"[{size}:{padded}] of dim {dim} is padding by the rule, and is not constant",
-                (
-                    f"found:       global_shape={sharding.global_shape}, "
-                    f"padded_shape={sharding.padded_shape}; what is beyond is not stored",
-                    f"way out:     a larger size of dim {dim} in global_shape=, if rows are lost; "
-                    "whole= proves it; waive={pattern: reason} where they may be",
-                ),
-            )
+        yield Fault(
+            tensor.fqn,
+            f"[{size}:{padded}] of dim {dim} is padding by the rule, and is not constant",
+            (
+                f"found:       global_shape={sharding.global_shape}, "
+                f"padded_shape={sharding.padded_shape}; what is beyond is not stored",
+                f"way out:     a larger size of dim {dim} in global_shape=, if rows are lost; "
+                "whole= proves it; waive={pattern: reason} where they may be",
+            ),
+        )
 
 
 def _pads(placed: Placed, dim: int) -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ from dcp_placements._torch import (
     is_made_of_others,
     world_size,
 )
-from dcp_placements.bind.lint import dropped_rows, lint
+from dcp_placements.bind.lint import lint
 from dcp_placements.bind.own_chunks import LISTS, lists_its_chunks
 from dcp_placements.bind.place import numberings, place
 from dcp_placements.bind.rank_shard import RankShard
@@ -224,9 +224,8 @@ def rank_keys(
         return keys
     waived, placed_all = list(map(compile_pattern, waive or ())), placing.placed.values()
     if has_contents:
-        keys.notes += lint(placed_all, renamed=rename is not None, waived=waived)
-    if has_contents and whole is None:
-        keys.notes += dropped_rows(placed_all, waived=waived)
+        options = {"renamed": rename is not None, "checks_padding": whole is None}
+        keys.notes += lint(placed_all, waived=waived, **options)
     if whole is not None:
         holding = holding_of(placing.state_dict, placing.placed, {}, placing.absent)
         world = World([holding.packed()])

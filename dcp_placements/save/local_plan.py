@@ -13,7 +13,7 @@ from typing import NamedTuple
 from dcp_placements.table.table import Sent
 
 COPIED = 2
-"""What stands for a cell that every rank writes that holds the box, where 1 is written and 0 not."""
+"""The number of a cell that all ranks with the box write; others have 1 where written, else 0."""
 
 
 class DoubtfulState(NamedTuple):

@@ -37,7 +37,7 @@ from dcp_placements._torch import (
     without_class,
     world_size,
 )
-from dcp_placements.bind.lint import dropped_rows, lint
+from dcp_placements.bind.lint import lint
 from dcp_placements.bind.place import numberings, place
 from dcp_placements.bind.rule_and_dtensor import Placed, Placing
 from dcp_placements.errors import (
@@ -356,21 +356,16 @@ class PlacementSavePlanner(DefaultSavePlanner):
         lookup = partial(self._value, save)
         sent_digests = digests_of(holding, self.digests, world=world_size(), lookup=lookup)
         several = [tensor for tensor in placed if len(tensor.place.chunks) > 1]
-        repeats = []
-        if several:
-            repeats = [
-                repeat_fault(tensor, chunks)
-                for tensor, chunks in differing_repeats(several, self.digests)
-            ]
+        differing = differing_repeats(several, self.digests) if several else ()
+        repeats = [repeat_fault(tensor, chunks) for tensor, chunks in differing]
         if repeats and self.on_conflict == "error":
             save.refusal = repeats
             return LocalPlan(rank)
         waived = [compile_pattern(pattern) for pattern in self.waive]
         save.meshes = self._meshes(placed)
         axes = named_axes(save.meshes)
-        notes = [*repeats, *lint(placed, renamed=self.rename is not None, waived=waived)]
-        if self.whole is None:
-            notes += dropped_rows(placed, waived=waived)
+        is_renamed, has_whole = self.rename is not None, self.whole is not None
+        notes = lint(placed, renamed=is_renamed, waived=waived, checks_padding=not has_whole)
         groups = placing.parameter_groups
         waivers = waiver_matches(self.waive, self._waivable(save)) if self.waive else {}
         statement = Statement(
@@ -380,7 +375,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             stateless=tuple(
                 stateless_parameters(save.state_dict, placing.states, groups) if groups else ()
             ),
-            notes=tuple(notes),
+            notes=(*repeats, *notes),
             unequal=tuple([repeat.fqn for repeat in repeats]),
             lists={
                 fqn: tuple(value)
@@ -388,11 +383,11 @@ class PlacementSavePlanner(DefaultSavePlanner):
                 if type(value) is ParameterNames
             },
             renames=save.renames,
-            numberings={} if self.rename is None else numberings(placing, save.numbered),
+            numberings=numberings(placing, save.numbered) if is_renamed else {},
             axis_sizes={name: size for name, (_, size) in axes.items()},
             digests=self.digests,
             world=world_size(),
-            has_whole=self.whole is not None,
+            has_whole=has_whole,
             directory=save.directory,
             step=self.step,
         )
@@ -509,17 +504,16 @@ class PlacementSavePlanner(DefaultSavePlanner):
         with quiet_gc():
             save.state_dict = {**save.state_dict, **{k: list(v) for k, v in assignment.lists}}
             items = assigned_items(holding, assignment, save, know_data=self._looks_up_itself)
-            if assignment.copied and not is_named(new_plan.storage_data):
+            is_ours = is_named(data)
+            if assignment.copied and not is_ours:
                 raise PlacementError("copies= needs PlacementFileSystemWriter as storage_writer=")
-            is_ours = is_named(new_plan.storage_data)
+            refused = f"rank {global_rank()} {NOT_PLACED}"
             if not UNWRITTEN.isdisjoint([held.group.dtype for held in holding.groups]):
-                faults = [*unwritten(holding.groups, is_ours=is_ours)]
-                raise_faults(f"rank {global_rank()} {NOT_PLACED}", faults)
+                raise_faults(refused, unwritten(holding.groups, is_ours=is_ours))
             is_by_name = isinstance(data, dict) and data.keys() <= HUGGING_FACE_DATA
             if is_by_name:
                 is_alone = len(save.global_plan) == 1  # else it is refused on all ranks
-                faults = [*not_by_name(items, is_alone=is_alone)]
-                raise_faults(f"rank {global_rank()} {NOT_PLACED}", faults)
+                raise_faults(refused, not_by_name(items, is_alone=is_alone))
             # A rank that writes nothing makes no file for its id alone.
             if items and not is_ours and not is_by_name:
                 items = [*id_items(assignment.save_id, global_rank()), *items]

@@ -145,17 +145,6 @@ class Block(NamedTuple):
     keys: int
     boxes: int
 
-    def view(self, values: Array) -> Array:
-        """Return the values of these cells as a view ``[ranks, boxes, keys]``.
-
-        Args:
-            values: The values of all cells. A rank sends the boxes of one key side by side:
-                ``k0b0 k0b1 k1b0 k1b1 k2b0 k2b1``.
-        """
-        by_rank = values[self.cells].reshape(self.ranks, -1)
-        of_group = by_rank[:, self.start : self.start + self.keys * self.boxes]
-        return of_group.reshape(self.ranks, self.keys, self.boxes).transpose(0, 2, 1)
-
 
 class Source(NamedTuple):
     """One table that has the keys of a piece, and the boxes of its ranks: a row per rank and box.
@@ -183,10 +172,17 @@ class Source(NamedTuple):
     blocks: Sequence[Block]
 
     def views(self, values: Array) -> Iterator[tuple[Array, Any]]:
-        """Yield the views of an array by cell that have the rows, and the piece's keys in each."""
-        keys = slice(None) if type(self.positions) is range else self.positions
-        for block in self.blocks:
-            yield block.view(values), keys
+        """Yield views ``[ranks, boxes, keys]`` that have the rows, and the piece's keys in each.
+
+        Args:
+            values: The values of all cells. A rank sends the boxes of one key side by side:
+                ``k0b0 k0b1 k1b0 k1b1 k2b0 k2b1``.
+        """
+        positions = slice(None) if type(self.positions) is range else self.positions
+        for cells, ranks, start, keys, boxes in self.blocks:
+            by_rank = values[cells].reshape(ranks, -1)
+            of_group = by_rank[:, start : start + keys * boxes]
+            yield of_group.reshape(ranks, keys, boxes).transpose(0, 2, 1), positions
 
 
 @dataclass
