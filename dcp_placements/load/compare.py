@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dcp_placements import __version__
 from dcp_placements.bind.rule_and_dtensor import Placed
@@ -23,15 +23,21 @@ from dcp_placements.errors import CannotPlace, Fault
 from dcp_placements.layout.cuts_compared import canonical, cuts_of_part, declared, differences
 from dcp_placements.layout.sharding import Cut, Cuts, Kind, format_cuts
 from dcp_placements.load.missing import Asked
-from dcp_placements.load.rename_differences import rename_faults, total_faults, unstacked_faults
+from dcp_placements.load.rename_differences import (
+    rename_faults,
+    total_faults,
+    turned_notes,
+    unstacked_faults,
+)
 from dcp_placements.load.request import Request
 from dcp_placements.names.recorded_numbers import Numberings
 from dcp_placements.names.rename_results import Rename
-from dcp_placements.names.renames import recorded
+from dcp_placements.names.renames import Step, recorded
 from dcp_placements.pages import COMPARISON_PAGE
-from dcp_placements.short_text import folded_names, format_count, format_names
+from dcp_placements.short_text import folded_names, format_names
 from dcp_placements.storage.provenance import (
     DIFFERED,
+    DOUBTS,
     UNCOMPARED,
     SaveRecord,
     doubts_of,
@@ -87,8 +93,8 @@ def check_load(
         faults += total_faults(record, given, asked)
     text = "declared as saved"
     if compared:
-        text += f": {format_count(compared - waived, 'key')}"
-    return faults, text + (f"; {waived} differ, waived" if waived else "")
+        text += f": {compared - waived:,} of {compared:,} keys"
+    return faults, text + (", the others waived" if waived else "")
 
 
 class _Difference(NamedTuple):
@@ -316,18 +322,35 @@ def _cut_fault(fqn: str, rule: str | None, difference: _Difference) -> Fault:
     )
 
 
-def doubt_notes(request: Request) -> list[Fault]:
-    """Return a note for each key that the rank reads, and of which the save let replicas pass."""
+def notes_of_save(request: Request, steps: Sequence[Step]) -> list[Fault]:
+    """Return notes of what the save let pass, transposed, or recorded in a way not known here.
+
+    Args:
+        request: What the rank asks for, with what it reads.
+        steps: The steps of the rename of this load.
+    """
+    asked, notes = request.asked, list[Fault]()
+    provenance, record = provenance_of(asked.metadata) or {}, asked.record
+    if DOUBTS in provenance:
+        notes += _doubt_notes(request, provenance)
+    if record is None:
+        return notes
+    if any(step.kind == "Transpose" for step in (*steps, *record.renames)):
+        tensors = [group for group in request.groups if group.reads is not None]
+        shapes = {fqn: group.entry.size for group in tensors for fqn in group.fqns}
+        notes += turned_notes(steps, shapes, asked.policy, record)
+    if record.unknown:
+        notes += _unknown_notes(asked, record, provenance)
+    return notes
+
+
+def _doubt_notes(request: Request, provenance: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield a note for each key that the rank reads, and of which the save let replicas pass."""
     asked = request.asked
-    doubts = doubts_of(provenance_of(asked.metadata), asked.stored)
-    if not doubts:
-        return []
     read = {fqn for group in request.groups for fqn in group.fqns if not asked.policy.waives(fqn)}
-    return [
-        Fault(fqn, *_DOUBTED[reason])
-        for reason, fqns in doubts.items()
-        for fqn in sorted(read & fqns)
-    ]
+    for reason, fqns in doubts_of(provenance, asked.stored).items():
+        for fqn in sorted(read & fqns):
+            yield Fault(fqn, *_DOUBTED[reason])
 
 
 _DOUBTED = {
@@ -351,17 +374,14 @@ _DOUBTED = {
 }
 
 
-def unknown_notes(asked: Asked) -> list[Fault]:
+def _unknown_notes(asked: Asked, record: SaveRecord, provenance: Mapping[str, Any]) -> list[Fault]:
     """Return a note of the keys that this rank asks for, and whose recorded cuts are not known."""
-    record = asked.record
-    if record is None or not record.unknown:
-        return []
     by_cause: dict[str, list[str]] = {}
     for fqn in asked.state_dict:
         number = record.cuts_index.get(fqn, 0)
         if number in record.unknown and not asked.policy.waives(fqn):
             by_cause.setdefault(record.unknown[number], []).append(fqn)
-    versions = (provenance_of(asked.metadata) or {}).get("versions", {})
+    versions = provenance.get("versions", {})
     return [
         Fault(
             format_names(folded_names(fqns), _SHOWN_KEYS),

@@ -55,10 +55,10 @@ from dcp_placements.items import (
 from dcp_placements.load.all_asked import AllAsked, unasked_notes
 from dcp_placements.load.arrival import WARNING, Arrival, Exchange, warn
 from dcp_placements.load.casting import CASTS
-from dcp_placements.load.compare import check_load, doubt_notes, unknown_notes
+from dcp_placements.load.compare import check_load, notes_of_save
 from dcp_placements.load.load_message import LoadMessage
 from dcp_placements.load.missing import Policy
-from dcp_placements.load.rename_differences import turned_notes, unnumbered_rows
+from dcp_placements.load.rename_differences import unnumbered_rows
 from dcp_placements.load.renamed_states import renamed_states
 from dcp_placements.load.request import NOTHING, Request, request_of
 from dcp_placements.load.tied_states import TiedStates, tied_states
@@ -337,14 +337,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             warn(load.report, request.notes)
         waived = policy.waived
         notes = [*lint(placing.placed.values(), renamed=rename is not None, waived=waived)]
-        notes += doubt_notes(request)
-        of_save = () if request.asked.record is None else request.asked.record.renames
-        own_steps = () if rename is None else recorded(rename)
-        if any(step.kind == "Transpose" for step in (*own_steps, *of_save)):
-            tensors = [group for group in request.groups if group.reads is not None]
-            shapes = {fqn: group.entry.size for group in tensors for fqn in group.fqns}
-            notes += turned_notes(own_steps, shapes, request.asked)
-        notes += unknown_notes(request.asked)
+        notes += notes_of_save(request, statement.renames)
         load.report.warnings += tuple(map(str, notes))
         statement = replace(statement, notes=tuple(notes))
         message = LoadMessage(global_rank(), statement.packed())

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count, takewhile
 
 from dcp_placements.errors import Fault
-from dcp_placements.load.missing import ON_PURPOSE, Asked
+from dcp_placements.load.missing import ON_PURPOSE, Asked, Policy
 from dcp_placements.names.recorded_numbers import Numberings, numbers_of
 from dcp_placements.names.rename_results import Rename
 from dcp_placements.names.renames import FUNCTION, Step, recorded
@@ -86,7 +86,10 @@ def total_faults(record: SaveRecord, given: Numberings, asked: Asked) -> Iterato
 
 
 def turned_notes(
-    renames: Sequence[Step], shapes: Mapping[str, Sequence[int]], asked: Asked
+    renames: Sequence[Step],
+    shapes: Mapping[str, Sequence[int]],
+    policy: Policy,
+    record: SaveRecord,
 ) -> Iterator[Fault]:
     """Yield a note where only one of the save and this load transposes, and no shape shows which.
 
@@ -96,10 +99,11 @@ def turned_notes(
     Args:
         renames: The steps of this load.
         shapes: The shapes of what is read, by key.
-        asked: What the rank asks for.
+        policy: What is accepted.
+        record: How the checkpoint was saved.
     """
-    of_save = () if asked.record is None else asked.record.renames
-    if asked.record is None or any(step.kind == FUNCTION for step in (*renames, *of_save)):
+    of_save = record.renames
+    if any(step.kind == FUNCTION for step in (*renames, *of_save)):
         return
     saved, loaded = (
         {fqn for fqn in shapes if sum(map(bool, (of.search(f".{fqn}") for of in patterns))) % 2}
@@ -111,7 +115,7 @@ def turned_notes(
     differing = [fqn for fqn in sorted(saved ^ loaded) if len(shapes[fqn]) > 1]
     if any(shapes[fqn][-1] != shapes[fqn][-2] for fqn in differing):
         return  # a model of the other orientation would not have these shapes
-    turned = [fqn for fqn in differing if not asked.policy.excuses(fqn)]
+    turned = [fqn for fqn in differing if not policy.excuses(fqn)]
     if turned:
         turns, leaves = "the save", "this load"
         if turned[0] in loaded:

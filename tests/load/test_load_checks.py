@@ -130,7 +130,7 @@ def test_a_waiver_with_its_reason_lets_another_cut_pass(tmp_path: Path) -> None:
     reason = "cut apart by hand afterwards"
     report = PLAIN.loads_right(tmp_path, waive={"w": reason})[0]
     assert report.waived == {"w": reason}
-    assert "declared as saved: 0 keys; 1 differ, waived" in str(report)
+    assert "declared as saved: 0 of 1 keys, the others waived" in str(report)
     assert reason in str(report)
 
 
@@ -158,7 +158,7 @@ def test_a_record_that_cannot_be_compared_is_none(
 ) -> None:
     FUSED.saves(tmp_path)
     edit_metadata(tmp_path, edit)
-    compared = "declared as saved: 1 key" if edit is alternating else "no record"
+    compared = "declared as saved: 1 of 1 keys" if edit is alternating else "no record"
     assert PLAIN.loads_right(tmp_path)[0].compared == compared
 
 
