@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from math import prod
 from operator import attrgetter, sub
 from types import MappingProxyType
@@ -256,8 +255,7 @@ def request_of(
         nested: The user's state dict, before it was made flat.
     """
     stored = metadata.state_dict_metadata
-    keys = _keys_by_kind(placing, stored)
-    _leave_other_bytes(keys, placing, stored, policy)
+    keys = _keys_by_kind(placing, stored, policy)
     stand_ins = {fqn: keys.tensors[fqn] for fqn in keys.numbers}
     state_dict = {**placing.state_dict, **stand_ins} if stand_ins else placing.state_dict
     unread = tuple([fqn for fqn in stored if fqn not in state_dict])
@@ -313,14 +311,22 @@ class _Keys(NamedTuple):
     casts: dict[str, str]
 
 
-def _keys_by_kind(placing: Placing, stored: Mapping[str, Any]) -> _Keys:
-    """Return the keys of a state dict by what the checkpoint has under them."""
+def _keys_by_kind(placing: Placing, stored: Mapping[str, Any], policy: Policy) -> _Keys:
+    """Return the keys of a state dict by what the checkpoint has under them.
+
+    Opaque bytes that are others in the checkpoint are missing there, where they may be missing.
+    """
     keys = _Keys({}, {}, [], [], {})
     for fqn, value in placing.state_dict.items():
         entry, kind = stored.get(fqn), type(value)
         if fqn in placing.absent and fqn not in placing.placed:
             continue
-        if entry is None:
+        if entry is None or (
+            policy.optional
+            and _is_opaque(fqn)
+            and policy.is_optional(fqn)
+            and _are_other_bytes(entry, value, placing.placed.get(fqn))
+        ):
             keys.missing.append(fqn)
         elif not isinstance(entry, TensorStorageMetadata):
             keys.objects.append(fqn)
@@ -335,28 +341,12 @@ def _keys_by_kind(placing: Placing, stored: Mapping[str, Any]) -> _Keys:
     return keys
 
 
-def _leave_other_bytes(
-    keys: _Keys, placing: Placing, stored: Mapping[str, Any], policy: Policy
-) -> None:
-    """Make opaque bytes missing that are others in the checkpoint, where they may be missing.
-
-    Args:
-        keys: The keys by what the checkpoint has under them, which are changed.
-        placing: The rank's state dict, bound.
-        stored: What the checkpoint has.
-        policy: What is accepted.
-    """
-    for fqn in [*filter(_is_opaque, chain(keys.tensors, keys.objects))]:
-        value, entry, placed = placing.state_dict[fqn], stored[fqn], placing.placed.get(fqn)
-        is_object = fqn not in keys.tensors
-        is_tensor_here = placed is not None or is_read_as_tensor(value)
-        is_same = is_object != is_tensor_here
-        if is_same and not is_object:
-            is_same = tuple(entry.size) == _shape_of(value, placed)
-        if not is_same and policy.is_optional(fqn):
-            keys.tensors.pop(fqn, None)
-            keys.objects[:] = [key for key in keys.objects if key != fqn]
-            keys.missing.append(fqn)
+def _are_other_bytes(entry: Any, value: Any, placed: Placed | None) -> bool:
+    """Whether the checkpoint has a value of another kind or shape than this rank."""
+    is_tensor_here = placed is not None or is_read_as_tensor(value)
+    if is_tensor_here and isinstance(entry, TensorStorageMetadata):
+        return tuple(entry.size) != _shape_of(value, placed)
+    return is_tensor_here or isinstance(entry, TensorStorageMetadata)
 
 
 def _is_opaque(fqn: str) -> bool:
