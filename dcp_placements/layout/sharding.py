@@ -399,12 +399,7 @@ def cut_intervals(intervals: Intervals, cut: Cut, position: Position) -> Interva
         case Kind.RAGGED:
             assert isinstance(position, int)
             assert isinstance(cut.parts, tuple)
-            check_sizes(cut.parts, cut.axis, cut.size, "RaggedShard")
-            if sum(cut.parts) != total:
-                raise CannotPlace(
-                    f"the sizes {format_sizes(cut.parts)} of RaggedShard add up to "
-                    f"{sum(cut.parts)}, but {total} rows are being cut there"
-                )
+            check_sizes(cut.parts, cut.axis, cut.size, "RaggedShard", rows=total)
             first = sum(cut.parts[:position])
             ranges.append((first, first + cut.parts[position]))
         case Kind.FLAT:
@@ -452,17 +447,26 @@ def not_last(flat: str, after: str) -> CannotPlace:
     )
 
 
-def check_sizes(sizes: tuple[int, ...], axis: str | None, count: int, placement: str) -> None:
-    """Refuse the sizes of shards that are not one per rank of an axis.
+def check_sizes(
+    sizes: tuple[int, ...],
+    axis: str | None,
+    count: int,
+    placement: str,
+    *,
+    rows: int | None = None,
+) -> None:
+    """Refuse the sizes of shards that are not one per rank of an axis, or not those of all rows.
 
     Args:
         sizes: The sizes.
         axis: The name of the axis.
         count: The number of ranks along it.
         placement: The name of the placement's class.
+        rows: The number of rows that are cut; None where it is not known, or no rows are cut.
 
     Raises:
-        CannotPlace: There are more sizes, or fewer, than the ``count`` ranks.
+        CannotPlace: There are more sizes, or fewer, than the ``count`` ranks; or they do not add up
+            to ``rows``.
     """
     if len(sizes) != count:
         over = "its axis" if axis is None else f"axis {axis!r}"
@@ -470,6 +474,11 @@ def check_sizes(sizes: tuple[int, ...], axis: str | None, count: int, placement:
             f"{placement} has {len(sizes)} sizes, {format_sizes(sizes)}, but {over} has "
             f"{count} {'rank' if count == 1 else 'ranks'}",
             "way out:     a size for each rank of the axis, in their order; 0 where it has nothing",
+        )
+    if rows not in (None, sum(sizes)):
+        raise CannotPlace(
+            f"the sizes {format_sizes(sizes)} of {placement} add up to {sum(sizes)}, but {rows} "
+            "rows are being cut there"
         )
 
 
