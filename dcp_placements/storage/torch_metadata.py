@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, Te
 
 from dcp_placements._torch import StorageInfo
 from dcp_placements.errors import PlacementError
-from dcp_placements.layout.boxes import Boxes, Ints, as_array, as_boxes
+from dcp_placements.layout.boxes import Boxes, Ints, as_array
 from dcp_placements.layout.sharding import Box
 from dcp_placements.short_text import format_name
 from dcp_placements.storage.provenance import provenance_of
@@ -123,7 +123,9 @@ class ChunkList(Sequence[ChunkStorageMetadata]):
     def as_list(self) -> list[ChunkStorageMetadata]:
         """Return torch's list. Equal sizes are one object, which is pickled once."""
         size = cache(torch.Size)
-        return [ChunkStorageMetadata(*map(size, box)) for box in as_boxes(self.array)]
+        return [
+            ChunkStorageMetadata(*[size(tuple(row)) for row in box]) for box in self.array.tolist()
+        ]
 
 
 def chunk_boxes(chunks: Sequence[ChunkStorageMetadata], ndim: int) -> Boxes:
