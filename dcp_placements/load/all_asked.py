@@ -366,6 +366,24 @@ class AllAsked:
         twice = repeated(selections)
         if not twice or not uncovered(whole, cover.boxes, 1):
             return []
+        return self._repeated_boxes(piece, group, selections, twice)
+
+    def _repeated_boxes(
+        self,
+        piece: Piece,
+        group: Group,
+        selections: Selections,
+        twice: Sequence[frozenset[int]],
+    ) -> list[Fault]:
+        """Return the faults of a piece of which several ranks ask for the same boxes.
+
+        Args:
+            piece: The piece, of which no rank asks for some boxes.
+            group: How ranks declare it.
+            selections: What the ranks ask for, as positions in its cover.
+            twice: The selections that another rank asks for, too.
+        """
+        cover, whole = piece.cover, Box.whole(group.shape)
 
         def text_without(boxes: Boxes) -> str:
             """Return the boxes of the whole that no given box covers, as text."""

@@ -427,13 +427,10 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         faults += asked.faults()
         if not complete:
             faults += unnumbered_rows(own, self.rename)
-        resets: dict[tuple[str, str], list[int]] = {}
-        for statement, ranks in different:
-            for owner in statement.reset:
-                resets.setdefault(owner, []).extend(ranks)
-        unasked = asked.unasked(own.state_dict) if resets or load.report.unread else []
-        if resets:
-            faults += renamed_states(asked, resets, unasked)
+        has_resets = any(statement.reset for statement in statements)
+        unasked = asked.unasked(own.state_dict) if has_resets or report.unread else []
+        if has_resets:
+            faults += renamed_states(asked, unasked)
         if faults:
             raise_faults("the ranks do not ask for what was saved", [*faults, *mistakes])
         # A rank that loads alone does not know what others ask for.

@@ -26,18 +26,21 @@ Resets = Mapping[tuple[str, str], Sequence[int]]
 """By head and parameter of optimizer state that is reset, the ranks that do so."""
 
 
-def renamed_states(asked: AllAsked, resets: Resets, unasked: Sequence[str]) -> Iterator[Fault]:
+def renamed_states(asked: AllAsked, unasked: Sequence[str]) -> Iterator[Fault]:
     """Yield the optimizers of which ranks reset state, and that have some under other names.
 
     State that no rank asks for may be that of a layer which no rank has. It has lost its parameter
     where the checkpoint has no weight of that name, or where the ranks do read the weight.
 
     Args:
-        asked: What all ranks ask for.
-        resets: The state that is reset.
+        asked: What all ranks ask for, and which of them reset state.
         unasked: The tensors of the checkpoint that no rank asks for.
     """
     rest, states = set(unasked), asked.states
+    resets: dict[tuple[str, str], list[int]] = {}
+    for statement, ranks in asked.different:
+        for owner in statement.reset:
+            resets.setdefault(owner, []).extend(ranks)
     heads = {head for head, _ in resets}
     reset_names = {name for _, name in resets}
     near = [

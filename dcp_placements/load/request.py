@@ -481,25 +481,14 @@ def _read_group(asked: Asked, fqn: str, value: Any, placed: Placed | None, held:
     if placed is not None and placed.place.sharding.padded_shape is not None:
         padded = sum([tensor.numel() for tensor in placed.tensors]) - needed
     reads, holes = reads_of(entry, destinations)
-    faults = []
-    if holes:
-        headline = f"nobody stored {format_boxes(holes, shape)}, which is needed"
-        details = (
-            "likely:      the checkpoint was saved by some of the ranks only, or without "
-            "collectives, so that each rank's metadata describes its own part alone",
-            f"way out:     load a complete checkpoint; of this key it holds "
-            f"{len(entry.chunks)} chunk(s)",
-        )
-        faults.append(Fault(fqn, headline, details))
+    faults = [_hole_fault(fqn, holes, entry)] if holes else []
     dtype, stored_dtype = tensor.dtype, entry.properties.dtype
     kind = "same" if stored_dtype == dtype else cast_kind(stored_dtype, dtype)
-    if kind == "wrong" or (kind == "narrowing" and asked.policy.cast == "error"):
-        faults.append(cast_fault(fqn, stored_dtype, dtype))
-    is_float = kind != "same" and dtype.is_floating_point and dtype.itemsize > 1
-    scale = scale_of(fqn, stored_dtype, asked.stored) if is_float else None
-    # A state dict that asks for the scales, too, may multiply by them.
-    if scale and scale not in asked.state_dict and not asked.policy.waives(fqn):
-        faults.append(quantized_fault(fqn, stored_dtype, dtype, scale))
+    scale = None
+    if kind != "same":
+        is_float = dtype.is_floating_point and dtype.itemsize > 1
+        scale = scale_of(fqn, stored_dtype, asked.stored) if is_float else None
+        faults += _cast_faults(asked, fqn, kind, (stored_dtype, dtype), scale)
     return ReadGroup(
         entry,
         placed,
@@ -512,6 +501,39 @@ def _read_group(asked: Asked, fqn: str, value: Any, placed: Placed | None, held:
         padded,
         faults,
     )
+
+
+def _hole_fault(fqn: str, holes: Sequence[Box], entry: TensorStorageMetadata) -> Fault:
+    """Return the fault of a tensor of which the checkpoint lacks boxes."""
+    return Fault(
+        fqn,
+        f"nobody stored {format_boxes(holes, entry.size)}, which is needed",
+        (
+            "likely:      the checkpoint was saved by some of the ranks only, or without "
+            "collectives, so that each rank's metadata describes its own part alone",
+            f"way out:     load a complete checkpoint; of this key it holds "
+            f"{len(entry.chunks)} chunk(s)",
+        ),
+    )
+
+
+def _cast_faults(
+    asked: Asked, fqn: str, kind: str, dtypes: tuple[torch.dtype, torch.dtype], scale: str | None
+) -> Iterator[Fault]:
+    """Yield why a tensor of another dtype cannot be filled, or would be filled wrongly.
+
+    Args:
+        asked: What the rank asks for.
+        fqn: The key.
+        kind: How the dtype changes, as ``cast_kind`` returns it.
+        dtypes: The checkpoint's dtype, and the tensor's.
+        scale: The key of its scales in the checkpoint, if there is one.
+    """
+    if kind == "wrong" or (kind == "narrowing" and asked.policy.cast == "error"):
+        yield cast_fault(fqn, *dtypes)
+    # A state dict that asks for the scales, too, may multiply by them.
+    if scale and scale not in asked.state_dict and not asked.policy.waives(fqn):
+        yield quantized_fault(fqn, *dtypes, scale)
 
 
 _DENSE = (
