@@ -30,7 +30,7 @@ from dcp_placements import (
     Unstack,
     check,
 )
-from dcp_placements.bind.rule_and_dtensor import bind
+from dcp_placements.bind.rule_and_dtensor import SharedPlaces
 from dcp_placements.errors import CannotPlace
 from dcp_placements.layout import sharding
 from dcp_placements.layout.sharding import Cut, Intervals, Kind
@@ -336,7 +336,10 @@ def test_m133_a_kind_that_only_its_name_is_known_of_is_refused_where_it_is_decla
     monkeypatch.setitem(rules_placement._SPLITTING, own, NEW)
     for ask in (
         lambda: CheckpointPlacement(mesh(0), {"ep": CYCLIC}, global_shape=(8, 3)),
-        lambda: bind((4, 3), (4, 3), CheckpointPlacement(mesh(0), {"ep": CYCLIC})),
+        lambda: SharedPlaces().bind(
+            (torch.ones(4, 3), None, (), torch.Size((4, 3))),
+            CheckpointPlacement(mesh(0), {"ep": CYCLIC}),
+        ),
         lambda: rules_placement.format_placement(CYCLIC),
         lambda: str(Cut(0, "ep", 2, NEW, 2)),
     ):

@@ -235,17 +235,19 @@ class SharedPlaces:
         origins: Dims | None = None,
         ndim: int = 0,
     ) -> Place:
-        """Return the place of a tensor, as ``bind`` computes it.
+        """Return where a local tensor lies in the checkpoint.
 
         Args:
             own: The tensor's local tensor, mesh, placements and shape.
-            placement: The placement of its rule, or of another tensor whose dims it has.
+            placement: The placement of its rule, or of another tensor whose dims it has; None keeps
+                the tensor's own mesh and placements.
             origins: For each dim of the tensor, the dim of that other one, or None for a reduced
                 dim; None where the placement is the tensor's own.
             ndim: The number of dims of the other tensor.
 
         Raises:
-            CannotPlace: As ``bind`` raises it.
+            CannotPlace: The rule and the DTensor contradict each other, or do not yield the shape
+                of the local tensor.
         """
         local, mesh, placements, shape = own
         if placement is None or origins == tuple(range(ndim)):
@@ -254,44 +256,24 @@ class SharedPlaces:
             self._last_mesh, self._last_state = mesh, None if mesh is None else mesh_state(mesh)
         key = shape, local.shape, self._last_state, placements, placement, origins, ndim
         place = self._places.get(key)
-        if place is None:
-            if placement is None or origins is None:
-                place = bind(tuple(shape), tuple(local.shape), placement, mesh, placements)
-            else:
-                place = self.bind(own, placement.of_dims(origins, ndim))
-            self._places[key] = place
+        if place is not None:
+            return place
+        if placement is not None and origins is not None:
+            place = self.bind(own, placement.of_dims(origins, ndim))
+        else:
+            place, expected = declared_place(tuple(shape), placement, mesh, placements)
+            held = tuple(local.shape)
+            # FSDP may leave (0, 0) of a parameter of shape (0, 8): neither has an element to place.
+            is_empty = len(held) == len(shape) and not prod(expected) and not prod(held)
+            if expected != held and not is_empty:
+                headline = f"holds a {held} tensor where {expected} was declared"
+                own_text = format_own(tuple(shape), mesh, placements)
+                sharding, positions, axes = place.sharding, place.positions, place.axes
+                refusal = _misfit(headline, own_text, placement, sharding, positions, axes)
+                refusal.uneven = _uneven(place, expected, held)
+                raise refusal
+        self._places[key] = place
         return place
-
-
-def bind(
-    shape: tuple[int, ...],
-    local_shape: tuple[int, ...],
-    placement: CheckpointPlacement | None = None,
-    mesh: Mesh | None = None,
-    placements: Sequence[Any] = (),
-) -> Place:
-    """Return where a local tensor lies in the checkpoint.
-
-    Args:
-        shape: The shape of the tensor over its own mesh; a plain tensor's own shape.
-        local_shape: The shape of this rank's local tensor, in elements.
-        placement: The placement of its rule; None keeps the tensor's own mesh and placements.
-        mesh: The DTensor's mesh, which this rank is in; None for a plain tensor.
-        placements: The DTensor's placements, one per axis of ``mesh``.
-
-    Raises:
-        CannotPlace: The two sources contradict each other, or do not yield ``local_shape``.
-    """
-    place, expected = declared_place(shape, placement, mesh, placements)
-    # FSDP may leave (0, 0) of a parameter of shape (0, 8): neither has an element to place.
-    is_empty = len(local_shape) == len(shape) and not prod(expected) and not prod(local_shape)
-    if expected != local_shape and not is_empty:
-        headline = f"holds a {local_shape} tensor where {expected} was declared"
-        own = format_own(shape, mesh, placements)
-        refusal = _misfit(headline, own, placement, place.sharding, place.positions, place.axes)
-        refusal.uneven = _uneven(place, expected, local_shape)
-        raise refusal
-    return place
 
 
 def _uneven(place: Place, expected: tuple[int, ...], local_shape: tuple[int, ...]) -> Uneven | None:

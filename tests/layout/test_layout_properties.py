@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dcp_placements import CheckpointPlacement, FusedShard, RaggedShard
-from dcp_placements.bind.rule_and_dtensor import Place, bind
+from dcp_placements.bind.rule_and_dtensor import Place, SharedPlaces
 from dcp_placements.layout.sharding import Chunk, Cut, Kind, Sharding
 from dcp_placements.testing import FakeMesh, cut
 
@@ -85,7 +85,7 @@ def bound(
     placement: CheckpointPlacement | None,
 ) -> Place:
     own_mesh = mesh[own_names] if own_names else None
-    return bind(tuple(part.shape), tuple(local.shape), placement, own_mesh, own_placements)
+    return SharedPlaces().bind((local, own_mesh, own_placements, part.shape), placement)
 
 
 @given(st.data())

@@ -192,15 +192,15 @@ def test_padding_of_a_range_that_is_not_constant_is_warned_of(tmp_path: Path) ->
 def test_m143_a_range_is_few_boxes_each_a_view(
     shape: tuple[int, ...], sizes: tuple[int, ...], boxes: list[Any]
 ) -> None:
-    from dcp_placements.bind.rule_and_dtensor import Placed, bind
+    from dcp_placements.bind.rule_and_dtensor import Placed, SharedPlaces
     from dcp_placements.rules.mesh_axes import MeshCoordinate
 
     whole = arange(*shape) if shape else torch.tensor(3.0)
     for position, size in enumerate(sizes):
         mesh = MeshCoordinate(("dp",), (len(sizes),), (position,))
         rule = CheckpointPlacement(mesh, {"dp": FlatShard(sizes)}, global_shape=shape)
-        place = bind((size,), (size,), rule)
         local = whole.reshape(-1).split(sizes)[position].clone()
+        place = SharedPlaces().bind((local, None, (), local.shape), rule)
         placed = Placed("w", local, place)
         views = [placed.view(chunk) for chunk in place.chunks]
         assert len(views) <= max(2 * len(shape) - 1, 1)
