@@ -198,10 +198,15 @@ def settle_missing(asked: Asked, missing: Sequence[str], *, reads_some: bool) ->
         stay = [fqn for fqn in kept if fqn not in resets]
         notes = _no_tensor(asked) or [*_namesakes(asked, stay), *_left_weights(asked, kept)]
     elif kept and not faults:
-        headline = f"none of the {len(state_dict)} keys is in the checkpoint: nothing would be "
-        details = _prefix_details(kept, list(asked.stored))
-        faults.append(Fault("state dict", f"{headline}loaded", details))
+        faults.append(_nothing_read(asked, kept))
     return Missing(tuple(kept), resets, tuple(stateless), tuple(unexcused), faults, notes)
+
+
+def _nothing_read(asked: Asked, kept: Sequence[str]) -> Fault:
+    """Return the fault of a load that would read no key; all are among ``kept``."""
+    count = len(asked.state_dict)
+    headline = f"none of the {count} keys is in the checkpoint: nothing would be loaded"
+    return Fault("state dict", headline, _prefix_details(kept, list(asked.stored)))
 
 
 def _unborn_fault(fqn: str) -> Fault:
