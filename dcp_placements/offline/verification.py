@@ -10,6 +10,7 @@ from __future__ import annotations
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import assert_never
@@ -176,8 +177,9 @@ def verify(
     )
     with opened_ahead(checkpoint.directory, records) as opened:
         for (file, in_file), held in zip(records.items(), opened, strict=True):
-            faults += file_faults(checkpoint, file, in_file)
-            faults += checks.faults(file, held, in_file)
+            with nullcontext() if isinstance(held, OSError) else held.stream:
+                faults += file_faults(checkpoint, file, in_file)
+                faults += checks.faults(file, held, in_file)
     if faults and (changed := checkpoint.changed_files()):
         raise overwritten(checkpoint.directory, changed)
     return Verification(
@@ -269,27 +271,26 @@ class _Checks:
         try:
             if isinstance(held, OSError):
                 raise held
-            with held.stream:
-                opened = held.file
-                if self._contents:
-                    whole_file = ByteRange(opened, 0, size)
-                    for kind, finding in self._checkpoint.verify_file(self, whole_file):
-                        fault = CheckpointFault(kind, fqns_of(records), (file,), finding)
-                        faults.append(fault)
-                held_end = 0
-                for record in records:  # in file order
-                    start, nbytes = record.start, record.nbytes
-                    if start + nbytes > size:
-                        continue
-                    is_small = nbytes <= WINDOW_NBYTES // 16
-                    if is_small and start + nbytes > held_end:
-                        window = bytearray(min(WINDOW_NBYTES, size - start))
-                        opened.hold(memoryview(window), start)
-                        held_end = start + len(window)
-                    byte_range = ByteRange(opened, start, nbytes)
-                    for kind, finding in self._checkpoint.verify_record(self, byte_range, record):
-                        message = f"{record_name(self._checkpoint, record)} in {file}: {finding}"
-                        faults.append(CheckpointFault(kind, (record.fqn,), (file,), message))
+            opened = held.file
+            if self._contents:
+                whole_file = ByteRange(opened, 0, size)
+                for kind, finding in self._checkpoint.verify_file(self, whole_file):
+                    fault = CheckpointFault(kind, fqns_of(records), (file,), finding)
+                    faults.append(fault)
+            held_end = 0
+            for record in records:  # in file order
+                start, nbytes = record.start, record.nbytes
+                if start + nbytes > size:
+                    continue
+                is_small = nbytes <= WINDOW_NBYTES // 16
+                if is_small and start + nbytes > held_end:
+                    window = bytearray(min(WINDOW_NBYTES, size - start))
+                    opened.hold(memoryview(window), start)
+                    held_end = start + len(window)
+                byte_range = ByteRange(opened, start, nbytes)
+                for kind, finding in self._checkpoint.verify_record(self, byte_range, record):
+                    message = f"{record_name(self._checkpoint, record)} in {file}: {finding}"
+                    faults.append(CheckpointFault(kind, (record.fqn,), (file,), message))
         except (OSError, EOFError) as error:
             check_damage(self._checkpoint.directory, file, error)
             message = f"it cannot be read: {error}"
