@@ -275,9 +275,12 @@ def write_output(
                         writer.write(name, stream, elements)
                         if name == writer.last:
                             check_versions(source.directory, source.versions)
-                if reader.uncompared:
-                    names_of = format_names(folded_names(sorted(reader.uncompared)), 4)
-                    notes.append(f"read in part, so not compared with checksums: {names_of}")
+                for what, keys in (
+                    ("read in part, so not compared with checksums", reader.uncompared),
+                    ("without checksums, so that nothing proves the contents", reader.unproved),
+                ):
+                    if keys:
+                        notes.append(f"{what}: {format_names(folded_names(sorted(keys)), 4)}")
     return Converted(
         source=source.path,
         out=str(output.path),

@@ -24,7 +24,7 @@ from dcp_placements.offline.checkpoint import (
 from dcp_placements.offline.directory import OpenedFile, check_damage, opened_ahead
 from dcp_placements.storage.file_reads import ByteRange, CountedFile, c_strides
 from dcp_placements.storage.record import Record
-from dcp_placements.storage.record_head import BEHIND, wrong_crc
+from dcp_placements.storage.record_head import BEHIND, RecordHead, wrong_crc
 from dcp_placements.storage.record_reads import IS_DAMAGED, ChunkReader, RecordRead
 
 MAX_OPEN_FILES = 32
@@ -73,13 +73,16 @@ class BoxReader(AbstractContextManager["BoxReader"]):
     Attributes:
         nbytes: Bytes read so far.
         uncompared: Keys of which a record was read in part at a URL, and so not compared.
+        unproved: Keys of which a record has no CRC-32 to compare.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, check_crc: bool = False) -> None:
         self.nbytes = 0
         self.uncompared: set[str] = set()
+        self.unproved: set[str] = set()
         self._checkpoint = checkpoint
-        self._check_crc = check_crc
+        # Files that were compared as a conversion began have no need of it.
+        self._compares = check_crc and not (checkpoint.is_compared or checkpoint.unproved)
         self._compared: dict[str, bytearray] = {}
         # The chunks of the tensor that was read last: a tensor is read in many boxes.
         self._last: tuple[StoredTensor, tuple[StoredRecord, ...]] | None = None
@@ -132,9 +135,11 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         for name, records in sorted(by_file.items()):
             records.sort(key=attrgetter("start"))
             file = self._open(name, tensor.fqn)
-            before = file.nbytes
+            before, unchecked = file.nbytes, self._reader.unchecked
             try:
                 self._reader.read(file, records)
+                if self._compares and self._reader.unchecked > unchecked:
+                    self.unproved.add(tensor.fqn)
             except PlacementError:
                 raise
             except Exception as error:
@@ -182,6 +187,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
             skipped = position(_minus(shared, held), held.sizes) * itemsize
             start = position(_minus(shared, box), box.sizes) * itemsize
             begin, nbytes = chunk.start + head.start + skipped, shared.numel * itemsize
+            self._note_unproved(tensor, head)
             is_summed = head.has_crc and shared == held
             stretches.append(Stretch(start, tensor.fqn, chunk.file, begin, nbytes, is_summed))
         return stretches
@@ -230,8 +236,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         )
         record = self._checkpoint.head(tensor, chunk)
         read = RecordRead(item, chunk.file, chunk.start, chunk.nbytes, chunk.transforms, record)
-        # Other formats have no checksum of a record.
-        if self._check_crc and record is None and shared != chunk.box:
+        if shared != chunk.box and self._compares:
             self._compare_whole(tensor, number, read)
         return read
 
@@ -256,6 +261,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
             head = self._reader.tensor_record(read, part)
             # A record that is not plain is compared as it is read.
             wrong = None if head is None else Record(part, head).wrong_elements()
+            self._note_unproved(tensor, head)
         except EOFError as error:
             raise _unread(tensor.fqn, read.file, str(error)) from error
         self.nbytes += read.nbytes
@@ -263,6 +269,11 @@ class BoxReader(AbstractContextManager["BoxReader"]):
             start = part.start + (head.start if head else 0)
             reason = f"its elements at byte {start} are not what was written: {wrong}"
             raise _unread(tensor.fqn, read.file, reason)
+
+    def _note_unproved(self, tensor: StoredTensor, head: RecordHead | None) -> None:
+        """Note a record whose elements have no CRC-32."""
+        if self._compares and head is not None and head.nbytes and not head.has_crc:
+            self.unproved.add(tensor.fqn)
 
     def _chunks(self, tensor: StoredTensor) -> tuple[StoredRecord, ...]:
         if self._last is None or self._last[0] is not tensor:

@@ -270,6 +270,7 @@ class Checkpoint(ABC):
         holds_objects: Whether objects are read, not tensors alone.
         may_share_bytes: Whether two records may share a part of their bytes.
         unproved: Why nothing proves the contents; empty where checksums do.
+        is_compared: Whether all of its files were compared with their checksums.
         why_not_resharded: Why it is not rewritten for another world; empty where it is.
         rows: The locations of all chunks.
         tensors: Tensors by key, in the checkpoint's order.
@@ -290,6 +291,7 @@ class Checkpoint(ABC):
     holds_objects: ClassVar[bool] = False
     may_share_bytes: ClassVar[bool] = False
     unproved: ClassVar[str] = ""
+    is_compared: bool = False
     why_not_resharded: str = ""
 
     def __init__(

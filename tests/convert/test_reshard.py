@@ -303,6 +303,22 @@ def test_a_record_that_is_read_in_part_is_compared_first(tmp_path: Path, cut: in
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_records_without_checksums_are_named(tmp_path: Path, ranks: int) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        save(str(tmp_path / "source"), {"w": torch.arange(48.0).view(8, 6)})
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+    def rows(mesh: MeshCoordinate) -> PlacementRules:
+        return PlacementRules({"w": CheckpointPlacement(mesh, {"tp": Shard(0)})})
+
+    result = reshard(tmp_path / "source", tmp_path / "out", rows, {"tp": ranks})
+    assert result.notes == ("without checksums, so that nothing proves the contents: w",)
+
+
 def test_at_a_url_what_is_read_in_part_is_named(tmp_path: Path, memory: str) -> None:
     """It would be downloaded twice."""
     save(memory, {"w": torch.arange(48.0).view(8, 6), "whole": torch.ones(4)})

@@ -265,6 +265,13 @@ def test_a_flipped_byte_is_found(saved: Path) -> None:
     assert not torch.equal(whole(saved, check_crc=False), WHOLE)
     assert not offline.verify(saved, contents=True).sound
 
+    def rows(mesh: MeshCoordinate) -> Placements:
+        return Placements({"w": CheckpointPlacement(mesh, {"ep": Shard(0)})})
+
+    for ranks in (2, 4):  # whole records, and halves of them
+        with pytest.raises(PlacementError, match=r"model_1.pt: is not what was written"):
+            offline.reshard(saved, saved.parent / "out", rows, {"ep": ranks})
+
 
 @pytest.mark.parametrize("damage", ["missing", "short", "head", "text"])
 def test_a_damaged_file_is_refused_by_its_name(saved: Path, damage: str) -> None:

@@ -9,7 +9,7 @@ So tensors may share bytes, and the checksums are those of the whole file::
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Self
 
 from torch.distributed.checkpoint import Metadata
@@ -68,6 +68,22 @@ class SavedFiles(Checkpoint):
         """Yield nothing: a record was compared with the head of its file when that was opened."""
         return iter(())
 
+    def begin_conversion(self) -> None:
+        """Compare all files with their checksums, on a disk: tensors share storages in them."""
+        super().begin_conversion()
+        if self.directory.is_local:
+            self.compare(self.files)
+
+    def compare(self, names: Iterable[str]) -> None:
+        """Compare files with their checksums.
+
+        Raises:
+            UnreadableFile: The contents of one are not what was written.
+        """
+        for name in names:
+            check_contents(self.directory, name)
+        self.is_compared = True
+
     def identity(self) -> Iterator[object]:
         """Yield where the chunks are: rules that no file has a version of decide it."""
         yield from self.records()
@@ -109,9 +125,8 @@ class RankFiles(SavedFiles):
         )
 
     def begin_conversion(self) -> None:
-        """Compare all files with their checksums; boxes are read from them without."""
-        for name in self._of_ranks:
-            check_contents(self.directory, name)
+        """Compare the files of all ranks, of which some may hold copies alone."""
+        self.compare(self._of_ranks)
 
 
 class MegatronFiles(RankFiles):
