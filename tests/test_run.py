@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from dcp_placements import PlacementError, PlacementLoadPlanner, PlacementSavePl
 from dcp_placements.advice.block import BEGINS, ENDS, block_in
 from dcp_placements.program_watch import Watch
 from dcp_placements.run import RefusedStart, main
-from tests.torchrun import ROOT, forked, tail, torchrun
+from tests.torchrun import ROOT, forked, python, tail, torchrun
 
 TRAINER = """
 import sys
@@ -89,16 +88,7 @@ def ran(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def one(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Return what one process prints that runs a program so."""
-    command = [sys.executable, "-m", "dcp_placements.run", *arguments]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return python("-m", "dcp_placements.run", *arguments)
 
 
 def stored() -> torch.Tensor:
@@ -119,8 +109,9 @@ def test_the_alarm_refuses_what_would_be_lost(trainer: Path) -> None:
 
 @pytest.mark.dist
 def test_the_declaration_of_a_refusal_is_a_file_of_its_own(trainer: Path) -> None:
-    """The launcher's prefixes of lines are not in it, and it is used as it stands."""
-    done = torchrun(RUN, "--propose", "found.py", "train.py", "0", cwd=trainer)
+    """The ranks that begin each line are not in it, and it is used as it stands."""
+    done = ran("--propose", "found.py", "train.py", "0")
+    assert "[rank0]: " in done.stderr
     assert done.returncode != 0
     assert done.stderr.count("run with --placements found.py:placements") == 1, tail(done)
     assert block_in((trainer / "found.py").read_text()) == (trainer / "found.py").read_text()
@@ -170,16 +161,8 @@ def test_the_program_is_what_it_is_without_run(tmp_path: Path) -> None:
         "dcp.save({'w': torch.ones(2)}, checkpoint_id=sys.argv[1])\n"
     )
     (tmp_path / "train.py").write_text(program)
-    run = [sys.executable, "-m", "dcp_placements.run", "--placements", "conf/ours.py:placements"]
-    done = subprocess.run(
-        [*run, "--report", "lines.json", "train.py", str(tmp_path / "saved")],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    run = ["-m", "dcp_placements.run", "--placements", "conf/ours.py:placements"]
+    done = python(*run, "--report", "lines.json", "train.py", str(tmp_path / "saved"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (line,) = (tmp_path / "lines.json").read_text().splitlines()
     assert json.loads(line)["kind"] == "save"

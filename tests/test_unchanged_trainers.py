@@ -7,6 +7,7 @@ works element by element, so that a cut model has the same elements.
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -204,7 +205,7 @@ def test_a_trainer_with_the_bug_is_handed_its_declaration(trainer: Path, kind: s
     alarm = ran("train.py", kind, "save")
     assert alarm.returncode != 0
     assert "SAVED" not in alarm.stdout
-    block = block_in(alarm.stderr)
+    block = block_in(re.sub(r"^\[rank0\]: ", "", alarm.stderr, flags=re.MULTILINE))
     assert block, tail(alarm)
     (trainer / "ours.py").write_text(block)
     declared = ("--placements", "ours.py:placements", "train.py", kind)

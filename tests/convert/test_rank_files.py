@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
@@ -41,8 +40,7 @@ from dcp_placements.testing import cut
 from tests.convert.hostile import Hostile
 from tests.offline_scenes import Run
 from tests.strategies import arange
-
-ROOT = Path(__file__).parents[2]
+from tests.torchrun import python, tail
 
 SAVER = """
 import sys
@@ -107,12 +105,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def save(kind: str) -> Path:
         if kind not in held:
             held[kind] = tmp_path_factory.mktemp(kind)
-            subprocess.run(
-                [sys.executable, "-c", SAVER, held[kind], kind],
-                check=True,
-                cwd=ROOT,
-                env={"PYTHONPATH": f"{ROOT}:{ROOT}/tests", "PATH": ""},
-            )
+            program = held[kind] / "saver.py"
+            program.write_text(SAVER)
+            done = python(program, held[kind], kind)
+            assert done.returncode == 0, tail(done)
+            program.unlink()
             (held[kind] / "fsdp_config.json").write_text("{}")
         return held[kind]
 

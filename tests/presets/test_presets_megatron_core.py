@@ -8,9 +8,6 @@ set.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,8 +23,8 @@ from torch.distributed.tensor import Shard
 from dcp_placements import FusedShard, PlacementError, Placements
 from dcp_placements.presets import megatron_core, megatron_meshes
 from dcp_placements.testing import World, cut
+from tests.torchrun import ROOT, python, tail
 
-ROOT = Path(__file__).parents[2]
 WORKER = ROOT / "tests" / "ranks" / "megatron_worker.py"
 
 
@@ -37,17 +34,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     if find_spec("megatron") is None:
         pytest.skip("megatron-core is not installed")
     out = tmp_path_factory.mktemp("megatron")
-    path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
-    done = subprocess.run(
-        [sys.executable, str(WORKER), str(out)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-8000:]
+    done = python(WORKER, out)
+    assert done.returncode == 0, tail(done)
     result: dict[str, Any] = json.loads((out / "seen.json").read_text())
     return result
 

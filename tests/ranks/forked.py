@@ -15,7 +15,6 @@ import runpy
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -39,8 +38,8 @@ def fork(work: Callable[[], object], **environment: str) -> int:
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)  # torch's, with the rank
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from dcp_placements.offline.directory import existing_directory
 from tests.offline_scenes import Run, wholes
 from tests.remote_scenes import names
 from tests.storage_scenes import load
+from tests.torchrun import python
 
 
 def test_what_is_missing_is_one_line(
@@ -170,15 +169,7 @@ def test_another_process_connects_by_itself(
     s3: str, tmp_path: Path, program: str, lines: int
 ) -> None:
     (tmp_path / "program.py").write_text(program)
-    command = [sys.executable, tmp_path / "program.py", s3, tmp_path / "store"]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    done = python(tmp_path / "program.py", s3, tmp_path / "store")
     assert done.stdout.count("done") == lines, done.stderr
     read = load(Path("none"), {"w": torch.zeros(10)}, PlacementFileSystemReader(s3))
     assert torch.equal(read["w"], torch.arange(10.0))
