@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -99,10 +100,16 @@ class _Warm:
         finally:
             ended.cancel()
 
+    def end(self) -> None:
+        """Let it leave its loop, and wait for it."""
+        self.process.communicate()
+
 
 @cache
 def _warm_process() -> _Warm:
-    return _Warm()
+    warm = _Warm()
+    atexit.register(warm.end)
+    return warm
 
 
 def _environment() -> dict[str, str]:
