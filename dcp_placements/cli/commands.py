@@ -34,7 +34,6 @@ from dcp_placements.cli.shared_options import (
 from dcp_placements.errors import CannotLook
 from dcp_placements.rules.mesh_axes import MeshAxes
 from dcp_placements.short_text import format_count, format_name
-from dcp_placements.storage.store import open_plain
 
 if TYPE_CHECKING:
     import torch
@@ -274,6 +273,8 @@ def reshard_command(
 
 
 def _keys(path: Path) -> list[str]:
+    from dcp_placements.storage.store import open_plain
+
     try:
         with open_plain(path) as stream:
             text = stream.read().decode()

@@ -104,9 +104,9 @@ def test_on_a_full_disk_it_says_what_is_needed_and_goes_on_later(
     convert("whole")
     total = sum(map(len, files_of("whole").values()))
 
-    def opened(file: Any, mode: str) -> Any:
+    def opened(file: Any, mode: str, **options: Any) -> Any:
         if mode == "rb":
-            return open(file, mode)
+            return open(file, mode, **options)
         return io.BufferedWriter(Full(file, mode))
 
     # Before its first byte, at some points of its data, and in the last bytes of its metadata.

@@ -23,6 +23,7 @@ from dcp_placements import (
 from dcp_placements.offline import CannotLook, import_checkpoint, open_source, verify
 from dcp_placements.offline.element_bits import same_bits
 from dcp_placements.offline.sources.mapped_files import load_torch_file
+from dcp_placements.storage.store import open_store
 from dcp_placements.testing.megatron import (
     MegatronModel,
     MegatronRun,
@@ -65,7 +66,8 @@ def plain(tmp_path: Path, run: MegatronRun, model: MegatronModel = MOE, **option
     """Write files whose arguments hold no enumeration, so that the test can load them, too."""
     folder = write_legacy(tmp_path / "megatron", model, run, **options)
     for file in folder.glob("*/model_optim_rng.pt"):
-        held = tree_map_only(torch.Tensor, torch.clone, load_torch_file(file))
+        read = load_torch_file(open_store(folder), str(file.relative_to(folder)))
+        held = tree_map_only(torch.Tensor, torch.clone, read)
         if "args" in held:
             plain = {"attention_backend": "auto", "params_dtype": torch.bfloat16}
             held["args"] = argparse.Namespace(**held["args"].fields | plain)
