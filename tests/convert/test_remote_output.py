@@ -22,7 +22,7 @@ from dcp_placements.offline import (
     stock_metadata,
 )
 from dcp_placements.offline.output import MARKER, UrlOutput
-from dcp_placements.storage.store import UrlStore
+from dcp_placements.storage.store import UrlStore, open_store
 from tests.offline_scenes import Run, rules_by_ep, save_hugging_face, save_sharded, wholes
 from tests.remote_scenes import contents, names
 from tests.storage_scenes import load, same
@@ -81,6 +81,30 @@ def test_what_fails_leaves_nothing_where_a_file_may_be_there_in_part(tmp_path: P
     fsspec.filesystem("parts").pipe_file("parts://there/two/.unfinished", b"x y")
     with pytest.raises(CannotLook, match="another output was begun here"):
         export_safetensors(tmp_path, "parts://there/two", max_shard_size=4000)
+
+
+def test_a_replacement_that_is_not_renamed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The older file is removed before, as no file is renamed over another one."""
+    fsspec.register_implementation("parts", Sftp, clobber=True)
+    held = open_store("parts://there/ckpt")
+    with held.create(".metadata") as stream:
+        stream.write(b"older")
+
+    def refused(self: Any, *paths: str, **options: Any) -> None:
+        raise OSError("no more requests")
+
+    monkeypatch.setattr(Sftp, "mv", refused)
+    with (
+        pytest.raises(OSError, match="no more requests") as raised,
+        held.replace(".metadata") as new,
+    ):
+        new.write(b"newer")
+    (name,) = names("parts://there/ckpt")
+    assert f"way out:     rename parts://there/ckpt/{name} to parts://there/ckpt/.metadata" in str(
+        raised.value
+    )
+    with held.open(name) as stream:
+        assert stream.read() == b"newer"
 
 
 def stopped_export(source: Path, url: str, **options: Any) -> None:
