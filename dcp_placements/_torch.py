@@ -188,6 +188,8 @@ def components(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def is_on_meta(value: Any) -> bool:
     """Whether a value is a tensor without memory; of a ``ShardedTensor``, any of its shards."""
+    if type(value) is DTensor:  # as its local tensor, which says so in a quarter of the time
+        value = value._local_tensor
     if type(value) not in PLAIN_TYPES and isinstance(value, ShardedTensor):
         return any([shard.tensor.is_meta for shard in value.local_shards()])
     return bool(getattr(value, "is_meta", False))
@@ -242,7 +244,8 @@ def set_up_by_torch(kind: Any, ours: Any, state_dict: dict[str, Any]) -> Any:
     """
     stock = kind(flatten_state_dict=ours.flatten_state_dict, flatten_sharded_tensors=False)
     stock.set_up_planner(state_dict)
-    has_sharded = any([isinstance(value, ShardedTensor) for value in stock.state_dict.values()])
+    types = set(map(type, stock.state_dict.values()))
+    has_sharded = any([issubclass(value_type, ShardedTensor) for value_type in types])
     if ours.flatten_sharded_tensors and (has_sharded or not ours.flatten_state_dict):
         stock.flatten_sharded_tensors = True
         stock.set_up_planner(state_dict)

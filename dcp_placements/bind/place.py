@@ -104,7 +104,7 @@ def place(
         reshaped = replace(reshaped, several={})
     lists: dict[str, ParameterNames] = {}
     # The groups of flattened state name one parameter each, and have no lists.
-    if any(fqn.endswith(".params") for fqn in state_dict):
+    if has_groups and any(fqn.endswith(".params") for fqn in state_dict):
         names_of = None if rename is None else lambda key: texts_of(rename(key))
         lists, of_lists = named_lists(state_dict, names_of)
         faults += of_lists

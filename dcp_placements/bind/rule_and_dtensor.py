@@ -221,12 +221,12 @@ class SharedPlaces:
     """The places of a state dict's tensors: tensors of one layout share one ``Place``.
 
     Neighbours in a state dict mostly have one mesh, and its ``mesh_state`` costs more than the rest
-    of the key: that of the last mesh is kept.
+    of the key: the places of the last mesh are kept beside those of all.
     """
 
-    _places: dict[Any, Place] = field(default_factory=dict)
+    _places: dict[Hashable, dict[Any, Place]] = field(default_factory=dict)
     _last_mesh: Mesh | None = None
-    _last_state: Hashable = None
+    _of_last_mesh: dict[Any, Place] = field(default_factory=dict)
 
     def bind(
         self,
@@ -252,10 +252,12 @@ class SharedPlaces:
         local, mesh, placements, shape = own
         if placement is None or origins == tuple(range(ndim)):
             origins, ndim = None, 0
-        if mesh is not self._last_mesh:
-            self._last_mesh, self._last_state = mesh, None if mesh is None else mesh_state(mesh)
-        key = shape, local.shape, self._last_state, placements, placement, origins, ndim
-        place = self._places.get(key)
+        if mesh is not self._last_mesh or not self._places:
+            state = None if mesh is None else mesh_state(mesh)
+            self._last_mesh, self._of_last_mesh = mesh, self._places.setdefault(state, {})
+        of_mesh = self._of_last_mesh
+        key = shape, local.shape, placements, placement, origins, ndim
+        place = of_mesh.get(key)
         if place is not None:
             return place
         if placement is not None and origins is not None:
@@ -272,7 +274,7 @@ class SharedPlaces:
                 refusal = _misfit(headline, own_text, placement, sharding, positions, axes)
                 refusal.uneven = _uneven(place, expected, held)
                 raise refusal
-        self._places[key] = place
+        of_mesh[key] = place
         return place
 
 

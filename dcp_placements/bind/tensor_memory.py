@@ -54,12 +54,14 @@ def tensor_faults(
         is_plain = type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided
         if has_contents and tensor.is_meta:
             faults.append(Fault(fqn, "is a meta tensor, which has no contents to save", _META))
-        elif not tensor.numel():
             continue
-        elif (
+        if not tensor.numel():
+            continue
+        start = tensor.data_ptr() if is_plain else data_pointer(tensor)
+        if (
             # FSDP frees memory so; the cheap test comes first.
             is_plain
-            and tensor.data_ptr() == tensor.storage_offset() * tensor.itemsize
+            and start == tensor.storage_offset() * tensor.itemsize
             and not tensor.untyped_storage().nbytes()
         ):
             headline = f"the storage of this {tuple(tensor.shape)} {tensor.dtype} tensor was freed"
@@ -68,11 +70,8 @@ def tensor_faults(
             kind = type(tensor).__name__
             headline = f"is a {kind} around DTensors, of which every rank has another part"
             faults.append(Fault(fqn, headline, _AROUND))
-        else:
-            start = tensor.data_ptr() if is_plain else data_pointer(tensor)
-            named = fqn, tensor
-            if start and first.setdefault(start, named) is not named:
-                starts.setdefault(start, [first[start]]).append(named)
+        elif start and first.setdefault(start, named := (fqn, tensor)) is not named:
+            starts.setdefault(start, [first[start]]).append(named)
     for aliases in starts.values():
         faults += _alias_faults(aliases, placed)
     return faults
@@ -157,9 +156,11 @@ def memory_faults(
     """Return the tensors whose memory does not keep what is read into it."""
     faults = []
     # Each call of to_local() may make another tensor: what is read into it is lost at the end.
-    values = {fqn: state_dict[fqn] for fqn, _ in destinations}
-    values = {fqn: value for fqn, value in values.items() if not isinstance(value, DTensor)}
-    like_dtensor = {fqn for fqn, value in values.items() if is_dtensor_like(value)}
+    like_dtensor = {
+        fqn: value
+        for fqn, _ in destinations
+        if not isinstance(value := state_dict[fqn], DTensor) and is_dtensor_like(value)
+    }
     starts = {(fqn, data_pointer(tensor)) for fqn, tensor in destinations if fqn in like_dtensor}
     for fqn, tensor in destinations:
         is_spread = tensor.layout is torch.strided and not tensor.is_contiguous()
@@ -178,9 +179,9 @@ def memory_faults(
             faults.append(Fault(fqn, headline, details))
         is_copy = False
         if fqn in like_dtensor:
-            is_copy = (fqn, data_pointer(facts_of(values[fqn])[0])) not in starts
+            is_copy = (fqn, data_pointer(facts_of(like_dtensor[fqn])[0])) not in starts
         if is_copy and tensor.numel():
-            kind = type(values[fqn]).__name__
+            kind = type(like_dtensor[fqn]).__name__
             headline = f"to_local() of this {kind} makes a copy: what is read would be lost"
             out = "way out:     load into the tensor that it holds, and make the copy afterwards"
             faults.append(Fault(fqn, headline, (out,)))

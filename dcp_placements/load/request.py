@@ -36,7 +36,7 @@ from dcp_placements._torch import (
 from dcp_placements.bind.rule_and_dtensor import Placed, Placing, is_tensor
 from dcp_placements.bind.tensor_memory import memory_key, tied_keys
 from dcp_placements.errors import Fault
-from dcp_placements.items import ReadItemOfLoad, object_read
+from dcp_placements.items import ReadItemOfLoad, object_read, with_fields
 from dcp_placements.layout.boxes import Index, as_array, format_boxes, uncovered
 from dcp_placements.layout.sharding import Box, format_cuts
 from dcp_placements.load.casting import (
@@ -79,7 +79,7 @@ def reads_of(
             holes += uncovered(box, as_array(filled, len(box.sizes)))
         for index, chunk, shared in overlaps:
             reads.append(
-                ReadItem(
+                ReadItemOfLoad(
                     LoadItemType.TENSOR,
                     MetadataIndex("", torch.Size(box.offsets), position),
                     torch.Size(map(sub, shared.offsets, box.offsets)),
@@ -201,17 +201,12 @@ class Request:
             placed, of_key = placed_of.get(fqn), reads[fqn]
             plain = value if know_memory and type(value) in PLAIN_TYPES else None
             for read in (_OBJECT,) if of_key is None else of_key:
-                dest, source = read.dest_index, read.storage_index
+                dest = with_fields(read.dest_index, fqn=fqn)
+                source = with_fields(read.storage_index, fqn=fqn)
+                tensor = placed.view(placed.place.chunks[dest.index or 0]) if placed else plain
                 items.append(
-                    ReadItemOfLoad(
-                        read.type,
-                        MetadataIndex(fqn, dest.offset, dest.index),
-                        read.dest_offsets,
-                        MetadataIndex(fqn, source.offset, source.index),
-                        read.storage_offsets,
-                        read.lengths,
-                        load,
-                        placed.view(placed.place.chunks[dest.index or 0]) if placed else plain,
+                    with_fields(
+                        read, dest_index=dest, storage_index=source, load=load, tensor=tensor
                     )
                 )
         return items

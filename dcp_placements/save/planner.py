@@ -55,6 +55,7 @@ from dcp_placements.items import (
     WriteItemOfSave,
     held_by,
     quiet_gc,
+    with_fields,
 )
 from dcp_placements.names.flat import Path, Reshaped, check_texts, checkpoint_path, rename_keys
 from dcp_placements.names.optimizer_state import ParameterNames, stateless_parameters
@@ -575,30 +576,25 @@ def assigned_items(
     for held in holding.groups:
         group = held.group
         # What the items of all keys share, by box.
-        boxes: list[tuple[torch.Size | None, WriteItemType, TensorWriteData | None]] = []
+        of_boxes: list[WriteItemOfSave] = []
         for box in held.boxes:
             if group.kind == OBJECT:
-                boxes.append((None, WriteItemType.BYTE_IO, None))
+                of_boxes.append(
+                    WriteItemOfSave(MetadataIndex(""), WriteItemType.BYTE_IO, save=save)
+                )
                 continue
             first = torch.Size(box.offsets)
             chunk = ChunkStorageMetadata(first, torch.Size(box.sizes))
-            is_plain = group.kind == PLAIN
-            boxes.append(
-                (
-                    first,
-                    WriteItemType.TENSOR if is_plain else WriteItemType.SHARD,
-                    TensorWriteData(chunk, tensor_properties(group), torch.Size(group.shape)),
-                )
-            )
+            kind = WriteItemType.TENSOR if group.kind == PLAIN else WriteItemType.SHARD
+            data = TensorWriteData(chunk, tensor_properties(group), torch.Size(group.shape))
+            index = MetadataIndex("", first)
+            of_boxes.append(WriteItemOfSave(index, kind, tensor_data=data, save=save))
         tensors = held.data() if know_data else repeat(None)
-        cells = product(held.fqns, boxes)
-        for (fqn, (offsets, kind, data)), tensor in zip(cells, tensors, strict=False):
+        cells = product(held.fqns, of_boxes)
+        for (fqn, item), tensor in zip(cells, tensors, strict=False):
             if is_written := next(kind_of_cell):
-                index = MetadataIndex(fqn, offsets)
-                copied = is_written == COPIED
+                index = with_fields(item.index, fqn=fqn)
                 items.append(
-                    WriteItemOfSave(
-                        index, kind, tensor_data=data, save=save, tensor=tensor, copied=copied
-                    )
+                    with_fields(item, index=index, tensor=tensor, copied=is_written == COPIED)
                 )
     return items

@@ -52,8 +52,10 @@ def components(texts: Sequence[str]) -> list[list[str | None]]:
 
 def joined(columns: Sequence[Sequence[str | None]]) -> list[str]:
     """Return the texts that have these components."""
-    rows = zip(*columns, strict=True)
-    return [".".join([component for component in row if component is not None]) for row in rows]
+    rows: Any = zip(*columns, strict=True)
+    if any(None in column for column in columns):
+        rows = [[component for component in row if component is not None] for row in rows]
+    return list(map(".".join, rows))
 
 
 def check_below(column: Ints, below: int, least: int = 0) -> None:
