@@ -5,28 +5,7 @@
 # environment, or else .venv, made with the first python3.11+ found. Prints one line when it
 # installs, and nothing when the environment is up to date.
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-
-if [[ -z "${VIRTUAL_ENV:-}" ]]; then
-    if [[ ! -x .venv/bin/python ]]; then
-        found=""
-        for candidate in python3 python3.11 python3.12 python3.13; do
-            # Running it, and not just finding it: a version manager's shim may stand for nothing.
-            if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-                found="$candidate"
-                break
-            fi
-        done
-        if [[ -z "$found" ]]; then
-            echo "setup: no python3.11 or newer found on PATH" >&2
-            exit 2
-        fi
-        echo "setup: making .venv with $("$found" --version)" >&2
-        "$found" -m venv .venv
-    fi
-    export VIRTUAL_ENV="$PWD/.venv"
-fi
-export PATH="$VIRTUAL_ENV/bin:$PATH"
+source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
 # The root is in the stamp too: an editable install of another clone is not this one.
 stamp="$VIRTUAL_ENV/.dcp-placements-installed"

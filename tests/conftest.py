@@ -43,7 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("random worlds")
     group.addoption("--worlds", type=int, help="how many of each kind are tried")
     group.addoption("--world-seed", type=int, default=0, help="the first one (0)")
-    parser.addoption("--benches", action="store_true", help="try the benches, too")
+    parser.addoption("--all", action="store_true", help="try what is marked as rare, too")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -61,8 +61,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """In a parallel run, begin with the files that take longest: no core waits at the end."""
-    if not config.getoption("--benches"):
-        left_out = [item for item in items if item.get_closest_marker("bench")]
+    if not config.getoption("--all"):
+        left_out = [item for item in items if item.get_closest_marker("rare")]
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
     if hasattr(config, "workerinput"):

@@ -200,20 +200,6 @@ def test_libraries_of_extras_are_imported_where_they_are_asked_for(library: str)
 
 def test_what_few_need_is_imported_by_those_who_ask_for_it() -> None:
     program = """
-import sys, dcp_placements, dcp_placements.save.planner, dcp_placements.load.planner
-assert not {"click", "rich"} & set(sys.modules)
-for folder in ("dcp_placements.presets", "dcp_placements.exchange", "dcp_placements.advice"):
-    assert not any(name.startswith(folder) for name in sys.modules)
-from dcp_placements import presets
-assert presets.megatron_lite.__module__ == "dcp_placements.presets.megatron_lite"
-import dcp_placements.cli.app, dcp_placements.offline.picture
-assert not {"transformers", "megatron", "matplotlib"} & set(sys.modules)
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
-def test_an_examination_of_files_imports_neither_planner() -> None:
-    program = """
 import sys
 from dcp_placements import offline
 functions = "inspect inspect_tensor shapes verify diff diagnose draw stock_metadata open_source"
@@ -221,6 +207,14 @@ for name in functions.split():
     getattr(offline, name)
 for folder in ("dcp_placements.save", "dcp_placements.load", "dcp_placements.engines"):
     assert not any(name.startswith(folder) for name in sys.modules), folder
+import dcp_placements.save.planner, dcp_placements.load.planner
+assert not {"click", "rich"} & set(sys.modules)
+for folder in ("dcp_placements.presets", "dcp_placements.exchange", "dcp_placements.advice"):
+    assert not any(name.startswith(folder) for name in sys.modules)
+from dcp_placements import presets
+assert presets.megatron_lite.__module__ == "dcp_placements.presets.megatron_lite"
+import dcp_placements.cli.app, dcp_placements.offline.picture
+assert not {"transformers", "megatron", "matplotlib"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", program], check=True)
 

@@ -30,7 +30,7 @@ def bench(name: str, tmp_path: Path, *more: str) -> tuple[str, dict[str, Any]]:
     return done.stdout, json.loads(file.read_text())
 
 
-@pytest.mark.bench
+@pytest.mark.rare
 @pytest.mark.parametrize("name", ["plan", "restart"])
 def test_a_bench_runs_without_faults(name: str, tmp_path: Path) -> None:
     printed, report = bench(name, tmp_path)
@@ -40,7 +40,7 @@ def test_a_bench_runs_without_faults(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.bench
+@pytest.mark.rare
 def test_bench_io_reports_both_sides_and_the_raw_cost(tmp_path: Path) -> None:
     where = ("--directory", str(tmp_path))
     _, report = bench("io", tmp_path, "--cases", "small", "reshard", *where)
@@ -50,7 +50,7 @@ def test_bench_io_reports_both_sides_and_the_raw_cost(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.bench
+@pytest.mark.rare
 def test_a_bench_that_counts_bytes_misses_no_bound(tmp_path: Path) -> None:
     _, report = bench("load", tmp_path)
     assert report["cases"]

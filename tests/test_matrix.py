@@ -18,7 +18,7 @@ from dcp_placements import CheckpointPlacement
 
 GUIDE = Path(__file__).parent.parent / "dcp_placements" / "layout" / "DESIGN.md"
 TARGETS = by_source(pairs())
-SHARE = 3
+SHARE = 9
 """One in so many sources is run here, and all of them by ``scripts/matrix``."""
 
 

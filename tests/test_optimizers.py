@@ -114,8 +114,9 @@ def planners(whole: Any, rank: int, size: int) -> Placements:
     return Placements({f"model.{key}": placement for key in CUT}, whole=whole)
 
 
-@pytest.mark.parametrize("with_whole", [False, True], ids=["", "whole"])
-@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
+@pytest.mark.parametrize(
+    ("flat", "with_whole"), [(False, True), (True, False)], ids=["nested-whole", "flattened"]
+)
 @pytest.mark.parametrize("steps", [0, 1], ids=["no step", "a step"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_of_torch_changes_topology_without_a_word(
