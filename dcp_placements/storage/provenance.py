@@ -92,18 +92,22 @@ def cut_of_plain(
     dim: int | None,
     kind: str,
     parts: int | Sequence[int] = 1,
+    alternate: bool = False,
     of: Sequence[Any] | None = None,
     by_rule: bool = False,
     copies: Sequence[int] = (),
 ) -> Cut:
     """Return the cut of plain values.
 
-    ``of`` is the part of a fused tensor, if only that is cut: its number, sizes and groups.
+    In records of older saves ``alternate`` says that parts alternate row by row, which is a plain
+    cut. ``of`` is the part of a fused tensor, if only that is cut: its number, sizes and groups.
 
     Raises:
         CannotPlace: The kind is unknown, as of a later version; or no cut has such numbers.
         TypeError: A value has another type.
     """
+    if alternate:
+        kind, parts = Kind.PLAIN, 1
     part = None
     if of is not None:
         number, sizes, groups = of
@@ -146,7 +150,7 @@ def cut_of_plain(
 def plain_of_cut(cut: Cut) -> tuple[Any, ...]:
     """Return a cut as plain values."""
     of = None if cut.of is None else tuple(cut.of)
-    values = cut.axis, cut.size, cut.dim, cut.kind.value, cut.parts, of, cut.by_rule
+    values = cut.axis, cut.size, cut.dim, cut.kind.value, cut.parts, False, of, cut.by_rule
     return (*values, cut.copies) if cut.copies else values
 
 

@@ -210,8 +210,8 @@ UNFOLDING: dict[str, dict[str, Any]] = {
     "itself": {"options": {"waive": itself()}},
     "a long text": {"versions": dict.fromkeys(map(str, range(5000)), "x" * 100_000)},
     "by key": {"by key": {str(key): MANY for key in range(5000)}},
-    "a cut": {"cuts": {"groups": (((doubled(60), 2, 0, "plain", 1),),)}},
-    "groups": {"cuts": {"groups": ((("ep", 2, 0, "plain", 1),) * 5000,) * 5000}},
+    "a cut": {"cuts": {"groups": (((doubled(60), 2, 0, "plain", 1, False),),)}},
+    "groups": {"cuts": {"groups": ((("ep", 2, 0, "plain", 1, False),) * 5000,) * 5000}},
 }
 
 
