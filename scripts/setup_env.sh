@@ -25,3 +25,5 @@ if [[ -z "${VIRTUAL_ENV:-}" ]]; then
     export VIRTUAL_ENV="$PWD/.venv"
 fi
 export PATH="$VIRTUAL_ENV/bin:$PATH"
+# Modules are compiled once, and not by each of the many processes that import them.
+unset PYTHONDONTWRITEBYTECODE
