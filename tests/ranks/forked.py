@@ -4,7 +4,7 @@
 
 Imports what the program imports at its top and the modules (joined by commas), forks the ranks, and
 runs the program in each with the environment that torchrun sets. The exit code is 0 when every
-rank's is; the first other one ends the rest.
+rank's is; some seconds after the first other one the rest are ended.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import runpy
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -24,6 +25,9 @@ import torch.distributed as dist
 
 # What imports torch._dynamo when it is first called: seconds, in each rank.
 LATE = ("fully_shard", "torch.optim", "distribute_tensor")
+
+GRACE = 5.0
+"""Seconds that the other ranks have to say why they fail, too."""
 
 
 def fork(work: Callable[[], object], **environment: str) -> int:
@@ -81,16 +85,20 @@ def main() -> int:
         wait_for_workers=False,
         master_listen_fd=listening.detach(),
     )
-    failed = False
+    ends = None  # when the rest are ended, once a rank has failed
     while running:
-        child, status = os.wait()
+        child, status = os.waitpid(-1, 0 if ends is None else os.WNOHANG)
         running.discard(child)
-        if status and not failed:
-            failed = True
+        if child and status and ends is None:
+            ends = time.monotonic() + GRACE
+        elif not child and time.monotonic() < ends:
+            time.sleep(0.05)
+        elif not child:
             for other in running:
                 os.kill(other, signal.SIGKILL)
+            ends = float("inf")
     del store
-    return int(failed)
+    return int(ends is not None)
 
 
 if __name__ == "__main__":
