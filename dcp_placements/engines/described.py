@@ -224,8 +224,9 @@ def rank_keys(
         return keys
     waived, placed_all = list(map(compile_pattern, waive or ())), placing.placed.values()
     if has_contents:
-        options = {"renamed": rename is not None, "checks_padding": whole is None}
-        keys.notes += lint(placed_all, waived=waived, **options)
+        keys.notes += lint(
+            placed_all, renamed=rename is not None, waived=waived, checks_padding=whole is None
+        )
     if whole is not None:
         holding = holding_of(placing.state_dict, placing.placed, {}, placing.absent)
         world = World([holding.packed()])
