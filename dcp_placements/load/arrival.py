@@ -203,8 +203,8 @@ class Arrival:
         """Return the lists with parameters that the save has in other parameter groups.
 
         The options of a numbered group are read by its number. A parameter that is in no list which
-        this rank reads is new, unless it has state in the checkpoint and there are other lists.
-        Groups with equal options count as one.
+        this rank reads is new, unless its weight or state is in the checkpoint and there are other
+        lists. Groups with equal options count as one.
         """
         state_dict, faults = self._asked.state_dict, []
         for fqn, stored in self._lists.items():
@@ -215,10 +215,12 @@ class Arrival:
                 saved = {str(name): of for of in listed for name in self._lists[of]}
                 keys = self._asked.stored
                 lists = [key for key in keys if key.startswith(head) and key.endswith(".params")]
-                states = OptimizerStates(keys if len(lists) > len(listed) else {})
-                for state in filter(None, map(states.of, keys)):
-                    if state.head == head:
-                        saved.setdefault(state.parameter, "a group that this rank does not have")
+                states = OptimizerStates(keys)
+                held = {key: states.of(key) for key in keys if len(lists) > len(listed)}
+                stored_names = {of.parameter for of in held.values() if of and of.head == head}
+                stored_names |= _endings(key for key, of in held.items() if of is None)
+                for name in stored_names.intersection(others):
+                    saved.setdefault(name, "a group that this rank does not have")
                 moved = {
                     name: saved[name]
                     for name in others

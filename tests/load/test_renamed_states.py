@@ -430,6 +430,31 @@ def test_a_parameter_in_another_group_than_in_the_save_is_refused(
     loaded(waive={"optim.param_groups.*.params": "one lr for all"})
 
 
+@pytest.mark.parametrize("stepped", [(), ("a",)], ids=["plain SGD", "c has no step"])
+def test_a_joined_group_is_refused_where_its_parameters_have_no_state(
+    tmp_path: Path, stepped: tuple[str, ...]
+) -> None:
+    """Their weights are in the checkpoint, so that they were in a group, or frozen."""
+
+    def held(groups: list[tuple[str, ...]], lrs: list[float]) -> State:
+        state = in_groups(groups, lrs)
+        moments = state["optim"]["state"]
+        state["optim"]["state"] = {name: moments[name] for name in stepped}
+        return state
+
+    saved = held([("a", "b"), ("c",)], [0.1, 0.01])
+    dcp.save(saved, checkpoint_id=tmp_path, planner=PlacementSavePlanner(), no_dist=True)
+
+    def loaded(**options: Any) -> None:
+        planner = PlacementLoadPlanner(**options)
+        state = held([("a", "b", "c")], [0.5])
+        dcp.load(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+
+    message = refusal(loaded)
+    assert "optim.param_groups.0.params: this rank lists c in this group" in message
+    loaded(waive={"optim.param_groups.*.params": "one lr for all"})
+
+
 @pytest.mark.parametrize(
     "groups",
     [[("a", "b"), ("c",)], [("b", "a"), ("c",)], [("a",), ("c",)], [("a", "b", "lora"), ("c",)]],
