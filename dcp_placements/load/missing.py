@@ -373,9 +373,11 @@ def _unknown_keys(asked: Asked, missing: Sequence[str]) -> Iterator[Fault]:
     without = {
         _without(word, key): word for key in asked.unread for word in WRAPPERS if word in key
     }
+    weights = [key for key in asked.unread if asked.states.of(key) is None]
     for count, fqn in enumerate(missing):
         # Of keys with one text, which may be thousands, the first is shown.
-        names = _similar_names(fqn, asked.unread) if count < MAX_COMPARED_NAMES else []
+        unread = asked.unread if asked.states.of(fqn) else weights
+        names = _similar_names(fqn, unread) if count < MAX_COMPARED_NAMES else []
         similar = (f"it has:      {format_names(names, 4)}",) if names else ()
         details: tuple[str, ...] = ()
         page: tuple[str, ...] = ()
@@ -425,20 +427,24 @@ def _without(word: str, fqn: str) -> str:
 
 
 def _tied_head(asked: Asked, fqn: str) -> tuple[str, ...]:
-    """Return the likely cause that a head is missing: its checkpoint ties it to the embedding."""
+    """Return the likely cause that a head is missing: its checkpoint ties it to the embedding.
+
+    Empty where the checkpoint has a head, which is this one under another name.
+    """
     placed, value = asked.placing.placed.get(fqn), asked.state_dict[fqn]
     if not is_weight(value):
         return ()
     shape = tuple(value.shape) if placed is None else placed.place.sharding.global_shape
-    embeddings = [
+    alike = [
         key
         for key, entry in asked.stored.items()
         if isinstance(entry, TensorStorageMetadata)
         and tuple(entry.size) == shape
-        and NAMES_EMBEDDING.search(key)
         and asked.states.of(key) is None
     ]
-    if len(embeddings) != 1:
+    embeddings = [key for key in alike if NAMES_EMBEDDING.search(key)]
+    heads = [key for key in alike if NAMES_HEAD.search(key) and key in asked.unread]
+    if heads or len(embeddings) != 1:
         return ()
     own, other = fqn.split("."), embeddings[0].split(".")
     while own[1:] and other[1:] and own[0] == other[0]:

@@ -132,6 +132,24 @@ def test_an_untied_head_that_is_missing_is_told_of_the_embedding_of_its_shape(
     assert 'rename=Replace("head", "embed")' in text
 
 
+def test_a_head_that_the_checkpoint_has_under_another_prefix_is_not_called_tied(
+    tmp_path: Path,
+) -> None:
+    saved = {"embed.weight": arange(VOCAB, HIDDEN), "head.weight": arange(VOCAB, HIDDEN) + 1}
+    dcp.save({"model": saved}, checkpoint_id=tmp_path, no_dist=True)
+    state = {key: torch.zeros(VOCAB, HIDDEN) for key in saved}
+    text = refusal(lambda: load(state, tmp_path, Placements(None)))
+    assert "it has:      model.embed.weight" in text
+    assert "Replace" not in text
+    # An optimizer's state of a head is none of these: the weight itself is not in the file.
+    state = {"embed.weight": torch.zeros(VOCAB, HIDDEN), "head.weight": torch.zeros(VOCAB, HIDDEN)}
+    moments = {"state": {"head.weight": {"exp_avg": arange(VOCAB, HIDDEN)}}, "param_groups": []}
+    saved = {"embed.weight": arange(VOCAB, HIDDEN), "optim": moments}
+    dcp.save(saved, checkpoint_id=tmp_path / "moments", no_dist=True)
+    text = refusal(lambda: load(state, tmp_path / "moments", Placements(None)))
+    assert 'rename=Replace("head", "embed")' in text
+
+
 def test_the_whole_model_may_have_both_names_of_a_tied_weight(tmp_path: Path) -> None:
     as_on_the_hub(tmp_path)
     own = torch.zeros(VOCAB, HIDDEN)

@@ -65,3 +65,14 @@ def test_m110_all_levels_that_have_the_names_are_named(tmp_path: Path) -> None:
         )
     message = str(refused.value.failures[0][0])
     assert "it has:      ema.layers.0.w, model.layers.0.w (of layers.0.w)" in message
+
+
+def test_a_weight_that_is_missing_is_not_told_of_optimizer_state(tmp_path: Path) -> None:
+    names = "layers.0.experts.w1", "layers.1.experts.w1"
+    state = {name: {"exp_avg": torch.ones(3), "step": torch.ones(())} for name in names}
+    optim = {"state": state, "param_groups": [{"lr": 0.1, "params": [*names]}]}
+    saved = {"model": weights(*names), "optim": optim}
+    asked = {"model": weights(*names, "layers.2.experts.w1")}
+    text = refusal(tmp_path, saved, asked)
+    assert "model.layers.2.experts.w1: the checkpoint lacks this key" in text
+    assert "optim.state" not in text
