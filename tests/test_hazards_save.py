@@ -617,6 +617,17 @@ SCENES: dict[str, Scene] = {
             'rename=Renumber("experts.{}", this rank',
         ),
     ),
+    "a pattern that matches too much": Scene(
+        lambda rank: {
+            "norm": FakeDTensor.distribute(arange(8), WORLD.mesh(rank, dp=4), [Shard(0)])
+        },
+        ruled("*", {"ep": Shard(0)}, ep=2, edp=2),
+        refused=(
+            "norm: nobody holds all of the (16,) tensor",
+            "these axes make 8 shards: the rule matches too much",
+            "by rule:     '*'",
+        ),
+    ),
     "a pattern that matches nothing beside one that does": Scene(
         lambda rank: {"layers.0.experts.w1": torch.ones(3)},
         lambda rank: PlacementRules({"layers": None, "experts": None}),

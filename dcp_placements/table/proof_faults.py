@@ -214,6 +214,12 @@ def _broken_faults(finding: Broken, world: World, holders: Holders) -> list[Faul
                 details.append(f"the key is {' and not '.join(texts)}")
             everybody = format_count(holders.count, holders.noun)
             details.append(f"declared:    {format_cuts(piece.group.cuts)}; {everybody} in all")
+            shards = prod(cut.size for cut in piece.group.cuts)
+            if shards > holders.count and world.rules(piece, 0) != NO_RULE:
+                details.append(
+                    f"likely:      these axes make {shards} shards: the rule matches too much, or "
+                    "has an axis over which the tensor is whole, or is cut by its DTensor already"
+                )
             details.append(holders.missing)
         case "repeated":
             raise AssertionError("the boxes of a cover differ")
