@@ -617,6 +617,11 @@ SCENES: dict[str, Scene] = {
             'rename=Renumber("experts.{}", this rank',
         ),
     ),
+    "a pattern that is a regular expression": Scene(
+        lambda rank: {"layers.0.w": torch.full((4, 3), float(rank))},
+        ruled(r"layers\.\d+\.w", {"ep": Shard(0)}, ep=4),
+        refused=("no key on any rank matches", "give it as re.compile("),
+    ),
     "a pattern that matches too much": Scene(
         lambda rank: {
             "norm": FakeDTensor.distribute(arange(8), WORLD.mesh(rank, dp=4), [Shard(0)])

@@ -123,6 +123,11 @@ class PlacementRules:
         return {**vars(self), "_matches": {}}
 
 
+_IN_REGEXES = re.compile(r"^[^:]*(?:[\\+()\[\]|^$?]|\.\*)")
+"""What no name of a parameter has, in a pattern that is no ``re:``."""
+_COMPILED = "likely:      a regular expression: give it as re.compile(r'...')"
+
+
 @lru_cache(maxsize=1 << 12)
 def compile_pattern(pattern: str) -> re.Pattern[str]:
     """Return the regular expression of a dotted pattern, to be searched in ``"." + key``.
@@ -143,6 +148,7 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
     if not all(components):
         raise PlacementError(
             f"pattern {pattern!r} has an empty component: write dotted names such as 'experts.w1'"
+            + (f"\n    {_COMPILED}" if _IN_REGEXES.search(pattern) else "")
         )
     regexes = {"**": r"(?:\.[^.]+)*", "*": r"\.[^.]+"}
     texts = [regexes.get(c) or r"\." + re.escape(c).replace(r"\*", "[^.]*") for c in components]
@@ -167,7 +173,8 @@ def check_declaration(
         kind = f"the class {rules.__name__}" if isinstance(rules, type) else type(rules).__name__
         raise PlacementError(
             f"rules= is {kind}: give PlacementRules({{pattern: placement}}), a function "
-            "(fqn, tensor) that returns one, or None"
+            "(fqn, tensor) that returns one, or None; Placements(...) makes planners itself, by "
+            "save_planner() and load_planner()"
         )
     if rename is not None and (isinstance(rename, type) or not callable(rename)):
         raise PlacementError(
@@ -276,6 +283,8 @@ def unmatched_faults(unmatched: Sequence[str], keys: Sequence[str]) -> list[Faul
     for word in dict.fromkeys(re.findall(r"\w+", declared)):
         if word not in components and (near := near_names(word, components)):
             details.append(f"likely:      {word!r} is no component of any key; {near[0]!r} is")
+    if any(name.startswith("'") and _IN_REGEXES.search(name) for name in unmatched):
+        details.append(_COMPILED)
     way_out = "correct the pattern, or drop it; optional=True of rules and Renames allows it"
     details.append(f"way out:     {way_out}")
     headline = "no key on any rank matches"

@@ -117,6 +117,11 @@ def test_empty_components_are_refused(pattern: str) -> None:
         compile_pattern(pattern)
 
 
+def test_a_regular_expression_as_text_is_told_of_compile() -> None:
+    with pytest.raises(PlacementError, match=r"(?s)empty component.*re\.compile"):
+        PlacementRules({".*experts": None})
+
+
 def test_a_value_that_is_no_placement_is_refused() -> None:
     with pytest.raises(PlacementError) as refused:
         PlacementRules({"experts.w1": Shard(0)})  # type: ignore[dict-item]
