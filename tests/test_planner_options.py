@@ -368,9 +368,9 @@ def test_a_planner_of_the_other_side_and_a_class_are_named(tmp_path: Path) -> No
     state, saves, kind = {"w": torch.ones(2)}, PlacementSavePlanner(), PlacementLoadPlanner
     dcp.save(state, checkpoint_id=tmp_path, planner=saves, no_dist=True)
     mistakes: list[tuple[Any, Any, str]] = [
-        (dcp.save, kind(), "was given a bool in place of metadata"),
-        (dcp.load, kind, "was given a bool in place of metadata"),
-        (dcp.load, saves, "a save planner was given Metadata of a checkpoint"),
+        (dcp.save, kind(), "planner= of a save is a load planner"),
+        (dcp.load, kind, "planner= is the class of a load planner"),
+        (dcp.load, saves, "planner= of a load is a save planner"),
     ]
     for call, planner, message in mistakes:
         with pytest.raises(CheckpointException) as caught:

@@ -229,9 +229,10 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
     ) -> None:
         """Take the state dict to fill, under the checkpoint's keys. Called on every rank."""
         if metadata is not None and not hasattr(metadata, "state_dict_metadata"):
+            if hasattr(state_dict, "state_dict_metadata"):  # in place of self: the state dict
+                raise PlacementError("planner= is the class of a load planner: give an instance")
             raise PlacementError(
-                f"a load planner was given a {type(metadata).__name__} in place of metadata\n"
-                "    likely:      planner= of a save; or the class in place of an instance"
+                "planner= of a save is a load planner\n    way out:     placements.save_planner()"
             )
         if metadata is not None:
             with refusing():

@@ -293,8 +293,7 @@ class PlacementSavePlanner(DefaultSavePlanner):
             storage_meta = None
         elif storage_meta is not None and not hasattr(storage_meta, "checkpoint_id"):
             raise PlacementError(
-                f"a save planner was given {type(storage_meta).__name__} of a checkpoint\n"
-                "    likely:      planner= of a load"
+                "planner= of a load is a save planner\n    way out:     placements.load_planner()"
             )
         if not self.flatten_state_dict:  # else torch refuses them
             check_texts(state_dict)
