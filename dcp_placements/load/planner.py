@@ -334,10 +334,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         if faults:
             load.refusal = faults
             return LoadMessage(global_rank(), statement.packed())
-        if request.notes:
-            warn(load.report, request.notes)
         waived = policy.waived
-        notes = [*lint(placing.placed.values(), renamed=rename is not None, waived=waived)]
+        notes = [*request.notes]
+        notes += lint(placing.placed.values(), renamed=rename is not None, waived=waived)
         notes += notes_of_save(request, statement.renames)
         load.report.warnings += tuple(map(str, notes))
         statement = replace(statement, notes=tuple(notes))

@@ -201,6 +201,17 @@ def test_m47_a_load_runs_the_lint_of_the_save_and_the_coordinator_tells_once(
         load(world, tmp_path, state, waive={"gate_up_proj": "parts alternate by head"})
 
 
+def test_a_cast_is_warned_of_once_and_reported_by_each_rank(tmp_path: Path) -> None:
+    dcp.save({"a": arange(8, 3)}, checkpoint_id=tmp_path, no_dist=True)
+    with warned() as texts:
+        _, reports = load(
+            World(3), tmp_path, lambda rank: {"a": torch.zeros(8, 3, dtype=torch.bfloat16)}
+        )
+    (text,) = texts
+    assert "a: loaded with less precision than stored (float32 -> bfloat16)" in text
+    assert [len(report.warnings) for report in reports] == [1, 1, 1]
+
+
 def test_m48_a_pattern_that_matches_nothing_on_any_rank_is_warned_of_once(tmp_path: Path) -> None:
     whole = arange(8, 3)
     dcp.save({"a": whole, "b": whole}, checkpoint_id=tmp_path, no_dist=True)
