@@ -525,7 +525,7 @@ def check_ranks(axes: Sequence[Axis], mesh: Mesh | None) -> None:
 
     Raises:
         CannotPlace: An axis of the same name has other ranks in that mesh, or in the mesh that it
-            was sliced from.
+            was sliced from; or this rank has another position along it.
     """
     if not axes or mesh is None:
         return
@@ -536,7 +536,19 @@ def check_ranks(axes: Sequence[Axis], mesh: Mesh | None) -> None:
     by_name = {axis.name: axis for own_mesh in own_meshes for axis in mesh_axes(own_mesh) or ()}
     for axis in axes:
         own = None if axis.name is None else by_name.get(axis.name)
-        if own is None or own.size != axis.size or None in (own.ranks, axis.ranks):
+        if own is None or own.size != axis.size:
+            continue
+        if None in (own.ranks, axis.ranks):
+            if own.position != axis.position:
+                raise CannotPlace(
+                    f"is at position {own.position} of {axis} by its own DTensor, and at "
+                    f"{axis.position} by the rule",
+                    "likely:      a MeshCoordinate of another rank, or with positions in another "
+                    "order than its names",
+                    "way out:     the mesh that the tensor's was sliced from, in the rule; or "
+                    "other names, where the two axes are not the same",
+                    MESHES_PAGE,
+                )
             continue
         if own.ranks != axis.ranks:
             raise CannotPlace(

@@ -79,6 +79,24 @@ def test_m127_a_rule_whose_mesh_lays_out_the_ranks_otherwise_is_refused(
     assert_same(dict(enumerate(states)), {rank: blank(state(rank)) for rank in range(4)})
 
 
+def test_a_coordinate_that_is_not_that_of_the_mesh_is_refused(tmp_path: Path) -> None:
+    """Without a table of ranks, a rule with the position of another rank would swap the experts."""
+
+    def of_another_rank(rank: int) -> MeshCoordinate:
+        ep, edp = table(rank, ROOT).get_coordinate() or ()
+        return MeshCoordinate(NAMES, (2, 2), (1 - ep, edp))
+
+    other = rules(of_another_rank, EP)
+    with refused() as refusal:
+        save(WORLD, tmp_path, BY_FSDP, other)
+    refusal.says("experts.w: is at position 0 of ep by its own DTensor, and at 1 by the rule")
+    save(WORLD, tmp_path, BY_FSDP, rules(lambda rank: table(rank, ROOT), EP))
+    states = [blank(BY_FSDP(rank)) for rank in range(4)]
+    with refused() as refusal:
+        load(WORLD, tmp_path, states.__getitem__, other)
+    refusal.says("is at position 0 of ep by its own DTensor, and at 1 by the rule")
+
+
 def test_m127_of_many_ranks_the_first_are_shown(tmp_path: Path) -> None:
     ranks = torch.arange(4096).reshape(64, 64)
 
