@@ -435,15 +435,15 @@ def _tied_head(asked: Asked, fqn: str) -> tuple[str, ...]:
     if not is_weight(value):
         return ()
     shape = tuple(value.shape) if placed is None else placed.place.sharding.global_shape
-    alike = [
+    same_shape = [
         key
         for key, entry in asked.stored.items()
         if isinstance(entry, TensorStorageMetadata)
         and tuple(entry.size) == shape
         and asked.states.of(key) is None
     ]
-    embeddings = [key for key in alike if NAMES_EMBEDDING.search(key)]
-    heads = [key for key in alike if NAMES_HEAD.search(key) and key in asked.unread]
+    embeddings = [key for key in same_shape if NAMES_EMBEDDING.search(key)]
+    heads = [key for key in same_shape if NAMES_HEAD.search(key) and key in asked.unread]
     if heads or len(embeddings) != 1:
         return ()
     own, other = fqn.split("."), embeddings[0].split(".")
