@@ -123,7 +123,7 @@ class PlacementRules:
         return {**vars(self), "_matches": {}}
 
 
-_IN_REGEXES = re.compile(r"^[^:]*(?:[\\+()\[\]|^$?]|\.\*)")
+_IN_REGEXES = re.compile(r"^[^:]*(?:[\\+()\[\]|^$?]|(?<![^'])\.\*)")
 """What no name of a parameter has, in a pattern that is no ``re:``."""
 _COMPILED = "likely:      a regular expression: give it as re.compile(r'...')"
 

@@ -18,7 +18,7 @@ from dcp_placements import (
     PlacementSavePlanner,
 )
 from dcp_placements.bind.place import place
-from dcp_placements.rules.patterns import compile_pattern, rule_name
+from dcp_placements.rules.patterns import compile_pattern, rule_name, unmatched_faults
 from dcp_placements.testing import World
 
 MESH = MeshCoordinate(("ep",), (2,), (0,))
@@ -120,6 +120,15 @@ def test_empty_components_are_refused(pattern: str) -> None:
 def test_a_regular_expression_as_text_is_told_of_compile() -> None:
     with pytest.raises(PlacementError, match=r"(?s)empty component.*re\.compile"):
         PlacementRules({".*experts": None})
+    with pytest.raises(PlacementError) as refused:
+        PlacementRules({"layers.*..w1": None})
+    assert "compile" not in str(refused.value)
+
+
+def test_a_wildcard_that_matches_no_key_is_not_called_a_regular_expression() -> None:
+    names = ["'layers.*.w1'", "rename=Renumber('experts.{}')", r"'re:w\d$'"]
+    assert "compile" not in str(unmatched_faults(names, ["w"]))
+    assert "compile" in str(unmatched_faults([r"'layers\d.w1'"], ["w"]))
 
 
 def test_a_value_that_is_no_placement_is_refused() -> None:
