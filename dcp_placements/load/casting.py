@@ -149,10 +149,10 @@ def quantized_fault(fqn: str, stored: torch.dtype, needed: torch.dtype, scale: s
     return Fault(fqn, headline, (way_out, QUANTIZED_PAGE), (f"its scales:  {scale}",))
 
 
-def may_lack_scales(stored: torch.dtype, needed: torch.dtype) -> bool:
+def may_have_scales(stored: torch.dtype, needed: torch.dtype) -> bool:
     """Whether a cast is of elements that quantized files have, to numbers without a scale.
 
-    >>> may_lack_scales(torch.int8, torch.bfloat16), may_lack_scales(torch.float32, torch.float64)
+    >>> may_have_scales(torch.int8, torch.bfloat16), may_have_scales(torch.float32, torch.float64)
     (True, False)
     """
     has_codes = not (stored.is_floating_point or stored.is_complex) or stored.itemsize == 1

@@ -43,7 +43,7 @@ from dcp_placements.load.casting import (
     cast_fault,
     cast_kind,
     format_cast,
-    may_lack_scales,
+    may_have_scales,
     quantized_fault,
     unscaled_note,
 )
@@ -108,7 +108,7 @@ class ReadGroup:
         read_nbytes: Bytes that are read into them.
         cast: How the dtype changes, as text; None where it does not.
         narrows: Whether the change loses precision.
-        may_lack_scales: Whether the change is of elements that may lack their scales.
+        has_codes: Whether the change is of elements that may have scales of their own: of each key.
         padded: Elements of padding, which keep their values.
         faults: Why the first cannot be filled; the group has no other key then.
         fqns: The keys.
@@ -121,7 +121,7 @@ class ReadGroup:
     read_nbytes: int = 0
     cast: str | None = None
     narrows: bool = False
-    may_lack_scales: bool = False
+    has_codes: bool = False
     padded: int = 0
     faults: Sequence[Fault] = ()
     fqns: list[str] = field(default_factory=list)
@@ -276,10 +276,11 @@ def request_of(
         headline = f"loaded with less precision than stored ({casts[narrowed[0]]})"
         way_out = 'way out:     cast="allow" where this is intended, cast="error" to refuse it'
         notes.append(Fault(format_names(narrowed, 3), headline, (way_out,)))
-    codes = [fqn for group in groups if group.may_lack_scales for fqn in group.fqns]
-    codes = [fqn for fqn in codes if not policy.waives(fqn)]
-    if codes and policy.cast != "allow":
-        notes.append(unscaled_note(codes, casts[codes[0]]))
+    if coded := [group for group in groups if group.has_codes]:
+        of_scales, unscaled = _without_scales(asked, coded)
+        faults += of_scales
+        if unscaled and policy.cast != "allow":
+            notes.append(unscaled_note(unscaled, casts[unscaled[0]]))
     into = _destinations(asked, groups, missing.resets)
     tied = tied_keys(into)
     if tied_to:  # other ranks, and the whole model, see what is filled
@@ -479,11 +480,8 @@ def _read_group(asked: Asked, fqn: str, value: Any, placed: Placed | None, held:
     faults = [_hole_fault(fqn, holes, entry)] if holes else []
     dtype, stored_dtype = tensor.dtype, entry.properties.dtype
     kind = "same" if stored_dtype == dtype else cast_kind(stored_dtype, dtype)
-    scale = None
-    if kind != "same":
-        is_float = dtype.is_floating_point and dtype.itemsize > 1
-        scale = scale_of(fqn, stored_dtype, asked.stored) if is_float else None
-        faults += _cast_faults(asked, fqn, kind, (stored_dtype, dtype), scale)
+    if kind == "wrong" or (kind == "narrowing" and asked.policy.cast == "error"):
+        faults.append(cast_fault(fqn, stored_dtype, dtype))
     return ReadGroup(
         entry,
         placed,
@@ -492,7 +490,7 @@ def _read_group(asked: Asked, fqn: str, value: Any, placed: Placed | None, held:
         sum(read.lengths.numel() for read in reads) * stored_dtype.itemsize,
         None if kind == "same" else format_cast(stored_dtype, dtype),
         kind == "narrowing",
-        kind == "widening" and scale is None and may_lack_scales(stored_dtype, dtype),
+        kind != "same" and may_have_scales(stored_dtype, dtype),
         padded,
         faults,
     )
@@ -512,23 +510,33 @@ def _hole_fault(fqn: str, holes: Sequence[Box], entry: TensorStorageMetadata) ->
     )
 
 
-def _cast_faults(
-    asked: Asked, fqn: str, kind: str, dtypes: tuple[torch.dtype, torch.dtype], scale: str | None
-) -> Iterator[Fault]:
-    """Yield why a tensor of another dtype cannot be filled, or would be filled wrongly.
+def _without_scales(asked: Asked, groups: Iterable[ReadGroup]) -> tuple[list[Fault], list[str]]:
+    """Return what is wrong with elements that are read without their scales, and which have none.
+
+    Keys of one layout may be quantized and not, so each is looked up by its name.
 
     Args:
         asked: What the rank asks for.
-        fqn: The key.
-        kind: How the dtype changes, as ``cast_kind`` returns it.
-        dtypes: The checkpoint's dtype, and the tensor's.
-        scale: The key of its scales in the checkpoint, if there is one.
+        groups: The groups whose elements may have scales.
+
+    Returns:
+        A fault for each key whose scales the checkpoint has, and the keys of which it has none.
     """
-    if kind == "wrong" or (kind == "narrowing" and asked.policy.cast == "error"):
-        yield cast_fault(fqn, *dtypes)
-    # A state dict that asks for the scales, too, may multiply by them.
-    if scale and scale not in asked.state_dict and not asked.policy.waives(fqn):
-        yield quantized_fault(fqn, *dtypes, scale)
+    faults: list[Fault] = []
+    unscaled: list[str] = []
+    for group in groups:
+        for fqn in group.fqns:
+            if asked.policy.waives(fqn):
+                continue
+            tensor = asked.state_dict[fqn] if group.placed is None else group.placed.tensor
+            stored = group.entry.properties.dtype
+            scale = scale_of(fqn, stored, asked.stored)
+            if scale is None and not group.narrows:
+                unscaled.append(fqn)
+            # A state dict that asks for the scales, too, may multiply by them.
+            elif scale is not None and scale not in asked.state_dict:
+                faults.append(quantized_fault(fqn, stored, tensor.dtype, scale))
+    return faults, unscaled
 
 
 _DENSE = (
