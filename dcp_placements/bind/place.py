@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 import torch
@@ -93,6 +94,8 @@ def place(
         has_contents: Whether a meta tensor, which has none, is a fault, as in a save.
     """
     mappings, reshaped = mappings or {}, reshaped or Reshaped()
+    if reshaped.rows or reshaped.several:
+        state_dict, mappings, reshaped = _without_absent(state_dict, mappings, reshaped)
     tied: dict[str, str] = {}
     if reshaped.several:
         reshaped, tied = _without_tied(reshaped)
@@ -129,6 +132,33 @@ def place(
         placing.states = OptimizerStates(placing.state_dict)
         placing.faults += _optimizer_faults(placing, rename)
     return placing
+
+
+def _without_absent(
+    state_dict: dict[str, Any], mappings: dict[str, Path], reshaped: Reshaped
+) -> tuple[dict[str, Any], dict[str, Path], Reshaped]:
+    """Return values, paths and what a rename makes of them, without those of other ranks' meshes.
+
+    A stack, or a name of several values, has the first value that this rank has; it is absent where
+    the rank has none of them.
+    """
+    state_dict, mappings = {**state_dict}, {**mappings}
+    rows, several, wholes = {**reshaped.rows}, {**reshaped.several}, {**reshaped.wholes}
+    values_of: dict[str, list[Any]]
+    for values_of in (rows, several):
+        for fqn, values in values_of.items():
+            meshes = [of.value.device_mesh if is_dtensor_like(of.value) else None for of in values]
+            has = [mesh is None or mesh.get_coordinate() is not None for mesh in meshes]
+            values_of[fqn] = held = [*compress(values, has)] or values[:1]
+            first = held[0]
+            if first is not values[0]:
+                state_dict[fqn] = first.value
+                if first.path is not None:
+                    mappings[fqn] = first.path
+                if fqn in wholes:
+                    wholes[fqn] = first
+    several = {fqn: values for fqn, values in several.items() if len(values) > 1}
+    return state_dict, mappings, Reshaped(rows, wholes, several)
 
 
 def _without_tied(reshaped: Reshaped) -> tuple[Reshaped, dict[str, str]]:

@@ -218,17 +218,14 @@ def of_meshes(rank: int, *ranks: Sequence[int]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("other", [(1, 0), (2, 3)])
-def test_rows_on_meshes_in_which_a_rank_stands_elsewhere_are_refused(
-    tmp_path: Path, other: tuple[int, int]
-) -> None:
-    world, rename = World(4), Stack("experts.{}", 2)
+def test_rows_on_meshes_in_which_a_rank_stands_elsewhere_are_refused(tmp_path: Path) -> None:
+    world, rename = World(2), Stack("experts.{}", 2)
     path = tmp_path / "whole"
     dcp.save({"experts.w": torch.zeros(2, 8)}, checkpoint_id=path, no_dist=True)
     expected = "cannot stack rows of different dtypes, shapes or placements"
 
     def held(rank: int) -> dict[str, Any]:
-        return of_meshes(rank, (0, 1), other) if rank in other else {}
+        return of_meshes(rank, (0, 1), (1, 0))
 
     def saver(rank: int) -> PlacementSavePlanner:
         return PlacementSavePlanner(rename=rename)
