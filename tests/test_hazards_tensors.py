@@ -296,3 +296,14 @@ def test_a_sparse_tensor_is_not_left_as_it_was(
     with refused() as refusal:
         fill(tmp_path / "sparse", torch.zeros(3, 3))
     refusal.says(f"w: the checkpoint holds a {layout} tensor")
+
+
+def test_a_tensor_that_is_sparse_on_one_rank_alone_is_refused(tmp_path: Path) -> None:
+    """The rank that writes it decides what the file has, and metadata have one layout for all."""
+    with refused() as refusal:
+        saved(tmp_path, lambda rank: torch.eye(3).to_sparse() if rank else torch.eye(3))
+    refusal.says(
+        "w: the ranks do not agree on its layout: torch.strided on rank 0; torch.sparse_coo on "
+        "rank 1"
+    )
+    assert not list(tmp_path.iterdir())

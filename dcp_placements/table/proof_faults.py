@@ -94,6 +94,7 @@ _ASPECTS = {
     "sizes": "the sizes of its shards",
     "shape": "the shape of the whole tensor",
     "dtype": "its dtype",
+    "layout": "its layout",
 }
 
 

@@ -87,6 +87,7 @@ ASPECTS: dict[str, Callable[[Group], Hashable]] = {
     "sizes": lambda group: declared_sizes(group.cuts),
     "shape": lambda group: group.shape,
     "dtype": lambda group: group.dtype,
+    "layout": lambda group: group.layout,
 }
 """What all holders of a key must agree on; None is that of a holder that says nothing of it."""
 
@@ -111,7 +112,9 @@ def prove(
     """
     for piece in world.pieces:
         groups = [source.group for source in piece.sources]
-        traits = {(group.kind == OBJECT, group.shape, group.dtype) for group in groups}
+        traits = {
+            (group.kind == OBJECT, group.shape, group.dtype, group.layout) for group in groups
+        }
         cuts = {group.cuts for group in groups}
         if len(traits) > 1 or (len(cuts) > 1 and sizes_differ(cuts)):
             yield _unlike(world, piece)
