@@ -277,6 +277,9 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
             load.rename, new = of_tied, of_tied.renamed
             load.state_dict = {new(fqn): value for fqn, value in load.state_dict.items()}
             load.mappings = {new(fqn): path for fqn, path in load.mappings.items()}
+            if load.renamed.reshaped is not None:
+                reshaped = of_tied.reshaped(load.renamed.reshaped)
+                load.renamed = load.renamed._replace(reshaped=reshaped)
         return load
 
     def create_local_plan(self) -> LoadPlan:

@@ -11,14 +11,15 @@ too. ``embed.w`` and ``head.w`` are one memory; the model that was saved listed 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dcp_placements.bind.rule_and_dtensor import is_tensor
 from dcp_placements.bind.tensor_memory import memory_key
+from dcp_placements.names.flat import RenamedValue, Reshaped
 from dcp_placements.names.optimizer_state import OptimizerStates
-from dcp_placements.names.rename_results import Rename, Renamed
+from dcp_placements.names.rename_results import Rename, Renamed, texts_of, with_texts
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,11 @@ class TiedStates:
     first: Rename | None = field(default=None)
 
     def __call__(self, key: str) -> Renamed:
-        new = key if self.first is None else self.first(key)
-        return self.renamed(new) if isinstance(new, str) else new
+        return self._answer(key if self.first is None else self.first(key))
+
+    def _answer(self, name: Renamed) -> Any:
+        """Return the answer of the user's rename with the checkpoint's names."""
+        return with_texts(name, [*map(self.renamed, texts_of(name))])
 
     @property
     def names(self) -> dict[str, str]:
@@ -49,6 +53,19 @@ class TiedStates:
             if f"{fqn}.".startswith(head):
                 return f"{stored_head}{fqn[len(head) :]}".removesuffix(".")
         return fqn
+
+    def reshaped(self, own: Reshaped) -> Reshaped:
+        """Return the values that the user's rename turns into other tensors, under these names."""
+
+        def all_of(values: Sequence[RenamedValue[Any]]) -> list[RenamedValue[Any]]:
+            return [of._replace(name=self._answer(of.name)) for of in values]
+
+        rows, several = (
+            {self.renamed(fqn): all_of(values) for fqn, values in values_of.items()}
+            for values_of in (own.rows, own.several)
+        )
+        wholes = {self.renamed(fqn): all_of([value])[0] for fqn, value in own.wholes.items()}
+        return Reshaped(rows, wholes, several)
 
 
 def tied_states(

@@ -14,7 +14,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.tensor import Shard
 
-from dcp_placements import CheckpointPlacement, Placements, Renames, Renumber, Replace
+from dcp_placements import (
+    CheckpointPlacement,
+    Placements,
+    Renames,
+    Renumber,
+    Replace,
+    Transpose,
+)
 from dcp_placements.testing import FakeDTensor, World
 
 VOCAB, HIDDEN = 5, 3
@@ -359,6 +366,52 @@ def test_a_rename_gives_an_untied_head_the_state_of_the_embedding(tmp_path: Path
         held = state["optim"]["state"][name]["exp_avg"]
         assert torch.equal(held, saved["optim"]["state"]["embed.weight"]["exp_avg"])
     assert report.several["model.embed.weight"] == ("model.embed.weight", "model.head.weight")
+
+
+def of_flat_adam(**moments: torch.Tensor) -> dict[str, Any]:
+    """Return flattened optimizer state of parameters, by the first component of their names."""
+    state: dict[str, Any] = {}
+    for name, moment in moments.items():
+        state[f"state.{name}.w.exp_avg"] = moment
+        state[f"state.{name}.w.step"] = torch.tensor(3.0)
+        state[f"param_groups.{name}.w.lr"] = 0.1
+    return state
+
+
+def saved_head_first(path: Path, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Save tied weights whose state has the name of the head; return the weight and its moment."""
+    weight, moment = arange(*shape), arange(*shape) + 100
+    state = {"model": {"embed.w": weight, "head.w": weight}, "optim": of_flat_adam(head=moment)}
+    World(1).save(path, lambda rank: state, lambda rank: Placements(None).save_planner())
+    return weight, moment
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (4, 4)])
+def test_state_of_the_other_name_is_transposed_as_its_weight(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    weight, moment = saved_head_first(tmp_path, shape)
+    own, own_moment = torch.full((2, *shape[::-1]), -1.0)
+    state = {"model": {"embed.w": own, "head.w": own}, "optim": of_flat_adam(embed=own_moment)}
+    rename = Renames(Transpose("embed.w"), Transpose("head.w"))
+    load(state, tmp_path, Placements(None, rename=rename, waive={"w": "another model"}))
+    assert torch.equal(own, weight.T)
+    assert torch.equal(own_moment, moment.T)
+
+
+def test_state_of_the_other_name_fills_all_keys_that_a_rename_gives_its_name(
+    tmp_path: Path,
+) -> None:
+    weight, moment = saved_head_first(tmp_path, (4, 3))
+    own, copy, own_moment, copy_moment = torch.full((4, 4, 3), -1.0)
+    state = {
+        "model": {"embed.w": own, "head.w": own, "copy.w": copy},
+        "optim": of_flat_adam(embed=own_moment, copy=copy_moment),
+    }
+    load(state, tmp_path, Placements(None, rename=Replace("copy", "embed")))
+    for held, wanted in ((own, weight), (copy, weight), (own_moment, moment)):
+        assert torch.equal(held, wanted)
+    assert torch.equal(copy_moment, moment)
 
 
 def test_random_ties_are_filled_from_whichever_name_is_there(tmp_path: Path) -> None:
