@@ -255,7 +255,7 @@ def request_of(
     state_dict = {**placing.state_dict, **stand_ins} if stand_ins else placing.state_dict
     unread = tuple([fqn for fqn in stored if fqn not in state_dict])
     record = record_of(provenance_of(metadata), stored)
-    tied_to = _tied_to_read(placing.state_dict, keys) if keys.missing else {}
+    tied_to = _tied_to_read(placing, keys) if keys.missing else {}
     asked = Asked(state_dict, placing, metadata, stored, record, unread, policy, nested, tied_to)
     faults = [*_object_faults(asked, keys.objects)] if keys.objects else []
     groups = [ReadGroup(None, fqns=keys.objects)] if keys.objects else []
@@ -355,17 +355,21 @@ def _shape_of(value: Any, placed: Placed | None) -> tuple[int, ...]:
     return tuple(value.size()) if placed is None else placed.place.sharding.global_shape
 
 
-def _tied_to_read(state_dict: Mapping[str, Any], keys: _Keys) -> dict[str, str]:
+def _tied_to_read(placing: Placing, keys: _Keys) -> dict[str, str]:
     """Return the missing keys of tensors that are read under another key: tied weights.
 
+    A key of several tensors, as a stack, is missing: what is read into one of them fills one alone.
+
     Args:
-        state_dict: The values.
+        placing: The rank's state dict, bound.
         keys: The keys by what the checkpoint has under them.
 
     Returns:
         The key under which each is read.
     """
-    missing = {fqn: state_dict[fqn] for fqn in keys.missing if is_tensor(state_dict[fqn])}
+    state_dict, placed = placing.state_dict, placing.placed
+    alone = [fqn for fqn in keys.missing if not (fqn in placed and placed[fqn].rows)]
+    missing = {fqn: state_dict[fqn] for fqn in alone if is_tensor(state_dict[fqn])}
     shapes = {tuple(value.shape) for value in missing.values()}
     read = {
         memory_key(value): fqn

@@ -20,8 +20,10 @@ from dcp_placements import (
     Renames,
     Renumber,
     Replace,
+    Stack,
     Transpose,
 )
+from dcp_placements.names.rename_results import Rename
 from dcp_placements.testing import FakeDTensor, World
 
 VOCAB, HIDDEN = 5, 3
@@ -412,6 +414,26 @@ def test_state_of_the_other_name_fills_all_keys_that_a_rename_gives_its_name(
     for held, wanted in ((own, weight), (copy, weight), (own_moment, moment)):
         assert torch.equal(held, wanted)
     assert torch.equal(copy_moment, moment)
+
+
+@pytest.mark.parametrize(
+    ("keys", "rename"),
+    [
+        (("head.w", "copy.w"), Replace("copy", "head")),
+        (("copy.w", "head.w"), Replace("copy", "head")),
+        (("rows.0.w", "rows.1.w"), Stack("rows.{}", total=2)),
+    ],
+)
+@pytest.mark.parametrize("tied", [0, 1])
+def test_a_key_of_several_tensors_is_missing_where_one_of_them_is_tied(
+    tmp_path: Path, keys: tuple[str, str], rename: Rename, tied: int
+) -> None:
+    """The first alone, or the second, has the memory of the embedding, which is read."""
+    dcp.save({"embed.w": arange(4, 3)}, checkpoint_id=tmp_path, no_dist=True)
+    own, other = torch.full((2, 4, 3), -1.0)
+    state = {"embed.w": own, keys[tied]: own, keys[1 - tied]: other}
+    text = refusal(lambda: load(state, tmp_path, Placements(None, rename=rename)))
+    assert "the checkpoint lacks this key" in text
 
 
 def test_random_ties_are_filled_from_whichever_name_is_there(tmp_path: Path) -> None:
