@@ -19,7 +19,9 @@ from dcp_placements import (
     PlacementFileSystemWriter,
     PlacementLoadPlanner,
     PlacementSavePlanner,
+    Replace,
     Split,
+    Stack,
     Unstack,
 )
 from dcp_placements.offline import verify
@@ -307,3 +309,22 @@ def test_a_tensor_that_is_sparse_on_one_rank_alone_is_refused(tmp_path: Path) ->
         "rank 1"
     )
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["stack", "several"])
+def test_a_tensor_that_is_sparse_beside_its_rows_or_copies_is_refused(
+    tmp_path: Path, kind: str
+) -> None:
+    one, dense = World(1), torch.eye(3)
+    rename: Any = Stack("rows.{}", 2) if kind == "stack" else Replace("rows.*", "w")
+    state = {"rows.0": dense.clone(), "rows.1": dense.to_sparse()}
+    stored = {"rows": torch.stack([dense, dense])} if kind == "stack" else {"w": dense}
+    one.save(tmp_path, lambda rank: stored, lambda rank: PlacementSavePlanner())
+    with refused() as refusal:
+        one.load(tmp_path, lambda rank: state, lambda rank: PlacementLoadPlanner(rename=rename))
+    refusal.says("rows.0: torch.float32, torch.strided", "rows.1: torch.float32, torch.sparse_coo")
+    with refused() as refusal:
+        one.save(
+            tmp_path / "new", lambda rank: state, lambda rank: PlacementSavePlanner(rename=rename)
+        )
+    refusal.says("rows" if kind == "stack" else "w")

@@ -240,7 +240,7 @@ def _equal_tensors(
         verb: What is done with them, for messages.
 
     Raises:
-        CannotPlace: They are not all tensors, or have other dtypes, shapes or places.
+        CannotPlace: They are not all tensors, or have other dtypes, layouts, shapes or places.
     """
     if not all(is_tensor(of.value) and not names_its_chunks(of.value) for of in values):
         raise CannotPlace(
@@ -256,10 +256,10 @@ def _equal_tensors(
         cutting = [
             (axis.size, axis.position) for axis, entry in entries if not entry.is_replicate()
         ]
-        kinds.add((local.dtype, local.shape, shape, placements, tuple(cutting)))
+        kinds.add((local.dtype, local.layout, local.shape, shape, placements, tuple(cutting)))
     if len(kinds) > 1:
         details = [
-            f"{of.key}: {local.dtype}, {format_own(shape, mesh, placements)}"
+            f"{of.key}: {local.dtype}, {local.layout}, {format_own(shape, mesh, placements)}"
             for of, (local, mesh, placements, shape) in zip(values[:4], facts, strict=False)
         ]
         what = "rows" if verb == "stack" else "tensors"
