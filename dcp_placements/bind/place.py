@@ -113,7 +113,7 @@ def place(
         faults += of_lists
         state_dict = {**state_dict, **lists}
     # The pattern of a None rule counts as matched, too.
-    declared = rules.declared if isinstance(rules, PlacementRules) else ()
+    declared = rules.declared if isinstance(rules, PlacementRules) and rules.is_table else ()
     matched = dict.fromkeys(declared, 0)
     placing = Placing(faults=faults, matched=matched, state_dict=state_dict, mappings=mappings)
     placing.tied = tied
@@ -143,8 +143,9 @@ def _without_absent(
     the rank has none of them.
     """
     state_dict, mappings = {**state_dict}, {**mappings}
-    rows, several, wholes = {**reshaped.rows}, {**reshaped.several}, {**reshaped.wholes}
-    values_of: dict[str, list[Any]]
+    rows: dict[str, list[Any]] = {**reshaped.rows}
+    several: dict[str, list[Any]] = {**reshaped.several}
+    wholes: dict[str, Any] = {**reshaped.wholes}
     for values_of in (rows, several):
         for fqn, values in values_of.items():
             meshes = [of.value.device_mesh if is_dtensor_like(of.value) else None for of in values]
@@ -277,7 +278,7 @@ def _ask(
     """Return the name in messages of the rule that matches a tensor's key, and its placement."""
     if rules is None or not value.shape:
         return None, None
-    if isinstance(rules, PlacementRules):
+    if isinstance(rules, PlacementRules) and rules.is_table:
         match = rules.find(fqn)
         return (None, None) if match is None else (repr(match[0]), match[1])
     if fqn in reshaped.rows:

@@ -38,7 +38,7 @@ class TiedStates:
     def __call__(self, key: str) -> Renamed:
         return self._answer(key if self.first is None else self.first(key))
 
-    def _answer(self, name: Renamed) -> Any:
+    def _answer(self, name: Renamed) -> Renamed:
         """Return the answer of the user's rename with the checkpoint's names."""
         return with_texts(name, [*map(self.renamed, texts_of(name))])
 

@@ -60,11 +60,17 @@ class PlacementRules:
         patterns: The patterns, in the order in which they are tried.
         declared: The names of the patterns in messages; empty where they are optional.
         meshes: The meshes that the rules name, each once.
+        is_table: Whether the patterns decide; false for a subclass that answers in its own way.
 
     Raises:
         PlacementError: ``rules`` is no mapping, a pattern is empty, or a value is no
             ``CheckpointPlacement``.
     """
+
+    is_table = True
+
+    def __init_subclass__(cls) -> None:
+        cls.is_table = cls.__call__ is PlacementRules.__call__
 
     def __init__(self, rules: RuleTable, *, optional: bool = False) -> None:
         if not isinstance(rules, Mapping):
@@ -254,7 +260,7 @@ def rule_name(rules: Rules | None, fqn: str) -> str | None:
     """Return the name for messages of the rule that matches ``fqn``, or None."""
     if rules is None:
         return None
-    if isinstance(rules, PlacementRules):
+    if isinstance(rules, PlacementRules) and rules.is_table:
         pattern = rules.pattern_of(fqn)
         return None if pattern is None else repr(pattern)
     return getattr(rules, "__qualname__", type(rules).__name__) + "()"

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import pickle
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Shard
 
 from dcp_placements import (
     CheckpointPlacement,
     MeshCoordinate,
     PlacementError,
+    PlacementLoadPlanner,
     PlacementRules,
     PlacementSavePlanner,
 )
@@ -198,3 +201,36 @@ def test_patterns_for_several_models_may_match_nothing() -> None:
     assert unmatched(PlacementRules(table, optional=True)) == ()
     with pytest.warns(UserWarning, match=r"nothing\.such"):
         assert unmatched(PlacementRules(table)) == ("'nothing.such'",)
+
+
+class ByDim(PlacementRules):
+    """Rules by pattern, of tensors of two dims alone."""
+
+    def __call__(self, fqn: str, tensor: Any = None) -> CheckpointPlacement | None:
+        return super().__call__(fqn) if tensor.dim() == 2 else None
+
+
+def test_a_subclass_answers_in_its_own_way(tmp_path: Path) -> None:
+    """The second tensor matches the pattern, and the subclass leaves it a replica."""
+    world, weight, scale = World(2), torch.arange(12.0).reshape(4, 3), torch.ones(2)
+
+    def rules(rank: int) -> PlacementRules:
+        placement = CheckpointPlacement(world.mesh(rank, ep=2), {"ep": Shard(0)})
+        return ByDim({"experts": placement})
+
+    def state_dict(rank: int) -> dict[str, Any]:
+        return {"experts.w": weight.chunk(2)[rank].clone(), "experts.scale": scale.clone()}
+
+    world.save(tmp_path, state_dict, lambda rank: PlacementSavePlanner(rules(rank)))
+    found = {"experts.w": torch.zeros(4, 3), "experts.scale": torch.zeros(2)}
+    dcp.load(found, checkpoint_id=tmp_path, planner=dcp.DefaultLoadPlanner(), no_dist=True)
+    assert torch.equal(found["experts.w"], weight)
+    assert torch.equal(found["experts.scale"], scale)
+    loaded = world.load(
+        tmp_path,
+        lambda rank: {key: torch.zeros_like(value) for key, value in state_dict(rank).items()},
+        lambda rank: PlacementLoadPlanner(rules(rank)),
+    )
+    for rank in range(2):
+        assert torch.equal(loaded[rank]["experts.w"], weight.chunk(2)[rank])
+        assert torch.equal(loaded[rank]["experts.scale"], scale)

@@ -329,7 +329,9 @@ class RehearsedWorld:
             self._wholes.append(declared.whole)
             self.renames.update(dict.fromkeys(recorded(declared.rename)))
             steps = checkpoint_steps(declared.rename)
-            patterns = rules.patterns if isinstance(rules, PlacementRules) else rank
+            patterns = (
+                rules.patterns if isinstance(rules, PlacementRules) and rules.is_table else rank
+            )
             key = patterns, steps, tuple(waive.items())
             declared_by = declarations.setdefault(key, _Declaration(steps, dict(waive), {}))
             declared_by.rules[rank] = rules
@@ -556,7 +558,7 @@ def _rule_label(rules: Rules, tensor: Named) -> Hashable:
     """
     if not tensor.shape:
         return None
-    if isinstance(rules, PlacementRules):
+    if isinstance(rules, PlacementRules) and rules.is_table:
         return rules.pattern_of(tensor.rule_name)
     try:
         placement = asked(rules, tensor.rule_name, tensor.probe())
