@@ -22,6 +22,9 @@ OBJECT_STORES = frozenset(
 )
 """Protocols without directories, on which an upload appears whole, and replaces an older file."""
 
+ONE_AT_A_TIME = frozenset(["ftp", "sftp", "ssh"])
+"""Protocols whose libraries mix up the answers of two threads, which then wait forever."""
+
 TRIES = 4
 PAUSE_S = 0.1
 """The pause before the second try; each further pause is twice as long."""
@@ -143,11 +146,15 @@ class UploadStream(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         # This is not repeated, since some of the data may be in the stream already.
-        return int(request(self._url, lambda: self._stream.write(data), tries=1))
+        count = request(self._url, lambda: self._stream.write(data), tries=1)
+        nbytes = memoryview(data).nbytes
+        if count not in (None, nbytes):  # paramiko's returns None
+            raise OSError(f"{self._url}: the service took {count} of {nbytes} bytes")
+        return nbytes
 
 
-def connect(url: str, storage_options: Mapping[str, Any]) -> Any:
-    """Return the file system of fsspec for a URL.
+def connect(url: str, storage_options: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return the file system of fsspec for a URL, and the URL's path in it.
 
     Raises:
         CannotLook: fsspec, or its library for this protocol, is not installed; or fsspec does not
@@ -156,7 +163,8 @@ def connect(url: str, storage_options: Mapping[str, Any]) -> Any:
     try:
         from fsspec.core import url_to_fs
 
-        return url_to_fs(url, **storage_options)[0]
+        fs, path = url_to_fs(url, **storage_options)
+        return fs, str(path)
     except Exception as error:
         # The protocol's library raises other errors, depending on its options.
         reason = str(error)

@@ -47,6 +47,7 @@ from dcp_placements.storage.file_reads import ByteRangeIO
 from dcp_placements.storage.process_limits import OPENED
 from dcp_placements.storage.remote import (
     OBJECT_STORES,
+    ONE_AT_A_TIME,
     UploadStream,
     connect,
     download,
@@ -65,6 +66,9 @@ READ_AHEAD_NBYTES = 1 << 20
 
 REQUEST_NBYTES = 64 << 20
 """The most bytes of one request, which are in memory in addition to the tensor."""
+
+READING_THREADS = 8
+"""The most requests at the same time."""
 
 WHOLE_NBYTES = 16 << 20
 """A file that is opened several times is downloaded as a whole up to this size."""
@@ -144,7 +148,7 @@ class Store(ABC):
     path: str
     is_local: ClassVar[bool]
     is_object_store = False
-    reading_threads: ClassVar[int]
+    reading_threads = 1
 
     def __init__(self) -> None:
         self._sizes: dict[str, int | None] = {}
@@ -363,7 +367,6 @@ class LocalStore(Store):
     """
 
     is_local = True
-    reading_threads = 1
 
     def __init__(self, path: str | os.PathLike[str], *, restricted: bool = False) -> None:
         super().__init__()
@@ -696,7 +699,6 @@ class UrlStore(Store):
     """
 
     is_local = False
-    reading_threads = 8
 
     def __init__(
         self,
@@ -709,34 +711,40 @@ class UrlStore(Store):
         protocol, scheme, rest = url.partition("://")
         self.path = f"{protocol}{scheme}{rest.rstrip('/') or '/'}"
         self.is_object_store = protocol in OBJECT_STORES
+        self.reading_threads = 1 if protocol in ONE_AT_A_TIME else READING_THREADS
         self._restricted = restricted
         self._options = dict(storage_options or {})
-        self._connected: tuple[int, Any] = (0, None)
+        self._connected: tuple[int, Any, str] = (0, None, "")
         _ = self.fs  # which refuses a URL now
 
     def __getstate__(self) -> dict[str, Any]:
         # Each process opens its own connection.
-        return {**vars(self), "_connected": (0, None)}
+        return {**vars(self), "_connected": (0, None, "")}
 
     @property
     def fs(self) -> Any:
         """The file system of fsspec, connected in this process: no connection survives a fork."""
         if self._connected[0] != os.getpid():
-            self._connected = os.getpid(), connect(self.path, self._options)
+            self._connected = os.getpid(), *connect(self.path, self._options)
         return self._connected[1]
 
     def url(self, name: str) -> str:
         """Return the URL of a file."""
         return f"{self.path.rstrip('/')}/{name}" if name else self.path
 
-    def _ask(self, method: str, url: str, **options: Any) -> Any:
+    def _at(self, name: str) -> str:
+        """Return the path of a file in fsspec's file system, of which some take no URLs."""
+        root = self.fs and self._connected[2]
+        return f"{root.rstrip('/')}/{name}" if name else root
+
+    def _ask(self, method: str, name: str, **options: Any) -> Any:
         """Call a method of fsspec's file system, without its cache of directories."""
 
         def ask() -> Any:
             self.fs.invalidate_cache()
-            return getattr(self.fs, method)(url, **options)
+            return getattr(self.fs, method)(self._at(name), **options)
 
-        return request(url, ask)
+        return request(self.url(name), ask)
 
     def entry(self, name: str = "") -> Entry | None:
         """Return the entry of a file, or of the directory; None where there is none.
@@ -745,7 +753,7 @@ class UrlStore(Store):
         """
         # fsspec's own exists() returns False for any error.
         with suppress(FileNotFoundError):
-            return Entry(*facts_of(self._ask("info", self.url(name))))
+            return Entry(*facts_of(self._ask("info", name)))
         return None
 
     def entries(
@@ -757,9 +765,9 @@ class UrlStore(Store):
             wanted: Whether a name is wanted.
             below: Whether to return all files below the directory instead.
         """
-        root = str(self.fs._strip_protocol(self.path)).rstrip("/")
+        root = self._at("").rstrip("/")
         try:
-            listing = self._ask("find" if below else "ls", self.path, detail=True)
+            listing = self._ask("find" if below else "ls", "", detail=True)
         except FileNotFoundError:
             return {}
         infos = listing.values() if below else listing
@@ -774,6 +782,8 @@ class UrlStore(Store):
         return sorted(entries)
 
     def states_of(self, name: str) -> dict[str, Entry]:
+        if not self.is_object_store:
+            return self.entries(lambda held: held == name or is_unfinished(held, name))
         entry = self.entry(name)
         return {} if entry is None else {name: entry}
 
@@ -783,7 +793,7 @@ class UrlStore(Store):
 
     def version(self, name: str) -> str:
         """Return fsspec's key of a file's contents, which most services change with them."""
-        return str(self._ask("ukey", self.url(name)))
+        return str(self._ask("ukey", name))
 
     def why_barred(self, name: str) -> str | None:
         if name.startswith("/") or "://" in name or ".." in name.split("/"):
@@ -800,15 +810,15 @@ class UrlStore(Store):
             OSError: The file does not exist, is barred, or cannot be reached.
         """
         self._check_inside(name)
-        url, fs = self.url(name), self.fs
+        url, fs, path = self.url(name), self.fs, self._at(name)
         OPENED.note(url)
-        nbytes, _ = facts_of(self._ask("info", url))
+        nbytes, _ = facts_of(self._ask("info", name))
         if nbytes is None:
             raise IsADirectoryError(errno.EISDIR, "this is a directory", url)
 
         def read_into(view: memoryview, start: int) -> None:
             end = start + view.nbytes
-            view[:] = request(url, lambda: download(fs, url, end - start, start=start, end=end))
+            view[:] = request(url, lambda: download(fs, path, end - start, start=start, end=end))
 
         return io.BufferedReader(ByteRangeIO(nbytes, read_into, REQUEST_NBYTES), READ_AHEAD_NBYTES)
 
@@ -819,18 +829,21 @@ class UrlStore(Store):
         version, even if another process replaces the file.
         """
         self._check_inside(name)
-        url = self.url(name)
+        url, path = self.url(name), self._at(name)
         OPENED.note(url)
 
         def whole() -> bytes | None:
             self.fs.invalidate_cache()
-            nbytes = int(self.fs.info(url)["size"])
-            return None if nbytes > WHOLE_NBYTES else download(self.fs, url, nbytes)
+            nbytes = int(self.fs.info(path)["size"])
+            return None if nbytes > WHOLE_NBYTES else download(self.fs, path, nbytes)
 
         data = request(url, whole)
         return partial(self.open, name) if data is None else partial(io.BytesIO, data)
 
     def ahead(self, call: Callable[[str], T], names: Iterable[str]) -> Generator[T]:
+        if self.reading_threads == 1:
+            yield from super().ahead(call, names)
+            return
         left = iter(names)
         with ThreadPoolExecutor(self.reading_threads) as pool:
             begun = deque(pool.submit(call, name) for name in islice(left, self.reading_threads))
@@ -846,26 +859,30 @@ class UrlStore(Store):
 
     def read(self, name: str) -> bytes:
         """Return a file, read in one request."""
-        url = self.url(name)
-        return request(url, lambda: download(self.fs, url))
+        return request(self.url(name), lambda: download(self.fs, self._at(name)))
 
     def make(self) -> None:
         """Make the directory; do nothing on an object store, where s3fs would create a bucket."""
         if not self.is_object_store:
-            request(self.path, lambda: self.fs.makedirs(self.path, exist_ok=True))
+            request(self.path, lambda: self.fs.makedirs(self._at(""), exist_ok=True))
 
     @contextmanager
     def create(self, name: str, *, sync: bool = True) -> Iterator[IO[bytes]]:
         """Yield a file that appears when the block ends; a block that raises leaves none."""
         from fsspec.spec import AbstractBufferedFile
 
-        url = self.url(name)
-        stream = request(url, lambda: self.fs.open(url, "wb"))
+        url, path = self.url(name), self._at(name)
+        stream = request(url, lambda: self.fs.open(path, "wb"))
         try:
             with errors_of(url):
                 yield UploadStream(stream, url)  # type: ignore[misc]  # it is only written to
-            # This is not repeated: a second close would do nothing, and the file would be missing.
-            request(url, stream.close, tries=1)
+            nbytes = stream.tell()
+            try:
+                # Not repeated: a second close would do nothing, and the file would be missing.
+                request(url, stream.close, tries=1)
+            except OSError:
+                if not self._is_whole(name, nbytes):  # it may be the answer that was lost
+                    raise
         except BaseException:
             with suppress(Exception):
                 if isinstance(stream, AbstractBufferedFile):
@@ -873,8 +890,9 @@ class UrlStore(Store):
                     stream.closed = True
                     stream.discard()
                 else:
-                    stream.close()
-                    self.fs.rm_file(url)
+                    with suppress(Exception):
+                        stream.close()
+                    self.fs.rm_file(path)
             raise
 
     @contextmanager
@@ -894,34 +912,74 @@ class UrlStore(Store):
             buffer, url = io.BytesIO(), self.url(name)
             yield buffer
             check()
-            request(url, lambda: self.fs.pipe_file(url, buffer.getvalue()))
+            try:
+                request(url, lambda: self.fs.pipe_file(self._at(name), buffer.getvalue()))
+            except OSError:
+                if not self._holds(name, buffer.getvalue()):  # it may be the answer that was lost
+                    raise
             return
         new = unfinished_name(name)
         with self.create(new) as stream:
             yield stream
-        url, is_alone = self.url(name), False
         try:
             check()
-            if self.entry(name) is not None:
-                is_alone = True  # from here on there may be no other file
-                request(url, lambda: self.fs.rm_file(url), tries=1)
+            self._rename_over(new, name)
+        except BaseException:
+            with suppress(OSError):
+                self.remove([new])
+            raise
+
+    def _rename_over(self, new: str, name: str) -> None:
+        """Rename a file over another; the older one has a name of its own meanwhile."""
+        older = unfinished_name(name) if self.entry(name) is not None else None
+        if older is not None:
+            self.rename(name, older)
+        try:
             self.rename(new, name)
-        except BaseException as error:
-            if not is_alone:
-                with suppress(OSError):
-                    self.remove([new])
-            if not is_alone or not isinstance(error, Exception):
-                raise
+        except BaseException as raised:
+            if older is not None:
+                self._rename_back(older, name, raised)
+            raise
+        if older is not None:
+            with suppress(OSError):
+                request(self.url(older), lambda: self.fs.rm_file(self._at(older)))
+
+    def _rename_back(self, older: str, name: str, raised: BaseException) -> None:
+        """Give a file its own name again.
+
+        Raises:
+            OSError: It cannot be done; the text says what does it later.
+        """
+        try:
+            self.rename(older, name)
+        except OSError as error:
             raise OSError(
-                f"{error}\n"
-                "    found:       the older file is removed, the new one whole under another name\n"
-                f"    way out:     rename {self.url(new)} to {url}"
+                f"{raised}\n"
+                f"    found:       the older file is whole under another name: {error}\n"
+                f"    way out:     rename {self.url(older)} to {self.url(name)}"
             ) from error
 
     def rename(self, name: str, new: str) -> None:
         """Give a file another name."""
-        # This is not repeated: the file may have moved although the answer was lost.
-        request(self.url(name), lambda: self.fs.mv(self.url(name), self.url(new)), tries=1)
+        try:
+            request(self.url(name), lambda: self.fs.mv(self._at(name), self._at(new)), tries=1)
+        except OSError:
+            # The file may have moved although the answer was lost.
+            if self.entry(name) is not None or self.entry(new) is None:
+                raise
+
+    def _is_whole(self, name: str, nbytes: int) -> bool:
+        """Whether an object store has a new file of this size."""
+        with suppress(OSError):
+            entry = self.entry(name) if self.is_object_store else None
+            return entry is not None and entry.nbytes == nbytes
+        return False
+
+    def _holds(self, name: str, data: bytes) -> bool:
+        """Whether a file has these contents; False where it cannot be read."""
+        with suppress(OSError):
+            return self.read(name) == data
+        return False
 
     def create_new(self, name: str, data: bytes) -> bool:
         """Write a file in one request unless it exists; return whether it was written.
@@ -932,7 +990,7 @@ class UrlStore(Store):
         if self.entry(name) is not None:
             return False
         try:
-            request(url, lambda: self.fs.pipe_file(url, data, mode="create"))
+            request(url, lambda: self.fs.pipe_file(self._at(name), data, mode="create"))
         except FileExistsError:
             # Another process created it, or a request of this one whose answer was lost.
             try:
@@ -943,9 +1001,20 @@ class UrlStore(Store):
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files, those that exist, in as few requests as possible."""
-        if wanted := set(names):
-            urls = [self.url(name) for name in sorted(self.entries(wanted.__contains__))]
-            request(self.path, lambda: self.fs.rm(urls) if urls else None)
+        wanted = set(names)
+        paths = [self._at(name) for name in sorted(self.entries(wanted.__contains__))]
+
+        def removed() -> None:
+            try:
+                self.fs.rm(paths)
+            except FileNotFoundError:
+                # One is gone, by an earlier try or another process; others may still be there.
+                for path in paths:
+                    with suppress(FileNotFoundError):
+                        self.fs.rm_file(path)
+
+        if paths:
+            request(self.path, removed)
 
     def drop_lock(self, name: str) -> None:
         """Do nothing: no file at a URL is locked."""

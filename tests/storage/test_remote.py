@@ -377,15 +377,15 @@ def test_small_files_are_opened_several_at_a_time(
         monkeypatch.setattr(MemoryFileSystem, name, slowed(getattr(MemoryFileSystem, name)))
     assert verify(memory, contents=True).sound
     # The main thread reads one file while the next ones are opened.
-    assert 4 <= most <= UrlStore.reading_threads + 1
+    assert 4 <= most <= store.READING_THREADS + 1
     most = 0
     assert export_safetensors(memory, tmp_path / "out", prefix="").is_written
-    assert 4 <= most <= UrlStore.reading_threads + 1
+    assert 4 <= most <= store.READING_THREADS + 1
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(exported[key], value) for key, value in state.items())
     most = 0
     assert diff(memory, tmp_path / "out").same
-    assert 4 <= most <= UrlStore.reading_threads + 1
+    assert 4 <= most <= store.READING_THREADS + 1
     removed = [name for name in names(memory) if name.endswith(".distcp")][3:5]
     for name in removed:
         fsspec.filesystem("memory").rm(f"{memory}/{name}")

@@ -1,0 +1,176 @@
+"""The n-th request of a save or a command fails, comes late, lies, or is the last of a process.
+
+What is at the URL is then the older checkpoint or the new one, by torch's own reader; and what is
+said of it is true: no failure of a save that is complete, and the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_placements import PlacementFileSystemReader, PlacementFileSystemWriter
+from dcp_placements.storage import store
+from tests.faulty_urls import SERVICE, Fault, Killed, ServiceError, faults
+from tests.offline_scenes import Run
+from tests.remote_scenes import FsspecReader, failures_of, save
+from tests.storage_scenes import load
+
+RESET = OSError("connection reset")
+LATE = TimeoutError("read timed out")
+DENIED = PermissionError("Forbidden")
+BROKEN = ServiceError("An error occurred (InternalError)")
+GONE = FileNotFoundError("NoSuchUpload")
+ALWAYS = 99
+
+
+@pytest.fixture(autouse=True)
+def empty_service(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Empty the URLs; nobody waits before another try."""
+    monkeypatch.setattr("dcp_placements.storage.remote.PAUSE_S", 0.0)
+    SERVICE.files.clear()
+    SERVICE.folders.clear()
+    yield
+    SERVICE.delay_s = 0.0
+
+
+def state(value: float) -> dict[str, torch.Tensor]:
+    return {f"layers.{n}.w": torch.arange(60.0) + n + value for n in range(5)}
+
+
+def value_at(url: str) -> float | None:
+    """Return which state is at a URL, by torch's reader; None if it finds no checkpoint."""
+    read = state(-1.0)
+    try:
+        dcp.load(read, storage_reader=FsspecReader(url), no_dist=True)
+    except dcp.CheckpointException:
+        return None
+    added = torch.cat([read[key] - tensor for key, tensor in state(0.0).items()])
+    (value,) = added.unique().tolist()
+    return float(value)
+
+
+def names_at(url: str) -> list[str]:
+    return sorted(p.rpartition("/")[2] for p in SERVICE.files if p.startswith(url.split("://")[1]))
+
+
+# What happens at which request of a save over an older checkpoint; and whether it succeeds.
+SAVES: list[tuple[str, Fault, bool]] = [
+    ("oss", Fault("info", 0, RESET), True),
+    ("oss", Fault("info", 0, RESET, ALWAYS), False),
+    ("oss", Fault("info", 2, BROKEN), False),
+    ("oss", Fault("open", 1, DENIED), False),
+    ("oss", Fault("write", 1, LATE), False),
+    ("oss", Fault("close", 0, RESET), False),
+    ("oss", Fault("close", 0, GONE, is_late=True), True),
+    ("oss", Fault("close", 1, LATE, is_late=True), True),
+    ("oss", Fault("read", 0, DENIED, ALWAYS), True),
+    ("oss", Fault("put", 0, RESET), True),
+    ("oss", Fault("put", 0, DENIED), False),
+    ("oss", Fault("put", 0, BROKEN, is_late=True), True),
+    ("oss", Fault("put", 0, LATE, ALWAYS, is_late=True), True),
+    ("oss", Fault("ls", 0, RESET, ALWAYS), True),
+    ("oss", Fault("rm", 0, RESET, is_late=True), True),
+    ("oss", Fault("rm", 1, GONE), True),
+    ("pieces", Fault("mkdir", 0, RESET), True),
+    ("pieces", Fault("mkdir", 0, DENIED), False),
+    ("pieces", Fault("open", 2, DENIED), False),
+    ("pieces", Fault("write", 0, "short"), False),
+    ("pieces", Fault("write", 3, "short", name=".tmp"), False),
+    ("pieces", Fault("write", 3, DENIED, name=".tmp"), False),
+    ("pieces", Fault("close", 1, RESET), False),
+    ("pieces", Fault("close", 2, RESET), False),
+    ("pieces", Fault("mv", 0, RESET), False),
+    ("pieces", Fault("mv", 0, RESET, is_late=True), True),
+    ("pieces", Fault("mv", 1, BROKEN), False),
+    ("pieces", Fault("mv", 1, LATE, is_late=True), True),
+    ("pieces", Fault("rm", 0, DENIED), True),
+    ("pieces", Fault("rm", 1, RESET, is_late=True), True),
+]
+
+
+def name_of(row: Any) -> str:
+    if not isinstance(row, Fault):
+        return " ".join(row) if isinstance(row, tuple) else str(row)
+    kind = row.error if isinstance(row.error, str) else type(row.error).__name__
+    late = "-late" if row.is_late else ""
+    return f"{row.call}{row.at}-{kind}{late}{'-always' if row.times > 1 else ''}"
+
+
+@pytest.mark.parametrize(("protocol", "fault", "succeeds"), SAVES, ids=name_of)
+def test_a_save_succeeds_or_leaves_the_older_checkpoint(
+    protocol: str, fault: Fault, succeeds: bool
+) -> None:
+    url = f"{protocol}://b/ckpt"
+    save(url, state(1000.0), thread_count=2)
+    if succeeds:
+        with faults(fault) as service:
+            save(url, state(2000.0), thread_count=2)
+    else:
+        with faults(fault) as service, pytest.raises(dcp.CheckpointException) as caught:
+            save(url, state(2000.0), thread_count=2)
+        error = failures_of(caught.value)
+        assert isinstance(error, OSError)
+        assert url in str(error)
+    assert service.happened
+    value = 2000.0 if succeeds else 1000.0
+    assert value_at(url) == value
+    read = load(Path("none"), state(-1.0), PlacementFileSystemReader(url))
+    assert all(torch.equal(read[key], tensor) for key, tensor in state(value).items())
+    if fault.call in ("rm", "close", "write", "mv") and fault.times == 1:
+        left = {name for name in names_at(url) if not name.endswith(".distcp")}
+        assert left - {".metadata"} == set() or name_of(fault) == "rm0-PermissionError"
+    if fault.call == "rm" and protocol == "oss":
+        assert len(names_at(url)) == 3, "files of the older checkpoint"
+
+
+KILLS = [("oss", "write", 3), ("oss", "put", 0), ("oss", "rm", 0)]
+KILLS += [("pieces", call, at) for call, at in [("write", 12), ("close", 2), ("mv", 0), ("mv", 1)]]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("protocol", "call", "at"), KILLS)
+def test_a_killed_save_leaves_nothing_that_is_taken_for_a_checkpoint(
+    protocol: str, call: str, at: int, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("threading.excepthook", lambda raised: None)
+    url = f"{protocol}://b/ckpt"
+    save(url, state(1000.0), thread_count=2)
+    with faults(Fault(call, at, Killed(), is_late=late)) as service:
+        try:
+            save(url, state(2000.0), thread_count=2)
+        except (Killed, dcp.CheckpointException):
+            assert call != "rm"
+    assert service.happened
+    is_between = (call, at, late) in [("mv", 0, True), ("mv", 1, False)]
+    assert value_at(url) in ((None,) if is_between else (1000.0, 2000.0))
+    save(url, state(3000.0), thread_count=2)
+    assert value_at(url) == 3000.0
+    assert [name for name in names_at(url) if name.endswith(".tmp")] == []
+
+
+def test_a_listing_that_lacks_the_newest_file_makes_no_checkpoint_of_others(run: Run) -> None:
+    save("oss://b/ckpt", state(0.0))
+    with faults(Fault("ls", 0, "stale", ALWAYS)):
+        assert "no complete checkpoint" in run.fails("inspect", "oss://b/ckpt")
+
+
+def test_a_service_of_one_request_at_a_time_is_asked_so(
+    monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.setattr(store, "ONE_AT_A_TIME", {"pieces"})
+    for protocol, alone in (("oss", False), ("pieces", True)):
+        url = f"{protocol}://b/ckpt"
+        writer = PlacementFileSystemWriter(url, single_file_per_rank=False)
+        dcp.save(state(0.0), storage_writer=writer, no_dist=True)
+        SERVICE.delay_s = 0.005
+        with faults(None) as service:
+            load(Path("none"), state(-1.0), PlacementFileSystemReader(url))
+            assert run("verify", url, "--contents").code == 0
+        SERVICE.delay_s = 0.0
+        assert (service.most_running == 1) == alone
