@@ -549,7 +549,8 @@ def opened(name: str, open_file: Open, rank: int | None = None) -> SavedFile:
         headline = f"this file{whose} is missing"
         raise fault_error("the checkpoint is not complete", name, headline, way_out) from None
     except PermissionError as error:
-        raise CannotLook(f"{format_name(name)}: cannot be opened: {error.strerror}") from error
+        where = format_name(error.filename or name)
+        raise CannotLook(f"{where}: cannot be opened: {error.strerror}") from error
     try:
         return SavedFile(name, stream)
     except BaseException:

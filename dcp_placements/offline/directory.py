@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import IO, Any, NamedTuple
 
 from dcp_placements.errors import CannotLook
 from dcp_placements.short_text import format_name, format_names
-from dcp_placements.storage.file_reads import CountedFile
+from dcp_placements.storage.file_reads import CountedFile, is_damage
 from dcp_placements.storage.store import LocalStore, StorageOptions, Store, open_store
 
 MARKER = ".unfinished"
@@ -98,16 +97,12 @@ def opened_ahead(store: Store, names: Iterable[str]) -> Iterator[Iterator[Opened
 
 
 def check_damage(store: Store, name: str, error: Exception) -> None:
-    """Raise an error of reading a file anew unless it is about the file.
-
-    A file that is missing or ends too early, or a broken disk, is damage. A file that may not be
-    read, or a service that does not answer, is none.
+    """Raise an error of reading a file anew unless it is about the file: ``is_damage``.
 
     Raises:
         CannotLook: The error is no damage of the file.
     """
-    is_missing = isinstance(error, FileNotFoundError)
-    if isinstance(error, OSError) and not is_missing and error.errno != errno.EIO:
+    if isinstance(error, OSError) and not is_damage(error):
         raise CannotLook(f"{store.path}/{name}: it cannot be read: {error}") from error
 
 

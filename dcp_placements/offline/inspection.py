@@ -469,6 +469,8 @@ def plain_values(
             values[stored.fqn] = None, "its file is missing"
         except CannotLook as error:
             values[stored.fqn] = None, str(error)
+        except OSError as error:
+            values[stored.fqn] = None, f"its record cannot be read: {format_name(error)}"
         except Exception:
             values[stored.fqn] = None, "its record cannot be read"
     return values

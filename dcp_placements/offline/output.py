@@ -22,6 +22,7 @@ import logging
 import os
 import shutil
 import stat
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -294,7 +295,15 @@ class UrlOutput(Output):
                 self._remove(self._names().intersection(files[:-1]))
                 self._remove([MARKER])
             raise
-        self._remove([MARKER])
+        try:
+            self._store.remove([MARKER])
+        except OSError as error:
+            warnings.warn(
+                f"{self.path}: all is written, but its marker is left over: {error}\n"
+                f"    way out:     remove {MARKER}; until then the output may be taken for an "
+                "unfinished one",
+                stacklevel=2,
+            )
 
     def file(self, name: str) -> AbstractContextManager[IO[bytes]]:
         """Yield a new file; it appears when the block ends.

@@ -7,6 +7,7 @@ The elements of a stored chunk are contiguous, in C order. A slice of a chunk is
 
 from __future__ import annotations
 
+import errno
 import io
 import mmap
 import os
@@ -43,6 +44,15 @@ longer than to copy a page."""
 
 REMOTE_GAP_NBYTES = 1 << 20
 """A request to a URL takes as long as the transfer of some MiB."""
+
+
+def is_damage(error: OSError) -> bool:
+    """Whether an error of reading is about the file.
+
+    A file that is missing, or on a broken disk, is damage. A file that may not be read, or a
+    service that does not answer, is none.
+    """
+    return isinstance(error, FileNotFoundError) or error.errno == errno.EIO
 
 
 def cheap_gap(read_nbytes: int, most_nbytes: int = LOCAL_GAP_NBYTES) -> int:

@@ -13,10 +13,10 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
-from dcp_placements.errors import fault_error
+from dcp_placements.errors import CannotLook, fault_error
 from dcp_placements.names.flat import Path, value_at
 from dcp_placements.short_text import format_error
-from dcp_placements.storage.file_reads import ByteRange, CountedFile, c_strides
+from dcp_placements.storage.file_reads import ByteRange, CountedFile, c_strides, is_damage
 from dcp_placements.storage.record_head import (
     BEHIND,
     SIZES_FOLLOW,
@@ -84,6 +84,7 @@ class SavedFile:
         file: The open file, which counts the bytes that are read.
 
     Raises:
+        CannotLook: The service that has the file does not answer, or refuses.
         PlacementError: The file is not a whole file of ``torch.save``.
     """
 
@@ -100,6 +101,8 @@ class SavedFile:
             self._tree: Any = TorchUnpickler(data, self._entries).load()
             check_unfolded([self._tree], most_elements(data))
         except Exception as error:  # a broken pickle can raise anything
+            if isinstance(error, OSError) and not is_damage(error):
+                raise CannotLook(f"{name}: it cannot be read: {error}") from error
             headline = f"cannot be read: {format_error(error)}"
             raise fault_error(IS_DAMAGED, name, headline, *DAMAGED) from error
         self._has_crcs = any(entry.CRC for entry in self._entries.values())

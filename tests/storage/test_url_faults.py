@@ -6,6 +6,7 @@ said of it is true: no failure of a save that is complete, and the other way rou
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_placements import PlacementFileSystemReader, PlacementFileSystemWriter
+from dcp_placements.offline.output import MARKER
 from dcp_placements.storage import store
+from tests.engines import test_saved_items as engine_items
 from tests.faulty_urls import SERVICE, Fault, Killed, ServiceError, faults
-from tests.offline_scenes import Run
+from tests.offline_scenes import Run, save_sharded, save_torch_dist
 from tests.remote_scenes import FsspecReader, failures_of, save
 from tests.storage_scenes import load
 
@@ -57,6 +60,11 @@ def value_at(url: str) -> float | None:
 
 def names_at(url: str) -> list[str]:
     return sorted(p.rpartition("/")[2] for p in SERVICE.files if p.startswith(url.split("://")[1]))
+
+
+def upload(folder: Path, name: str) -> None:
+    for file in folder.iterdir():
+        SERVICE.put(f"b/{name}/{file.name}", file.read_bytes())
 
 
 # What happens at which request of a save over an older checkpoint; and whether it succeeds.
@@ -152,6 +160,78 @@ def test_a_killed_save_leaves_nothing_that_is_taken_for_a_checkpoint(
     save(url, state(3000.0), thread_count=2)
     assert value_at(url) == 3000.0
     assert [name for name in names_at(url) if name.endswith(".tmp")] == []
+
+
+# A request of a command at a URL that fails for good; and what the message names.
+COMMANDS: list[tuple[tuple[str, ...], Fault, str]] = [
+    (("verify", "oss://b/items"), Fault("read", 1, RESET, ALWAYS), "model_0.pt: it cannot be"),
+    (("verify", "oss://b/items"), Fault("read", 1, "short", ALWAYS), "model_0.pt: it cannot be"),
+    (("inspect", "oss://b/items"), Fault("info", 2, DENIED), "oss://b/items/model_0.pt: cannot"),
+    (
+        ("stock-metadata", "oss://b/megatron"),
+        Fault("info", 2, DENIED, ALWAYS, name="data.json"),
+        "",
+    ),
+    (("stock-metadata", "oss://b/megatron"), Fault("read", 0, LATE, ALWAYS, name="data.json"), ""),
+    (("verify", "oss://b/torch"), Fault("read", 0, DENIED, name="__1_0.distcp"), "__1_0.distcp"),
+    (("verify", "oss://b/own"), Fault("info", 1, LATE, ALWAYS), "oss://b/own"),
+    (("inspect", "oss://b/own"), Fault("ls", 0, BROKEN), "oss://b/own"),
+    (("export", "oss://b/own", "oss://b/out"), Fault("close", 0, RESET), "oss://b/out/model"),
+    (("export", "oss://b/own", "oss://b/out"), Fault("put", 0, DENIED), f"oss://b/out/{MARKER}"),
+]
+
+
+@pytest.mark.parametrize(("command", "fault", "named"), COMMANDS, ids=name_of)
+def test_a_command_that_is_not_answered_says_where_and_finds_nothing(
+    tmp_path: Path, run: Run, command: tuple[str, ...], fault: Fault, named: str
+) -> None:
+    source = command[1].rpartition("/")[2]
+    if source == "items":
+        halves = [{"w": torch.arange(4.0)}, {"w": torch.arange(4.0) + 4}]
+        engine_items.save(tmp_path, halves, engine_items.sharded())
+    elif source == "megatron":
+        save_torch_dist(tmp_path)
+    else:
+        save_sharded(tmp_path, lean=source == "own")
+    upload(tmp_path, source)
+    before = dict(SERVICE.files)
+    if source == "megatron":
+        fault.at = 0
+    with faults(fault) as service:
+        err = run.fails(*command)
+    assert service.happened
+    assert (named or "oss://b/megatron/metadata.json") in err
+    assert {name: SERVICE.files[name] for name in before} == before
+    if command[0] == "export":
+        assert run("verify", "oss://b/out").code == 2
+        assert run(*command).code == 0
+        assert run("verify", "oss://b/out").code == 0
+
+
+def test_an_object_that_is_not_answered_is_shown_with_the_reason(tmp_path: Path, run: Run) -> None:
+    save_sharded(tmp_path)
+    upload(tmp_path, "own")
+    with faults(Fault("read", 0, DENIED, ALWAYS, name=".distcp")):
+        ran = run("inspect", "oss://b/own")
+    assert "its record cannot be read: " in ran.out
+    assert "oss://b/own/__0_" in ran.out
+
+
+@pytest.mark.parametrize("call", ["close", "rm"])
+def test_an_export_whose_last_answers_are_lost_is_complete(
+    tmp_path: Path, run: Run, call: str
+) -> None:
+    save_sharded(tmp_path)
+    upload(tmp_path, "own")
+    fault = Fault(call, 0, DENIED, ALWAYS, is_late=call == "close")
+    with faults(fault) as service, warnings.catch_warnings():
+        warnings.simplefilter("default")
+        ran = run("export", "oss://b/own", "oss://b/out")
+    assert service.happened
+    assert ran.code == 0
+    assert (f"remove {MARKER}" in ran.err) == (call == "rm")
+    SERVICE.files.pop(f"b/out/{MARKER}", None)
+    assert run("diff", "oss://b/own", "oss://b/out", "--fqn", "scale").code == 0
 
 
 def test_a_listing_that_lacks_the_newest_file_makes_no_checkpoint_of_others(run: Run) -> None:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 
 from torch.distributed.checkpoint import Metadata
 
-from dcp_placements.errors import Fault
+from dcp_placements.errors import CannotLook, Fault
 from dcp_placements.offline.checkpoint import (
     Checkpoint,
     CheckpointFault,
@@ -26,7 +26,7 @@ from dcp_placements.offline.checkpoint import (
     StoredTensor,
     reading,
 )
-from dcp_placements.offline.directory import opened_ahead
+from dcp_placements.offline.directory import check_damage, opened_ahead
 from dcp_placements.short_text import format_names
 from dcp_placements.storage.file_reads import ByteRange
 from dcp_placements.storage.index import OtherVersion
@@ -118,7 +118,8 @@ class Dcp(Checkpoint):
                     with held.stream as stream:
                         stream.seek(record.start)
                         fault = id_fault(record, stream.read(min(record.length, ID_NBYTES)))
-                except OSError:
+                except OSError as error:
+                    check_damage(self.directory, file, error)
                     continue  # its other records cannot be read either, a fault of its own
                 if fault is not None:
                     message = f"it {fault.headline}"
@@ -210,7 +211,7 @@ def _version(directory: Store) -> str | None:
     """Return the version of ``.metadata``, which each write of it changes; None without one."""
     try:
         return directory.version(METADATA)
-    except OSError:
+    except FileNotFoundError:
         return None
 
 
@@ -228,7 +229,11 @@ def is_torch_dist(directory: Store) -> bool:
     try:
         with directory.open("metadata.json") as stream:
             content = json.loads(stream.read(1 << 20))
-    except (ValueError, OSError, RecursionError):
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) or directory.why_barred("metadata.json"):
+            return False
+        raise CannotLook(f"{directory.path}/metadata.json: it cannot be read: {error}") from error
+    except (ValueError, RecursionError):
         return False
     return isinstance(content, dict) and content.get("sharded_backend") == TORCH_DIST
 
