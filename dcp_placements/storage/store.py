@@ -1002,7 +1002,8 @@ class UrlStore(Store):
     def remove(self, names: Iterable[str]) -> None:
         """Remove files, those that exist, in as few requests as possible."""
         wanted = set(names)
-        paths = [self._at(name) for name in sorted(self.entries(wanted.__contains__))]
+        held = self.entries(wanted.__contains__) if wanted else ()
+        paths = [self._at(name) for name in sorted(held)]
 
         def removed() -> None:
             try:

@@ -234,6 +234,15 @@ def test_an_export_whose_last_answers_are_lost_is_complete(
     assert run("diff", "oss://b/own", "oss://b/out", "--fqn", "scale").code == 0
 
 
+@pytest.mark.parametrize("protocol", ["oss", "pieces"])
+def test_a_first_save_removes_nothing(protocol: str) -> None:
+    with faults(None) as service:
+        save(f"{protocol}://b/ckpt", state(0.0))
+    calls = [call for call, _ in service.calls]
+    assert "rm" not in calls
+    assert (calls.count("ls"), calls.count("info")) == ((0, 4) if protocol == "oss" else (3, 2))
+
+
 def test_a_listing_that_lacks_the_newest_file_makes_no_checkpoint_of_others(run: Run) -> None:
     save("oss://b/ckpt", state(0.0))
     with faults(Fault("ls", 0, "stale", ALWAYS)):
