@@ -267,7 +267,7 @@ class UrlOutput(Output):
     def __init__(self, url: str, storage_options: StorageOptions = None) -> None:
         self._store = UrlStore(url, storage_options)
         self.path: str = self._store.path
-        self._last, self._held = "", frozenset[str]()
+        self._last, self._mark, self._held = "", "", frozenset[str]()
         entry = self._store.entry()
         names = set() if entry is None or entry.nbytes is not None else self._names()
         if entry is not None and MARKER not in names and (names or entry.nbytes is not None):
@@ -286,12 +286,13 @@ class UrlOutput(Output):
         """
         is_resumable = self._store.is_object_store
         self._store.make()
-        self._held = self._begin(files, f"{identity} {uuid4().hex}", is_resumable)
+        self._mark = f"{identity} {uuid4().hex}"
+        self._held = self._begin(files, self._mark, is_resumable)
         self._last = files[-1]
         try:
             yield
         except BaseException:
-            if not is_resumable:
+            if not is_resumable and self._is_mine():
                 self._remove(self._names().intersection(files[:-1]))
                 self._remove([MARKER])
             raise
@@ -309,8 +310,11 @@ class UrlOutput(Output):
         """Yield a new file; it appears when the block ends.
 
         Raises:
-            CannotLook: It completes the output, and somebody else has written it.
+            CannotLook: It completes the output, and somebody else has written it. Another process
+                has begun at the same moment, where a service let both.
         """
+        if not self._store.is_object_store and not self._is_mine():
+            raise self._is_begun(MARKER)
         if name == self._last and self._store.entry(name) is not None:
             raise _is_there(self.path)
         return self._store.create(name)
@@ -322,11 +326,12 @@ class UrlOutput(Output):
         """Create the marker, or take one of the same identity; return which files are there."""
         is_new = self._store.create_new(MARKER, mark.encode())
         try:
-            stored = self._store.read(MARKER).decode(errors="replace").partition(" ")[0]
+            stored = self._store.read(MARKER).decode(errors="replace")
         except FileNotFoundError:  # another process has finished meanwhile
             raise _is_there(self.path) from None
         names = self._names() - {MARKER}
-        is_same = is_new or (is_resumable and stored == mark.partition(" ")[0])
+        is_new = is_new and stored == mark  # some services let two processes create it
+        is_same = is_new or (is_resumable and stored.split(" ")[0] == mark.split(" ")[0])
         if (is_new and names) or (is_same and files[-1] in names):
             # Another process has finished since nothing was there; or it was stopped before it
             # removed the marker.
@@ -334,16 +339,26 @@ class UrlOutput(Output):
             raise _is_there(self.path)
         foreign = sorted(names.difference(files))
         if foreign or not is_same:
-            why = f"{format_names(foreign, 4)}: not of this output" if is_same else f"{MARKER}"
-            raise CannotLook(
-                f"{format_name(self.path)}: another output was begun here, and is not complete\n"
-                f"    found:       {why}\n"
-                "    likely:      another process is writing it; or one was interrupted that had "
-                "another source or other arguments\n"
-                "    way out:     give another name; or, if no process is writing, remove what is "
-                f"there, {MARKER} last"
+            raise self._is_begun(
+                f"{format_names(foreign, 4)}: not of this output" if is_same else MARKER
             )
         return frozenset(names)
+
+    def _is_begun(self, found: str) -> CannotLook:
+        return CannotLook(
+            f"{format_name(self.path)}: another output was begun here, and is not complete\n"
+            f"    found:       {found}\n"
+            "    likely:      another process is writing it; or one was interrupted that had "
+            "another source or other arguments\n"
+            "    way out:     give another name; or, if no process is writing, remove what is "
+            f"there, {MARKER} last"
+        )
+
+    def _is_mine(self) -> bool:
+        """Whether the marker is that of this attempt."""
+        with suppress(OSError):
+            return self._store.read(MARKER) == self._mark.encode()
+        return False
 
     def _names(self) -> set[str]:
         return set(self._store.entries(below=True))

@@ -83,6 +83,42 @@ def test_what_fails_leaves_nothing_where_a_file_may_be_there_in_part(tmp_path: P
         export_safetensors(tmp_path, "parts://there/two", max_shard_size=4000)
 
 
+def test_of_two_that_begin_at_the_same_moment_one_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a service lets both create the marker, and the loser removes nothing of the other's."""
+    fsspec.register_implementation("parts", Sftp, clobber=True)
+    four_files(tmp_path)
+    out, begun = "parts://there/both", []
+    create, file = UrlStore.create_new, UrlOutput.file
+
+    def both(self: UrlStore, name: str, data: bytes) -> bool:
+        create(self, name, data)
+        return True
+
+    def late(self: UrlOutput, name: str) -> Any:
+        if not begun:
+            begun.append(name)
+            other = UrlStore(out)
+            other.remove([MARKER])  # as if it had looked before the first one created it
+            export_safetensors(tmp_path, f"{out}2", max_shard_size=4000)
+            for path in names(f"{out}2"):
+                if not path.startswith("model.safetensors.index"):
+                    other.create_new(path, other_bytes(f"{out}2/{path}"))
+            other.create_new(MARKER, b"other 1")
+        return file(self, name)
+
+    def other_bytes(url: str) -> bytes:
+        data: bytes = fsspec.filesystem("parts").cat_file(url)
+        return data
+
+    monkeypatch.setattr(UrlStore, "create_new", both)
+    monkeypatch.setattr(UrlOutput, "file", late)
+    with pytest.raises(CannotLook, match="another output was begun here"):
+        export_safetensors(tmp_path, out, max_shard_size=4000)
+    assert len(names(out)) == 5
+
+
 @pytest.mark.parametrize("refused", [(0,), (1,), (1, 2)], ids=str)
 def test_a_replacement_that_is_not_renamed_leaves_the_older_file(
     monkeypatch: pytest.MonkeyPatch, refused: tuple[int, ...]
