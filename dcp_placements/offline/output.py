@@ -344,10 +344,10 @@ class UrlOutput(Output):
             )
         return frozenset(names)
 
-    def _is_begun(self, found: str) -> CannotLook:
+    def _is_begun(self, why: str) -> CannotLook:
         return CannotLook(
             f"{format_name(self.path)}: another output was begun here, and is not complete\n"
-            f"    found:       {found}\n"
+            f"    found:       {why}\n"
             "    likely:      another process is writing it; or one was interrupted that had "
             "another source or other arguments\n"
             "    way out:     give another name; or, if no process is writing, remove what is "

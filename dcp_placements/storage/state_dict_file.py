@@ -101,8 +101,10 @@ class SavedFile:
             self._tree: Any = TorchUnpickler(data, self._entries).load()
             check_unfolded([self._tree], most_elements(data))
         except Exception as error:  # a broken pickle can raise anything
-            if isinstance(error, OSError) and not is_damage(error):
-                raise CannotLook(f"{name}: it cannot be read: {error}") from error
+            # zipfile takes an error of the service for one of the file.
+            reason = error if isinstance(error, OSError) else error.__context__
+            if isinstance(reason, OSError) and not is_damage(reason):
+                raise CannotLook(f"{name}: it cannot be read: {reason}") from error
             headline = f"cannot be read: {format_error(error)}"
             raise fault_error(IS_DAMAGED, name, headline, *DAMAGED) from error
         self._has_crcs = any(entry.CRC for entry in self._entries.values())

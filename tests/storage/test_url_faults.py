@@ -166,6 +166,7 @@ def test_a_killed_save_leaves_nothing_that_is_taken_for_a_checkpoint(
 COMMANDS: list[tuple[tuple[str, ...], Fault, str]] = [
     (("verify", "oss://b/items"), Fault("read", 1, RESET, ALWAYS), "model_0.pt: it cannot be"),
     (("verify", "oss://b/items"), Fault("read", 1, "short", ALWAYS), "model_0.pt: it cannot be"),
+    (("inspect", "oss://b/items"), Fault("read", 3, LATE, ALWAYS), "model_0.pt: it cannot be"),
     (("inspect", "oss://b/items"), Fault("info", 2, DENIED), "oss://b/items/model_0.pt: cannot"),
     (
         ("stock-metadata", "oss://b/megatron"),
