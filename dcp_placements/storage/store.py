@@ -969,7 +969,7 @@ class UrlStore(Store):
                 raise
 
     def _is_whole(self, name: str, nbytes: int) -> bool:
-        """Whether an object store has a new file of this size."""
+        """Whether an object store has a file of this size: no older one has its name."""
         with suppress(OSError):
             entry = self.entry(name) if self.is_object_store else None
             return entry is not None and entry.nbytes == nbytes
