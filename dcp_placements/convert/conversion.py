@@ -38,6 +38,7 @@ from dcp_placements.names.scales import scale_of
 from dcp_placements.offline.assembly import AnyTensor, AssembledTensor, assemble
 from dcp_placements.offline.box_reads import BoxReader, sub_boxes
 from dcp_placements.offline.checkpoint import AnySource, Checkpoint, StoredTensor
+from dcp_placements.offline.doctor import OVERWRITTEN, WERE_OVERWRITTEN, diagnose
 from dcp_placements.offline.element_bits import same_bits
 from dcp_placements.offline.key_patterns import matcher
 from dcp_placements.offline.model_keys import model_tensors
@@ -281,7 +282,10 @@ def reshard(
 
 
 def _check_whole(source: Checkpoint, keys: Container[str] | None = None) -> None:
-    """Refuse a checkpoint, or keys of it, that metadata or sizes of files show as damaged."""
+    """Refuse a checkpoint, or keys of it, that metadata or sizes of files show as damaged.
+
+    Experts that a save took for replicas are warned of: what is left of them is converted.
+    """
     faults = []
     for fault in structural_faults(source):
         names = [fqn for fqn in fault.tensors if keys is None or fqn in keys]
@@ -289,6 +293,14 @@ def _check_whole(source: Checkpoint, keys: Container[str] | None = None) -> None
             where = format_names(names or fault.files, 4)
             faults.append(Fault(where, f"{fault.kind}: {fault.message}"))
     raise_faults(f"{source.path}: it is not whole", faults)
+    lost = [
+        replace(fault, details=WERE_OVERWRITTEN)
+        for verdict, fault in (diagnose(source).findings() if source.is_dcp else ())
+        if verdict == OVERWRITTEN
+    ]
+    if lost:
+        opening = f"look at {source.path}: experts of the model are not in it"
+        warnings.warn(format_faults(opening, lost, "note"), stacklevel=4)
 
 
 def _model_of(

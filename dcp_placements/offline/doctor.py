@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
 
-from dcp_placements.errors import CannotLook
+from dcp_placements.errors import CannotLook, Fault
 from dcp_placements.layout.sharding import Kind
 from dcp_placements.names.optimizer_state import OptimizerStates
 from dcp_placements.offline.checkpoint import AnySource, Checkpoint, ranks_of
@@ -35,6 +35,11 @@ EP = "ep"
 """The axis along which ranks hold different experts."""
 
 WHOLE, OVERWRITTEN, UNCLEAR = "whole", "overwritten", "unclear"
+
+WERE_OVERWRITTEN = (
+    "likely:      the save took the experts of other ep ranks for replicas",
+    "way out:     they are nowhere in this checkpoint; save with rules from where they still are",
+)
 
 _KEY = re.compile(
     r"^(?P<layer>(?:.*\.)?(?!shared_)\w*experts(?:_list)?)(?:\.(?P<index>\d+))?\.(?P<name>.+)$"
@@ -77,27 +82,29 @@ class Diagnosis:
         is_whole = all(tensor.verdict == WHOLE for tensor in self.tensors.values())
         return is_whole and not self.lost
 
-    def __str__(self) -> str:
-        findings: dict[tuple[str, str], dict[str, None]] = {}
+    def findings(self) -> list[tuple[str, Fault]]:
+        """Return what is found of experts: a verdict, with the layers' names and the numbers."""
+        layers_of: dict[tuple[str, str], dict[str, None]] = {}
         for tensor in self.tensors.values():
             finding = f"{tensor.stored} of {tensor.experts} experts stored"
             if tensor.experts is None:
                 finding = f"{format_count(tensor.stored, 'expert')} stored"
-            where = findings.setdefault((tensor.verdict, f"{finding}; {tensor.reason}"), {})
+            where = layers_of.setdefault((tensor.verdict, f"{finding}; {tensor.reason}"), {})
             where[tensor.layer] = None
-        lines = []
-        for (verdict, finding), layers in findings.items():
-            names = short([folded.name for folded in folded_keys(list(layers))])
-            lines.append(f"{names}: {'unclear: ' * (verdict == UNCLEAR)}{finding}")
+        return [
+            (verdict, Fault(short([folded.name for folded in folded_keys(list(layers))]), finding))
+            for (verdict, finding), layers in layers_of.items()
+        ]
+
+    def __str__(self) -> str:
+        lines, findings = [], self.findings()
+        for verdict, fault in findings:
+            lines.append(f"{fault.fqn}: {'unclear: ' * (verdict == UNCLEAR)}{fault.headline}")
         verdicts = {verdict for verdict, _ in findings}
         if UNCLEAR in verdicts:
             lines.append("    way out:     --experts-per-layer, or --mesh of the run that saved")
         if OVERWRITTEN in verdicts:
-            lines += [
-                "    likely:      the save took the experts of other ep ranks for replicas",
-                "    way out:     they are nowhere in this checkpoint; save with rules from where "
-                "they still are",
-            ]
+            lines += [f"    {detail}" for detail in WERE_OVERWRITTEN]
         if not findings and not self.compared:
             lines.append("no key names experts")
         if self.compared:

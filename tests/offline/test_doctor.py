@@ -110,6 +110,27 @@ def test_of_an_unaware_save_the_part_of_one_ep_rank_is_stored(
     assert {tensor["verdict"] for tensor in document["tensors"].values()} == {OVERWRITTEN}
 
 
+@pytest.mark.filterwarnings("always")
+@pytest.mark.parametrize("convert", ["export", "reshard"])
+def test_a_conversion_warns_of_experts_that_were_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, convert: str
+) -> None:
+    save(tmp_path / "lost", {"ep": 2, "edp": 1})
+    save(tmp_path / "sound", {"ep": 1, "edp": 2})
+    (tmp_path / "no_rules.py").write_text(
+        "from dcp_placements import Placements\ndef rules(mesh):\n    return Placements(None)\n"
+    )
+    options: list[Any] = []
+    if convert == "reshard":
+        monkeypatch.syspath_prepend(tmp_path)
+        options = ["--rules", "no_rules:rules", "--mesh", "dp=2"]
+    assert "replicas" not in run(convert, tmp_path / "sound", tmp_path / "all", *options).err
+    ran = run(convert, tmp_path / "lost", tmp_path / "part", *options)
+    assert ran.code == 0
+    assert f"{EXPERTS // 2} of {EXPERTS} experts stored; the router says {EXPERTS}" in ran.err
+    assert "took the experts of other ep ranks for replicas" in ran.err
+
+
 def test_m111_keys_beside_experts_are_called_not_checked(tmp_path: Path, run: Run) -> None:
     # The embedding is cut over ep, too: half of it is lost, and nothing in its name says so.
     lost = {"layers.0.experts.w1": torch.ones(4, 3, 2), "embedding": torch.ones(8, 2), "step": 3}
