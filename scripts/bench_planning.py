@@ -26,6 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from bench_common import PeakMemory
@@ -49,7 +50,7 @@ from dcp_placements.layout.boxes import as_boxes
 from dcp_placements.layout.sharding import Box
 from dcp_placements.save.local_plan import LocalPlan
 from dcp_placements.table import digests
-from dcp_placements.table.table import Group, Held, Holding, Table, packed_ints, unpacked_ints
+from dcp_placements.table.table import Group, Held, Table, packed_ints, unpacked_ints
 
 
 @dataclass(frozen=True)
@@ -325,7 +326,7 @@ HeldChunk = tuple[str, Group, Box]
 
 def held_chunks(
     sent: Iterable[LocalPlan], planned: Iterable[Any]
-) -> Iterator[list[tuple[HeldChunk, bool]]]:
+) -> Iterator[list[tuple[HeldChunk, int]]]:
     """Yield of each rank the chunks that it holds, and whether it writes them.
 
     Args:
@@ -343,9 +344,9 @@ def held_chunks(
                 boxes = numbers[at : at + count * 2 * ndim].reshape(count, 2, ndim)
                 at += boxes.size
                 held.append(Held(group, tuple(as_boxes(boxes)), keys))
-        holding = Holding(held)
         chunks = [(key, one.group, box) for one in held for key in one.fqns for box in one.boxes]
-        yield list(zip(chunks, planned_of.planner_data.is_written(holding), strict=True))
+        bits = np.frombuffer(planned_of.planner_data.written, np.uint8)
+        yield list(zip(chunks, np.unpackbits(bits, count=len(chunks)).tolist(), strict=True))
 
 
 def written_chunks(sent: Iterable[LocalPlan], planned: Iterable[Any]) -> Iterator[list[HeldChunk]]:

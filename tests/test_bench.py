@@ -30,8 +30,7 @@ def bench(name: str, tmp_path: Path, *more: str) -> tuple[str, dict[str, Any]]:
     return done.stdout, json.loads(file.read_text())
 
 
-@pytest.mark.rare
-@pytest.mark.parametrize("name", ["plan", "restart"])
+@pytest.mark.parametrize("name", [pytest.param("plan", marks=pytest.mark.rare), "restart"])
 def test_a_bench_runs_without_faults(name: str, tmp_path: Path) -> None:
     printed, report = bench(name, tmp_path)
     assert printed
