@@ -546,7 +546,7 @@ SCENES: dict[str, Scene] = {
                 )
             }
         ),
-        refused=("w: has axis fsdp with this rank at 0 by its own DTensor, but at 1 by the rule",),
+        refused=("w: is at position 0 of ep by its own DTensor, and at 1 by the rule",),
     ),
     "axes that need more ranks than there are": Scene(
         sharded("fsdp", 8, 3, ep=2, fsdp=2),

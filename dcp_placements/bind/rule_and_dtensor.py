@@ -468,9 +468,6 @@ def _rule_cuts(
         own, own_cut = (None, None) if number is None else (own_axes[number], own_cuts.get(number))
         if own is not None and own.size != axis.size:
             raise _contradiction(axis, f"of size {own.size}", f"of size {axis.size}")
-        if own is not None and own.position != axis.position and (own_cut or kind_of(entry)):
-            by_tensor = f"with this rank at {own.position}"
-            raise _contradiction(axis, by_tensor, f"at {axis.position}")
         if kind_of(entry) is None:
             continue
         cut = cut_of(entry, ndim, axis.name, axis.size)

@@ -374,11 +374,6 @@ REFUSED: dict[str, tuple[Side, Side, tuple[str, ...]]] = {
         over_edp(stacked(of_edp)),
         (HALF_OF_ALL,),
     ),
-    "m43: a rule with the axes of its mesh in the wrong order": (
-        rows_over_edp("xdp", "ep"),
-        rows_over_edp("ep", "xdp"),
-        (HALF_OF_ALL, "by ranks 0-1; [2:4, 1:2, :] by ranks 2-3"),
-    ),
     "m49: numbers of another rank": (
         BY_NAME,
         numbered(of_first),
