@@ -168,26 +168,6 @@ def by_ep_and_tp(ids: RowsOf) -> Side:
     )
 
 
-def rows_over_edp(*order: str) -> Side:
-    """Return one tensor per layer, of ``ep``'s rows and over edp on the second dim; a rule of ep.
-
-    Args:
-        order: The axes of the rule's mesh.
-    """
-
-    def held(mesh: FakeMesh) -> dict[str, Any]:
-        return {
-            fqn: FakeDTensor.distribute(whole.chunk(2)[at(mesh, "ep")], mesh["edp"], [Shard(1)])
-            for fqn, whole in STACKED.items()
-        }
-
-    def mesh_of(mesh: FakeMesh) -> MeshCoordinate:
-        position = FakeMesh((2, 2), order, rank=mesh.rank).get_coordinate()
-        return MeshCoordinate(order, (2, 2), position or ())  # which has no table of its ranks
-
-    return Side(EP_EDP, held, {"ep": Shard(0)}, key="experts", mesh=mesh_of)
-
-
 def layers_in_one_tensor(ids: RowsOf) -> Side:
     whole = arange(2, 4, 3)
 
