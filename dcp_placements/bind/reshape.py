@@ -167,6 +167,7 @@ def reshape(
                 rows = sorted(reshaped.rows[fqn], key=lambda row: row.name.indices)
                 _put(result, fqn, rows[0].value, path)
                 tensors = _row_tensors(rows)
+                result.sources[fqn] = rows
                 if fqn not in unbound:
                     own = own or _unruled(fqn, rows[0].value, wholes)
                     names, axes = [row.name for row in rows], axes_of_rows.get(fqn)
@@ -301,6 +302,7 @@ def _put_several(
     own = own or _unruled(fqn, values[0].value, wholes)
     rows = [tensor.detach() for tensor in tensors]
     place = _repeated(own.place, len(rows), repeats)
+    placing.sources[fqn] = values
     placing.placed[fqn] = replace(own, place=place, rows=rows)
 
 
@@ -456,6 +458,7 @@ def _put_targets(
             for index in indices
         ]
         _put(placing, fqn, views[0], renamed.path)
+        placing.sources[fqn] = several or [renamed]
         if several:
             placing.several[fqn] = tuple([of.key for of in several])
             place = _repeated(place, len(several), repeats, rows=len(indices))

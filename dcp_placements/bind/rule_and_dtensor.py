@@ -26,7 +26,7 @@ import torch
 from dcp_placements._torch import Facts, is_dtensor_like, root_mesh
 from dcp_placements.errors import CannotPlace, Fault, PlacementError, Uneven
 from dcp_placements.layout.sharding import Chunk, Cut, Kind, Position, Sharding, unknown_kind
-from dcp_placements.names.flat import Path
+from dcp_placements.names.flat import Path, RenamedValue
 from dcp_placements.names.optimizer_state import Dims, OptimizerStates, ParameterGroups
 from dcp_placements.pages import MESHES_PAGE, UNEVEN_PAGE
 from dcp_placements.rules.mesh_axes import (
@@ -159,6 +159,8 @@ class Placing:
             several, by its name.
         more_paths: The paths of objects and numbers that a load fills with one value, but for the
             first, by its name.
+        sources: The values of this rank that a tensor is made of or fills, where a rename makes
+            others of them or gives several one name: by key, in the order of ``Placed.tensors``.
     """
 
     placed: dict[str, Placed] = field(default_factory=dict)
@@ -173,6 +175,7 @@ class Placing:
     tied: dict[str, str] = field(default_factory=dict)
     several: dict[str, tuple[str, ...]] = field(default_factory=dict)
     more_paths: dict[str, list[Path]] = field(default_factory=dict)
+    sources: dict[str, Sequence[RenamedValue[Any]]] = field(default_factory=dict)
 
     def shapes(self) -> dict[str, tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]]:
         """Map each rule to its pairs (local shape, whole shape) that differ."""

@@ -29,7 +29,7 @@ from dcp_placements._torch import (
     storage_key,
 )
 from dcp_placements.bind.own_chunks import names_its_chunks
-from dcp_placements.bind.rule_and_dtensor import Placed, is_tensor
+from dcp_placements.bind.rule_and_dtensor import Placed, Placing, is_tensor
 from dcp_placements.errors import Fault
 from dcp_placements.layout.boxes import format_boxes
 from dcp_placements.layout.sharding import Box
@@ -151,21 +151,19 @@ def data_pointer(tensor: torch.Tensor) -> int:
 
 
 def memory_faults(
-    state_dict: Mapping[str, Any], destinations: Sequence[tuple[str, torch.Tensor]]
+    placing: Placing, destinations: Sequence[tuple[str, torch.Tensor]]
 ) -> list[Fault]:
-    """Return the tensors whose memory does not keep what is read into it."""
+    """Return the tensors whose memory does not keep what is read into it.
+
+    Args:
+        placing: The rank's state dict, bound.
+        destinations: The tensors that are read into, and their keys; a key may have several.
+    """
     faults = []
-    # Each call of to_local() may make another tensor: what is read into it is lost at the end.
-    like_dtensor = {
-        fqn: value
-        for fqn, _ in destinations
-        if not isinstance(value := state_dict[fqn], DTensor) and is_dtensor_like(value)
-    }
-    starts = {(fqn, data_pointer(tensor)) for fqn, tensor in destinations if fqn in like_dtensor}
+    storages: dict[str, set[int]] = {}
     for fqn, tensor in destinations:
+        storages.setdefault(fqn, set()).add(_storage_pointer(tensor))
         is_spread = tensor.layout is torch.strided and not tensor.is_contiguous()
-        if not is_spread and fqn not in like_dtensor:
-            continue
         if is_spread and share_memory([tensor]):
             headline = (
                 f"several elements of this {tuple(tensor.shape)} tensor are one memory: what is "
@@ -177,15 +175,33 @@ def memory_faults(
                 "own for each element), or the tensor that it was made from",
             )
             faults.append(Fault(fqn, headline, details))
-        is_copy = False
-        if fqn in like_dtensor:
-            is_copy = (fqn, data_pointer(facts_of(like_dtensor[fqn])[0])) not in starts
-        if is_copy and tensor.numel():
-            kind = type(like_dtensor[fqn]).__name__
-            headline = f"to_local() of this {kind} makes a copy: what is read would be lost"
-            out = "way out:     load into the tensor that it holds, and make the copy afterwards"
-            faults.append(Fault(fqn, headline, (out,)))
+    # Each call of to_local() may make another tensor: what is read into it is lost at the end.
+    for fqn, own in storages.items():
+        sources = placing.sources.get(fqn)
+        values = [placing.state_dict[fqn]] if sources is None else [of.value for of in sources]
+        for value in values:
+            if isinstance(value, DTensor) or not is_dtensor_like(value):
+                continue
+            local = facts_of(value)[0]
+            if local.numel() and _storage_pointer(local) not in own:
+                headline = (
+                    f"to_local() of this {type(value).__name__} makes a copy: what is read would "
+                    "be lost"
+                )
+                out = (
+                    "way out:     load into the tensor that it holds, and make the copy afterwards"
+                )
+                faults.append(Fault(fqn, headline, (out,)))
+                break
     return faults
+
+
+def _storage_pointer(tensor: torch.Tensor) -> int:
+    """Return where the storage of a tensor begins in memory, as of all its views; 0 for none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def memory_key(value: Any) -> Hashable:

@@ -333,7 +333,7 @@ class PlacementLoadPlanner(DefaultLoadPlanner):
         placeless = {fault.fqn for fault in placing.faults}
         faults = placing.faults + [fault for fault in request.faults if fault.fqn not in placeless]
         differing, load.report.compared = check_load(request, rename, given)
-        faults += [*differing, *memory_faults(load.state_dict, request.destinations)]
+        faults += [*differing, *memory_faults(placing, request.destinations)]
         if faults:
             load.refusal = faults
             return LoadMessage(global_rank(), statement.packed())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hazard_scenes import refusal
@@ -20,7 +23,16 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.tensor import Replicate, Shard
 
-from dcp_placements import CheckpointPlacement, PlacementLoadPlanner, PlacementRules
+from dcp_placements import (
+    CheckpointPlacement,
+    PlacementLoadPlanner,
+    PlacementRules,
+    Replace,
+    Split,
+    Stack,
+    Transpose,
+    Unstack,
+)
 from dcp_placements.bind.place import place
 from dcp_placements.errors import Fault
 from dcp_placements.layout.sharding import Box
@@ -109,15 +121,48 @@ def list_of(
     return copies
 
 
-def test_a_look_alike_that_makes_a_copy_each_time_is_refused(tmp_path: Path) -> None:
-    class Casting(FakeDTensor):
-        def to_local(self) -> torch.Tensor:
-            return super().to_local().to(torch.float32)
+class Casting(FakeDTensor):
+    def to_local(self) -> torch.Tensor:
+        return super().to_local().to(torch.float32)
 
+
+def look_alike(*shape: int, casts: bool = True) -> FakeDTensor:
+    mesh, kind = FakeMesh((1,), ("dp",), rank=0), Casting if casts else FakeDTensor
+    dtype = torch.bfloat16 if casts else torch.float32
+    return kind(torch.zeros(shape, dtype=dtype), mesh, [Replicate()], shape)
+
+
+def test_a_look_alike_that_makes_a_copy_each_time_is_refused(tmp_path: Path) -> None:
     dcp.save({"weight": torch.ones(5, 3)}, checkpoint_id=tmp_path, no_dist=True)
-    mesh = FakeMesh((1,), ("dp",), rank=0)
-    weight = Casting(torch.zeros(5, 3, dtype=torch.bfloat16), mesh, [Replicate()], (5, 3))
-    text = refusal(
-        lambda: dcp.load({"weight": weight}, checkpoint_id=tmp_path, planner=PlacementLoadPlanner())
-    )
+    state = {"weight": look_alike(5, 3)}
+    text = refusal(lambda: dcp.load(state, checkpoint_id=tmp_path, planner=PlacementLoadPlanner()))
     assert "weight: to_local() of this Casting makes a copy" in text
+
+
+RESHAPED: dict[str, tuple[Any, dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]] = {
+    "rows": (Stack("e.{}", total=2), {"e.w": (2, 4, 3)}, {"e.0.w": (4, 3), "e.1.w": (4, 3)}),
+    "several": (Replace("e.*", "e"), {"e.w": (4, 3)}, {"e.0.w": (4, 3), "e.1.w": (4, 3)}),
+    "a stack": (Unstack("e.{}"), {"e.0.w": (4, 3), "e.1.w": (4, 3)}, {"e.w": (2, 4, 3)}),
+    "parts": (Split("ab", ("a", "b")), {"a.w": (4, 3), "b.w": (4, 3)}, {"ab.w": (8, 3)}),
+    "transposed": (Transpose("w"), {"w": (4, 3)}, {"w": (3, 4)}),
+}
+"""A rename, the shapes of the checkpoint, and those of this rank."""
+
+
+@pytest.mark.parametrize("case", RESHAPED)
+def test_a_look_alike_that_makes_a_copy_is_refused_among_others_and_renamed(
+    case: str, tmp_path: Path
+) -> None:
+    rename, stored, own = RESHAPED[case]
+    saved = {key: torch.arange(1.0, 1 + prod(shape)).view(shape) for key, shape in stored.items()}
+    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+
+    def load(casting: str = "") -> dict[str, Any]:
+        state = {key: look_alike(*shape, casts=key == casting) for key, shape in own.items()}
+        planner = PlacementLoadPlanner(rename=rename)
+        dcp.load(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+        return state
+
+    assert all(value.to_local().all() for value in load().values())
+    for key in own:
+        assert "to_local() of this Casting makes a copy" in refusal(partial(load, key))
