@@ -346,9 +346,10 @@ class Arrival:
             number = float(held)
         if isinstance(value, int | float):
             self._put(fqn, as_number(number, value))
+        weights = () if reset.weight is None else self._asked.weights_beside(fqn, reset.weight)
         for index, tensor in enumerate(map(torch.Tensor.detach, self._asked.tensors(fqn))):
             if reset.weight is not None:
-                weight = self._asked.tensors(reset.weight)[index].detach()
+                weight = weights[index].detach()
                 tensor.copy_(copy_of(weight, tensor, reset.stride))
             elif reset.option is not None and tensor.is_complex():
                 tensor.fill_(complex(number, number))

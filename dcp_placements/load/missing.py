@@ -32,6 +32,7 @@ from dcp_placements.errors import Fault
 from dcp_placements.load.state_at_birth import Reset, reset_of
 from dcp_placements.names.known_names import NAMES_EMBEDDING, NAMES_HEAD, WRAPPERS
 from dcp_placements.names.optimizer_state import FLATTEN, OptimizerStates, parameter_groups_in
+from dcp_placements.names.rename_results import Row
 from dcp_placements.pages import TIED_PAGE
 from dcp_placements.rules.patterns import matches_any
 from dcp_placements.short_text import (
@@ -121,6 +122,26 @@ class Asked:
             return [shard.tensor for shard in value.local_shards()]
         return [value] if isinstance(value, torch.Tensor) else []
 
+    def weights_beside(self, fqn: str, weight: str) -> Sequence[torch.Tensor]:
+        """Return the weight of each tensor of optimizer state; none where these are not known.
+
+        The rows of a stack go by their numbers, as the state of some may be absent. Other tensors
+        of one key are filled alike.
+        """
+        tensors, weights = self.tensors(fqn), self.tensors(weight)
+        states, sources = (self.placing.sources.get(key, ()) for key in (fqn, weight))
+        by_row = {
+            of.name.indices: tensor
+            for of, tensor in zip(sources, weights, strict=False)
+            if isinstance(of.name, Row)
+        }
+        if by_row:
+            rows = [of.name.indices for of in states if isinstance(of.name, Row)]
+            return [by_row[row] for row in rows] if by_row.keys() >= {*rows} else ()
+        if len(weights) == 1 or (sources and self.is_filled(weight)):
+            return list(weights[:1]) * len(tensors)
+        return () if sources else weights
+
 
 @dataclass(frozen=True)
 class Missing:
@@ -183,7 +204,8 @@ def settle_missing(asked: Asked, missing: Sequence[str], *, reads_some: bool) ->
         else:
             names, groups = set(keys.values()), asked.placing.parameter_groups
             value = state_dict[fqn]
-            reset = reset_of(state, names, value, state_dict, groups, parameters, asked.tensors)
+            tensors, beside = asked.tensors, asked.weights_beside
+            reset = reset_of(state, names, value, state_dict, groups, parameters, tensors, beside)
             if reset is not None:
                 resets[fqn] = replace(reset, stays_if_stepped=stays)
                 stateless |= {} if stays else {state.parameter: None}

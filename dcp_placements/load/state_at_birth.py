@@ -68,6 +68,7 @@ def reset_of(
     groups: ParameterGroups,
     weights: Sequence[str],
     tensors: Callable[[str], Sequence[torch.Tensor]],
+    weights_beside: Callable[[str, str], Sequence[torch.Tensor]],
 ) -> Reset | None:
     """Return what optimizer state is reset to; None where that is not known.
 
@@ -79,6 +80,8 @@ def reset_of(
         groups: The parameters in parameter groups.
         weights: The keys on this rank that its parameter may have.
         tensors: Returns the local tensors of a key.
+        weights_beside: Returns the weight of each of them, given the keys of state and weight; none
+            where these are not known.
     """
 
     def option(name: str) -> tuple[str | None, Any]:
@@ -103,12 +106,12 @@ def reset_of(
             stride = own if isinstance(own, int) else 1
             if len(weights) != 1:
                 return None
-            pairs = zip(*map(tensors, (state.key, weights[0])), strict=False)
+            states, beside = tensors(state.key), weights_beside(state.key, weights[0])
             fits = [
                 copy.shape == weight.shape or copy.shape == (ceil(weight.numel() / stride),)
-                for copy, weight in pairs
+                for copy, weight in zip(states, beside, strict=False)
             ]
-            is_known = fits and all(fits)
+            is_known = fits and all(fits) and len(states) == len(beside)
             return Reset(state.parameter, weight=weights[0], stride=stride) if is_known else None
         case _ if state.name == "momentum_buffer" and option("dampening")[1]:
             return None

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 
-from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner
+from dcp_placements import PlacementLoadPlanner, PlacementSavePlanner, Stack
 
 
 @dataclass(frozen=True)
@@ -317,6 +317,29 @@ def test_m115_what_is_not_known_is_refused_and_stays_where_it_is_optional(
     others = {"exp_avg", "step", "ax"} & make().keys() - {name}
     assert not any(torch.as_tensor(state["w"][key]).any() for key in others)
     assert_same(state["v"], saved["optim"]["state"]["v"])
+
+
+@pytest.mark.parametrize("rows", [(0,), (1,), (1, 0), (0, 1)])
+def test_a_copy_is_that_of_its_own_row_of_a_stack(rows: tuple[int, ...], tmp_path: Path) -> None:
+    """A frozen expert has no state, so that a rank may have the state of the second one alone."""
+    whole = arange(2, 4, 3)
+    groups = [{"lr": 0.1, "params": ["experts.w"]}]
+    saved = {"model": {"experts.w": whole}, "optim": {"state": {}, "param_groups": groups}}
+    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    names = [f"experts.{row}.w" for row in rows]
+    states = {
+        name: {"z": torch.full((4, 3), 9.0), "exp_avg_sq": torch.ones(4, 3)} for name in names
+    }
+    state: dict[str, Any] = {
+        "model": {f"experts.{row}.w": torch.zeros(4, 3) for row in range(2)},
+        "optim": {"state": states, "param_groups": [{"lr": 0.1, "params": names}]},
+    }
+    planner = PlacementLoadPlanner(rename=Stack("experts.{}", total=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    for row, name in zip(rows, names, strict=True):
+        assert torch.equal(state["optim"]["state"][name]["z"], whole[row]), name
 
 
 def test_m123_weights_that_optional_leaves_as_they_are_are_listed(tmp_path: Path) -> None:
