@@ -210,7 +210,7 @@ def rename_keys(
                 faults.append(Fault(name, headline))
             reshaped.rows[name].append(RenamedValue(new, key, value, path))
             continue
-        if other := key_of.get(name) or key_of.get(label):
+        if (other := key_of.get(name, key_of.get(label))) is not None:
             if may_share and not isinstance(new, Row) and answers.get(label) == new:
                 earlier = RenamedValue(new, other, renamed[label], paths.get(label))
                 same = reshaped.several.setdefault(label, [earlier])

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 
 from dcp_placements import (
+    PlacementLoadPlanner,
     PlacementSavePlanner,
 )
 from dcp_placements.errors import format_faults
@@ -46,3 +49,22 @@ def test_rules_see_the_checkpoint_s_names(tmp_path: Any) -> None:
         no_dist=True,
     )
     assert set(asked) == {"layers.6"}
+
+
+@pytest.mark.parametrize("keys", [("", "a"), ("a", "")])
+def test_a_key_without_text_is_a_key_of_a_name(keys: tuple[str, str], tmp_path: Path) -> None:
+    whole = torch.arange(1.0, 4.0)
+    state = {key: torch.zeros(3) + number for number, key in enumerate(keys)}
+
+    def rename(key: str) -> str:
+        return "x"
+
+    with pytest.raises(CheckpointException) as refused:
+        dcp.save(
+            state, checkpoint_id=tmp_path, planner=PlacementSavePlanner(rename=rename), no_dist=True
+        )
+    assert "x: rename() gives this one name to both" in str(refused.value.failures[0][0])
+    dcp.save({"x": whole}, checkpoint_id=tmp_path, no_dist=True)
+    planner = PlacementLoadPlanner(rename=rename)
+    dcp.load(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
+    assert all(torch.equal(tensor, whole) for tensor in state.values())
