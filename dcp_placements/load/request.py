@@ -49,6 +49,7 @@ from dcp_placements.load.casting import (
 )
 from dcp_placements.load.missing import Asked, Missing, Policy, is_read_as_tensor, settle_missing
 from dcp_placements.names.known_names import EXTRA_STATE
+from dcp_placements.names.rename_results import OfWhole
 from dcp_placements.names.scales import scale_of
 from dcp_placements.report import LoadReport
 from dcp_placements.short_text import format_names
@@ -371,9 +372,14 @@ def _tied_to_read(placing: Placing, keys: _Keys) -> dict[str, str]:
     alone = [fqn for fqn in keys.missing if not (fqn in placed and placed[fqn].rows)]
     missing = {fqn: state_dict[fqn] for fqn in alone if is_tensor(state_dict[fqn])}
     shapes = {tuple(value.shape) for value in missing.values()}
+    more = {  # a whole that a key is a part of is not filled by it
+        fqn: [of.value for of in sources if not isinstance(of.name, OfWhole)]
+        for fqn, sources in placing.sources.items()
+    }
     read = {
         memory_key(value): fqn
-        for fqn, value in reversed(keys.tensors.items())
+        for fqn, first in reversed(keys.tensors.items())
+        for value in (first, *more.get(fqn, ()))
         if fqn not in keys.numbers and is_tensor(value) and tuple(value.shape) in shapes
     }
     memories = {fqn: memory_key(value) for fqn, value in missing.items()}

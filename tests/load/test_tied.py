@@ -436,6 +436,26 @@ def test_a_key_of_several_tensors_is_missing_where_one_of_them_is_tied(
     assert "the checkpoint lacks this key" in text
 
 
+@pytest.mark.parametrize(
+    ("shape", "rename"),
+    [((4, 3), Replace("rows.*", "rows")), ((2, 4, 3), Stack("rows.{}", total=2))],
+)
+@pytest.mark.parametrize("tied", [0, 1])
+def test_a_key_is_tied_to_any_of_several_tensors_that_are_read(
+    tmp_path: Path, shape: tuple[int, ...], rename: Rename, tied: int
+) -> None:
+    whole = arange(*shape, start=1)
+    dcp.save({"rows.w": whole}, checkpoint_id=tmp_path, no_dist=True)
+    rows = [torch.zeros(4, 3), torch.zeros(4, 3)]
+    state = {"rows.0.w": rows[0], "rows.1.w": rows[1], "head.w": rows[tied]}
+    load(state, tmp_path, Placements(None, rename=rename))
+    for row, tensor in enumerate(rows):
+        assert torch.equal(tensor, whole[row] if len(shape) == 3 else whole), row
+    state["head.w"] = torch.zeros(4, 3)
+    text = refusal(lambda: load(state, tmp_path, Placements(None, rename=rename)))
+    assert "head.w: the checkpoint lacks this key" in text
+
+
 def test_random_ties_are_filled_from_whichever_name_is_there(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(7)
 
