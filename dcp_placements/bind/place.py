@@ -15,7 +15,7 @@ ep ranks that have an expert of (2, 3) each::
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
 from typing import Any
@@ -49,6 +49,7 @@ from dcp_placements.bind.rule_and_dtensor import (
     Placed,
     Placing,
     SharedPlaces,
+    format_own,
     is_tensor,
 )
 from dcp_placements.bind.tensor_memory import memory_key, tensor_faults
@@ -330,9 +331,38 @@ def _bind_each(
             placed = _placed(fqn, source, states, reshaped, places)
             if placed is not None:
                 placing.placed[fqn] = placed
+            if placed is not None and source.placement is not None:
+                for other in _on_other_meshes(source, reshaped, fqn):
+                    of_other = _placed(fqn, other, states, reshaped, places)
+                    if of_other is None or of_other.place.chunks != placed.place.chunks:
+                        raise _other_place(source, other)
         except CannotPlace as error:
             placing.faults.append(error.fault(fqn, sources[fqn].rule))
     return axes_of_rows
+
+
+def _on_other_meshes(source: CutSource, reshaped: Reshaped, fqn: str) -> Iterator[CutSource]:
+    """Yield the later rows of a stack, or tensors of one name, whose mesh is not the first one's.
+
+    A rule may be right for the axes of one mesh, and contradict those of another.
+    """
+    for of in (*reshaped.rows.get(fqn, ()), *reshaped.several.get(fqn, ())):
+        if is_dtensor_like(of.value) and of.value.device_mesh is not source.own[1]:
+            yield source._replace(value=of.value, own=facts_of(of.value))
+
+
+def _other_place(source: CutSource, other: CutSource) -> CannotPlace:
+    """Return the refusal of tensors of one key that the rule gives different places."""
+    own, others = (
+        format_own(tuple(shape), mesh, placements)
+        for _, mesh, placements, shape in (source.own, other.own)
+    )
+    return CannotPlace(
+        "the rule gives two tensors of this key different places",
+        f"the first:   {own}",
+        f"another:     {others}",
+        "way out:     one mesh for both, or meshes with the same names of axes",
+    )
 
 
 def _placed(

@@ -256,7 +256,8 @@ class SharedPlaces:
         if placement is None or origins == tuple(range(ndim)):
             origins, ndim = None, 0
         if mesh is not self._last_mesh or not self._places:
-            state = None if mesh is None else mesh_state(mesh)
+            # A rule is compared with the root as well, which equal meshes need not share.
+            state = None if mesh is None else (mesh_state(mesh), mesh_state(root_mesh(mesh)))
             self._last_mesh, self._of_last_mesh = mesh, self._places.setdefault(state, {})
         of_mesh = self._of_last_mesh
         key = shape, local.shape, placements, placement, origins, ndim

@@ -4,6 +4,7 @@ the one that the tensor's own DTensor was sliced from."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,13 @@ import torch
 from hazard_scenes import arange, assert_holds, assert_same, blank, load, refused, save
 from torch.distributed.tensor import Replicate, Shard
 
-from dcp_placements import CheckpointPlacement, MeshCoordinate, PlacementRules
+from dcp_placements import (
+    CheckpointPlacement,
+    MeshCoordinate,
+    PlacementRules,
+    PlacementSavePlanner,
+    Stack,
+)
 from dcp_placements.testing import FakeDTensor, FakeMesh, World
 
 WORLD = World(4)
@@ -95,6 +102,63 @@ def test_a_coordinate_that_is_not_that_of_the_mesh_is_refused(tmp_path: Path) ->
     with refused() as refusal:
         load(WORLD, tmp_path, states.__getitem__, other)
     refusal.says("is at position 0 of ep by its own DTensor, and at 1 by the rule")
+
+
+@pytest.mark.parametrize("names", [("a.w", "b.w"), ("b.w", "a.w")])
+@pytest.mark.parametrize("is_stack", [False, True])
+def test_a_tensor_is_compared_with_the_root_of_its_own_mesh(
+    names: tuple[str, str], is_stack: bool, tmp_path: Path
+) -> None:
+    """The mesh of one tensor is a slice; that of the other is equal, and knows no ep."""
+
+    def state(rank: int) -> dict[str, Any]:
+        sliced = table(rank, ROOT)["edp"]
+        alone = table(rank, sliced.mesh.tolist(), ("edp",))
+        ep, edp = table(rank, ROOT).get_coordinate() or ()
+        local = WHOLE.chunk(2)[ep].chunk(2)[edp]
+        meshes = {"a.w": alone, "b.w": sliced}
+        held = {
+            name: FakeDTensor(local.clone(), meshes[name], [Shard(0)], (2, 3)) for name in names
+        }
+        return {f"rows.{row}": held[name] for row, name in enumerate(names)} if is_stack else held
+
+    def planner(ranks: Any, rank: int) -> PlacementSavePlanner:
+        placements = {"ep": Shard(1 if is_stack else 0)}
+        placement = CheckpointPlacement(table(rank, ranks), placements)
+        rename = Stack("rows.{}", total=2) if is_stack else None
+        return PlacementSavePlanner(PlacementRules({"**": placement}), rename=rename)
+
+    with refused() as refusal:
+        WORLD.save(tmp_path, state, partial(planner, [[2, 3], [0, 1]]))
+    refusal.says("has axis ep", "along other ranks")
+    WORLD.save(tmp_path, state, partial(planner, ROOT))
+    whole = {"rows": torch.stack([WHOLE, WHOLE])} if is_stack else dict.fromkeys(names, WHOLE)
+    assert_holds(tmp_path, whole)
+
+
+def test_a_rule_gives_all_rows_of_a_stack_one_place(tmp_path: Path) -> None:
+    """The rule's axis cuts the first row by its own DTensor, and the second one once more."""
+    world = World(2)
+
+    def state(rank: int, names: tuple[str, str]) -> dict[str, Any]:
+        return {
+            f"rows.{row}": FakeDTensor.distribute(
+                WHOLE, FakeMesh((2,), (name,), rank=rank), [Shard(0)]
+            )
+            for row, name in enumerate(names)
+        }
+
+    def planner(rank: int) -> PlacementSavePlanner:
+        placement = CheckpointPlacement(world.mesh(rank, ep=2), {"ep": Shard(1)})
+        rules = PlacementRules({"rows": placement})
+        return PlacementSavePlanner(rules, rename=Stack("rows.{}", total=2))
+
+    for names in (("ep", "x"), ("x", "ep")):
+        with refused() as refusal:
+            world.save(tmp_path, partial(state, names=names), planner)
+        refusal.says("rows: the rule gives two tensors of this key different places", "(x=2)")
+    world.save(tmp_path, partial(state, names=("ep", "ep")), planner)
+    assert_holds(tmp_path, {"rows": torch.stack([WHOLE, WHOLE])})
 
 
 def test_m127_of_many_ranks_the_first_are_shown(tmp_path: Path) -> None:
