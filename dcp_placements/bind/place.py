@@ -331,7 +331,8 @@ def _bind_each(
             placed = _placed(fqn, source, states, reshaped, places)
             if placed is not None:
                 placing.placed[fqn] = placed
-            if placed is not None and source.placement is not None:
+            are_many = fqn in reshaped.rows or fqn in reshaped.several
+            if are_many and placed is not None and source.placement is not None:
                 for other in _on_other_meshes(source, reshaped, fqn):
                     of_other = _placed(fqn, other, states, reshaped, places)
                     if of_other is None or of_other.place.chunks != placed.place.chunks:

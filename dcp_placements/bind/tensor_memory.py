@@ -160,9 +160,17 @@ def memory_faults(
         destinations: The tensors that are read into, and their keys; a key may have several.
     """
     faults = []
-    storages: dict[str, set[int]] = {}
+    # Each call of to_local() may make another tensor: what is read into it is lost at the end.
+    like_dtensors: dict[str, list[Any]] = {}
+    for fqn in dict.fromkeys([fqn for fqn, _ in destinations]):
+        sources = placing.sources.get(fqn)
+        values = [placing.state_dict[fqn]] if sources is None else [of.value for of in sources]
+        if like := [of for of in values if not isinstance(of, DTensor) and is_dtensor_like(of)]:
+            like_dtensors[fqn] = like
+    storages: dict[str, set[int]] = {fqn: set() for fqn in like_dtensors}
     for fqn, tensor in destinations:
-        storages.setdefault(fqn, set()).add(_storage_pointer(tensor))
+        if fqn in storages:
+            storages[fqn].add(_storage_pointer(tensor))
         is_spread = tensor.layout is torch.strided and not tensor.is_contiguous()
         if is_spread and share_memory([tensor]):
             headline = (
@@ -175,15 +183,10 @@ def memory_faults(
                 "own for each element), or the tensor that it was made from",
             )
             faults.append(Fault(fqn, headline, details))
-    # Each call of to_local() may make another tensor: what is read into it is lost at the end.
-    for fqn, own in storages.items():
-        sources = placing.sources.get(fqn)
-        values = [placing.state_dict[fqn]] if sources is None else [of.value for of in sources]
+    for fqn, values in like_dtensors.items():
         for value in values:
-            if isinstance(value, DTensor) or not is_dtensor_like(value):
-                continue
             local = facts_of(value)[0]
-            if local.numel() and _storage_pointer(local) not in own:
+            if local.numel() and _storage_pointer(local) not in storages[fqn]:
                 headline = (
                     f"to_local() of this {type(value).__name__} makes a copy: what is read would "
                     "be lost"
