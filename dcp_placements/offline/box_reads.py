@@ -26,11 +26,14 @@ from dcp_placements.storage.file_reads import ByteRange, CountedFile, c_strides
 from dcp_placements.storage.record import Record
 from dcp_placements.storage.record_head import BEHIND, RecordHead, wrong_crc
 from dcp_placements.storage.record_reads import IS_DAMAGED, ChunkReader, RecordRead
+from dcp_placements.storage.store import READ_AHEAD_NBYTES
 
 MAX_OPEN_FILES = 32
+"""The most files of this machine that are open."""
 
-LARGE_NBYTES = 1 << 20
-"""At a URL, files below this size are opened and read several at a time."""
+HELD_NBYTES = 256 << 20
+"""The most bytes that open files at URLs hold: of each it is up to ``READ_AHEAD_NBYTES``. A tensor
+that is cut over 256 ranks is in as many files, and the next one in the same again."""
 
 BOX_NBYTES = 8 << 20
 REMOTE_BLOCK_NBYTES = 32 << 20
@@ -88,6 +91,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         self._last: tuple[StoredTensor, tuple[StoredRecord, ...]] | None = None
         self._names = tuple(dict.fromkeys(checkpoint.rows.files))
         self._files: OrderedDict[str, OpenedFile] = OrderedDict()
+        self._held_nbytes = 0
         self._target = _Target(torch.empty(0, device="cpu"))
         planner: Any = self._target
         stored = checkpoint.metadata.state_dict_metadata
@@ -103,6 +107,7 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         for held in self._files.values():
             held.stream.close()
         self._files.clear()
+        self._held_nbytes = 0
 
     def read(
         self, tensor: StoredTensor, box: Box, *, into: torch.Tensor | None = None
@@ -289,14 +294,26 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         with opened_ahead(directory, names) as opened:
             for near, held in zip(names, opened, strict=True):
                 if not isinstance(held, OSError):
-                    while len(self._files) >= MAX_OPEN_FILES:
-                        self._files.popitem(last=False)[1].stream.close()
+                    self._make_room(_held_nbytes(held.file))
                     self._files[near] = held
                 elif near == name:
                     check_damage(directory, name, held)
                     raise _unread(fqn, name, str(held)) from held
         self._files.move_to_end(name)
         return self._files[name].file
+
+    def _make_room(self, nbytes: int) -> None:
+        """Close the files that were not read for longest, until another one may hold as much."""
+        is_local = self._checkpoint.directory.is_local
+        while self._files and (
+            len(self._files) >= MAX_OPEN_FILES
+            if is_local
+            else self._held_nbytes + nbytes > HELD_NBYTES
+        ):
+            _, closed = self._files.popitem(last=False)
+            self._held_nbytes -= _held_nbytes(closed.file)
+            closed.stream.close()
+        self._held_nbytes += nbytes
 
     def _neighbours(self, name: str) -> list[str]:
         """Return a file to open; if it is small, also small ones after it in the metadata's order.
@@ -305,8 +322,13 @@ class BoxReader(AbstractContextManager["BoxReader"]):
         """
         sizes, first = self._checkpoint.files, self._names.index(name)
         near = self._names[first : first + self._checkpoint.directory.reading_threads]
-        small = [n for n in near if n not in self._files and (sizes[n] or 0) < LARGE_NBYTES]
+        small = [n for n in near if n not in self._files and (sizes[n] or 0) <= READ_AHEAD_NBYTES]
         return small if name in small else [name]
+
+
+def _held_nbytes(file: CountedFile) -> int:
+    """Return the most bytes of a file that are held while it is open."""
+    return 0 if file.is_local else min(file.size, READ_AHEAD_NBYTES)
 
 
 def is_contiguous(sizes: Sequence[int], shape: Sequence[int]) -> bool:

@@ -801,7 +801,7 @@ class UrlStore(Store):
         return None
 
     def open(self, name: str) -> IO[bytes]:
-        """Return a file, open for reading by ranges, one request each.
+        """Return a file, open for reading by ranges, one request each; a small one in memory.
 
         fsspec's own files read ahead by up to 50 MB, whatever is requested, and give up at the
         first error that their library does not retry.
@@ -809,12 +809,10 @@ class UrlStore(Store):
         Raises:
             OSError: The file does not exist, is barred, or cannot be reached.
         """
-        self._check_inside(name)
+        nbytes, data = self._looked_up(name, READ_AHEAD_NBYTES)
+        if data is not None:
+            return io.BytesIO(data)
         url, fs, path = self.url(name), self.fs, self._at(name)
-        OPENED.note(url)
-        nbytes, _ = facts_of(self._ask("info", name))
-        if nbytes is None:
-            raise IsADirectoryError(errno.EISDIR, "this is a directory", url)
 
         def read_into(view: memoryview, start: int) -> None:
             end = start + view.nbytes
@@ -828,17 +826,27 @@ class UrlStore(Store):
         A file of up to 16 MiB is downloaded now, in one request: all reads are then of the same
         version, even if another process replaces the file.
         """
+        _, data = self._looked_up(name, WHOLE_NBYTES)
+        return partial(self.open, name) if data is None else partial(io.BytesIO, data)
+
+    def _looked_up(self, name: str, most_nbytes: int) -> tuple[int, bytes | None]:
+        """Return the size of a file, and its bytes if there are no more than ``most_nbytes``.
+
+        Raises:
+            OSError: The file does not exist, is barred, or cannot be reached.
+        """
         self._check_inside(name)
         url, path = self.url(name), self._at(name)
         OPENED.note(url)
 
-        def whole() -> bytes | None:
+        def looked_up() -> tuple[int, bytes | None]:
             self.fs.invalidate_cache()
-            nbytes = int(self.fs.info(path)["size"])
-            return None if nbytes > WHOLE_NBYTES else download(self.fs, path, nbytes)
+            nbytes, _ = facts_of(self.fs.info(path))
+            if nbytes is None:
+                raise IsADirectoryError(errno.EISDIR, "this is a directory", url)
+            return nbytes, None if nbytes > most_nbytes else download(self.fs, path, nbytes)
 
-        data = request(url, whole)
-        return partial(self.open, name) if data is None else partial(io.BytesIO, data)
+        return request(url, looked_up)
 
     def ahead(self, call: Callable[[str], T], names: Iterable[str]) -> Generator[T]:
         if self.reading_threads == 1:

@@ -7,6 +7,7 @@ said of it is true: no failure of a save that is complete, and the other way rou
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_placements import PlacementFileSystemReader, PlacementFileSystemWriter
+from dcp_placements.offline import open_source
+from dcp_placements.offline.box_reads import BoxReader
 from dcp_placements.offline.output import MARKER
 from dcp_placements.storage import store
 from tests.engines import test_saved_items as engine_items
@@ -164,9 +167,26 @@ def test_a_killed_save_leaves_nothing_that_is_taken_for_a_checkpoint(
 
 # A request of a command at a URL that fails for good; and what the message names.
 COMMANDS: list[tuple[tuple[str, ...], Fault, str]] = [
-    (("verify", "oss://b/items"), Fault("read", 1, RESET, ALWAYS), "model_0.pt: it cannot be"),
-    (("verify", "oss://b/items"), Fault("read", 1, "short", ALWAYS), "model_0.pt: it cannot be"),
-    (("inspect", "oss://b/items"), Fault("read", 3, LATE, ALWAYS), "model_0.pt: it cannot be"),
+    (
+        ("verify", "oss://b/items"),
+        Fault("read", 0, RESET, ALWAYS, name="0.pt"),
+        "b/items/model_0.pt",
+    ),
+    (
+        ("verify", "oss://b/large"),
+        Fault("read", 0, RESET, ALWAYS, name="0.pt"),
+        "0.pt: it cannot be",
+    ),
+    (
+        ("verify", "oss://b/large"),
+        Fault("read", 1, "short", ALWAYS, name="0.pt"),
+        "0.pt: it cannot be",
+    ),
+    (
+        ("inspect", "oss://b/large"),
+        Fault("read", 2, LATE, ALWAYS, name="0.pt"),
+        "0.pt: it cannot be",
+    ),
     (("inspect", "oss://b/items"), Fault("info", 2, DENIED), "oss://b/items/model_0.pt: cannot"),
     (
         ("stock-metadata", "oss://b/megatron"),
@@ -184,10 +204,17 @@ COMMANDS: list[tuple[tuple[str, ...], Fault, str]] = [
 
 @pytest.mark.parametrize(("command", "fault", "named"), COMMANDS, ids=name_of)
 def test_a_command_that_is_not_answered_says_where_and_finds_nothing(
-    tmp_path: Path, run: Run, command: tuple[str, ...], fault: Fault, named: str
+    tmp_path: Path,
+    run: Run,
+    command: tuple[str, ...],
+    fault: Fault,
+    named: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = command[1].rpartition("/")[2]
-    if source == "items":
+    if source == "large":  # its files are not read at once
+        monkeypatch.setattr(store, "READ_AHEAD_NBYTES", 256)
+    if source in ("items", "large"):
         halves = [{"w": torch.arange(4.0)}, {"w": torch.arange(4.0) + 4}]
         engine_items.save(tmp_path, halves, engine_items.sharded())
     elif source == "megatron":
@@ -264,3 +291,46 @@ def test_a_service_of_one_request_at_a_time_is_asked_so(
             assert run("verify", url, "--contents").code == 0
         SERVICE.delay_s = 0.0
         assert (service.most_running == 1) == alone
+
+
+def reads_of(service: Any, ending: str) -> list[int]:
+    """Return how often each file of that ending was read."""
+    return [
+        *Counter(p for call, p in service.calls if call == "read" and p.endswith(ending)).values()
+    ]
+
+
+def test_a_command_reads_a_small_file_once(run: Run, tmp_path: Path) -> None:
+    """Tensors that follow each other are in other files, and come back to the first ones."""
+    url = "oss://b/ckpt"
+    save(url, {f"layers.{n}.w": torch.arange(6.0) + n for n in range(160)}, thread_count=40)
+    for command in (
+        ("export", url, "oss://b/hf", "--max-shard-size", "500", "--prefix", ""),
+        ("diff", url, "oss://b/hf"),
+        ("verify", url, "--contents"),
+    ):
+        with faults(None) as service:
+            assert run(*command).code == 0
+        assert reads_of(service, ".distcp") == [1] * 40, command
+    halves = [{f"{n}.w": torch.arange(4.0) for n in range(9)}] * 2
+    engine_items.save(tmp_path, halves, engine_items.sharded("*.w"))
+    upload(tmp_path, "items")
+    with faults(None) as service:
+        assert run("verify", "oss://b/items", "--contents").code == 0
+    assert max(reads_of(service, ".pt")) <= 2
+
+
+def test_files_that_are_held_open_at_a_url_take_bounded_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = "oss://b/ckpt"
+    state = {f"layers.{n}.w": torch.arange(6.0) + n for n in range(20)}
+    save(url, state, thread_count=20)
+    nbytes = max(len(data) for path, (data, _) in SERVICE.files.items() if path.endswith("cp"))
+    monkeypatch.setattr("dcp_placements.offline.box_reads.HELD_NBYTES", 9 * nbytes)
+    checkpoint = open_source(url)
+    with BoxReader(checkpoint) as reader:
+        for key, tensor in state.items():
+            stored = checkpoint.tensors[key]
+            assert torch.equal(reader.read(stored, stored.whole), tensor)
+            assert sum(held.file.size for held in reader._files.values()) <= 9 * nbytes
