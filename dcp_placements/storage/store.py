@@ -875,8 +875,15 @@ class UrlStore(Store):
             request(self.path, lambda: self.fs.makedirs(self._at(""), exist_ok=True))
 
     @contextmanager
-    def create(self, name: str, *, sync: bool = True) -> Iterator[IO[bytes]]:
-        """Yield a file that appears when the block ends; a block that raises leaves none."""
+    def create(self, name: str, *, sync: bool = True, is_new: bool = True) -> Iterator[IO[bytes]]:
+        """Yield a file that appears when the block ends; a block that raises leaves none.
+
+        Args:
+            name: Its name.
+            sync: Ignored.
+            is_new: Whether there is no older file of that name, so that one of the new one's size
+                is the new one.
+        """
         from fsspec.spec import AbstractBufferedFile
 
         url, path = self.url(name), self._at(name)
@@ -889,7 +896,9 @@ class UrlStore(Store):
                 # Not repeated: a second close would do nothing, and the file would be missing.
                 request(url, stream.close, tries=1)
             except OSError:
-                if not self._is_whole(name, nbytes):  # it may be the answer that was lost
+                if not (
+                    is_new and self._is_whole(name, nbytes)
+                ):  # it may be the answer that was lost
                     raise
         except BaseException:
             with suppress(Exception):
@@ -977,7 +986,7 @@ class UrlStore(Store):
                 raise
 
     def _is_whole(self, name: str, nbytes: int) -> bool:
-        """Whether an object store has a file of this size: no older one has its name."""
+        """Whether an object store has a file of this size."""
         with suppress(OSError):
             entry = self.entry(name) if self.is_object_store else None
             return entry is not None and entry.nbytes == nbytes

@@ -35,8 +35,12 @@ class UrlFiles:
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         """Yield a file. A file that is written appears when the block ends, unless it raises."""
-        name = self._name(path)
-        with self._store.open(name) if mode == "rb" else self._store.create(name) as stream:
+        name, store = self._name(path), self._store
+        if mode == "rb":
+            with store.open(name) as stream:
+                yield stream
+            return
+        with store.create(name, is_new=store.entry(name) is None) as stream:
             yield stream
 
     def concat_path(self, path: str | os.PathLike[str], suffix: str) -> str:

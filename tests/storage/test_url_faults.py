@@ -140,6 +140,28 @@ def test_a_save_succeeds_or_leaves_the_older_checkpoint(
         assert len(names_at(url)) == 3, "files of the older checkpoint"
 
 
+@pytest.mark.parametrize("older", [b"older", None])
+def test_an_older_file_of_the_same_size_is_not_taken_for_the_new_one(older: bytes | None) -> None:
+    """Torch's writer gives its metadata one temporary name, which a killed save leaves behind."""
+    url = "oss://b/ckpt/.metadata.tmp"
+    if older is not None:
+        SERVICE.put("b/ckpt/.metadata.tmp", older)
+    files = PlacementFileSystemWriter("oss://b/ckpt").fs
+
+    def write() -> None:
+        with files.create_stream(url, "wb") as stream:
+            stream.write(b"newer")
+
+    with faults(Fault("close", 0, RESET)), pytest.raises(OSError, match="reset"):
+        write()
+    with faults(Fault("close", 0, RESET, is_late=True)):
+        if older is None:
+            write()
+        else:
+            with pytest.raises(OSError, match="reset"):
+                write()
+
+
 KILLS = [("oss", "write", 3), ("oss", "put", 0), ("oss", "rm", 0)]
 KILLS += [("pieces", call, at) for call, at in [("write", 12), ("close", 2), ("mv", 0), ("mv", 1)]]
 
