@@ -66,7 +66,7 @@ class Stretch(NamedTuple):
 
 
 class BoxReader(AbstractContextManager["BoxReader"]):
-    """Reads boxes of a checkpoint's tensors. Keeps a few files open; close it.
+    """Reads boxes of a checkpoint's tensors. Keeps files open; close it.
 
     Args:
         checkpoint: The checkpoint to read.
