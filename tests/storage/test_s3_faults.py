@@ -114,7 +114,10 @@ def test_short_and_changed_answers_are_repeated(
     assert [key for key in SAVED if not same(read[key], SAVED[key])] == []
 
 
-def test_a_service_that_ignores_ranges_is_refused(proxy: tuple[type[Proxy], str]) -> None:
+def test_a_service_that_ignores_ranges_is_refused(
+    proxy: tuple[type[Proxy], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dcp_placements.storage.store.READ_AHEAD_NBYTES", 4096)
     service, url = proxy
     save(url, SAVED)
 
