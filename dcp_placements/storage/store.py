@@ -896,9 +896,8 @@ class UrlStore(Store):
                 # Not repeated: a second close would do nothing, and the file would be missing.
                 request(url, stream.close, tries=1)
             except OSError:
-                if not (
-                    is_new and self._is_whole(name, nbytes)
-                ):  # it may be the answer that was lost
+                is_lost_answer = is_new and self._is_whole(name, nbytes)
+                if not is_lost_answer:
                     raise
         except BaseException:
             with suppress(Exception):
