@@ -142,10 +142,10 @@ def _view_of(tensor: torch.Tensor) -> tuple[tuple[int, int], ...]:
     return tuple([(size, 0 if size == 1 else stride) for size, stride in dims])
 
 
-def data_pointer(tensor: torch.Tensor) -> int:
-    """Return where the elements of a tensor begin in memory; 0 where it has none."""
+def data_pointer(tensor: torch.Tensor, *, of_storage: bool = False) -> int:
+    """Return where a tensor's elements, or those of all views of it, begin; 0 without memory."""
     try:
-        return tensor.data_ptr()
+        return tensor.untyped_storage().data_ptr() if of_storage else tensor.data_ptr()
     except RuntimeError:  # wrapper subclasses and fake tensors have no memory
         return 0
 
@@ -170,7 +170,7 @@ def memory_faults(
     storages: dict[str, set[int]] = {fqn: set() for fqn in like_dtensors}
     for fqn, tensor in destinations:
         if fqn in storages:
-            storages[fqn].add(_storage_pointer(tensor))
+            storages[fqn].add(data_pointer(tensor, of_storage=True))
         is_spread = tensor.layout is torch.strided and not tensor.is_contiguous()
         if is_spread and share_memory([tensor]):
             headline = (
@@ -186,7 +186,7 @@ def memory_faults(
     for fqn, values in like_dtensors.items():
         for value in values:
             local = facts_of(value)[0]
-            if local.numel() and _storage_pointer(local) not in storages[fqn]:
+            if local.numel() and data_pointer(local, of_storage=True) not in storages[fqn]:
                 headline = (
                     f"to_local() of this {type(value).__name__} makes a copy: what is read would "
                     "be lost"
@@ -197,14 +197,6 @@ def memory_faults(
                 faults.append(Fault(fqn, headline, (out,)))
                 break
     return faults
-
-
-def _storage_pointer(tensor: torch.Tensor) -> int:
-    """Return where the storage of a tensor begins in memory, as of all its views; 0 for none."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except RuntimeError:
-        return 0
 
 
 def memory_key(value: Any) -> Hashable:
