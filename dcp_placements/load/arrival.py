@@ -207,19 +207,16 @@ class Arrival:
         lists. Groups with equal options count as one.
         """
         state_dict, faults = self._asked.state_dict, []
+        of_unread: dict[str, set[str]] = {}  # by optimizer
         for fqn, stored in self._lists.items():
             others = [name for name in state_dict[fqn] if name not in set(stored)]
             if others and not self._asked.policy.excuses(fqn):
                 head = fqn[: fqn.index("param_groups.")]
                 listed = [of for of in self._lists if of.startswith(head)]
                 saved = {str(name): of for of in listed for name in self._lists[of]}
-                keys = self._asked.stored
-                lists = [key for key in keys if key.startswith(head) and key.endswith(".params")]
-                states = OptimizerStates(keys)
-                held = {key: states.of(key) for key in keys if len(lists) > len(listed)}
-                stored_names = {of.parameter for of in held.values() if of and of.head == head}
-                stored_names |= _endings(key for key, of in held.items() if of is None)
-                for name in stored_names.intersection(others):
+                if head not in of_unread:
+                    of_unread[head] = self._names_of_unread_groups(head, len(listed))
+                for name in of_unread[head].intersection(others):
                     saved.setdefault(name, "a group that this rank does not have")
                 moved = {
                     name: saved[name]
@@ -228,6 +225,22 @@ class Arrival:
                 }
                 faults += [_moved_fault(fqn, moved)] if moved else []
         return faults
+
+    def _names_of_unread_groups(self, head: str, read: int) -> set[str]:
+        """Return the names that a parameter of a group which this rank does not read may have.
+
+        Args:
+            head: The head of an optimizer's keys.
+            read: Number of its lists that this rank reads; none is left where these are all.
+        """
+        keys = self._asked.stored
+        lists = [key for key in keys if key.startswith(head) and key.endswith(".params")]
+        if len(lists) <= read:
+            return set()
+        states = OptimizerStates(keys)
+        held = {key: states.of(key) for key in keys}
+        names = {of.parameter for of in held.values() if of and of.head == head}
+        return names | _endings(key for key, of in held.items() if of is None)
 
     def _options(self, fqn: str) -> dict[str, str]:
         """Return the options of a parameter group as text, without the beginning of their keys.
